@@ -1,0 +1,40 @@
+"""Plans how a PyTorch model is split over many devices, layer by layer, and trains it that way.
+
+The public names are imported on first use, so that planning from files does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from galvatron_lite.api import auto_parallelize, plan, profile
+    from galvatron_lite.cluster.cluster import Cluster
+    from galvatron_lite.model.graph import ModelGraph
+    from galvatron_lite.plans.schema import Plan
+    from galvatron_lite.profiler.schema import Profile
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Cluster": "galvatron_lite.cluster.cluster",
+    "ModelGraph": "galvatron_lite.model.graph",
+    "Plan": "galvatron_lite.plans.schema",
+    "Profile": "galvatron_lite.profiler.schema",
+    "auto_parallelize": "galvatron_lite.api",
+    "plan": "galvatron_lite.api",
+    "profile": "galvatron_lite.api",
+}
+
+__all__ = ["Cluster", "ModelGraph", "Plan", "Profile", "auto_parallelize", "plan", "profile"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

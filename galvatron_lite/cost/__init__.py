@@ -1,0 +1,1 @@
+"""Adds the dimensions up: layer, stage, step."""

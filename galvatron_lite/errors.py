@@ -1,0 +1,64 @@
+"""Every error this package raises on purpose.
+
+GalvatronError
+├── InputError (ValueError)      a value the user gave is wrong: names the field, the value, the remedy
+│   ├── UnitError                a size or a share that cannot be read
+│   ├── FileFormatError          a plan, profile, cluster or model file that is corrupt or of another version
+│   └── TraceError               a model, or a block of it, that cannot be captured
+├── InfeasibleError              no plan fits: names the smallest budget that would
+├── LaunchError (RuntimeError)   the launched world does not fit the plan (size, device)
+└── NonFiniteLossError           training produced a loss that is NaN or infinite
+"""
+
+from __future__ import annotations
+
+
+class GalvatronError(Exception):
+    """Base class of every error this package raises on purpose."""
+
+
+class InputError(GalvatronError, ValueError):
+    """A value the user gave is wrong.
+
+    Args:
+        field: what the value was for, as the user wrote it (``--mem``, ``stages[2].layers``).
+        value: what was given.
+        remedy: what to give instead.
+    """
+
+    def __init__(self, field: str, value: object, remedy: str) -> None:
+        self.field, self.value, self.remedy = field, value, remedy
+        super().__init__(f"{field}: {value!r} cannot be used. {remedy}")
+
+
+class UnitError(InputError):
+    """A size or a share that cannot be read."""
+
+
+class FileFormatError(InputError):
+    """A file that is corrupt, truncated, or of another version."""
+
+
+class TraceError(InputError):
+    """A model, or a block of it, that cannot be captured."""
+
+
+class InfeasibleError(GalvatronError):
+    """No plan fits the budget.
+
+    Args:
+        message: what was asked for and what would have to give.
+        smallest_budget: bytes a device that the leanest plan needs; None where no budget would do.
+    """
+
+    def __init__(self, message: str, smallest_budget: int | None = None) -> None:
+        self.smallest_budget = smallest_budget
+        super().__init__(message)
+
+
+class LaunchError(GalvatronError, RuntimeError):
+    """The launched world does not fit the plan."""
+
+
+class NonFiniteLossError(GalvatronError, ArithmeticError):
+    """Training produced a loss that is NaN or infinite."""

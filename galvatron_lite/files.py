@@ -1,0 +1,116 @@
+"""The one door between typed values and disk: strict reading with clear errors, atomic writing.
+
+Values are frozen dataclasses; pydantic validates what is read against their annotations. YAML for people, JSON where
+the name ends so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from galvatron_lite.errors import FileFormatError
+
+if TYPE_CHECKING:
+    from pydantic import ConfigDict
+
+T = TypeVar("T")
+
+STRICT = cast("ConfigDict", {"extra": "forbid"})
+"""Set as ``__pydantic_config__`` on every dataclass that touches disk: an unknown key is an error."""
+
+
+def to_data(value: Any) -> Any:
+    """Plain data (dicts, lists, strings, numbers) of a dataclass value; fields at their defaults are left out."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(type(value)).dump_python(value, mode="json", exclude_defaults=True)
+
+
+def from_data(kind: type[T], data: object, field: str) -> T:
+    """A value of dataclass ``kind`` from plain data.
+
+    Args:
+        kind: the dataclass.
+        data: what a file held.
+        field: what to name in an error, usually the path.
+
+    Raises:
+        FileFormatError: the data does not fit; names the first offending key.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(kind).validate_python(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the top level"
+        given = first.get("input")
+        shown = given if isinstance(given, (str, int, float, bool, type(None))) else type(given).__name__
+        raise FileFormatError(
+            f"{field}, {place}", shown, f"{first['msg']} ({error.error_count()} problem(s) in all). Mend or remake it."
+        ) from error
+
+
+def read_data(path: Path) -> Any:
+    """What a YAML or JSON file holds, as plain data.
+
+    Raises:
+        FileFormatError: no such file, not text, truncated or not valid YAML/JSON.
+    """
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            return json.loads(text)
+        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except FileNotFoundError as error:
+        raise FileFormatError("file", str(path), "There is no such file.") from error
+    except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise FileFormatError("file", str(path), f"It cannot be read ({reason}). Make it anew.") from error
+
+
+def read_value(kind: type[T], path: Path) -> T:
+    """A value of dataclass ``kind`` from a YAML or JSON file.
+
+    Raises:
+        FileFormatError: see ``read_data`` and ``from_data``.
+    """
+    return from_data(kind, read_data(path), str(path))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that it is either the old one or the whole new one, never half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_data(path: Path, data: Any) -> None:
+    """Write plain data as JSON (``.json``) or YAML, atomically."""
+    import yaml
+
+    if path.suffix == ".json":
+        write_text(path, json.dumps(data, indent=1) + "\n")
+        return
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    write_text(path, yaml.dump(data, Dumper=dumper, sort_keys=False, width=120, allow_unicode=True))
+
+
+def write_value(path: Path, value: Any) -> None:
+    """Write a dataclass value as YAML or JSON, atomically."""
+    write_data(path, to_data(value))

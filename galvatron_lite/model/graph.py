@@ -1,0 +1,275 @@
+"""What is trained: a model as layers, with everything the planner needs to know of each. No torch here.
+
+Conventions
+    Every figure is for ONE sample (one row of the batch) unless its name says otherwise, at the graph's sequence
+    length and precision, on one device that holds the whole layer. FLOPs count a multiply-add as two.
+    How a figure shrinks under tensor parallelism is part of the figure: see ``TensorSplit``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar
+
+from galvatron_lite.files import STRICT
+
+if TYPE_CHECKING:
+    import networkx
+    from pydantic import ConfigDict
+
+
+class OperatorClass(StrEnum):
+    """What bounds an operator."""
+
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    CONVOLUTION = "convolution"
+    MEMORY = "memory"
+
+
+class Role(StrEnum):
+    """Where a layer stands: before the repeated blocks, one of them, or after them."""
+
+    BEFORE = "before"
+    BLOCK = "block"
+    AFTER = "after"
+
+
+class Recompute(StrEnum):
+    """What is thrown away in forward and computed again in backward."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+class Sharding(StrEnum):
+    """How tensor parallelism of degree t divides a figure: by t, by t with sequence parallelism only, or not."""
+
+    TENSOR = "tensor"
+    SEQUENCE = "sequence"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSplit:
+    """A figure in three parts by how tensor parallelism of degree t divides it.
+
+    Attributes:
+        tensor: the part that is divided by t.
+        sequence: the part that is divided by t where sequence parallelism is on.
+        whole: the part that every device holds or does in full.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    tensor: int = 0
+    sequence: int = 0
+    whole: int = 0
+
+    def at(self, degree: int, sequence_parallel: bool) -> float:
+        """The figure on one device under tensor parallelism of this degree."""
+        shared = self.sequence / degree if sequence_parallel else self.sequence
+        return self.tensor / degree + shared + self.whole
+
+    @property
+    def total(self) -> int:
+        """The figure on one device that holds the whole layer."""
+        return self.tensor + self.sequence + self.whole
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One kind of call inside a layer.
+
+    Attributes:
+        name: where it comes from, for people (``attention.qkv``, ``mlp.act``).
+        kind: what bounds it.
+        shape: matmul (rows per sample, inner, columns); attention (query heads, key-value heads, query length,
+            key length, head size); convolution (input channels, output channels, groups, then input extents, then
+            kernel extents, then strides); memory: (items per sample,).
+        count: how many such calls one forward pass makes.
+        flops: forward FLOPs per sample, all calls together.
+        backward_flops: backward FLOPs per sample, all calls together.
+        moved: bytes read and written per sample in forward, weights not counted, all calls together.
+        backward_moved: the same in backward.
+        weight_bytes: bytes of weights read once a call whatever the batch, all calls together.
+        sharding: how tensor parallelism divides it.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    name: str
+    kind: OperatorClass
+    shape: tuple[int, ...]
+    count: int
+    flops: int
+    backward_flops: int
+    moved: int
+    backward_moved: int
+    weight_bytes: int = 0
+    sharding: Sharding = Sharding.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class SplitDims:
+    """Extents along which a layer can be split; 0 where it has no such extent."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    sequence: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    hidden: int = 0
+    ffn_hidden: int = 0
+    vocab: int = 0
+    experts: int = 0
+    in_channels: int = 0
+    out_channels: int = 0
+    height: int = 0
+    width: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What structurally equal layers share.
+
+    Attributes:
+        name: key of the kind (``block``, ``before``, ``encoder_block``).
+        parameters: parameter items of one such layer.
+        buffer_bytes: bytes of non-trained state.
+        operators: what one forward pass calls.
+        kept: bytes per sample that autograd keeps from forward to backward, by recompute choice; absent where a
+            choice cannot be run. The layer's own input counts only where autograd keeps it (it does under full).
+        working: bytes per sample live at the worst moment of the layer's backward beyond what ``kept`` (no
+            recompute) holds: gradients of activations and temporary results.
+        forward_working: the same for forward: temporary results that are not kept.
+        input_bytes: bytes per sample of the boundary tensors that enter.
+        output_bytes: bytes per sample of the boundary tensors that leave.
+        dims: what can be split.
+        tensor_degrees: the largest tensor-parallel degree the layer's structure allows; a degree is legal where it
+            divides this number. 1: tensor parallelism is not offered.
+        tensor_reason: why tensor parallelism is limited or not offered; empty where nothing is to be said.
+        tensor_collectives: all-gathers plus reduce-scatters (or as many all-reduces with half the pairs) of the
+            boundary tensor that tensor parallelism costs in one forward pass: 4 for a transformer block (two
+            gather/scatter pairs).
+        sequence_parallel: whether the layer outside its sharded regions works token by token, so that sequence
+            parallelism may be used.
+        gathered_output_bytes: bytes per sample of an output that is gathered over the tensor group after a
+            column-split last matmul (the logits of an LM head); 0 where nothing is.
+        dead_parameters: parameter items that never reach the output.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    name: str
+    parameters: TensorSplit
+    operators: tuple[Operator, ...]
+    kept: dict[Recompute, TensorSplit]
+    working: TensorSplit
+    forward_working: TensorSplit
+    input_bytes: int
+    output_bytes: int
+    dims: SplitDims = SplitDims()
+    buffer_bytes: int = 0
+    tensor_degrees: int = 1
+    tensor_reason: str = ""
+    tensor_collectives: int = 0
+    sequence_parallel: bool = False
+    gathered_output_bytes: int = 0
+    dead_parameters: int = 0
+
+    @property
+    def flops(self) -> int:
+        """Forward FLOPs per sample."""
+        return sum(operator.flops for operator in self.operators)
+
+    @property
+    def backward_flops(self) -> int:
+        """Backward FLOPs per sample."""
+        return sum(operator.backward_flops for operator in self.operators)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A submodule, or several that run together, that the planner treats as one unit.
+
+    Attributes:
+        name: unique name, the module path for a block (``model.layers.0``), ``before`` or ``after`` else.
+        kind: key into ``ModelGraph.kinds``.
+        role: where it stands.
+        modules: paths of the modules it is made of, in the order they run.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    name: str
+    kind: str
+    role: Role
+    modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Parameters that two layers share (embedding and head).
+
+    Attributes:
+        first: name of the layer that owns them.
+        second: name of the layer that uses them too; its kind's ``parameters`` do not count them.
+        parameters: items shared.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    first: str
+    second: str
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGraph:
+    """A model as the planner sees it: layers in the order they run.
+
+    Attributes:
+        name: for people.
+        layers: in the order they run.
+        kinds: what equal layers share, by key.
+        sequence: tokens per sample; 1 for models without a sequence.
+        precision: of activations and compute (``fp32``, ``bf16``); the byte figures are at this precision.
+        edges: pairs of layer names, from producer to consumer; empty means a chain.
+        ties: shared parameters.
+        source: where the graph comes from (``traced``, ``shapes``), for people.
+        notes: what the reader should know (blocks without tensor parallelism and why).
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    name: str
+    layers: tuple[Layer, ...]
+    kinds: dict[str, LayerKind]
+    sequence: int
+    precision: str
+    edges: tuple[tuple[str, str], ...] = ()
+    ties: tuple[Tie, ...] = ()
+    source: str = "traced"
+    notes: tuple[str, ...] = field(default=())
+
+    def kind_of(self, layer: Layer) -> LayerKind:
+        """The kind of a layer."""
+        return self.kinds[layer.kind]
+
+    @property
+    def parameters(self) -> int:
+        """Parameter items of the whole model, shared ones counted once."""
+        return sum(self.kinds[layer.kind].parameters.total for layer in self.layers)
+
+    @property
+    def flops(self) -> int:
+        """Forward and backward FLOPs of one sample, nothing recomputed."""
+        kinds = [self.kinds[layer.kind] for layer in self.layers]
+        return sum(kind.flops + kind.backward_flops for kind in kinds)
+
+    def to_networkx(self) -> networkx.DiGraph[str]:
+        """The layers as a directed graph; nodes carry their ``Layer`` under ``layer``."""
+        import networkx
+
+        graph: networkx.DiGraph[str] = networkx.DiGraph()
+        names = [layer.name for layer in self.layers]
+        graph.add_nodes_from((layer.name, {"layer": layer}) for layer in self.layers)
+        graph.add_edges_from(self.edges or pairwise(names))
+        return graph

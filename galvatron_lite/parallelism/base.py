@@ -1,0 +1,177 @@
+"""What a dimension (a way to split a layer) must tell the planner. No torch here.
+
+A ``Strategy`` names a choice for every dimension. A ``Dimension`` lists the legal choices for a kind of layer and says
+what a choice does to one device's work: fewer samples, sharded states, more communication. ``cost`` turns that work
+into seconds and bytes. Neither ``cost`` nor ``search`` knows any dimension by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.files import STRICT
+from galvatron_lite.model.graph import LayerKind, Recompute
+
+if TYPE_CHECKING:
+    from pydantic import ConfigDict
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Strategy:
+    """What one layer does with the devices of its stage.
+
+    Attributes:
+        data: replicas that each take a share of the samples and hold all states.
+        zero: devices that each take a share of the samples and share the states (ZeRO).
+        zero_stage: 2 (gradients and optimizer states sharded at rest, parameters gathered from forward until
+            backward ends) or 3 (parameters gathered for each use); 0 where ``zero`` is 1.
+        tensor: devices that share the matmuls of each sample.
+        sequence_parallel: whether the tensor group also shares the tokens between its matmuls.
+        recompute: what is computed again in backward.
+
+    Rank order inside a stage is row-major over (data, zero, tensor), tensor innermost (closest).
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    data: int = 1
+    zero: int = 1
+    zero_stage: int = 0
+    tensor: int = 1
+    sequence_parallel: bool = False
+    recompute: Recompute = Recompute.NONE
+
+    @property
+    def devices(self) -> int:
+        """Devices of the stage that the strategy takes."""
+        return self.data * self.zero * self.tensor
+
+    @property
+    def batch_degree(self) -> int:
+        """How many ways the samples are split."""
+        return self.data * self.zero
+
+    def __str__(self) -> str:
+        """Short name for people: ``data4 zero3x2 tensor2+sp recompute``; ``whole`` where nothing is split."""
+        parts = []
+        if self.data > 1:
+            parts.append(f"data{self.data}")
+        if self.zero > 1:
+            parts.append(f"zero{self.zero_stage}x{self.zero}")
+        if self.tensor > 1:
+            parts.append(f"tensor{self.tensor}" + ("+sp" if self.sequence_parallel else ""))
+        if self.recompute is not Recompute.NONE:
+            parts.append("recompute" if self.recompute is Recompute.FULL else "selective")
+        return " ".join(parts) or "whole"
+
+
+class Collective(StrEnum):
+    """Kinds of communication."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    BROADCAST = "broadcast"
+    SEND_RECV = "send_recv"
+
+
+class Moment(StrEnum):
+    """When a communication happens: in every micro-batch's forward or backward, or once a step."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """One communication of one layer on one device.
+
+    Attributes:
+        collective: its kind.
+        size: bytes of the whole (unsharded) tensor: what an all-gather yields and a reduce-scatter takes.
+        group: the ranks that take part.
+        moment: when it happens.
+        overlaps: whether compute of the same layer or its neighbours can hide it.
+        count: how many times.
+        cause: the dimension it comes from, for people.
+    """
+
+    collective: Collective
+    size: float
+    group: RankGroup
+    moment: Moment
+    overlaps: bool
+    count: int = 1
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """What one device does and holds for one layer, one micro-batch at a time.
+
+    Attributes:
+        samples: samples of one micro-batch on this device.
+        tensor: degree that divides the sharded operators.
+        sequence_parallel: whether tokens are shared between sharded operators.
+        recompute: what is computed again in backward.
+        parameters: items of parameters this device computes with (after tensor splitting).
+        state_items: items whose optimizer state this device holds and updates.
+        parameter_items: items of parameters held at rest.
+        gradient_items: items of gradients held at rest, between micro-batches and at the optimizer.
+        gathered_items: items of parameters gathered for as long as the stage computes (ZeRO-2).
+        transient_items: items of parameters and gradients gathered while this one layer computes (ZeRO-3; gradient
+            before reduce-scatter).
+        communications: what it sends and receives.
+    """
+
+    samples: float
+    tensor: int
+    sequence_parallel: bool
+    recompute: Recompute
+    parameters: float
+    state_items: float
+    parameter_items: float
+    gradient_items: float
+    gathered_items: float = 0.0
+    transient_items: float = 0.0
+    communications: tuple[Communication, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DimensionContext:
+    """What a dimension may look at besides the layer.
+
+    Attributes:
+        devices: devices of the stage.
+        node_devices: devices of one node (the innermost level).
+        activation_item_bytes: bytes of one activation item.
+        gather_item_bytes: bytes of one item where parameters are gathered.
+        reduce_item_bytes: bytes of one item where gradients are reduced.
+        microbatches: micro-batches a step.
+    """
+
+    devices: int
+    node_devices: int
+    activation_item_bytes: int
+    gather_item_bytes: int
+    reduce_item_bytes: int
+    microbatches: int
+
+
+class Dimension(Protocol):
+    """A way to split a layer: one folder under ``parallelism``, whose ``cost.py`` offers one of these."""
+
+    name: str
+
+    def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
+        """Legal settings of this dimension's fields of ``Strategy`` for a kind of layer on up to so many devices."""
+        ...
+
+    def apply(self, work: LayerWork, kind: LayerKind, strategy: Strategy, context: DimensionContext) -> LayerWork:
+        """What the strategy's choice in this dimension makes of one device's work."""
+        ...

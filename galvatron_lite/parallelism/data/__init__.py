@@ -1,0 +1,1 @@
+"""Replicas that share the samples."""

@@ -1,0 +1,1 @@
+"""Stages of consecutive layers on separate devices."""

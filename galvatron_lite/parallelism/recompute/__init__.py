@@ -1,0 +1,1 @@
+"""Computing activations again instead of keeping them."""

@@ -1,0 +1,1 @@
+"""Devices that share the matmuls of each sample."""

@@ -1,0 +1,1 @@
+"""Devices that share samples and states."""

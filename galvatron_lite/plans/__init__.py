@@ -1,0 +1,1 @@
+"""The plan: schema, reading and writing, explanation."""

@@ -1,0 +1,238 @@
+"""The plan: how every layer is split, what that is predicted to cost, and what it was made from. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, ClassVar
+
+from galvatron_lite.files import STRICT
+from galvatron_lite.parallelism.base import Strategy
+
+if TYPE_CHECKING:
+    from pydantic import ConfigDict
+
+PLAN_VERSION = 1
+
+
+class Schedule(StrEnum):
+    """Order of micro-batches in a pipeline."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+
+
+class Proof(StrEnum):
+    """How sure the search is that nothing better exists in its space."""
+
+    PROVEN = "proven"
+    FEASIBLE = "feasible"
+    GIVEN = "given"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRun:
+    """Consecutive layers of one stage that share a strategy.
+
+    Attributes:
+        first: name of the first layer.
+        last: name of the last layer (the same for a single one).
+        count: how many layers.
+        strategy: what each of them does with the stage's devices.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    first: str
+    last: str
+    count: int
+    strategy: Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBreakdown:
+    """Bytes on one device at the stage's worst moment; the parts add up to ``total``.
+
+    Attributes:
+        parameters: held at rest, and gathered ones.
+        gradients: at rest.
+        optimizer: its states.
+        activations: kept between forward and backward.
+        temporary: the worst moment's working memory.
+        communication: gather and reduce buffers.
+        context: driver context and library workspaces.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    temporary: int = 0
+    communication: int = 0
+    context: int = 0
+
+    @property
+    def total(self) -> int:
+        """All parts together."""
+        return (
+            self.parameters + self.gradients + self.optimizer + self.activations
+            + self.temporary + self.communication + self.context
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TimeBreakdown:
+    """Seconds of one step on the slowest stage; the parts add up to ``total``.
+
+    Attributes:
+        forward: compute.
+        backward: compute, without recomputation.
+        recompute: computing again what was thrown away.
+        communication: exposed (not hidden behind compute): tensor, ZeRO, data, redistribution.
+        pipeline: waiting for other stages: bubble and exposed transfers.
+        optimizer: the update.
+        other: fixed host costs.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    forward: float = 0.0
+    backward: float = 0.0
+    recompute: float = 0.0
+    communication: float = 0.0
+    pipeline: float = 0.0
+    optimizer: float = 0.0
+    other: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All parts together."""
+        return (
+            self.forward + self.backward + self.recompute + self.communication
+            + self.pipeline + self.optimizer + self.other
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One pipeline stage.
+
+    Attributes:
+        runs: its layers, in order.
+        memory: predicted bytes on each of its devices.
+        microbatch_seconds: predicted forward + backward of one micro-batch.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    runs: tuple[LayerRun, ...]
+    memory: MemoryBreakdown = MemoryBreakdown()
+    microbatch_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a step is predicted to cost.
+
+    Attributes:
+        step_seconds: one optimizer step.
+        time: where it goes.
+        samples_per_second: of the whole cluster.
+        tokens_per_second: of the whole cluster.
+        mfu: model FLOPs utilisation, 0..1: forward and backward FLOPs without recomputation over the devices' peak.
+        peak_memory: bytes on the fullest device.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    step_seconds: float
+    time: TimeBreakdown
+    samples_per_second: float
+    tokens_per_second: float
+    mfu: float
+    peak_memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A runner-up.
+
+    Attributes:
+        summary: what it does, in a line.
+        step_seconds: what it would have cost.
+        peak_memory: bytes on its fullest device.
+        fits: whether that is within the budget.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    summary: str
+    step_seconds: float
+    peak_memory: int
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """What a plan was made from.
+
+    Attributes:
+        galvatron: version of this package.
+        profile: name of the profile.
+        profile_hash: SHA-256 of its canonical JSON, shortened.
+        profile_origin: ``measured`` or ``estimated`` and from what.
+        cluster: its name.
+        fingerprint: of the machine the profile was measured on; empty for data-sheet clusters.
+        budget: bytes a device.
+        proof: whether the search proved the plan optimal in its space.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    galvatron: str
+    profile: str
+    profile_hash: str
+    profile_origin: str
+    cluster: str
+    fingerprint: dict[str, str]
+    budget: int
+    proof: Proof
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a model is trained on a cluster.
+
+    Attributes:
+        version: of this schema.
+        model: name of the model.
+        devices: the world size it is made for.
+        global_batch: samples a step.
+        microbatches: how many parts the global batch is worked through in.
+        schedule: order of micro-batches in the pipeline.
+        precision: of compute.
+        stages: the pipeline, each on ``devices / len(stages)`` consecutive ranks.
+        prediction: what it is predicted to cost; None for a plan written by hand.
+        alternatives: runner-ups.
+        left_out: dimensions that were not offered, and why.
+        provenance: what it was made from; None for a plan written by hand.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    version: int
+    model: str
+    devices: int
+    global_batch: int
+    microbatches: int
+    schedule: Schedule
+    precision: str
+    stages: tuple[Stage, ...]
+    prediction: Prediction | None = None
+    alternatives: tuple[Alternative, ...] = ()
+    left_out: tuple[str, ...] = ()
+    provenance: Provenance | None = None
+
+    @property
+    def microbatch(self) -> int:
+        """Samples of one micro-batch, over all devices of a stage."""
+        return self.global_batch // self.microbatches
+
+    @property
+    def stage_devices(self) -> int:
+        """Devices of one stage."""
+        return self.devices // len(self.stages)

@@ -1,0 +1,1 @@
+"""What layers and communication cost, measured or estimated."""

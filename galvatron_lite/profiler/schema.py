@@ -1,0 +1,217 @@
+"""What layers and communication cost, measured or estimated, in one schema. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, ClassVar
+
+from galvatron_lite.cluster.cluster import Cluster
+from galvatron_lite.files import STRICT
+from galvatron_lite.model.graph import ModelGraph, Recompute
+from galvatron_lite.parallelism.base import Collective
+
+if TYPE_CHECKING:
+    from pydantic import ConfigDict
+
+PROFILE_VERSION = 1
+
+
+class OriginKind(StrEnum):
+    """Whether a figure was measured or estimated."""
+
+    MEASURED = "measured"
+    ESTIMATED = "estimated"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where figures come from.
+
+    Attributes:
+        kind: measured or estimated.
+        source: the device and backend they were measured on, or what they were estimated from.
+        date: ISO date of the measurement; empty for estimates.
+        repetitions: how often each point was measured; 0 for estimates.
+        spread: median over points of (third quartile - first quartile) / median of the repetitions.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    kind: OriginKind
+    source: str
+    date: str = ""
+    repetitions: int = 0
+    spread: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPoint:
+    """One measured or estimated point of one kind of layer on one device.
+
+    Attributes:
+        kind: key into ``ModelGraph.kinds``.
+        samples: samples on the device.
+        tensor: tensor-parallel degree whose shard was run (communication left out).
+        sequence_parallel: whether tokens were shared too.
+        recompute: what is computed again; ``backward`` includes it.
+        forward: seconds.
+        backward: seconds.
+        kept: bytes that stay from forward to backward.
+        working: bytes live at the worst moment of backward beyond parameters, their gradients, and what all
+            earlier layers keep; includes this layer's own ``kept``.
+        forward_working: bytes live at the worst moment of forward beyond parameters and what all earlier layers
+            keep; includes this layer's own ``kept``.
+        spread: interquartile range / median of forward + backward; 0 for estimates.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    kind: str
+    samples: int
+    tensor: int
+    sequence_parallel: bool
+    recompute: Recompute
+    forward: float
+    backward: float
+    kept: int
+    working: int
+    forward_working: int
+    spread: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CollectivePoint:
+    """One measured point of communication.
+
+    Attributes:
+        collective: its kind.
+        group: ranks in the group.
+        stride: ranks between its members (1: near).
+        siblings: groups that ran at the same moment.
+        size: bytes of the whole tensor (what an all-gather yields, what a reduce-scatter takes).
+        seconds: time of one call.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    collective: Collective
+    group: int
+    stride: int
+    siblings: int
+    size: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveFit:
+    """Straight line through the points of one collective on one shape of group: ``latency + size / bandwidth``.
+
+    Attributes:
+        collective, group, stride, siblings: what it was fitted for.
+        latency: seconds.
+        bandwidth: bytes of the whole tensor per second.
+        residual: median of |predicted - measured| / measured.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    collective: Collective
+    group: int
+    stride: int
+    siblings: int
+    latency: float
+    bandwidth: float
+    residual: float
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """How much compute and communication slow one another down while both run.
+
+    Attributes:
+        compute_slowdown: factor >= 1 on compute time.
+        communication_slowdown: factor >= 1 on communication time.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    compute_slowdown: float = 1.0
+    communication_slowdown: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerCost:
+    """What updating parameters costs on one device.
+
+    Attributes:
+        name: the optimizer (``adamw``).
+        state_bytes: bytes of optimizer state for one parameter item (two fp32 moments: 8; with an fp32 master: 12).
+        seconds_per_item: update time for one item held on the device.
+        seconds_per_tensor: fixed time for one parameter tensor.
+        working_bytes: temporary bytes for one item of the tensor (or tensors) updated at once.
+        working_share: share of the device's items that are updated at once (1: all together, foreach).
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    name: str
+    state_bytes: int
+    seconds_per_item: float
+    seconds_per_tensor: float = 0.0
+    working_bytes: float = 0.0
+    working_share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class HostOverhead:
+    """Fixed host time of the runtime's own machinery, once a layer and micro-batch (seconds).
+
+    Attributes:
+        zero: hooks and copies around one ZeRO layer beside its collectives, forward and backward together.
+        data: bucket handling of one data-parallel layer, once a step.
+        step: everything once a step that belongs to no layer (batch slicing, clipping, zeroing gradients).
+        pipeline: one send or receive of one micro-batch beside the transfer.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    zero: float = 0.0
+    data: float = 0.0
+    step: float = 0.0
+    pipeline: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Everything the planner needs: the model, the cluster, and what each layer and transfer costs there.
+
+    Attributes:
+        version: of this schema.
+        name: file stem, for people.
+        graph: the model.
+        cluster: the devices and links.
+        origin: of the layer figures.
+        communication_origin: of the collective figures.
+        layers: points by kind, samples, tensor degree and recompute choice.
+        collectives: raw points; empty for estimates, which come from the cluster's levels.
+        fits: straight lines through them.
+        overlap: mutual slow-down.
+        optimizer: update cost.
+        overhead: the runtime's own fixed costs.
+        gather_precision: precision in which parameters are gathered.
+        reduce_precision: precision in which gradients are reduced and kept.
+        parameter_precision: precision in which parameters are held at rest.
+        versions: of the software it was made with.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    version: int
+    name: str
+    graph: ModelGraph
+    cluster: Cluster
+    origin: Origin
+    communication_origin: Origin
+    layers: tuple[LayerPoint, ...]
+    optimizer: OptimizerCost
+    collectives: tuple[CollectivePoint, ...] = ()
+    fits: tuple[CollectiveFit, ...] = ()
+    overlap: Overlap = Overlap()
+    overhead: HostOverhead = HostOverhead()
+    gather_precision: str = "bf16"
+    reduce_precision: str = "fp32"
+    parameter_precision: str = "fp32"
+    versions: tuple[tuple[str, str], ...] = ()

@@ -1,0 +1,1 @@
+"""Finds the plan with the least step time inside the memory budget."""

@@ -1,0 +1,75 @@
+"""Reading and writing quantities at the edges; inside, everything is bytes, seconds, FLOPs and items."""
+
+from __future__ import annotations
+
+import re
+
+from galvatron_lite.errors import UnitError
+
+_DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*$", re.IGNORECASE)
+_SHARE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
+_SMALLEST_BUDGET = 2**20
+
+ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+"""Bytes of one item (tensor element) by precision."""
+
+
+def parse_bytes(text: str, field: str = "size") -> int:
+    """Bytes in a size such as ``40GB`` (decimal), ``40GiB`` (binary) or ``512MB``.
+
+    Raises:
+        UnitError: no unit, an unknown unit, or not a number.
+    """
+    match = _SIZE.match(text)
+    if match is None:
+        raise UnitError(field, text, "Give a number and a unit: 40GB (decimal), 40GiB (binary), 512MB.")
+    number, prefix, binary = float(match[1]), match[2].upper(), bool(match[3])
+    if binary and not prefix:
+        raise UnitError(field, text, "Give a number and a unit: 40GB (decimal), 40GiB (binary), 512MB.")
+    return round(number * (_BINARY[prefix] if binary else _DECIMAL[prefix]))
+
+
+def parse_budget(text: str, capacity: int, field: str = "--mem") -> int:
+    """Bytes of a memory budget a device: a size (``40GB``, ``40GiB``) or a share of ``capacity`` bytes (``80%``).
+
+    Raises:
+        UnitError: an unreadable size, a share outside (0, 100], or a budget below 1 MiB.
+    """
+    share = _SHARE.match(text)
+    budget = parse_bytes(text, field) if share is None else round(float(share[1]) / 100 * capacity)
+    if share is not None and not 0 < float(share[1]) <= 100:
+        raise UnitError(field, text, "A share of the device's memory lies above 0% and at most at 100%.")
+    if budget < _SMALLEST_BUDGET:
+        raise UnitError(field, text, "A budget below 1 MiB holds no model; did you mean GB?")
+    return budget
+
+
+def format_bytes(size: float) -> str:
+    """A size for people, in binary units: ``37.3 GiB``."""
+    value, sign = abs(float(size)), "-" if size < 0 else ""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{sign}{value:.0f} B" if unit == "B" else f"{sign}{value:.1f} {unit}"
+        value /= 1024
+    return f"{sign}{value:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration for people: ``1.42 s``, ``318 ms``, ``5.1 us``."""
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= factor:
+            value = seconds / factor
+            return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+    return f"{seconds * 1e6:.2g} us"
+
+
+def format_count(number: float) -> str:
+    """A large count for people: ``6.7B`` parameters, ``124M``."""
+    value = float(number)
+    for unit in ("", "K", "M", "B"):
+        if abs(value) < 1000:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}T"
