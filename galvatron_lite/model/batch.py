@@ -1,0 +1,134 @@
+"""The example batch and the loss: how a model is called and what training minimises.
+
+A batch is a mapping (``model(**batch)``), a tuple or list (``model(*batch)``) or one tensor (``model(batch)``). The
+samples lie along dim 0 of its tensors. The loss is a mean over samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.errors import InputError
+
+LossFn = Callable[[Any, Any], Tensor]
+"""``loss_fn(output, batch)`` gives the scalar mean loss of a model's output."""
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """The model's output for a batch: ``model(**batch)``, ``model(*batch)`` or ``model(batch)``."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
+
+
+def loss_of(output: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor:
+    """The scalar loss of a model's output.
+
+    Args:
+        output: what the model returned.
+        batch: what it was given; passed on to ``loss_fn``.
+        loss_fn: how to get the loss; by default a scalar output itself, else ``.loss``, else ``["loss"]``.
+
+    Raises:
+        InputError: no scalar tensor can be found.
+    """
+    loss = _default_loss(output) if loss_fn is None else loss_fn(output, batch)
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    remedy = "Return a scalar tensor (or an output with .loss), give the labels in the batch, or pass loss_fn."
+    found = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
+    raise InputError("loss", found, remedy)
+
+
+def _default_loss(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    return loss
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Every tensor in a nest of mappings, tuples and lists, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_of(item)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same nest of mappings, tuples and lists with every tensor replaced by ``change(tensor)``."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(item, change) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def batch_size(batch: Any) -> int:
+    """Samples in a batch: dim 0 of its first tensor that has dims.
+
+    Raises:
+        InputError: the batch holds no tensor with a dim 0.
+    """
+    for tensor in tensors_of(batch):
+        if tensor.dim() > 0:
+            return tensor.shape[0]
+    raise InputError("batch", type(batch).__name__, "Give at least one tensor whose dim 0 runs over the samples.")
+
+
+def slice_batch(batch: Any, start: int, stop: int) -> Any:
+    """Samples ``start`` to ``stop`` of a batch, as views.
+
+    Tensors whose dim 0 is the batch size are sliced; everything else passes through.
+
+    Raises:
+        InputError: the range does not lie in the batch.
+    """
+    samples = batch_size(batch)
+    if not 0 <= start <= stop <= samples:
+        raise InputError("samples", (start, stop), f"The batch has {samples} samples; take a range inside it.")
+    return map_tensors(batch, lambda tensor: _rows(tensor, start, stop, samples))
+
+
+def _rows(tensor: Tensor, start: int, stop: int, samples: int) -> Tensor:
+    whole = tensor.dim() == 0 or tensor.shape[0] != samples
+    return tensor if whole else tensor[start:stop]
+
+
+def resize_batch(batch: Any, samples: int) -> Any:
+    """A batch of so many samples on the meta device, shaped like the example."""
+    size = batch_size(batch)
+
+    def resized(tensor: Tensor) -> Tensor:
+        shape = list(tensor.shape)
+        if shape and shape[0] == size:
+            shape[0] = samples
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    return map_tensors(batch, resized)
+
+
+def move_batch(batch: Any, device: torch.device | str) -> Any:
+    """The batch with every tensor on another device."""
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def sequence_length(batch: Any) -> int:
+    """Tokens per sample: dim 1 of the batch's first integer tensor of two dims; 1 where there is none."""
+    integer: Sequence[Tensor] = [t for t in tensors_of(batch) if t.dim() == 2 and not t.is_floating_point()]
+    return integer[0].shape[1] if integer else 1

@@ -1,0 +1,150 @@
+"""A GPT-2 style decoder language model: learned positions, pre-norm blocks, GELU MLP, head tied to the embedding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from galvatron_lite.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class GPTConfig:
+    """Shape of a GPT.
+
+    Attributes:
+        vocab: entries of the vocabulary.
+        layers: blocks.
+        hidden: width of the hidden state.
+        heads: attention heads; divides ``hidden``.
+        kv_heads: key-value heads; 0 means as many as ``heads``; divides ``heads``.
+        ffn_hidden: inner width of the MLP; 0 means 4 x hidden.
+        sequence: tokens of the longest sample (size of the position table).
+        dropout: probability of dropping an activation.
+    """
+
+    vocab: int
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int = 0
+    ffn_hidden: int = 0
+    sequence: int = 1024
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_heads(self.hidden, self.heads, self.kv_heads or self.heads)
+
+
+def check_heads(hidden: int, heads: int, kv_heads: int) -> None:
+    """Raise InputError where heads do not divide the hidden size or key-value heads do not divide heads."""
+    if hidden % heads:
+        raise InputError("heads", heads, f"Choose a number that divides the hidden size {hidden}.")
+    if heads % kv_heads:
+        raise InputError("kv_heads", kv_heads, f"Choose a number that divides the {heads} heads.")
+
+
+def language_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy; logits (samples, tokens, vocab), labels (samples, tokens) already shifted by the caller."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+class SelfAttention(nn.Module):
+    """Causal self-attention with separate projections; maps (samples, tokens, hidden) to the same shape."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.head_size = config.hidden // config.heads
+        kv_hidden = self.head_size * (config.kv_heads or config.heads)
+        self.q_proj = nn.Linear(config.hidden, config.hidden)
+        self.k_proj = nn.Linear(config.hidden, kv_hidden)
+        self.v_proj = nn.Linear(config.hidden, kv_hidden)
+        self.o_proj = nn.Linear(config.hidden, config.hidden)
+        self.dropout = config.dropout
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        return projected.view(*projected.shape[:2], -1, self.head_size).transpose(1, 2)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Attend over earlier tokens."""
+        q, k, v = (self._heads(projection(hidden)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        dropout = self.dropout if self.training else 0.0
+        grouped = k.shape[1] != q.shape[1]
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
+        merged: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return merged
+
+
+class MLP(nn.Module):
+    """Two Linears with GELU between; maps (samples, tokens, hidden) to the same shape."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        ffn_hidden = config.ffn_hidden or 4 * config.hidden
+        self.up_proj = nn.Linear(config.hidden, ffn_hidden)
+        self.act = nn.GELU()
+        self.down_proj = nn.Linear(ffn_hidden, config.hidden)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Widen, activate, narrow."""
+        narrowed: Tensor = self.down_proj(self.act(self.up_proj(hidden)))
+        return narrowed
+
+
+class GPTBlock(nn.Module):
+    """Pre-norm transformer block; maps (samples, tokens, hidden) to the same shape."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.hidden)
+        self.attention = SelfAttention(config)
+        self.norm2 = nn.LayerNorm(config.hidden)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Attention and MLP, each added to its input."""
+        hidden = hidden + self.dropout(self.attention(self.norm1(hidden)))
+        summed: Tensor = hidden + self.dropout(self.mlp(self.norm2(hidden)))
+        return summed
+
+
+class GPT(nn.Module):
+    """Decoder language model whose head shares the token embedding's weight."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab, config.hidden)
+        self.positions = nn.Embedding(config.sequence, config.hidden)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(GPTBlock(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.hidden)
+        self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+        self.apply(initialise)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits (samples, tokens, vocab), or the mean cross-entropy where labels are given.
+
+        Args:
+            tokens: (samples, tokens) indices.
+            labels: (samples, tokens) indices of the next token at each place; -100 where none counts.
+        """
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        hidden = self.dropout(self.embed(tokens) + self.positions(places))
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits if labels is None else language_loss(logits, labels)
+
+
+def initialise(module: nn.Module) -> None:
+    """Normal weights of standard deviation 0.02 and zero biases (GPT-2), for Linear and Embedding modules."""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)

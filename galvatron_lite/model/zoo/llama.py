@@ -1,0 +1,152 @@
+"""A Llama style decoder language model: RMSNorm, rotary positions, grouped-query attention, gated SiLU MLP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from galvatron_lite.model.zoo.gpt import check_heads, initialise, language_loss
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """Shape of a Llama.
+
+    Attributes:
+        vocab: entries of the vocabulary.
+        layers: blocks.
+        hidden: width of the hidden state.
+        heads: query heads; divides ``hidden``.
+        kv_heads: key-value heads; divides ``heads``.
+        ffn_hidden: inner width of the gated MLP.
+        sequence: tokens of the longest sample.
+        dropout: probability of dropping an attention weight.
+        tied: whether the head shares the embedding's weight.
+        rope_theta: base of the rotary frequencies.
+        norm_eps: added to the mean square before its root.
+    """
+
+    vocab: int
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn_hidden: int
+    sequence: int = 2048
+    dropout: float = 0.0
+    tied: bool = False
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        check_heads(self.hidden, self.heads, self.kv_heads)
+
+
+def rotary_angles(tokens: int, head_size: int, theta: float, device: torch.device) -> Tensor:
+    """Angles (tokens, head_size) by which rotary positions turn each pair of channels (Su et al., 2021)."""
+    frequencies = theta ** (-torch.arange(0, head_size, 2, device=device, dtype=torch.float32) / head_size)
+    angles = torch.outer(torch.arange(tokens, device=device, dtype=torch.float32), frequencies)
+    return torch.cat((angles, angles), dim=-1)
+
+
+def rotate(channels: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn (samples, heads, tokens, head size) by the angles whose cosine and sine are (tokens, head size)."""
+    first, second = channels.chunk(2, dim=-1)
+    return channels * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class LlamaAttention(nn.Module):
+    """Causal grouped-query attention with rotary positions; maps (samples, tokens, hidden) to the same shape."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_size = config.hidden // config.heads
+        kv_hidden = self.head_size * config.kv_heads
+        self.q_proj = nn.Linear(config.hidden, config.hidden, bias=False)
+        self.k_proj = nn.Linear(config.hidden, kv_hidden, bias=False)
+        self.v_proj = nn.Linear(config.hidden, kv_hidden, bias=False)
+        self.o_proj = nn.Linear(config.hidden, config.hidden, bias=False)
+        self.dropout = config.dropout
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        return projected.view(*projected.shape[:2], -1, self.head_size).transpose(1, 2)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Attend over earlier tokens."""
+        q, k, v = (self._heads(projection(hidden)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        dropout = self.dropout if self.training else 0.0
+        grouped = k.shape[1] != q.shape[1]
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
+        merged: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return merged
+
+
+class LlamaMLP(nn.Module):
+    """Gated SiLU MLP; maps (samples, tokens, hidden) to the same shape."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden, config.ffn_hidden, bias=False)
+        self.up_proj = nn.Linear(config.hidden, config.ffn_hidden, bias=False)
+        self.act = nn.SiLU()
+        self.down_proj = nn.Linear(config.ffn_hidden, config.hidden, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Widen twice, gate, narrow."""
+        narrowed: Tensor = self.down_proj(self.act(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return narrowed
+
+
+class LlamaBlock(nn.Module):
+    """Pre-norm transformer block; maps (samples, tokens, hidden) to the same shape."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.attention = LlamaAttention(config)
+        self.norm2 = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Attention and MLP, each added to its input."""
+        hidden = hidden + self.attention(self.norm1(hidden), cos, sin)
+        summed: Tensor = hidden + self.mlp(self.norm2(hidden))
+        return summed
+
+
+class Llama(nn.Module):
+    """Decoder language model; the head is untied unless the config ties it."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab, config.hidden)
+        self.blocks = nn.ModuleList(LlamaBlock(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+        self.apply(initialise)
+        if config.tied:
+            self.head.weight = self.embed.weight
+
+    def _rotations(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        head_size = self.config.hidden // self.config.heads
+        angles = rotary_angles(tokens.shape[1], head_size, self.config.rope_theta, tokens.device)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits (samples, tokens, vocab), or the mean cross-entropy where labels are given.
+
+        Args:
+            tokens: (samples, tokens) indices.
+            labels: (samples, tokens) indices of the next token at each place; -100 where none counts.
+        """
+        hidden = self.embed(tokens)
+        cos, sin = self._rotations(tokens, hidden.dtype)
+        for block in self.blocks:
+            hidden = block(hidden, cos, sin)
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits if labels is None else language_loss(logits, labels)
