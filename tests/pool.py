@@ -1,0 +1,223 @@
+"""A pool of worker processes that run test jobs under torch.distributed (gloo), shared by the whole test session.
+
+A job is a top-level function of an importable module. ``pool.run(4, job, x=1)`` calls ``job(x=1)`` on four ranks of a
+fresh default process group and returns the four results, by rank. Workers start when first needed and are reused.
+An exception on any rank, or a hang, raises ``JobError`` with the rank and where it was; the workers are then replaced.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+    from torch.distributed import TCPStore
+
+HOST = "127.0.0.1"
+MAX_WORLD = 8
+GRACE_SECONDS = 2.0
+PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor"]
+
+
+class JobError(AssertionError):
+    """A job failed or hung on some ranks; the message holds their tracebacks."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is sent: what to call, and the world to call it in."""
+
+    module: str
+    function: str
+    kwargs: dict[str, Any]
+    rank: int
+    world: int
+    port: int
+    prefix: str
+    timeout: float
+
+
+@dataclass
+class Worker:
+    """One process and the parent's end of its pipe."""
+
+    process: BaseProcess
+    connection: Connection
+    stack_file: Path
+
+
+class WorkerPool:
+    """Runs jobs on 1 to 8 ranks; see the module's text."""
+
+    def __init__(self) -> None:
+        self._workers: list[Worker] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="galvatron-pool-")
+        self._store: TCPStore | None = None
+        self._jobs = 0
+
+    def run(self, world: int, function: Callable[..., Any], *, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+        """Call ``function(**kwargs)`` on every rank of a world of this size; the results, by rank."""
+        if not 1 <= world <= MAX_WORLD:
+            raise ValueError(f"world must be 1..{MAX_WORLD}, not {world}")
+        self._start(world)
+        workers = self._workers[:world]
+        for rank, worker in enumerate(workers):
+            worker.connection.send_bytes(pickle.dumps(self._job(rank, world, function, kwargs, timeout)))
+        self._jobs += 1
+        replies = self._collect(workers, timeout)
+        failures = {rank: text for rank, (good, text) in replies.items() if not good}
+        missing = [rank for rank in range(world) if rank not in replies]
+        if failures or missing:
+            report = self._report(function, failures, missing, timeout)
+            self.close()
+            raise JobError(report)
+        return [replies[rank][1] for rank in range(world)]
+
+    def close(self) -> None:
+        """End every worker; the next job starts new ones."""
+        for worker in self._workers:
+            worker.connection.close()
+        deadline = time.monotonic() + 2.0
+        for worker in self._workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+        self._workers = []
+
+    def _start(self, count: int) -> None:
+        if self._store is None:
+            from torch.distributed import TCPStore
+
+            self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        if any(not worker.process.is_alive() for worker in self._workers):
+            self.close()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        while len(self._workers) < count:
+            ours, theirs = context.Pipe()
+            stack_file = Path(self._folder.name) / f"stack{len(self._workers)}"
+            process = context.Process(target=_serve, args=(theirs, str(stack_file), list(sys.path)), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append(Worker(process, ours, stack_file))
+
+    def _job(self, rank: int, world: int, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> Job:
+        assert self._store is not None
+        return Job(
+            function.__module__, function.__qualname__, kwargs, rank, world,
+            self._store.port, f"job{os.getpid()}-{self._jobs}", timeout,
+        )  # fmt: skip
+
+    def _collect(self, workers: Sequence[Worker], timeout: float) -> dict[int, tuple[bool, Any]]:
+        """Replies by rank. After the first failure the other ranks, which may wait for it, get a short grace."""
+        replies: dict[int, tuple[bool, Any]] = {}
+        pending = {worker.connection: rank for rank, worker in enumerate(workers)}
+        deadline = time.monotonic() + timeout
+        while pending and (left := deadline - time.monotonic()) > 0:
+            for ready in wait(list(pending), left):
+                assert isinstance(ready, Connection)
+                rank = pending.pop(ready)
+                replies[rank] = _receive(ready)
+                if not replies[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return replies
+
+    def _report(
+        self, function: Callable[..., Any], failures: dict[int, str], missing: list[int], timeout: float
+    ) -> str:
+        parts = [f"{function.__module__}.{function.__qualname__} failed"]
+        parts += [f"--- rank {rank} raised:\n{text}" for rank, text in sorted(failures.items())]
+        stacks = self._stacks(missing)
+        why = "was still running" if failures else f"did not finish in {timeout:g} s"
+        parts += [f"--- rank {rank} {why}, at:\n{stacks[rank]}" for rank in missing]
+        return "\n".join(parts)
+
+    def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Where these workers are now: each writes its stack on SIGUSR1."""
+        for rank in ranks:
+            pid = self._workers[rank].process.pid
+            if pid is not None and self._workers[rank].process.is_alive():
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5 if ranks else 0.0)
+        return {rank: self._workers[rank].stack_file.read_text(errors="replace") for rank in ranks}
+
+
+def _receive(connection: Connection) -> tuple[bool, Any]:
+    try:
+        good, value = pickle.loads(connection.recv_bytes())
+    except EOFError:
+        return False, "the process died"
+    return good, value
+
+
+def _serve(connection: Connection, stack_file: str, path: list[str]) -> None:
+    """Run jobs until the pipe closes. Leaves by ``os._exit``: gloo's threads may abort a normal interpreter exit."""
+    sys.path[:] = path
+    # the parent's Ctrl-C is the parent's to handle: it closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with Path(stack_file).open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks)
+        try:
+            while True:
+                job: Job = pickle.loads(connection.recv_bytes())
+                connection.send_bytes(_answer(job))
+        except (EOFError, OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+
+
+def _answer(job: Job) -> bytes:
+    # plain pickle copies tensors; multiprocessing's own would share their memory by file descriptor
+    try:
+        return pickle.dumps((True, _call(job)))
+    except BaseException:
+        return pickle.dumps((False, traceback.format_exc()))
+
+
+def _call(job: Job) -> Any:
+    import numpy
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+    os.environ.update(RANK=str(job.rank), LOCAL_RANK=str(job.rank), WORLD_SIZE=str(job.world))
+    os.environ.update(MASTER_ADDR=HOST, MASTER_PORT=str(job.port), LOCAL_WORLD_SIZE=str(job.world))
+    timeout = timedelta(seconds=job.timeout)
+    store = dist.PrefixStore(job.prefix, dist.TCPStore(HOST, job.port, is_master=False, timeout=timeout))
+    dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world, timeout=timeout)
+    result = _resolve(job)(**job.kwargs)
+    if dist.is_initialized():
+        # no rank may close its connections while another still reads from them
+        dist.barrier()
+        dist.destroy_process_group()
+    return result
+
+
+def _resolve(job: Job) -> Callable[..., Any]:
+    target: Any = importlib.import_module(job.module)
+    for name in job.function.split("."):
+        target = getattr(target, name)
+    function: Callable[..., Any] = target
+    return function
