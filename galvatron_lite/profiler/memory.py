@@ -1,0 +1,158 @@
+"""How many bytes a piece of code holds at its worst moment, as the allocator itself saw it.
+
+On CPU every allocation and release is read from ``torch.profiler(profile_memory=True)``, so temporaries inside
+operators and inside backward count exactly. On CUDA the caching allocator's own statistics are used (it rounds each
+block up to 512 bytes).
+
+What lived before tracking began is not known to the CPU allocator's reporter: its release inside the tracked region
+goes unseen. Code that releases old tensors should be tracked from before it makes them; see ``PeakMemory.mark``.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+_MARK = "galvatron_lite.memory.mark"
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Memory between two marks, in bytes above what lived when tracking began.
+
+    Attributes:
+        start: live when the phase began.
+        peak: live at its worst moment.
+        end: live when it ended.
+    """
+
+    start: int
+    peak: int
+    end: int
+
+
+@dataclass(slots=True)
+class PeakMemory:
+    """What ``track_peak`` found; filled in when its ``with`` block ends.
+
+    Attributes:
+        phases: one between the entry, each ``mark``, and the exit.
+    """
+
+    device: torch.device
+    phases: tuple[Phase, ...] = ()
+    _measured: list[Phase] = field(default_factory=list)
+
+    @property
+    def peak(self) -> int:
+        """Bytes live at the worst moment, above what lived at entry."""
+        return max(phase.peak for phase in self.phases)
+
+    @property
+    def end(self) -> int:
+        """Bytes live at the end, above what lived at entry."""
+        return self.phases[-1].end
+
+    def mark(self) -> None:
+        """End a phase here and begin the next one.
+
+        For a step's peak in steady state: enter before the model is made, run two steps, ``mark()``, run one more, and
+        read ``phases[-1].peak``.
+        """
+        if self.device.type == "cuda":
+            self._measured.append(_cuda_phase(self.device, self._measured))
+        else:
+            with record_function(_MARK):
+                pass
+
+
+@contextmanager
+def track_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
+    """Track what torch allocates on ``device`` while the ``with`` block runs (not nested on CPU).
+
+    Only allocations of the calling thread, and of the threads autograd runs backward on, are seen on CPU.
+
+    Yields:
+        A ``PeakMemory`` that is filled in when the block ends without an error.
+    """
+    found = PeakMemory(torch.device(device))
+    if found.device.type == "cuda":
+        yield from _track_cuda(found)
+    else:
+        yield from _track_cpu(found)
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages behind some tensors, each storage counted once."""
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)}
+    return sum(storages.values())
+
+
+def _track_cpu(found: PeakMemory) -> Iterator[PeakMemory]:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        yield found
+    found.phases = _phases(_read_trace(trace))
+
+
+def _read_trace(trace: profile) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        trace.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+    kept = [event for event in events if _is_memory(event) or _is_mark(event)]
+    return sorted(kept, key=lambda event: event["ts"])
+
+
+def _is_memory(event: dict[str, Any]) -> bool:
+    return bool(event.get("name") == "[memory]" and event["args"]["Device Type"] == 0)
+
+
+def _is_mark(event: dict[str, Any]) -> bool:
+    return bool(event.get("name") == _MARK and event.get("ph") == "X")
+
+
+def _phases(events: list[dict[str, Any]]) -> tuple[Phase, ...]:
+    blocks: dict[int, int] = {}
+    live = start = peak = 0
+    phases = []
+    for event in events:
+        if _is_mark(event):
+            phases.append(Phase(start, peak, live))
+            start = peak = live
+            continue
+        live += _change(blocks, event["args"]["Addr"], event["args"]["Bytes"])
+        peak = max(peak, live)
+    return (*phases, Phase(start, peak, live))
+
+
+def _change(blocks: dict[int, int], address: int, size: int) -> int:
+    """By how much the live bytes change. A block that another thread released shows when its address is used again."""
+    if size < 0:
+        return -blocks.pop(address, 0)
+    lost = blocks.pop(address, 0)
+    blocks[address] = size
+    return size - lost
+
+
+def _track_cuda(found: PeakMemory) -> Iterator[PeakMemory]:
+    torch.cuda.synchronize(found.device)
+    torch.cuda.reset_peak_memory_stats(found.device)
+    entry = torch.cuda.memory_allocated(found.device)
+    yield found
+    found.mark()
+    found.phases = tuple(Phase(max(p.start, entry) - entry, p.peak - entry, p.end - entry) for p in found._measured)
+
+
+def _cuda_phase(device: torch.device, earlier: list[Phase]) -> Phase:
+    torch.cuda.synchronize(device)
+    end, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return Phase(earlier[-1].end if earlier else 0, peak, end)
