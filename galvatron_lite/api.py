@@ -1,20 +1,260 @@
-"""The three entry points as functions."""
+"""The entry points as functions: ``profile``, ``plan`` and ``auto_parallelize``.
+
+``plan`` never imports torch; the other two do so when they are called.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.units import parse_budget
+
+if TYPE_CHECKING:
+    from galvatron_lite.cluster.cluster import Cluster
+    from galvatron_lite.model.graph import ModelGraph
+    from galvatron_lite.plans.schema import Plan
+    from galvatron_lite.profiler.schema import Profile
+    from galvatron_lite.runtime.engine import ParallelModel
+
+PROFILES = Path("profiles")
+DEFAULT_BUDGET = "95%"
+SAMPLES_PER_DEVICE = 8
+
+Progress = Callable[[int, int, str], None]
 
 
-def auto_parallelize(model: Any, **options: Any) -> Any:
-    """Make a model run in parallel."""
-    raise NotImplementedError
+def plan(
+    profile: Profile | str | Path | None = None,
+    *,
+    model: ModelGraph | str | Path | None = None,
+    cluster: Cluster | str | Path | None = None,
+    gpus: int | None = None,
+    mem: str | int = DEFAULT_BUDGET,
+    batch: int | None = None,
+    sequence: int | None = None,
+    precision: str = "bf16",
+    certify: bool = False,
+    progress: Progress | None = None,
+) -> Plan:
+    """The fastest plan that fits the memory budget.
+
+    Args:
+        profile: what layers and communication cost, or the file that holds it. With neither a profile nor a model, the
+            last profile made in this folder.
+        model: instead of a profile: a model by name (``gpt3-175b``), YAML file or graph; its costs are estimated.
+        cluster: name (``a100-80gb``) or YAML file; needed with ``model``, and replaces the profile's links otherwise.
+        gpus: how many devices; the whole cluster if not given.
+        mem: budget a device: ``40GB``, ``40GiB``, ``80%`` of the device's memory, or bytes.
+        batch: samples a step over all devices; 8 a device if not given.
+        sequence: tokens a sample, for a model by name.
+        precision: of compute, for a model by name.
+        certify: also solve the problem as an integer programme and compare.
+        progress: called with (done, total, label) while the search runs.
+
+    Raises:
+        InputError: an unknown name, an unreadable file, a batch that cannot be divided.
+        InfeasibleError: no plan fits; names the smallest budget that would.
+    """
+    from galvatron_lite.search.planner import find_plan
+
+    known = find_profile(profile, model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision)
+    devices = known.cluster.devices
+    budget = mem if isinstance(mem, int) else parse_budget(mem, known.cluster.device.memory)
+    return find_plan(
+        known,
+        devices=devices,
+        global_batch=batch if batch is not None else SAMPLES_PER_DEVICE * devices,
+        budget=budget,
+        certify=certify,
+        progress=progress,
+    )
 
 
-def plan(**options: Any) -> Any:
-    """Find a plan."""
-    raise NotImplementedError
+def find_profile(
+    profile: Profile | str | Path | None = None,
+    *,
+    model: ModelGraph | str | Path | None = None,
+    cluster: Cluster | str | Path | None = None,
+    gpus: int | None = None,
+    sequence: int | None = None,
+    precision: str = "bf16",
+) -> Profile:
+    """The profile that ``plan`` works from; see there for the arguments.
+
+    Raises:
+        InputError: nothing to plan from, or a cluster that does not have the devices asked for.
+    """
+    if profile is not None and model is not None:
+        raise InputError("--model", str(model), "Give a profile or a model, not both.")
+    if model is not None:
+        return _estimate(model, cluster, gpus, sequence, precision)
+    return _on_cluster(_read(profile), cluster, gpus)
 
 
-def profile(**options: Any) -> Any:
-    """Measure or estimate what a model's layers cost."""
-    raise NotImplementedError
+def _estimate(
+    model: ModelGraph | str | Path,
+    cluster: Cluster | str | Path | None,
+    gpus: int | None,
+    sequence: int | None,
+    precision: str,
+) -> Profile:
+    from galvatron_lite.cluster.catalog import load_cluster
+    from galvatron_lite.cluster.cluster import Cluster
+    from galvatron_lite.model.graph import ModelGraph
+    from galvatron_lite.model.shapes import load_model
+    from galvatron_lite.profiler.estimate import estimate_profile
+
+    if cluster is None:
+        raise InputError("--cluster", None, "Say where the model is to run: a name such as a100-80gb, or a YAML file.")
+    machine = cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster), gpus)
+    graph = model if isinstance(model, ModelGraph) else load_model(str(model), sequence=sequence, precision=precision)
+    return estimate_profile(graph, machine, precision=graph.precision, name=graph.name)
+
+
+def _read(profile: Profile | str | Path | None) -> Profile:
+    from galvatron_lite.profiler.schema import Profile
+    from galvatron_lite.profiler.store import last_profile, read_profile
+
+    if isinstance(profile, Profile):
+        return profile
+    return read_profile(Path(profile) if profile is not None else last_profile(PROFILES))
+
+
+def _on_cluster(profile: Profile, cluster: Cluster | str | Path | None, gpus: int | None) -> Profile:
+    from galvatron_lite.cluster.catalog import load_cluster
+    from galvatron_lite.cluster.cluster import Cluster
+
+    if cluster is not None:
+        machine = cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster), gpus)
+        return replace(profile, cluster=machine, fits=(), collectives=())
+    if gpus is not None and gpus != profile.cluster.devices:
+        raise InputError(
+            "--gpus",
+            gpus,
+            f"This profile is of {profile.cluster.devices} devices. Profile on {gpus}, or name a --cluster.",
+        )
+    return profile
+
+
+def profile(
+    model: Any,
+    batch: Any = None,
+    *,
+    cluster: Cluster | str | Path | None = None,
+    gpus: int | None = None,
+    estimate: bool = False,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    blocks: Any = None,
+    sequence: int | None = None,
+    precision: str | None = None,
+    name: str | None = None,
+    folder: Path | str = PROFILES,
+    max_samples: int | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """What a model's layers and this cluster's links cost: measured here, or estimated from data sheets.
+
+    Args:
+        model: an ``nn.Module``; or, with ``estimate``, also a model's name, YAML file or graph.
+        batch: an example batch; not needed for a model that can make its own or is named.
+        cluster: for estimates: where it is to run. Measurements are of the machine at hand.
+        gpus: for estimates: how many devices.
+        estimate: from data sheets, without running anything.
+        loss_fn: ``loss_fn(output, batch)``, for a model whose output is not or does not hold its loss.
+        blocks: where the repeated blocks are, if they are not found.
+        sequence: tokens a sample, for a model by name.
+        precision: of compute; that of the parameters if not given (``bf16`` for a model by name).
+        name: of the profile; made from the model's name if not given.
+        folder: where profiles are kept.
+        max_samples: the largest number of samples on one device to measure.
+        progress: called with (done, total, label).
+
+    Raises:
+        InputError: a model that cannot be captured, an unknown name.
+    """
+    from galvatron_lite.profiler.store import write_estimate
+
+    if estimate or isinstance(model, (str, Path)):
+        graph = model if isinstance(model, (str, Path)) else _trace(model, batch, loss_fn, blocks, precision, name)
+        known = _estimate(graph, cluster, gpus, sequence, precision or "bf16")
+        write_estimate(replace(known, name=name or known.name), Path(folder))
+        return known
+    return _measure(model, batch, loss_fn, blocks, precision, name, Path(folder), max_samples, progress)
+
+
+def _trace(model: Any, batch: Any, loss_fn: Any, blocks: Any, precision: str | None, name: str | None) -> ModelGraph:
+    from galvatron_lite.model.example import example_batch
+    from galvatron_lite.model.graph import ModelGraph
+    from galvatron_lite.model.trace import trace
+
+    if isinstance(model, ModelGraph):
+        return model
+    given = batch if batch is not None else example_batch(model)
+    return trace(model, given, loss_fn=loss_fn, blocks=blocks, precision=precision, name=name)
+
+
+def _measure(
+    model: Any,
+    batch: Any,
+    loss_fn: Any,
+    blocks: Any,
+    precision: str | None,
+    name: str | None,
+    folder: Path,
+    max_samples: int | None,
+    progress: Progress | None,
+) -> Profile:
+    from galvatron_lite.model.example import example_batch
+    from galvatron_lite.profiler.measure import measure_profile
+
+    return measure_profile(
+        model,
+        batch if batch is not None else example_batch(model),
+        loss_fn=loss_fn,
+        blocks=blocks,
+        precision=precision,
+        name=name,
+        folder=folder,
+        max_samples=max_samples,
+        progress=progress,
+    )
+
+
+def auto_parallelize(
+    model: Any,
+    batch: Any = None,
+    *,
+    plan: Plan | str | Path | None = None,
+    profile: Profile | str | Path | None = None,
+    mem: str | int = DEFAULT_BUDGET,
+    global_batch: int | None = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    blocks: Any = None,
+    precision: str | None = None,
+    init_fn: Callable[[Any], None] | None = None,
+    seed: int = 0,
+    folder: Path | str = PROFILES,
+    options: Mapping[str, Any] | None = None,
+) -> ParallelModel:
+    """The model, split over the devices of the launched world as the plan says; see ``runtime.auto``."""
+    from galvatron_lite.runtime.auto import parallelize
+
+    return parallelize(
+        model,
+        batch,
+        plan=plan,
+        profile=profile,
+        mem=mem,
+        global_batch=global_batch,
+        loss_fn=loss_fn,
+        blocks=blocks,
+        precision=precision,
+        init_fn=init_fn,
+        seed=seed,
+        folder=Path(folder),
+        options=dict(options or {}),
+    )

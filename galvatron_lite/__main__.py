@@ -1,0 +1,5 @@
+"""``python -m galvatron_lite`` is ``galvatron``."""
+
+from galvatron_lite.cli import main
+
+main()

@@ -1,0 +1,94 @@
+"""``galvatron plan``: the fastest plan that fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from galvatron_lite.cli import shapes
+
+if TYPE_CHECKING:
+    from galvatron_lite.plans.schema import Plan
+    from galvatron_lite.profiler.schema import Profile
+
+
+def plan_command(
+    mem: Annotated[
+        str, typer.Option("--mem", help="Memory budget a device: 40GB (decimal), 40GiB (binary) or 80%.")
+    ] = "95%",
+    batch: Annotated[
+        int | None, typer.Option("--batch", help="Samples a step over all devices; 8 a device if not given.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", help="Devices; the whole cluster if not given.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="Name (a100-80gb) or YAML file; needed with --model.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Name (llama2-7b) or YAML file; its costs are estimated.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="Profile to plan from; the last one made here if not given.")
+    ] = None,
+    sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a sample, with --model.")] = None,
+    precision: Annotated[str, typer.Option("--precision", help="Of compute, with --model.")] = "bf16",
+    certify: Annotated[
+        bool, typer.Option("--certify", help="Solve it as an integer programme too, and compare.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
+    layers: shapes.Layers = None,
+    hidden: shapes.Hidden = None,
+    heads: shapes.Heads = None,
+    kv_heads: shapes.KvHeads = None,
+    ffn: shapes.Ffn = None,
+    vocab: shapes.Vocab = None,
+    gated: shapes.Gated = False,
+) -> None:
+    """Choose how every layer is split, so that a step is as fast as the memory budget allows."""
+    from galvatron_lite import api
+    from galvatron_lite.cli.progress import search_progress
+    from galvatron_lite.cli.tables import print_plan
+    from galvatron_lite.plans.io import write_plan
+
+    flags = shapes.given(
+        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab, gated=gated
+    )
+    known = api.find_profile(
+        profile,
+        model=shapes.graph(flags, sequence, precision) if flags else model,
+        cluster=cluster,
+        gpus=gpus,
+        sequence=sequence,
+        precision=precision,
+    )
+    with search_progress(quiet=as_json) as progress:
+        found = api.plan(known, mem=mem, batch=batch, certify=certify, progress=progress)
+    if output is not None:
+        write_plan(found, output)
+    if as_json:
+        _print_json(found)
+    else:
+        print_plan(found, _source(known, profile, model))
+        _say_where(output)
+
+
+def _source(known: Profile, profile: Path | None, model: str | None) -> str:
+    origin = known.origin
+    dated = f", {origin.date}" if origin.date else ""
+    last = " (the last profile made here)" if profile is None and model is None else ""
+    return f"{known.name}{last}: {origin.kind.value}, {origin.source}{dated}"
+
+
+def _print_json(found: Plan) -> None:
+    import json
+
+    from galvatron_lite.files import to_data
+
+    typer.echo(json.dumps(to_data(found)))
+
+
+def _say_where(output: Path | None) -> None:
+    if output is not None:
+        typer.echo(f"Written to {output}.")

@@ -1,0 +1,87 @@
+"""``galvatron profile``: measure or estimate what a model's layers cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from galvatron_lite.profiler.schema import Profile
+
+
+def profile_command(
+    model: Annotated[
+        str,
+        typer.Argument(help="FILE.py:FACTORY returning the model or (model, batch); a zoo name (gpt-tiny); "
+                            "or, with --estimate, also a name (llama2-7b) or YAML file."),
+    ],
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="With --estimate: name (a100-80gb) or YAML file.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", help="With --estimate: devices.")] = None,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="From data sheets, without running anything.")
+    ] = False,
+    sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a sample, for a model by name.")] = None,
+    precision: Annotated[str | None, typer.Option("--precision", help="Of compute: fp32, bf16.")] = None,
+    samples: Annotated[
+        int | None, typer.Option("--max-samples", help="Most samples on one device to measure.")
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Of the profile; from the model if not given.")] = None,
+    folder: Annotated[Path, typer.Option("--folder", help="Where profiles are kept.")] = Path("profiles"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
+) -> None:  # fmt: skip
+    """Measure what each layer costs here, alone or under torchrun; or estimate it from data sheets (--estimate)."""
+    from galvatron_lite import api
+    from galvatron_lite.cli.progress import progress_bar
+    from galvatron_lite.profiler.store import last_profile
+
+    target, batch = _target(model, estimate)
+    with progress_bar("Profiling", quiet=as_json) as progress:
+        made = api.profile(
+            target,
+            batch,
+            cluster=cluster,
+            gpus=gpus,
+            estimate=estimate,
+            sequence=sequence,
+            precision=precision,
+            name=name,
+            folder=folder,
+            max_samples=samples,
+            progress=progress,
+        )
+    if _first_rank():
+        _print(made, last_profile(folder), as_json)
+
+
+def _target(model: str, estimate: bool) -> tuple[Any, Any]:
+    if ".py:" in model:
+        from galvatron_lite.cli.factory import load_factory
+
+        return load_factory(model)
+    if estimate:
+        return model, None
+    from galvatron_lite.model.zoo import build
+
+    return build(model), None
+
+
+def _first_rank() -> bool:
+    import os
+
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _print(made: Profile, where: Path, as_json: bool) -> None:
+    import json
+
+    from galvatron_lite.cli.tables import print_profile
+    from galvatron_lite.files import to_data
+
+    if as_json:
+        typer.echo(json.dumps(to_data(made)))
+    else:
+        print_profile(made, str(where))

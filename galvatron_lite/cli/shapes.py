@@ -1,0 +1,32 @@
+"""Options that describe a model by its shape, without a file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from galvatron_lite.model.graph import ModelGraph
+
+PANEL = "Model by shape (instead of --model)"
+
+Layers = Annotated[int | None, typer.Option("--layers", help="Repeated blocks.", rich_help_panel=PANEL)]
+Hidden = Annotated[int | None, typer.Option("--hidden", help="Hidden size.", rich_help_panel=PANEL)]
+Heads = Annotated[int | None, typer.Option("--heads", help="Attention heads.", rich_help_panel=PANEL)]
+KvHeads = Annotated[int | None, typer.Option("--kv-heads", help="Key-value heads.", rich_help_panel=PANEL)]
+Ffn = Annotated[int | None, typer.Option("--ffn", help="Hidden size of the MLP.", rich_help_panel=PANEL)]
+Vocab = Annotated[int | None, typer.Option("--vocab", help="Vocabulary size.", rich_help_panel=PANEL)]
+Gated = Annotated[bool, typer.Option("--gated", help="Gated MLP, as in Llama.", rich_help_panel=PANEL)]
+
+
+def given(**flags: object) -> dict[str, object]:
+    """The flags that were given, by name."""
+    return {name: value for name, value in flags.items() if value not in (None, False)}
+
+
+def graph(flags: dict[str, object], sequence: int | None, precision: str) -> ModelGraph:
+    """The model that the flags describe."""
+    from galvatron_lite.model.shapes import build_graph, shape_from_flags
+
+    return build_graph(shape_from_flags(flags), sequence=sequence, precision=precision)

@@ -1,0 +1,133 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from galvatron_lite.plans.describe import headline, memory_bar, memory_parts, stage_rows, time_line
+from galvatron_lite.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from galvatron_lite.plans.schema import Plan
+    from galvatron_lite.profiler.schema import Profile
+
+_MANY_STAGES = 8
+
+
+def print_plan(plan: Plan, source: str) -> None:
+    """The plan, memory against the budget, where the time goes, and the runner-ups."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(headline(plan), style="bold")
+    console.print(f"From {source}.\n")
+    _print_layers(console, plan)
+    _print_memory(console, plan)
+    _print_time(console, plan)
+    _print_alternatives(console, plan)
+    for reason in plan.left_out:
+        console.print(f"Left out: {reason}")
+
+
+def _print_layers(console: Console, plan: Plan) -> None:
+    from rich.table import Table
+
+    table = Table("stage", "layers", "strategy", box=None, pad_edge=False, header_style="bold")
+    for row in stage_rows(plan):
+        table.add_row(row.stage, row.layers, row.strategy)
+    console.print(table)
+    console.print()
+
+
+def _print_memory(console: Console, plan: Plan) -> None:
+    if plan.prediction is None or plan.provenance is None:
+        return
+    console.print("Memory on each device of a stage", style="bold")
+    stages = list(enumerate(plan.stages))
+    shown = stages if len(stages) <= _MANY_STAGES else [*stages[:3], stages[len(stages) // 2], *stages[-3:]]
+    for number, stage in shown:
+        console.print(f"  {number:>3} {memory_bar(stage, plan.provenance.budget)}")
+    fullest = max((stage.memory for stage in plan.stages), key=lambda memory: memory.total)
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory_parts(fullest))
+    console.print(f"  fullest: {parts}\n")
+
+
+def _print_time(console: Console, plan: Plan) -> None:
+    if plan.prediction is None:
+        return
+    prediction = plan.prediction
+    console.print("Time", style="bold")
+    console.print(f"  {time_line(plan)}")
+    tokens = f", {format_count(prediction.tokens_per_second)} tokens/s" * (
+        prediction.tokens_per_second != prediction.samples_per_second
+    )
+    mfu = f", MFU {prediction.mfu:.1%}" if prediction.mfu else ""
+    console.print(f"  {format_count(prediction.samples_per_second)} samples/s{tokens}{mfu}")
+    if plan.provenance is not None:
+        console.print(f"  search: {plan.provenance.proof.value}; costs {plan.provenance.profile_origin}")
+    console.print()
+
+
+def _print_alternatives(console: Console, plan: Plan) -> None:
+    from rich.table import Table
+
+    if not plan.alternatives or plan.prediction is None:
+        return
+    table = Table("runner-up", "step", "slower by", "memory", "fits", box=None, pad_edge=False, header_style="bold")
+    for other in plan.alternatives:
+        slower = other.step_seconds / plan.prediction.step_seconds - 1
+        table.add_row(
+            other.summary,
+            format_seconds(other.step_seconds),
+            f"{slower:+.0%}",
+            format_bytes(other.peak_memory),
+            "yes" if other.fits else "no",
+        )
+    console.print(table)
+
+
+def print_profile(profile: Profile, where: str) -> None:
+    """A profile in short: the machine, each kind of layer, the links, the fits' residuals."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    graph, origin = profile.graph, profile.origin
+    console.print(
+        f"{profile.name}: {format_count(graph.parameters)} parameters in {len(graph.layers)} layers, "
+        f"{profile.cluster.devices} x {profile.cluster.device.name}",
+        style="bold",
+    )
+    console.print(
+        f"{origin.kind.value}: {origin.source}; {len(profile.layers)} layer points, spread {origin.spread:.1%}"
+    )
+    table = Table("kind", "layers", "forward", "backward", "kept", box=None, pad_edge=False, header_style="bold")
+    for kind in graph.kinds:
+        point = next((entry for entry in profile.layers if entry.kind == kind), None)
+        count = sum(layer.kind == kind for layer in graph.layers)
+        cells = ("", "", "") if point is None else (
+            format_seconds(point.forward), format_seconds(point.backward), format_bytes(point.kept)
+        )  # fmt: skip
+        table.add_row(kind, str(count), *cells)
+    console.print(table)
+    _print_links(console, profile)
+    for note in graph.notes:
+        console.print(f"Note: {note}")
+    console.print(f"Written to {where}.")
+
+
+def _print_links(console: Console, profile: Profile) -> None:
+    from rich.table import Table
+
+    if not profile.fits:
+        return
+    table = Table(
+        "collective", "ranks", "latency", "bandwidth", "residual", box=None, pad_edge=False, header_style="bold"
+    )
+    for fit in profile.fits:
+        ranks = f"{fit.group}" + (f", {fit.stride} apart" if fit.stride > 1 else "")
+        speed = f"{format_bytes(fit.bandwidth)}/s"
+        table.add_row(fit.collective.value, ranks, format_seconds(fit.latency), speed, f"{fit.residual:.0%}")
+    console.print(table)

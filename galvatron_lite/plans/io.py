@@ -1,0 +1,100 @@
+"""Reading, checking and writing plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.files import from_data, read_data, write_value
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Stage
+
+
+def read_plan(path: Path) -> Plan:
+    """A plan from a YAML or JSON file, checked.
+
+    Raises:
+        FileFormatError: missing, corrupt, truncated, or of another version.
+        InputError: readable, but its numbers contradict one another.
+    """
+    data = read_data(path)
+    version = data.get("version") if isinstance(data, dict) else None
+    if version != PLAN_VERSION:
+        raise FileFormatError(
+            f"{path}, version", version, f"This release reads plans of version {PLAN_VERSION}. Make the plan anew."
+        )
+    return check_plan(from_data(Plan, data, str(path)), str(path))
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Write a plan as YAML (or JSON where the name ends so), whole or not at all."""
+    write_value(path, plan)
+
+
+def check_plan(plan: Plan, field: str = "plan") -> Plan:
+    """The plan itself, once its numbers agree with one another.
+
+    Args:
+        plan: what to check.
+        field: what to name in an error, usually the file.
+
+    Raises:
+        InputError: names the first number that does not fit, and what would.
+    """
+    _check_counts(plan, field)
+    for index, stage in enumerate(plan.stages):
+        _check_stage(plan, stage, f"{field}, stages.{index}")
+    return plan
+
+
+def layer_strategies(stage: Stage) -> list[Strategy]:
+    """The strategy of every layer of a stage, in order."""
+    return [run.strategy for run in stage.runs for _ in range(run.count)]
+
+
+def _check_counts(plan: Plan, field: str) -> None:
+    for name in ("devices", "global_batch", "microbatches"):
+        if getattr(plan, name) < 1:
+            raise InputError(f"{field}, {name}", getattr(plan, name), "It is at least 1.")
+    if not plan.stages:
+        raise InputError(f"{field}, stages", "none", "A plan has at least one stage.")
+    if plan.devices % len(plan.stages):
+        raise InputError(
+            f"{field}, devices", plan.devices, f"It must be a multiple of the number of stages, {len(plan.stages)}."
+        )
+    if plan.global_batch % plan.microbatches:
+        raise InputError(
+            f"{field}, microbatches", plan.microbatches, f"It must divide the global batch, {plan.global_batch}."
+        )
+
+
+def _check_stage(plan: Plan, stage: Stage, field: str) -> None:
+    if not stage.runs:
+        raise InputError(f"{field}, runs", "none", "A stage has at least one layer.")
+    for index, run in enumerate(stage.runs):
+        _check_run(plan, run, f"{field}.runs.{index}")
+
+
+def _check_run(plan: Plan, run: LayerRun, field: str) -> None:
+    strategy = run.strategy
+    if run.count < 1:
+        raise InputError(f"{field}.count", run.count, "It is at least 1.")
+    for name in ("data", "zero", "tensor"):
+        if getattr(strategy, name) < 1:
+            raise InputError(f"{field}.strategy.{name}", getattr(strategy, name), "A degree is at least 1.")
+    if strategy.devices != plan.stage_devices:
+        raise InputError(
+            f"{field}.strategy",
+            str(strategy),
+            f"data x zero x tensor is {strategy.devices}, but each stage has {plan.stage_devices} devices.",
+        )
+    if plan.microbatch % strategy.batch_degree:
+        raise InputError(
+            f"{field}.strategy",
+            str(strategy),
+            f"A micro-batch has {plan.microbatch} samples, which {strategy.batch_degree} replicas cannot share evenly.",
+        )
+    if strategy.zero > 1 and strategy.zero_stage not in (2, 3):
+        raise InputError(f"{field}.strategy.zero_stage", strategy.zero_stage, "It is 2 or 3 where zero is above 1.")
+    if strategy.sequence_parallel and strategy.tensor == 1:
+        raise InputError(f"{field}.strategy.sequence_parallel", True, "It needs a tensor degree above 1.")

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+import typer
+
+from galvatron_lite.cli import app
+
+SURFACE = {
+    "plan": {
+        "--mem", "--batch", "--gpus", "--cluster", "--model", "--profile", "--seq", "--precision", "--certify", "--json",
+        "-o", "--output", "--layers", "--hidden", "--heads", "--kv-heads", "--ffn", "--vocab", "--gated",
+    },
+    "profile": {
+        "--cluster", "--gpus", "--estimate", "--seq", "--precision", "--max-samples", "--name", "--folder", "--json",
+    },
+}  # fmt: skip
+
+
+def test_the_commands_and_their_options_are_pinned() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    found = {
+        name: {option for parameter in command.params for option in parameter.opts if option.startswith("-")}
+        for name, command in commands.items()
+    }
+    assert found == SURFACE
+
+
+@pytest.mark.parametrize("command", [[], ["plan"], ["profile"]])
+def test_every_command_explains_itself(command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "galvatron_lite", *command, "--help"], capture_output=True, text=True, check=True
+    )
+    assert "Usage" in done.stdout
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom galvatron_lite.cli import main\nsys.argv = ['galvatron', '--help']\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'numpy', 'networkx', 'pulp', 'pydantic'} & set(sys.modules)\nassert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_help_is_quick() -> None:
+    def seconds() -> float:
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "galvatron_lite", "--help"], check=True, capture_output=True)
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(5)) < 0.5

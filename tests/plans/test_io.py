@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.files import from_data, to_data
+from galvatron_lite.model.graph import Recompute
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.plans.io import check_plan, layer_strategies, read_plan, write_plan
+from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
+
+MIXED = (
+    LayerRun("before", "before", 1, Strategy(data=4)),
+    LayerRun("layers.0", "layers.2", 3, Strategy(zero=2, zero_stage=3, tensor=2, sequence_parallel=True)),
+    LayerRun("after", "after", 1, Strategy(data=4, recompute=Recompute.FULL)),
+)
+PLAN = Plan(PLAN_VERSION, "toy", 4, 16, 2, Schedule.ONE_F_ONE_B, "fp32", (Stage(MIXED),))
+
+
+def test_a_plan_reads_back_as_written(tmp_path: Path) -> None:
+    write_plan(PLAN, tmp_path / "plan.yaml")
+    assert read_plan(tmp_path / "plan.yaml") == PLAN
+
+
+def test_runs_are_unrolled_in_order() -> None:
+    assert [strategy.tensor for strategy in layer_strategies(PLAN.stages[0])] == [1, 2, 2, 2, 1]
+
+
+def test_another_version_is_refused(tmp_path: Path) -> None:
+    write_plan(replace(PLAN, version=99), tmp_path / "plan.yaml")
+    with pytest.raises(FileFormatError, match="version: 99"):
+        read_plan(tmp_path / "plan.yaml")
+
+
+def test_a_truncated_plan_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    write_plan(PLAN, path)
+    path.write_text(path.read_text()[:60])
+    with pytest.raises(FileFormatError, match=r"plan\.yaml"):
+        read_plan(path)
+
+
+def _with_strategy(strategy: Strategy) -> Plan:
+    return replace(PLAN, stages=(Stage((LayerRun("layers.0", "layers.0", 1, strategy),)),))
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (replace(PLAN, devices=0), "devices"),
+        (replace(PLAN, microbatches=3), "must divide the global batch, 16"),
+        (replace(PLAN, stages=()), "at least one stage"),
+        (replace(PLAN, devices=5, stages=PLAN.stages * 2), "multiple of the number of stages, 2"),
+        (replace(PLAN, stages=(Stage(()),)), "at least one layer"),
+        (_with_strategy(Strategy(data=2)), "each stage has 4 devices"),
+        (_with_strategy(Strategy(zero=4)), "zero_stage"),
+        (_with_strategy(Strategy(data=4, sequence_parallel=True)), "tensor degree above 1"),
+        (replace(_with_strategy(Strategy(data=4)), microbatches=8), "4 replicas cannot share"),
+    ],
+)
+def test_contradictions_are_named(plan: Plan, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_plan(plan)
+
+
+degrees = st.integers(1, 8)
+strategies = st.builds(
+    Strategy,
+    data=degrees,
+    zero=degrees,
+    zero_stage=st.sampled_from([0, 2, 3]),
+    tensor=degrees,
+    sequence_parallel=st.booleans(),
+    recompute=st.sampled_from(Recompute),
+)
+
+
+@given(strategies)
+def test_any_strategy_reads_back(strategy: Strategy) -> None:
+    assert from_data(Strategy, to_data(strategy), "strategy") == strategy

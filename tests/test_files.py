@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from galvatron_lite.cluster.cluster import Device
+from galvatron_lite.errors import FileFormatError
+from galvatron_lite.files import from_data, read_value, to_data, write_text, write_value
+
+DEVICE = Device("toy", 2**30, 1e9, {"fp32": 1e12}, units=4, source="https://example.org")
+
+
+@pytest.mark.parametrize("name", ["device.yaml", "device.json"])
+def test_a_value_reads_back_as_written(tmp_path: Path, name: str) -> None:
+    write_value(tmp_path / name, DEVICE)
+    assert read_value(Device, tmp_path / name) == DEVICE
+
+
+def test_an_unknown_key_is_named() -> None:
+    with pytest.raises(FileFormatError, match="memorry"):
+        from_data(Device, to_data(DEVICE) | {"memorry": 1}, "device.yaml")
+
+
+def test_a_wrong_value_is_named() -> None:
+    with pytest.raises(FileFormatError, match=r"device.yaml, memory: 'lots'"):
+        from_data(Device, to_data(DEVICE) | {"memory": "lots"}, "device.yaml")
+
+
+@pytest.mark.parametrize("text", ["{", "name: [", "\x00\x01", "a: &a [*a", "- 1\n- 2"])
+def test_corrupt_files_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "device.yaml"
+    path.write_text(text)
+    with pytest.raises(FileFormatError, match="device.yaml"):
+        read_value(Device, path)
+
+
+def test_every_truncation_is_refused_or_complete(tmp_path: Path) -> None:
+    path = tmp_path / "device.json"
+    write_value(path, DEVICE)
+    whole = path.read_text()
+    for length in range(len(whole.rstrip()) - 1):
+        path.write_text(whole[:length])
+        with pytest.raises(FileFormatError):
+            read_value(Device, path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileFormatError, match="no such file"):
+        read_value(Device, tmp_path / "none.yaml")
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file.txt"
+    write_text(path, "old")
+
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match="No space left"):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file.txt"]

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import galvatron_lite
+
+NAMES = ["Cluster", "ModelGraph", "Plan", "Profile", "auto_parallelize", "plan", "profile"]
+
+
+def test_the_public_names_are_pinned() -> None:
+    assert galvatron_lite.__all__ == NAMES
+    assert set(NAMES) <= set(dir(galvatron_lite))
+
+
+def test_every_public_name_can_be_had_and_says_what_it_is() -> None:
+    for name in NAMES:
+        assert getattr(galvatron_lite, name).__doc__
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    assert not hasattr(galvatron_lite, "autoparallelise")
+
+
+def _modules_after(code: str) -> set[str]:
+    script = f"import sys\n{code}\nprint(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_the_package_imports_nothing_heavy() -> None:
+    assert not _modules_after("import galvatron_lite") & {"torch", "pydantic", "numpy", "networkx", "pulp", "deepspeed"}
+
+
+def test_planner_modules_do_not_import_torch() -> None:
+    code = (
+        "import pkgutil, importlib, galvatron_lite as g\n"
+        "names = [m.name for m in pkgutil.walk_packages(g.__path__, 'galvatron_lite.')]\n"
+        "clean = ('cluster', 'cost', 'search', 'plans', 'cli', 'model.graph', 'model.shapes', 'profiler.schema',"
+        " 'profiler.estimate', 'profiler.store', 'parallelism.base', 'parallelism.registry', 'api')\n"
+        "for n in names:\n"
+        "    if n.removeprefix('galvatron_lite.').startswith(clean) or n.endswith('.cost'):\n"
+        "        importlib.import_module(n)"
+    )
+    assert "torch" not in _modules_after(code)

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from galvatron_lite.errors import UnitError
+from galvatron_lite.units import format_bytes, format_count, format_seconds, parse_budget, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("40GB", 40 * 10**9),
+        ("40 gb", 40 * 10**9),
+        ("40GiB", 40 * 2**30),
+        ("1.5TiB", 3 * 2**39),
+        ("512MB", 512 * 10**6),
+        ("16B", 16),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["40", "forty", "-1GB", "40e9", "40 parsecs", "", "GB", "4iB", "40Gbit"])
+def test_unknown_units_are_refused_with_the_remedy(text: str) -> None:
+    with pytest.raises(UnitError, match="40GiB"):
+        parse_bytes(text, "--mem")
+
+
+def test_a_share_is_of_the_capacity() -> None:
+    assert parse_budget("80%", 80 * 2**30) == 64 * 2**30
+
+
+@pytest.mark.parametrize("text", ["0%", "101%", "40B", "1kB"])
+def test_budgets_that_make_no_sense(text: str) -> None:
+    with pytest.raises(UnitError):
+        parse_budget(text, 2**34)
+
+
+@given(st.integers(0, 10**15))
+def test_formatted_bytes_read_back(size: int) -> None:
+    text = format_bytes(size)
+    assert parse_bytes(text.replace(" ", "")) == pytest.approx(size, rel=0.05, abs=52)
+
+
+def test_formats() -> None:
+    assert format_bytes(40 * 2**30) == "40.0 GiB"
+    assert format_seconds(1.42) == "1.42 s"
+    assert format_seconds(0.3184) == "318 ms"
+    assert format_count(6_738_415_616) == "6.74B"
