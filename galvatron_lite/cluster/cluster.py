@@ -51,6 +51,7 @@ class Level:
         contention: factor >= 1 by which times grow when every member sends at once.
         efficiency: share of ``bandwidth`` that a collective really reaches on large messages.
         source: where the figures come from, or ``measured``.
+        lanes: how many equal adapters (NICs) ``bandwidth`` is the sum of; one sending device alone reaches one of them.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -61,6 +62,7 @@ class Level:
     contention: float = 1.0
     efficiency: float = 1.0
     source: str = ""
+    lanes: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,171 @@
+"""The α-β model against closed forms and the relations every collective obeys."""
+
+from __future__ import annotations
+
+from math import ceil, log2
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level, RankGroup
+from galvatron_lite.cluster.collectives import TREE_EFFICIENCY, collective_seconds, hops_of, level_pass, ring_pass
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.base import Collective
+
+ALPHA, BETA = 2e-6, 100e9
+NET_ALPHA, NET_BETA = 8e-6, 40e9
+DEVICE = Device("test", 2**30, 1e12, {"fp32": 1e12})
+MIB = 2**20
+
+
+def flat(size: int, **more: float) -> Cluster:
+    level = Level("node", size, BETA, ALPHA, **more)  # type: ignore[arg-type]
+    return Cluster("flat", (DeviceGroup(DEVICE, size),), (level,))
+
+
+def nested(nodes: int = 4, lanes: int = 1) -> Cluster:
+    levels = (Level("node", 8, BETA, ALPHA), Level("cluster", nodes, NET_BETA, NET_ALPHA, lanes=lanes))
+    return Cluster("nested", (DeviceGroup(DEVICE, 8 * nodes),), levels)
+
+
+sizes = st.floats(1.0, 1e11)
+groups = st.builds(
+    RankGroup,
+    size=st.integers(2, 8),
+    stride=st.sampled_from([1, 2, 4]),
+    siblings=st.sampled_from([1, 2, 4, 8]),
+)
+collectives = st.sampled_from(list(Collective))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_ring_closed_forms_on_one_level(n: int) -> None:
+    size = 512 * MIB
+    half = (n - 1) / n * size / BETA + (n - 1) * ALPHA
+    expected = {
+        Collective.ALL_REDUCE: 2 * half,
+        Collective.ALL_GATHER: half,
+        Collective.REDUCE_SCATTER: half,
+        Collective.ALL_TO_ALL: half,
+        Collective.BROADCAST: min(size / BETA + (n - 1) * ALPHA, ceil(log2(n)) * (ALPHA + size / BETA)),
+        Collective.SEND_RECV: ALPHA + size / BETA,
+    }
+    for collective, seconds in expected.items():
+        assert collective_seconds(flat(n), collective, size, RankGroup(n)) == pytest.approx(seconds)
+
+
+def test_small_messages_take_the_tree() -> None:
+    seconds = collective_seconds(flat(64), Collective.ALL_REDUCE, 1024, RankGroup(64))
+    assert seconds == pytest.approx(2 * 6 * ALPHA + 2 * 1024 / (TREE_EFFICIENCY * BETA))
+
+
+@pytest.mark.parametrize("collective", list(Collective))
+def test_a_group_of_one_and_an_empty_message_cost_nothing(collective: Collective) -> None:
+    assert collective_seconds(flat(8), collective, MIB, RankGroup(1)) == 0.0
+    assert collective_seconds(flat(8), collective, 0, RankGroup(8)) == 0.0
+
+
+@given(collectives, groups, sizes, st.floats(1.0, 100.0))
+def test_monotone_in_size(collective: Collective, group: RankGroup, size: float, factor: float) -> None:
+    cluster = nested()
+    small = collective_seconds(cluster, collective, size, group)
+    assert 0 < small <= collective_seconds(cluster, collective, size * factor, group) * (1 + 1e-12)
+
+
+@given(groups, sizes)
+def test_an_all_reduce_costs_at_most_its_two_halves_and_more_than_one(group: RankGroup, size: float) -> None:
+    cluster = nested()
+    whole = collective_seconds(cluster, Collective.ALL_REDUCE, size, group)
+    scatter = collective_seconds(cluster, Collective.REDUCE_SCATTER, size, group)
+    gather = collective_seconds(cluster, Collective.ALL_GATHER, size, group)
+    assert scatter == gather
+    assert whole <= (scatter + gather) * (1 + 1e-12)
+    bandwidth_floor = 2 * (group.size - 1) / group.size * size / BETA
+    assert whole >= bandwidth_floor * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("size", [512 * MIB, 4096 * MIB])
+def test_large_all_reduce_equals_reduce_scatter_plus_all_gather(size: int) -> None:
+    group = RankGroup(16)
+    scatter = collective_seconds(nested(), Collective.REDUCE_SCATTER, size, group)
+    assert collective_seconds(nested(), Collective.ALL_REDUCE, size, group) == pytest.approx(2 * scatter)
+
+
+@pytest.mark.parametrize(
+    ("group", "members"),
+    [
+        (RankGroup(16), [(8, 1), (2, 8)]),
+        (RankGroup(4, 8), [(4, 1)]),
+        (RankGroup(16, 2), [(4, 1), (4, 4)]),
+        (RankGroup(4, 2), [(4, 1)]),
+        (RankGroup(2, 16), [(2, 1)]),
+        (RankGroup(1), []),
+    ],
+)
+def test_a_group_occupies_the_levels_it_crosses(group: RankGroup, members: list[tuple[int, int]]) -> None:
+    assert [(hop.members, hop.ranks) for hop in hops_of(nested(), group)] == members
+
+
+def test_sixteen_ranks_over_two_nodes_by_hand() -> None:
+    size = 1e9
+    by_level = (7 / 8 * size / BETA + 7 * ALPHA) + (1 / 2 * size / NET_BETA + NET_ALPHA)
+    ring = 15 / 16 * size / NET_BETA + 14 * ALPHA + NET_ALPHA
+    hops = hops_of(nested(), RankGroup(16))
+    assert level_pass(size, hops) == pytest.approx(by_level)
+    assert ring_pass(size, hops) == pytest.approx(ring)
+    seconds = collective_seconds(nested(), Collective.ALL_GATHER, size, RankGroup(16))
+    assert seconds == pytest.approx(min(by_level, ring))
+
+
+@given(sizes, st.integers(2, 4))
+def test_going_level_by_level_beats_the_flat_ring_over_slow_links(size: float, nodes: int) -> None:
+    levels = (Level("node", 8, 300e9, 2e-6), Level("cluster", nodes, 10e9, 2e-5))
+    cluster = Cluster("slow", (DeviceGroup(DEVICE, 8 * nodes),), levels)
+    hops = hops_of(cluster, RankGroup(8 * nodes))
+    assert level_pass(size, hops) < ring_pass(size, hops)
+    best = collective_seconds(cluster, Collective.REDUCE_SCATTER, size, RankGroup(8 * nodes))
+    assert best == pytest.approx(level_pass(size, hops))
+
+
+@given(collectives, sizes, st.integers(2, 4), st.sampled_from([1, 8]))
+def test_far_groups_cost_more_than_near_ones(collective: Collective, size: float, n: int, siblings: int) -> None:
+    near = collective_seconds(nested(), collective, size, RankGroup(n, 1, siblings))
+    assert collective_seconds(nested(), collective, size, RankGroup(n, 8, siblings)) > near
+
+
+def test_siblings_share_one_nodes_adapters_but_not_more_than_live_there() -> None:
+    def far(siblings: int) -> float:
+        return hops_of(nested(), RankGroup(4, 8, siblings))[0].bandwidth
+
+    assert far(1) == pytest.approx(NET_BETA)
+    assert far(4) == pytest.approx(NET_BETA / 4)
+    assert far(8) == far(64) == pytest.approx(NET_BETA / 8)
+    assert hops_of(nested(), RankGroup(16, 1, 2))[1].bandwidth == pytest.approx(NET_BETA)
+
+
+def test_one_sender_reaches_one_adapter_only() -> None:
+    cluster = nested(lanes=8)
+    alone = collective_seconds(cluster, Collective.SEND_RECV, 1e9, RankGroup(2, 8, 1))
+    together = collective_seconds(cluster, Collective.SEND_RECV, 1e9, RankGroup(2, 8, 8))
+    assert alone == pytest.approx(NET_ALPHA + 1e9 / (NET_BETA / 8)) == pytest.approx(together)
+    assert hops_of(cluster, RankGroup(16))[1].bandwidth == pytest.approx(NET_BETA)
+    assert hops_of(cluster, RankGroup(8, 4))[1].bandwidth == pytest.approx(NET_BETA / 4)
+
+
+def test_contention_slows_a_full_level_and_spares_a_lone_pair() -> None:
+    cluster = flat(8, contention=3.0)
+    full = hops_of(cluster, RankGroup(8))[0].bandwidth
+    pair = hops_of(cluster, RankGroup(2))[0].bandwidth
+    pairs = hops_of(cluster, RankGroup(2, 1, 4))[0].bandwidth
+    assert full == pairs == pytest.approx(BETA / 3)
+    assert pair == pytest.approx(BETA / 1.5)
+
+
+def test_efficiency_scales_bandwidth() -> None:
+    assert hops_of(flat(4, efficiency=0.5), RankGroup(4))[0].bandwidth == pytest.approx(BETA / 2)
+
+
+def test_a_group_beyond_the_cluster_is_refused() -> None:
+    with pytest.raises(InputError, match="has 32 devices"):
+        collective_seconds(nested(), Collective.ALL_REDUCE, MIB, RankGroup(8, 8))
