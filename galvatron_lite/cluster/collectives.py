@@ -62,7 +62,7 @@ def hops_of(cluster: Cluster, group: RankGroup) -> tuple[Hop, ...]:
 
 
 def _hop(level: Level, block: int, inside: int, upper: int, siblings: int) -> Hop:
-    """The hop of a group with ``inside`` ranks in a block of ``block`` devices and ``upper`` in the level's own block."""
+    """The hop of a group with ``inside`` ranks in a block of ``block`` devices and ``upper`` in the level's block."""
     groups = min(siblings, block // inside)
     whole = block * level.size
     busy = upper * min(siblings, whole // upper) / whole

@@ -1,0 +1,222 @@
+"""Clusters and devices found by name, and clusters read from the user's own file. No torch here.
+
+The format of a cluster file is described in ``configs/clusters/README.md``.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from galvatron_lite.cluster.catalog_devices import SHEETS
+from galvatron_lite.cluster.cluster import Cluster, Device, Level
+from galvatron_lite.configs_path import config_folder
+from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.files import from_data, read_data, to_data
+from galvatron_lite.units import parse_bytes
+
+ANY = "any"
+"""Size of an outermost level that takes as many members as the number of GPUs asks for."""
+
+
+def known_devices() -> tuple[str, ...]:
+    """Names of the devices with a data sheet."""
+    return tuple(sheet.device.name for sheet in SHEETS)
+
+
+def known_clusters() -> tuple[str, ...]:
+    """Names of the clusters that ship with the package."""
+    return tuple(sorted(path.stem for path in config_folder("clusters").glob("*.yaml")))
+
+
+def _plain(name: str) -> str:
+    """A device's name without vendor, punctuation and case: ``NVIDIA A100-SXM4-80GB`` is ``a100sxm480gb``."""
+    text = name.lower()
+    for word in ("nvidia", "tesla", "geforce"):
+        text = text.replace(word, "")
+    return "".join(character for character in text if character.isalnum())
+
+
+def match_device(name: str) -> Device | None:
+    """The data sheet of a device by any of its names, also the CUDA driver's; None where there is none."""
+    wanted = _plain(name)
+    for sheet in SHEETS:
+        if wanted in map(_plain, (sheet.device.name, *sheet.aliases)):
+            return sheet.device
+    return None
+
+
+def device_named(name: str, field: str = "device") -> Device:
+    """The data sheet of a device.
+
+    Raises:
+        InputError: no such device; lists the known ones.
+    """
+    device = match_device(name)
+    if device is None:
+        raise InputError(field, name, f"Known devices: {', '.join(known_devices())}.")
+    return device
+
+
+def load_cluster(name_or_path: str | Path, gpus: int | None = None) -> Cluster:
+    """A cluster by name (``a100-80gb``) or from a file, with so many devices.
+
+    Args:
+        name_or_path: a name of ``known_clusters()``, or a YAML or JSON file.
+        gpus: devices wanted, the first ones in rank order; None: all of a file with fixed sizes, one node of a
+            cluster of any size.
+
+    Raises:
+        InputError: unknown name, or a number of devices that fills no whole node.
+        FileFormatError: a file that does not describe a cluster.
+    """
+    if gpus is not None and gpus < 1:
+        raise InputError("--gpus", gpus, "Give 1 or more.")
+    path = _find(name_or_path)
+    data = read_data(path)
+    if not isinstance(data, dict):
+        raise FileFormatError(
+            str(path), type(data).__name__, "A cluster file is a mapping with name, device and levels."
+        )
+    cluster = from_data(Cluster, _expand(dict(data), gpus, str(path)), str(path))
+    _check(cluster, str(path))
+    return cluster
+
+
+def _find(name_or_path: str | Path) -> Path:
+    path = Path(name_or_path)
+    if path.suffix in {".yaml", ".yml", ".json"} or len(path.parts) > 1:
+        return path
+    known = known_clusters()
+    name = str(name_or_path).lower()
+    if name not in known:
+        raise InputError("--cluster", str(name_or_path), f"Known: {', '.join(known)}; or give a YAML file.")
+    return config_folder("clusters") / f"{name}.yaml"
+
+
+def _expand(data: dict[str, Any], gpus: int | None, field: str) -> dict[str, Any]:
+    """A cluster file's mapping with device names, ``size: any`` and the number of devices worked out."""
+    data.pop("description", None)
+    levels = data.get("levels")
+    if not isinstance(levels, list) or not levels or not all(isinstance(level, dict) for level in levels):
+        raise FileFormatError(f"{field}, levels", levels, "Give a list of levels, innermost first.")
+    groups = _groups(data, field)
+    if gpus is None and groups and "count" in groups[-1]:
+        gpus = sum(int(group["count"]) for group in groups)
+    data["levels"] = _sized(levels, gpus, field)
+    devices = prod(level["size"] for level in data["levels"])
+    data["groups"] = _first_devices(groups, devices, field)
+    return data
+
+
+def _groups(data: dict[str, Any], field: str) -> list[dict[str, Any]]:
+    """The runs of equal devices; a single ``device:`` is a run without a count."""
+    if ("device" in data) == ("groups" in data):
+        given = [key for key in ("device", "groups") if key in data]
+        raise FileFormatError(field, given, "Give either device (all alike) or groups (runs of device and count).")
+    runs = [{"device": data.pop("device")}] if "device" in data else data["groups"]
+    if not isinstance(runs, list) or not runs or not all(isinstance(run, dict) for run in runs):
+        raise FileFormatError(f"{field}, groups", runs, "Give a list of entries with device and count.")
+    counted = "groups" in data
+    for number, run in enumerate(runs):
+        count = run.get("count")
+        if counted and (not isinstance(count, int) or count < 1):
+            raise FileFormatError(
+                f"{field}, groups.{number}.count", count, "Give how many such devices follow one another."
+            )
+    return [run | {"device": _device(run.get("device"), f"{field}, device")} for run in runs]
+
+
+def _device(given: Any, field: str) -> Any:
+    """Plain data of a device given by name, or by figures with a readable memory size (``80GiB``)."""
+    if isinstance(given, str):
+        return to_data(device_named(given, field))
+    if isinstance(given, dict) and isinstance(given.get("memory"), str):
+        return given | {"memory": parse_bytes(given["memory"], f"{field}.memory")}
+    return given
+
+
+def _sized(levels: list[dict[str, Any]], gpus: int | None, field: str) -> list[dict[str, Any]]:
+    """The levels that so many devices fill, each with its size."""
+    sized: list[dict[str, Any]] = []
+    wanted, unit = gpus, 1
+    for number, level in enumerate(levels):
+        size = _size(level.get("size"), f"{field}, levels.{number}.size", number == len(levels) - 1)
+        if wanted is None:
+            sized += [level | {"size": size or 1}] if size or not sized else []
+            continue
+        if size is None or wanted <= size:
+            return [*sized, level | {"size": wanted}]
+        _check_multiple(unit * wanted, unit * size, str(level.get("name", "node")))
+        sized.append(level)
+        wanted, unit = wanted // size, unit * size
+    if wanted is not None:
+        raise InputError("--gpus", gpus, f"{field} has {unit} devices.")
+    return sized
+
+
+def _size(given: Any, place: str, outermost: bool) -> int | None:
+    """A level's size; None where it takes as many as there are."""
+    if given == ANY and outermost:
+        return None
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise FileFormatError(place, given, "Give a number, or any for the outermost level.")
+    return given
+
+
+def _check_multiple(gpus: int, unit: int, level: str) -> None:
+    if gpus % unit:
+        below = gpus // unit * unit
+        raise InputError(
+            "--gpus",
+            gpus,
+            f"A {level} has {unit} devices; give a number that fills whole ones, such as {below} or {below + unit}.",
+        )
+
+
+def _first_devices(groups: list[dict[str, Any]], devices: int, field: str) -> list[dict[str, Any]]:
+    """The runs that the first so many devices make."""
+    if "count" not in groups[0]:
+        return [groups[0] | {"count": devices}]
+    kept, left = [], devices
+    for group in groups:
+        count = min(left, group["count"])
+        if count:
+            kept.append(group | {"count": count})
+        left -= count
+    if left:
+        raise FileFormatError(f"{field}, groups", devices - left, f"The levels join {devices} devices: list as many.")
+    return kept
+
+
+def _check(cluster: Cluster, field: str) -> None:
+    """Refuse figures no cost can be computed from."""
+    for level in cluster.levels:
+        _check_level(level, f"{field}, level {level.name}")
+    for group in cluster.groups:
+        device = group.device
+        place = f"{field}, device {device.name}"
+        _positive(f"{place}.memory", device.memory)
+        _positive(f"{place}.memory_bandwidth", device.memory_bandwidth)
+        _positive(f"{place}.units", device.units)
+        if not device.peak:
+            raise FileFormatError(f"{place}.peak", device.peak, "Give FLOP/s for one precision at least.")
+        for precision, flops in device.peak.items():
+            _positive(f"{place}.peak.{precision}", flops)
+
+
+def _check_level(level: Level, place: str) -> None:
+    _positive(f"{place}.bandwidth", level.bandwidth)
+    _positive(f"{place}.lanes", level.lanes)
+    if not 0 <= level.latency < float("inf"):
+        raise FileFormatError(f"{place}.latency", level.latency, "Give seconds, 0 or more.")
+    if not level.contention >= 1:
+        raise FileFormatError(f"{place}.contention", level.contention, "Give a factor of 1 or more.")
+    if not 0 < level.efficiency <= 1:
+        raise FileFormatError(f"{place}.efficiency", level.efficiency, "Give a share above 0 and at most 1.")
+
+
+def _positive(place: str, value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise FileFormatError(place, value, "Give a finite number above 0.")

@@ -1,0 +1,183 @@
+"""Clusters by name and from files: sizes, devices, and clear errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from galvatron_lite.cluster.catalog import device_named, known_clusters, known_devices, load_cluster, match_device
+from galvatron_lite.cluster.catalog_devices import SHEETS
+from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.files import write_value
+
+SHIPPED = ("a100-40gb", "a100-80gb", "b200", "gb200", "h100", "h200", "rtx-titan", "rtx3090", "t4", "v100")
+
+
+def user_file(folder: Path, **changes: object) -> Path:
+    data: dict[str, object] = {
+        "name": "mine",
+        "device": "T4",
+        "levels": [{"name": "node", "size": 4, "bandwidth": 1e10, "latency": 1e-5}],
+    }
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in (data | changes).items() if value is not None}))
+    return path
+
+
+def level(**changes: object) -> dict[str, object]:
+    return {"name": "node", "size": 4, "bandwidth": 1e10, "latency": 1e-5} | changes
+
+
+def test_the_shipped_clusters_are_the_promised_ones() -> None:
+    assert known_clusters() == SHIPPED
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("nodes", [1, 4, 128])
+def test_any_number_of_whole_nodes(name: str, nodes: int) -> None:
+    node = load_cluster(name).devices
+    cluster = load_cluster(name, nodes * node)
+    assert cluster.devices == nodes * node == sum(group.count for group in cluster.groups)
+    assert len(cluster.levels) == (1 if nodes == 1 else 2)
+    assert all(level.source.startswith("http") for level in cluster.levels)
+    assert cluster.device.source.startswith("http")
+
+
+@given(st.integers(1, 8))
+def test_fewer_gpus_than_a_node_are_one_level(gpus: int) -> None:
+    cluster = load_cluster("h100", gpus)
+    assert [level.size for level in cluster.levels] == [gpus]
+    assert cluster.devices == gpus
+
+
+def test_gpus_that_fill_no_whole_node_name_the_nearest_counts() -> None:
+    with pytest.raises(InputError, match=r"8 devices.*such as 8 or 16"):
+        load_cluster("a100-80gb", 12)
+    with pytest.raises(InputError, match="72 or 144"):
+        load_cluster("gb200", 100)
+    with pytest.raises(InputError, match="1 or more"):
+        load_cluster("h100", 0)
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    with pytest.raises(InputError, match=", ".join(SHIPPED)):
+        load_cluster("a1000")
+    with pytest.raises(InputError, match="T4"):
+        device_named("P9000")
+    assert "A100-SXM4-80GB" in known_devices()
+
+
+@pytest.mark.parametrize(
+    ("reported", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIE-80GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-PCIE-40GB"),
+        ("Tesla V100-SXM2-16GB", "V100-SXM2-16GB"),
+        ("NVIDIA H100 80GB HBM3", "H100-SXM5-80GB"),
+        ("NVIDIA H100 PCIe", "H100-PCIE-80GB"),
+        ("NVIDIA H200", "H200-SXM5-141GB"),
+        ("NVIDIA B200", "B200-SXM6-180GB"),
+        ("NVIDIA GB200", "GB200-186GB"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 3090", "RTX-3090"),
+        ("NVIDIA TITAN RTX", "RTX-Titan"),
+    ],
+)
+def test_devices_are_found_by_what_the_driver_calls_them(reported: str, name: str) -> None:
+    device = match_device(reported)
+    assert device is not None
+    assert device.name == name
+
+
+def test_names_are_unambiguous_and_figures_sane() -> None:
+    names = [name.lower() for sheet in SHEETS for name in (sheet.device.name, *sheet.aliases)]
+    assert len(names) == len(set(names))
+    for sheet in SHEETS:
+        device = sheet.device
+        nominal = [int(part[:-2]) for part in device.name.split("-") if part.endswith("GB") and part[:-2].isdigit()]
+        assert all(0.9 * size * 1e9 < device.memory <= size * 2**30 for size in nominal)
+        assert device.peak["fp32"] <= device.peak["fp16"]
+        assert device.context < 0.05 * device.memory
+
+
+def test_published_peaks() -> None:
+    assert device_named("A100-80GB").peak["bf16"] == 312e12
+    assert device_named("H100").peak["fp8"] == pytest.approx(1979e12, rel=1e-3)
+    assert device_named("V100").peak["fp16"] == 125e12
+    assert "bf16" not in device_named("V100").peak
+
+
+def test_a_users_file_with_unlike_devices(tmp_path: Path) -> None:
+    own = {"name": "own", "memory": "46GiB", "memory_bandwidth": 8.6e11, "peak": {"fp32": 9e13}}
+    groups = [{"device": "A100-SXM4-80GB", "count": 4}, {"device": own, "count": 4}]
+    levels = [level(), level(name="cluster", size="any", lanes=2)]
+    path = user_file(tmp_path, device=None, groups=groups, levels=levels)
+    cluster = load_cluster(path)
+    assert [level.size for level in cluster.levels] == [4, 2]
+    assert cluster.device.name == "own"
+    assert cluster.device.memory == 46 * 2**30
+    assert [group.device.name for group in load_cluster(path, 4).groups] == ["A100-SXM4-80GB"]
+    with pytest.raises(FileFormatError, match="list as many"):
+        load_cluster(path, 16)
+
+
+def test_a_written_cluster_reads_back_the_same(tmp_path: Path) -> None:
+    cluster = load_cluster("b200", 64)
+    for name in ("cluster.yaml", "cluster.json"):
+        write_value(tmp_path / name, cluster)
+        assert load_cluster(tmp_path / name) == cluster
+
+
+def test_a_file_of_fixed_size_is_cut_but_never_stretched(tmp_path: Path) -> None:
+    path = user_file(tmp_path)
+    assert load_cluster(path).devices == 4
+    assert load_cluster(str(path), 2).devices == 2
+    with pytest.raises(InputError, match="has 4 devices"):
+        load_cluster(path, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"colour": "red"}, "colour"),
+        ({"device": None}, "either device"),
+        ({"groups": [{"device": "T4", "count": 4}]}, "either device"),
+        ({"device": "T5"}, "Known devices"),
+        ({"device": 5}, "device"),
+        ({"device": {"name": "own", "memory": "46"}}, "unit"),
+        ({"device": {"name": "own", "memory": "46GiB"}}, "memory_bandwidth"),
+        ({"device": {"name": "o", "memory": 1, "memory_bandwidth": 1.0, "peak": {}}}, "peak"),
+        ({"device": {"name": "o", "memory": 1, "memory_bandwidth": -1.0, "peak": {"fp32": 1.0}}}, "memory_bandwidth"),
+        ({"device": None, "groups": [{"device": "T4"}]}, "count"),
+        ({"device": None, "groups": ["T4"]}, "groups"),
+        ({"levels": None}, "levels"),
+        ({"levels": [3]}, "levels"),
+        ({"levels": [level(size=0)]}, "size"),
+        ({"levels": [level(size="any"), level()]}, "outermost"),
+        ({"levels": [level(bandwidth=0)]}, "bandwidth"),
+        ({"levels": [level(bandwidth="fast")]}, "bandwidth"),
+        ({"levels": [level(latency=-1)]}, "latency"),
+        ({"levels": [level(contention=0.5)]}, "contention"),
+        ({"levels": [level(efficiency=1.5)]}, "efficiency"),
+        ({"levels": [level(lanes=0)]}, "lanes"),
+        ({"levels": [level(speed=1)]}, "speed"),
+    ],
+)
+def test_bad_files_name_the_offending_key(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        load_cluster(user_file(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("text", ["", "- a", "levels: [", "name: \x00"])
+def test_broken_files(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(FileFormatError):
+        load_cluster(path)
+    with pytest.raises(FileFormatError, match="no such file"):
+        load_cluster(tmp_path / "missing.yaml")
