@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from statistics import mean, median, quantiles
 from typing import TypeAlias
 
@@ -45,7 +46,10 @@ class TimingRule:
     least: int = 5
     most: int = 60
     spread: float = 0.05
-    seconds: float = 0.5
+    seconds: float = 0.3
+
+
+DEFAULT_RULE = TimingRule()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ class Timing:
 def time_laps(
     run: Callable[[Lap], object],
     device: torch.device | str,
-    rule: TimingRule = TimingRule(),
+    rule: TimingRule = DEFAULT_RULE,
     across: Across = Across.MEAN,
     group: dist.ProcessGroup | None = None,
 ) -> Timing:
@@ -102,7 +106,7 @@ def time_laps(
 def time_call(
     run: Callable[[], object],
     device: torch.device | str,
-    rule: TimingRule = TimingRule(),
+    rule: TimingRule = DEFAULT_RULE,
     across: Across = Across.MEAN,
     group: dist.ProcessGroup | None = None,
 ) -> Timing:
@@ -129,7 +133,7 @@ def _one(run: Callable[[Lap], object], device: torch.device, group: dist.Process
 def _one_cpu(run: Callable[[Lap], object]) -> list[float]:
     moments = [time.perf_counter()]
     run(lambda: moments.append(time.perf_counter()))
-    return [after - before for before, after in zip(moments, moments[1:], strict=False)]
+    return [after - before for before, after in pairwise(moments)]
 
 
 def _one_cuda(run: Callable[[Lap], object], device: torch.device) -> list[float]:
@@ -137,14 +141,14 @@ def _one_cuda(run: Callable[[Lap], object], device: torch.device) -> list[float]
     events: list[torch.cuda.Event] = []
 
     def lap() -> None:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         events.append(event)
 
     lap()
     run(lap)
     torch.cuda.synchronize(device)
-    return [before.elapsed_time(after) / 1e3 for before, after in zip(events, events[1:], strict=False)]
+    return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
 
 
 def _combine(rows: list[list[float]], across: Across, group: dist.ProcessGroup | None) -> list[list[float]]:
@@ -153,9 +157,7 @@ def _combine(rows: list[list[float]], across: Across, group: dist.ProcessGroup |
     everyone: list[list[list[float]]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyone, rows, group=group)
     take: Callable[[Sequence[float]], float] = mean if across is Across.MEAN else max
-    return [
-        [take(column) for column in zip(*same, strict=True)] for same in zip(*everyone, strict=True)
-    ]
+    return [[take(column) for column in zip(*same, strict=True)] for same in zip(*everyone, strict=True)]
 
 
 def _slowest(seconds: float, group: dist.ProcessGroup | None) -> float:

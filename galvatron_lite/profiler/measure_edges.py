@@ -1,0 +1,159 @@
+"""What lies before and after the blocks, with the glue code and the loss, by running the model without its blocks.
+
+One run of the skeleton is split at the first block: forward where the first stub is reached, backward where the
+gradient of what the stubs passed on arrives.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from galvatron_lite.errors import TraceError
+from galvatron_lite.model.batch import LossFn, call_model, loss_of
+from galvatron_lite.profiler.measure_layers import (
+    LayerSetting,
+    SegmentMemory,
+    give_gradients,
+    layer_point,
+    segment_memory,
+)
+from galvatron_lite.profiler.memory import track_peak
+from galvatron_lite.profiler.schema import LayerPoint
+from galvatron_lite.profiler.segments import (
+    BlockCall,
+    Boundary,
+    PassThrough,
+    Skeleton,
+    StopRunError,
+    hidden_state,
+    passed_on,
+)
+from galvatron_lite.profiler.timing import DEFAULT_RULE, Lap, Timing, TimingRule, time_laps
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeInput:
+    """What the edges are run on.
+
+    Attributes:
+        skeleton: the model without blocks; sharded already where a shard is measured.
+        calls: what each kind of block returns, for the stubs.
+        batch: on the skeleton's device.
+        loss_fn: see ``model.batch.loss_of``.
+    """
+
+    skeleton: Skeleton
+    calls: Mapping[str, BlockCall]
+    batch: Any
+    loss_fn: LossFn | None = None
+
+
+def measure_edges(
+    given: EdgeInput, settings: tuple[LayerSetting, LayerSetting], device: torch.device, rule: TimingRule = DEFAULT_RULE
+) -> tuple[LayerPoint, LayerPoint]:
+    """Measure what lies before and after the blocks.
+
+    Args:
+        given: what to run.
+        settings: keys of the two points, before and after.
+        device: where.
+        rule: how long to time.
+
+    Raises:
+        TraceError: the loss does not depend on what the blocks return.
+    """
+    give_gradients(given.skeleton.model)
+    memory = edge_memory(given, device)
+    timing = time_edges(given, device, rule)
+    laps = timing.laps
+    halves = (laps[0], laps[3]), (laps[1], laps[2])
+    timings = [Timing(half, timing.repetitions, timing.spread) for half in halves]
+    before, after = (layer_point(*parts) for parts in zip(settings, timings, memory, strict=True))
+    return before, after
+
+
+def time_edges(given: EdgeInput, device: torch.device, rule: TimingRule) -> Timing:
+    """Seconds of before's forward, after's forward, after's backward, before's backward."""
+
+    def once(lap: Lap) -> None:
+        _step(given, lap)
+        lap()
+
+    return time_laps(once, device, rule)
+
+
+def edge_memory(given: EdgeInput, device: torch.device) -> tuple[SegmentMemory, SegmentMemory]:
+    """Bytes of what lies before and of what lies after the blocks."""
+    _step(given, _nothing)
+    kept = _kept_before(given, device)
+    with track_peak(device) as tracked:
+        _step(given, tracked.mark)
+    if len(tracked.phases) != 4:
+        raise TraceError("blocks", "the loss", "The loss must depend on what the blocks return; name other blocks.")
+    before, after, after_back, before_back = tracked.phases
+    first = SegmentMemory(kept, max(before_back.peak, kept), max(before.peak, kept))
+    return first, segment_memory(after, after_back, kept)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _step(given: EdgeInput, lap: Callable[[], None]) -> None:
+    """One forward and backward; ``lap`` is called at the ends of the first three of its four parts."""
+    given.skeleton.visit_with(_passing(given.calls, lap))
+    loss = loss_of(call_model(given.skeleton.model, given.batch), given.batch, given.loss_fn)
+    lap()
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _passing(calls: Mapping[str, BlockCall], lap: Callable[[], None]) -> Callable[..., Any]:
+    """A visitor that calls ``lap`` when the first stub is reached and when its gradient arrives."""
+    reached: list[bool] = []
+
+    def visit(stub: PassThrough, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = hidden_state(args, kwargs)
+        if not reached:
+            reached.append(True)
+            lap()
+            hidden = boundary(hidden, lap)
+        return passed_on(calls[stub.kind], hidden)
+
+    return visit
+
+
+def boundary(hidden: Tensor, reached: Callable[[], None]) -> Tensor:
+    """A copy of the hidden state that calls ``reached`` when its gradient arrives."""
+    start = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
+    return Boundary.apply(start, reached)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _kept_before(given: EdgeInput, device: torch.device) -> int:
+    """Bytes that stay after what lies before the first block has run and its result was let go of."""
+    edges: list[GradientEdge] = []
+
+    def stop(_: PassThrough, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = hidden_state(args, kwargs)
+        if hidden.requires_grad:
+            edges.append(get_gradient_edge(hidden))
+        raise StopRunError
+
+    given.skeleton.visit_with(stop)
+    with track_peak(device) as tracked:
+        _run_until_stopped(given)
+        gc.collect()
+    return max(tracked.end, 0)
+
+
+def _run_until_stopped(given: EdgeInput) -> None:
+    try:
+        call_model(given.skeleton.model, given.batch)
+    except StopRunError:
+        return

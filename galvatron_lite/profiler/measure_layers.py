@@ -1,0 +1,230 @@
+"""What one block costs: seconds and bytes of forward and backward, by running the very block (or its shard)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.model.batch import map_tensors, tensors_of
+from galvatron_lite.model.graph import Recompute
+from galvatron_lite.profiler.memory import Phase, storage_bytes, track_peak
+from galvatron_lite.profiler.schema import LayerPoint
+from galvatron_lite.profiler.segments import BlockCall, hidden_state
+from galvatron_lite.profiler.timing import DEFAULT_RULE, Lap, Timing, TimingRule, time_laps
+
+_MOST_COPIES = 4
+_CPU_ROOM = 2**29
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSetting:
+    """Under which choices a layer is measured; the key of a ``LayerPoint``."""
+
+    kind: str
+    samples: int
+    tensor: int = 1
+    sequence_parallel: bool = False
+    recompute: Recompute = Recompute.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentMemory:
+    """Bytes of one segment of the model; see ``LayerPoint`` for the meaning of each."""
+
+    kept: int
+    working: int
+    forward_working: int
+
+
+def measure_block(
+    block: nn.Module, call: BlockCall, setting: LayerSetting, device: torch.device, rule: TimingRule = DEFAULT_RULE
+) -> LayerPoint:
+    """Measure one block on this device (and at the same moment on every other rank).
+
+    Args:
+        block: a whole block on ``device``; it is copied, not changed.
+        call: what it is called with at ``setting.samples`` samples.
+        setting: tensor degree, sequence parallelism and recompute choice to run it under. Communication is left out:
+            one shard runs alone.
+        device: where.
+        rule: how long to time.
+
+    Returns:
+        Seconds per call and bytes.
+    """
+    shard = shard_block(block, call, setting.tensor, setting.sequence_parallel)
+    share = local_call(call, setting.tensor if setting.sequence_parallel else 1)
+    give_gradients(shard)
+    memory = block_memory(wrap_recompute(shard, setting.recompute), share, device)
+    timing = time_block(shard, share, setting.recompute, device, rule, _copies(shard, memory, device))
+    return layer_point(setting, timing, memory)
+
+
+def layer_point(setting: LayerSetting, timing: Timing, memory: SegmentMemory) -> LayerPoint:
+    """The point of a setting from its two measurements; ``timing`` has forward and backward as its laps."""
+    return LayerPoint(
+        kind=setting.kind,
+        samples=setting.samples,
+        tensor=setting.tensor,
+        sequence_parallel=setting.sequence_parallel,
+        recompute=setting.recompute,
+        forward=timing.laps[0],
+        backward=timing.laps[1],
+        kept=memory.kept,
+        working=memory.working,
+        forward_working=memory.forward_working,
+        spread=timing.spread,
+    )
+
+
+def wrap_recompute(module: nn.Module, recompute: Recompute) -> Callable[..., Any]:
+    """The module's call under a recompute choice."""
+    from functools import partial
+
+    from torch.utils.checkpoint import checkpoint
+
+    if recompute is Recompute.NONE:
+        return module
+    return partial(checkpoint, module, use_reentrant=False)
+
+
+def shard_block(block: nn.Module, call: BlockCall, tensor: int, sequence_parallel: bool) -> nn.Module:
+    """A copy of the block, or of its first shard under tensor parallelism."""
+    shard = copy.deepcopy(block)
+    if tensor > 1:
+        from galvatron_lite.parallelism.tensor.apply import shard_layer
+        from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
+        from galvatron_lite.parallelism.tensor.infer import infer_block
+
+        plan = infer_block(shard, call.args, call.kwargs)
+        shard_layer(shard, plan, ShapeOnlyGroup(tensor), sequence_parallel)
+    return shard
+
+
+def local_call(call: BlockCall, degree: int) -> BlockCall:
+    """The call with the hidden state's tokens (dim 1) cut to one rank's share; tensors shaped like it are cut too."""
+    if degree == 1:
+        return call
+    whole = hidden_state(call.args, call.kwargs)
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor.chunk(degree, dim=1)[0].contiguous() if tensor is whole else tensor
+
+    return replace(call, args=map_tensors(call.args, cut), kwargs=map_tensors(call.kwargs, cut))
+
+
+def give_gradients(module: nn.Module) -> None:
+    """Give every trained parameter a gradient buffer, as it has in training from the second step on."""
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+class Seed(torch.autograd.Function):
+    """Ends a segment: its backward makes the gradients that the next layer's backward would hand over."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        """A scalar that depends on the outputs."""
+        ctx.like = [(output.shape, output.dtype, output.device) for output in outputs]
+        return torch.zeros((), device=outputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Fresh gradients of ones, which backward releases as soon as they are used."""
+        return tuple(torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+
+
+def block_memory(run: Callable[..., Any], call: BlockCall, device: torch.device) -> SegmentMemory:
+    """Bytes of one forward and backward of a block whose parameters have gradients.
+
+    The input is made inside the tracked region and let go of by the caller, so it counts for as long as the block
+    itself keeps it. The output is let go of after forward.
+    """
+    leaf = hidden_state(call.args, call.kwargs).detach().clone().requires_grad_()
+    _forward_backward(run, call, leaf, lambda: None)
+    leaf.grad = None
+    with track_peak(device) as tracked:
+        _forward_backward(run, call, leaf, tracked.mark)
+    forward, backward = tracked.phases
+    return segment_memory(forward, backward, 0, small=_seed_bytes(device))
+
+
+def segment_memory(forward: Phase, backward: Phase, earlier: int, small: int = 0) -> SegmentMemory:
+    """What a segment holds beyond ``earlier`` bytes that the segments before it keep and ``small`` ones of ours."""
+    kept = forward.end - earlier - small
+    return SegmentMemory(max(kept, 0), max(backward.peak - earlier - small, kept), max(forward.peak - earlier, kept))
+
+
+def _seed_bytes(device: torch.device) -> int:
+    return 512 if device.type == "cuda" else 4
+
+
+def _forward_backward(run: Callable[..., Any], call: BlockCall, leaf: Tensor, between: Callable[[], None]) -> None:
+    seed = _forward(run, call, leaf)
+    between()
+    seed.backward()  # type: ignore[no-untyped-call]
+
+
+def _forward(run: Callable[..., Any], call: BlockCall, leaf: Tensor) -> Tensor:
+    """Run the block on a copy of ``leaf`` that nobody else holds."""
+    whole = hidden_state(call.args, call.kwargs)
+    holder = [leaf.clone()]
+
+    def fill(tensor: Tensor) -> Tensor:
+        return holder.pop() if tensor is whole and holder else tensor
+
+    return Seed.apply(*_differentiable(run(*map_tensors(call.args, fill), **map_tensors(call.kwargs, fill))))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _differentiable(result: Any) -> list[Tensor]:
+    return [tensor for tensor in tensors_of(result) if tensor.requires_grad]
+
+
+def time_block(
+    shard: nn.Module, call: BlockCall, recompute: Recompute, device: torch.device, rule: TimingRule, copies: int
+) -> Timing:
+    """Seconds of one forward and one backward.
+
+    Several copies run one after another, forward all and then backward all, as the layers of a model do: their
+    parameters and activations push one another out of the caches, and autograd is entered once for all.
+    """
+    modules = [shard, *(copy.deepcopy(shard) for _ in range(copies - 1))]
+    for module in modules[1:]:
+        give_gradients(module)
+    runs = [wrap_recompute(module, recompute) for module in modules]
+    leaf = hidden_state(call.args, call.kwargs).detach().clone().requires_grad_()
+    gradients = [torch.full_like(tensor, 1e-3) for tensor in _differentiable(_plain(runs[0], call, leaf))]
+
+    def once(lap: Lap) -> None:
+        leaves = [leaf.detach().clone().requires_grad_() for _ in runs]
+        lap()
+        outputs = [_differentiable(_plain(run, call, own)) for run, own in zip(runs, leaves, strict=True)]
+        lap()
+        flat = [tensor for output in outputs for tensor in output]
+        torch.autograd.backward(flat, gradients * len(runs))
+        lap()
+
+    timing = time_laps(once, device, rule)
+    _, forward, backward = timing.laps
+    return Timing((forward / copies, backward / copies), timing.repetitions, timing.spread)
+
+
+def _plain(run: Callable[..., Any], call: BlockCall, leaf: Tensor) -> Any:
+    whole = hidden_state(call.args, call.kwargs)
+
+    def fill(tensor: Tensor) -> Tensor:
+        return leaf if tensor is whole else tensor
+
+    return run(*map_tensors(call.args, fill), **map_tensors(call.kwargs, fill))
+
+
+def _copies(shard: nn.Module, memory: SegmentMemory, device: torch.device) -> int:
+    room = torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else _CPU_ROOM
+    each = 2 * storage_bytes(shard.parameters()) + memory.working
+    return max(1, min(_MOST_COPIES, room // max(each, 1)))

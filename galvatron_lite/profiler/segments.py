@@ -1,0 +1,235 @@
+"""A model taken apart for measuring: its blocks one by one, and everything around them without the blocks.
+
+The skeleton of a model is a copy of it in which pass-through stubs stand where the blocks were. Running it runs the
+user's own code before and after the blocks. A stub tells who listens that it was reached, with what arguments, and
+returns what the block would return in shape. The user's own model is never changed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.errors import TraceError
+from galvatron_lite.model.batch import call_model, map_tensors, tensors_of
+from galvatron_lite.model.graph import Layer, Role
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCall:
+    """What a block is called with, and the shapes of what it returns.
+
+    Attributes:
+        args, kwargs: detached arguments.
+        result: what it returned, tensors on the meta device.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+
+class PassThrough(nn.Module):
+    """Stands for a block; hands its arguments to ``visit``, which gives the result.
+
+    Plain attributes of the block stay readable, since some models look at them while they run.
+    """
+
+    visit: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+    def __init__(self, block: nn.Module, path: str, kind: str) -> None:
+        super().__init__()
+        plain = {key: value for key, value in vars(block).items() if not key.startswith("_") and key != "training"}
+        self.__dict__.update({key: value for key, value in plain.items() if not isinstance(value, (nn.Module, Tensor))})
+        self.path, self.kind = path, kind
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the block would return, by the visitor."""
+        return self.visit(args, kwargs)
+
+
+@dataclass(slots=True)
+class Skeleton:
+    """A model without its blocks.
+
+    Attributes:
+        model: a copy of the user's model with stubs for blocks, on the device.
+        stubs: by path, in running order.
+    """
+
+    model: nn.Module
+    stubs: dict[str, PassThrough] = field(default_factory=dict)
+
+    def visit_with(self, visitor: Callable[[PassThrough, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        """Let every stub ask ``visitor(stub, args, kwargs)`` for its result."""
+        for stub in self.stubs.values():
+            stub.visit = _bind(visitor, stub)
+
+
+def make_skeleton(model: nn.Module, layers: tuple[Layer, ...], device: torch.device) -> Skeleton:
+    """A copy of the model on ``device`` with a stub for every block; parameters on meta get random values."""
+    blocks = {layer.modules[0]: layer.kind for layer in layers if layer.role is Role.BLOCK}
+    with _replaced(model, {path: PassThrough(model.get_submodule(path), path, kind) for path, kind in blocks.items()}):
+        bare = copy.deepcopy(model)
+    bare = materialise(bare, device).train()
+    stubs = [module for module in bare.modules() if isinstance(module, PassThrough)]
+    by_path = {stub.path: stub for stub in stubs}
+    return Skeleton(bare, {path: by_path[path] for path in blocks})
+
+
+def copy_block(model: nn.Module, path: str, device: torch.device) -> nn.Module:
+    """A copy of one block on ``device``, in training mode; parameters on meta get random values."""
+    return materialise(copy.deepcopy(model.get_submodule(path)), device).train()
+
+
+def materialise(module: nn.Module, device: torch.device) -> nn.Module:
+    """The module on ``device``, in place; what was on meta gets values that are safe to compute with.
+
+    Floating parameters get small random values (or what ``reset_parameters`` gives), floating buffers zeros, integer
+    buffers 0, 1, 2 ... along their last dim (position ids), Boolean ones True.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    if not any(tensor.is_meta for tensor in tensors):
+        return module.to(device)
+    module.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0.0, 0.02) if parameter.is_floating_point() else parameter.zero_()
+        for buffer in module.buffers():
+            _fill_buffer(buffer)
+        for part in module.modules():
+            reset = getattr(part, "reset_parameters", None)
+            if callable(reset):
+                reset()
+    return module
+
+
+def record_calls(
+    skeleton: Skeleton, blocks: Mapping[str, nn.Module], batch: Any, amend: Callable[[Any], Any] = lambda call: call
+) -> dict[str, BlockCall]:
+    """What the first block of every kind is called with for a batch.
+
+    Args:
+        skeleton: of the model.
+        blocks: one block of each kind, on the skeleton's device.
+        batch: on the same device.
+        amend: applied to the nest of arguments of each call (a change of dtype).
+
+    Raises:
+        TraceError: a block is never called, or a block fails.
+    """
+    calls: dict[str, BlockCall] = {}
+
+    def visit(stub: PassThrough, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if stub.kind not in calls:
+            calls[stub.kind] = _call_once(blocks[stub.kind], amend(args), amend(kwargs), stub.path)
+        if len(calls) == len(blocks):
+            raise StopRunError
+        return passed_on(calls[stub.kind], hidden_state(args, kwargs))
+
+    skeleton.visit_with(visit)
+    with torch.no_grad():
+        try:
+            call_model(skeleton.model, batch)
+        except StopRunError:
+            return calls
+    missing = sorted(set(blocks) - set(calls))
+    raise TraceError("blocks", ", ".join(missing), "The model ran without calling them; name its blocks (blocks=...).")
+
+
+def passed_on(call: BlockCall, hidden: Tensor) -> Any:
+    """What a stub returns: the hidden state where the block returned one, zeros of the right shape elsewhere."""
+    place = next(tensors_of(call.result), None)
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        if tensor is place and tensor.shape == hidden.shape:
+            return hidden
+        zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=hidden.device)
+        return zeros + 0 * hidden.mean() if tensor is place else zeros
+
+    return map_tensors(call.result, stand_in)
+
+
+def hidden_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The boundary tensor among a block's arguments: the first floating tensor.
+
+    Raises:
+        TraceError: there is none.
+    """
+    for tensor in tensors_of((args, kwargs)):
+        if tensor.is_floating_point():
+            return tensor
+    raise TraceError("block", "its arguments", "A block must be given a floating tensor; name other blocks.")
+
+
+class Boundary(torch.autograd.Function):
+    """A copy that tells when its gradient arrives: where one segment's backward ends and the other's begins."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, reached: Callable[[], None]) -> Tensor:
+        """A copy of the tensor."""
+        ctx.reached = reached
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """The gradient itself."""
+        ctx.reached()
+        return grads[0], None
+
+
+class StopRunError(Exception):
+    """Raised by a stub once the rest of the model's forward is not needed."""
+
+
+def _bind(visitor: Callable[..., Any], stub: PassThrough) -> Callable[..., Any]:
+    return lambda args, kwargs: visitor(stub, args, kwargs)
+
+
+def _fill_buffer(buffer: Tensor) -> None:
+    if buffer.dtype == torch.bool:
+        buffer.fill_(True)
+    elif buffer.is_floating_point() or buffer.dim() == 0:
+        buffer.zero_()
+    else:
+        buffer.copy_(torch.arange(buffer.shape[-1], device=buffer.device).expand_as(buffer))
+
+
+def _call_once(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str) -> BlockCall:
+    args = tuple(_owned(value) for value in args)
+    kwargs = {name: _owned(value) for name, value in kwargs.items()}
+    try:
+        result = block(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise TraceError(path, str(error), "The block cannot be run on its own; name other blocks.") from error
+    return BlockCall(args, kwargs, map_tensors(result, lambda tensor: tensor.to("meta")))
+
+
+def _owned(value: Any) -> Any:
+    """An argument on its own. A key-value cache becomes None: it would grow with every repetition."""
+    if hasattr(value, "get_seq_length") and hasattr(value, "update"):
+        return None
+    return map_tensors(value, lambda tensor: tensor.detach().clone())
+
+
+@contextmanager
+def _replaced(model: nn.Module, stubs: Mapping[str, nn.Module]) -> Iterator[None]:
+    """The model with other modules at some paths, for as long as the ``with`` block runs."""
+    real = {path: model.get_submodule(path) for path in stubs}
+    try:
+        _put(model, stubs)
+        yield
+    finally:
+        _put(model, real)
+
+
+def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    for path, module in modules.items():
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, module)
