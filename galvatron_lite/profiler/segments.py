@@ -97,7 +97,11 @@ def materialise(module: nn.Module, device: torch.device) -> nn.Module:
     tensors = [*module.parameters(), *module.buffers()]
     if not any(tensor.is_meta for tensor in tensors):
         return module.to(device)
+    shared = _shared_parameters(module)
     module.to_empty(device=device)
+    for (owner, name), *others in shared:
+        for other, other_name in others:
+            setattr(other, other_name, getattr(owner, name))
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(0.0, 0.02) if parameter.is_floating_point() else parameter.zero_()
@@ -190,6 +194,15 @@ class StopRunError(Exception):
 
 def _bind(visitor: Callable[..., Any], stub: PassThrough) -> Callable[..., Any]:
     return lambda args, kwargs: visitor(stub, args, kwargs)
+
+
+def _shared_parameters(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Places of each parameter that has several; ``to_empty`` would make each place its own."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((part, name))
+    return [where for where in places.values() if len(where) > 1]
 
 
 def _fill_buffer(buffer: Tensor) -> None:

@@ -1,0 +1,107 @@
+"""Profiles on disk: one folder a machine, one file a model, and which was made last. No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from galvatron_lite.cluster.cluster import Cluster
+from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.files import from_data, read_data, to_data, write_text, write_value
+from galvatron_lite.profiler.schema import PROFILE_VERSION, Profile
+
+LAST = "last"
+"""File in the profiles folder that holds the relative path of the profile made last."""
+
+
+def profile_path(folder: Path, machine: str, name: str) -> Path:
+    """Where the profile of a model on a machine is kept: ``folder/machine/name.yaml``."""
+    return folder / _slug(machine) / f"{_slug(name)}.yaml"
+
+
+def journal_path(folder: Path, machine: str, name: str) -> Path:
+    """Where finished points are kept while a profile is being made."""
+    return profile_path(folder, machine, name).with_suffix(".journal.jsonl")
+
+
+def read_profile(path: Path) -> Profile:
+    """A profile from a YAML or JSON file.
+
+    Raises:
+        FileFormatError: no such file, truncated, corrupt, of another version, or without points for a layer.
+    """
+    data = read_data(Path(path))
+    version = data.get("version") if isinstance(data, dict) else None
+    if version != PROFILE_VERSION:
+        remedy = f"This version reads profiles of version {PROFILE_VERSION}; make the profile anew."
+        raise FileFormatError(f"{path}, version", version, remedy)
+    profile = from_data(Profile, data, str(path))
+    _check_whole(profile, path)
+    return profile
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Write a profile as YAML or JSON, atomically."""
+    write_value(Path(path), profile)
+
+
+def save_profile(profile: Profile, folder: Path, machine: str) -> Path:
+    """Write a profile to its place in the profiles folder and remember it as the last one made; its path."""
+    path = profile_path(folder, machine, profile.name)
+    write_profile(profile, path)
+    write_text(folder / LAST, f"{path.relative_to(folder).as_posix()}\n")
+    return path
+
+
+def last_profile(folder: Path = Path("profiles")) -> Path:
+    """The path of the profile made last here.
+
+    Raises:
+        InputError: none was made here yet.
+        FileFormatError: the one made last is gone.
+    """
+    try:
+        name = (folder / LAST).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        remedy = "No profile was made here yet; run `galvatron profile MODEL`, or name one with --profile."
+        raise InputError("profile", str(folder), remedy) from error
+    path = folder / name
+    if not name or not path.is_file():
+        raise FileFormatError("profile", str(path), "The profile made last is gone; name another with --profile.")
+    return path
+
+
+def profile_hash(profile: Profile) -> str:
+    """Sixteen hex digits that change with anything in the profile."""
+    return data_hash(to_data(profile))
+
+
+def data_hash(data: Any) -> str:
+    """Sixteen hex digits (SHA-256) of plain data, whatever the order of its keys."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def check_hardware(profile: Profile, cluster: Cluster) -> list[str]:
+    """Warnings for people where a profile was measured on other hardware than ``cluster``; empty where it fits."""
+    from galvatron_lite.cluster.probe import differs
+
+    return [
+        f"Profile {profile.name} was measured on other hardware: {difference}. Its times may not hold here."
+        for difference in differs(profile.cluster.fingerprint, cluster.fingerprint)
+    ]
+
+
+def _check_whole(profile: Profile, path: Path) -> None:
+    measured = {point.kind for point in profile.layers}
+    for layer in profile.graph.layers:
+        if layer.kind not in profile.graph.kinds or layer.kind not in measured:
+            remedy = "The file has no points for this kind of layer; make the profile anew."
+            raise FileFormatError(f"{path}, layers", layer.kind, remedy)
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", name).strip("-.") or "unnamed"
