@@ -1,0 +1,61 @@
+"""Process groups: membership against the row-major order of ranks, and errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.runtime.mesh import build_meshes
+from tests.pool import JobError, WorkerPool
+from tests.runtime.plans import make_plan
+
+
+def members(group: dist.ProcessGroup | None) -> list[int] | None:
+    return None if group is None else dist.get_process_group_ranks(group)
+
+
+def groups_of(stages: list[list[Strategy]], of: Strategy) -> dict[str, object]:
+    names = [[f"layer{s}{i}" for i in range(len(stage))] for s, stage in enumerate(stages)]
+    meshes = build_meshes(make_plan(names, stages, 8), "cpu")
+    view = meshes.groups(of)
+    found = {axis: members(getattr(view, axis)) for axis in ("data", "zero", "tensor", "batch", "stage", "everyone")}
+    mesh = None if view.zero_mesh is None else view.zero_mesh.mesh.tolist()
+    return found | {
+        "mesh": mesh, "place": (meshes.stage_index, meshes.index_in_stage, view.batch_index, view.tensor_index),
+        "pipeline": members(meshes.pipeline),
+    }  # fmt: skip
+
+
+def test_three_axes_on_eight_ranks(pool: WorkerPool) -> None:
+    strategy = Strategy(data=2, zero=2, zero_stage=3, tensor=2)
+    found = pool.run(8, groups_of, stages=[[strategy]], of=strategy)
+    assert found[5] == {
+        "data": [1, 5], "zero": [5, 7], "tensor": [4, 5], "batch": [1, 3, 5, 7], "stage": list(range(8)),
+        "everyone": list(range(8)), "mesh": [[1, 3], [5, 7]], "place": (0, 5, 2, 1), "pipeline": None,
+    }  # fmt: skip
+
+
+def test_stages_take_consecutive_ranks(pool: WorkerPool) -> None:
+    wide, split = Strategy(data=2), Strategy(tensor=2)
+    found = pool.run(4, groups_of, stages=[[wide, split], [wide, split]], of=split)
+    assert [one["tensor"] for one in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [one["pipeline"] for one in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [one["place"] for one in found] == [(0, 0, 0, 0), (0, 1, 0, 1), (1, 0, 0, 0), (1, 1, 0, 1)]
+
+
+def test_one_rank_has_no_groups(pool: WorkerPool) -> None:
+    (found,) = pool.run(1, groups_of, stages=[[Strategy()]], of=Strategy())
+    assert {found[axis] for axis in ("data", "zero", "tensor", "batch", "stage", "pipeline")} == {None}
+
+
+def test_world_of_another_size_is_refused(pool: WorkerPool) -> None:
+    with pytest.raises(JobError, match=r"LaunchError: The plan is for 4 device.*but 2 process.*--gpus 2"):
+        pool.run(2, groups_of, stages=[[Strategy(data=4)]], of=Strategy(data=4))
+
+
+def test_strategy_must_take_the_whole_stage() -> None:
+    plan = make_plan([["a", "b"]], [[Strategy(data=2), Strategy(data=1)]], 8)
+    with pytest.raises(InputError, match="strategy of b"):
+        build_meshes(plan, "cpu")
