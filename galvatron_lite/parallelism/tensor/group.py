@@ -1,0 +1,117 @@
+"""What a tensor-parallel group can do: three collectives, no autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from galvatron_lite.errors import InputError
+
+
+class TensorGroup(Protocol):
+    """Devices that share the matmuls of each sample. No collective overwrites its argument."""
+
+    @property
+    def size(self) -> int:
+        """Devices in the group (the tensor-parallel degree)."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """Index of this device in the group, from 0."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over the group, the same on every device; of the same shape as ``tensor``."""
+        ...
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """The group's tensors, all of one shape, one after the other along ``dim``."""
+        ...
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """This device's share along ``dim`` of the sum over the group; ``dim`` must be divisible by the size."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessTensorGroup:
+    """Processes of ``torch.distributed``.
+
+    Attributes:
+        process_group: the group; None for all processes.
+    """
+
+    process_group: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """Processes in the group."""
+        return dist.get_world_size(self.process_group)
+
+    @property
+    def rank(self) -> int:
+        """Index of this process in the group."""
+        return dist.get_rank(self.process_group)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over the group."""
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(result, group=self.process_group)
+        return result
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """The group's tensors one after the other along ``dim``."""
+        dim %= tensor.dim()
+        result = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        dist.all_gather_into_tensor(result, tensor.contiguous(), group=self.process_group)
+        return result.view(self.size, *tensor.shape).movedim(0, dim).flatten(dim, dim + 1)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """This process's share along ``dim`` of the sum over the group."""
+        share = _share_extent(tensor, dim, self.size)
+        pieces = torch.cat(torch.split(tensor, share, dim))
+        result = tensor.new_empty((tensor.shape[0], *pieces.shape[1:]) if dim else (share, *pieces.shape[1:]))
+        dist.reduce_scatter_tensor(result, pieces, group=self.process_group)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeOnlyGroup:
+    """A group without communication: results have the right shapes and the wrong values.
+
+    With it one device's share of a layer runs alone, on any device including meta, to be captured or timed.
+
+    Attributes:
+        size: the tensor-parallel degree.
+        rank: whose share is run.
+    """
+
+    size: int
+    rank: int = 0
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """A copy of the tensor."""
+        return tensor.clone()
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """The tensor repeated along ``dim``."""
+        return torch.cat([tensor] * self.size, dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """This device's share of the tensor along ``dim``."""
+        share = _share_extent(tensor, dim, self.size)
+        return tensor.narrow(dim, self.rank * share, share).contiguous()
+
+
+def _share_extent(tensor: Tensor, dim: int, size: int) -> int:
+    """How much of dim ``dim`` each of ``size`` devices gets."""
+    extent = tensor.shape[dim]
+    if extent % size:
+        remedy = f"Choose a length divisible by the tensor-parallel degree {size}, or switch sequence parallelism off."
+        raise InputError("sequence length", extent, remedy)
+    return extent // size

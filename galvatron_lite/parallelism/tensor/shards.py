@@ -1,0 +1,81 @@
+"""How one device's part of a parameter lies in the whole parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from galvatron_lite.parallelism.tensor.functions import gather_shares, share
+from galvatron_lite.parallelism.tensor.group import TensorGroup
+
+
+class Placement(StrEnum):
+    """What a device holds of a parameter, and of its gradient.
+
+    SHARDED: a slice; the gradient of the slice is complete. REPLICATED: all of it; the gradient is complete and the
+    same on every device. PARTIAL: all of it; the gradient must be summed over the tensor group.
+    """
+
+    SHARDED = "sharded"
+    REPLICATED = "replicated"
+    PARTIAL = "partial"
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShard:
+    """One device's part of a parameter.
+
+    Attributes:
+        placement: what the device holds.
+        shape: of the whole parameter.
+        degree: devices that share it.
+        rank: index of this device among them.
+        dim: along which it is split (``SHARDED`` only).
+        parts: lengths along ``dim`` of the fused parts, each split by itself, the first ranks holding one more
+            where it does not divide (``SHARDED`` only).
+    """
+
+    placement: Placement
+    shape: tuple[int, ...]
+    degree: int = 1
+    rank: int = 0
+    dim: int = 0
+    parts: tuple[int, ...] = ()
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """(start, length) in the whole parameter of each part's local slice, along ``dim``."""
+        starts = [sum(self.parts[:index]) for index in range(len(self.parts))]
+        shares = [share(extent, self.degree, self.rank) for extent in self.parts]
+        return tuple((start + offset, length) for start, (offset, length) in zip(starts, shares, strict=True))
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of what this device holds."""
+        if self.placement is not Placement.SHARDED:
+            return self.shape
+        local = list(self.shape)
+        local[self.dim] = sum(length for _, length in self.ranges)
+        return tuple(local)
+
+
+def slice_full(full: Tensor, shard: ParameterShard) -> Tensor:
+    """A device's part of a whole tensor (parameter, gradient or optimizer state); a new tensor where it is sliced."""
+    if shard.placement is not Placement.SHARDED:
+        return full
+    return torch.cat([full.narrow(shard.dim, start, length) for start, length in shard.ranges], shard.dim)
+
+
+def gather_full(local: Tensor, shard: ParameterShard, group: TensorGroup) -> Tensor:
+    """The whole tensor from every device's part; all devices of the group must call it.
+
+    Replicated and partial tensors come back as they are: sum a partial gradient over the group first.
+    """
+    if shard.placement is not Placement.SHARDED:
+        return local
+    pieces = torch.split(local, [length for _, length in shard.ranges], shard.dim)
+    gathered = [gather_shares(piece, group, n, shard.dim) for piece, n in zip(pieces, shard.parts, strict=True)]
+    return torch.cat(gathered, shard.dim)
