@@ -1,12 +1,23 @@
-"""Where the shipped configuration files lie: beside the package in a checkout, inside it once installed."""
+"""Where the shipped model and cluster files are."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from galvatron_lite.errors import InputError
+
+_PACKAGE = Path(__file__).resolve().parent
+
 
 def config_folder(kind: str) -> Path:
-    """The folder of shipped configurations of one kind (``models``, ``clusters``)."""
-    package = Path(__file__).parent
-    installed = package / "configs"
-    return (installed if installed.is_dir() else package.parent / "configs") / kind
+    """The folder of shipped files of one kind (``models``, ``clusters``).
+
+    In an installed wheel it lies inside the package, in a checkout beside it.
+
+    Raises:
+        InputError: the installation holds no such folder.
+    """
+    for root in (_PACKAGE / "configs", _PACKAGE.parent / "configs"):
+        if (root / kind).is_dir():
+            return root / kind
+    raise InputError("configs", kind, f"The folder {_PACKAGE / 'configs' / kind} is missing; install the package anew.")

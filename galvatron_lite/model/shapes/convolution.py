@@ -1,0 +1,96 @@
+"""Rules of convolutional operators, as ``ops`` has them for transformers. Extents are (height, width)."""
+
+from __future__ import annotations
+
+from galvatron_lite.model.graph import Operator, OperatorClass
+from galvatron_lite.model.shapes import ops
+from galvatron_lite.model.shapes.tape import Call, Part, Tape, Value, memory_operator, sharding_of
+
+Extent = tuple[int, int]
+
+
+def convolution(
+    tape: Tape,
+    name: str,
+    x: Value,
+    channels: tuple[int, int],
+    extent: Extent,
+    *,
+    kernel: int,
+    stride: int = 1,
+    padding: int | None = None,
+    groups: int = 1,
+    bias: bool = False,
+) -> tuple[Value, Extent]:
+    """A square convolution of ``x`` (in, height, width); keeps its input. Returns the output and its extent.
+
+    Args:
+        tape: where it is written down.
+        name: of the operator.
+        x: input.
+        channels: in and out.
+        extent: of the input.
+        kernel: pixels along each side.
+        stride: along each side.
+        padding: along each side; None: kernel // 2.
+        groups: of channels.
+        bias: whether a bias is added.
+    """
+    inner, outer = channels
+    pad = kernel // 2 if padding is None else padding
+    after = pooled_extent(extent, kernel, stride, pad)
+    out = tape.value(outer * after[0] * after[1], x.part)
+    weight = outer * (inner // groups) * kernel * kernel
+    flops = 2 * weight * after[0] * after[1]
+    tape.own(weight + outer * bias)
+    moved = x.bytes + out.bytes
+    shape = (inner, outer, groups, *extent, kernel, kernel, stride, stride)
+    operator = Operator(
+        name, OperatorClass.CONVOLUTION, shape, 1, flops, 2 * flops if x.grad else flops, moved, 2 * moved,
+        (weight + outer * bias) * tape.item_bytes, sharding_of(x),
+    )  # fmt: skip
+    return tape.record(Call((x,), out, saved=(x,), anchor=(out,)), operator), after
+
+
+def pooled_extent(extent: Extent, kernel: int, stride: int, padding: int) -> Extent:
+    """Extent after a window of this size, stride and padding has passed over."""
+    height, width = ((side + 2 * padding - kernel) // stride + 1 for side in extent)
+    return height, width
+
+
+def batch_norm(tape: Tape, name: str, x: Value, channels: int) -> Value:
+    """Batch normalisation in training: keeps its input (statistics are a batch's, not a sample's)."""
+    tape.own(2 * channels)
+    tape.buffer_bytes += 2 * channels * ops.FP32 + ops.INDEX
+    out = tape.value(x.items, x.part)
+    operator = memory_operator(name, x, 3 * x.bytes, 5 * x.bytes, 2 * channels * ops.FP32)
+    return tape.record(Call((x,), out, saved=(x,)), operator)
+
+
+def relu(tape: Tape, name: str, x: Value) -> Value:
+    """ReLU in place: its output takes the place of its input, and is kept."""
+    call = Call((x,), x, saved=(x,), shares_gradient=False)
+    return tape.record(call, memory_operator(name, x, 2 * x.bytes, 3 * x.bytes))
+
+
+def max_pool(
+    tape: Tape, name: str, x: Value, channels: int, extent: Extent, *, kernel: int, stride: int
+) -> tuple[Value, Extent]:
+    """Max pooling: keeps its input and eight bytes of index an output item."""
+    after = pooled_extent(extent, kernel, stride, kernel // 2)
+    out = tape.value(channels * after[0] * after[1], x.part)
+    places = tape.value(out.items, x.part, ops.INDEX, grad=False)
+    moved = x.bytes + out.bytes + places.bytes
+    call = Call((x,), out, saved=(x, places))
+    return tape.record(call, memory_operator(name, out, moved, moved)), after
+
+
+def global_pool(tape: Tape, name: str, x: Value, channels: int) -> Value:
+    """Mean over all pixels: keeps nothing."""
+    out = tape.value(channels, x.part)
+    return tape.record(Call((x,), out), memory_operator(name, x, x.bytes, x.bytes))
+
+
+def enter_image(tape: Tape, channels: int, side: int) -> Value:
+    """A square image, which takes no gradient."""
+    return tape.enter(channels * side * side, Part.WHOLE, grad=False)

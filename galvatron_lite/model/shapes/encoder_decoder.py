@@ -1,0 +1,103 @@
+"""T5 and its like: an encoder stack, a bridge, a decoder stack with cross-attention.
+
+The bridge is the encoder's final norm with the decoder's embedding. From there on two tensors travel: the decoder's
+hidden state and the encoder's output, which every decoder block reads and which is counted once, with the bridge.
+
+Relative position biases are taken to be added inside a memory-efficient attention kernel, so scores are not kept; each
+stack's table of buckets is held by the layer before it (``before``, ``bridge``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from galvatron_lite.model.graph import LayerKind, ModelGraph
+from galvatron_lite.model.shapes import ops
+from galvatron_lite.model.shapes.assemble import assemble, blocks
+from galvatron_lite.model.shapes.fields import EncoderDecoderShape
+from galvatron_lite.model.shapes.tape import Tape, widen
+from galvatron_lite.model.shapes.transformer import (
+    block_kind,
+    edge_dims,
+    edge_kind,
+    embed,
+    head,
+    mlp,
+    norm,
+    pre_norm_block,
+    self_attention,
+    ties_of,
+)
+
+
+def encoder_decoder_graph(shape: EncoderDecoderShape, precision: str, item_bytes: int) -> ModelGraph:
+    """``before``, encoder blocks, ``bridge``, decoder blocks, ``after``."""
+    kinds = (
+        _before_kind(shape, item_bytes),
+        pre_norm_block(shape, shape.seq_len, item_bytes, "encoder_block"),
+        _bridge_kind(shape, item_bytes),
+        _decoder_kind(shape, item_bytes),
+        _after_kind(shape, item_bytes),
+    )
+    encoder = blocks("encoder.layers", "encoder_block", shape.layers)
+    decoder = blocks("decoder.layers", "decoder_block", shape.decoder_layers)
+    bridge = [replace(encoder[0], name="bridge", kind="bridge")]
+    return assemble(
+        shape.name,
+        kinds,
+        [*encoder, *bridge, *decoder],
+        sequence=shape.seq_len,
+        precision=precision,
+        ties=ties_of(shape, "bridge", "after"),
+        notes=("The encoder's output is counted once, with the bridge.",),
+    )
+
+
+def _buckets(tape: Tape, shape: EncoderDecoderShape) -> None:
+    if shape.positions == "relative":
+        tape.own(shape.buckets * shape.heads)
+
+
+def _before_kind(shape: EncoderDecoderShape, item_bytes: int) -> LayerKind:
+    tape = Tape(item_bytes)
+    _buckets(tape, shape)
+    x = ops.dropout(tape, "dropout", embed(tape, shape, shape.seq_len), shape.dropout)
+    return edge_kind(tape, shape, "before", x, shape.seq_len)
+
+
+def _bridge_kind(shape: EncoderDecoderShape, item_bytes: int) -> LayerKind:
+    """Keeps the encoder's output too: the decoder blocks' key and value projections read it in backward."""
+    tape = Tape(item_bytes)
+    _buckets(tape, shape)
+    memory = norm(tape, shape, "norm", tape.enter(shape.seq_len * shape.hidden))
+    memory = ops.dropout(tape, "norm.dropout", memory, shape.dropout)
+    tape.keep(memory)
+    own = not shape.tied_embeddings
+    x = ops.dropout(tape, "dropout", embed(tape, shape, shape.decoder_seq_len, own=own), shape.dropout)
+    return tape.kind(
+        "bridge",
+        (x, memory),
+        edge_dims(shape, shape.decoder_seq_len),
+        tensor_degrees=shape.entries,
+        tensor_collectives=1,
+    )
+
+
+def _decoder_kind(shape: EncoderDecoderShape, item_bytes: int) -> LayerKind:
+    """Self-attention, cross-attention, MLP: three regions, so six collectives a forward pass."""
+    tape = Tape(item_bytes)
+    tokens = shape.decoder_seq_len
+    x = tape.enter(tokens * shape.hidden)
+    memory = tape.borrow(shape.seq_len * shape.hidden)
+    x = ops.add(tape, "attention.residual", x, self_attention(tape, shape, widen(norm(tape, shape, "norm1", x))))
+    crossed = self_attention(tape, shape, widen(norm(tape, shape, "norm2", x)), widen(memory))
+    x = ops.add(tape, "cross_attention.residual", x, crossed)
+    x = ops.add(tape, "mlp.residual", x, mlp(tape, shape, widen(norm(tape, shape, "norm3", x))))
+    return block_kind(tape, shape, "decoder_block", (x, memory), tokens, collectives=6)
+
+
+def _after_kind(shape: EncoderDecoderShape, item_bytes: int) -> LayerKind:
+    tape = Tape(item_bytes)
+    x = norm(tape, shape, "norm", tape.enter(shape.decoder_seq_len * shape.hidden))
+    logits, loss = head(tape, shape, ops.dropout(tape, "norm.dropout", x, shape.dropout))
+    return edge_kind(tape, shape, "after", loss, shape.decoder_seq_len, logits)

@@ -1,0 +1,160 @@
+"""From a name, a file, a mapping or shape flags to a shape, and from a shape to its ``ModelGraph``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from galvatron_lite.configs_path import config_folder
+from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.files import from_data, read_data
+from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.shapes.complete import complete
+from galvatron_lite.model.shapes.convnet import convnext_graph, resnet_graph
+from galvatron_lite.model.shapes.encoder_decoder import encoder_decoder_graph
+from galvatron_lite.model.shapes.fields import (
+    SHAPES,
+    ConvNextShape,
+    DecoderShape,
+    EncoderDecoderShape,
+    EncoderShape,
+    MoeShape,
+    ResNetShape,
+    Shape,
+    TransformerShape,
+    VitShape,
+)
+from galvatron_lite.model.shapes.transformer import decoder_graph, encoder_graph
+from galvatron_lite.model.shapes.vision import vit_graph
+from galvatron_lite.units import ITEM_BYTES
+
+_SUFFIXES = (".yaml", ".yml", ".json")
+_FLAGS = {"seq": "seq_len", "sequence": "seq_len", "ffn": "ffn_hidden", "experts": "n_experts", "topk": "moe_topk"}
+_FLAGS |= {"image": "image_size", "tied": "tied_embeddings"}
+
+
+def build_graph(shape: Shape, *, sequence: int | None = None, precision: str = "bf16") -> ModelGraph:
+    """The graph of a shape: layers and their figures for one sample, nothing measured.
+
+    Args:
+        shape: of any family.
+        sequence: tokens per sample in place of the shape's own; of both stacks of an encoder-decoder.
+        precision: of activations and compute, a key of ``units.ITEM_BYTES``.
+
+    Raises:
+        InputError: sizes that do not fit one another, an unknown precision, more tokens than learned positions, or a
+            sequence for a model of images.
+    """
+    if precision not in ITEM_BYTES:
+        raise InputError("precision", precision, f"Choose one of {', '.join(ITEM_BYTES)}.")
+    whole = complete(shape if sequence is None else _with_sequence(shape, sequence))
+    return _graph(whole, precision, ITEM_BYTES[precision])
+
+
+def _with_sequence(shape: Shape, sequence: int) -> Shape:
+    if not isinstance(shape, TransformerShape):
+        raise InputError("sequence", sequence, "A model of images has none; change image_size.")
+    entries = shape.position_entries or shape.seq_len
+    if isinstance(shape, EncoderDecoderShape):
+        return replace(shape, seq_len=sequence, decoder_seq_len=sequence, position_entries=entries)
+    return replace(shape, seq_len=sequence, position_entries=entries)
+
+
+def _graph(shape: Shape, precision: str, item_bytes: int) -> ModelGraph:
+    match shape:
+        case DecoderShape() | MoeShape():
+            return decoder_graph(shape, precision, item_bytes)
+        case EncoderShape():
+            return encoder_graph(shape, precision, item_bytes)
+        case EncoderDecoderShape():
+            return encoder_decoder_graph(shape, precision, item_bytes)
+        case VitShape():
+            return vit_graph(shape, precision, item_bytes)
+        case ResNetShape():
+            return resnet_graph(shape, precision, item_bytes)
+        case ConvNextShape():
+            return convnext_graph(shape, precision, item_bytes)
+
+
+def model_names() -> tuple[str, ...]:
+    """Names of the shipped models, sorted."""
+    return tuple(sorted(path.stem for path in config_folder("models").glob("*.yaml")))
+
+
+def load_model(
+    name_or_path: str,
+    *,
+    overrides: Mapping[str, object] | None = None,
+    sequence: int | None = None,
+    precision: str = "bf16",
+) -> ModelGraph:
+    """The graph of a shipped model or of a model file.
+
+    Args:
+        name_or_path: ``gpt2``, or a path that ends in .yaml, .yml or .json.
+        overrides: fields of the shape to change (``{"layers": 4}``).
+        sequence: see ``build_graph``.
+        precision: see ``build_graph``.
+
+    Raises:
+        InputError: an unknown name (lists the closest and all), or fields that do not fit.
+        FileFormatError: the file cannot be read.
+    """
+    return build_graph(load_shape(name_or_path, overrides=overrides), sequence=sequence, precision=precision)
+
+
+def load_shape(name_or_path: str, *, overrides: Mapping[str, object] | None = None) -> Shape:
+    """The shape of a shipped model or of a model file; see ``load_model``."""
+    path = _find(name_or_path)
+    data = read_data(path)
+    if not isinstance(data, dict):
+        raise FileFormatError(str(path), type(data).__name__, "A model file holds one mapping of fields.")
+    return shape_from_data({"name": path.stem} | data | dict(overrides or {}), str(path))
+
+
+def _find(name_or_path: str) -> Path:
+    if Path(name_or_path).suffix in _SUFFIXES:
+        return Path(name_or_path)
+    names = model_names()
+    if name_or_path in names:
+        return config_folder("models") / f"{name_or_path}.yaml"
+    close = get_close_matches(name_or_path, names, n=3)
+    hint = f"Did you mean {' or '.join(close)}? " if close else ""
+    remedy = f"{hint}Shipped models: {', '.join(names)}; or give the path of a .yaml file."
+    raise InputError("model", name_or_path, remedy)
+
+
+def shape_from_data(data: Mapping[str, object], field: str = "model") -> Shape:
+    """The shape that a mapping describes; ``arch`` names its family (``decoder`` where it is missing).
+
+    Raises:
+        FileFormatError: an unknown or missing field, or a value of the wrong kind.
+        InputError: an unknown family, or sizes that do not fit one another.
+    """
+    arch = data.get("arch", "decoder")
+    if not isinstance(arch, str) or arch not in SHAPES:
+        raise InputError(f"{field}, arch", arch, f"Choose one of {', '.join(SHAPES)}.")
+    return complete(from_data(SHAPES[arch], dict(data), field))
+
+
+def shape_from_flags(flags: Mapping[str, str]) -> Shape:
+    """The shape that command-line flags describe: ``{"layers": "32", "hidden": "4096", "seq": "2048", ...}``.
+
+    Names are fields of the family that ``arch`` names (``decoder`` where missing), with ``-`` for ``_``; short ones are
+    ``seq``, ``ffn``, ``experts``, ``topk``, ``image``, ``tied``. Lists are written ``3,4,6,3``.
+
+    Raises:
+        InputError: an unknown flag, a missing one, or a value that does not fit.
+    """
+    named = {flag.lstrip("-").replace("-", "_"): value for flag, value in flags.items()}
+    data: dict[str, Any] = {_FLAGS.get(name, name): value for name, value in named.items()}
+    kind = SHAPES.get(str(data.get("arch", "decoder")))
+    if kind is not None:
+        known = {item.name for item in fields(kind)}
+        for name in data.keys() - known:
+            raise InputError(f"--{name.replace('_', '-')}", data[name], f"Known: {', '.join(sorted(known))}.")
+    lists = {name: tuple(str(data[name]).split(",")) for name in ("depths", "widths") if name in data}
+    return shape_from_data({"name": "flags"} | data | lists, "shape flags")
