@@ -10,7 +10,7 @@ import pytest
 # before anything imports torch: many small processes share few cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.pool import WorkerPool  # noqa: E402
+from tests.pool import WorkerPool
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,182 @@
+"""The execution of one stage's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from galvatron_lite.model.batch import tensors_of
+from galvatron_lite.parallelism.pipeline.schedule import Action, Pass, stage_actions
+from galvatron_lite.parallelism.pipeline.stage import StageModel
+from galvatron_lite.parallelism.pipeline.transfer import (
+    Channel,
+    Incoming,
+    PipelineGroups,
+    Value,
+    differentiable,
+    filled,
+    template_of,
+)
+from galvatron_lite.plans.schema import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """What a micro-batch leaves between its passes.
+
+    Outputs are edges of the autograd graph, not tensors: once sent, their data is kept only if autograd needs it.
+    """
+
+    inputs: list[Tensor]
+    outputs: list[GradientEdge]
+    shapes: list[Tensor]
+
+
+@dataclass(slots=True)
+class _Step:
+    """The state of one training step."""
+
+    microbatches: Sequence[Any]
+    call: Callable[[Any], Any]
+    shape: object
+    loss: Tensor
+    passes: dict[int, _InFlight] = field(default_factory=dict)
+    expected: dict[Action, Incoming] = field(default_factory=dict)
+
+
+class PipelineRunner:
+    """Runs one stage's share of a training step.
+
+    What travels is what the sender's last layer returns, in that layer's layout, to the rank with the same place in
+    the next stage; the receiver's first layer converts it.
+
+    Args:
+        stage: this stage's part of the model; its hooks are attached here, so every other hook must be in place.
+        groups: from ``pipeline_groups``.
+        stages: how many.
+        index: this stage, 0 the first.
+        schedule: order of the micro-batches.
+        device: where activations live.
+    """
+
+    def __init__(
+        self,
+        stage: StageModel,
+        groups: PipelineGroups,
+        stages: int,
+        index: int,
+        schedule: Schedule,
+        device: torch.device,
+    ) -> None:
+        stage.attach()
+        self._stage, self._stages, self._index, self._schedule = stage, stages, index, schedule
+        self._device = device
+        self._previous = None if stage.first else _Neighbour(groups, index - 1, device)
+        self._next = None if stage.last else _Neighbour(groups, index + 1, device)
+        # what the previous stage sends, by the shapes of a micro-batch; shapes that were sent on already
+        self._templates: dict[object, Value] = {}
+        self._announced: set[object] = set()
+
+    def step(
+        self,
+        microbatches: Sequence[Any],
+        call: Callable[[Any], Any],
+        before_backward: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """Forward and backward of every micro-batch.
+
+        Args:
+            microbatches: this rank's rows of each, in the layout of this stage's glue code; all of equal shapes.
+            call: runs the model on a micro-batch. What it returns counts on the last stage only: the micro-batch's
+                loss, scaled such that the sum over micro-batches and batch ranks is the loss to be minimised.
+            before_backward: called with the micro-batch's number before its backward pass.
+
+        Returns:
+            The sum of the scaled losses on the last stage, zero on the others.
+        """
+        shape = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(microbatches[0]))
+        step = _Step(microbatches, call, shape, torch.zeros((), device=self._device))
+        actions = stage_actions(self._schedule, self._stages, self._index, len(microbatches))
+        for action, following in zip(actions, (*actions[1:], None), strict=True):
+            if action.what is Pass.FORWARD:
+                self._forward(step, action, following)
+            else:
+                if before_backward is not None:
+                    before_backward(action.microbatch)
+                self._backward(step, action, following)
+        for neighbour in (self._previous, self._next):
+            if neighbour is not None:
+                neighbour.finish()
+        return step.loss
+
+    def _forward(self, step: _Step, action: Action, following: Action | None) -> None:
+        received = self._arrived(step, action)
+        value = filled(self._templates[step.shape], received) if self._previous else None
+        self._expect(step, following)
+        produced = self._stage.run(lambda: step.call(step.microbatches[action.microbatch]), value)
+        outputs = differentiable(produced)
+        edges = [get_gradient_edge(tensor) for tensor in outputs]
+        shapes = [torch.empty_like(tensor, device="meta") for tensor in outputs]
+        step.passes[action.microbatch] = _InFlight(differentiable(value), edges, shapes)
+        if self._next is None:
+            step.loss += produced.detach()
+        else:
+            self._send(self._next, step.shape, produced)
+
+    def _backward(self, step: _Step, action: Action, following: Action | None) -> None:
+        gradients = self._arrived(step, action)
+        self._expect(step, following)
+        done = step.passes.pop(action.microbatch)
+        if done.outputs:
+            torch.autograd.backward(done.outputs, gradients if self._next else None)
+        if self._previous is not None:
+            self._previous.backward.send([_gradient(leaf) for leaf in done.inputs])
+
+    def _send(self, neighbour: _Neighbour, shape: object, produced: Value) -> None:
+        if shape not in self._announced:
+            neighbour.forward.send_object(template_of(produced))
+            self._announced.add(shape)
+        neighbour.forward.send(list(tensors_of(produced)))
+
+    def _arrived(self, step: _Step, action: Action) -> list[Tensor]:
+        """What the neighbour sent for this pass; empty where nothing comes in."""
+        self._expect(step, action)
+        incoming = step.expected.pop(action, None)
+        return incoming.wait() if incoming is not None else []
+
+    def _expect(self, step: _Step, action: Action | None) -> None:
+        """Start receiving what a pass needs, once its shapes are known. The pass after the current one is expected
+        before the current one computes: its transfer runs meanwhile and takes one more buffer.
+        """
+        if action is None or action in step.expected:
+            return
+        if action.what is Pass.FORWARD and self._previous is not None:
+            if step.shape not in self._templates:
+                self._templates[step.shape] = self._previous.forward.receive_object()
+            likes = list(tensors_of(self._templates[step.shape]))
+            step.expected[action] = self._previous.forward.receive(likes)
+        elif action.what is Pass.BACKWARD and self._next is not None and action.microbatch in step.passes:
+            step.expected[action] = self._next.backward.receive(step.passes[action.microbatch].shapes)
+
+
+class _Neighbour:
+    """The channels to a neighbouring stage: activations travel forward, gradients backward."""
+
+    def __init__(self, groups: PipelineGroups, index: int, device: torch.device) -> None:
+        self.forward = Channel(groups.forward, index, device)
+        self.backward = Channel(groups.backward, index, device)
+
+    def finish(self) -> None:
+        """Wait for every send under way."""
+        self.forward.finish()
+        self.backward.finish()
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    # a value the stage did not use has no gradient; the sender waits for one all the same
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

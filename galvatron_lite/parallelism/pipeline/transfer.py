@@ -1,0 +1,137 @@
+"""Sending what a stage produces to the next stage, and its gradient back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from galvatron_lite.errors import LaunchError
+from galvatron_lite.model.batch import map_tensors, tensors_of
+
+Value = Any
+"""What a layer returns: a tensor, or a tuple, list or mapping of tensors and plain values."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineGroups:
+    """The ranks with the same place in every stage, in the order of the stages.
+
+    Forward and backward traffic have a group each: with NCCL the transfers of one group run in order, and a send that
+    waits for its receiver must not hold back the opposite direction.
+    """
+
+    forward: dist.ProcessGroup
+    backward: dist.ProcessGroup
+
+
+def pipeline_groups(stages: int) -> PipelineGroups:
+    """Make the groups of this rank. Every rank of the world calls this at the same time.
+
+    Args:
+        stages: how many; divides the world size. Stage s holds the consecutive ranks [s*n, (s+1)*n).
+    """
+    chains = place_groups(range(stages), stages)
+    forward, backward = own_group(chains, "pipeline forward"), own_group(chains, "pipeline backward")
+    if forward is None or backward is None:
+        raise LaunchError(f"{dist.get_world_size()} processes cannot be split into {stages} equal stages.")
+    return PipelineGroups(forward, backward)
+
+
+def place_groups(chosen: Sequence[int], stages: int) -> list[list[int]]:
+    """For every place in a stage: the world ranks with that place in the chosen stages."""
+    width = dist.get_world_size() // stages
+    return [[stage * width + place for stage in chosen] for place in range(width)]
+
+
+def own_group(groups: Sequence[list[int]], purpose: str) -> dist.ProcessGroup | None:
+    """Make every group, on all ranks in the same order; the one this rank is in, or None."""
+    made = [(ranks, dist.new_group(ranks, group_desc=purpose)) for ranks in groups]
+    return next((group for ranks, group in made if dist.get_rank() in ranks), None)
+
+
+class Channel:
+    """One direction of traffic between this stage and a neighbour.
+
+    Args:
+        group: the ranks with this rank's place in every stage.
+        peer: the neighbour's rank in that group (its stage number).
+        device: where received tensors live.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._peer = dist.get_global_rank(group, peer)
+        self._sending: deque[tuple[dist.Work | None, Tensor]] = deque()
+
+    def send(self, tensors: list[Tensor]) -> None:
+        """Start sending. At most one earlier send per tensor may still be under way, which bounds the memory kept."""
+        while len(self._sending) > len(tensors):
+            self._finish_oldest()
+        for tensor in tensors:
+            data = tensor.detach().contiguous()
+            self._sending.append((dist.isend(data, self._peer, group=self._group), data))
+
+    def receive(self, templates: list[Tensor]) -> Incoming:
+        """Start receiving tensors shaped like the templates."""
+        buffers = [torch.empty(like.shape, dtype=like.dtype, device=self._device) for like in templates]
+        works = [dist.irecv(buffer, self._peer, group=self._group) for buffer in buffers]
+        return Incoming(buffers, works)
+
+    def finish(self) -> None:
+        """Wait for every send under way."""
+        while self._sending:
+            self._finish_oldest()
+
+    def send_object(self, value: object) -> None:
+        """Send something small that can be pickled."""
+        dist.send_object_list([value], dst=self._peer, group=self._group, device=self._device)
+
+    def receive_object(self) -> Any:
+        """Receive what ``send_object`` sent."""
+        received: list[Any] = [None]
+        dist.recv_object_list(received, src=self._peer, group=self._group, device=self._device)
+        return received[0]
+
+    def _finish_oldest(self) -> None:
+        work, _ = self._sending.popleft()
+        if work is not None:
+            work.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """Tensors on their way."""
+
+    buffers: list[Tensor]
+    works: list[dist.Work | None]
+
+    def wait(self) -> list[Tensor]:
+        """The tensors, once they are here."""
+        for work in self.works:
+            if work is not None:
+                work.wait()
+        return self.buffers
+
+
+def template_of(value: Value) -> Value:
+    """The value with its tensors on the meta device: what a receiver must know of it."""
+    return map_tensors(
+        value, lambda tensor: torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
+    )
+
+
+def filled(template: Value, tensors: list[Tensor]) -> Value:
+    """A value like the template that holds these tensors; those that need gradients become leaves that ask for them."""
+    source = iter(tensors)
+    return map_tensors(template, lambda like: next(source).requires_grad_(like.requires_grad))
+
+
+def differentiable(value: Value) -> list[Tensor]:
+    """The tensors of a value through which gradients flow."""
+    return [tensor for tensor in tensors_of(value) if tensor.requires_grad]

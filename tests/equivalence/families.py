@@ -1,0 +1,126 @@
+"""Tiny models of every family the package must train like one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.model.graph import Layer
+
+HIDDEN, LAYERS, TOKENS, VOCAB, HEADS = 32, 4, 16, 64, 4
+
+Batch = Any
+
+
+class PlainBlock(nn.Module):
+    """A residual two-layer MLP that mixes tokens by their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up = nn.Linear(HIDDEN, 2 * HIDDEN)
+        self.down = nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        narrowed: Tensor = self.down(torch.relu(self.up(self.norm(hidden))))
+        return hidden + narrowed
+
+
+class PlainModel(nn.Module):
+    """A user's own module: no config, no tied weights, a position parameter of its own, loss from the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, HIDDEN)
+        self.position = nn.Parameter(0.02 * torch.randn(TOKENS, HIDDEN))
+        self.blocks = nn.ModuleList(PlainBlock() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, 3)
+
+    def forward(self, inputs: Tensor, target: Tensor) -> Tensor:
+        hidden = self.embed(inputs) + self.position
+        for block in self.blocks:
+            hidden = block(hidden)
+        return nn.functional.mse_loss(self.head(self.norm(hidden)), target)
+
+
+def _plain() -> tuple[nn.Module, Callable[[int], Batch]]:
+    return PlainModel(), lambda samples: (torch.randn(samples, TOKENS, 8), torch.randn(samples, TOKENS, 3))
+
+
+def _zoo(name: str) -> tuple[nn.Module, Callable[[int], Batch]]:
+    from galvatron_lite.model.zoo import build
+
+    kv = {"kv_heads": 2, "ffn_hidden": 64} if name.startswith("llama") else {}
+    model = build(name, vocab=VOCAB, layers=LAYERS, hidden=HIDDEN, heads=HEADS, sequence=TOKENS, **kv)
+    return model, lambda samples: _zoo_batch(model, samples)
+
+
+def _zoo_batch(model: nn.Module, samples: int) -> Batch:
+    from galvatron_lite.model.example import example_batch
+
+    return example_batch(model, samples)
+
+
+def _tokens(samples: int) -> Batch:
+    ids = torch.randint(0, VOCAB, (samples, TOKENS))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _hugging_face(name: str) -> tuple[nn.Module, Callable[[int], Batch]]:
+    import transformers
+
+    shape = {
+        "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+        "intermediate_size": 64, "max_position_embeddings": TOKENS, "use_cache": False,
+    }  # fmt: skip
+    calm = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=VOCAB, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_positions=TOKENS, resid_pdrop=0.0,
+            embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, **tokens,
+        )  # fmt: skip
+        return transformers.GPT2LMHeadModel(config), _tokens
+    if name == "llama":
+        config = transformers.LlamaConfig(**shape, num_key_value_heads=2, **tokens)
+        return transformers.LlamaForCausalLM(config), _tokens
+    if name == "qwen2":
+        config = transformers.Qwen2Config(**shape, num_key_value_heads=2, tie_word_embeddings=True, **tokens)
+        return transformers.Qwen2ForCausalLM(config), _tokens
+    if name == "bert":
+        config = transformers.BertConfig(**shape, **calm, **(tokens | {"pad_token_id": 0}))
+        return transformers.BertForMaskedLM(config), _tokens
+    shape = {key: value for key, value in shape.items() if key in transformers.ViTConfig().to_dict()}
+    config = transformers.ViTConfig(**shape, **calm, image_size=16, patch_size=4, num_labels=5)
+    return transformers.ViTForImageClassification(config), _images
+
+
+def _images(samples: int) -> Batch:
+    return {"pixel_values": torch.rand(samples, 3, 16, 16), "labels": torch.randint(0, 5, (samples,))}
+
+
+_BUILDERS: Mapping[str, Callable[[], tuple[nn.Module, Callable[[int], Batch]]]] = {
+    "plain": _plain,
+    "zoo-gpt": lambda: _zoo("gpt-tiny"),
+    "zoo-llama": lambda: _zoo("llama-tiny"),
+    "gpt2": lambda: _hugging_face("gpt2"),
+    "llama": lambda: _hugging_face("llama"),
+    "qwen2": lambda: _hugging_face("qwen2"),
+    "bert": lambda: _hugging_face("bert"),
+    "vit": lambda: _hugging_face("vit"),
+}
+FAMILIES = tuple(_BUILDERS)
+
+
+def build_family(name: str, samples: int, seed: int = 0) -> tuple[nn.Module, Batch, tuple[Layer, ...]]:
+    """A model with random weights, a batch, and the model's layers; the same for the same seed."""
+    from galvatron_lite.model.discover import discover_layers
+
+    torch.manual_seed(seed)
+    model, make_batch = _BUILDERS[name]()
+    batch = make_batch(samples)
+    return model.train(), batch, discover_layers(model, batch)

@@ -1,0 +1,158 @@
+"""A pipeline of stages computes the loss and the gradients of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from galvatron_lite.model.batch import call_model, loss_of, slice_batch
+from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.pipeline.apply import (
+    PipelineRunner,
+    SharedCopies,
+    StageModel,
+    find_shared,
+    pipeline_groups,
+)
+from galvatron_lite.plans.schema import Schedule
+from tests.equivalence.families import FAMILIES, build_family
+from tests.pool import WorkerPool
+
+SAMPLES = 8
+
+
+class TupleBlock(nn.Module):
+    """Returns a tuple with a tensor that carries no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, None]:
+        return hidden + torch.tanh(self.linear(hidden)), steps + 1, None
+
+
+class TupleModel(nn.Module):
+    """Blocks that return tuples, a parameter that no layer holds, and a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.position = nn.Parameter(torch.randn(4, 8))
+        self.blocks = nn.ModuleList(TupleBlock() for _ in range(4))
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        hidden, steps = self.embed(tokens) + self.position, torch.zeros((), dtype=torch.long)
+        for block in self.blocks:
+            hidden, steps, _ = block(hidden, steps)
+        logits = self.head(hidden) * steps
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def tuple_layers() -> tuple[Layer, ...]:
+    blocks = [Layer(f"blocks.{i}", "block", Role.BLOCK, (f"blocks.{i}",)) for i in range(4)]
+    return (Layer("before", "before", Role.BEFORE, ("embed",)), *blocks, Layer("after", "after", Role.AFTER, ("head",)))
+
+
+def tuple_case() -> tuple[nn.Module, Any, tuple[Layer, ...]]:
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 16, (SAMPLES, 4))
+    return TupleModel(), {"tokens": tokens, "labels": tokens.roll(1, 0)}, tuple_layers()
+
+
+def case(family: str) -> tuple[nn.Module, Any, tuple[Layer, ...]]:
+    return tuple_case() if family == "tuple" else build_family(family, SAMPLES)
+
+
+def whole_gradients(family: str) -> tuple[float, dict[str, Tensor]]:
+    model, batch, _ = case(family)
+    loss = loss_of(call_model(model, batch), batch)
+    loss.backward()
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def cut(names: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    assert ends[-1] == len(names)
+    return [list(names[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+
+
+def run_pipeline(family: str, sizes: Sequence[int], microbatches: int, schedule: str) -> Mapping[str, Any]:
+    """One rank a stage: two steps without an optimizer, so the gradients of the second are twice the first's."""
+    model, batch, layers = case(family)
+    stages = cut([layer.name for layer in layers], sizes)
+    shared = find_shared(model, layers)
+    here = dist.get_rank()
+    stage = StageModel(model, layers, stages[here])
+    copies = SharedCopies(model, shared, stages, {layer.name: Strategy() for layer in layers})
+    runner = PipelineRunner(
+        stage, pipeline_groups(len(sizes)), len(sizes), here, Schedule(schedule), torch.device("cpu")
+    )
+    rows = SAMPLES // microbatches
+    parts = [slice_batch(batch, start, start + rows) for start in range(0, SAMPLES, rows)]
+    order: list[int] = []
+
+    def call(part: Any) -> Any:
+        output = call_model(model, part)
+        return loss_of(output, part) / microbatches if stage.last else output
+
+    losses = [float(runner.step(parts, call, order.append)) for _ in range(2)]
+    copies.reduce()
+    return {
+        "losses": losses,
+        "order": order,
+        "gradients": {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+        "skip": copies.counted_elsewhere,
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+
+
+def check(results: Sequence[Mapping[str, Any]], family: str, microbatches: int) -> None:
+    loss, expected = whole_gradients(family)
+    assert results[-1]["losses"] == pytest.approx([loss, loss], rel=1e-5)
+    assert all(result["losses"] == [0.0, 0.0] for result in results[:-1])
+    assert all(result["order"] == [*range(microbatches)] * 2 for result in results)
+    seen: set[str] = set()
+    aliases = {"head.weight": "embed.weight"} if family == "tuple" else _aliases(family)
+    for result in results:
+        for name, gradient in result["gradients"].items():
+            reference = expected[aliases.get(name, name)]
+            # SharedCopies sums the copies once, after two steps: every gradient is twice the whole model's
+            error = (gradient / 2 - reference).abs().max() / reference.abs().max()
+            assert error < 1e-5, f"{name}: {error}"
+            seen.add(aliases.get(name, name))
+    assert seen == set(expected)
+
+
+def _aliases(family: str) -> dict[str, str]:
+    model, _, layers = case(family)
+    return {name: shared.names[0] for shared in find_shared(model, layers) for name in shared.names[1:]}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(
+    ("sizes", "microbatches"),
+    [([3, 3], 4), ([1, 5], 2), ([5, 1], 1), ([2, 1, 1, 2], 8), ([1, 2, 2, 1], 2)],
+)
+def test_tuple_model(pool: WorkerPool, sizes: list[int], microbatches: int, schedule: str) -> None:
+    results = pool.run(
+        len(sizes), run_pipeline, family="tuple", sizes=sizes, microbatches=microbatches, schedule=schedule
+    )
+    check(results, "tuple", microbatches)
+    assert [bool(result["skip"]) for result in results] == [False] * (len(sizes) - 1) + [True]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(pool: WorkerPool, family: str) -> None:
+    count = len(case(family)[2])
+    for sizes in ([2, count - 2], [1, 1, count - 3, 1]):
+        results = pool.run(len(sizes), run_pipeline, family=family, sizes=sizes, microbatches=4, schedule="1f1b")
+        check(results, family, 4)
