@@ -1,0 +1,95 @@
+"""What one device does when nothing but itself holds it back: matmul, attention and copy throughput.
+
+Under a process group all ranks of a machine run at the same moment, so cores and memory that they share are shared
+here too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from galvatron_lite.cluster.cluster import Cluster, Device
+from galvatron_lite.profiler.timing import DEFAULT_RULE, TimingRule, time_call
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SHAPES = {
+    "cpu": ((128, 256, 1024), (256, 256, 256), (512, 512, 512), (1024, 512, 512)),
+    "cuda": ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 4096, 11008), (8192, 8192, 8192)),
+}
+_ATTENTION = {"cpu": (2, 4, 256, 64), "cuda": (8, 16, 2048, 128)}
+_STREAM = {"cpu": 2**23, "cuda": 2**28}
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Measured throughput of one device.
+
+    Attributes:
+        matmul: FLOP/s of the fastest shape.
+        attention: FLOP/s of causal attention, counted as full.
+        bandwidth: bytes per second read and written by an elementwise addition larger than the caches.
+        launch: seconds of the smallest operation.
+    """
+
+    matmul: float
+    attention: float
+    bandwidth: float
+    launch: float
+
+
+def measure_throughput(device: torch.device, precision: str = "fp32", rule: TimingRule = DEFAULT_RULE) -> Throughput:
+    """Measure this device (all ranks at the same moment) at one precision."""
+    dtype = _DTYPES[precision]
+    matmul = max(_matmul(shape, device, dtype, rule) for shape in _SHAPES[device.type])
+    return Throughput(matmul, _attention(device, dtype, rule), _stream(device, rule), _launch(device, rule))
+
+
+def with_throughput(cluster: Cluster, found: Throughput, precision: str) -> Cluster:
+    """The cluster with measured figures in place of its devices' own."""
+    groups = tuple(replace(group, device=_device(group.device, found, precision)) for group in cluster.groups)
+    return replace(cluster, groups=groups)
+
+
+def _device(device: Device, found: Throughput, precision: str) -> Device:
+    return replace(
+        device,
+        peak={**device.peak, precision: max(found.matmul, found.attention)},
+        memory_bandwidth=found.bandwidth,
+        launch_overhead=found.launch,
+        source="measured",
+    )
+
+
+def _matmul(shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype, rule: TimingRule) -> float:
+    rows, inner, columns = shape
+    left = torch.rand(rows, inner, device=device).to(dtype)
+    right = torch.rand(inner, columns, device=device).to(dtype)
+    out = torch.empty(rows, columns, device=device, dtype=dtype)
+    return 2.0 * rows * inner * columns / time_call(lambda: torch.mm(left, right, out=out), device, rule).seconds
+
+
+def _attention(device: torch.device, dtype: torch.dtype, rule: TimingRule) -> float:
+    samples, heads, tokens, size = _ATTENTION[device.type]
+    q, k, v = (torch.rand(samples, heads, tokens, size, device=device).to(dtype) for _ in range(3))
+    seconds = time_call(lambda: F.scaled_dot_product_attention(q, k, v), device, rule).seconds
+    return 4.0 * samples * heads * tokens * tokens * size / seconds
+
+
+def _stream(device: torch.device, rule: TimingRule) -> float:
+    left, right, out = (torch.ones(_STREAM[device.type], device=device) for _ in range(3))
+    moved = 3 * left.nbytes
+    return moved / time_call(lambda: torch.add(left, right, out=out), device, rule).seconds
+
+
+def _launch(device: torch.device, rule: TimingRule) -> float:
+    one = torch.ones(1, device=device)
+    calls = 100
+
+    def many() -> None:
+        for _ in range(calls):
+            one.add_(1.0)
+
+    return time_call(many, device, rule).seconds / calls
