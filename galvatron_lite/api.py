@@ -176,13 +176,14 @@ def profile(
     Raises:
         InputError: a model that cannot be captured, an unknown name.
     """
-    from galvatron_lite.profiler.store import write_estimate
+    from galvatron_lite.profiler.store import save_profile
 
     if estimate or isinstance(model, (str, Path)):
         graph = model if isinstance(model, (str, Path)) else _trace(model, batch, loss_fn, blocks, precision, name)
         known = _estimate(graph, cluster, gpus, sequence, precision or "bf16")
-        write_estimate(replace(known, name=name or known.name), Path(folder))
-        return known
+        named = replace(known, name=name or known.name)
+        save_profile(named, Path(folder), named.cluster.name)
+        return named
     return _measure(model, batch, loss_fn, blocks, precision, name, Path(folder), max_samples, progress)
 
 

@@ -11,8 +11,8 @@ from galvatron_lite.cli import app
 
 SURFACE = {
     "plan": {
-        "--mem", "--batch", "--gpus", "--cluster", "--model", "--profile", "--seq", "--precision", "--certify", "--json",
-        "-o", "--output", "--layers", "--hidden", "--heads", "--kv-heads", "--ffn", "--vocab", "--gated",
+        "--mem", "--batch", "--gpus", "--cluster", "--model", "--profile", "--seq", "--precision", "--certify",
+        "--json", "-o", "--output", "--layers", "--hidden", "--heads", "--kv-heads", "--ffn", "--vocab", "--gated",
     },
     "profile": {
         "--cluster", "--gpus", "--estimate", "--seq", "--precision", "--max-samples", "--name", "--folder", "--json",

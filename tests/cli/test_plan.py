@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from galvatron_lite.cli import main
+from galvatron_lite.files import from_data
+from galvatron_lite.plans.io import check_plan, read_plan
+from galvatron_lite.plans.schema import Plan
+
+SMALL = ["--model", "gpt2", "--cluster", "a100-40gb", "--gpus", "8", "--batch", "64"]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Exit status of the command line in this process."""
+    monkeypatch.setattr(sys, "argv", ["galvatron", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def test_the_big_example_plans_on_a_laptop(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "plan.yaml"
+    options = ["--model", "gpt3-175b", "--cluster", "a100-80gb", "--gpus", "1024", "--mem", "80GB", "--batch", "1536"]
+    assert run(monkeypatch, "plan", *options, "-o", str(target)) == 0
+    out = capsys.readouterr().out
+    for word in ("Memory on each device", "samples/s", "MFU", "runner-up", "estimated", str(target)):
+        assert word in out
+    plan = read_plan(target)
+    assert plan.devices == 1024
+    assert plan.prediction is not None
+    assert plan.prediction.peak_memory <= 80 * 10**9
+    assert 0.2 < plan.prediction.mfu < 0.75
+
+
+def test_json_is_the_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "plan", *SMALL, "--mem", "40GB", "--json") == 0
+    plan = check_plan(from_data(Plan, json.loads(capsys.readouterr().out), "stdout"))
+    assert plan.prediction is not None
+    assert plan.prediction.time.total == pytest.approx(plan.prediction.step_seconds)
+    assert max(stage.memory.total for stage in plan.stages) == plan.prediction.peak_memory
+
+
+def test_a_model_can_be_given_by_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = ["--layers", "4", "--hidden", "512", "--heads", "8", "--vocab", "1000", "--seq", "128", "--gated"]
+    assert run(monkeypatch, "plan", *shape, "--cluster", "v100", "--gpus", "4", "--mem", "80%") == 0
+
+
+def test_a_saved_profile_is_planned_without_torch(tmp_path: Path) -> None:
+    def galvatron(*arguments: str) -> str:
+        code = f"import sys\nsys.argv = {['galvatron', *arguments]!r}\nfrom galvatron_lite.cli import main\n"
+        code += "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        code += "assert 'torch' not in sys.modules, 'torch was imported'"
+        return subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
+
+    galvatron("profile", "gpt2", "--estimate", "--cluster", "a100-40gb", "--gpus", "8")
+    said = galvatron("plan", "--mem", "40GB")
+    assert "the last profile made here" in said
+    assert "gpt2" in said
+
+
+def smallest_budget(capsys: pytest.CaptureFixture[str]) -> str:
+    """The budget that the error on standard error names, as an option's value."""
+    words = capsys.readouterr().err.replace(",", " ").split()
+    index = max(index for index, word in enumerate(words) if word.rstrip(".") in ("MiB", "GiB"))
+    return words[index - 1] + words[index].rstrip(".")
+
+
+def test_a_budget_too_small_names_the_smallest_that_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "plan", *SMALL, "--mem", "200MB") == 1
+    named = smallest_budget(capsys)
+    number = float(named[:-3])
+    assert run(monkeypatch, "plan", *SMALL, "--mem", f"{number * 1.02:.2f}{named[-3:]}") == 0
+    assert run(monkeypatch, "plan", *SMALL, "--mem", f"{number * 0.95:.2f}{named[-3:]}") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--model", "gpt-2", *SMALL[2:]], "gpt2"),
+        (["--model", "gpt2", "--cluster", "a100", "--gpus", "8"], "a100-40gb"),
+        (["--model", "gpt2"], "--cluster"),
+        ([*SMALL, "--mem", "40"], "40GiB"),
+        ([*SMALL, "--mem", "40 parsecs"], "40GiB"),
+        ([*SMALL, "--batch", "0"], "batch"),
+        (["--profile", "none.yaml"], "no such file"),
+        (["--model", "gpt2", "--profile", "none.yaml", *SMALL[2:]], "not both"),
+        (["--layers", "4", "--hidden", "100", "--heads", "7", *SMALL[2:]], "heads"),
+    ],
+)
+def test_bad_input_is_named_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    assert run(monkeypatch, "plan", *options) == 1
+    message = capsys.readouterr().err.strip()
+    assert message.startswith("galvatron: ")
+    assert said in message
+
+
+def test_a_truncated_profile_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--estimate", "--cluster", "t4", "--gpus", "2", "--folder", str(tmp_path), "--json"]
+    assert run(monkeypatch, "profile", "gpt2", *options) == 0
+    capsys.readouterr()
+    made = next(path for path in tmp_path.rglob("*.yaml"))
+    made.write_text(made.read_text()[: made.stat().st_size // 2])
+    assert run(monkeypatch, "plan", "--profile", str(made)) == 1
+    assert made.name in capsys.readouterr().err
+
+
+def test_nothing_to_plan_from_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "plan", "--mem", "40GB") == 1
+    assert "galvatron profile" in capsys.readouterr().err
