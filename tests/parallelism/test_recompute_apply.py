@@ -1,0 +1,76 @@
+"""Recomputation: the same output and gradients, fewer tensors kept, matmuls not repeated where they are kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.zoo.gpt import GPTBlock, GPTConfig
+from galvatron_lite.parallelism.recompute.apply import apply_recompute, recomputed
+
+
+class CountCalls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func._overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def run_block(recompute: Recompute, dropout: float) -> tuple[Tensor, dict[str, Tensor], Counter[str]]:
+    torch.manual_seed(3)
+    config = GPTConfig(vocab=16, layers=1, hidden=16, heads=2, sequence=8, dropout=dropout)
+    block, hidden = GPTBlock(config), torch.randn(2, 8, 16, requires_grad=True)
+    apply_recompute(block, recompute)
+    torch.manual_seed(4)
+    with CountCalls() as counter:
+        output = block(hidden)
+        output.square().mean().backward()
+    gradients = {name: value.grad for name, value in block.named_parameters() if value.grad is not None}
+    assert hidden.grad is not None
+    return output.detach(), gradients | {"hidden": hidden.grad}, counter.calls
+
+
+@pytest.mark.parametrize("recompute", [Recompute.FULL, Recompute.SELECTIVE])
+def test_same_output_and_gradients_with_dropout(recompute: Recompute) -> None:
+    output, gradients, _ = run_block(Recompute.NONE, dropout=0.3)
+    again, same, _ = run_block(recompute, dropout=0.3)
+    torch.testing.assert_close(again, output, rtol=0, atol=0)
+    torch.testing.assert_close(same, gradients, rtol=0, atol=0)
+
+
+def test_what_runs_twice() -> None:
+    choices = (Recompute.NONE, Recompute.FULL, Recompute.SELECTIVE)
+    plain, full, selective = (run_block(choice, dropout=0.0)[2] for choice in choices)
+    assert full["addmm"] == 2 * plain["addmm"] == 2 * selective["addmm"] == 12
+    assert full["gelu"] == selective["gelu"] == 2 * plain["gelu"] == 2
+    attention = next(name for name in plain if "attention" in name and "backward" not in name)
+    assert full[attention] == 2
+    assert selective[attention] == plain[attention] == 1
+
+
+def test_keyword_arguments_and_no_grad() -> None:
+    def forward(hidden: Tensor, *, use_reentrant: float) -> Tensor:
+        return (hidden * use_reentrant).exp()
+
+    run: Callable[..., Any] = recomputed(forward, Recompute.FULL)
+    hidden = torch.ones(3, requires_grad=True)
+    run(hidden, use_reentrant=2.0).sum().backward()
+    torch.testing.assert_close(hidden.grad, 2 * torch.full((3,), 2.0).exp())
+    with torch.no_grad():
+        assert not run(hidden, use_reentrant=2.0).requires_grad
+
+
+def test_no_recompute_leaves_forward_alone() -> None:
+    module = nn.Linear(2, 2)
+    apply_recompute(module, Recompute.NONE)
+    assert "forward" not in vars(module)
