@@ -56,13 +56,12 @@ def _zoo(name: str) -> tuple[nn.Module, Callable[[int], Batch]]:
 
     kv = {"kv_heads": 2, "ffn_hidden": 64} if name.startswith("llama") else {}
     model = build(name, vocab=VOCAB, layers=LAYERS, hidden=HIDDEN, heads=HEADS, sequence=TOKENS, **kv)
-    return model, lambda samples: _zoo_batch(model, samples)
+    return model, _next_tokens
 
 
-def _zoo_batch(model: nn.Module, samples: int) -> Batch:
-    from galvatron_lite.model.example import example_batch
-
-    return example_batch(model, samples)
+def _next_tokens(samples: int) -> Batch:
+    text = torch.randint(0, VOCAB, (samples, TOKENS + 1))
+    return {"tokens": text[:, :-1], "labels": text[:, 1:]}
 
 
 def _tokens(samples: int) -> Batch:
