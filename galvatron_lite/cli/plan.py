@@ -45,6 +45,10 @@ def plan_command(
     ffn: shapes.Ffn = None,
     vocab: shapes.Vocab = None,
     gated: shapes.Gated = False,
+    tied: shapes.Tied = False,
+    arch: shapes.Arch = None,
+    experts: shapes.Experts = None,
+    topk: shapes.Topk = None,
 ) -> None:
     """Choose how every layer is split, so that a step is as fast as the memory budget allows."""
     from galvatron_lite import api
@@ -52,9 +56,9 @@ def plan_command(
     from galvatron_lite.cli.tables import print_plan
     from galvatron_lite.plans.io import write_plan
 
-    flags = shapes.given(
-        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab, gated=gated
-    )
+    shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "vocab": vocab}
+    kind = {"gated_mlp": gated, "tied_embeddings": tied, "arch": arch, "experts": experts, "topk": topk}
+    flags = shapes.given(**shape, **kind)
     known = api.find_profile(
         profile,
         model=shapes.graph(flags, sequence, precision) if flags else model,

@@ -17,15 +17,21 @@ Heads = Annotated[int | None, typer.Option("--heads", help="Attention heads.", r
 KvHeads = Annotated[int | None, typer.Option("--kv-heads", help="Key-value heads.", rich_help_panel=PANEL)]
 Ffn = Annotated[int | None, typer.Option("--ffn", help="Hidden size of the MLP.", rich_help_panel=PANEL)]
 Vocab = Annotated[int | None, typer.Option("--vocab", help="Vocabulary size.", rich_help_panel=PANEL)]
+Arch = Annotated[
+    str | None, typer.Option("--arch", help="decoder (default), encoder, moe, vit …", rich_help_panel=PANEL)
+]
+Experts = Annotated[int | None, typer.Option("--experts", help="Experts, for moe.", rich_help_panel=PANEL)]
+Topk = Annotated[int | None, typer.Option("--topk", help="Experts a token takes, for moe.", rich_help_panel=PANEL)]
+Tied = Annotated[bool, typer.Option("--tied", help="Head shares the embedding.", rich_help_panel=PANEL)]
 Gated = Annotated[bool, typer.Option("--gated", help="Gated MLP, as in Llama.", rich_help_panel=PANEL)]
 
 
-def given(**flags: object) -> dict[str, object]:
-    """The flags that were given, by name."""
-    return {name: value for name, value in flags.items() if value not in (None, False)}
+def given(**flags: object) -> dict[str, str]:
+    """The flags that were given, by name, as text."""
+    return {name: str(value).lower() for name, value in flags.items() if value not in (None, False)}
 
 
-def graph(flags: dict[str, object], sequence: int | None, precision: str) -> ModelGraph:
+def graph(flags: dict[str, str], sequence: int | None, precision: str) -> ModelGraph:
     """The model that the flags describe."""
     from galvatron_lite.model.shapes import build_graph, shape_from_flags
 

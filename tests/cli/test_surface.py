@@ -13,6 +13,7 @@ SURFACE = {
     "plan": {
         "--mem", "--batch", "--gpus", "--cluster", "--model", "--profile", "--seq", "--precision", "--certify",
         "--json", "-o", "--output", "--layers", "--hidden", "--heads", "--kv-heads", "--ffn", "--vocab", "--gated",
+        "--tied", "--arch", "--experts", "--topk",
     },
     "profile": {
         "--cluster", "--gpus", "--estimate", "--seq", "--precision", "--max-samples", "--name", "--folder", "--json",
