@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from galvatron_lite.api import auto_parallelize, plan, profile
+    from galvatron_lite.api import plan, profile
+    from galvatron_lite.auto import auto_parallelize
     from galvatron_lite.cluster.cluster import Cluster
     from galvatron_lite.model.graph import ModelGraph
     from galvatron_lite.plans.schema import Plan
@@ -22,7 +23,7 @@ _HOMES = {
     "ModelGraph": "galvatron_lite.model.graph",
     "Plan": "galvatron_lite.plans.schema",
     "Profile": "galvatron_lite.profiler.schema",
-    "auto_parallelize": "galvatron_lite.api",
+    "auto_parallelize": "galvatron_lite.auto",
     "plan": "galvatron_lite.api",
     "profile": "galvatron_lite.api",
 }

@@ -1,11 +1,11 @@
-"""The entry points as functions: ``profile``, ``plan`` and ``auto_parallelize``.
+"""The entry points ``profile`` and ``plan`` as functions; ``auto_parallelize`` is in ``auto.py``, which needs torch.
 
-``plan`` never imports torch; the other two do so when they are called.
+``plan`` never imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from galvatron_lite.model.graph import ModelGraph
     from galvatron_lite.plans.schema import Plan
     from galvatron_lite.profiler.schema import Profile
-    from galvatron_lite.runtime.engine import ParallelModel
 
 PROFILES = Path("profiles")
 DEFAULT_BUDGET = "95%"
@@ -222,40 +221,4 @@ def _measure(
         folder=folder,
         max_samples=max_samples,
         progress=progress,
-    )
-
-
-def auto_parallelize(
-    model: Any,
-    batch: Any = None,
-    *,
-    plan: Plan | str | Path | None = None,
-    profile: Profile | str | Path | None = None,
-    mem: str | int = DEFAULT_BUDGET,
-    global_batch: int | None = None,
-    loss_fn: Callable[[Any, Any], Any] | None = None,
-    blocks: Any = None,
-    precision: str | None = None,
-    init_fn: Callable[[Any], None] | None = None,
-    seed: int = 0,
-    folder: Path | str = PROFILES,
-    options: Mapping[str, Any] | None = None,
-) -> ParallelModel:
-    """The model, split over the devices of the launched world as the plan says; see ``runtime.auto``."""
-    from galvatron_lite.runtime.auto import parallelize
-
-    return parallelize(
-        model,
-        batch,
-        plan=plan,
-        profile=profile,
-        mem=mem,
-        global_batch=global_batch,
-        loss_fn=loss_fn,
-        blocks=blocks,
-        precision=precision,
-        init_fn=init_fn,
-        seed=seed,
-        folder=Path(folder),
-        options=dict(options or {}),
     )

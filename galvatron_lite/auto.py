@@ -1,0 +1,172 @@
+"""From a user's model to one that runs in parallel: capture, profile (or read what was profiled), plan, apply."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from galvatron_lite.errors import FileFormatError
+from galvatron_lite.model.batch import batch_size
+from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.example import example_batch
+from galvatron_lite.plans.io import check_plan, read_plan
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.world import join, pick_device, world_size
+
+if TYPE_CHECKING:
+    from galvatron_lite.profiler.schema import Profile
+    from galvatron_lite.runtime.engine import ParallelModel
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+
+
+def auto_parallelize(
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    plan: Plan | str | Path | None = None,
+    profile: Profile | str | Path | None = None,
+    mem: str | int = "95%",
+    global_batch: int | None = None,
+    loss_fn: LossFn | None = None,
+    blocks: Any = None,
+    precision: str | None = None,
+    init_fn: Callable[[nn.Module], None] | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    folder: Path = Path("profiles"),
+) -> ParallelModel:
+    """The model, split over the launched world.
+
+    With nothing but the model: captures it on an example batch, measures a profile on this world (or reads the one
+    measured here before), plans for this world and applies the plan. Every rank calls it alike.
+
+    Args:
+        model: an unchanged ``nn.Module``; on the meta device if it is too big for one device.
+        batch: an example batch of global size; a zoo or transformers model can make its own.
+        plan: a plan, or its file; found here if not given.
+        profile: a profile, or its file; read from ``folder`` or measured if not given.
+        mem: budget a device, as for ``galvatron plan``.
+        global_batch: samples a step; those of ``batch`` if not given.
+        loss_fn: ``loss_fn(output, batch)``, for a model whose output is not or does not hold its loss.
+        blocks: where the repeated blocks are, if they are not found.
+        precision: ``fp32`` or ``bf16`` compute; that of the parameters if not given.
+        init_fn: initialises one module of a model on the meta device.
+        seed: of that initialisation.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        folder: where profiles are kept.
+
+    Returns:
+        An object used like the model, with ``train_step(batch, optimizer)``.
+
+    Raises:
+        LaunchError: the world's size is not the plan's, or there is no GPU.
+        InputError: the model, batch or a file cannot be used.
+        InfeasibleError: no plan fits the budget.
+    """
+    from galvatron_lite.runtime.engine import ParallelModel
+
+    place = pick_device(device)
+    join(place)
+    example = batch if batch is not None else example_batch(model)
+    layers = discover_layers(model, example, blocks)
+    chosen = _given_plan(plan)
+    if chosen is None:
+        known = _profile(profile, model, example, loss_fn, blocks, precision, folder)
+        chosen = _agreed_plan(known, mem, global_batch or batch_size(example))
+    return ParallelModel(
+        model, chosen, layers, example, loss_fn=loss_fn, device=place, precision=precision, init_fn=init_fn, seed=seed
+    )
+
+
+def _given_plan(plan: Plan | str | Path | None) -> Plan | None:
+    if plan is None or isinstance(plan, Plan):
+        return plan if plan is None else check_plan(plan)
+    return read_plan(Path(plan))
+
+
+def _agreed_plan(profile: Profile, mem: str | int, global_batch: int) -> Plan:
+    """Rank 0's plan, on every rank, so that no rank can differ."""
+    from galvatron_lite.api import plan as find
+
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        box = _tried(lambda: find(profile, mem=mem, batch=global_batch, gpus=world_size()))
+    dist.broadcast_object_list(box)
+    if box[1] is not None:
+        raise box[1]
+    plan: Plan = box[0]
+    return plan
+
+
+def _tried(call: Callable[[], Any]) -> list[Any]:
+    try:
+        return [call(), None]
+    except Exception as error:
+        return [None, error]
+
+
+def _profile(
+    profile: Profile | str | Path | None,
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None,
+    blocks: Any,
+    precision: str | None,
+    folder: Path,
+) -> Profile:
+    from galvatron_lite.profiler.measure import measure_profile
+    from galvatron_lite.profiler.schema import Profile
+    from galvatron_lite.profiler.store import read_profile
+
+    if profile is not None:
+        known = profile if isinstance(profile, Profile) else read_profile(Path(profile))
+        _warn(_other_hardware(known))
+        return known
+    cached = _cached(model, folder)
+    if cached is not None:
+        return cached
+    return measure_profile(
+        model, batch, loss_fn=loss_fn, blocks=blocks, precision=precision, name=profile_name(model), folder=folder
+    )
+
+
+def profile_name(model: nn.Module) -> str:
+    """What the profile of a model on this world is called: its class, its shape, and how many processes share it."""
+    from galvatron_lite.profiler.store import data_hash
+
+    shapes = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in model.named_parameters()]
+    return f"{type(model).__name__.lower()}-{data_hash(shapes)[:8]}-{world_size()}"
+
+
+def _cached(model: nn.Module, folder: Path) -> Profile | None:
+    """The profile of this very model on this very machine and world; None where there is none, or a broken one."""
+    from galvatron_lite.profiler.store import read_profile
+
+    for path in sorted(folder.glob(f"*/{profile_name(model)}.yaml")):
+        try:
+            known = read_profile(path)
+        except FileFormatError as error:
+            _warn([f"{error} It is measured anew."])
+            continue
+        if not _other_hardware(known):
+            return known
+    return None
+
+
+def _other_hardware(profile: Profile) -> list[str]:
+    from galvatron_lite.cluster.probe import probe
+    from galvatron_lite.profiler.store import check_hardware
+
+    return check_hardware(profile, probe()) if profile.cluster.fingerprint else []
+
+
+def _warn(messages: Sequence[str]) -> None:
+    for message in messages:
+        warnings.warn(message, stacklevel=4)
