@@ -51,7 +51,8 @@ def test_same_output_and_gradients_with_dropout(recompute: Recompute) -> None:
 def test_what_runs_twice() -> None:
     choices = (Recompute.NONE, Recompute.FULL, Recompute.SELECTIVE)
     plain, full, selective = (run_block(choice, dropout=0.0)[2] for choice in choices)
-    assert full["addmm"] == 2 * plain["addmm"] == 2 * selective["addmm"] == 12
+    # the last matmul's output is not needed in backward: recomputation stops before it
+    assert (plain["addmm"], full["addmm"], selective["addmm"]) == (6, 11, 6)
     assert full["gelu"] == selective["gelu"] == 2 * plain["gelu"] == 2
     attention = next(name for name in plain if "attention" in name and "backward" not in name)
     assert full[attention] == 2
