@@ -1,0 +1,201 @@
+"""Finds out how a layer that was never seen before can be split over a tensor-parallel group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from galvatron_lite.parallelism.tensor.huggingface import proposed_regions
+from galvatron_lite.parallelism.tensor.infer_check import check_ranks, prime_factors, prove_region
+from galvatron_lite.parallelism.tensor.infer_flow import Candidate, Reference, find_candidates, run_reference
+from galvatron_lite.parallelism.tensor.infer_probe import Probe, ProbeError, describe, find_hidden, make_probe
+from galvatron_lite.parallelism.tensor.infer_sequence import place_gathers
+from galvatron_lite.parallelism.tensor.regions import Region, TensorPlan, is_linear, weight_of
+
+__all__ = ["TensorPlan", "infer_block", "infer_edge"]
+
+NOT_OFFERED = "; therefore tensor parallelism is not offered for this block"
+MAX_INPUT_ITEMS = 1 << 22
+"""Largest hidden state, in items, on which a block that cannot run on fewer tokens is checked."""
+MANY_WAYS = 5040
+"""Divisible by every number up to 10: degrees offered where any degree is legal are divisors of a multiple of it."""
+
+
+def infer_block(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorPlan:
+    """How a block may be split: column/row regions found by data flow (or by transformers' plan) and proven by running.
+
+    A small double of the block is run on the CPU (see ``infer_probe``); the block is not changed or run. No plan is
+    returned that was not checked; where nothing can be split the plan says why.
+
+    Args:
+        block: on any device, meta included.
+        args: positional inputs it was called with, on any device.
+        kwargs: keyword inputs it was called with.
+    """
+    with torch.device("cpu"):  # whatever default device the caller has set, meta for one
+        try:
+            probe, reference = _observe(block, args, kwargs)
+        except ProbeError as error:
+            return TensorPlan(reason=f"The block could not be examined: {error.why}{NOT_OFFERED}.")
+        return _plan(probe, reference)
+
+
+def infer_edge(modules: Mapping[str, nn.Module], model: nn.Module | None = None) -> TensorPlan:
+    """How the modules before or after the blocks may be split.
+
+    Plain embeddings and linears whose weight has more than twice as many rows as columns (a vocabulary) are split over
+    the rows, embeddings with an all-reduce and heads with gathered outputs; all else is computed whole on every
+    device. The rule looks at the weight only, so tied weights are treated alike in both layers. Rows that
+    do not divide evenly are split unevenly, exactly: no padding. Every degree is legal, up to the vocabulary.
+
+    Args:
+        modules: by path.
+        model: the whole model, to see which weights other modules share; those that a module of another type shares
+            stay whole.
+    """
+    embeddings: list[str] = []
+    heads: list[str] = []
+    rows = []
+    blocked = _weights_of_other_types(model or nn.ModuleList(modules.values()))
+    for path, module in _inside(modules):
+        split = is_plain_embedding(module) or is_linear(module)
+        if split and _is_vocabulary(module) and id(weight_of(module)) not in blocked:
+            (embeddings if isinstance(module, nn.Embedding) else heads).append(path)
+            rows.append(_vocabulary(module))
+    if not rows:
+        reason = "nothing in it is split: every device of a tensor group does all of its work"
+        return TensorPlan(max_degree=MANY_WAYS << 6, reason=reason)
+    return TensorPlan((), tuple(embeddings), tuple(heads), _many_ways(min(rows)))
+
+
+def is_plain_embedding(module: nn.Module) -> bool:
+    """Whether the module is an embedding whose lookup can be shared out by rows."""
+    plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+    return plain and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+
+
+def _plan(probe: Probe, reference: Reference) -> TensorPlan:
+    """The plan for a block from its double and the double's reference run."""
+    proven, dropped = _prove_all(probe, reference)
+    if not proven:
+        return TensorPlan(reason=_why_nothing(probe, dropped))
+    regions, degree = _agree(probe, proven)
+    wrong = check_ranks(probe, reference, regions, prime_factors(degree)[0], [0])
+    if wrong:
+        return TensorPlan(reason=f"Its regions cannot be split together: {wrong}{NOT_OFFERED}.")
+    placed = place_gathers(probe, reference, regions)
+    notes = [*dropped, *_unused(probe, regions)]
+    if isinstance(placed, str):
+        notes.append(f"sequence parallelism is not offered: {placed}")
+    final = regions if isinstance(placed, str) else placed
+    return TensorPlan(final, max_degree=degree, sequence_parallel=not isinstance(placed, str), reason="; ".join(notes))
+
+
+def _observe(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Probe, Reference]:
+    """The block's double and its reference run, on few tokens if the block allows it."""
+    whole = find_hidden(args, kwargs)
+    sizes = [True] + [False] * (whole.numel() <= MAX_INPUT_ITEMS)
+    for small in sizes:
+        probe = make_probe(block, args, kwargs, small)
+        try:
+            return probe, run_reference(probe)
+        except Exception as error:  # the block is the user's code: any error means that it cannot run this way
+            why = describe(error)
+    raise ProbeError(f"a copy of it does not run on its own ({why})")
+
+
+def _prove_all(probe: Probe, reference: Reference) -> tuple[list[tuple[Region, int]], list[str]]:
+    """Proven regions with their largest degrees, and what to say of the others."""
+    proven: list[tuple[Region, int]] = []
+    dropped = []
+    taken: set[str] = set()
+    for candidate in _ordered(probe, find_candidates(probe, reference)):
+        if taken & {candidate.row, *candidate.columns}:
+            continue
+        found = prove_region(probe, reference, candidate)
+        if isinstance(found, str):
+            dropped.append(f"{', '.join(candidate.columns)} → {candidate.row} cannot be split: {found}")
+        elif found[1] > 1:
+            proven.append(found)
+            taken |= {candidate.row, *candidate.columns}
+    return proven, dropped
+
+
+def _ordered(probe: Probe, candidates: list[Candidate]) -> list[Candidate]:
+    """Candidates that transformers proposes too come first; the others keep their running order."""
+    proposed = proposed_regions(probe.block, probe.weights)
+    return sorted(candidates, key=lambda item: set(proposed.get(item.row, ())) != set(item.columns))
+
+
+def _agree(probe: Probe, proven: list[tuple[Region, int]]) -> tuple[tuple[Region, ...], int]:
+    """Regions with a common degree above 1; where they disagree, those with the larger weights stay."""
+    by_weight = sorted(proven, key=lambda item: -_weight_items(probe, item[0]))
+    kept, degree = [], 0
+    for region, largest in by_weight:
+        if math.gcd(degree, largest) > 1:
+            kept.append(region)
+            degree = math.gcd(degree, largest)
+    order = [region for region, _ in proven]
+    return tuple(sorted(kept, key=order.index)), degree
+
+
+def _weight_items(probe: Probe, region: Region) -> int:
+    weights = [probe.weights[path] for path in (*(column.path for column in region.columns), region.row)]
+    return sum(weight.inputs * weight.outputs for weight in weights)
+
+
+def _unused(probe: Probe, regions: Sequence[Region]) -> list[str]:
+    """What stays whole, in words."""
+    used = {column.path for region in regions for column in region.columns} | {region.row for region in regions}
+    rest = [path for path in probe.weights if path not in used]
+    notes = [f"{', '.join(rest)} stays whole"] if rest else []
+    fused = [path for path, module in probe.block.named_modules() if isinstance(module, nn.MultiheadAttention)]
+    return notes + [f"{path} stays whole: nn.MultiheadAttention uses its weights directly" for path in fused]
+
+
+def _why_nothing(probe: Probe, dropped: list[str]) -> str:
+    if dropped:
+        return "; ".join(dropped) + NOT_OFFERED + "."
+    if not probe.weights:
+        return f"No linear layer runs in it{NOT_OFFERED}."
+    return f"No group of linear layers feeds one other linear layer and nothing else{NOT_OFFERED}."
+
+
+def _inside(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Every module in modules given by path, with its path."""
+    return [
+        (f"{path}.{name}".strip("."), module) for path, top in modules.items() for name, module in top.named_modules()
+    ]
+
+
+def _is_vocabulary(module: nn.Module) -> bool:
+    weight = weight_of(module)
+    rows = _vocabulary(module)
+    return rows > 2 * weight.numel() // rows
+
+
+def _vocabulary(module: nn.Module) -> int:
+    weight = weight_of(module)
+    return weight.shape[0] if isinstance(module, (nn.Embedding, nn.Linear)) else weight.shape[1]
+
+
+def _weights_of_other_types(model: nn.Module) -> set[int]:
+    """Identities of parameters that some module other than a plain embedding or linear holds."""
+    return {
+        id(parameter)
+        for module in model.modules()
+        if not (is_plain_embedding(module) or is_linear(module))
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() == 2
+    }
+
+
+def _many_ways(rows: int) -> int:
+    """A number every divisor of which is at most ``rows``, with as many small divisors as there is room for."""
+    if rows < MANY_WAYS:
+        return 1 << (rows.bit_length() - 1)
+    return MANY_WAYS << ((rows // MANY_WAYS).bit_length() - 1)
