@@ -256,7 +256,8 @@ def _copy_block(block: nn.Module, linears: Mapping[str, nn.Module], generator: t
     for parameter in block.parameters():
         memo[id(parameter)] = _stand_in(parameter, id(parameter) in bare, generator)
     for tensor in chain(block.buffers(), *(tensors_of(vars(module)) for module in block.modules())):
-        memo.setdefault(id(tensor), _real_buffer(tensor, generator))
+        if id(tensor) not in memo:
+            memo[id(tensor)] = _real_buffer(tensor, generator)
     try:
         double = copy.deepcopy(block, memo)
     except Exception as error:
