@@ -1,0 +1,218 @@
+"""Data parallelism: gradients live in flat buffers that are summed over their ranks while backward still runs.
+
+A bucket is one flat buffer of about 25 MB for parameters of one dtype and one process group. In backward every gradient
+is copied to its place, and ``p.grad`` becomes a view of it. When all gradients of a bucket are there, and those of the
+buckets before it, its all-reduce starts. At the end of backward all are waited for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+BUCKET_BYTES = 25 * 2**20
+Group = dist.ProcessGroup | None
+Kind = tuple[int, torch.dtype, torch.device]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """A parameter and the ranks over which its gradient is summed (None: this rank alone)."""
+
+    parameter: nn.Parameter
+    group: Group
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Gradients that are reduced together.
+
+    Attributes:
+        group: the ranks that hold the same parameters.
+        buffer: all gradients, then one item a parameter: on how many ranks it got a gradient.
+        parameters: in the order of the buffer.
+        views: their places in the buffer.
+        missing: parameters whose gradient is not there yet in this backward pass.
+        reduced: whether the buffer holds sums over the group, from an earlier backward pass.
+        work: the all-reduce under way.
+    """
+
+    group: Group
+    buffer: Tensor
+    parameters: list[nn.Parameter]
+    views: list[Tensor]
+    missing: set[int] = field(default_factory=set)
+    reduced: bool = False
+    work: dist.Work | None = None
+
+    @property
+    def flags(self) -> Tensor:
+        """On how many ranks each parameter got a gradient."""
+        return self.buffer[-len(self.parameters) :]
+
+
+class GradientReducer:
+    """Sums gradients over ranks during backward.
+
+    Parameters that got no gradient here count as zero; ``p.grad`` stays None where no rank has a gradient.
+    Gradients add up over backward passes until they are zeroed, as without a reducer.
+
+    Args:
+        parameters: in the order they are used in forward; gradients come in the opposite order.
+        bucket_bytes: when a bucket is full.
+
+    Attributes:
+        synchronise: whether backward passes end with the reduction; see ``no_sync``.
+    """
+
+    def __init__(self, parameters: Sequence[Reduced], bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.synchronise = True
+        self._buckets = _buckets(parameters, bucket_bytes)
+        self._next = 0
+        self._running = False
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._collector(bucket, place))  # type: ignore[no-untyped-call]
+            for bucket in self._buckets
+            for place, parameter in enumerate(bucket.parameters)
+        ]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only add up this rank's gradients; the next one outside reduces the sum."""
+        before, self.synchronise = self.synchronise, False
+        try:
+            yield
+        finally:
+            self.synchronise = before
+
+    def begin(self) -> None:
+        """Call before the backward pass that is to be reduced; call ``finish`` after it."""
+        self._running, self._next = True, 0
+        for bucket in self._buckets:
+            bucket.missing = set(range(len(bucket.parameters)))
+            _unreduce(bucket)
+
+    def finish(self) -> None:
+        """Reduce what is left (buckets with parameters that got no gradient), and wait for all reductions."""
+        if not self._running:
+            return
+        for bucket in self._buckets[self._next :]:
+            bucket.missing.clear()
+        self._launch_ready()
+        self._running = False
+        for bucket in self._buckets:
+            _complete(bucket)
+
+    def watch(self, loss: Tensor) -> None:
+        """Begin when a backward pass starts at ``loss``, and finish when it ends, whatever parameters it reaches."""
+        if loss.requires_grad and self.synchronise and self._buckets:
+            loss.register_hook(self._begin_in_backward)  # type: ignore[no-untyped-call]
+
+    def _begin_in_backward(self, _gradient: Tensor) -> None:
+        if not self._running:
+            self.begin()
+            # Private: torch has no public way to run something when a backward pass ends. DDP and FSDP2 use the same.
+            Variable._execution_engine.queue_callback(self.finish)
+
+    def _collector(self, bucket: Bucket, place: int) -> Callable[[Tensor], None]:
+        view = bucket.views[place]
+
+        def collect(parameter: Tensor) -> None:
+            if parameter.grad is not view:
+                _store(parameter, view)
+            bucket.missing.discard(place)
+            if not bucket.missing:
+                self._launch_ready()
+
+        return collect
+
+    def _launch_ready(self) -> None:
+        """Start the reductions whose turn it is; always in the same order, as all ranks must."""
+        while self._running and self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            bucket = self._buckets[self._next]
+            self._next += 1
+            if bucket.group is not None:
+                _launch(bucket)
+
+
+def _buckets(parameters: Iterable[Reduced], bucket_bytes: int) -> list[Bucket]:
+    """Buckets of parameters that are alike, in the order in which backward fills them."""
+    backward = [one for one in parameters if one.parameter.requires_grad][::-1]
+    place = {id(one.parameter): index for index, one in enumerate(backward)}
+    cut = [chosen for kind in dict.fromkeys(map(_kind, backward)) for chosen in _cut(backward, kind, bucket_bytes)]
+    return [_bucket(chosen) for chosen in sorted(cut, key=lambda chosen: place[id(chosen[-1].parameter)])]
+
+
+def _cut(backward: Sequence[Reduced], kind: Kind, bucket_bytes: int) -> Iterator[list[Reduced]]:
+    chosen, size = list[Reduced](), 0
+    for one in backward:
+        if _kind(one) == kind:
+            chosen.append(one)
+            size += one.parameter.numel() * one.parameter.element_size()
+        if size >= bucket_bytes:
+            yield chosen
+            chosen, size = [], 0
+    if chosen:
+        yield chosen
+
+
+def _kind(one: Reduced) -> Kind:
+    return id(one.group), one.parameter.dtype, one.parameter.device
+
+
+def _bucket(chosen: Sequence[Reduced]) -> Bucket:
+    parameters = [one.parameter for one in chosen]
+    sizes = [parameter.numel() for parameter in parameters]
+    first = parameters[0]
+    buffer = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
+    parts = torch.split(buffer[: sum(sizes)], sizes)
+    views = [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
+    return Bucket(chosen[0].group, buffer, parameters, views)
+
+
+def _store(parameter: Tensor, view: Tensor) -> None:
+    """Move a gradient that autograd made (the first since gradients were zeroed) to its place."""
+    if parameter.grad is not None:
+        view.copy_(parameter.grad)
+        parameter.grad = view
+
+
+def _unreduce(bucket: Bucket) -> None:
+    """Gradients that were summed over n ranks before would count n times in the next sum: divide them by n."""
+    if bucket.reduced and bucket.group is not None and any(_present(bucket)):
+        bucket.buffer.div_(bucket.group.size())
+    bucket.reduced = False
+
+
+def _present(bucket: Bucket) -> Iterator[bool]:
+    return (parameter.grad is view for parameter, view in zip(bucket.parameters, bucket.views, strict=True))
+
+
+def _launch(bucket: Bucket) -> None:
+    present = list(_present(bucket))
+    if all(present):
+        bucket.flags.fill_(1.0)
+    else:
+        for view in itertools.compress(bucket.views, map(operator.not_, present)):
+            view.zero_()
+        bucket.flags.copy_(torch.tensor(present, dtype=bucket.buffer.dtype))
+    bucket.work = dist.all_reduce(bucket.buffer, group=bucket.group, async_op=True)
+
+
+def _complete(bucket: Bucket) -> None:
+    if bucket.work is None:
+        return
+    bucket.work.wait()
+    bucket.work, bucket.reduced = None, True
+    absent = [place for place, there in enumerate(_present(bucket)) if not there]
+    used = bucket.flags.tolist() if absent else []
+    for place in absent:
+        bucket.parameters[place].grad = bucket.views[place] if used[place] else None
