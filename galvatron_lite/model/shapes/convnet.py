@@ -38,7 +38,7 @@ def _finish(tape: Tape, name: str, out: Value, channels: tuple[int, int], extent
 
 def _classifier(tape: Tape, x: Value, channels: int, classes: int, extent: Extent) -> LayerKind:
     logits = ops.linear(tape, "head", x, channels, classes, Part.WHOLE, bias=True)
-    loss = ops.cross_entropy(tape, "loss", logits, tape.enter(1, Part.WHOLE, ops.INDEX, grad=False))
+    loss = ops.cross_entropy(tape, "loss", logits, tape.labels(1))
     return _finish(tape, "after", loss, (channels, classes), extent)
 
 

@@ -18,7 +18,6 @@ from galvatron_lite.model.shapes.fields import EncoderDecoderShape
 from galvatron_lite.model.shapes.tape import Tape, widen
 from galvatron_lite.model.shapes.transformer import (
     block_kind,
-    edge_dims,
     edge_kind,
     embed,
     head,
@@ -62,7 +61,7 @@ def _before_kind(shape: EncoderDecoderShape, item_bytes: int) -> LayerKind:
     tape = Tape(item_bytes)
     _buckets(tape, shape)
     x = ops.dropout(tape, "dropout", embed(tape, shape, shape.seq_len), shape.dropout)
-    return edge_kind(tape, shape, "before", x, shape.seq_len)
+    return edge_kind(tape, shape, "before", (x,), shape.seq_len)
 
 
 def _bridge_kind(shape: EncoderDecoderShape, item_bytes: int) -> LayerKind:
@@ -74,13 +73,7 @@ def _bridge_kind(shape: EncoderDecoderShape, item_bytes: int) -> LayerKind:
     tape.keep(memory)
     own = not shape.tied_embeddings
     x = ops.dropout(tape, "dropout", embed(tape, shape, shape.decoder_seq_len, own=own), shape.dropout)
-    return tape.kind(
-        "bridge",
-        (x, memory),
-        edge_dims(shape, shape.decoder_seq_len),
-        tensor_degrees=shape.entries,
-        tensor_collectives=1,
-    )
+    return edge_kind(tape, shape, "bridge", (x, memory), shape.decoder_seq_len)
 
 
 def _decoder_kind(shape: EncoderDecoderShape, item_bytes: int) -> LayerKind:
@@ -100,4 +93,4 @@ def _after_kind(shape: EncoderDecoderShape, item_bytes: int) -> LayerKind:
     tape = Tape(item_bytes)
     x = norm(tape, shape, "norm", tape.enter(shape.decoder_seq_len * shape.hidden))
     logits, loss = head(tape, shape, ops.dropout(tape, "norm.dropout", x, shape.dropout))
-    return edge_kind(tape, shape, "after", loss, shape.decoder_seq_len, logits)
+    return edge_kind(tape, shape, "after", (loss,), shape.decoder_seq_len, logits)

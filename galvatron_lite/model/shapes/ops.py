@@ -16,7 +16,16 @@ INDEX = 8
 
 
 def linear(
-    tape: Tape, name: str, x: Value, inner: int, columns: int, part: Part, *, bias: bool, own: bool = True
+    tape: Tape,
+    name: str,
+    x: Value,
+    inner: int,
+    columns: int,
+    part: Part,
+    *,
+    bias: bool,
+    own: bool = True,
+    keeps: Value | None = None,
 ) -> Value:
     """``x`` (rows, inner) times a weight (inner, columns).
 
@@ -30,6 +39,7 @@ def linear(
             one that every device holds.
         bias: whether a bias is added.
         own: whether the weight belongs to this layer (a tied head's does not).
+        keeps: the tensor whose storage is kept where the input is a view of it.
     """
     rows = x.items // inner
     split = part is not Part.WHOLE
@@ -44,7 +54,7 @@ def linear(
         x.bytes + out.bytes, 2 * (x.bytes + out.bytes), (weight + columns * bias) * tape.item_bytes,
         sharding_of(out if part is Part.TENSOR else x),
     )  # fmt: skip
-    return tape.record(Call((x,), out, saved=(x,), anchor=(out,)), operator)
+    return tape.record(Call((x,), out, saved=(keeps or x,), anchor=(out,)), operator)
 
 
 def layer_norm(tape: Tape, name: str, x: Value, width: int, *, bias: bool = True, affine: bool = True) -> Value:

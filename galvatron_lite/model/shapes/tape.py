@@ -2,8 +2,8 @@
 
 The figures of a ``LayerKind`` are sums over such a tape, so they follow from one rule per operator (``ops``) instead of
 one formula per model. What an operator keeps is what PyTorch's autograd saves for it (checked against real blocks in
-the tests); the sums agree with Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
-equations 1 to 4, where flash attention takes the place of their attention matrices.
+the tests); the sums agree with Korthikanti et al. 2022 (arXiv:2205.05198), equations 1 to 4, where flash attention
+takes the place of their attention matrices.
 """
 
 from __future__ import annotations
@@ -114,6 +114,10 @@ class Tape:
         """A boundary tensor that enters the layer."""
         self.inputs.append(self.value(items, part, item_bytes, grad))
         return self.inputs[-1]
+
+    def labels(self, items: int) -> Value:
+        """Indices of the right classes: part of the batch, no boundary tensor."""
+        return self.value(items, Part.WHOLE, 8, grad=False)
 
     def borrow(self, items: int) -> Value:
         """A boundary tensor that enters the layer and that another layer keeps."""

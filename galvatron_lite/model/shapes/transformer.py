@@ -7,7 +7,7 @@ share of the tokens under sequence parallelism, while the gathered input of each
 
 from __future__ import annotations
 
-from math import gcd
+from math import gcd, lcm
 
 from galvatron_lite.model.graph import LayerKind, ModelGraph, SplitDims
 from galvatron_lite.model.shapes import ops
@@ -15,6 +15,9 @@ from galvatron_lite.model.shapes.assemble import assemble, blocks
 from galvatron_lite.model.shapes.fields import DecoderShape, EncoderShape, MoeShape, TransformerShape
 from galvatron_lite.model.shapes.moe import experts
 from galvatron_lite.model.shapes.tape import Part, Tape, Value, narrow, widen
+
+_UNEVEN = 2**10 * 3**2 * 5 * 7
+"""Its divisors are the tensor-parallel degrees offered for a vocabulary that they do not divide."""
 
 
 def norm(tape: Tape, shape: TransformerShape, name: str, x: Value) -> Value:
@@ -121,11 +124,6 @@ def embed(tape: Tape, shape: TransformerShape, tokens: int, *, own: bool = True)
     return x
 
 
-def edge_dims(shape: TransformerShape, tokens: int) -> SplitDims:
-    """Extents of embedding and head that can be split."""
-    return SplitDims(sequence=tokens, hidden=shape.hidden, vocab=shape.entries)
-
-
 def embedding_kind(shape: TransformerShape, tokens: int, item_bytes: int) -> LayerKind:
     """``before``: token table (split over the vocabulary), positions; a BERT's segment table and norm too."""
     tape = Tape(item_bytes)
@@ -138,20 +136,22 @@ def embedding_kind(shape: TransformerShape, tokens: int, item_bytes: int) -> Lay
         )
         x = norm(tape, shape, "norm", x)
     x = ops.dropout(tape, "dropout", x, shape.dropout)
-    return edge_kind(tape, shape, "before", x, tokens)
+    return edge_kind(tape, shape, "before", (x,), tokens)
 
 
 def edge_kind(
-    tape: Tape, shape: TransformerShape, name: str, out: Value, tokens: int, gathered: Value | None = None
+    tape: Tape, shape: TransformerShape, name: str, out: tuple[Value, ...], tokens: int, gathered: Value | None = None
 ) -> LayerKind:
-    """Sum up the tape of an embedding or a head: one collective a forward pass."""
+    """Sum up the tape of an embedding (its rows are reduced once a forward pass) or of a head (its logits gathered).
+
+    The vocabulary may be shared unevenly, so degrees need not divide it.
+    """
     return tape.kind(
         name,
-        (out,),
-        edge_dims(shape, tokens),
-        tensor_degrees=shape.entries,
-        tensor_collectives=1,
-        sequence_parallel=False,
+        out,
+        SplitDims(sequence=tokens, hidden=shape.hidden, vocab=shape.entries),
+        tensor_degrees=lcm(shape.entries, _UNEVEN),
+        tensor_collectives=0 if gathered else 2,
         gathered=gathered,
     )
 
@@ -159,7 +159,7 @@ def edge_kind(
 def head(tape: Tape, shape: TransformerShape, x: Value, bias: bool = False) -> tuple[Value, Value]:
     """Logits split over the vocabulary, gathered, and their cross-entropy: (logits, loss)."""
     rows = x.items // shape.hidden
-    labels = tape.enter(rows, Part.WHOLE, ops.INDEX, grad=False)
+    labels = tape.labels(rows)
     own = not shape.tied_embeddings
     logits = ops.linear(tape, "head", widen(x), shape.hidden, shape.entries, Part.TENSOR, bias=bias, own=own)
     logits = widen(logits)
@@ -171,7 +171,7 @@ def head_kind(shape: TransformerShape, tokens: int, item_bytes: int) -> LayerKin
     tape = Tape(item_bytes)
     x = norm(tape, shape, "norm", tape.enter(tokens * shape.hidden))
     logits, loss = head(tape, shape, x)
-    return edge_kind(tape, shape, "after", loss, tokens, logits)
+    return edge_kind(tape, shape, "after", (loss,), tokens, logits)
 
 
 def masked_head_kind(shape: EncoderShape, tokens: int, item_bytes: int) -> LayerKind:
@@ -183,15 +183,15 @@ def masked_head_kind(shape: EncoderShape, tokens: int, item_bytes: int) -> Layer
     logits, loss = head(tape, shape, transformed, bias=True)
     if shape.head == "pretraining":
         loss = ops.add(tape, "loss.sum", loss, _next_sentence(tape, shape, x))
-    return edge_kind(tape, shape, "after", loss, tokens, logits)
+    return edge_kind(tape, shape, "after", (loss,), tokens, logits)
 
 
 def _next_sentence(tape: Tape, shape: EncoderShape, x: Value) -> Value:
     first = ops.reshape(tape, "pooler.first", x, shape.hidden)
-    pooled = ops.linear(tape, "pooler", first, shape.hidden, shape.hidden, Part.WHOLE, bias=True)
+    pooled = ops.linear(tape, "pooler", first, shape.hidden, shape.hidden, Part.WHOLE, bias=True, keeps=x)
     pooled = ops.activation(tape, "pooler.act", pooled, keeps_output=True)
     logits = ops.linear(tape, "next_sentence", pooled, shape.hidden, 2, Part.WHOLE, bias=True)
-    return ops.cross_entropy(tape, "next_sentence.loss", logits, tape.enter(1, Part.WHOLE, ops.INDEX, grad=False))
+    return ops.cross_entropy(tape, "next_sentence.loss", logits, tape.labels(1))
 
 
 def ties_of(shape: TransformerShape, *users: str) -> dict[tuple[str, str], int]:

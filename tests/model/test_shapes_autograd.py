@@ -1,0 +1,188 @@
+"""What the closed forms say is kept, against what autograd keeps of real modules on this machine (fp32, CPU)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from galvatron_lite.model import zoo
+from galvatron_lite.model.graph import ModelGraph, Recompute
+from galvatron_lite.model.shapes import (
+    ConvNextShape,
+    DecoderShape,
+    EncoderShape,
+    MoeShape,
+    ResNetShape,
+    VitShape,
+    build_graph,
+)
+
+SAMPLES = 2
+
+
+def kept_storages(run: Callable[[], Tensor], modules: nn.Module) -> dict[int, int]:
+    """Bytes of every storage that autograd keeps, parameters left out."""
+    weights = {tensor.untyped_storage().data_ptr() for tensor in [*modules.parameters(), *modules.buffers()]}
+    saved: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = run()
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
+    del output
+    return {place: size for place, size in storages.items() if place not in weights}
+
+
+def kept_per_sample(graph: ModelGraph) -> int:
+    return sum(graph.kind_of(layer).kept[Recompute.NONE].total for layer in graph.layers)
+
+
+def kept_by_block(module: nn.Module, *inputs: Tensor) -> float:
+    return sum(kept_storages(lambda: module(*inputs), module).values()) / SAMPLES
+
+
+GPT = DecoderShape(layers=3, hidden=32, heads=4, vocab=97, seq_len=24)
+LLAMA = DecoderShape(
+    layers=3, hidden=32, heads=4, kv_heads=2, ffn_hidden=88, gated_mlp=True, activation="silu", norm="rmsnorm",
+    fused_norm=False, biases=False, positions="rotary", vocab=97, tied_embeddings=False, seq_len=24,
+)  # fmt: skip
+SIZES = {"vocab": 97, "layers": 3, "hidden": 32, "heads": 4, "sequence": 24}
+ZOO: dict[str, tuple[DecoderShape, dict[str, Any]]] = {
+    "gpt-tiny": (GPT, SIZES),
+    "llama-tiny": (LLAMA, SIZES | {"kv_heads": 2, "ffn_hidden": 88}),
+}
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_zoo_model_keeps_what_the_closed_form_says(name: str) -> None:
+    """The whole model: what is not a sample's own (rotary angles, the loss's weight) is all that may be left over."""
+    shape, fields = ZOO[name]
+    model = zoo.build(name, **fields)
+    assert sum(parameter.numel() for parameter in model.parameters()) == build_graph(shape).parameters
+    tokens, labels = torch.randint(97, (SAMPLES, 24)), torch.randint(97, (SAMPLES, 24))
+    storages = kept_storages(lambda: model(tokens, labels), model)
+    shared = 4 * 24 * 8 * 2 * (name == "llama-tiny") + 8 * 24 * (name == "gpt-tiny") + 4
+    assert sum(storages.values()) == SAMPLES * kept_per_sample(build_graph(shape, precision="fp32")) + shared
+
+
+def test_bert_layer_of_transformers() -> None:
+    from transformers import BertConfig
+    from transformers.models.bert.modeling_bert import BertLayer
+
+    config = BertConfig(hidden_size=32, num_attention_heads=4, intermediate_size=80, hidden_dropout_prob=0.0)
+    config.attention_probs_dropout_prob, config._attn_implementation = 0.0, "sdpa"
+    shape = EncoderShape(layers=1, hidden=32, heads=4, ffn_hidden=80, vocab=64, seq_len=24)
+    kind = build_graph(shape, precision="fp32").kinds["block"]
+    layer = BertLayer(config)  # type: ignore[no-untyped-call]
+    assert sum(parameter.numel() for parameter in layer.parameters()) == kind.parameters.total
+    hidden = torch.randn(SAMPLES, 24, 32, requires_grad=True)
+    assert kept_by_block(layer, hidden) == kind.kept[Recompute.NONE].total
+
+
+def test_vit_model_of_transformers() -> None:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=80, image_size=32, patch_size=8,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    config.num_labels = 10
+    model = ViTForImageClassification(config)
+    shape = VitShape(layers=2, hidden=32, heads=4, ffn_hidden=80, image_size=32, patch=8, classes=10)
+    graph = build_graph(shape, precision="fp32")
+    assert sum(parameter.numel() for parameter in model.parameters()) == graph.parameters
+    images, labels = torch.randn(SAMPLES, 3, 32, 32), torch.zeros(SAMPLES, dtype=torch.long)
+    storages = kept_storages(lambda: F.cross_entropy(model(images).logits, labels), model)
+    assert sum(storages.values()) == SAMPLES * kept_per_sample(graph) + 4
+
+
+def test_convnext_layer_of_transformers() -> None:
+    from transformers import ConvNextConfig
+    from transformers.models.convnext.modeling_convnext import ConvNextLayer
+
+    layer = ConvNextLayer(ConvNextConfig(), dim=16)  # type: ignore[no-untyped-call]
+    kind = build_graph(ConvNextShape(depths=(2,), widths=(16,), image_size=32), precision="fp32").kinds["stage0_block"]
+    assert sum(parameter.numel() for parameter in layer.parameters()) == kind.parameters.total
+    pixels = torch.randn(SAMPLES, 16, 8, 8, requires_grad=True)
+    assert kept_by_block(layer, pixels) == pytest.approx(kind.kept[Recompute.NONE].total, rel=0.01)
+
+
+class Bottleneck(nn.Module):
+    """torchvision's bottleneck block with a projection."""
+
+    def __init__(self, inner: int, middle: int, outer: int) -> None:
+        super().__init__()
+        shapes = ((inner, middle, 1, 1), (middle, middle, 3, 2), (middle, outer, 1, 1), (inner, outer, 1, 2))
+        self.convs = nn.ModuleList(nn.Conv2d(i, o, k, stride=s, padding=k // 2, bias=False) for i, o, k, s in shapes)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(o) for _, o, _, _ in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for index in range(3):
+            y = self.norms[index](self.convs[index](y))
+            y = y.relu_() if index < 2 else y
+        y += self.norms[3](self.convs[3](x))
+        return y.relu_()
+
+
+def test_resnet_bottleneck() -> None:
+    """Batch norm's statistics belong to the batch, 8 bytes a channel: all that may differ."""
+    block = Bottleneck(32, 16, 64)
+    shape = ResNetShape(depths=(1, 1), width=8, image_size=32)
+    kind = build_graph(shape, precision="fp32").kinds["stage1_first"]
+    assert sum(parameter.numel() for parameter in block.parameters()) == kind.parameters.total
+    assert sum(b.numel() * b.element_size() for b in block.buffers()) == kind.buffer_bytes
+    pixels = torch.randn(SAMPLES, 32, 8, 8, requires_grad=True)
+    statistics = 8 * (16 + 16 + 64 + 64)
+    storages = sum(kept_storages(lambda: block(pixels), block).values())
+    assert storages == SAMPLES * kind.kept[Recompute.NONE].total + statistics
+
+
+class Mixture(nn.Module):
+    """Mixtral's mixture of experts by the book, every token copied to its two experts, as grouped matmuls run it."""
+
+    def __init__(self, hidden: int, ffn: int, many: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(hidden, many, bias=False)
+        self.gate = nn.ModuleList(nn.Linear(hidden, ffn, bias=False) for _ in range(many))
+        self.up = nn.ModuleList(nn.Linear(hidden, ffn, bias=False) for _ in range(many))
+        self.down = nn.ModuleList(nn.Linear(ffn, hidden, bias=False) for _ in range(many))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        weights, chosen = self.router(flat).softmax(-1).topk(2)
+        order = chosen.flatten().argsort()
+        shares = torch.split(flat[order // 2], chosen.flatten().bincount(minlength=len(self.up)).tolist())
+        outputs = [
+            down(F.silu(gate(share)) * up(share))
+            for gate, up, down, share in zip(self.gate, self.up, self.down, shares, strict=True)
+        ]
+        weighted = torch.cat(outputs) * weights.flatten()[order, None]
+        mixed: Tensor = weighted[order.argsort()].view(len(flat), 2, -1).sum(1).view_as(x)
+        return mixed
+
+
+def test_mixture_of_experts() -> None:
+    """The closed form may differ by the indices of rows that sorting makes."""
+    shape = MoeShape(
+        layers=1, hidden=64, heads=4, ffn_hidden=96, gated_mlp=True, activation="silu", norm="rmsnorm", biases=False,
+        positions="none", n_experts=4, vocab=64, seq_len=32,
+    )  # fmt: skip
+    plain = DecoderShape(
+        layers=1, hidden=64, heads=4, ffn_hidden=96, gated_mlp=True, activation="silu", norm="rmsnorm", biases=False,
+        positions="none", vocab=64, seq_len=32,
+    )  # fmt: skip
+    block, dense = (build_graph(s, precision="fp32").kinds["block"] for s in (shape, plain))
+    mixture = Mixture(64, 96, 4)
+    own = sum(parameter.numel() for parameter in mixture.parameters())
+    assert block.parameters.total - dense.parameters.total == own - 3 * 64 * 96
+    mlp = 4 * 32 * (64 + 4 * 96)
+    x = torch.randn(SAMPLES, 32, 64, requires_grad=True)
+    expected = block.kept[Recompute.NONE].total - dense.kept[Recompute.NONE].total + mlp
+    assert kept_by_block(mixture, x) == pytest.approx(expected, rel=0.03)
