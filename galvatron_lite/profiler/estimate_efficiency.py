@@ -57,8 +57,9 @@ FAMILIES: dict[str, Efficiency] = {
     "T4": Efficiency(0.42, 0.2, 0.15, 0.75),  # 70 W: clocks fall under load
     "RTX-Titan": Efficiency(0.65, 0.3, 0.22),
     "RTX-3090": Efficiency(0.85, 0.65, 0.5),
-    # cuBLAS 8192^3 about 265-275 of 312 TFLOP/s; FlashAttention-2 220 forward and 180 backward (arXiv 2307.08691).
-    "A100": Efficiency(0.86, 0.7, 0.58),
+    # cuBLAS 8192^3 about 265-275 of 312 TFLOP/s when cool, 250-260 in long runs at 400 W; the latter fits the training
+    # runs of arXiv 2205.05198. FlashAttention-2 220 forward and 180 backward (arXiv 2307.08691).
+    "A100": Efficiency(0.83, 0.7, 0.58),
     # About 700-750 of 989 TFLOP/s within 700 W; FlashAttention-2 370 forward, 290 backward (arXiv 2407.08608, 4.1).
     "H100": Efficiency(0.74, 0.37, 0.29, 0.85),
     "H200": Efficiency(0.75, 0.37, 0.29, 0.85),
@@ -71,6 +72,9 @@ FAMILIES: dict[str, Efficiency] = {
 
 UNKNOWN = Efficiency(0.75, 0.4, 0.3)
 """[Empirical] for devices of no known family."""
+
+MEASURED = Efficiency(1.0, 0.5, 0.4, 1.0)
+"""[Empirical] for such devices where peak and bandwidth were measured, so that nothing is lost beside them."""
 
 RAMP_INNER = 160
 """[Empirical] inner items a tile costs beyond its own: filling the pipeline and writing the result. Writing a 128 x 256
@@ -139,4 +143,6 @@ OPTIMIZERS: dict[str, OptimizerTraffic] = {
 def efficiency_of(device: Device) -> Efficiency:
     """The efficiencies of a device's family, by the longest family name its own begins with."""
     names = [name for name in FAMILIES if device.name.upper().startswith(name.upper())]
-    return FAMILIES[max(names, key=len)] if names else UNKNOWN
+    if names:
+        return FAMILIES[max(names, key=len)]
+    return MEASURED if device.source == "measured" else UNKNOWN

@@ -1,0 +1,202 @@
+"""This machine as a ``Cluster``: CUDA devices by name, or CPU processes of measured speed. Imports torch when run."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from galvatron_lite.cluster.catalog import known_clusters, load_cluster, match_device
+from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
+from galvatron_lite.errors import InputError, LaunchError
+
+if TYPE_CHECKING:
+    import torch
+
+_MATMUL_EXTENT = 512
+_COPY_BYTES = 32 * 2**20
+_ROUNDS = 5
+
+CPU_LINK = Level("machine", 1, 5e9, 3e-5, contention=1.0, efficiency=0.5, source="rough figure for gloo in one machine")
+"""[Empirical] processes of one machine that talk over gloo; ``galvatron profile`` measures the real figures."""
+
+NETWORK_LINK = Level("cluster", 1, 12.5e9, 3e-5, efficiency=0.8, source="rough figure: one 100 Gb/s adapter a node")
+"""[Empirical] machines of unknown network."""
+
+_WORDS = {
+    "device": "device",
+    "count": "number of devices",
+    "cpu": "CPU model",
+    "torch": "torch version",
+    "backend": "communication backend",
+    "host": "machine",
+}
+
+
+def probe(world_size: int | None = None, device: str = "auto") -> Cluster:
+    """This machine, or all machines of a launch, as a cluster.
+
+    Levels come from ``LOCAL_WORLD_SIZE`` and ``WORLD_SIZE`` as torchrun sets them; their figures are rough until
+    ``galvatron profile`` has measured communication.
+
+    Args:
+        world_size: how many processes; default: ``WORLD_SIZE``, else all GPUs of this machine, else 1.
+        device: ``cuda``, ``cpu``, or ``auto``: GPUs where there are any.
+
+    Raises:
+        LaunchError: ``cuda`` was asked for and there is no GPU, or more processes a machine than GPUs.
+        InputError: an unknown device, or a world that does not fill its machines.
+    """
+    import torch
+
+    if device not in {"auto", "cuda", "cpu"}:
+        raise InputError("device", device, "Give auto, cuda or cpu.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise LaunchError(
+            "No GPU is visible to this process. Check nvidia-smi and CUDA_VISIBLE_DEVICES, install a CUDA build of"
+            f" torch (this is {torch.__version__}), or run on CPU processes with device='cpu'."
+        )
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    world, local = _sizes(world_size, torch.cuda.device_count() if on_gpu else 1)
+    found = _gpu(torch.cuda.device_count(), local) if on_gpu else _cpu(local)
+    return Cluster(
+        name="this machine" if world == local else "these machines",
+        groups=(DeviceGroup(found, world),),
+        levels=_levels(found, world, local, on_gpu),
+        fingerprint=_fingerprint(found, world, "nccl" if on_gpu else "gloo"),
+    )
+
+
+def differs(fingerprint_a: Mapping[str, str], fingerprint_b: Mapping[str, str]) -> list[str]:
+    """What differs between the machines two fingerprints were taken on, in words; empty where nothing does.
+
+    Things that only one of them knows are left out, so an empty fingerprint (data sheets) differs from none.
+    """
+    return [
+        f"{_WORDS.get(key, key)}: {fingerprint_a[key]} against {fingerprint_b[key]}"
+        for key in fingerprint_a
+        if key in fingerprint_b and fingerprint_a[key] != fingerprint_b[key]
+    ]
+
+
+def _sizes(world_size: int | None, devices: int) -> tuple[int, int]:
+    """Processes in all, and on this machine."""
+    world = world_size if world_size is not None else int(os.environ.get("WORLD_SIZE", devices))
+    if world < 1:
+        raise InputError("world_size", world, "Give 1 or more.")
+    local = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    if world % local:
+        raise InputError("WORLD_SIZE", world, f"Give a multiple of LOCAL_WORLD_SIZE ({local}).")
+    return world, local
+
+
+def _gpu(count: int, local: int) -> Device:
+    """The first GPU: peaks from its data sheet, memory as the driver reports it.
+
+    A GPU of no known data sheet has its peak and bandwidth measured.
+    """
+    import torch
+
+    if local > count:
+        raise LaunchError(f"{local} processes on this machine, but it shows {count} GPUs. Start one a GPU.")
+    properties = torch.cuda.get_device_properties(0)
+    sheet = match_device(properties.name)
+    if sheet is not None:
+        return replace(sheet, memory=properties.total_memory, units=properties.multi_processor_count)
+    peaks, bandwidth = _measured(torch.device("cuda", 0), ("fp32", "bf16"), 4096, 2**30)
+    return Device(
+        properties.name,
+        properties.total_memory,
+        bandwidth,
+        peaks,
+        properties.multi_processor_count,
+        launch_overhead=4e-6,
+        context=800 * 2**20,
+        source="measured",
+    )
+
+
+def _cpu(local: int) -> Device:
+    """One CPU process: its share of memory, and the speed this process measures now."""
+    import torch
+
+    peaks, bandwidth = _measured(torch.device("cpu"), ("fp32",), _MATMUL_EXTENT, _COPY_BYTES)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
+    return Device(f"CPU {_cpu_model()}", memory, bandwidth, peaks, launch_overhead=2e-6, source="measured")
+
+
+def _measured(
+    device: torch.device, precisions: tuple[str, ...], extent: int, size: int
+) -> tuple[dict[str, float], float]:
+    """FLOP/s of a short matmul by precision, and bytes per second read and written by a short copy."""
+    import torch
+
+    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    peaks = {}
+    for precision in precisions:
+        left = torch.rand(extent, extent, dtype=torch.float32, device=device).to(kinds[precision])
+        peaks[precision] = 2 * extent**3 / _shortest(partial(torch.mm, left, left), device)
+    source = torch.rand(size // 4, device=device)
+    target = torch.empty_like(source)
+    return peaks, 2 * size / _shortest(partial(target.copy_, source), device)
+
+
+def _shortest(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of a few runs, after one to warm up."""
+    import torch
+
+    times = []
+    for _ in range(_ROUNDS + 1):
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return max(min(times[1:]), 1e-9)
+
+
+def _levels(device: Device, world: int, local: int, on_gpu: bool) -> tuple[Level, ...]:
+    """Links of a shipped cluster of the same device where there is one, else rough figures."""
+    node, network = _links(device, local) if on_gpu else (CPU_LINK, NETWORK_LINK)
+    inner = replace(node, size=local)
+    return (inner,) if world == local else (inner, replace(network, size=world // local))
+
+
+def _links(device: Device, local: int) -> tuple[Level, Level]:
+    for name in known_clusters():
+        shipped = load_cluster(name)
+        if shipped.device.name == device.name and shipped.devices >= local:
+            inner, outer = load_cluster(name, 2 * shipped.devices).levels
+            return inner, outer
+    pcie = Level("node", 1, 31.5e9, 1e-5, contention=1.5, efficiency=0.5, source="rough figure: PCIe 4.0 x16")
+    return pcie, NETWORK_LINK
+
+
+def _cpu_model() -> str:
+    """The CPU's name as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _fingerprint(device: Device, world: int, backend: str) -> dict[str, str]:
+    """What identifies the machine; the host's name only as a hash."""
+    import torch
+
+    return {
+        "device": device.name,
+        "count": str(world),
+        "cpu": _cpu_model(),
+        "torch": torch.__version__,
+        "backend": backend,
+        "host": hashlib.sha256(platform.node().encode()).hexdigest()[:12],
+    }
