@@ -1,0 +1,95 @@
+"""A model as layers: what runs before the repeated blocks, the blocks, what runs after them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from torch import nn
+
+from galvatron_lite.model.discover_blocks import BlockNames, find_blocks, inside
+from galvatron_lite.model.discover_signature import kind_names, signature
+from galvatron_lite.model.graph import Layer, Role
+
+
+def discover_layers(model: nn.Module, batch: Any = None, blocks: BlockNames | None = None) -> tuple[Layer, ...]:
+    """The layers of a model in running order: ``before``, one for each block, ``after``.
+
+    Args:
+        model: any module; it is not changed, and its storages are not touched.
+        batch: example batch; the running order is then seen on a copy of the model without storages. Without it the
+            order in which modules were registered is taken.
+        blocks: path of the container of the blocks, or paths and classes of the blocks; found by itself if None.
+
+    Without repeated blocks every child of a Sequential is a block; any other model becomes one layer, ``before``, and
+    an empty ``after``. Modules with parameters that run between two blocks are layers of role BLOCK, too. Parameters
+    that no layer's modules hold belong to ``before``.
+
+    Raises:
+        TraceError: an unknown block, or a model that does not run on the batch.
+    """
+    from galvatron_lite.model.trace_run import running_order
+
+    paths = find_blocks(model, blocks)
+    order = None if batch is None else running_order(model, batch, paths)
+    return arrange_layers(model, paths, order)
+
+
+def arrange_layers(
+    model: nn.Module,
+    blocks: list[str],
+    order: list[str] | None = None,
+    signatures: Mapping[str, Hashable] | None = None,
+) -> tuple[Layer, ...]:
+    """Layers from blocks and the order in which modules first run.
+
+    Args:
+        model: the model.
+        blocks: paths of the blocks.
+        order: paths of modules in the order they first ran; None for registration order.
+        signatures: key of equal layers by path; structure alone if not given.
+    """
+    units = unit_paths(model, blocks)
+    ran = _first_runs(units, order)
+    places = [place for place, path in enumerate(ran) if path in set(blocks)]
+    first, last = (places[0], places[-1]) if places else (len(ran), len(ran))
+    middle = [path for path in ran[first : last + 1] if path in set(blocks) or _has_parameters(model, path)]
+    keys = [(signatures or {}).get(path) or signature(model.get_submodule(path)) for path in middle]
+    kinds = kind_names(keys)
+    before = Layer("before", "before", Role.BEFORE, tuple(ran[:first]))
+    after = Layer("after", "after", Role.AFTER, tuple(ran[last + 1 :]))
+    inner = [Layer(path, kind, Role.BLOCK, (path,)) for path, kind in zip(middle, kinds, strict=True)]
+    return (before, *inner, after)
+
+
+def unit_paths(model: nn.Module, blocks: list[str]) -> list[str]:
+    """The blocks, and the outermost modules that hold no block, in registration order; shared modules once."""
+    chosen = set(blocks)
+
+    def walk(module: nn.Module, path: str) -> list[str]:
+        if path in chosen:
+            return [path]
+        if path and not any(inside(block, path) for block in blocks):
+            return [path]
+        return [unit for name, child in module.named_children() for unit in walk(child, f"{path}.{name}".lstrip("."))]
+
+    first: dict[int, str] = {}
+    for path in walk(model, ""):
+        first.setdefault(id(model.get_submodule(path)), path)
+    return list(first.values())
+
+
+def _first_runs(units: list[str], order: list[str] | None) -> list[str]:
+    """Units in running order; those that never ran follow the unit registered before them."""
+    if order is None:
+        return units
+    known = set(units)
+    ran = [path for path in dict.fromkeys(order) if path in known]
+    for place, path in enumerate(units):
+        if path not in ran:
+            ran.insert(ran.index(units[place - 1]) + 1 if place else 0, path)
+    return ran
+
+
+def _has_parameters(model: nn.Module, path: str) -> bool:
+    return any(True for _ in model.get_submodule(path).parameters())

@@ -1,0 +1,117 @@
+"""Which modules of a model are its repeated blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+
+from torch import nn
+
+from galvatron_lite.errors import TraceError
+from galvatron_lite.model.discover_signature import signature
+
+BlockNames = str | type[nn.Module] | Sequence[str | type[nn.Module]]
+"""How a user names blocks: the path of a container or module, a module class, or a list of these."""
+
+_LEAST_SHARE = 0.1
+
+
+def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[str]:
+    """Paths of the repeated blocks in registration order.
+
+    Unless the user names them they are runs of two or more neighbouring children of one class in a ModuleList or
+    Sequential, the outermost such, at least two of the children being structurally equal. Runs with less than a tenth
+    of the model's parameters do not count. Other modules of such a run's class that stand in a ModuleList or Sequential
+    are blocks, too (residual networks change width inside a run). A model without any, that
+    is (or wraps nothing but) a Sequential, has every child of it as a block; any other has no block.
+
+    Raises:
+        TraceError: a name that the model does not have.
+    """
+    if blocks is not None:
+        return _named_blocks(model, blocks)
+    return _repeated_blocks(model) or _sequential_children(model)
+
+
+def _named_blocks(model: nn.Module, blocks: BlockNames) -> list[str]:
+    names = [blocks] if isinstance(blocks, (str, type)) else list(blocks)
+    found = [path for name in names for path in _named(model, name)]
+    order = [path for path, _ in model.named_modules()]
+    return sorted(dict.fromkeys(found), key=order.index)
+
+
+def _named(model: nn.Module, name: str | type[nn.Module]) -> list[str]:
+    modules = dict(model.named_modules())
+    if isinstance(name, type):
+        paths = _outermost([path for path, module in modules.items() if isinstance(module, name)])
+    elif name not in modules:
+        paths = []
+    elif isinstance(modules[name], (nn.ModuleList, nn.Sequential)):
+        paths = [_join(name, child) for child, _ in modules[name].named_children()]
+    else:
+        paths = [name]
+    if not paths or paths == [""]:
+        remedy = "Give the path of a ModuleList, Sequential or module (see model.named_modules()), or a module class."
+        raise TraceError("blocks", name if isinstance(name, str) else name.__name__, remedy)
+    return paths
+
+
+def _outermost(paths: list[str]) -> list[str]:
+    return [path for path in paths if not any(inside(path, other) for other in paths)]
+
+
+def inside(path: str, ancestor: str) -> bool:
+    """Whether a module path lies strictly below another."""
+    return path != ancestor and (not ancestor or path.startswith(ancestor + "."))
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _repeated_blocks(model: nn.Module) -> list[str]:
+    modules = dict(model.named_modules())
+    sizes = {path: sum(p.numel() for p in module.parameters()) for path, module in modules.items()}
+    runs = _runs(model, "")
+    large = [run for run in runs if sum(map(sizes.__getitem__, run)) >= _LEAST_SHARE * sizes[""] and sizes[""]]
+    classes = {type(modules[run[0]]) for run in large if _some_equal([modules[path] for path in run])}
+    own = tuple(kind for kind in classes if not kind.__module__.startswith("torch.nn."))
+    chosen = {path for run in runs if type(modules[run[0]]) in classes for path in run}
+    chosen |= {path for path, module in modules.items() if type(module) in own and _is_listed(modules, path)}
+    return _outermost([path for path in modules if path in chosen])
+
+
+def _is_listed(modules: dict[str, nn.Module], path: str) -> bool:
+    return isinstance(modules[path.rpartition(".")[0]], (nn.ModuleList, nn.Sequential))
+
+
+def _runs(module: nn.Module, path: str) -> list[list[str]]:
+    """Runs of neighbouring children of one class, in the outermost containers that have one."""
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        grouped = [list(group) for _, group in groupby(module.named_children(), key=lambda item: type(item[1]))]
+        runs = [run for run in grouped if _is_run([child for _, child in run])]
+        if runs:
+            return [[_join(path, name) for name, _ in run] for run in runs]
+    return [run for name, child in module.named_children() for run in _runs(child, _join(path, name))]
+
+
+def _is_run(children: list[nn.Module]) -> bool:
+    """Two or more children with parameters; equal ones, or at least not containers of equal ones."""
+    if len(children) < 2 or not any(True for _ in children[0].parameters()):
+        return False
+    return _some_equal(children) or not any(_runs(child, "") for child in children)
+
+
+def _some_equal(children: list[nn.Module]) -> bool:
+    return max(Counter(signature(child) for child in children).values()) > 1
+
+
+def _sequential_children(model: nn.Module) -> list[str]:
+    path, module = "", model
+    while not isinstance(module, nn.Sequential):
+        children = list(module.named_children())
+        if len(children) != 1:
+            return []
+        path, module = _join(path, children[0][0]), children[0][1]
+    return [_join(path, name) for name, _ in module.named_children()]

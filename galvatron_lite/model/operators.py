@@ -1,0 +1,73 @@
+"""A layer's operator calls, merged into few entries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
+from galvatron_lite.model.trace_figures import CallFigures
+
+_Key = tuple[str, OperatorClass, tuple[int, ...]]
+
+
+def merge(calls: Sequence[CallFigures]) -> tuple[Operator, ...]:
+    """Operators of one layer from its calls, in running order.
+
+    Heavy calls of one module and shape are one entry; so are all memory-bound calls of one module. Backward calls add
+    to the forward entries of their module and class, by share of forward FLOPs or bytes; where there is none (the sum
+    that makes a bias gradient), to the module's first entry, or its parent's.
+    """
+    forward = _grouped([call for call in calls if not call.backward])
+    backward = dict.fromkeys(forward, (0, 0))
+    for call in calls:
+        if call.backward and forward:
+            _book(call, forward, backward)
+    return tuple(_operator(key, forward[key], *backward[key]) for key in forward)
+
+
+def _grouped(calls: Sequence[CallFigures]) -> dict[_Key, list[CallFigures]]:
+    groups: dict[_Key, list[CallFigures]] = {}
+    for call in calls:
+        shape = () if call.kind is OperatorClass.MEMORY else call.shape
+        groups.setdefault((call.path, call.kind, shape), []).append(call)
+    return groups
+
+
+def _book(call: CallFigures, forward: dict[_Key, list[CallFigures]], backward: dict[_Key, tuple[int, int]]) -> None:
+    keys = _homes(call, list(forward))
+    shares = [sum(part.flops or part.moved for part in forward[key]) or 1 for key in keys]
+    flops, moved, left = call.flops, call.moved, sum(shares)
+    for key, share in zip(keys, shares, strict=True):
+        part = (flops * share // left, moved * share // left)
+        backward[key] = (backward[key][0] + part[0], backward[key][1] + part[1])
+        flops, moved, left = flops - part[0], moved - part[1], left - share
+
+
+def _homes(call: CallFigures, keys: list[_Key]) -> list[_Key]:
+    """Entries a backward call belongs to: those of its module and class, else the nearest of its module or parents."""
+    same = [key for key in keys if key[0] == call.path and key[1] is call.kind]
+    path = call.path
+    while not same:
+        same = [key for key in keys if key[0] == path][:1]
+        if not path:
+            break
+        path = path.rpartition(".")[0]
+    return same or keys[:1]
+
+
+def _operator(key: _Key, calls: list[CallFigures], backward_flops: int, backward_moved: int) -> Operator:
+    path, kind, shape = key
+    largest = max(calls, key=lambda call: (call.moved, call.shape)).name
+    name = path if kind is OperatorClass.MATMUL and path else ".".join(filter(None, (path, largest)))
+    return Operator(
+        name=name,
+        kind=kind,
+        shape=shape or (max(call.shape[0] for call in calls),),
+        count=len(calls),
+        flops=sum(call.flops for call in calls),
+        backward_flops=backward_flops,
+        moved=sum(call.moved for call in calls),
+        backward_moved=backward_moved,
+        weight_bytes=sum(call.weight_bytes for call in calls),
+        sharding=Sharding.NONE,
+    )

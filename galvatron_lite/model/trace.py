@@ -1,0 +1,207 @@
+"""Model capture: any module and an example batch become a ``ModelGraph``, with no data run and no weight touched."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from galvatron_lite.errors import TraceError
+from galvatron_lite.model.batch import LossFn, map_tensors, resize_batch, sequence_length, tensors_of
+from galvatron_lite.model.discover import arrange_layers, unit_paths
+from galvatron_lite.model.discover_blocks import BlockNames, find_blocks
+from galvatron_lite.model.discover_signature import signature
+from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Recompute, Role, TensorSplit
+from galvatron_lite.model.operators import merge
+from galvatron_lite.model.trace_dims import split_dims
+from galvatron_lite.model.trace_edges import run_edges
+from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures
+from galvatron_lite.model.trace_meta import dtype_of, meta_copy, precision_of
+from galvatron_lite.model.trace_owners import Owners, find_owners
+from galvatron_lite.model.trace_run import BlockCall, Observation, chain_inputs, observe, run_block
+
+
+def trace(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    blocks: BlockNames | None = None,
+    precision: str | None = None,
+    name: str | None = None,
+) -> ModelGraph:
+    """Capture a model: its layers and, for one sample, what each computes, moves and keeps.
+
+    Everything runs on a copy of the model on the meta device (shapes only): a 70B model takes seconds and no memory.
+    Each kind of structurally equal layers is run in detail once, forward and backward, at two batch sizes.
+
+    Args:
+        model: on any device, the meta device included; it is not changed.
+        batch: example batch (see ``model.batch``); only its shapes matter, and the batch size does not.
+        loss_fn: ``loss_fn(output, batch)``; by default the model's own loss.
+        blocks: how to find the repeated blocks (see ``discover_layers``).
+        precision: trace as if the model were cast to it (``bf16``); by default as the parameters are.
+        name: of the graph; by default the model's class.
+
+    Raises:
+        TraceError: the model or a block cannot be captured; names it and the cause.
+        InputError: no loss can be found in the output.
+    """
+    twin = meta_copy(model, precision)
+    batches = [_example(batch, samples, precision) for samples in SAMPLES]
+    paths = find_blocks(twin, blocks)
+    seen = tuple(observe(twin, example, unit_paths(twin, paths)) for example in batches)
+    layers = arrange_layers(twin, paths, seen[1].order, _signatures(twin, seen[1]))
+    calls = tuple(_block_calls(layers, observation) for observation in seen)
+    capture = _Capture(twin, layers, find_owners(twin, layers), calls, _sequence(batches[1], calls[1]))
+    return ModelGraph(
+        name=name or type(model).__name__,
+        layers=layers,
+        kinds=capture.kinds(batches, loss_fn),
+        sequence=capture.sequence,
+        precision=precision_of(twin),
+        ties=capture.owners.ties,
+    )
+
+
+def _example(batch: Any, samples: int, precision: str | None) -> Any:
+    resized = resize_batch(batch, samples)
+    if precision is None:
+        return resized
+    dtype = dtype_of(precision)
+    return map_tensors(resized, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def _signatures(twin: nn.Module, seen: Observation) -> dict[str, Hashable]:
+    """What equal blocks share: structure, shapes that enter, and which parameters they share with others."""
+    holders: dict[int, set[str]] = {}
+    for path in {call.path for call in seen.calls}:
+        for parameter in twin.get_submodule(path).parameters():
+            holders.setdefault(id(parameter), set()).add(path)
+    keys: dict[str, Hashable] = {}
+    for call in seen.calls:
+        block = twin.get_submodule(call.path)
+        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in call.inputs)
+        shared = tuple(name for name, p in block.named_parameters() if len(holders[id(p)]) > 1)
+        keys.setdefault(call.path, (signature(block), shapes, shared))
+    return keys
+
+
+def _sequence(batch: Any, calls: Sequence[BlockCall]) -> int:
+    """Tokens per sample: of the batch, else of a hidden state (samples, tokens, channels)."""
+    tokens = sequence_length(batch)
+    entering = calls[0].inputs if calls else []
+    hidden = [tensor for tensor in entering if tensor.dim() == 3 and tensor.is_floating_point()]
+    return hidden[0].shape[1] if tokens == 1 and hidden else tokens
+
+
+def _block_calls(layers: Sequence[Layer], seen: Observation) -> tuple[BlockCall, ...]:
+    """The calls of blocks, in order.
+
+    Raises:
+        TraceError: a block that never runs.
+    """
+    names = [layer.name for layer in layers if layer.role is Role.BLOCK]
+    calls = tuple(call for call in seen.calls if call.path in set(names))
+    unused = [name for name in names if name not in {call.path for call in calls}]
+    if unused:
+        remedy = "It never runs on this batch; give a batch that uses it, or name the blocks yourself (blocks=)."
+        raise TraceError("block", unused[0], remedy)
+    return calls
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _slope(pair: Sequence[int]) -> int:
+    return (pair[1] - pair[0]) // (SAMPLES[1] - SAMPLES[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Capture:
+    """A model on the meta device, its layers, and the blocks' calls at the two batch sizes."""
+
+    twin: nn.Module
+    layers: tuple[Layer, ...]
+    owners: Owners
+    calls: tuple[tuple[BlockCall, ...], ...]
+    sequence: int
+
+    def kinds(self, batches: Sequence[Any], loss_fn: LossFn | None) -> dict[str, LayerKind]:
+        """Every kind of layer, in running order."""
+        first: dict[str, Layer] = {}
+        for layer in self.layers:
+            if layer.role is Role.BLOCK:
+                first.setdefault(layer.kind, layer)
+        found = {kind: self._block(layer) for kind, layer in first.items()}
+        side = max((region.side for _, region in found.values()), default=0)
+        before, after = self._edges(batches, loss_fn, side)
+        return {"before": before, **{kind: block for kind, (block, _) in found.items()}, "after": after}
+
+    def _block(self, layer: Layer) -> tuple[LayerKind, RegionFigures]:
+        alike = {other.name for other in self.layers if other.kind == layer.kind}
+        block = self.twin.get_submodule(layer.name)
+        runs, entering, leaving = [], [], []
+        for calls in self.calls:
+            call = next(call for call in calls if call.path == layer.name)
+            chain = chain_inputs(calls, alike)
+            runs.append(run_block(block, call, chain))
+            entering.append(_bytes(call.inputs[place] for place in chain))
+            leaving.append(_bytes(tensors_of(call.output)))
+        region = figures(*runs)
+        kept = {Recompute.NONE: region.kept, Recompute.SELECTIVE: region.selective, Recompute.FULL: _slope(entering)}
+        untrained = {f"{layer.name}.{name}" for name in runs[1].recording.untrained}
+        return self._kind(layer, region, kept, (_slope(entering), _slope(leaving)), untrained), region
+
+    def _edges(self, batches: Sequence[Any], loss_fn: LossFn | None, side: int) -> tuple[LayerKind, LayerKind]:
+        before, after = self.layers[0], self.layers[-1]
+        tail = self.owners.used(after)
+        runs = [run_edges(self.twin, b, calls, loss_fn, tail) for b, calls in zip(batches, self.calls, strict=True)]
+        untrained = [set(run.recording.untrained) for run in runs[1]]
+        head, foot = (figures(*pair) for pair in zip(*runs, strict=True))
+        batch = _slope([_bytes(tensors_of(example)) for example in batches])
+        boundary = (batch, self._boundary(0)), (self._boundary(-1), 0)
+        unused = untrained[0] & untrained[1] if self.calls[0] else untrained[0]
+        return (
+            self._kind(before, head, {Recompute.NONE: head.kept + side}, boundary[0], unused),
+            self._kind(after, foot, {Recompute.NONE: foot.kept}, boundary[1], untrained[1]),
+        )
+
+    def _boundary(self, place: int) -> int:
+        """Bytes per sample that enter the first block (0) or leave the last one (-1)."""
+        if not self.calls[0]:
+            return 0
+        sizes = []
+        for calls in self.calls:
+            chain = chain_inputs(calls, {calls[0].path}) if place == 0 else ()
+            tensors = [calls[0].inputs[i] for i in chain] if place == 0 else list(tensors_of(calls[-1].output))
+            sizes.append(_bytes(tensors))
+        return _slope(sizes)
+
+    def _kind(
+        self,
+        layer: Layer,
+        region: RegionFigures,
+        kept: dict[Recompute, int],
+        boundary: tuple[int, int],
+        untrained: set[str],
+    ) -> LayerKind:
+        operators = merge(region.calls)
+        parameters = self.owners.parameters[layer.name]
+        modules = [self.twin.get_submodule(path) for path in layer.modules]
+        return LayerKind(
+            name=layer.kind,
+            parameters=TensorSplit(whole=sum(p.numel() for p in parameters.values())),
+            operators=operators,
+            kept={choice: TensorSplit(whole=size) for choice, size in kept.items()},
+            working=TensorSplit(whole=region.working),
+            forward_working=TensorSplit(whole=region.forward_working),
+            input_bytes=boundary[0],
+            output_bytes=boundary[1],
+            dims=split_dims(self.twin, modules, layer.role, operators, self.sequence),
+            buffer_bytes=self.owners.buffer_bytes[layer.name],
+            dead_parameters=sum(p.numel() for name, p in parameters.items() if name in untrained),
+        )

@@ -1,0 +1,99 @@
+"""What runs before the first block and after the last one: the model's own forward with the blocks left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_tensors, tensors_of
+from galvatron_lite.model.trace_record import Recorder, Recording
+from galvatron_lite.model.trace_run import BlockCall, RegionRun, explaining, region_end, shapes_only
+
+
+class _LeftOut:
+    """Stands in for the blocks: gives what they gave, cut off from what they took."""
+
+    def __init__(self, recorder: Recorder, calls: Sequence[BlockCall], after: Recording) -> None:
+        self.recorder, self.calls, self.after = recorder, list(calls), after
+        self.entry: list[Tensor] = []
+        self.exit: list[Tensor] = []
+        self.numbers: tuple[int, ...] = ()
+        self._done = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._done == 0:
+            self.entry = [*tensors_of(args), *tensors_of(kwargs)]
+        self.recorder.target = None
+        output = map_tensors(self.calls[self._done].output, _fresh)
+        self._done += 1
+        if self._done == len(self.calls):
+            self.exit = list(tensors_of(output))
+            self.recorder.target = self.after
+            self.numbers = tuple(self.recorder.number(tensor) for tensor in self.exit)
+        return output
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return twin.requires_grad_(tensor.requires_grad)
+
+
+def _trained(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.requires_grad]
+
+
+@contextmanager
+def _replaced(blocks: Sequence[nn.Module], stand_in: _LeftOut) -> Iterator[None]:
+    for block in blocks:
+        block.forward = stand_in  # a module's own attribute comes before its class's method
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+def run_edges(
+    twin: nn.Module, batch: Any, calls: Sequence[BlockCall], loss_fn: LossFn | None, tail: Sequence[nn.Parameter]
+) -> tuple[RegionRun, RegionRun]:
+    """Run what lies before and after the blocks forward and backward on the meta device.
+
+    Args:
+        twin: the model on the meta device.
+        batch: on the meta device.
+        calls: the blocks' calls in order; without any, everything counts as before.
+        loss_fn: how to get the loss.
+        tail: parameters used after the blocks.
+
+    Raises:
+        TraceError: the model does not run.
+        InputError: it gives no loss.
+    """
+    recorder, before, after = Recorder(), Recording(), Recording()
+    blocks = {call.path: twin.get_submodule(call.path) for call in calls}
+    stand_in = _LeftOut(recorder, calls, after)
+    with (
+        explaining("", twin),
+        shapes_only(recorder),
+        recorder.watching(twin),
+        _replaced(list(blocks.values()), stand_in),
+    ):
+        recorder.target = before
+        given = tuple(recorder.number(tensor) for tensor in tensors_of(batch))
+        loss = loss_of(call_model(twin, batch), batch, loss_fn)
+        recorder.claim(loss, "")
+        recorder.claim(stand_in.entry, "")
+        last = after if calls else before
+        recorder.start_backward(last)
+        torch.autograd.backward([loss], inputs=_trained([*stand_in.exit, *tail] if calls else [*twin.parameters()]))
+        recorder.finish(last, twin.named_parameters())
+        end = region_end(stand_in.entry)
+        if end is not None:
+            recorder.start_backward(before)
+            end.backward()  # type: ignore[no-untyped-call]
+            recorder.finish(before, twin.named_parameters())
+    return RegionRun(before, given, ()), RegionRun(after, (*stand_in.numbers, *given), ())

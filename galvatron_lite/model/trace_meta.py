@@ -1,0 +1,72 @@
+"""A copy of a model without storages, to be run for its shapes alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.errors import TraceError
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Torch's type of every precision a model can be traced at."""
+
+
+def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
+    """A copy of a model on the meta device, in training mode, its storages never read.
+
+    Args:
+        model: on any device.
+        precision: floating parameters and buffers are cast to it; None leaves them as they are.
+
+    Parameters that are tied stay tied. A Hugging Face config is told to keep no cache of keys and values.
+
+    Raises:
+        TraceError: the model cannot be copied, or an unknown precision.
+    """
+    dtype = None if precision is None else dtype_of(precision)
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False), *_loose_tensors(module)]:
+            memo.setdefault(id(tensor), _meta_tensor(tensor, dtype))
+    try:
+        twin = copy.deepcopy(model, memo)
+    except Exception as cause:
+        raise TraceError("model", type(model).__name__, f"It must allow copy.deepcopy: {cause}") from cause
+    config: Any = getattr(twin, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False
+    return twin.train()
+
+
+def _loose_tensors(module: nn.Module) -> list[Tensor]:
+    return [value for value in vars(module).values() if isinstance(value, Tensor)]
+
+
+def _meta_tensor(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kept, device="meta")
+    return nn.Parameter(twin, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """Torch's type of a precision.
+
+    Raises:
+        TraceError: a precision no model can be traced at.
+    """
+    if precision not in DTYPES:
+        raise TraceError("precision", precision, f"Choose one of {', '.join(DTYPES)}.")
+    return DTYPES[precision]
+
+
+def precision_of(model: nn.Module) -> str:
+    """The precision that most of a model's floating parameters have; ``fp32`` for a model without any."""
+    items: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            items[parameter.dtype] = items.get(parameter.dtype, 0) + parameter.numel()
+    most = max(items, key=lambda dtype: items[dtype], default=torch.float32)
+    return next((name for name, dtype in DTYPES.items() if dtype is most), "fp32")

@@ -1,0 +1,193 @@
+"""What a run on the meta device does: every operator, every storage made and freed, every tensor autograd keeps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from galvatron_lite.errors import TraceError
+from galvatron_lite.model.batch import tensors_of
+from galvatron_lite.model.graph import OperatorClass
+from galvatron_lite.model.trace_operators import classify, extents, flops, moved, name_of
+
+_ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+
+
+@dataclass(slots=True)
+class Call:
+    """One operator call.
+
+    Attributes:
+        path: module it belongs to, relative to the region.
+        name: of the operator.
+        kind: what bounds it.
+        extents: sizes that make up ``Operator.shape``.
+        flops: multiply-adds counted as two; 0 for memory-bound operators.
+        moved: bytes of its inputs and outputs.
+        backward: whether it ran in backward.
+        outputs: storages of its outputs.
+    """
+
+    path: str
+    name: str
+    kind: OperatorClass
+    extents: tuple[int, ...]
+    flops: int
+    moved: int
+    backward: bool
+    outputs: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Recording:
+    """One region's run. Storages are numbered in the order they are first seen.
+
+    Attributes:
+        calls: in order.
+        sizes: bytes by storage.
+        events: storages made (number) and freed (-number), in order; those that were there before do not appear.
+        forward_events: how many of the events happened in forward.
+        kept: storages autograd keeps for backward, in order.
+        gradients: storages of parameter gradients.
+        untrained: names of trainable parameters that got no gradient.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    sizes: dict[int, int] = field(default_factory=dict)
+    events: list[int] = field(default_factory=list)
+    forward_events: int = 0
+    kept: dict[int, None] = field(default_factory=dict)
+    gradients: set[int] = field(default_factory=set)
+    untrained: tuple[str, ...] = ()
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes every operator call below autograd into ``target``; nothing while ``target`` is None.
+
+    Questions about the values of tensors (``mask.all()``) are answered with yes where they are boolean: checks of that
+    kind ask whether the simple case holds (no padding, no packing). Others raise TraceError.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.target: Recording | None = None
+        self.path = ""
+        self.backward = False
+        self._numbers = WeakIdKeyDictionary()
+        self._next = count(1)
+        self._callers: list[str] = []
+        self._nodes: dict[Node, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator and note it."""
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _answer(args[0])
+        if self.target is None:
+            return func(*args, **kwargs)
+        inputs = [*tensors_of(args), *tensors_of(kwargs)]
+        seen = [self.number(tensor) for tensor in inputs]
+        output = func(*args, **kwargs)
+        self._note(self.target, func, inputs, seen, flops(func, args, kwargs, output), output, args)
+        return output
+
+    def _note(
+        self, target: Recording, func: Any, inputs: list[Tensor], seen: list[int], flop: int, given: Any, args: Any
+    ) -> None:
+        outputs = list(tensors_of(given))
+        numbers = tuple(self.number(tensor, made=True) for tensor in outputs)
+        in_place = any(output is taken for output in outputs for taken in inputs)
+        if name_of(func) in _ALLOCATIONS or (set(numbers) <= set(seen) and not in_place):
+            return
+        sizes = extents(func, args, outputs)
+        traffic = moved(func, inputs, outputs)
+        kind = classify(func)
+        target.calls.append(Call(self.path, name_of(func), kind, sizes, flop, traffic, self.backward, numbers))
+
+    def number(self, tensor: Tensor, made: bool = False) -> int:
+        """The number of a tensor's storage; one not seen before gets the next, and an event if it was ``made``."""
+        storage = tensor.untyped_storage()
+        number = int(self._numbers.get(storage, 0))  # type: ignore[no-untyped-call]
+        if not number:
+            number = self._numbers[storage] = next(self._next)
+            if made and self.target is not None:
+                self.target.events.append(number)
+                weakref.finalize(storage, self.target.events.append, -number).atexit = False
+        if self.target is not None:
+            self.target.sizes[number] = storage.nbytes()
+        return number
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Note that autograd keeps a tensor; the pack hook of ``saved_tensors_hooks``."""
+        if self.target is not None:
+            self.target.kept.setdefault(self.number(tensor))
+        return tensor
+
+    def claim(self, output: Any, path: str) -> None:
+        """Book the autograd nodes above ``output`` that no module claimed yet to a module."""
+        waiting = [tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None]
+        while waiting:
+            node = waiting.pop()
+            if node in self._nodes:
+                continue
+            self._nodes[node] = path
+            node.register_prehook(partial(self._enter_node, path))
+            waiting.extend(following for following, _ in node.next_functions if following is not None)
+
+    def _enter_node(self, path: str, _: Any) -> None:
+        self.path = path
+
+    @contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        """While inside, book what runs in each submodule, forward and backward, to its path."""
+        handles = []
+        for path, part in module.named_modules():
+            handles.append(part.register_forward_pre_hook(partial(self._enter, path), prepend=True, with_kwargs=True))
+            handles.append(part.register_forward_hook(partial(self._leave, path)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self.claim((args, kwargs), self.path)
+        self._callers.append(self.path)
+        self.path = path
+
+    def _leave(self, path: str, _: nn.Module, __: Any, output: Any) -> None:
+        self.claim(output, path)
+        self.path = self._callers.pop()
+
+    def start_backward(self, target: Recording) -> None:
+        """From here on calls go to ``target`` as backward calls."""
+        target.forward_events = len(target.events)
+        self.target, self.backward, self.path = target, True, ""
+
+    def finish(self, target: Recording, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Note which parameters got a gradient, and let go of the gradients."""
+        trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+        target.untrained = tuple(name for name, parameter in trainable if parameter.grad is None)
+        self.target = target
+        target.gradients = {self.number(p.grad) for _, p in trainable if p.grad is not None}
+        self.target = None
+        for _, parameter in trainable:
+            parameter.grad = None
+
+
+def _answer(tensor: Tensor) -> bool:
+    if tensor.dtype is torch.bool:
+        return True
+    remedy = "The model reads values of tensors to decide what to run; such a model cannot be captured without data."
+    raise TraceError("model", "tensor.item()", remedy)

@@ -1,0 +1,189 @@
+"""Runs of a model without storages: once whole to see its blocks, then region by region in detail."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from galvatron_lite.errors import GalvatronError, TraceError
+from galvatron_lite.model.batch import call_model, map_tensors, resize_batch, tensors_of
+from galvatron_lite.model.trace_attention import FusedAttention
+from galvatron_lite.model.trace_meta import meta_copy
+from galvatron_lite.model.trace_record import Recorder, Recording
+
+
+@dataclass(slots=True)
+class BlockCall:
+    """One call of a block: what went in and what came out."""
+
+    path: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any = None
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """Every tensor that went in, in order."""
+        return [*tensors_of(self.args), *tensors_of(self.kwargs)]
+
+
+@dataclass(slots=True)
+class Observation:
+    """One run of the whole model.
+
+    Attributes:
+        order: module paths in the order they were entered.
+        calls: calls of blocks in order.
+    """
+
+    order: list[str] = field(default_factory=list)
+    calls: list[BlockCall] = field(default_factory=list)
+
+
+def running_order(model: nn.Module, batch: Any, blocks: Sequence[str]) -> list[str]:
+    """Module paths in the order they run on a batch; the model itself is not touched.
+
+    Raises:
+        TraceError: the model does not run.
+    """
+    return observe(meta_copy(model), resize_batch(batch, 2), blocks).order
+
+
+def observe(twin: nn.Module, batch: Any, blocks: Sequence[str]) -> Observation:
+    """Run a model on the meta device once, whole, and note its blocks' calls.
+
+    Raises:
+        TraceError: the model does not run; names the module and the cause.
+    """
+    seen, entered = Observation(), list[str]()
+    chosen = set(blocks)
+
+    def enter(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        entered.append(path)
+        seen.order.append(path)
+        if path in chosen:
+            seen.calls.append(BlockCall(path, args, kwargs))
+
+    def leave(path: str, _: nn.Module, __: Any, output: Any) -> None:
+        entered.pop()
+        if path in chosen:
+            seen.calls[-1].output = output
+
+    with ExitStack() as stack:
+        for path, module in twin.named_modules():
+            enter_handle = module.register_forward_pre_hook(partial(enter, path), with_kwargs=True, prepend=True)
+            leave_handle = module.register_forward_hook(partial(leave, path))
+            stack.callback(enter_handle.remove)
+            stack.callback(leave_handle.remove)
+        stack.enter_context(explaining("", twin, entered))
+        stack.enter_context(shapes_only(Recorder()))
+        call_model(twin, batch)
+    return seen
+
+
+@contextmanager
+def shapes_only(recorder: Recorder) -> Iterator[None]:
+    """Tensors are made on the meta device, attention is fused, and the recorder listens."""
+    with torch.device("meta"), FusedAttention(), saved_tensors_hooks(recorder.keep, lambda kept: kept), recorder:
+        yield
+
+
+@contextmanager
+def explaining(path: str, module: nn.Module, entered: Sequence[str] = ()) -> Iterator[None]:
+    """Turn what goes wrong into a TraceError that names the module, or the innermost one entered inside it."""
+    try:
+        yield
+    except Exception as cause:
+        if isinstance(cause, GalvatronError) and not isinstance(cause, TraceError):
+            raise
+        part = entered[-1] if entered else ""
+        full = ".".join(filter(None, (path, part)))
+        reason = cause.remedy if isinstance(cause, TraceError) else f"{type(cause).__name__}: {cause}"
+        remedy = f"It does not run without data (on the meta device): {reason}"
+        raise TraceError(
+            f"block {full}" if full else "model", type(module.get_submodule(part)).__name__, remedy
+        ) from cause
+
+
+class _Incoming(torch.autograd.Function):
+    """Ends a region: its backward hands each output a gradient that lives no longer than the region needs it."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        ctx.outputs = [(tensor.shape, tensor.dtype) for tensor in outputs]
+        return outputs[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in ctx.outputs)
+
+
+def region_end(outputs: Sequence[Tensor]) -> Tensor | None:
+    """A scalar whose backward gives every output that trains a gradient; None where none does."""
+    trained = [tensor for tensor in outputs if tensor.requires_grad]
+    return _Incoming.apply(*trained) if trained else None  # type: ignore[no-untyped-call]
+
+
+def chain_inputs(calls: Sequence[BlockCall], paths: Collection[str]) -> tuple[int, ...]:
+    """Places in ``BlockCall.inputs`` of what comes out of the block called before one of these (equal) blocks.
+
+    Where that cannot be seen (the first block): the first floating tensor.
+    """
+    for before, call in zip([None, *calls[:-1]], calls, strict=True):
+        if call.path in paths and before is not None:
+            given = [tensor.untyped_storage() for tensor in tensors_of(before.output)]
+            taken = [tensor.untyped_storage() for tensor in call.inputs]
+            places = tuple(i for i, storage in enumerate(taken) if any(storage is other for other in given))
+            if places:
+                return places
+    call = next(call for call in calls if call.path in paths)
+    return tuple(i for i, tensor in enumerate(call.inputs) if tensor.is_floating_point())[:1]
+
+
+@dataclass(slots=True)
+class RegionRun:
+    """A recording and the storages that enter: those of the layer before (or the batch), and those at its side."""
+
+    recording: Recording
+    chain: tuple[int, ...]
+    side: tuple[int, ...]
+
+
+def run_block(block: nn.Module, call: BlockCall, chain: Sequence[int]) -> RegionRun:
+    """Run a block forward and backward on the meta device, writing down what it does.
+
+    Args:
+        block: on the meta device.
+        call: what goes in.
+        chain: places of the inputs that come from the layer before; they get gradients.
+
+    Raises:
+        TraceError: the block does not run; names it and the cause.
+    """
+    recorder, recording = Recorder(), Recording()
+    inputs = [_leaf(tensor, place in chain) for place, tensor in enumerate(call.inputs)]
+    supply = iter(inputs)
+    args, kwargs = map_tensors((call.args, call.kwargs), lambda _: next(supply))
+    with explaining(call.path, block), shapes_only(recorder), recorder.watching(block):
+        recorder.target = recording
+        numbers = [recorder.number(tensor) for tensor in inputs]
+        output = block(*args, **kwargs)
+        end = region_end(list(tensors_of(output)))
+        del output
+        recorder.start_backward(recording)
+        if end is not None:
+            end.backward()  # type: ignore[no-untyped-call]
+        recorder.finish(recording, block.named_parameters())
+    side = tuple(number for place, number in enumerate(numbers) if place not in chain)
+    return RegionRun(recording, tuple(numbers[place] for place in chain), side)
+
+
+def _leaf(tensor: Tensor, chained: bool) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point() and (chained or tensor.requires_grad))
