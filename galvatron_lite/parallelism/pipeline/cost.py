@@ -5,26 +5,11 @@ Not a choice of a single layer, so no ``Dimension``; ``cost`` and ``search`` use
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.parallelism.base import Collective, Communication, Moment, Strategy
 from galvatron_lite.plans.schema import Schedule
 
 NAME = "pipeline"
-
-
-@dataclass(frozen=True, slots=True)
-class Boundary:
-    """What passes between two stages for one micro-batch.
-
-    Attributes:
-        size: bytes that one device sends (and as many come back as gradient).
-        seconds: time of one such transfer, host time of sender and receiver included.
-    """
-
-    size: int = 0
-    seconds: float = 0.0
 
 
 def boundary_bytes(output_bytes: int, microbatch: int, sender: Strategy) -> int:
@@ -53,10 +38,11 @@ def in_flight(schedule: Schedule, stages: int, stage: int, microbatches: int) ->
     return microbatches if schedule is Schedule.GPIPE else min(microbatches, stages - stage)
 
 
-def buffer_bytes(left: int, right: int, microbatches: int, held: int) -> int:
-    """Bytes of send and receive buffers of one stage.
+def buffer_bytes(left: int, right: int) -> int:
+    """Bytes of send and receive buffers of one stage, beyond what its layers keep.
 
-    ``torch.distributed.pipelining`` allocates one receive buffer a micro-batch for activations (``left`` bytes each,
-    0 in the first stage) and for gradients (``right``, 0 in the last), and holds outputs until their backward.
+    Coming in: one activation received ahead of its pass and one gradient on its way back (``left`` bytes each, 0 in
+    the first stage). Going out: one activation under way and one gradient received (``right``, 0 in the last). The
+    inputs of micro-batches in flight are part of what the first layer keeps.
     """
-    return microbatches * (left + right) + held * right
+    return 2 * (left + right)

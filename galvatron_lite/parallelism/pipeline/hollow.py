@@ -31,17 +31,16 @@ def drop_parameters(module: nn.Module) -> None:
             setattr(owner, name, shape_only.detach())
 
 
-def drop_loose_parameters(module: nn.Module) -> None:
+def drop_loose_parameters(module: nn.Module, device: torch.device | None = None) -> None:
     """Take the parameters a module holds directly; glue code that still reads them gets NaN without memory.
 
     What glue code computes from them before the first block is thrown away on later stages. Were such a value used
     after the last block all the same, the loss would be NaN, not silently wrong.
     """
     for name, parameter in list(module.named_parameters(recurse=False)):
-        device = torch.device("cpu") if parameter.is_meta else parameter.device
-        unknown = torch.full((), float("nan"), dtype=parameter.dtype, device=device).expand(parameter.shape)
+        unknown = torch.full((), float("nan"), dtype=parameter.dtype, device=device or parameter.device)
         delattr(module, name)
-        setattr(module, name, unknown)
+        setattr(module, name, unknown.expand(parameter.shape))
 
 
 def hollow_with_shape(module: nn.Module) -> None:

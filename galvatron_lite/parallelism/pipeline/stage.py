@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
@@ -35,6 +36,7 @@ class StageModel:
         model: the whole model, on any device (meta too); changed in place. Parameters of other stages are dropped.
         layers: every layer of the model, in running order.
         own: names of this stage's layers: consecutive and at least one.
+        device: where the stage will run; needed for a model on the meta device.
 
     Attributes:
         model: the user's model object.
@@ -46,7 +48,13 @@ class StageModel:
         InputError: ``own`` is empty, not consecutive, or names an unknown layer.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[Layer], own: Sequence[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        own: Sequence[str],
+        device: torch.device | None = None,
+    ) -> None:
         start = _position(layers, own)
         stop = start + len(own)
         self.model = model
@@ -55,7 +63,7 @@ class StageModel:
         self._enters_at_block = start > 0 and layers[start - 1].role is Role.BEFORE
         self._received: Any = None
         self._produced: Any = None
-        self._hollow_earlier(layers[:start])
+        self._hollow_earlier(layers[:start], device)
         self._hollow_later(layers[stop:])
 
     def attach(self) -> None:
@@ -88,7 +96,7 @@ class StageModel:
         self._received = self._produced = None
         return produced
 
-    def _hollow_earlier(self, earlier: Sequence[Layer]) -> None:
+    def _hollow_earlier(self, earlier: Sequence[Layer], device: torch.device | None) -> None:
         for layer in earlier:
             modules = [self.model.get_submodule(path) for path in layer.modules]
             if layer.role is Role.BEFORE:
@@ -101,7 +109,7 @@ class StageModel:
                     replace_forward(module, self._pass_on)
         if earlier:
             for module in _ancestors(self.model, [*earlier, *self.layers]):
-                drop_loose_parameters(module)
+                drop_loose_parameters(module, device)
 
     def _hollow_later(self, later: Sequence[Layer]) -> None:
         for layer in later:

@@ -1,0 +1,189 @@
+"""From a model on the meta device (or anywhere else) to real layers on this process's device, one layer at a time.
+
+A model too big for one device is built under ``torch.device("meta")``. The engine then takes its layers in turn: real
+tensors, initial values, then the shards this rank keeps, so that at most one whole layer is held at a time.
+
+Initial values are those of building the model and then applying an initialiser to every module, children first:
+``reset_parameters`` where a module has one, then ``init_fn`` or, without it, the model's own ``_init_weights``. Every
+module draws from a generator seeded by its path, so that the weights depend on the seed and not on the plan.
+
+Buffers that a constructor computes (tables of frequencies, masks, positions) have no value on the meta device, and a
+constructor cannot be run again in general. The initialisers restore them (those of transformers do). So that nothing is
+left to chance, tensors are filled with a mark beforehand (NaN, or the largest integer); one that still holds marks
+afterwards is an error that names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Layer, Role
+
+InitFn = Callable[[nn.Module], None]
+"""Called for every module, children first, as ``model.apply`` does; fills the module's own parameters and buffers."""
+
+Named = tuple[str, nn.Module]
+
+
+class Materializer:
+    """Gives a model's layers real tensors. Make it after a pipeline stage was cut out of the model.
+
+    Args:
+        model: any model; tensors on the meta device are created and initialised, others are moved.
+        layers: every layer of the model.
+        device: where to put them.
+        seed: of the initial values.
+        init_fn: initial values of one module's own tensors; the module's text says what happens without it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        device: torch.device,
+        seed: int = 0,
+        init_fn: InitFn | None = None,
+    ) -> None:
+        self._model, self._device, self._seed, self._init_fn = model, device, seed, init_fn
+        self._holders = _holders(model)
+        inside = {id(m) for layer in layers for path in layer.modules for m in model.get_submodule(path).modules()}
+        self._outside = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
+
+    def place(self, layer: Layer) -> None:
+        """Make a layer's parameters and buffers real.
+
+        A parameter shared with another layer is made once, for both. The layer before the blocks brings along what no
+        layer's module holds. On later pipeline stages call this for the layer before the blocks as well: it has no
+        parameters there, but its buffers may still be read.
+
+        Raises:
+            InputError: a parameter or buffer that nothing initialises.
+        """
+        modules = [named for path in layer.modules for named in _children_first(self._model, path)]
+        if layer.role is Role.BEFORE:
+            modules += self._outside[::-1]
+        fresh = {name: self._place_tensors(module) for name, module in modules}
+        if any(fresh.values()):
+            self._initialise(modules, fresh)
+            _check_filled(modules, fresh)
+
+    def _place_tensors(self, module: nn.Module) -> list[str]:
+        """Move the module's own tensors, make those that are on the meta device; the names of the latter."""
+        made = []
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                made.append(name)
+                self._replace(parameter, nn.Parameter(_marked(parameter, self._device), parameter.requires_grad))
+            elif parameter.device != self._device:
+                parameter.data = parameter.data.to(self._device)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                made.append(name)
+            setattr(module, name, _marked(buffer, self._device) if buffer.is_meta else buffer.to(self._device))
+        return made
+
+    def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        for module, name in self._holders[id(old)]:
+            setattr(module, name, new)
+
+    def _initialise(self, modules: Sequence[Named], fresh: dict[str, list[str]]) -> None:
+        devices = [] if self._device.type == "cpu" else [self._device]
+        for path, module in modules:
+            settled = [name for name, _ in module.named_parameters(recurse=False) if name not in fresh[path]]
+            touched = bool(fresh[path]) or (not settled and self._holds_fresh(path, fresh))
+            if not touched:
+                continue
+            kept = {name: module.get_parameter(name) for name in settled}
+            for name, parameter in kept.items():
+                # shared with a layer that has its values, and perhaps its shards: what is drawn for it here is lost
+                setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype)))
+            with torch.random.fork_rng(devices), torch.no_grad():
+                torch.manual_seed(_seed_of(self._seed, path))
+                self._run_initialisers(path, module)
+            for name, parameter in kept.items():
+                setattr(module, name, parameter)
+
+    def _holds_fresh(self, path: str, fresh: dict[str, list[str]]) -> bool:
+        inside_layer = not any(path == name for name, _ in self._outside)
+        return inside_layer and any(names and other.startswith(f"{path}.") for other, names in fresh.items())
+
+    def _run_initialisers(self, path: str, module: nn.Module) -> None:
+        reset = getattr(module, "reset_parameters", None)
+        if isinstance(module, nn.MultiheadAttention):
+            # the only module of torch.nn whose reset is private; transformers calls it, too
+            reset = module._reset_parameters
+        if callable(reset):
+            reset()
+        rule = self._init_fn or self._own_rule(path)
+        if rule is not None:
+            rule(module)
+
+    def _own_rule(self, path: str) -> InitFn | None:
+        """The nearest ``_init_weights`` at or above a module.
+
+        The name is private to the model, but by wide convention (transformers, timm, nanoGPT) it is a method that takes
+        a module and fills its own tensors, made for ``model.apply``. There is no public way to initialise one module of
+        a transformers model. This is the only place that relies on it.
+        """
+        parts = path.split(".") if path else []
+        for depth in range(len(parts), -1, -1):
+            rule = getattr(self._model.get_submodule(".".join(parts[:depth])), "_init_weights", None)
+            if callable(rule):
+                chosen: InitFn = rule
+                return chosen
+        return None
+
+
+def _holders(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """The modules and names that hold each parameter, by its identity."""
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append((module, name))
+    return holders
+
+
+def _children_first(model: nn.Module, path: str) -> Iterable[Named]:
+    named: list[Named] = list(model.get_submodule(path).named_modules(prefix=path))
+    return reversed(named)
+
+
+def _seed_of(seed: int, path: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}:{path}".encode()).digest()[:7], "big")
+
+
+def _marked(like: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the same shape full of a value that no initialiser gives."""
+    return torch.full(like.shape, _mark(like.dtype), dtype=like.dtype, device=device)
+
+
+def _mark(dtype: torch.dtype) -> float | int | bool:
+    if dtype == torch.bool:
+        return False
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
+
+
+def _holds_mark(tensor: Tensor) -> bool:
+    if tensor.dtype == torch.bool:
+        # no value is left for a mark: a table without one true entry counts as not restored
+        return not bool(tensor.any())
+    mark = _mark(tensor.dtype)
+    return bool((tensor.isnan() if mark != mark else tensor == mark).any())
+
+
+def _check_filled(modules: Sequence[Named], fresh: dict[str, list[str]]) -> None:
+    for path, module in modules:
+        for name in fresh[path]:
+            if _holds_mark(getattr(module, name).detach()):
+                kind = "parameter" if isinstance(getattr(module, name), nn.Parameter) else "buffer"
+                raise InputError(
+                    f"initial value of {kind} {f'{path}.{name}'.lstrip('.')}",
+                    "meta tensor",
+                    f"{type(module).__name__} has no reset_parameters that fills it. Give init_fn a case for this "
+                    "module, or build the model on a real device.",
+                )
