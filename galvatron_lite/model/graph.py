@@ -96,6 +96,8 @@ class Operator:
         backward_moved: the same in backward.
         weight_bytes: bytes of weights read once a call whatever the batch, all calls together.
         sharding: how tensor parallelism divides it.
+        causal: of attention: whether a query sees no later key. ``flops`` count the whole score matrix all the same;
+            a fused kernel does half of them.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -109,6 +111,7 @@ class Operator:
     backward_moved: int
     weight_bytes: int = 0
     sharding: Sharding = Sharding.NONE
+    causal: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,30 +112,40 @@ def _matmul(machine: Machine, operator: Operator, samples: float, shared: int) -
 
     A split matmul has its columns or its inner extent divided, which the shape does not tell: the mean of both.
     """
+    if not operator.weight_bytes or operator.sharding is not Sharding.TENSOR:
+        return _row_matmul(machine, operator, samples, shared)
     rows, inner, columns = operator.shape[0] * samples, operator.shape[1], operator.shape[2]
-    ways: tuple[tuple[float, float, float], ...]
-    if operator.sharding is Sharding.SEQUENCE:
-        ways = ((rows / shared, inner, columns),)
-    elif shared == 1:
-        ways = ((rows, inner, columns),)
-    else:
-        ways = ((rows, inner, columns / shared), (rows, inner / shared, columns))
+    ways = ((rows, inner, columns / shared), (rows, inner / shared, columns))
+    forward = sum(matmul_seconds(machine, m, k, n) for m, k, n in ways) / 2
+    both = sum(matmul_seconds(machine, m, n, k) + matmul_seconds(machine, k, m, n) for m, k, n in ways) / 2
+    return _scaled(operator, forward, both)
+
+
+def _row_matmul(machine: Machine, operator: Operator, samples: float, shared: int) -> Seconds:
+    """A matmul whose rows are divided; without weights it is a batch (the heads of attention) folded into the rows."""
+    rows, inner, columns = operator.shape[0] * samples / shared, operator.shape[1], operator.shape[2]
+    forward, to_input = matmul_seconds(machine, rows, inner, columns), matmul_seconds(machine, rows, columns, inner)
+    if operator.weight_bytes:
+        return _scaled(operator, forward, to_input + matmul_seconds(machine, inner, rows, columns))
+    forward = max(forward, _calls(machine, operator, samples / shared, False) / max(1, operator.count))
+    return _scaled(operator, forward, to_input + forward)
+
+
+def _scaled(operator: Operator, forward: float, both: float) -> Seconds:
+    """All calls of a matmul from the seconds of one, forward and backward; a frozen one does less in backward."""
     calls = _ratio(operator.flops, 2 * prod(operator.shape))
-    forward = sum(matmul_seconds(machine, m, k, n) for m, k, n in ways) / len(ways)
-    if not operator.backward_flops:
-        return Seconds(calls * forward, 0.0)
-    both = sum(matmul_seconds(machine, m, n, k) + matmul_seconds(machine, k, m, n) for m, k, n in ways) / len(ways)
     return Seconds(calls * forward, calls * both * _ratio(operator.backward_flops, 2 * operator.flops))
 
 
 def _attention(machine: Machine, operator: Operator, samples: float, shared: int) -> Seconds:
-    """One fused kernel whose thread blocks take a head's query rows each."""
+    """One fused kernel whose thread blocks take a head's query rows each; it skips what a causal mask hides."""
     heads, _, queries, keys, head_size = operator.shape
     blocks = ceil(samples * heads / shared * ceil(queries / constants.ATTENTION_BLOCK))
     waves = ceil(blocks / machine.device.units) * machine.device.units / blocks
     rate = machine.peak * keys / (keys + constants.ATTENTION_RAMP)
     rate *= constants.SMALL_HEAD if head_size <= 64 else 1.0
-    work = operator.flops * samples / shared / rate * waves
+    seen = 0.5 if operator.causal else 1.0
+    work = seen * operator.flops * samples / shared / rate * waves
     forward = max(work / machine.efficiency.attention, _calls(machine, operator, samples / shared, False))
     again = work * constants.ATTENTION_BACKWARD_FLOPS / machine.efficiency.attention_backward
     backward = max(again, _calls(machine, operator, samples / shared, True))

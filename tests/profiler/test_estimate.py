@@ -37,7 +37,18 @@ def block(hidden: int, heads: int, tokens: int = 2048) -> LayerKind:
     def matmul(name: str, inner: int, columns: int) -> Operator:
         flops, moved = 2 * tokens * inner * columns, 2 * tokens * (inner + columns)
         shape = (tokens, inner, columns)
-        return Operator(name, OperatorClass.MATMUL, shape, 1, flops, 2 * flops, moved, 2 * moved, 0, Sharding.TENSOR)
+        return Operator(
+            name,
+            OperatorClass.MATMUL,
+            shape,
+            1,
+            flops,
+            2 * flops,
+            moved,
+            2 * moved,
+            2 * inner * columns,
+            Sharding.TENSOR,
+        )
 
     def memory(name: str, items: int, sharding: Sharding) -> Operator:
         return Operator(name, OperatorClass.MEMORY, (items,), 1, items, items, 4 * items, 6 * items, 0, sharding)

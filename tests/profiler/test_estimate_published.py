@@ -22,6 +22,12 @@ def matmul(name: str, rows: int, inner: int, columns: int) -> Operator:
     return Operator(name, OperatorClass.MATMUL, shape, 1, flops, 2 * flops, moved, 2 * moved, 2 * inner * columns)
 
 
+def batched(name: str, heads: int, rows: int, inner: int, columns: int) -> Operator:
+    """A matmul of two activations a head, the heads folded into the rows."""
+    flops, moved = 2 * heads * rows * inner * columns, 2 * heads * (rows * inner + inner * columns + rows * columns)
+    return Operator(name, OperatorClass.MATMUL, (heads * rows, inner, columns), 1, flops, 2 * flops, moved, 2 * moved)
+
+
 def memory(name: str, items: int, forward: int, backward: int, count: int = 1) -> Operator:
     """``forward`` and ``backward``: bytes moved for one item."""
     return Operator(name, OperatorClass.MEMORY, (items,), count, items, items, forward * items, backward * items)
@@ -34,10 +40,10 @@ def megatron_shard(hidden: int, heads: int, sequence_parallel: bool) -> list[Ope
     return [
         memory("layer norms", 2 * tokens * hidden, 4, 6, 2),
         matmul("qkv", SEQUENCE, hidden, 3 * hidden // DEGREE),
-        matmul("scores", local * SEQUENCE, hidden // heads, SEQUENCE),
+        batched("scores", local, SEQUENCE, hidden // heads, SEQUENCE),
         memory("softmax", scores, 4, 6),
         memory("attention dropout", scores, 5, 5),
-        matmul("context", local * SEQUENCE, SEQUENCE, hidden // heads),
+        batched("context", local, SEQUENCE, SEQUENCE, hidden // heads),
         matmul("projection", SEQUENCE, hidden // DEGREE, hidden),
         matmul("up", SEQUENCE, hidden, 4 * hidden // DEGREE),
         memory("gelu", 4 * hidden // DEGREE * SEQUENCE, 4, 6),
@@ -105,7 +111,15 @@ def test_a_llama_7b_block_takes_as_long_as_hetu_galvatron_measured() -> None:
     """Its shipped ``computation_profiling_bf16_llama2-7b.json``: 3.937 ms forward a sample at micro-batch 8."""
     tokens, hidden, inner = 2048, 4096, 11008
     attention = Operator(
-        "attention", OperatorClass.ATTENTION, (32, 32, tokens, tokens, 128), 1, 2 * tokens**2 * hidden, 1, 1, 1
+        "attention",
+        OperatorClass.ATTENTION,
+        (32, 32, tokens, tokens, 128),
+        1,
+        4 * tokens**2 * hidden,
+        1,
+        1,
+        1,
+        causal=True,
     )
     block = [
         memory("norms", 2 * tokens * hidden, 4, 6, 2),

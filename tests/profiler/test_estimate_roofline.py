@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +24,8 @@ def operator(kind: OperatorClass, shape: tuple[int, ...], flops: int, sharding: 
 
 
 def matmul(rows: int, inner: int, columns: int, sharding: Sharding = Sharding.NONE) -> Operator:
-    return operator(OperatorClass.MATMUL, (rows, inner, columns), 2 * rows * inner * columns, sharding)
+    call = operator(OperatorClass.MATMUL, (rows, inner, columns), 2 * rows * inner * columns, sharding)
+    return replace(call, weight_bytes=2 * inner * columns)
 
 
 def test_a_matmul_of_whole_waves_by_hand() -> None:
@@ -109,8 +112,15 @@ def test_backward_of_a_matmul_is_two_matmuls() -> None:
     seconds = operator_seconds(A100, matmul(2048, 4096, 8192), 4)
     by_hand = matmul_seconds(A100, 8192, 8192, 4096) + matmul_seconds(A100, 4096, 8192, 8192)
     assert seconds.backward == pytest.approx(by_hand)
-    frozen = Operator("op", OperatorClass.MATMUL, (64, 64, 64), 1, 2 * 64**3, 0, 1, 0)
+    frozen = replace(matmul(64, 64, 64), backward_flops=0)
     assert operator_seconds(A100, frozen, 1).backward == 0.0
+
+
+def test_heads_folded_into_the_rows_are_what_a_batched_matmul_divides() -> None:
+    flops = 2 * 16 * 1024 * 64 * 1024
+    heads = operator(OperatorClass.MATMUL, (16 * 1024, 64, 1024), flops, Sharding.TENSOR)
+    assert operator_seconds(A100, heads, 8, 4) == operator_seconds(A100, heads, 2, 1)
+    assert operator_seconds(A100, replace(heads, moved=10**9), 1).forward > 10**9 / A100.bandwidth
 
 
 def test_a_convolution_is_the_matmul_of_its_shape() -> None:
@@ -133,6 +143,13 @@ def test_fused_attention_reaches_its_published_rate(head: int, low: float, high:
     flops = 4 * heads * length * length * head
     call = operator(OperatorClass.ATTENTION, (heads, heads, length, length, head), flops)
     assert low < flops / operator_seconds(A100, call, 1).forward / 1e12 < high
+
+
+def test_a_causal_mask_halves_attention() -> None:
+    call = operator(OperatorClass.ATTENTION, (32, 32, 8192, 8192, 128), 4 * 32 * 8192**2 * 128)
+    whole, masked = operator_seconds(A100, call, 1), operator_seconds(A100, replace(call, causal=True), 1)
+    assert masked.forward == pytest.approx(whole.forward / 2)
+    assert masked.backward == pytest.approx(whole.backward / 2)
 
 
 def test_precisions_a_device_lacks() -> None:
