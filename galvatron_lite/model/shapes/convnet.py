@@ -33,7 +33,8 @@ def _enter(tape: Tape, channels: int, extent: Extent) -> Value:
 
 
 def _finish(tape: Tape, name: str, out: Value, channels: tuple[int, int], extent: Extent) -> LayerKind:
-    return tape.kind(name, (out,), _dims(channels, extent), tensor_reason=_REASON)
+    block = name not in ("before", "after")
+    return tape.kind(name, (out,), _dims(channels, extent), tensor_reason=_REASON, recomputed=block)
 
 
 def _classifier(tape: Tape, x: Value, channels: int, classes: int, extent: Extent) -> LayerKind:

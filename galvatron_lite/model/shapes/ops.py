@@ -8,11 +8,15 @@ ReLU its output, a product both factors, dropout a mask of one byte an item, log
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from galvatron_lite.model.graph import Operator, OperatorClass
 from galvatron_lite.model.shapes.tape import Call, Part, Tape, Value, memory_operator, sharding_of
 
 FP32 = 4
 INDEX = 8
+_RMS_PASSES = (7, 23)
+"""Times that RMSNorm, step by step, reads or writes a tensor of its input's size: forward, backward."""
 
 
 def linear(
@@ -51,7 +55,7 @@ def linear(
     tape.own(columns * bias, Part.TENSOR if part is Part.TENSOR else Part.WHOLE)
     operator = Operator(
         name, OperatorClass.MATMUL, (rows, inner, columns), 1, flops, 2 * flops if x.grad else flops,
-        x.bytes + out.bytes, 2 * (x.bytes + out.bytes), (weight + columns * bias) * tape.item_bytes,
+        x.bytes + out.bytes, 2 * (x.bytes + out.bytes) + out.bytes * bias, (weight + columns * bias) * tape.item_bytes,
         sharding_of(out if part is Part.TENSOR else x),
     )  # fmt: skip
     return tape.record(Call((x,), out, saved=(keeps or x,), anchor=(out,)), operator)
@@ -79,9 +83,13 @@ def rms_norm(tape: Tape, name: str, x: Value, width: int, *, fused: bool) -> Val
     root = tape.value(x.items // width, x.part, FP32, grad=False)
     if fused:
         return _norm(tape, name, x, out, (x, root), width)
+    casts = 0 if x.item_bytes == FP32 else 2 * (x.bytes + x.items * FP32)
+    moved, backward_moved = (passes * x.items * FP32 + casts for passes in _RMS_PASSES)
     upcast = x if x.item_bytes == FP32 else tape.value(x.items, x.part, FP32)
     normalised = tape.value(x.items, x.part, FP32)
-    return _norm(tape, name, x, out, (upcast, root, normalised), width)
+    tape.own(width)
+    operator = memory_operator(name, x, moved, backward_moved, width * tape.item_bytes)
+    return tape.record(Call((x,), out, saved=(upcast, root, normalised)), operator)
 
 
 def _norm(tape: Tape, name: str, x: Value, out: Value, saved: tuple[Value, ...], weights: int) -> Value:
@@ -180,7 +188,7 @@ def cross_entropy(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
     """Mean cross-entropy of logits (rows, classes) in fp32: keeps the fp32 log-softmax and the labels.
 
     The cast, log-softmax and the negative log-likelihood are calls of their own, so that backward holds the two fp32
-    gradients that PyTorch makes.
+    gradients that PyTorch makes. The model's own forward holds the logits until the loss is there.
     """
     cast = logits if logits.item_bytes == FP32 else tape.value(logits.items, logits.part, FP32)
     if cast is not logits:
@@ -190,5 +198,6 @@ def cross_entropy(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
     softmax = memory_operator(f"{name}.log_softmax", cast, 2 * cast.bytes, 3 * cast.bytes)
     tape.record(Call((cast,), log_softmax, saved=(log_softmax,)), softmax)
     loss = tape.value(1, Part.WHOLE, FP32)
-    likelihood = memory_operator(f"{name}.nll", loss, labels.bytes, cast.bytes + labels.bytes, items=labels.items)
-    return tape.record(Call((log_softmax, labels), loss, saved=(log_softmax, labels)), likelihood)
+    likelihood = memory_operator(f"{name}.nll", loss, labels.bytes, 2 * cast.bytes + labels.bytes, items=labels.items)
+    held = replace(logits, grad=False)
+    return tape.record(Call((log_softmax, labels, held), loss, saved=(log_softmax, labels)), likelihood)

@@ -104,6 +104,7 @@ class Tape:
     lent: list[Value] = field(default_factory=list)
     borrowed: set[int] = field(default_factory=set)
     _keys: int = 0
+    _read: set[int] = field(default_factory=set)
 
     def value(self, items: int, part: Part, item_bytes: int = 0, grad: bool = True) -> Value:
         """A new tensor of its own storage; at the tape's precision unless told."""
@@ -134,8 +135,15 @@ class Tape:
         self.weights[part] += items
 
     def record(self, call: Call, operator: Operator) -> Value:
-        """Add a call and its cost; calls of one name and shape are summed. Returns the call's output."""
+        """Add a call and its cost; calls of one name and shape are summed. Returns the call's output.
+
+        A tensor that a call before has read already gets a second gradient: adding it moves three times its bytes.
+        """
         self.calls.append(call)
+        taken = {value.key: value for value in call.inputs if value.grad and value.key != call.output.key}
+        sums = 3 * sum(value.bytes for key, value in taken.items() if key in self._read)
+        self._read |= taken.keys()
+        operator = replace(operator, backward_moved=operator.backward_moved + sums)
         before = self.operators.get(operator.name)
         self.operators[operator.name] = operator if before is None else _sum(before, operator)
         return call.output
@@ -150,15 +158,23 @@ class Tape:
         tensor_collectives: int = 0,
         sequence_parallel: bool = False,
         gathered: Value | None = None,
+        recomputed: bool = True,
     ) -> LayerKind:
-        """Sum the tape up. ``gathered``: the output that is gathered after a column-split last matmul."""
+        """Sum the tape up.
+
+        Args:
+            name, dims, tensor_degrees, tensor_reason, tensor_collectives, sequence_parallel: see ``LayerKind``.
+            outputs: boundary tensors that leave.
+            gathered: the output that is gathered after a column-split last matmul.
+            recomputed: whether recomputation is offered; only blocks can be run again.
+        """
         saved = self._kept([*(value for call in self.calls for value in call.saved), *self.lent])
         forward, backward = forward_peak(self.calls, self.inputs, outputs), backward_peak(self.calls, outputs)
         return LayerKind(
             name=name,
             parameters=TensorSplit(tensor=self.weights[Part.TENSOR], whole=self.weights[Part.WHOLE]),
             operators=tuple(self.operators.values()),
-            kept={Recompute.NONE: saved} | self._recomputed(saved),
+            kept={Recompute.NONE: saved} | (self._recomputed(saved) if recomputed else {}),
             working=excess(self._kept(backward), saved),
             forward_working=excess(self._kept(forward), saved),
             input_bytes=sum(value.bytes for value in self.inputs),

@@ -152,6 +152,7 @@ def edge_kind(
         SplitDims(sequence=tokens, hidden=shape.hidden, vocab=shape.entries),
         tensor_degrees=lcm(shape.entries, _UNEVEN),
         tensor_collectives=0 if gathered else 2,
+        recomputed=False,
         gathered=gathered,
     )
 

@@ -10,6 +10,9 @@ from galvatron_lite.model.shapes.fields import DecoderShape, VitShape
 from galvatron_lite.model.shapes.tape import Part, Tape
 from galvatron_lite.model.shapes.transformer import norm, pre_norm_block
 
+_BEFORE = "The patch convolution is held in full by every device."
+_AFTER = "The head sees one token a sample: too little to split."
+
 
 def vit_graph(shape: VitShape, precision: str, item_bytes: int) -> ModelGraph:
     """Patches with class token and positions, equal pre-norm blocks, norm with linear head and loss.
@@ -52,7 +55,7 @@ def _patches(shape: VitShape, tokens: int, item_bytes: int) -> LayerKind:
         sequence=tokens, hidden=shape.hidden, in_channels=shape.channels, out_channels=shape.hidden, height=side,
         width=side,
     )  # fmt: skip
-    return tape.kind("before", (x,), dims, tensor_reason="The patch convolution is held in full by every device.")
+    return tape.kind("before", (x,), dims, tensor_reason=_BEFORE, recomputed=False)
 
 
 def _classifier(shape: VitShape, stack: DecoderShape, tokens: int, item_bytes: int) -> LayerKind:
@@ -62,4 +65,4 @@ def _classifier(shape: VitShape, stack: DecoderShape, tokens: int, item_bytes: i
     logits = ops.linear(tape, "head", first, shape.hidden, shape.classes, Part.WHOLE, bias=True, keeps=x)
     loss = ops.cross_entropy(tape, "loss", logits, tape.labels(1))
     dims = SplitDims(sequence=tokens, hidden=shape.hidden, vocab=shape.classes)
-    return tape.kind("after", (loss,), dims, tensor_reason="The head sees one token a sample: too little to split.")
+    return tape.kind("after", (loss,), dims, tensor_reason=_AFTER, recomputed=False)
