@@ -6,12 +6,13 @@ here too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 
 from galvatron_lite.cluster.cluster import Cluster, Device
+from galvatron_lite.profiler.schema import Throughput
 from galvatron_lite.profiler.timing import DEFAULT_RULE, TimingRule, time_call
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -23,23 +24,6 @@ _ATTENTION = {"cpu": (2, 4, 256, 64), "cuda": (8, 16, 2048, 128)}
 _STREAM = {"cpu": 2**23, "cuda": 2**28}
 
 
-@dataclass(frozen=True, slots=True)
-class Throughput:
-    """Measured throughput of one device.
-
-    Attributes:
-        matmul: FLOP/s of the fastest shape.
-        attention: FLOP/s of causal attention, counted as full.
-        bandwidth: bytes per second read and written by an elementwise addition larger than the caches.
-        launch: seconds of the smallest operation.
-    """
-
-    matmul: float
-    attention: float
-    bandwidth: float
-    launch: float
-
-
 def measure_throughput(device: torch.device, precision: str = "fp32", rule: TimingRule = DEFAULT_RULE) -> Throughput:
     """Measure this device (all ranks at the same moment) at one precision."""
     dtype = _DTYPES[precision]
@@ -48,19 +32,15 @@ def measure_throughput(device: torch.device, precision: str = "fp32", rule: Timi
 
 
 def with_throughput(cluster: Cluster, found: Throughput, precision: str) -> Cluster:
-    """The cluster with measured figures in place of its devices' own."""
+    """The cluster with measured figures; peaks of a data sheet stay, since utilisation refers to them."""
     groups = tuple(replace(group, device=_device(group.device, found, precision)) for group in cluster.groups)
     return replace(cluster, groups=groups)
 
 
 def _device(device: Device, found: Throughput, precision: str) -> Device:
-    return replace(
-        device,
-        peak={**device.peak, precision: max(found.matmul, found.attention)},
-        memory_bandwidth=found.bandwidth,
-        launch_overhead=found.launch,
-        source="measured",
-    )
+    known = {} if device.source == "measured" else device.peak
+    peak = {**device.peak, precision: max(found.matmul, found.attention), **known}
+    return replace(device, peak=peak, memory_bandwidth=found.bandwidth, launch_overhead=found.launch)
 
 
 def _matmul(shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype, rule: TimingRule) -> float:

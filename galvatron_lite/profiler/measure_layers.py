@@ -12,6 +12,10 @@ from torch import Tensor, nn
 
 from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.graph import Recompute
+from galvatron_lite.parallelism.recompute.apply import apply_recompute
+from galvatron_lite.parallelism.tensor.apply import shard_layer
+from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
+from galvatron_lite.parallelism.tensor.infer import infer_block
 from galvatron_lite.profiler.memory import Phase, storage_bytes, track_peak
 from galvatron_lite.profiler.schema import LayerPoint
 from galvatron_lite.profiler.segments import BlockCall, hidden_state
@@ -57,12 +61,12 @@ def measure_block(
     Returns:
         Seconds per call and bytes.
     """
-    shard = shard_block(block, call, setting.tensor, setting.sequence_parallel)
     share = local_call(call, setting.tensor if setting.sequence_parallel else 1)
-    give_gradients(shard)
-    memory = block_memory(wrap_recompute(shard, setting.recompute), share, device)
-    timing = time_block(shard, share, setting.recompute, device, rule, _copies(shard, memory, device))
-    return layer_point(setting, timing, memory)
+    shard = make_shard(block, call, setting)
+    memory = block_memory(shard, share, device)
+    copies = _copies(shard, memory, device)
+    shards = [shard, *(make_shard(block, call, setting) for _ in range(copies - 1))]
+    return layer_point(setting, time_blocks(shards, share, device, rule), memory)
 
 
 def layer_point(setting: LayerSetting, timing: Timing, memory: SegmentMemory) -> LayerPoint:
@@ -82,27 +86,14 @@ def layer_point(setting: LayerSetting, timing: Timing, memory: SegmentMemory) ->
     )
 
 
-def wrap_recompute(module: nn.Module, recompute: Recompute) -> Callable[..., Any]:
-    """The module's call under a recompute choice."""
-    from functools import partial
-
-    from torch.utils.checkpoint import checkpoint
-
-    if recompute is Recompute.NONE:
-        return module
-    return partial(checkpoint, module, use_reentrant=False)
-
-
-def shard_block(block: nn.Module, call: BlockCall, tensor: int, sequence_parallel: bool) -> nn.Module:
-    """A copy of the block, or of its first shard under tensor parallelism."""
+def make_shard(block: nn.Module, call: BlockCall, setting: LayerSetting) -> nn.Module:
+    """A copy of the block as training has it: first shard of its group, recomputing as told, with gradients."""
     shard = copy.deepcopy(block)
-    if tensor > 1:
-        from galvatron_lite.parallelism.tensor.apply import shard_layer
-        from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
-        from galvatron_lite.parallelism.tensor.infer import infer_block
-
+    if setting.tensor > 1:
         plan = infer_block(shard, call.args, call.kwargs)
-        shard_layer(shard, plan, ShapeOnlyGroup(tensor), sequence_parallel)
+        shard_layer(shard, plan, ShapeOnlyGroup(setting.tensor), setting.sequence_parallel)
+    give_gradients(shard)
+    apply_recompute(shard, setting.recompute)
     return shard
 
 
@@ -179,40 +170,35 @@ def _forward(run: Callable[..., Any], call: BlockCall, leaf: Tensor) -> Tensor:
     def fill(tensor: Tensor) -> Tensor:
         return holder.pop() if tensor is whole and holder else tensor
 
-    return Seed.apply(*_differentiable(run(*map_tensors(call.args, fill), **map_tensors(call.kwargs, fill))))  # type: ignore[no-any-return, no-untyped-call]
+    return Seed.apply(*differentiable(run(*map_tensors(call.args, fill), **map_tensors(call.kwargs, fill))))  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _differentiable(result: Any) -> list[Tensor]:
+def differentiable(result: Any) -> list[Tensor]:
+    """The tensors of a block's result that have a gradient."""
     return [tensor for tensor in tensors_of(result) if tensor.requires_grad]
 
 
-def time_block(
-    shard: nn.Module, call: BlockCall, recompute: Recompute, device: torch.device, rule: TimingRule, copies: int
-) -> Timing:
-    """Seconds of one forward and one backward.
+def time_blocks(modules: list[nn.Module], call: BlockCall, device: torch.device, rule: TimingRule) -> Timing:
+    """Seconds of one forward and one backward of a block, of which several equal copies are given.
 
-    Several copies run one after another, forward all and then backward all, as the layers of a model do: their
+    The copies run one after another, forward all and then backward all, as the layers of a model do: their
     parameters and activations push one another out of the caches, and autograd is entered once for all.
     """
-    modules = [shard, *(copy.deepcopy(shard) for _ in range(copies - 1))]
-    for module in modules[1:]:
-        give_gradients(module)
-    runs = [wrap_recompute(module, recompute) for module in modules]
     leaf = hidden_state(call.args, call.kwargs).detach().clone().requires_grad_()
-    gradients = [torch.full_like(tensor, 1e-3) for tensor in _differentiable(_plain(runs[0], call, leaf))]
+    gradients = [torch.full_like(tensor, 1e-3) for tensor in differentiable(_plain(modules[0], call, leaf))]
 
     def once(lap: Lap) -> None:
-        leaves = [leaf.detach().clone().requires_grad_() for _ in runs]
+        leaves = [leaf.detach().clone().requires_grad_() for _ in modules]
         lap()
-        outputs = [_differentiable(_plain(run, call, own)) for run, own in zip(runs, leaves, strict=True)]
+        outputs = [differentiable(_plain(module, call, own)) for module, own in zip(modules, leaves, strict=True)]
         lap()
         flat = [tensor for output in outputs for tensor in output]
-        torch.autograd.backward(flat, gradients * len(runs))
+        torch.autograd.backward(flat, gradients * len(modules))
         lap()
 
     timing = time_laps(once, device, rule)
     _, forward, backward = timing.laps
-    return Timing((forward / copies, backward / copies), timing.repetitions, timing.spread)
+    return Timing((forward / len(modules), backward / len(modules)), timing.repetitions, timing.spread)
 
 
 def _plain(run: Callable[..., Any], call: BlockCall, leaf: Tensor) -> Any:

@@ -158,6 +158,24 @@ class OptimizerCost:
 
 
 @dataclass(frozen=True, slots=True)
+class Throughput:
+    """What one device reaches on large single operators, for people and reports.
+
+    Attributes:
+        matmul: FLOP/s of the fastest shape tried.
+        attention: FLOP/s of attention without a mask.
+        bandwidth: bytes per second read and written by an elementwise addition larger than the caches.
+        launch: seconds of the smallest operation.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    matmul: float
+    attention: float
+    bandwidth: float
+    launch: float
+
+
+@dataclass(frozen=True, slots=True)
 class HostOverhead:
     """Fixed host time of the runtime's own machinery, once a layer and micro-batch (seconds).
 
@@ -192,6 +210,7 @@ class Profile:
         overlap: mutual slow-down.
         optimizer: update cost.
         overhead: the runtime's own fixed costs.
+        throughput: of single operators on one device; None for estimates.
         gather_precision: precision in which parameters are gathered.
         reduce_precision: precision in which gradients are reduced and kept.
         parameter_precision: precision in which parameters are held at rest.
@@ -211,6 +230,7 @@ class Profile:
     fits: tuple[CollectiveFit, ...] = ()
     overlap: Overlap = Overlap()
     overhead: HostOverhead = HostOverhead()
+    throughput: Throughput | None = None
     gather_precision: str = "bf16"
     reduce_precision: str = "fp32"
     parameter_precision: str = "fp32"

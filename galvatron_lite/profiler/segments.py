@@ -71,6 +71,11 @@ class Skeleton:
         for stub in self.stubs.values():
             stub.visit = _bind(visitor, stub)
 
+    def twin(self, model: nn.Module) -> Skeleton:
+        """A skeleton of a copy of its model."""
+        by_path = {stub.path: stub for stub in model.modules() if isinstance(stub, PassThrough)}
+        return Skeleton(model, {path: by_path[path] for path in self.stubs})
+
 
 def make_skeleton(model: nn.Module, layers: tuple[Layer, ...], device: torch.device) -> Skeleton:
     """A copy of the model on ``device`` with a stub for every block; parameters on meta get random values."""

@@ -1,0 +1,111 @@
+"""The model on the bench: its skeleton and one block of each kind, ready to be measured at any number of samples."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.model.batch import LossFn, batch_size, map_tensors, move_batch
+from galvatron_lite.model.graph import ModelGraph, Role
+from galvatron_lite.model.trace_meta import dtype_of
+from galvatron_lite.parallelism.tensor.apply import shard_layer
+from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
+from galvatron_lite.parallelism.tensor.infer import infer_edge
+from galvatron_lite.profiler.measure_edges import EdgeInput, measure_edges
+from galvatron_lite.profiler.measure_layers import LayerSetting, measure_block
+from galvatron_lite.profiler.measure_overhead import measure_overhead
+from galvatron_lite.profiler.schema import HostOverhead, LayerPoint
+from galvatron_lite.profiler.segments import BlockCall, Skeleton, copy_block, make_skeleton, record_calls
+from galvatron_lite.profiler.timing import DEFAULT_RULE, TimingRule
+
+_EDGES = (Role.BEFORE, Role.AFTER)
+
+
+@dataclass(slots=True)
+class LayerBench:
+    """Measures the layers of one model on one device.
+
+    Attributes:
+        model: the user's model, perhaps on meta; it is not changed.
+        graph: what it was captured as; says which submodules are blocks and of which kind.
+        batch: example batch; rows are repeated where more samples are asked for.
+        loss_fn: see ``model.batch.loss_of``.
+        device: where to measure.
+        rule: how long to time one point.
+    """
+
+    model: nn.Module
+    graph: ModelGraph
+    batch: Any
+    loss_fn: LossFn | None
+    device: torch.device
+    rule: TimingRule = DEFAULT_RULE
+    _skeleton: Skeleton | None = None
+    _blocks: dict[str, nn.Module] = field(default_factory=dict)
+    _calls: tuple[int, Mapping[str, BlockCall]] = field(default_factory=lambda: (0, {}))
+
+    def measure_block(self, setting: LayerSetting) -> LayerPoint:
+        """One point of one kind of block."""
+        call = self._calls_at(setting.samples)[setting.kind]
+        return measure_block(self._blocks[setting.kind], call, setting, self.device, self.rule)
+
+    def measure_edges(self, samples: int, tensor: int) -> tuple[LayerPoint, LayerPoint]:
+        """One point of what lies before the blocks and one of what lies after, at one tensor degree."""
+        calls = self._calls_at(samples)
+        names = [next(layer.kind for layer in self.graph.layers if layer.role is role) for role in _EDGES]
+        before, after = (LayerSetting(name, samples, tensor) for name in names)
+        given = EdgeInput(self._sharded(tensor), calls, self._batch_at(samples), self.loss_fn)
+        return measure_edges(given, (before, after), self.device, self.rule)
+
+    def measure_overhead(self) -> HostOverhead:
+        """The runtime's overhead around the most frequent kind of block, at one sample."""
+        names = [layer.kind for layer in self.graph.layers if layer.role is Role.BLOCK]
+        if not names:
+            return HostOverhead()
+        kind = max(names, key=names.count)
+        call = self._calls_at(1)[kind]
+        return measure_overhead(self._blocks[kind], call, self.batch, self.device, self.rule)
+
+    def _prepare(self) -> Skeleton:
+        if self._skeleton is None:
+            dtype = dtype_of(self.graph.precision)
+            self._skeleton = make_skeleton(self.model, self.graph.layers, self.device)
+            self._skeleton.model.to(dtype)
+            for layer in self.graph.layers:
+                if layer.role is Role.BLOCK and layer.kind not in self._blocks:
+                    self._blocks[layer.kind] = copy_block(self.model, layer.modules[0], self.device).to(dtype)
+        return self._skeleton
+
+    def _calls_at(self, samples: int) -> Mapping[str, BlockCall]:
+        skeleton = self._prepare()
+        if self._calls[0] != samples:
+            calls = record_calls(skeleton, self._blocks, self._batch_at(samples)) if self._blocks else {}
+            self._calls = (samples, calls)
+        return self._calls[1]
+
+    def _batch_at(self, samples: int) -> Any:
+        size, dtype = batch_size(self.batch), dtype_of(self.graph.precision)
+
+        def rows(tensor: Tensor) -> Tensor:
+            if tensor.dim() > 0 and tensor.shape[0] == size:
+                tensor = tensor[torch.arange(samples, device=tensor.device) % size]
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        return move_batch(map_tensors(self.batch, rows), self.device)
+
+    def _sharded(self, tensor: int) -> Skeleton:
+        """The skeleton, its edges cut to the first shard of a tensor-parallel group."""
+        skeleton = self._prepare()
+        if tensor == 1:
+            return skeleton
+        model = copy.deepcopy(skeleton.model)
+        for layer in self.graph.layers:
+            if layer.role in _EDGES and layer.modules:
+                modules = {path: model.get_submodule(path) for path in layer.modules}
+                shard_layer(modules, infer_edge(modules, model), ShapeOnlyGroup(tensor), False)
+        return skeleton.twin(model)

@@ -1,0 +1,131 @@
+"""What a profile of a model on a world is made of, as a list of tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from galvatron_lite.cluster.cluster import Cluster
+from galvatron_lite.files import to_data
+from galvatron_lite.model.graph import ModelGraph, Role
+from galvatron_lite.parallelism.base import Collective
+from galvatron_lite.profiler.measure_bench import LayerBench
+from galvatron_lite.profiler.measure_collectives import GroupShape, group_shapes, make_group, measure_collective
+from galvatron_lite.profiler.measure_hardware import measure_throughput
+from galvatron_lite.profiler.measure_layers import LayerSetting
+from galvatron_lite.profiler.measure_optimizer import measure_optimizer
+from galvatron_lite.profiler.measure_overlap import measure_overlap
+from galvatron_lite.profiler.measure_tasks import Task
+from galvatron_lite.profiler.timing import TimingRule
+
+EDGES = "before and after"
+"""First part of the key of what is measured around the blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What is measured, and where.
+
+    Attributes:
+        graph: the model.
+        parameter_precision: of the user's parameters.
+        samples: numbers of samples on the device, fewest first.
+        degrees: tensor-parallel degrees.
+        world: processes that measure together.
+        cluster: what the world is; what cannot fit its devices is not run.
+        device: of this process.
+        rule: how long to time one point.
+    """
+
+    graph: ModelGraph
+    parameter_precision: str
+    samples: tuple[int, ...]
+    degrees: tuple[int, ...]
+    world: int
+    cluster: Cluster
+    device: torch.device
+    rule: TimingRule
+
+
+def layer_settings(scope: Scope) -> list[LayerSetting]:
+    """Every point of every kind of block, fewest samples first."""
+    kinds = {layer.kind: scope.graph.kind_of(layer) for layer in scope.graph.layers if layer.role is Role.BLOCK}
+    return [
+        LayerSetting(name, samples, degree, shared, recompute)
+        for samples in scope.samples
+        for name, kind in kinds.items()
+        for degree in scope.degrees
+        if degree == 1 or kind.tensor_degrees % degree == 0
+        for shared in (False, True)
+        if not shared or (degree > 1 and kind.sequence_parallel and kind.dims.sequence % degree == 0)
+        for recompute in kind.kept
+    ]
+
+
+def make_tasks(scope: Scope, bench: LayerBench) -> list[Task]:
+    """Everything a profile is made of; the same list on every rank."""
+    device, rule, precision = scope.device, scope.rule, scope.graph.precision
+    tasks = [Task("throughput", "throughput", lambda _: to_data(measure_throughput(device, precision, rule)))]
+    tasks += [_layer_task(setting, bench, scope) for setting in layer_settings(scope)]
+    tasks += [_edge_task(samples, degree, bench) for samples in scope.samples for degree in scope.degrees]
+    tasks += [
+        Task("optimizer", "optimizer", lambda _: to_data(measure_optimizer(device, rule))),
+        Task("overlap", "overlap", lambda _: to_data(measure_overlap(device, rule))),
+        Task("overhead", "overhead of the runtime", lambda _: to_data(bench.measure_overhead())),
+    ]
+    groups: dict[GroupShape, dist.ProcessGroup | None] = {}
+    for shape in group_shapes(scope.world):
+        kinds = [kind for kind in Collective if kind is not Collective.SEND_RECV or shape.size == 2]
+        tasks += [_collective_task(kind, shape, groups, scope) for kind in kinds]
+    return tasks
+
+
+def _layer_task(setting: LayerSetting, bench: LayerBench, scope: Scope) -> Task:
+    def run(results: Mapping[str, Any]) -> Any:
+        if not _fits(setting, scope, results):
+            return None
+        return to_data(bench.measure_block(setting))
+
+    key = layer_key(setting)
+    return Task(key, key.replace("/", " "), run)
+
+
+def _fits(setting: LayerSetting, scope: Scope, results: Mapping[str, Any]) -> bool:
+    """Whether the device can hold it, judged from fewer samples; if not, no plan can use it either."""
+    fewer = {after: before for before, after in pairwise(scope.samples)}.get(setting.samples)
+    if fewer is None:
+        return True
+    known = results.get(layer_key(replace(setting, samples=fewer)))
+    return known is not None and known["working"] * setting.samples / fewer < scope.cluster.device.memory
+
+
+def layer_key(setting: LayerSetting) -> str:
+    """Key of the task that measures a block under some choices."""
+    shared = "+sp" if setting.sequence_parallel else ""
+    return f"{setting.kind}/samples {setting.samples}/tensor {setting.tensor}{shared}/recompute {setting.recompute}"
+
+
+def _edge_task(samples: int, degree: int, bench: LayerBench) -> Task:
+    key = f"{EDGES}/samples {samples}/tensor {degree}"
+    return Task(key, key.replace("/", " "), lambda _: [to_data(one) for one in bench.measure_edges(samples, degree)])
+
+
+def _collective_task(
+    collective: Collective,
+    shape: GroupShape,
+    groups: dict[GroupShape, dist.ProcessGroup | None],
+    scope: Scope,
+) -> Task:
+    def run(_: Mapping[str, Any]) -> Any:
+        if shape not in groups:
+            groups[shape] = make_group(shape)
+        points = measure_collective(collective, shape, groups[shape], scope.device, rule=scope.rule)
+        return [to_data(one) for one in points]
+
+    key = f"{collective}/{shape.size} ranks {shape.stride} apart"
+    return Task(key, key.replace("/", " "), run)

@@ -1,0 +1,74 @@
+"""The points a profile is made of, as tasks that can be finished one by one, kept, and left out in a rerun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+
+from galvatron_lite.profiler.store_journal import Journal
+from galvatron_lite.profiler.timing import launched
+
+Results: TypeAlias = dict[str, Any]
+"""Plain data of finished tasks by key."""
+
+Progress: TypeAlias = Callable[[int, int, str], object]
+"""Called with tasks done, tasks in all, and the label of the one that comes next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to measure.
+
+    Attributes:
+        key: tells it from every other task of the profile.
+        label: for people.
+        run: measures it, on every rank at once; gets what is finished so far; gives plain data (JSON).
+    """
+
+    key: str
+    label: str
+    run: Callable[[Mapping[str, Any]], Any]
+
+
+def run_tasks(tasks: Sequence[Task], journal: Journal | None, progress: Progress | None = None) -> Results:
+    """Run what is not finished yet, in order, and keep each result at once.
+
+    Args:
+        tasks: the same on every rank.
+        journal: rank 0's; None on the other ranks.
+        progress: see ``Progress``; called on rank 0 only.
+
+    Returns:
+        Plain data by key, the same (rank 0's) on every rank.
+    """
+    results: Results = agree(dict(journal.finished) if journal else {})
+    for place, task in enumerate(tasks):
+        _tell(journal, progress, place, len(tasks), task.label)
+        if task.key not in results:
+            results[task.key] = agree(task.run(results))
+            if journal:
+                journal.add(task.key, results[task.key])
+    _tell(journal, progress, len(tasks), len(tasks), "done")
+    return results
+
+
+def agree(value: Any) -> Any:
+    """Rank 0's value on every rank."""
+    if not launched():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def first_rank() -> bool:
+    """Whether this process is the one that writes files."""
+    return not launched() or dist.get_rank() == 0
+
+
+def _tell(journal: Journal | None, progress: Progress | None, done: int, total: int, label: str) -> None:
+    if progress is not None and journal is not None:
+        progress(done, total, label)
