@@ -173,14 +173,17 @@ def _inside(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
 
 
 def _is_vocabulary(module: nn.Module) -> bool:
-    weight = weight_of(module)
     rows = _vocabulary(module)
-    return rows > 2 * weight.numel() // rows
+    weight = weight_of(module)
+    columns = weight.shape[1 if isinstance(module, (nn.Embedding, nn.Linear)) else 0]
+    return rows > 2 * columns
 
 
 def _vocabulary(module: nn.Module) -> int:
-    weight = weight_of(module)
-    return weight.shape[0] if isinstance(module, (nn.Embedding, nn.Linear)) else weight.shape[1]
+    """Rows of an embedding or outputs of a linear; not from the weight, which a tied layer may have split already."""
+    name = {nn.Embedding: "num_embeddings", nn.Linear: "out_features"}
+    rows: int = getattr(module, next((name[kind] for kind in name if isinstance(module, kind)), "nf"))
+    return rows
 
 
 def _weights_of_other_types(model: nn.Module) -> set[int]:

@@ -134,7 +134,7 @@ def _recorder(path: str, reference: Reference) -> Any:
     def record(weight: LowRank, tensor: Tensor) -> Tensor:
         output = weight(tensor)
         reference.calls.setdefault(path, []).append(LinearCall(tensor, output.detach()))
-        return mark(output, path)
+        return mark(output if output.requires_grad else output.requires_grad_(), path)
 
     return record
 

@@ -1,0 +1,204 @@
+"""Split blocks compute what whole blocks do: threads in lockstep stand in for devices."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.tensor.apply import ParameterShard, Placement, gather_full, shard_layer
+from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
+from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
+from tests.parallelism.tensor_blocks import CASES, HIDDEN, TOKENS, make_case, split_and_compare
+from tests.parallelism.thread_group import ThreadGroup, run_threads
+
+WHOLE_TOKENS_ONLY = {"encoder", "cross_attention"}
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_split_equals_whole(name: str, degree: int) -> None:
+    case = make_case(name)
+    errors = run_threads(degree, lambda group: split_and_compare(case, group, sequence_parallel=False))
+    assert max(errors) <= case.tolerance
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", sorted(CASES.keys() - WHOLE_TOKENS_ONLY))
+def test_split_tokens_equal_whole(name: str, recompute: bool) -> None:
+    case = make_case(name)
+    errors = run_threads(2, lambda group: split_and_compare(case, group, True, recompute))
+    assert max(errors) <= case.tolerance
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_one_collective_a_region(sequence_parallel: bool) -> None:
+    case = make_case("zoo_llama")
+    plan = infer_block(case.block, case.args, case.kwargs)
+
+    def work(group: ThreadGroup) -> tuple[dict[str, int], dict[str, int]]:
+        block = copy.deepcopy(case.block)
+        shard_layer(block, plan, group, sequence_parallel)
+        state = case.args[0].chunk(2, 1)[group.rank] if sequence_parallel else case.args[0]
+        output = block(state.clone().requires_grad_(), *case.args[1:])
+        forward = dict(group.calls)
+        group.calls.clear()
+        output.sum().backward()
+        return forward, dict(group.calls)
+
+    expected = {"all_gather": 2, "reduce_scatter": 2} if sequence_parallel else {"all_reduce": 2}
+    assert run_threads(2, work) == [(expected, expected)] * 2
+    assert plan.collectives == 4
+
+
+@pytest.mark.parametrize("name", ["zoo_llama", "hf_llama", "cross_attention"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_nothing_is_kept_after_a_micro_batch(name: str, frozen: bool) -> None:
+    case = make_case(name)
+    plan = infer_block(case.block, case.args, case.kwargs)
+    shard_layer(case.block, plan, ShapeOnlyGroup(2), plan.sequence_parallel)
+    seen: list[weakref.ref[Tensor]] = []
+    for module in case.block.modules():
+        module.register_forward_hook(lambda _m, args, _o: seen.extend(weakref.ref(a) for a in args[:1]))
+    case.block.requires_grad_(not frozen)
+    state = torch.randn_like(case.args[0]).chunk(2, 1)[0] if plan.sequence_parallel else torch.randn_like(case.args[0])
+    memory = [torch.randn_like(case.args[1])] if name == "cross_attention" else list(case.args[1:])
+    output = case.block(state.requires_grad_(), *memory, **case.kwargs)
+    output.sum().backward()
+    del output, state, memory
+    gc.collect()
+    kept = [tensor for reference in seen if (tensor := reference()) is not None]
+    assert len(seen) >= 5
+    assert all(any(tensor is given for given in case.args) for tensor in kept)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_one_share_runs_alone_on_meta(sequence_parallel: bool) -> None:
+    case = make_case("hf_gpt2")
+    block = copy.deepcopy(case.block).to("meta")
+    plan = infer_block(block, (case.args[0].to("meta"), None), case.kwargs)
+    shards = shard_layer(block, plan, ShapeOnlyGroup(4, rank=3), sequence_parallel)
+    tokens = TOKENS // 4 if sequence_parallel else TOKENS
+    state = torch.empty(2, tokens, HIDDEN, dtype=torch.float64, device="meta", requires_grad=True)
+    output = block(state)
+    output.sum().backward()
+    assert output.shape == state.shape
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in block.parameters())
+    assert {name: shard.local_shape for name, shard in shards.items()} == {
+        name: tuple(parameter.shape) for name, parameter in block.named_parameters()
+    }
+
+
+def test_placements() -> None:
+    case = make_case("hf_qwen3")
+    plan = infer_block(case.block, case.args, case.kwargs)
+    for sequence_parallel in (False, True):
+        shards = shard_layer(copy.deepcopy(case.block), plan, ShapeOnlyGroup(2), sequence_parallel)
+        sharded = {name for name, shard in shards.items() if shard.placement is Placement.SHARDED}
+        assert sharded == {name for name in shards if "_proj" in name}
+        # the norm of each head's query: every device sees some of the heads only
+        assert shards["self_attn.q_norm.weight"].placement is Placement.PARTIAL
+        outside = shards["input_layernorm.weight"].placement
+        assert outside is (Placement.PARTIAL if sequence_parallel else Placement.REPLICATED)
+    whole = shard_layer(case.block, plan, ShapeOnlyGroup(1), sequence_parallel=True)
+    assert {shard.placement for shard in whole.values()} == {Placement.REPLICATED}
+
+
+def test_optimizer_made_before_splitting_still_fits() -> None:
+    case = make_case("zoo_gpt")
+    optimizer = torch.optim.AdamW(case.block.parameters())
+    before = list(case.block.parameters())
+    shard_layer(case.block, infer_block(case.block, case.args, {}), ShapeOnlyGroup(2))
+    assert all(a is b for a, b in zip(before, case.block.parameters(), strict=True))
+    case.block(*case.args).sum().backward()
+    optimizer.step()
+
+
+def test_refusals() -> None:
+    case = make_case("encoder")
+    plan = infer_block(case.block, case.args, case.kwargs)
+    with pytest.raises(InputError, match="Use a divisor of 64"):
+        shard_layer(case.block, plan, ShapeOnlyGroup(3))
+    with pytest.raises(InputError, match="token by token"):
+        shard_layer(case.block, plan, ShapeOnlyGroup(2), sequence_parallel=True)
+    gpt = make_case("zoo_gpt")
+    shard_layer(gpt.block, infer_block(gpt.block, gpt.args, {}), ShapeOnlyGroup(4), sequence_parallel=True)
+    uneven = nn.Module.__call__
+    with pytest.raises(InputError, match="sequence length"):
+        # backward scatters what forward gathered; a row linear scatters in forward
+        uneven(gpt.block.get_submodule("mlp.down_proj"), torch.randn(1, 6, 32, dtype=torch.float64))
+
+
+class Model(nn.Module):
+    """Embedding and head, tied or not, of a vocabulary that does not divide evenly."""
+
+    def __init__(self, tied: bool, padding: int | None) -> None:
+        super().__init__()
+        self.words = nn.Embedding(35, 8, padding_idx=padding)
+        self.places = nn.Embedding(6, 8)
+        self.transform = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 35)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        state = self.words(ids) + self.places(torch.arange(ids.shape[1]))
+        logits: Tensor = self.head(self.transform(state).tanh())
+        return logits
+
+
+def edges(model: Model, group: Any) -> dict[str, ParameterShard]:
+    before = {"words": model.words, "places": model.places}
+    after = {"transform": model.transform, "head": model.head}
+    shards = {}
+    for layer in (before, after):
+        plan = infer_edge(layer, model)
+        assert all(plan.max_degree % degree == 0 for degree in (2, 4))
+        assert plan.max_degree <= 35 or not plan.heads
+        shards |= shard_layer(layer, plan, group)
+    return shards
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("padding", [None, 0, 34])
+@pytest.mark.parametrize("degree", [2, 4])
+def test_edges_equal_whole(tied: bool, padding: int | None, degree: int) -> None:
+    torch.manual_seed(0)
+    model = Model(tied, padding).double()
+    ids = torch.randint(0, 35, (3, 6))
+    ids[0, :2] = torch.tensor([0, 34])
+
+    def losses(split: Model) -> Tensor:
+        output = split(ids)
+        output.logsumexp(-1).square().sum().backward()
+        return output.detach()
+
+    def work(group: ThreadGroup) -> dict[str, Tensor]:
+        split = copy.deepcopy(model)
+        shards = edges(split, group)
+        assert (split.head.weight is split.words.weight) == tied
+        output = losses(split)
+        gradients = {name: value.grad for name, value in split.named_parameters() if value.grad is not None}
+        assert {name: tuple(value.shape) for name, value in gradients.items()} == {
+            name: shards[name].local_shape for name in gradients
+        }
+        return {"": output} | {name: gather_full(value, shards[name], group) for name, value in gradients.items()}
+
+    results = run_threads(degree, work)
+    expected = {"": losses(model)} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_tied_layers_split_by_different_degrees_are_refused() -> None:
+    model = Model(tied=True, padding=None)
+    before, after = {"words": model.words}, {"head": model.head}
+    shard_layer(before, infer_edge(before), ShapeOnlyGroup(2))
+    with pytest.raises(InputError, match="alike"):
+        shard_layer(after, infer_edge(after), ShapeOnlyGroup(4))
