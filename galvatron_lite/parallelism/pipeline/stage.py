@@ -9,6 +9,7 @@ Modules without parameters before the first block (rotary embeddings, dropout) r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class StageModel:
         self._produced: Any = None
         self._hollow_earlier(layers[:start], device)
         self._hollow_later(layers[stop:])
+        replace_forward(model, partial(self._run_to_end, model.forward))
 
     def attach(self) -> None:
         """Install the hooks that feed and read the stage. Call it after every other hook of its layers is in place:
@@ -88,10 +90,7 @@ class StageModel:
             What the stage's last layer returned; on the last stage what ``call`` returned.
         """
         self._received, self._produced = received, None
-        try:
-            output = call()
-        except StageEnd:
-            output = None
+        output = call()
         produced = output if self.last else self._produced
         self._received = self._produced = None
         return produced
@@ -118,6 +117,13 @@ class StageModel:
                 if layer.role is Role.BLOCK or next(module.parameters(), None) is not None:
                     drop_parameters(module)
                     replace_forward(module, self._stop)
+
+    def _run_to_end(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # caught inside the model's forward, so that hooks on the whole model (FSDP's among them) see a normal return
+        try:
+            return forward(*args, **kwargs)
+        except StageEnd:
+            return self._produced
 
     def _pass_on(self, *_args: Any, **_kwargs: Any) -> Any:
         return self._received
