@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
 from galvatron_lite.model.trace_figures import CallFigures
@@ -10,7 +11,11 @@ from galvatron_lite.model.trace_figures import CallFigures
 _Key = tuple[str, OperatorClass, tuple[int, ...]]
 
 
-def merge(calls: Sequence[CallFigures]) -> tuple[Operator, ...]:
+Shardings = Mapping[tuple[str, OperatorClass], Sharding]
+"""How tensor parallelism divides the calls of one module and class; not at all where it is not given."""
+
+
+def merge(calls: Sequence[CallFigures], shardings: Shardings) -> tuple[Operator, ...]:
     """Operators of one layer from its calls, in running order.
 
     Heavy calls of one module and shape are one entry; so are all memory-bound calls of one module. Backward calls add
@@ -22,7 +27,10 @@ def merge(calls: Sequence[CallFigures]) -> tuple[Operator, ...]:
     for call in calls:
         if call.backward and forward:
             _book(call, forward, backward)
-    return tuple(_operator(key, forward[key], *backward[key]) for key in forward)
+    return tuple(
+        replace(_operator(key, forward[key], *backward[key]), sharding=shardings.get(key[:2], Sharding.NONE))
+        for key in forward
+    )
 
 
 def _grouped(calls: Sequence[CallFigures]) -> dict[_Key, list[CallFigures]]:
@@ -69,5 +77,4 @@ def _operator(key: _Key, calls: list[CallFigures], backward_flops: int, backward
         moved=sum(call.moved for call in calls),
         backward_moved=backward_moved,
         weight_bytes=sum(call.weight_bytes for call in calls),
-        sharding=Sharding.NONE,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,14 +13,24 @@ from galvatron_lite.model.batch import LossFn, map_tensors, resize_batch, sequen
 from galvatron_lite.model.discover import arrange_layers, unit_paths
 from galvatron_lite.model.discover_blocks import BlockNames, find_blocks
 from galvatron_lite.model.discover_signature import signature
-from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Recompute, Role, TensorSplit
+from galvatron_lite.model.graph import (
+    Layer,
+    LayerKind,
+    ModelGraph,
+    Operator,
+    OperatorClass,
+    Recompute,
+    Role,
+    TensorSplit,
+)
 from galvatron_lite.model.operators import merge
 from galvatron_lite.model.trace_dims import split_dims
 from galvatron_lite.model.trace_edges import run_edges
-from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures
+from galvatron_lite.model.trace_figures import SAMPLES, figures
 from galvatron_lite.model.trace_meta import dtype_of, meta_copy, precision_of
 from galvatron_lite.model.trace_owners import Owners, find_owners
 from galvatron_lite.model.trace_run import BlockCall, Observation, chain_inputs, observe, run_block
+from galvatron_lite.model.trace_tensor import TensorFigures, split_block, split_edges
 
 
 def trace(
@@ -137,71 +147,94 @@ class _Capture:
             if layer.role is Role.BLOCK:
                 first.setdefault(layer.kind, layer)
         found = {kind: self._block(layer) for kind, layer in first.items()}
-        side = max((region.side for _, region in found.values()), default=0)
+        side = max((figure.whole.side for _, figure in found.values()), default=0)
         before, after = self._edges(batches, loss_fn, side)
         return {"before": before, **{kind: block for kind, (block, _) in found.items()}, "after": after}
 
-    def _block(self, layer: Layer) -> tuple[LayerKind, RegionFigures]:
+    def _block(self, layer: Layer) -> tuple[LayerKind, TensorFigures]:
         alike = {other.name for other in self.layers if other.kind == layer.kind}
         block = self.twin.get_submodule(layer.name)
-        runs, entering, leaving = [], [], []
-        for calls in self.calls:
-            call = next(call for call in calls if call.path == layer.name)
-            chain = chain_inputs(calls, alike)
-            runs.append(run_block(block, call, chain))
-            entering.append(_bytes(call.inputs[place] for place in chain))
-            leaving.append(_bytes(tensors_of(call.output)))
-        region = figures(*runs)
-        kept = {Recompute.NONE: region.kept, Recompute.SELECTIVE: region.selective, Recompute.FULL: _slope(entering)}
+        calls = [next(call for call in chained if call.path == layer.name) for chained in self.calls]
+        chains = [chain_inputs(chained, alike) for chained in self.calls]
+        runs = [run_block(block, call, chain) for call, chain in zip(calls, chains, strict=True)]
+        entering = _slope([_bytes(call.inputs[i] for i in chain) for call, chain in zip(calls, chains, strict=True)])
+        leaving = _slope([_bytes(tensors_of(call.output)) for call in calls])
+        figure = split_block(block, calls, chains, figures(*runs))
+        kept = {
+            Recompute.NONE: figure.split("kept"),
+            Recompute.SELECTIVE: figure.split("selective"),
+            Recompute.FULL: TensorSplit(sequence=entering),
+        }
         untrained = {f"{layer.name}.{name}" for name in runs[1].recording.untrained}
-        return self._kind(layer, region, kept, (_slope(entering), _slope(leaving)), untrained), region
+        return self._kind(layer, figure, kept, (entering, leaving), untrained), figure
 
     def _edges(self, batches: Sequence[Any], loss_fn: LossFn | None, side: int) -> tuple[LayerKind, LayerKind]:
         before, after = self.layers[0], self.layers[-1]
         tail = self.owners.used(after)
         runs = [run_edges(self.twin, b, calls, loss_fn, tail) for b, calls in zip(batches, self.calls, strict=True)]
         untrained = [set(run.recording.untrained) for run in runs[1]]
-        head, foot = (figures(*pair) for pair in zip(*runs, strict=True))
+        wholes = [figures(*pair) for pair in zip(*runs, strict=True)]
+        modules = [before.modules, after.modules]
+        first, last = split_edges(self.twin, modules, batches, self.calls, loss_fn, wholes)
+        kept = replace(first.split("kept"), whole=first.split("kept").whole + side)
         batch = _slope([_bytes(tensors_of(example)) for example in batches])
-        boundary = (batch, self._boundary(0)), (self._boundary(-1), 0)
+        entry, leave = self._boundary()
         unused = untrained[0] & untrained[1] if self.calls[0] else untrained[0]
         return (
-            self._kind(before, head, {Recompute.NONE: head.kept + side}, boundary[0], unused),
-            self._kind(after, foot, {Recompute.NONE: foot.kept}, boundary[1], untrained[1]),
+            self._kind(before, first, {Recompute.NONE: kept}, (batch, entry), unused),
+            self._kind(after, last, {Recompute.NONE: last.split("kept")}, (leave, 0), untrained[1]),
         )
 
-    def _boundary(self, place: int) -> int:
-        """Bytes per sample that enter the first block (0) or leave the last one (-1)."""
+    def _boundary(self) -> tuple[int, int]:
+        """Bytes per sample that enter the first block and leave the last one."""
         if not self.calls[0]:
-            return 0
-        sizes = []
-        for calls in self.calls:
-            chain = chain_inputs(calls, {calls[0].path}) if place == 0 else ()
-            tensors = [calls[0].inputs[i] for i in chain] if place == 0 else list(tensors_of(calls[-1].output))
-            sizes.append(_bytes(tensors))
-        return _slope(sizes)
+            return 0, 0
+        chains = [chain_inputs(calls, {calls[0].path}) for calls in self.calls]
+        entering = [_bytes(calls[0].inputs[i] for i in chain) for calls, chain in zip(self.calls, chains, strict=True)]
+        return _slope(entering), _slope([_bytes(tensors_of(calls[-1].output)) for calls in self.calls])
 
     def _kind(
         self,
         layer: Layer,
-        region: RegionFigures,
-        kept: dict[Recompute, int],
+        figure: TensorFigures,
+        kept: dict[Recompute, TensorSplit],
         boundary: tuple[int, int],
         untrained: set[str],
     ) -> LayerKind:
-        operators = merge(region.calls)
+        operators = merge(figure.whole.calls, figure.shardings())
         parameters = self.owners.parameters[layer.name]
         modules = [self.twin.get_submodule(path) for path in layer.modules]
+        plan = figure.plan
         return LayerKind(
             name=layer.kind,
-            parameters=TensorSplit(whole=sum(p.numel() for p in parameters.values())),
+            parameters=self._parameters(layer, figure.sharded),
             operators=operators,
-            kept={choice: TensorSplit(whole=size) for choice, size in kept.items()},
-            working=TensorSplit(whole=region.working),
-            forward_working=TensorSplit(whole=region.forward_working),
+            kept=kept,
+            working=figure.split("working"),
+            forward_working=figure.split("forward_working"),
             input_bytes=boundary[0],
             output_bytes=boundary[1],
             dims=split_dims(self.twin, modules, layer.role, operators, self.sequence),
             buffer_bytes=self.owners.buffer_bytes[layer.name],
+            tensor_degrees=plan.max_degree,
+            tensor_reason=plan.reason,
+            tensor_collectives=plan.collectives,
+            sequence_parallel=plan.sequence_parallel,
+            gathered_output_bytes=sum(self._output_bytes(path, operators) for path in plan.heads),
             dead_parameters=sum(p.numel() for name, p in parameters.items() if name in untrained),
+        )
+
+    def _parameters(self, layer: Layer, sharded: frozenset[str]) -> TensorSplit:
+        """Parameter items; ``sharded`` names those split, from the layer where it is one block, else from the model."""
+        prefix = f"{layer.name}." if layer.role is Role.BLOCK else ""
+        parts = {f"{prefix}{name}" for name in sharded}
+        parameters = self.owners.parameters[layer.name].items()
+        split = sum(parameter.numel() for name, parameter in parameters if name in parts)
+        return TensorSplit(tensor=split, whole=sum(parameter.numel() for _, parameter in parameters) - split)
+
+    def _output_bytes(self, path: str, operators: Sequence[Operator]) -> int:
+        """Bytes per sample that the linear at a path gives."""
+        item = self.twin.get_submodule(path).get_parameter("weight").element_size()
+        return sum(
+            o.shape[0] * o.shape[2] * item for o in operators if o.name == path and o.kind is OperatorClass.MATMUL
         )

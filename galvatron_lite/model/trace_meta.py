@@ -35,9 +35,10 @@ def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
         twin = copy.deepcopy(model, memo)
     except Exception as cause:
         raise TraceError("model", type(model).__name__, f"It must allow copy.deepcopy: {cause}") from cause
-    config: Any = getattr(twin, "config", None)
-    if getattr(config, "use_cache", False):
-        config.use_cache = False
+    for module in twin.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
     return twin.train()
 
 

@@ -1,0 +1,194 @@
+"""How a layer's figures shrink under tensor parallelism: one device's share is run and compared with the whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from galvatron_lite.errors import GalvatronError
+from galvatron_lite.model.batch import LossFn, map_tensors
+from galvatron_lite.model.graph import OperatorClass, Sharding, TensorSplit
+from galvatron_lite.model.trace_edges import run_edges
+from galvatron_lite.model.trace_figures import RegionFigures, figures
+from galvatron_lite.model.trace_run import BlockCall, run_block
+from galvatron_lite.parallelism.tensor.apply import shard_layer
+from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
+from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
+from galvatron_lite.parallelism.tensor.regions import TensorPlan
+from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
+
+_CLOSE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFigures:
+    """A region run whole, and one device's share of it.
+
+    Attributes:
+        whole: on one device.
+        plan: how it is split.
+        degree: ways it was split to see the share; 1 where it was not.
+        share: of a tensor group; ``whole`` where it was not split.
+        tokens: of a tensor group with sequence parallelism; ``share`` where that is not offered.
+        sharded: names of parameters (inside the layer) that are split.
+    """
+
+    whole: RegionFigures
+    plan: TensorPlan
+    degree: int
+    share: RegionFigures
+    tokens: RegionFigures
+    sharded: frozenset[str] = frozenset()
+
+    def split(self, figure: str) -> TensorSplit:
+        """The parts of a figure of ``RegionFigures`` by how they are divided."""
+        return self.parts(*(getattr(region, figure) for region in (self.whole, self.share, self.tokens)))
+
+    def parts(self, whole: int, share: int, tokens: int) -> TensorSplit:
+        """The parts of a figure that has these three values.
+
+        From share = tensor / degree + sequence + rest and tokens = tensor / degree + sequence / degree + rest. The sum
+        is always what one device holds that has the whole layer, so copies that only a split layer makes are left out.
+        """
+        if self.degree == 1:
+            return TensorSplit(whole=whole)
+        tensor = _part(whole - share, self.degree, whole)
+        sequence = _part(share - tokens, self.degree, whole - tensor)
+        return TensorSplit(tensor=tensor, sequence=sequence, whole=whole - tensor - sequence)
+
+    def shardings(self) -> dict[tuple[str, OperatorClass], Sharding]:
+        """How each module's calls of each class are divided."""
+        if self.degree == 1:
+            return {}
+        whole, share, tokens = (_work(region) for region in (self.whole, self.share, self.tokens))
+        return {key: self._sharding(work, share.get(key, 0), tokens.get(key, 0)) for key, work in whole.items()}
+
+    def _sharding(self, whole: int, share: int, tokens: int) -> Sharding:
+        if whole == 0:
+            return Sharding.NONE
+        if abs(share * self.degree - whole) <= _CLOSE * whole:
+            return Sharding.TENSOR
+        return Sharding.SEQUENCE if abs(tokens * self.degree - whole) <= _CLOSE * whole else Sharding.NONE
+
+
+def _part(less: int, degree: int, most: int) -> int:
+    return min(max(0, less * degree // (degree - 1)), most)
+
+
+def _work(region: RegionFigures) -> dict[tuple[str, OperatorClass], int]:
+    """Forward FLOPs, or bytes where there are none, by module and class."""
+    work: dict[tuple[str, OperatorClass], int] = {}
+    for call in region.calls:
+        if not call.backward:
+            key = (call.path, call.kind)
+            work[key] = work.get(key, 0) + (call.flops or call.moved)
+    return work
+
+
+def unsplit(whole: RegionFigures, reason: str) -> TensorFigures:
+    """Figures of a layer that tensor parallelism is not offered for."""
+    return TensorFigures(whole, TensorPlan(reason=reason), 1, whole, whole)
+
+
+def split_block(
+    block: nn.Module, calls: Sequence[BlockCall], chains: Sequence[Sequence[int]], whole: RegionFigures
+) -> TensorFigures:
+    """Figures of a block and of one device's share of it.
+
+    Args:
+        block: on the meta device; it is not changed.
+        calls: its call at both batch sizes.
+        chains: places of the inputs that come from the layer before, at both batch sizes.
+        whole: its figures on one device.
+    """
+    plan = infer_block(block, calls[1].args, calls[1].kwargs)
+    if plan.max_degree == 1:
+        return unsplit(whole, plan.reason)
+    degree = smallest_factor(plan.max_degree)
+    divisible = all(calls[1].inputs[place].shape[1] % degree == 0 for place in chains[1])
+    choices = [False, True] if plan.sequence_parallel and divisible else [False]
+    try:
+        runs = [_run_share(block, calls, chains, plan, degree, choice) for choice in choices]
+    except GalvatronError as error:
+        return unsplit(whole, f"One device's share of it does not run: {error}")
+    return TensorFigures(whole, plan, degree, runs[0][0], runs[-1][0], runs[0][1])
+
+
+def _run_share(
+    block: nn.Module,
+    calls: Sequence[BlockCall],
+    chains: Sequence[Sequence[int]],
+    plan: TensorPlan,
+    degree: int,
+    sequence_parallel: bool,
+) -> tuple[RegionFigures, frozenset[str]]:
+    runs = []
+    for call, chain in zip(calls, chains, strict=True):
+        twin = copy.deepcopy(block)
+        shards = shard_layer(twin, plan, ShapeOnlyGroup(degree), sequence_parallel)
+        taken = _fewer_tokens(call, chain, degree) if sequence_parallel else call
+        runs.append(run_block(twin, taken, chain))
+    return figures(*runs), _sharded(shards)
+
+
+def _fewer_tokens(call: BlockCall, chain: Sequence[int], degree: int) -> BlockCall:
+    """The call with one device's tokens (dim 1) of what comes from the layer before."""
+    supply = iter(range(len(call.inputs)))
+
+    def cut(tensor: Tensor) -> Tensor:
+        if next(supply) not in chain:
+            return tensor
+        return tensor.new_empty(tensor.shape[0], tensor.shape[1] // degree, *tensor.shape[2:])
+
+    args, kwargs = map_tensors((call.args, call.kwargs), cut)
+    return BlockCall(call.path, args, kwargs, call.output)
+
+
+def _sharded(shards: Mapping[str, ParameterShard]) -> frozenset[str]:
+    return frozenset(name for name, shard in shards.items() if shard.placement is Placement.SHARDED)
+
+
+def split_edges(
+    twin: nn.Module,
+    modules: Sequence[Sequence[str]],
+    batches: Sequence[Any],
+    calls: Sequence[Sequence[BlockCall]],
+    loss_fn: LossFn | None,
+    wholes: Sequence[RegionFigures],
+) -> tuple[TensorFigures, TensorFigures]:
+    """Figures of the layers before and after the blocks, and of one device's share of them.
+
+    Args:
+        twin: the model on the meta device; it is not changed.
+        modules: paths of the modules before, and of those after.
+        batches: on the meta device, at both batch sizes.
+        calls: the blocks' calls at both batch sizes.
+        loss_fn: how to get the loss.
+        wholes: figures on one device, before and after.
+    """
+    plans = [infer_edge({path: twin.get_submodule(path) for path in paths}, twin) for paths in modules]
+    degree = 2
+    runs, sharded = [], [frozenset[str]()] * 2
+    try:
+        for batch, chained in zip(batches, calls, strict=True):
+            model = copy.deepcopy(twin)
+            parts = [{path: model.get_submodule(path) for path in paths} for paths in modules]
+            shards = [shard_layer(p, plan, ShapeOnlyGroup(degree)) for p, plan in zip(parts, plans, strict=True)]
+            sharded = [_sharded(held) for held in shards]
+            tail = [parameter for module in parts[1].values() for parameter in module.parameters()]
+            runs.append(run_edges(model, batch, chained, loss_fn, tail))
+    except GalvatronError as error:
+        reason = f"One device's share of it does not run: {error}"
+        return unsplit(wholes[0], reason), unsplit(wholes[1], reason)
+    shares = [figures(*pair) for pair in zip(*runs, strict=True)]
+    first, last = (TensorFigures(wholes[i], plans[i], degree, shares[i], shares[i], sharded[i]) for i in (0, 1))
+    return first, last
+
+
+def smallest_factor(number: int) -> int:
+    """The smallest prime factor of a number above 1."""
+    return next(factor for factor in range(2, number + 1) if number % factor == 0)
