@@ -36,7 +36,8 @@ def infer_block(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
         args: positional inputs it was called with, on any device.
         kwargs: keyword inputs it was called with.
     """
-    with torch.device("cpu"):  # whatever default device the caller has set, meta for one
+    # whatever the caller has set: meta as default device, no gradients
+    with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
         try:
             probe, reference = _observe(block, args, kwargs)
         except ProbeError as error:
