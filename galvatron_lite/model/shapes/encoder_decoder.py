@@ -17,6 +17,7 @@ from galvatron_lite.model.shapes.assemble import assemble, blocks
 from galvatron_lite.model.shapes.fields import EncoderDecoderShape
 from galvatron_lite.model.shapes.tape import Tape, widen
 from galvatron_lite.model.shapes.transformer import (
+    attend,
     block_kind,
     edge_kind,
     embed,
@@ -24,7 +25,6 @@ from galvatron_lite.model.shapes.transformer import (
     mlp,
     norm,
     pre_norm_block,
-    self_attention,
     ties_of,
 )
 
@@ -33,7 +33,7 @@ def encoder_decoder_graph(shape: EncoderDecoderShape, precision: str, item_bytes
     """``before``, encoder blocks, ``bridge``, decoder blocks, ``after``."""
     kinds = (
         _before_kind(shape, item_bytes),
-        pre_norm_block(shape, shape.seq_len, item_bytes, "encoder_block"),
+        pre_norm_block(shape, shape.seq_len, item_bytes, "encoder_block", causal=False),
         _bridge_kind(shape, item_bytes),
         _decoder_kind(shape, item_bytes),
         _after_kind(shape, item_bytes),
@@ -82,8 +82,8 @@ def _decoder_kind(shape: EncoderDecoderShape, item_bytes: int) -> LayerKind:
     tokens = shape.decoder_seq_len
     x = tape.enter(tokens * shape.hidden)
     memory = tape.borrow(shape.seq_len * shape.hidden)
-    x = ops.add(tape, "attention.residual", x, self_attention(tape, shape, widen(norm(tape, shape, "norm1", x))))
-    crossed = self_attention(tape, shape, widen(norm(tape, shape, "norm2", x)), widen(memory))
+    x = ops.add(tape, "attention.residual", x, attend(tape, shape, widen(norm(tape, shape, "norm1", x)), causal=True))
+    crossed = attend(tape, shape, widen(norm(tape, shape, "norm2", x)), source=widen(memory))
     x = ops.add(tape, "cross_attention.residual", x, crossed)
     x = ops.add(tape, "mlp.residual", x, mlp(tape, shape, widen(norm(tape, shape, "norm3", x))))
     return block_kind(tape, shape, "decoder_block", (x, memory), tokens, collectives=6)

@@ -73,6 +73,11 @@ class TransformerShape:
         return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
 
     @property
+    def splits_vocabulary(self) -> bool:
+        """Whether tensor parallelism splits token table and head: where they are more than twice as tall as wide."""
+        return self.entries > 2 * self.hidden
+
+    @property
     def attention_width(self) -> int:
         """Columns of the query projection."""
         return self.heads * self.head_dim

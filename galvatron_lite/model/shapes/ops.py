@@ -88,7 +88,7 @@ def rms_norm(tape: Tape, name: str, x: Value, width: int, *, fused: bool) -> Val
     upcast = x if x.item_bytes == FP32 else tape.value(x.items, x.part, FP32)
     normalised = tape.value(x.items, x.part, FP32)
     tape.own(width)
-    operator = memory_operator(name, x, moved, backward_moved, width * tape.item_bytes)
+    operator = memory_operator(name, x, moved, backward_moved, width * tape.item_bytes, count=6)
     return tape.record(Call((x,), out, saved=(upcast, root, normalised)), operator)
 
 
@@ -139,32 +139,52 @@ def dropout(tape: Tape, name: str, x: Value, probability: float) -> Value:
 def rotary(tape: Tape, name: str, x: Value) -> Value:
     """Rotary positions in eager PyTorch (negate half, concatenate, two products, one sum): keeps nothing a sample."""
     out = tape.value(x.items, x.part)
-    return tape.record(Call((x,), out), memory_operator(name, x, 10 * x.bytes, 10 * x.bytes))
+    return tape.record(Call((x,), out), memory_operator(name, x, 10 * x.bytes, 10 * x.bytes, count=5))
 
 
-def attention(tape: Tape, name: str, q: Value, k: Value, v: Value, heads: int, kv_heads: int, head_dim: int) -> Value:
+def attention(
+    tape: Tape, name: str, q: Value, k: Value, v: Value, heads: tuple[int, int], head_dim: int, *, causal: bool
+) -> Value:
     """Flash attention (Dao 2023): keeps q, k, v, its output and one fp32 log-sum a query and head.
 
     FLOPs count the whole score matrix, causal or not: 4 x queries x keys x heads x head size forward (two matmuls), 2.5
     times that backward (five matmuls: the scores are computed again).
+
+    Args:
+        tape: where it is written down.
+        name: of the operator.
+        q: queries.
+        k: keys.
+        v: values.
+        heads: of queries, of keys and values.
+        head_dim: items of one head.
+        causal: whether a query sees no later key.
     """
     out = tape.value(q.items, q.part)
-    queries, keys = q.items // (heads * head_dim), k.items // (kv_heads * head_dim)
-    sums = tape.value(queries * heads, q.part, FP32, grad=False)
-    flops = 4 * queries * keys * heads * head_dim
+    queries, keys = q.items // (heads[0] * head_dim), k.items // (heads[1] * head_dim)
+    sums = tape.value(queries * heads[0], q.part, FP32, grad=False)
+    flops = 4 * queries * keys * heads[0] * head_dim
     touched = q.bytes + k.bytes + v.bytes + out.bytes
     operator = Operator(
-        name, OperatorClass.ATTENTION, (heads, kv_heads, queries, keys, head_dim), 1, flops, flops * 5 // 2,
-        touched + sums.bytes, 2 * touched + sums.bytes, 0, sharding_of(q),
+        name, OperatorClass.ATTENTION, (*heads, queries, keys, head_dim), 1, flops, flops * 5 // 2,
+        touched + sums.bytes, 2 * touched + sums.bytes, 0, sharding_of(q), causal,
     )  # fmt: skip
     return tape.record(Call((q, k, v), out, saved=(q, k, v, out, sums), anchor=(out, sums)), operator)
 
 
-def embedding(tape: Tape, name: str, indices: Value, entries: int, width: int, *, own: bool = True) -> Value:
-    """Rows of a table split over its entries: keeps the indices; partial rows are summed over the tensor group."""
+def embedding(tape: Tape, name: str, indices: Value, width: int, *, table: int, part: Part = Part.WHOLE) -> Value:
+    """Rows of a table: keeps the indices.
+
+    Args:
+        tape: where it is written down.
+        name: of the operator.
+        indices: which rows.
+        width: items of a row.
+        table: items of the table that belong to this layer; 0 where another layer owns it.
+        part: TENSOR where each device holds some rows, and rows found are summed over the tensor group.
+    """
     out = tape.value(indices.items * width, Part.SEQUENCE)
-    if own:
-        tape.own(entries * width, Part.TENSOR)
+    tape.own(table, part)
     operator = memory_operator(name, out, 2 * out.bytes + indices.bytes, 2 * out.bytes + indices.bytes)
     return tape.record(Call((indices,), out, saved=(indices,)), operator)
 

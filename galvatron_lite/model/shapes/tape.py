@@ -244,10 +244,10 @@ def _sum(first: Operator, second: Operator) -> Operator:
 
 
 def memory_operator(
-    name: str, value: Value, moved: int, backward_moved: int, weight_bytes: int = 0, items: int = 0
+    name: str, value: Value, moved: int, backward_moved: int, weight_bytes: int = 0, items: int = 0, count: int = 1
 ) -> Operator:
-    """An operator bound by memory; ``items`` where its shape is not that of ``value``."""
+    """An operator bound by memory; ``items`` where its shape is not that of ``value``, ``count`` of its kernels."""
     return Operator(
-        name, OperatorClass.MEMORY, (items or value.items,), 1, 0, 0, moved, backward_moved, weight_bytes,
+        name, OperatorClass.MEMORY, (items or value.items,), count, 0, 0, moved, backward_moved, weight_bytes,
         sharding_of(value),
     )  # fmt: skip

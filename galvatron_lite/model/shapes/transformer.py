@@ -7,7 +7,7 @@ share of the tokens under sequence parallelism, while the gathered input of each
 
 from __future__ import annotations
 
-from math import gcd, lcm
+from math import gcd
 
 from galvatron_lite.model.graph import LayerKind, ModelGraph, SplitDims
 from galvatron_lite.model.shapes import ops
@@ -16,8 +16,8 @@ from galvatron_lite.model.shapes.fields import DecoderShape, EncoderShape, MoeSh
 from galvatron_lite.model.shapes.moe import experts
 from galvatron_lite.model.shapes.tape import Part, Tape, Value, narrow, widen
 
-_UNEVEN = 2**10 * 3**2 * 5 * 7
-"""Its divisors are the tensor-parallel degrees offered for a vocabulary that they do not divide."""
+NOT_SPLIT = "nothing in it is split: every device of a tensor group does all of its work"
+_MANY_WAYS = 5040
 
 
 def norm(tape: Tape, shape: TransformerShape, name: str, x: Value) -> Value:
@@ -27,7 +27,9 @@ def norm(tape: Tape, shape: TransformerShape, name: str, x: Value) -> Value:
     return ops.layer_norm(tape, name, x, shape.hidden, bias=shape.biases)
 
 
-def self_attention(tape: Tape, shape: TransformerShape, x: Value, source: Value | None = None) -> Value:
+def attend(
+    tape: Tape, shape: TransformerShape, x: Value, *, causal: bool = False, source: Value | None = None
+) -> Value:
     """Attention of ``x`` over itself, or over ``source`` (cross-attention); both (tokens, hidden) and gathered."""
     name = "attention" if source is None else "cross_attention"
     keys = x if source is None else source
@@ -37,7 +39,7 @@ def self_attention(tape: Tape, shape: TransformerShape, x: Value, source: Value 
     v = ops.linear(tape, f"{name}.v", keys, shape.hidden, shape.kv_width, Part.TENSOR, bias=bias)
     if shape.positions == "rotary":
         q, k = ops.rotary(tape, f"{name}.rotary_q", q), ops.rotary(tape, f"{name}.rotary_k", k)
-    mixed = ops.attention(tape, f"{name}.scores", q, k, v, shape.heads, shape.kv_heads, shape.head_dim)
+    mixed = ops.attention(tape, f"{name}.scores", q, k, v, (shape.heads, shape.kv_heads), shape.head_dim, causal=causal)
     out = ops.linear(tape, f"{name}.out", mixed, shape.attention_width, shape.hidden, Part.SEQUENCE, bias=shape.biases)
     return ops.dropout(tape, f"{name}.dropout", narrow(out), shape.dropout)
 
@@ -64,6 +66,13 @@ def split_degree(shape: TransformerShape) -> int:
     """Largest tensor-parallel degree of a block: what divides heads, key-value heads and the MLP's width."""
     width = shape.moe_ffn if isinstance(shape, MoeShape) else shape.ffn_hidden
     return gcd(shape.heads, shape.kv_heads, width)
+
+
+def many_ways(rows: int = _MANY_WAYS << 6) -> int:
+    """A number with many small divisors, none above ``rows``: the degrees offered where rows may be shared unevenly."""
+    if rows < _MANY_WAYS:
+        return 1 << (rows.bit_length() - 1)
+    return _MANY_WAYS << ((rows // _MANY_WAYS).bit_length() - 1)
 
 
 def block_dims(shape: TransformerShape, tokens: int) -> SplitDims:
@@ -93,11 +102,13 @@ def block_kind(
     )
 
 
-def pre_norm_block(shape: TransformerShape, tokens: int, item_bytes: int, name: str = "block") -> LayerKind:
+def pre_norm_block(
+    shape: TransformerShape, tokens: int, item_bytes: int, name: str = "block", *, causal: bool = True
+) -> LayerKind:
     """A block that normalises before attention and before the MLP (GPT, Llama, Mixtral, T5's encoder)."""
     tape = Tape(item_bytes)
     x = tape.enter(tokens * shape.hidden)
-    attended = self_attention(tape, shape, widen(norm(tape, shape, "norm1", x)))
+    attended = attend(tape, shape, widen(norm(tape, shape, "norm1", x)), causal=causal)
     x = ops.add(tape, "attention.residual", x, attended)
     normed = norm(tape, shape, "norm2", x)
     mixed = experts(tape, shape, normed) if isinstance(shape, MoeShape) else mlp(tape, shape, widen(normed))
@@ -109,7 +120,7 @@ def post_norm_block(shape: TransformerShape, tokens: int, item_bytes: int) -> La
     """A block that normalises after each residual addition (BERT)."""
     tape = Tape(item_bytes)
     x = tape.enter(tokens * shape.hidden)
-    summed = ops.add(tape, "attention.residual", x, self_attention(tape, shape, widen(x)))
+    summed = ops.add(tape, "attention.residual", x, attend(tape, shape, widen(x)))
     x = norm(tape, shape, "norm1", summed)
     summed = ops.add(tape, "mlp.residual", x, mlp(tape, shape, widen(x)))
     return block_kind(tape, shape, "block", (norm(tape, shape, "norm2", summed),), tokens)
@@ -118,7 +129,9 @@ def post_norm_block(shape: TransformerShape, tokens: int, item_bytes: int) -> La
 def embed(tape: Tape, shape: TransformerShape, tokens: int, *, own: bool = True) -> Value:
     """Token table, learned positions and dropout: token indices to (tokens, hidden)."""
     indices = tape.enter(tokens, Part.WHOLE, ops.INDEX, grad=False)
-    x = ops.embedding(tape, "embedding", indices, shape.entries, shape.hidden, own=own)
+    part = Part.TENSOR if shape.splits_vocabulary else Part.WHOLE
+    table = shape.entries * shape.hidden * own
+    x = ops.embedding(tape, "embedding", indices, shape.hidden, table=table, part=part)
     if shape.positions == "learned":
         x = ops.positions(tape, "positions", x, shape.position_entries * shape.hidden)
     return x
@@ -130,10 +143,8 @@ def embedding_kind(shape: TransformerShape, tokens: int, item_bytes: int) -> Lay
     x = embed(tape, shape, tokens)
     if isinstance(shape, EncoderShape):
         segments = tape.enter(tokens, Part.WHOLE, ops.INDEX, grad=False)
-        tape.own(shape.segments * shape.hidden)
-        x = ops.add(
-            tape, "segments.sum", x, ops.embedding(tape, "segments", segments, shape.segments, shape.hidden, own=False)
-        )
+        named = ops.embedding(tape, "segments", segments, shape.hidden, table=shape.segments * shape.hidden)
+        x = ops.add(tape, "segments.sum", x, named)
         x = norm(tape, shape, "norm", x)
     x = ops.dropout(tape, "dropout", x, shape.dropout)
     return edge_kind(tape, shape, "before", (x,), tokens)
@@ -146,14 +157,16 @@ def edge_kind(
 
     The vocabulary may be shared unevenly, so degrees need not divide it.
     """
+    split = shape.splits_vocabulary
     return tape.kind(
         name,
         out,
         SplitDims(sequence=tokens, hidden=shape.hidden, vocab=shape.entries),
-        tensor_degrees=lcm(shape.entries, _UNEVEN),
-        tensor_collectives=0 if gathered else 2,
+        tensor_degrees=many_ways(shape.entries) if split else many_ways(),
+        tensor_reason="" if split else NOT_SPLIT,
+        tensor_collectives=2 if split and not gathered else 0,
         recomputed=False,
-        gathered=gathered,
+        gathered=gathered if split else None,
     )
 
 
@@ -162,7 +175,8 @@ def head(tape: Tape, shape: TransformerShape, x: Value, bias: bool = False) -> t
     rows = x.items // shape.hidden
     labels = tape.labels(rows)
     own = not shape.tied_embeddings
-    logits = ops.linear(tape, "head", widen(x), shape.hidden, shape.entries, Part.TENSOR, bias=bias, own=own)
+    part = Part.TENSOR if shape.splits_vocabulary else Part.WHOLE
+    logits = ops.linear(tape, "head", widen(x), shape.hidden, shape.entries, part, bias=bias, own=own)
     logits = widen(logits)
     return logits, ops.cross_entropy(tape, "loss", logits, labels)
 

@@ -8,10 +8,7 @@ from galvatron_lite.model.shapes.assemble import assemble, blocks
 from galvatron_lite.model.shapes.convolution import convolution
 from galvatron_lite.model.shapes.fields import DecoderShape, VitShape
 from galvatron_lite.model.shapes.tape import Part, Tape
-from galvatron_lite.model.shapes.transformer import norm, pre_norm_block
-
-_BEFORE = "The patch convolution is held in full by every device."
-_AFTER = "The head sees one token a sample: too little to split."
+from galvatron_lite.model.shapes.transformer import NOT_SPLIT, many_ways, norm, pre_norm_block
 
 
 def vit_graph(shape: VitShape, precision: str, item_bytes: int) -> ModelGraph:
@@ -33,7 +30,7 @@ def vit_graph(shape: VitShape, precision: str, item_bytes: int) -> ModelGraph:
     )
     kinds = (
         _patches(shape, tokens, item_bytes),
-        pre_norm_block(stack, tokens, item_bytes),
+        pre_norm_block(stack, tokens, item_bytes, causal=False),
         _classifier(shape, stack, tokens, item_bytes),
     )
     layers = blocks("layers", "block", shape.layers)
@@ -55,7 +52,7 @@ def _patches(shape: VitShape, tokens: int, item_bytes: int) -> LayerKind:
         sequence=tokens, hidden=shape.hidden, in_channels=shape.channels, out_channels=shape.hidden, height=side,
         width=side,
     )  # fmt: skip
-    return tape.kind("before", (x,), dims, tensor_reason=_BEFORE, recomputed=False)
+    return tape.kind("before", (x,), dims, many_ways(), NOT_SPLIT, recomputed=False)
 
 
 def _classifier(shape: VitShape, stack: DecoderShape, tokens: int, item_bytes: int) -> LayerKind:
@@ -65,4 +62,4 @@ def _classifier(shape: VitShape, stack: DecoderShape, tokens: int, item_bytes: i
     logits = ops.linear(tape, "head", first, shape.hidden, shape.classes, Part.WHOLE, bias=True, keeps=x)
     loss = ops.cross_entropy(tape, "loss", logits, tape.labels(1))
     dims = SplitDims(sequence=tokens, hidden=shape.hidden, vocab=shape.classes)
-    return tape.kind("after", (loss,), dims, tensor_reason=_AFTER, recomputed=False)
+    return tape.kind("after", (loss,), dims, many_ways(), NOT_SPLIT, recomputed=False)
