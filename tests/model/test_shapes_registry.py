@@ -225,3 +225,11 @@ def test_config_folder_of_nothing() -> None:
 def test_shape_survives_plain_data(name: str) -> None:
     shape: Shape = load_shape(name)
     assert shape_from_data(to_data(shape) | {"arch": shape.arch}) == shape
+
+
+def test_config_folder_of_an_installed_package_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "galvatron_lite"
+    for folder in (tmp_path / "configs" / "models", package / "configs" / "models"):
+        folder.mkdir(parents=True)
+    monkeypatch.setattr("galvatron_lite.configs_path._PACKAGE", package)
+    assert config_folder("models") == package / "configs" / "models"

@@ -62,6 +62,28 @@ def test_kept_bytes_are_equal(graphs: tuple[ModelGraph, ModelGraph]) -> None:
     assert set(built.kinds["block"].kept) == set(Recompute)
 
 
+def test_tensor_parallelism_divides_them_equally(graphs: tuple[ModelGraph, ModelGraph]) -> None:
+    """The captured graph ran one device's share; the closed form says how each part is divided."""
+    traced, built = graphs
+    for key, kind in traced.kinds.items():
+        other = built.kinds[key]
+        assert other.parameters == kind.parameters, key
+        assert {choice: other.kept[choice] for choice in kind.kept} == kind.kept, key
+        for figure in ("tensor_degrees", "tensor_collectives", "sequence_parallel", "gathered_output_bytes"):
+            assert getattr(other, figure) == getattr(kind, figure), (key, figure)
+
+
+def test_working_bytes_of_a_share_are_an_upper_bound(graphs: tuple[ModelGraph, ModelGraph]) -> None:
+    block, built = (graph.kinds["block"] for graph in graphs)
+    kept = block.kept[Recompute.NONE]
+    for degree, shared in product((1, 2), (False, True)):
+        for figure in ("working", "forward_working"):
+            real, bound = (
+                getattr(kind, figure).at(degree, shared) + kept.at(degree, shared) for kind in (block, built)
+            )
+            assert real <= bound <= 1.05 * real, (degree, shared, figure)
+
+
 def test_working_bytes_of_a_block_are_equal(graphs: tuple[ModelGraph, ModelGraph]) -> None:
     block, built = (graph.kinds["block"] for graph in graphs)
     assert built.working.total == block.working.total

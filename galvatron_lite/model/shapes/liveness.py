@@ -25,7 +25,7 @@ def forward_peak(calls: Sequence[Call], inputs: Sequence[Value], outputs: Sequen
     staying = {value.key for value in outputs} | {value.key for call in calls for value in call.saved}
     live, best = list(inputs), list(inputs)
     for index, call in enumerate(calls):
-        live += [call.output, *call.saved]
+        live += [*call.inputs, call.output, *call.saved]
         best = _larger(best, live)
         live = [value for value in live if value.key in staying or last_read.get(value.key, -1) > index]
     return best

@@ -162,6 +162,8 @@ class Tape:
     ) -> LayerKind:
         """Sum the tape up.
 
+        Temporary results of all tokens count as whole: a collective holds the whole tensor beside its shares.
+
         Args:
             name, dims, tensor_degrees, tensor_reason, tensor_collectives, sequence_parallel: see ``LayerKind``.
             outputs: boundary tensors that leave.
@@ -170,13 +172,15 @@ class Tape:
         """
         saved = self._kept([*(value for call in self.calls for value in call.saved), *self.lent])
         forward, backward = forward_peak(self.calls, self.inputs, outputs), backward_peak(self.calls, outputs)
+        kept = {Recompute.NONE: saved} | (self._recomputed(saved) if recomputed else {})
+        operators = tuple(self.operators.values())
         return LayerKind(
             name=name,
             parameters=TensorSplit(tensor=self.weights[Part.TENSOR], whole=self.weights[Part.WHOLE]),
-            operators=tuple(self.operators.values()),
-            kept={Recompute.NONE: saved} | (self._recomputed(saved) if recomputed else {}),
-            working=excess(self._kept(backward), saved),
-            forward_working=excess(self._kept(forward), saved),
+            operators=operators if sequence_parallel else tuple(_unshared(operator) for operator in operators),
+            kept=kept if sequence_parallel else {choice: _whole_tokens(split) for choice, split in kept.items()},
+            working=_whole_tokens(excess(self._kept(backward), saved)),
+            forward_working=_whole_tokens(excess(self._kept(forward), saved)),
             input_bytes=sum(value.bytes for value in self.inputs),
             output_bytes=sum(value.bytes for value in outputs),
             dims=dims,
@@ -202,6 +206,14 @@ class Tape:
             Recompute.FULL: self._kept([*self.inputs, *self.lent]),
         }
         return {choice: kept for choice, kept in choices.items() if kept.total <= saved.total}
+
+
+def _whole_tokens(split: TensorSplit) -> TensorSplit:
+    return TensorSplit(tensor=split.tensor, whole=split.sequence + split.whole)
+
+
+def _unshared(operator: Operator) -> Operator:
+    return replace(operator, sharding=Sharding.NONE) if operator.sharding is Sharding.SEQUENCE else operator
 
 
 def excess(live: TensorSplit, kept: TensorSplit) -> TensorSplit:
