@@ -89,7 +89,7 @@ def _plan(probe: Probe, reference: Reference) -> TensorPlan:
     if wrong:
         return TensorPlan(reason=f"Its regions cannot be split together: {wrong}{NOT_OFFERED}.")
     placed = place_gathers(probe, reference, regions)
-    notes = [*dropped, *_unused(probe, regions)]
+    notes = [*dropped, *_unused(probe, regions, dropped)]
     if isinstance(placed, str):
         notes.append(f"sequence parallelism is not offered: {placed}")
     final = regions if isinstance(placed, str) else placed
@@ -103,18 +103,22 @@ def _observe(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     for small in sizes:
         probe = make_probe(block, args, kwargs, small)
         try:
-            return probe, run_reference(probe)
+            reference = run_reference(probe)
         except Exception as error:  # the block is the user's code: any error means that it cannot run this way
-            why = describe(error)
-    raise ProbeError(f"a copy of it does not run on its own ({why})")
+            why = f"a copy of it does not run on its own ({describe(error)})"
+            continue
+        if all(bool(output.isfinite().all()) for output in reference.outputs):
+            return probe, reference
+        why = "its output on random input is not finite"
+    raise ProbeError(why)
 
 
 def _prove_all(probe: Probe, reference: Reference) -> tuple[list[tuple[Region, int]], list[str]]:
     """Proven regions with their largest degrees, and what to say of the others."""
     proven: list[tuple[Region, int]] = []
-    dropped = []
+    candidates, dropped = find_candidates(probe, reference)
     taken: set[str] = set()
-    for candidate in _ordered(probe, find_candidates(probe, reference)):
+    for candidate in _ordered(probe, candidates):
         if taken & {candidate.row, *candidate.columns}:
             continue
         found = prove_region(probe, reference, candidate)
@@ -149,11 +153,11 @@ def _weight_items(probe: Probe, region: Region) -> int:
     return sum(weight.inputs * weight.outputs for weight in weights)
 
 
-def _unused(probe: Probe, regions: Sequence[Region]) -> list[str]:
-    """What stays whole, in words."""
+def _unused(probe: Probe, regions: Sequence[Region], dropped: Sequence[str]) -> list[str]:
+    """What stays whole and was not said before, in words."""
     used = {column.path for region in regions for column in region.columns} | {region.row for region in regions}
-    rest = [path for path in probe.weights if path not in used]
-    notes = [f"{', '.join(rest)} stays whole"] if rest else []
+    said = set(" ".join(dropped).replace(",", " ").split())
+    notes = [f"{path} stays whole" for path in probe.weights if path not in used | said]
     fused = [path for path, module in probe.block.named_modules() if isinstance(module, nn.MultiheadAttention)]
     return notes + [f"{path} stays whole: nn.MultiheadAttention uses its weights directly" for path in fused]
 

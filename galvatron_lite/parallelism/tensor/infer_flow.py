@@ -90,23 +90,33 @@ def mark(tensor: Tensor, label: str) -> Tensor:
     return result
 
 
-def find_candidates(probe: Probe, reference: Reference) -> list[Candidate]:
-    """Linears (columns) whose outputs reach one linear (row) and nothing else, which is reached by nothing else."""
+def find_candidates(probe: Probe, reference: Reference) -> tuple[list[Candidate], list[str]]:
+    """Linears (columns) whose outputs reach one linear (row) and nothing else, which is reached by nothing else.
+
+    Also, in words, why linears that almost are such a group are not.
+    """
     once = {path: calls[0] for path, calls in reference.calls.items() if len(calls) == 1}
     reached = {path: sources([call.tensor for call in calls]) for path, calls in reference.calls.items()}
     result = sources(reference.outputs)
     shared = _shared_parameters(probe.block)
     names = {id(parameter): name for name, parameter in probe.block.named_parameters()}
-    found = []
+    found, dropped = [], []
     for row in once:
         columns, inner = reached[row]
         others = [reach for path, reach in reached.items() if path != row] + [result]
         leaks = any(columns & labels or inner & parameters for labels, parameters in others)
-        known = columns <= once.keys() and inner <= names.keys()
-        if columns and known and not leaks and not shared & ({row} | columns):
-            ordered = tuple(path for path in once if path in columns)
+        if not columns or not columns <= reference.calls.keys() or not inner <= names.keys():
+            continue  # the block's input reaches it past all linears
+        ordered = tuple(path for path in reference.calls if path in columns)
+        if leaks:
+            why = "what they compute is also used elsewhere in the block, or returned"
+        elif not columns <= once.keys() or shared & ({row} | columns):
+            why = "a weight is used more than once"
+        else:
             found.append(Candidate(ordered, row, tuple(sorted(names[key] for key in inner))))
-    return found
+            continue
+        dropped.append(f"{', '.join(ordered)} → {row} cannot be split: {why}")
+    return found, dropped
 
 
 def sources(tensors: Iterable[Tensor]) -> tuple[set[str], set[int]]:

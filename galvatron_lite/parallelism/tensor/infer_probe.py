@@ -229,11 +229,14 @@ def _has_values(tensor: Tensor) -> bool:
 
 
 def _made_up(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Values for a tensor that has none: random floats, true masks, places 0, 1, 2, ... along the last dim."""
+    """Values for a tensor that has none: random floats, places 0, 1, 2, ... along the last dim.
+
+    Masks alternate: no row is all true or all false, whatever true means.
+    """
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
     if dtype == torch.bool:
-        return torch.ones(shape, dtype=dtype)
+        return (torch.arange(math.prod(shape)) % 2 == 0).reshape(shape)
     return torch.arange(shape[-1] if shape else 1).expand(shape or (1,)).reshape(shape).to(dtype).clone()
 
 
