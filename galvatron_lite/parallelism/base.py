@@ -7,8 +7,8 @@ into seconds and bytes. Neither ``cost`` nor ``search`` knows any dimension by n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -124,9 +124,14 @@ class LayerWork:
         parameter_items: items of parameters held at rest.
         gradient_items: items of gradients held at rest, between micro-batches and at the optimizer.
         gathered_items: items of parameters gathered for as long as the stage computes (ZeRO-2).
-        transient_items: items of parameters and gradients gathered while this one layer computes (ZeRO-3; gradient
-            before reduce-scatter).
+        transient_items: items of parameters gathered only while this one layer computes (ZeRO-3).
         communications: what it sends and receives.
+        reduce_items: items of whole gradients made in this layer's backward and reduced right after it; 0 where
+            gradients go straight into their buffers.
+        gradients_persist: whether gradients live in buffers all the time, or come into being in the first backward
+            of a step and go after the update.
+        microbatch_overhead: host seconds once a micro-batch, half in forward, half in backward.
+        step_overhead: host seconds once a step.
     """
 
     samples: float
@@ -140,6 +145,10 @@ class LayerWork:
     gathered_items: float = 0.0
     transient_items: float = 0.0
     communications: tuple[Communication, ...] = ()
+    reduce_items: float = 0.0
+    gradients_persist: bool = True
+    microbatch_overhead: float = 0.0
+    step_overhead: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +162,7 @@ class DimensionContext:
         gather_item_bytes: bytes of one item where parameters are gathered.
         reduce_item_bytes: bytes of one item where gradients are reduced.
         microbatches: micro-batches a step.
+        host: fixed host seconds by the dimension's name (see ``HostOverhead``).
     """
 
     devices: int
@@ -161,15 +171,23 @@ class DimensionContext:
     gather_item_bytes: int
     reduce_item_bytes: int
     microbatches: int
+    host: Mapping[str, float] = field(default_factory=dict)
 
 
 class Dimension(Protocol):
     """A way to split a layer: one folder under ``parallelism``, whose ``cost.py`` offers one of these."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What people and error messages call it; the key of its host time in ``HostOverhead``."""
+        ...
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Legal settings of this dimension's fields of ``Strategy`` for a kind of layer on up to so many devices."""
+        ...
+
+    def reason(self, kind: LayerKind) -> str:
+        """Why this dimension is limited or not offered for a kind of layer; empty where nothing is to be said."""
         ...
 
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Strategy, context: DimensionContext) -> LayerWork:

@@ -1,0 +1,272 @@
+"""What one layer costs one device under one strategy: seconds a micro-batch and a step, bytes at each moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from functools import reduce
+from math import ceil, lcm
+
+from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.cost.communication import Links, together
+from galvatron_lite.cost.points import LayerFigures, PointKey, figures_at, index_points
+from galvatron_lite.model.graph import LayerKind, Recompute, TensorSplit
+from galvatron_lite.parallelism.base import (
+    Collective,
+    Communication,
+    DimensionContext,
+    LayerWork,
+    Moment,
+    Strategy,
+)
+from galvatron_lite.parallelism.registry import DIMENSIONS
+from galvatron_lite.profiler.schema import LayerPoint, Profile
+from galvatron_lite.units import ITEM_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What parameter sharing with another layer means for one layer in one stage.
+
+    Attributes:
+        grouped: it owns parameters that a later layer of the same stage uses too: gathered ones stay until its own
+            backward, and so do their whole gradients.
+        copied: items of its own copy of parameters that a layer of another stage owns.
+        exchanged: items whose gradients are summed with the other stage once a step.
+    """
+
+    grouped: bool = False
+    copied: int = 0
+    exchanged: int = 0
+
+
+ALONE = Sharing()
+"""A layer that shares no parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """One layer on one device.
+
+    Attributes:
+        forward, backward, recompute: seconds of compute a micro-batch; ``backward`` without ``recompute``.
+        forward_exposed, backward_exposed: seconds of communication a micro-batch that compute does not hide.
+        host: seconds of fixed host work a micro-batch, half in forward, half in backward.
+        step_exposed: seconds of communication once a step that the last backward does not hide.
+        update: seconds of the optimizer.
+        step_host: seconds of fixed host work once a step.
+        parameters: bytes at rest, buffers included.
+        gradients: bytes of persistent gradient buffers.
+        formed_gradients: bytes of gradients that exist from this layer's first backward of a step to the update.
+        states: bytes of optimizer state.
+        kept: bytes from forward to backward, one micro-batch.
+        gathered: bytes of parameters gathered from this layer's forward until its backward ends.
+        gather: bytes of parameters gathered only while this layer computes.
+        gathering: bytes of one copy of the gathered parameters: the buffer the collective fills.
+        whole_gradients: bytes of whole gradients made in backward before they are reduced.
+        reducing: bytes of the buffer that is reduced; it lives on during the next layer's backward.
+        working, forward_working: bytes, see ``LayerPoint``.
+        updating: temporary bytes of the optimizer for this layer's items.
+    """
+
+    forward: float
+    backward: float
+    recompute: float
+    forward_exposed: float
+    backward_exposed: float
+    host: float
+    step_exposed: float
+    update: float
+    step_host: float
+    parameters: int
+    gradients: int
+    formed_gradients: int
+    states: int
+    kept: int
+    gathered: int
+    gather: int
+    gathering: int
+    whole_gradients: int
+    reducing: int
+    working: int
+    forward_working: int
+    updating: int
+
+    @property
+    def forward_seconds(self) -> float:
+        """Seconds of one micro-batch's forward."""
+        return self.forward + self.forward_exposed + self.host / 2
+
+    @property
+    def backward_seconds(self) -> float:
+        """Seconds of one micro-batch's backward."""
+        return self.backward + self.recompute + self.backward_exposed + self.host / 2
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds once a step."""
+        return self.step_exposed + self.update + self.step_host
+
+
+@dataclass(slots=True)
+class LayerPricer:
+    """Prices layers from one profile; answers are remembered.
+
+    Attributes:
+        profile: what was measured or estimated.
+        links: prices communication.
+    """
+
+    profile: Profile
+    links: Links = field(init=False)
+    _points: dict[PointKey, tuple[LayerPoint, ...]] = field(init=False)
+    _host: dict[str, float] = field(init=False)
+    _known: dict[tuple[str, Sharing, Strategy, int, int], LayerCost | None] = field(default_factory=dict)
+    _moves: dict[tuple[int, int, int], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Indexes the profile."""
+        self.links = Links(self.profile)
+        self._points = index_points(self.profile.layers)
+        overhead = self.profile.overhead
+        self._host = {item.name: getattr(overhead, item.name) for item in fields(overhead)}
+
+    def price(
+        self, kind: str, strategy: Strategy, microbatch: int, stages: int, sharing: Sharing = ALONE
+    ) -> LayerCost | None:
+        """Cost of a layer of a kind.
+
+        Args:
+            kind: key into the graph's kinds.
+            strategy: takes all devices of the stage.
+            microbatch: samples of one micro-batch over the stage; divisible by ``strategy.batch_degree``.
+            stages: of the pipeline.
+            sharing: with other layers.
+
+        Returns:
+            None where the profile holds no point for the strategy's tensor and recompute choice.
+        """
+        key = (kind, sharing, strategy, microbatch, stages)
+        if key not in self._known:
+            figures = self._figures(kind, strategy, microbatch)
+            self._known[key] = None if figures is None else self._priced(figures, key)
+        return self._known[key]
+
+    def covers(self, kind: str, strategy: Strategy) -> bool:
+        """Whether the profile holds points for a strategy."""
+        return (kind, strategy.tensor, strategy.sequence_parallel, strategy.recompute) in self._points
+
+    def redistribution(self, output_bytes: int, microbatch: int, left: Strategy, right: Strategy) -> float:
+        """Seconds to bring the tensor between two layers from one layout to the other, in one direction.
+
+        The layouts differ within runs of ``lcm(t, t')`` consecutive devices, which exchange their shares in one
+        all-to-all; nothing moves where batch degree, tensor degree and token shares are the same.
+        """
+        if layout(left) == layout(right):
+            return 0.0
+        devices, size = left.devices, lcm(left.tensor, right.tensor)
+        key = (output_bytes * microbatch, devices, size)
+        if key not in self._moves:
+            group = RankGroup(size, 1, devices // size)
+            share = output_bytes * microbatch * size / devices
+            move = Communication(Collective.ALL_TO_ALL, share, group, Moment.FORWARD, overlaps=False)
+            self._moves[key] = self.links.seconds(move)
+        return self._moves[key]
+
+    def _figures(self, kind: str, strategy: Strategy, microbatch: int) -> LayerFigures | None:
+        points = self._points.get((kind, strategy.tensor, strategy.sequence_parallel, strategy.recompute))
+        return None if points is None else figures_at(points, microbatch / strategy.batch_degree)
+
+    def _priced(self, figures: LayerFigures, key: tuple[str, Sharing, Strategy, int, int]) -> LayerCost:
+        name, sharing, strategy, microbatch, stages = key
+        kind = with_copy(self.profile.graph.kinds[name], sharing.copied)
+        work = self._work(kind, strategy, microbatch)
+        plain = self._figures(name, replace(strategy, recompute=Recompute.NONE), microbatch)
+        seconds = self._seconds(figures, plain, work)
+        exchange = self._exchange(sharing.exchanged, strategy, stages)
+        update = self._update_seconds(kind, work)
+        return LayerCost(
+            *seconds[:5], work.microbatch_overhead, seconds[5] + exchange, update, work.step_overhead,
+            **self._bytes(kind, work, figures, sharing.grouped),
+        )  # fmt: skip
+
+    def _work(self, kind: LayerKind, strategy: Strategy, microbatch: int) -> LayerWork:
+        context = DimensionContext(
+            devices=strategy.devices,
+            node_devices=self.profile.cluster.levels[0].size,
+            activation_item_bytes=ITEM_BYTES[self.profile.graph.precision],
+            gather_item_bytes=ITEM_BYTES[self.profile.gather_precision],
+            reduce_item_bytes=ITEM_BYTES[self.profile.reduce_precision],
+            microbatches=1,
+            host=self._host,
+        )
+        items = float(kind.parameters.total)
+        whole = LayerWork(float(microbatch), 1, False, Recompute.NONE, items, items, items, items)
+        return reduce(lambda work, dimension: dimension.apply(work, kind, strategy, context), DIMENSIONS, whole)
+
+    def _seconds(
+        self, figures: LayerFigures, plain: LayerFigures | None, work: LayerWork
+    ) -> tuple[float, float, float, float, float, float]:
+        """Forward, backward and recompute compute, then exposed communication in forward, backward and step."""
+        blocking, hiding = dict.fromkeys(Moment, 0.0), dict.fromkeys(Moment, 0.0)
+        for communication in work.communications:
+            side = hiding if communication.overlaps else blocking
+            side[communication.moment] += self.links.seconds(communication)
+        overlap, passes = self.profile.overlap, figures.backward
+        forward = together(figures.forward, hiding[Moment.FORWARD], overlap) - figures.forward
+        backward = together(passes, hiding[Moment.BACKWARD], overlap)
+        last = together(passes, hiding[Moment.BACKWARD] + hiding[Moment.STEP], overlap)
+        again = 0.0 if plain is None else min(max(passes - plain.backward, 0.0), passes)
+        return (
+            figures.forward, passes - again, again, forward + blocking[Moment.FORWARD],
+            backward - passes + blocking[Moment.BACKWARD], last - backward + blocking[Moment.STEP],
+        )  # fmt: skip
+
+    def _exchange(self, items: int, strategy: Strategy, stages: int) -> float:
+        """Seconds to sum the gradients of shared parameters with the other stage's copy, shard by shard."""
+        if items == 0 or stages == 1:
+            return 0.0
+        devices = strategy.devices
+        size = items / (strategy.tensor * strategy.zero) * ITEM_BYTES[self.profile.reduce_precision]
+        group = RankGroup(2, devices * (stages - 1), devices)
+        return self.links.seconds(Communication(Collective.ALL_REDUCE, size, group, Moment.STEP, overlaps=False))
+
+    def _update_seconds(self, kind: LayerKind, work: LayerWork) -> float:
+        optimizer = self.profile.optimizer
+        tensors = sum(operator.count for operator in kind.operators if operator.weight_bytes)
+        return work.state_items * optimizer.seconds_per_item + tensors * optimizer.seconds_per_tensor
+
+    def _bytes(self, kind: LayerKind, work: LayerWork, figures: LayerFigures, grouped: bool) -> dict[str, int]:
+        profile, optimizer = self.profile, self.profile.optimizer
+        gather, summed = ITEM_BYTES[profile.gather_precision], ITEM_BYTES[profile.reduce_precision]
+        gradients = ceil(work.gradient_items * summed)
+        whole = ceil(work.reduce_items * gather)
+        at_use = work.gathered_items + work.transient_items
+        lasting = at_use * gather + whole if grouped else work.gathered_items * gather
+        return {
+            "parameters": ceil(work.parameter_items * ITEM_BYTES[profile.parameter_precision]) + kind.buffer_bytes,
+            "gradients": gradients if work.gradients_persist else 0,
+            "formed_gradients": 0 if work.gradients_persist else gradients,
+            "states": ceil(work.state_items * optimizer.state_bytes),
+            "kept": figures.kept,
+            "gathered": ceil(lasting),
+            "gather": 0 if grouped else ceil(work.transient_items * gather),
+            "gathering": ceil(at_use * gather),
+            "whole_gradients": 0 if grouped else whole,
+            "reducing": ceil(work.reduce_items * summed),
+            "working": max(figures.working, figures.kept),
+            "forward_working": figures.forward_working,
+            "updating": ceil(work.state_items * optimizer.working_bytes * optimizer.working_share),
+        }
+
+
+def layout(strategy: Strategy) -> tuple[int, int, bool]:
+    """How boundary tensors lie on a stage's devices: batch degree, tensor degree, whether tokens are split."""
+    return strategy.batch_degree, strategy.tensor, strategy.sequence_parallel
+
+
+def with_copy(kind: LayerKind, items: int) -> LayerKind:
+    """The kind with its own copy of shared parameters, which tensor parallelism splits as it does the owner's."""
+    if items == 0:
+        return kind
+    own = kind.parameters
+    return replace(kind, parameters=TensorSplit(own.tensor + items, own.sequence, own.whole))

@@ -1,0 +1,136 @@
+"""The most bytes one device of a stage holds at any moment of a step.
+
+Symbols, for layers 1..L of the stage in running order, k micro-batches in flight, m micro-batches a step:
+
+    r_l   at rest: parameters, optimizer states, gradients (also those that only form in backward)
+    a_l   kept from forward to backward, one micro-batch
+    p_l   parameters gathered from forward until the layer's own backward ends
+    w_l   live while the layer itself computes, beyond all of the above of earlier layers (its own a_l, p_l included)
+    g_l   parameters gathered for this layer alone; the layer after it prefetches them in backward
+    d_l   the buffer its gradients are reduced from; lives on in the backward of the layer before it
+    u_l   temporary bytes of the optimizer
+
+In backward of layer l of the oldest micro-batch, when k - 1 others are whole in memory, the device holds
+
+    A + sum_{j<l} q_j + max(w_l + g_{l-1}, v_l + g_{l-1} + d_{l+1})
+    with  A = sum_l (r_l + (k - 1) a_l)   and   q_l = a_l + p_l   (less forming gradients where m = 1, see ``terms``),
+
+where v_l is the part of w_l in the middle of backward (d_{l+1} is gone when the layer reduces its own). The optimizer
+holds sum_l (r_l + u_l). The peak is the greatest of these L + 1 figures plus what the stage holds throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from galvatron_lite.cost.layer import LayerCost
+from galvatron_lite.plans.schema import MemoryBreakdown
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTerms:
+    """The figures of one layer that the peak is made of, in whole bytes; see the module's symbols.
+
+    Attributes:
+        rest: r + (k - 1) a: adds to every moment.
+        prefix: q: adds to the moments of later layers.
+        peak: w.
+        middle: v.
+        prefetched: g.
+        pending: d.
+        updated: r + u: adds to the optimizer's moment.
+    """
+
+    rest: int
+    prefix: int
+    peak: int
+    middle: int
+    prefetched: int
+    pending: int
+    updated: int
+
+
+def terms(cost: LayerCost, in_flight: int, microbatches: int) -> MemoryTerms:
+    """The memory figures of a layer with so many micro-batches in flight.
+
+    With one micro-batch a step, gradients of layer l that only form in backward do not exist yet in the backward of
+    later layers, so they leave the prefix; with more they are counted as there throughout.
+    """
+    rest = cost.parameters + cost.gradients + cost.formed_gradients + cost.states
+    own = cost.gathered + cost.gather
+    middle = own + cost.working + cost.whole_gradients
+    end = max(cost.gathered - cost.gathering, 0) + cost.whole_gradients + cost.reducing
+    forward = own + cost.gathering + cost.forward_working
+    prefix = cost.kept + cost.gathered
+    return MemoryTerms(
+        rest=rest + (in_flight - 1) * cost.kept,
+        prefix=prefix - (cost.formed_gradients if microbatches == 1 else 0),
+        peak=max(middle, end, forward, prefix),
+        middle=middle,
+        prefetched=cost.gather,
+        pending=cost.reducing,
+        updated=rest + cost.updating,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The worst moment of a stage.
+
+    Attributes:
+        size: bytes, without what the stage holds throughout.
+        layer: place of the layer whose backward (or forward) it is; -1 for the optimizer.
+    """
+
+    size: int
+    layer: int
+
+
+def worst_moment(layers: Sequence[MemoryTerms]) -> Moment:
+    """The greatest of the moments; of equal ones the optimizer, then the first layer."""
+    total, prefix = sum(term.rest for term in layers), 0
+    worst = Moment(sum(term.updated for term in layers), -1)
+    before = [0, *(term.prefetched for term in layers)]
+    after = [*(term.pending for term in layers[1:]), 0]
+    for place, term in enumerate(layers):
+        local = max(term.peak, term.middle + after[place]) + before[place]
+        size = total + prefix + local
+        if size > worst.size:
+            worst = Moment(size, place)
+        prefix += term.prefix
+    return worst
+
+
+def stage_memory(
+    costs: Sequence[LayerCost], in_flight: int, microbatches: int, buffers: int, context: int
+) -> MemoryBreakdown:
+    """Bytes on one device at the stage's worst moment, by what they are for; the parts add up to the peak.
+
+    Args:
+        costs: of the layers, in running order.
+        in_flight: micro-batches whose activations are held at once (k).
+        microbatches: a step (m).
+        buffers: bytes of send and receive buffers.
+        context: bytes taken before the first tensor.
+    """
+    peak = worst_moment([terms(cost, in_flight, microbatches) for cost in costs])
+    states = sum(cost.states for cost in costs)
+    parameters = sum(cost.parameters for cost in costs)
+    if peak.layer < 0:
+        gradients = sum(cost.gradients + cost.formed_gradients for cost in costs)
+        temporary = peak.size - parameters - gradients - states
+        return MemoryBreakdown(parameters, gradients, states, 0, temporary, buffers, context)
+    gradients = _gradients_at(costs, peak.layer, microbatches)
+    parameters += sum(cost.gathered for cost in costs[: peak.layer + 1]) + costs[peak.layer].gather
+    activations = (in_flight - 1) * sum(cost.kept for cost in costs) + sum(c.kept for c in costs[: peak.layer + 1])
+    beside = costs[peak.layer - 1].gather if peak.layer else 0
+    rest = peak.size - parameters - gradients - states - activations
+    collective = min(max(rest, 0), beside + costs[peak.layer].reducing + costs[peak.layer].gathering)
+    return MemoryBreakdown(parameters, gradients, states, activations, rest - collective, collective + buffers, context)
+
+
+def _gradients_at(costs: Sequence[LayerCost], layer: int, microbatches: int) -> int:
+    """Bytes of gradients at rest in the backward of one layer."""
+    formed = costs[layer:] if microbatches == 1 else costs
+    return sum(cost.gradients for cost in costs) + sum(cost.formed_gradients for cost in formed)

@@ -1,0 +1,134 @@
+"""Time of one step of a pipeline: an event simulation, and the closed form that search optimises.
+
+Symbols: stages s = 0..p-1; m micro-batches; f_s, b_s seconds of forward and backward of one micro-batch; x_s seconds
+of sending one boundary tensor from stage s to s+1, and as long for its gradient on the way back.
+
+Every stage pays for what it sends: F_s = f_s + x_s, B_s = b_s + x_{s-1}, C_s = F_s + B_s. Then
+
+    1F1B    T = sum_s C_s + (m - 1) max_s C_s
+    GPipe   T = sum_s C_s + (m - 1) (max_s F_s + max_s B_s)
+
+is the makespan of the event graph exactly where p = 1, where m = 1, and where all stages are alike and x = 0; it is
+never less than the makespan. For 1F1B: a cycle of the event graph that advances by j micro-batches visits stage s at
+most once forward and once back for each, and each transfer it uses is paid by both of its ends, so that its mean is
+at most max_s C_s; the longest acyclic part is at most sum_s C_s (``tests/cost`` checks it on random pipelines).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from galvatron_lite.plans.schema import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Seconds of one stage for one micro-batch.
+
+    Attributes:
+        forward: of compute and what it waits for inside the stage.
+        backward: the same for backward.
+        send_forward: of sending the boundary tensor on; 0 in the last stage.
+        send_backward: of sending the gradient back; 0 in the first stage.
+    """
+
+    forward: float
+    backward: float
+    send_forward: float = 0.0
+    send_backward: float = 0.0
+
+    @property
+    def forward_total(self) -> float:
+        """Forward and what it sends."""
+        return self.forward + self.send_forward
+
+    @property
+    def backward_total(self) -> float:
+        """Backward and what it sends."""
+        return self.backward + self.send_backward
+
+    @property
+    def total(self) -> float:
+        """Both passes and what they send."""
+        return self.forward_total + self.backward_total
+
+
+def closed_form(stages: Sequence[StageTimes], microbatches: int, schedule: Schedule) -> float:
+    """Seconds from the first forward to the last backward; see the module."""
+    ramp, rounds = sum(stage.total for stage in stages), microbatches - 1
+    if schedule is Schedule.ONE_F_ONE_B:
+        return ramp + rounds * max(stage.total for stage in stages)
+    slowest = max(stage.forward_total for stage in stages) + max(stage.backward_total for stage in stages)
+    return ramp + rounds * slowest
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One pass of one micro-batch on one stage.
+
+    Attributes:
+        stage, microbatch: which.
+        forward: whether it is a forward pass.
+        start, end: seconds since the step began.
+    """
+
+    stage: int
+    microbatch: int
+    forward: bool
+    start: float
+    end: float
+
+
+def order_of(schedule: Schedule, stages: int, stage: int, microbatches: int) -> list[tuple[bool, int]]:
+    """What a stage does, in order: (whether it is a forward pass, micro-batch)."""
+    ahead = microbatches if schedule is Schedule.GPIPE else min(microbatches, stages - stage)
+    order = [(True, index) for index in range(ahead)]
+    for index in range(microbatches):
+        order.append((False, index))
+        if ahead + index < microbatches:
+            order.append((True, ahead + index))
+    return order
+
+
+def simulate(stages: Sequence[StageTimes], microbatches: int, schedule: Schedule) -> list[Event]:
+    """Every pass of a step, each as early as its stage and its input allow; transfers delay, but occupy no stage."""
+    orders = [order_of(schedule, len(stages), index, microbatches) for index in range(len(stages))]
+    ends: dict[tuple[int, bool, int], float] = {}
+    clock, done, events = [0.0] * len(stages), [0] * len(stages), []
+    waiting = True
+    while waiting:
+        waiting = False
+        for index, order in enumerate(orders):
+            while done[index] < len(order):
+                forward, microbatch = order[done[index]]
+                ready = _ready(stages, ends, index, forward, microbatch)
+                if ready is None:
+                    break
+                start = max(clock[index], ready)
+                clock[index] = start + (stages[index].forward if forward else stages[index].backward)
+                ends[index, forward, microbatch] = clock[index]
+                events.append(Event(index, microbatch, forward, start, clock[index]))
+                done[index] += 1
+                waiting = True
+    return events
+
+
+def _ready(
+    stages: Sequence[StageTimes], ends: dict[tuple[int, bool, int], float], index: int, forward: bool, microbatch: int
+) -> float | None:
+    """When the input of a pass is there; None while that is not known."""
+    if forward:
+        if index == 0:
+            return 0.0
+        end = ends.get((index - 1, True, microbatch))
+        return None if end is None else end + stages[index - 1].send_forward
+    if index == len(stages) - 1:
+        return ends.get((index, True, microbatch))
+    end = ends.get((index + 1, False, microbatch))
+    return None if end is None else end + stages[index + 1].send_backward
+
+
+def makespan(events: Sequence[Event]) -> float:
+    """Seconds from the first start to the last end."""
+    return max(event.end for event in events)

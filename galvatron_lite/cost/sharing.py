@@ -1,0 +1,41 @@
+"""Parameters that layers share: what that means for each layer, given which stage holds which layers."""
+
+from __future__ import annotations
+
+from galvatron_lite.cost.layer import Sharing
+from galvatron_lite.model.graph import ModelGraph, Tie
+
+
+def sharing_of(graph: ModelGraph, inside: range) -> dict[int, Sharing]:
+    """What sharing means for the layers of one stage; layers that share nothing are absent.
+
+    Args:
+        graph: the model.
+        inside: places of the stage's layers.
+    """
+    place = {layer.name: index for index, layer in enumerate(graph.layers)}
+    result: dict[int, Sharing] = {}
+    for tie in graph.ties:
+        for index in (place[tie.first], place[tie.second]):
+            if index in inside:
+                result[index] = _joined(result.get(index, Sharing()), tie, place, index, inside)
+    return result
+
+
+def _joined(known: Sharing, tie: Tie, place: dict[str, int], index: int, inside: range) -> Sharing:
+    first, second = place[tie.first], place[tie.second]
+    if first in inside and second in inside:
+        return Sharing(known.grouped or index == first, known.copied, known.exchanged)
+    copied = tie.parameters if index == second else 0
+    return Sharing(known.grouped, known.copied + copied, known.exchanged + tie.parameters)
+
+
+def tied_groups(graph: ModelGraph) -> tuple[tuple[int, ...], ...]:
+    """Places of layers that share parameters, directly or through others: each group has one strategy."""
+    place = {layer.name: index for index, layer in enumerate(graph.layers)}
+    groups: list[set[int]] = []
+    for tie in graph.ties:
+        joined = {place[tie.first], place[tie.second]}
+        apart = [group for group in groups if not group & joined]
+        groups = [*apart, joined.union(*(group for group in groups if group & joined))]
+    return tuple(sorted(tuple(sorted(group)) for group in groups))

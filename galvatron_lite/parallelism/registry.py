@@ -1,0 +1,20 @@
+"""The dimensions there are. ``cost`` and ``search`` iterate over these and know none of them by name."""
+
+from __future__ import annotations
+
+from galvatron_lite.parallelism.base import Dimension
+from galvatron_lite.parallelism.data.cost import DataDimension
+from galvatron_lite.parallelism.recompute.cost import RecomputeDimension
+from galvatron_lite.parallelism.tensor.cost import TensorDimension
+from galvatron_lite.parallelism.zero.cost import ZeroDimension
+
+DIMENSIONS: tuple[Dimension, ...] = (TensorDimension(), RecomputeDimension(), ZeroDimension(), DataDimension())
+"""In the order they are applied: what slices the layer first, what wraps the slices later."""
+
+SHAPES: tuple[tuple[str, dict[str, object]], ...] = (
+    ("plain data parallel", {"zero": 1, "tensor": 1}),
+    ("ZeRO-2", {"data": 1, "zero_stage": 2, "tensor": 1}),
+    ("ZeRO-3", {"data": 1, "zero_stage": 3, "tensor": 1}),
+    ("tensor parallel", {"data": 1, "zero": 1}),
+)
+"""Well-known plans to compare with, as the fields of ``Strategy`` they pin (where devices are more than one)."""

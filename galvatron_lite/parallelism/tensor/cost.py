@@ -1,0 +1,96 @@
+"""Tensor parallelism: devices share the matmuls of each sample, with sequence parallelism also the tokens between.
+
+Source of the communication counts: Korthikanti et al. 2022 (arXiv:2205.05198), section 4: per transformer block and
+pass two all-reduces, or with sequence parallelism two all-gathers and two reduce-scatters, of the hidden state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.model.graph import LayerKind
+from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, Strategy
+from galvatron_lite.parallelism.divisors import divisors
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDimension:
+    """Devices that share the matmuls of each sample."""
+
+    name: str = "tensor"
+
+    def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
+        """Off, or the divisors of ``devices`` that the structure allows, without and with sequence parallelism."""
+        legal = [degree for degree in divisors(devices)[1:] if kind.tensor_degrees % degree == 0]
+        plain: list[dict[str, object]] = [{"tensor": t, "sequence_parallel": False} for t in (1, *legal)]
+        shared: list[dict[str, object]] = [
+            {"tensor": t, "sequence_parallel": True} for t in legal if _shares_tokens(kind, t)
+        ]
+        return [*plain, *shared]
+
+    def reason(self, kind: LayerKind) -> str:
+        """What capture said about the structure."""
+        return f"tensor: {kind.name}: {kind.tensor_reason}" if kind.tensor_reason else ""
+
+    def apply(self, work: LayerWork, kind: LayerKind, strategy: Strategy, context: DimensionContext) -> LayerWork:
+        """A slice of the parameters, and the collectives of the boundary tensor in both passes.
+
+        Must run before the other dimensions: they shard what is left after slicing.
+        """
+        degree, shared = strategy.tensor, strategy.sequence_parallel
+        if degree == 1:
+            return work
+        group = RankGroup(degree, 1, context.devices // degree)
+        items = kind.parameters.at(degree, shared)
+        samples = work.samples / strategy.batch_degree
+        return replace(
+            work,
+            tensor=degree,
+            sequence_parallel=shared,
+            parameters=items,
+            state_items=items,
+            parameter_items=items,
+            gradient_items=items,
+            communications=(
+                *work.communications,
+                *self._activations(kind, samples, shared, group),
+                *self._gathered_output(kind, samples, group),
+                *self._partial_gradients(kind, shared, group, context),
+            ),
+        )
+
+    def _activations(
+        self, kind: LayerKind, samples: float, shared: bool, group: RankGroup
+    ) -> tuple[Communication, ...]:
+        pairs = kind.tensor_collectives // 2
+        if pairs == 0:
+            return ()
+        boundary = kind.input_bytes if kind.gathered_output_bytes else kind.output_bytes
+        sorts = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER) if shared else (Collective.ALL_REDUCE,)
+        return tuple(
+            Communication(sort, boundary * samples, group, moment, False, pairs, self.name)
+            for moment in (Moment.FORWARD, Moment.BACKWARD)
+            for sort in sorts
+        )
+
+    def _gathered_output(self, kind: LayerKind, samples: float, group: RankGroup) -> tuple[Communication, ...]:
+        """The output of a column-split last matmul; its gradient is only sliced, which costs nothing."""
+        if kind.gathered_output_bytes == 0:
+            return ()
+        size = kind.gathered_output_bytes * samples
+        return (Communication(Collective.ALL_GATHER, size, group, Moment.FORWARD, False, 1, self.name),)
+
+    def _partial_gradients(
+        self, kind: LayerKind, shared: bool, group: RankGroup, context: DimensionContext
+    ) -> tuple[Communication, ...]:
+        """Parameters used on token shards (norms) have partial gradients, summed over the group once a step."""
+        if not shared or kind.parameters.whole == 0:
+            return ()
+        size = kind.parameters.whole * context.reduce_item_bytes
+        return (Communication(Collective.ALL_REDUCE, size, group, Moment.STEP, False, 1, self.name),)
+
+
+def _shares_tokens(kind: LayerKind, degree: int) -> bool:
+    return kind.sequence_parallel and kind.dims.sequence % degree == 0

@@ -1,0 +1,71 @@
+"""What is said where the request itself leaves no plan, before any cost is looked at."""
+
+from __future__ import annotations
+
+from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.search.shapes import Request, shapes_of
+from galvatron_lite.search.space import microbatch_counts, pipeline_degrees, strategies_for
+
+
+def check_batch(request: Request) -> None:
+    """Raise InputError where no way to split the layers divides the batch; names the nearest batches that do.
+
+    A layer with strategies of batch degrees D can work on a micro-batch that some degree of D divides; a batch will do
+    where one pipeline degree and one micro-batch count suit every layer.
+    """
+    counts = microbatch_counts(request.global_batch, request.fixed)
+    units = _units(request)
+    if not units:
+        raise InputError(
+            "fixed", dict(request.fixed.strategy), f"No layer can be split that way over {request.devices} devices."
+        )
+    if any(request.global_batch // count % unit == 0 for count in counts for unit in units):
+        return
+    step = min(unit * (request.fixed.microbatches or 1) for unit in units)
+    below = request.global_batch // step * step
+    offered = " or ".join(str(batch) for batch in (below, below + step) if batch)
+    raise InputError(
+        "--batch", request.global_batch, f"It cannot be shared among {request.devices} devices; the nearest: {offered}."
+    )
+
+
+def _units(request: Request) -> list[int]:
+    """Per pipeline degree, the least number of samples of a micro-batch that every layer can be split for."""
+    units = []
+    for stages in pipeline_degrees(request.devices, len(request.graph.layers), request.fixed):
+        degrees = [_degrees(request, name, request.devices // stages) for name in sorted(_kinds(request))]
+        if all(degrees):
+            # Every kind needs one of its degrees to divide the unit: try the divisors of the stage, smallest first.
+            whole = divisors(request.devices // stages)
+            units.append(next(u for u in whole if all(any(u % d == 0 for d in options) for options in degrees)))
+    return units
+
+
+def _kinds(request: Request) -> set[str]:
+    return {layer.kind for layer in request.graph.layers}
+
+
+def _degrees(request: Request, kind: str, devices: int) -> set[int]:
+    options = strategies_for(request.graph.kinds[kind], devices)
+    return {strategy.batch_degree for strategy in options if request.fixed.allows(strategy)}
+
+
+def unprofiled(request: Request, pricer: LayerPricer) -> tuple[str, ...]:
+    """Strategies left out because the profile has no figures for them, a line for each kind of layer."""
+    lines = []
+    sizes = sorted({shape.stage_devices for shape in shapes_of(request)})
+    for name in sorted(_kinds(request)):
+        options = {s for size in sizes for s in strategies_for(request.graph.kinds[name], size)}
+        missing = {_work(strategy) for strategy in options if not pricer.covers(name, strategy)}
+        if missing:
+            lines.append(f"profile: {name}: no figures for {', '.join(sorted(missing))}")
+    return tuple(lines)
+
+
+def _work(strategy: Strategy) -> str:
+    """What of a strategy the profile must cover."""
+    return str(Strategy(tensor=strategy.tensor, sequence_parallel=strategy.sequence_parallel,
+                        recompute=strategy.recompute))  # fmt: skip

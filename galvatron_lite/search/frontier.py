@@ -1,0 +1,195 @@
+"""Exact search along a chain of layers: one strategy a layer, least time within the memory of one device.
+
+The problem. Layers l = 1..L; choices s_l in S_l. Data, all whole numbers (picoseconds, bytes):
+
+    t_l(s) in Z^C          time in C criteria (C = 1: a step; else passes of a micro-batch, then work once a step)
+    x_l(s', s) >= 0        time of going from choice s' of layer l-1 to s, counted c_1..c_C times in the criteria
+    r, q, w, v, g, d, u    memory figures of (l, s), see ``cost.memory``
+
+    minimise (Pareto)  sum_l t_l(s_l) + c * sum_l x_l(s_{l-1}, s_l)                                            (1)
+    subject to         sum_l r_l + sum_{j<l} q_j + g_{l-1} + max(w_l, v_l + d_{l+1}) <= M      for every l     (2)
+                       sum_l u_l <= M                                                                          (3)
+                       weights . (1) <= cap                                                                    (4)
+
+The method. Prefixes s_1..s_l are labels (time, X, V, Y, Z) with
+
+    X' = max(X, V + d_l, Y + w_l + g_{l-1}) + r_l     the worst moment so far, raised by what later layers hold at rest
+    V' = Y + v_l + g_{l-1} + r_l                      the latest layer's moment that waits for d_{l+1}
+    Y' = Y + r_l + q_l                                where the moments of later layers start
+    Z' = Z + u_l
+
+All updates are monotone, so of two labels with the same last choice the one that is no better in any component never
+leads to a better plan and goes. A label also goes when no completion meets (2)-(4): bounds are the least weighted time
+and the least memory of any completion (both by dynamic programming from the end), and the Lagrangian
+min sum(time + lambda * memory) - lambda * M with the best lambda found. Components that can no longer break (2) or (3)
+whatever follows are set equal, so that they do not keep labels apart. Nothing is rounded: the result is the exact
+Pareto set of (1), one solution of each value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from galvatron_lite.search.bounds import Bounds, completion_bounds
+from galvatron_lite.search.pareto import pareto_rows
+
+IntArray = NDArray[np.int64]
+_NEVER = -(2**62)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChainLayer:
+    """One layer of a chain: figures of each of its S choices.
+
+    Attributes:
+        time: (S, C).
+        rest, prefix, peak, middle, prefetched, pending, updated: (S,) each, see ``cost.memory.MemoryTerms``.
+        move: (choices of the layer before, S); of no meaning in the first layer.
+    """
+
+    time: IntArray
+    rest: IntArray
+    prefix: IntArray
+    peak: IntArray
+    middle: IntArray
+    prefetched: IntArray
+    pending: IntArray
+    updated: IntArray
+    move: IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chain:
+    """A chain of layers.
+
+    Attributes:
+        layers: in order.
+        moves: (C,) how many times a move counts in each criterion.
+        weights: (C,) what turns the criteria into one time.
+        room: bytes (M).
+    """
+
+    layers: tuple[ChainLayer, ...]
+    moves: IntArray
+    weights: IntArray
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """One choice a layer.
+
+    Attributes:
+        time: in each criterion.
+        choices: place of the choice in each layer.
+    """
+
+    time: tuple[int, ...]
+    choices: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Labels:
+    time: IntArray
+    worst: IntArray
+    waiting: IntArray
+    start: IntArray
+    updated: IntArray
+    state: IntArray
+    parent: IntArray
+
+    def take(self, rows: IntArray) -> _Labels:
+        """Some of the labels."""
+        return _Labels(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+
+def pareto_paths(chain: Chain, cap: int | None = None) -> list[Path]:
+    """The Pareto set of a chain within memory, ascending in time; empty where nothing fits.
+
+    Args:
+        chain: the problem.
+        cap: paths of more weighted time than this are of no interest.
+    """
+    bounds = completion_bounds(chain, cap)
+    if bounds is None:
+        return []
+    labels = _first(chain, bounds)
+    history = [labels]
+    for place in range(1, len(chain.layers)):
+        labels = _extend(chain, place, labels, bounds)
+        history.append(labels)
+        if not len(labels.state):
+            return []
+    rows = pareto_rows(labels.time)
+    return sorted((_trace(history, int(row)) for row in rows), key=lambda path: (path.time, path.choices))
+
+
+def _first(chain: Chain, bounds: Bounds) -> _Labels:
+    layer = chain.layers[0]
+    count = len(layer.rest)
+    labels = _Labels(
+        layer.time.copy(),
+        layer.peak + layer.rest,
+        layer.middle + layer.rest,
+        layer.rest + layer.prefix,
+        layer.updated.copy(),
+        np.arange(count),
+        np.full(count, -1),
+    )
+    return _pruned(chain, 0, labels, bounds)
+
+
+def _extend(chain: Chain, place: int, labels: _Labels, bounds: Bounds) -> _Labels:
+    """Labels after one more layer."""
+    layer = chain.layers[place]
+    count, before = len(layer.rest), len(labels.state)
+    state, parent = np.repeat(np.arange(count), before), np.tile(np.arange(before), count)
+    moved = layer.move.T[:, labels.state].ravel()
+    beside = chain.layers[place - 1].prefetched[labels.state][parent]
+    rest, start = layer.rest[state], labels.start[parent]
+    middle = start + layer.middle[state] + beside
+    worst = np.maximum(labels.worst[parent], labels.waiting[parent] + layer.pending[state])
+    worst = np.maximum(worst, start + layer.peak[state] + beside)
+    worst = np.maximum(worst, middle)
+    following = _Labels(
+        labels.time[parent] + layer.time[state] + moved[:, None] * chain.moves,
+        worst + rest,
+        middle + rest,
+        start + rest + layer.prefix[state],
+        labels.updated[parent] + layer.updated[state],
+        state,
+        parent,
+    )
+    return _pruned(chain, place, following, bounds)
+
+
+def _pruned(chain: Chain, place: int, labels: _Labels, bounds: Bounds) -> _Labels:
+    """Without labels that cannot be completed within the bounds, or are no better than another one."""
+    weighted = labels.time @ chain.weights
+    alive = bounds.may_complete(place, labels.state, weighted, labels.worst, labels.start, labels.updated)
+    labels = labels.take(np.flatnonzero(alive))
+    if not len(labels.state):
+        return labels
+    # Below these floors a component can no longer break its limit, whatever follows.
+    labels.worst = np.maximum(labels.worst, bounds.worst_floor[place])
+    labels.waiting = np.maximum(labels.waiting, bounds.waiting_floor[place])
+    labels.start = np.maximum(labels.start, bounds.start_floor[place])
+    labels.updated = np.maximum(labels.updated, bounds.updated_floor[place])
+    order = np.argsort(labels.state, kind="stable")
+    edges = np.flatnonzero(np.diff(labels.state[order])) + 1
+    keys = np.column_stack((labels.time, labels.worst, labels.waiting, labels.start, labels.updated))
+    kept = [group[pareto_rows(keys[group])] for group in np.split(order, edges)]
+    return labels.take(np.concatenate(kept))
+
+
+def _trace(history: Sequence[_Labels], row: int) -> Path:
+    time = tuple(int(value) for value in history[-1].time[row])
+    choices = []
+    for labels in reversed(history):
+        choices.append(int(labels.state[row]))
+        row = int(labels.parent[row])
+    return Path(time, tuple(reversed(choices)))

@@ -1,0 +1,130 @@
+"""Stage boundaries: the exact best way to cut the chain of layers into stages of any lengths.
+
+Symbols: stages 0..p-1 hold layers [e_s, e_{s+1}); a stage has bottleneck parts c_s (one for 1F1B, forward and backward
+for GPipe) and work once a step u_s, from its Pareto set. With m micro-batches
+
+    minimise   sum_s |c_s| + (m - 1) sum_parts max_s c_s + max_s u_s          (|.|: sum of the parts)
+    subject to 0 = e_0 < e_1 < ... < e_p = L, and every stage within the memory of its device.
+
+A label for (stages so far, layers so far) is (sum, max of each part, max step); all updates are monotone, so labels
+that another one equals or beats go, and so do labels whose bound (``relax``) reaches the best plan known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from galvatron_lite.search.pareto import pareto_rows
+from galvatron_lite.search.problem import Problem, StagePlan
+from galvatron_lite.search.relax import Relaxed
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A whole plan of one shape.
+
+    Attributes:
+        time: picoseconds a step, without fixed host time.
+        cuts: (0, ..., L).
+        stages: how each is run.
+    """
+
+    time: int
+    cuts: tuple[int, ...]
+    stages: tuple[StagePlan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Label:
+    figures: tuple[int, ...]
+    cuts: tuple[int, ...]
+    stages: tuple[StagePlan, ...]
+
+
+def step_time(stages: tuple[StagePlan, ...], microbatches: int) -> int:
+    """Picoseconds of a step; see the module."""
+    slowest: list[int] = [max(parts) for parts in zip(*(stage.bottleneck for stage in stages), strict=True)]
+    ramp = sum(sum(stage.bottleneck) for stage in stages)
+    return ramp + (microbatches - 1) * sum(slowest) + max(stage.step for stage in stages)
+
+
+def quick_partition(problem: Problem, bounds: Relaxed, limit: int | None) -> Partition | None:
+    """A good plan, soon: the boundaries of the bound, each stage as quick as it can be alone; the best with one stage.
+
+    None if that does not fit or takes the limit or more.
+    """
+    cuts = bounds.cuts()
+    cap = None if limit is None else limit - 1
+    stages = [problem.quickest(stage, range(*ends), cap) for stage, ends in enumerate(pairwise(cuts))]
+    found = tuple(stage for stage in stages if stage is not None)
+    if len(found) < len(stages):
+        return None
+    time = step_time(found, problem.shape.microbatches)
+    return Partition(time, tuple(cuts), found) if limit is None or time < limit else None
+
+
+def best_partition(problem: Problem, bounds: Relaxed, limit: int | None) -> Partition | None:
+    """The best plan of one shape that takes less than ``limit`` picoseconds; None if there is none."""
+    quick = quick_partition(problem, bounds, limit)
+    known = limit if quick is None else quick.time
+    if len(bounds.excess) == 1:
+        return quick
+    return _search(problem, bounds, known) or quick
+
+
+def _search(problem: Problem, bounds: Relaxed, limit: int | None) -> Partition | None:
+    layers = len(problem.graph.layers)
+    stages, count = problem.shape.stages, problem.shape.microbatches
+    top = float("inf") if limit is None else float(limit)
+    parts = len(problem.weights) - 1
+    front: dict[int, list[_Label]] = {0: [_Label((0,) * (parts + 2), (0,), ())]}
+    for stage in range(stages):
+        reached: dict[int, list[_Label]] = {}
+        for start, labels in sorted(front.items()):
+            for stop in range(start + 1, layers - (stages - stage - 1) + 1):
+                if bounds.open(stage, start, stop, top):
+                    options = problem.plans(stage, range(start, stop), _cap(problem, bounds, start, stop, limit))
+                    reached.setdefault(stop, []).extend(_joined(labels, options, stop))
+        front = {
+            stop: _best(labels, count, top - bounds.least_after(stop)) for stop, labels in reached.items() if labels
+        }
+    ends = [Partition(step_time(label.stages, count), label.cuts, label.stages) for label in front.get(layers, [])]
+    return min(ends, key=lambda plan: (plan.time, plan.cuts), default=None)
+
+
+def _cap(problem: Problem, bounds: Relaxed, start: int, stop: int, limit: int | None) -> int:
+    """The most time that a stage may need alone in a plan below the limit, rounded up."""
+    if limit is None:
+        return 2**61
+    own = sum(
+        int((table.forward + table.backward).min())
+        for table in (problem.layer_table(place, range(start, stop)) for place in range(start, stop))
+        if table.strategies
+    )
+    return limit - max(int(bounds.least) - own - 1, 0)
+
+
+def _joined(labels: list[_Label], options: list[StagePlan], stop: int) -> list[_Label]:
+    joined = []
+    for label in labels:
+        total, *slowest, step = label.figures
+        for option in options:
+            parts = tuple(max(pair) for pair in zip(slowest, option.bottleneck, strict=True))
+            figures = (total + sum(option.bottleneck), *parts, max(step, option.step))
+            joined.append(_Label(figures, (*label.cuts, stop), (*label.stages, option)))
+    return joined
+
+
+def _best(labels: list[_Label], count: int, limit: float) -> list[_Label]:
+    """Labels that are not beaten and so far take less than the limit."""
+    figures = np.array([label.figures for label in labels], dtype=np.int64).reshape(len(labels), -1)
+    kept = [labels[row] for row in pareto_rows(figures)]
+    return [label for label in kept if _time_so_far(label, count) < limit]
+
+
+def _time_so_far(label: _Label, count: int) -> int:
+    total, *slowest, step = label.figures
+    return total + (count - 1) * sum(slowest) + step

@@ -1,0 +1,191 @@
+"""The fastest plan that fits: best-first search over shapes, exact search inside each.
+
+What is proven: the plan has the least step time that ``cost.step.evaluate`` gives to any plan of the space (see
+``problem`` for its rules, ``space`` for the choices), because every shape left unsearched has a lower bound no less
+than the plan's time, and inside a shape ``partition`` and ``frontier`` are exact. Times are compared in whole
+picoseconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.step import evaluate, price_plan
+from galvatron_lite.errors import InputError
+from galvatron_lite.plans.schema import Plan, Proof, Provenance, Schedule
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.search.checks import check_batch, unprofiled
+from galvatron_lite.search.partition import Partition, best_partition
+from galvatron_lite.search.problem import Problem
+from galvatron_lite.search.relax import Relaxed
+from galvatron_lite.search.result import plan_of
+from galvatron_lite.search.shapes import Request, bounds_of, open_problem, settled, shapes_of
+from galvatron_lite.search.space import Fixed, reasons
+
+Progress = Callable[[int, int, str], None]
+
+
+def find_plan(
+    profile: Profile,
+    *,
+    devices: int,
+    global_batch: int,
+    budget: int,
+    fixed: Fixed | None = None,
+    schedules: Sequence[Schedule] = (Schedule.ONE_F_ONE_B,),
+    certify: bool = False,
+    runners_up: int = 3,
+    progress: Progress | None = None,
+) -> Plan:
+    """The fastest plan that fits the memory budget.
+
+    Args:
+        profile: what layers and communication cost.
+        devices: world size; at most what the profile's cluster has.
+        global_batch: samples a step.
+        budget: bytes a device.
+        fixed: what is not left to the search.
+        schedules: to choose from where there is a pipeline.
+        certify: also solve the winning shape as an integer programme; an unequal optimum is an error.
+        runners_up: how many other plans to report.
+        progress: called with (shapes done, shapes in all, what is being looked at).
+
+    Raises:
+        InputError: a batch or a pinned value that cannot be used.
+        InfeasibleError: nothing fits; names the smallest budget that would.
+    """
+    request = _request(profile, devices, global_batch, budget, fixed, schedules)
+    pricer = LayerPricer(profile)
+    found = search(request, pricer, progress)
+    if found is None:
+        from galvatron_lite.search.lean import infeasible
+
+        raise infeasible(request, pricer)
+    if certify:
+        from galvatron_lite.search.ilp import certify as certify_plan
+
+        certify_plan(found.problem, found.partition)
+    plan = finished(request, pricer, found)
+    from galvatron_lite.search.alternatives import alternatives
+
+    return replace(
+        plan,
+        alternatives=alternatives(request, pricer, plan, runners_up),
+        left_out=(*reasons(profile.graph), *unprofiled(request, pricer)),
+        provenance=provenance(profile, budget),
+    )
+
+
+def compare(profile: Profile, plans: Sequence[Plan]) -> list[Plan]:
+    """The plans with their predictions, quickest first.
+
+    Raises:
+        InputError: a plan that is not for the profile's model.
+    """
+    priced = [evaluate(profile, plan) for plan in plans]
+    return sorted(priced, key=lambda plan: plan.prediction.step_seconds if plan.prediction else 0.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """What the search ends with.
+
+    Attributes:
+        problem: the winning shape.
+        partition: its best plan.
+    """
+
+    problem: Problem
+    partition: Partition
+
+
+def search(request: Request, pricer: LayerPricer, progress: Progress | None = None) -> Found | None:
+    """The best plan over all shapes; None where nothing fits."""
+    order, done, best = count(), 0, None
+    heap: list[tuple[float, int, Problem, Relaxed | None]] = []
+    shapes = shapes_of(request)
+    for shape in shapes:
+        problem = open_problem(request, pricer, shape)
+        bounds = bounds_of(problem)
+        if bounds is not None:
+            heapq.heappush(heap, (bounds.bound, next(order), problem, None))
+    total = len(heap)
+    while heap and (best is None or heap[0][0] < best.partition.time):
+        _, _, problem, bounds = heapq.heappop(heap)
+        if bounds is None:
+            done += 1
+            if progress is not None:
+                progress(done, total, f"{problem.shape.stages} stages, {problem.shape.microbatches} micro-batches")
+            for child in settled(problem):
+                below = bounds_of(child)
+                if below is not None and (best is None or below.bound < best.partition.time):
+                    heapq.heappush(heap, (below.bound, next(order), child, below))
+            continue
+        limit = None if best is None else best.partition.time
+        partition = best_partition(problem, bounds, limit)
+        if partition is not None:
+            best = Found(problem, partition)
+    if progress is not None:
+        progress(total, total, "done")
+    return best
+
+
+def finished(request: Request, pricer: LayerPricer, found: Found) -> Plan:
+    """The plan of a search's end, with its prediction."""
+    return price_plan(pricer, plain(request, found))
+
+
+def plain(request: Request, found: Found) -> Plan:
+    """The plan of a search's end, without prediction."""
+    shape = found.problem.shape
+    return plan_of(
+        request.graph,
+        devices=request.devices,
+        global_batch=request.global_batch,
+        microbatches=shape.microbatches,
+        cuts=found.partition.cuts,
+        strategies=[strategy for stage in found.partition.stages for strategy in stage.strategies],
+        schedule=shape.schedule,
+    )
+
+
+def provenance(profile: Profile, budget: int) -> Provenance:
+    """What plans from this profile are made from."""
+    from galvatron_lite import __version__
+    from galvatron_lite.profiler.store import profile_hash
+
+    return Provenance(
+        galvatron=__version__,
+        profile=profile.name,
+        profile_hash=profile_hash(profile),
+        profile_origin=f"{profile.origin.kind.value}: {profile.origin.source}",
+        cluster=profile.cluster.name,
+        fingerprint=dict(profile.cluster.fingerprint),
+        budget=budget,
+        proof=Proof.PROVEN,
+    )
+
+
+def _request(
+    profile: Profile,
+    devices: int,
+    global_batch: int,
+    budget: int,
+    fixed: Fixed | None,
+    schedules: Sequence[Schedule],
+) -> Request:
+    if not 1 <= devices <= profile.cluster.devices:
+        raise InputError("--gpus", devices, f"The cluster has {profile.cluster.devices}; give 1 to that many.")
+    if global_batch < 1:
+        raise InputError("--batch", global_batch, "Give at least one sample a step.")
+    if budget < 1:
+        raise InputError("--mem", budget, "Give a positive number of bytes.")
+    if not schedules:
+        raise InputError("schedules", schedules, "Name at least one.")
+    request = Request(profile.graph, devices, global_batch, budget, fixed or Fixed(), tuple(schedules))
+    check_batch(request)
+    return request

@@ -1,0 +1,227 @@
+"""One shape of plan as chains: which strategies each layer of a stage may take, and what they cost.
+
+Besides legality, the space is bounded by these rules, which the runtime relies on:
+
+1. Layers that share parameters have the same strategy.
+2. With a single stage, the layers before and after the blocks have equal batch and tensor degrees (the glue layout).
+3. With several stages, all layers next to a stage boundary have one layout, the same at every boundary (the wire).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from galvatron_lite.cost.layer import Sharing
+from galvatron_lite.cost.sharing import sharing_of
+from galvatron_lite.cost.stage import Shape
+from galvatron_lite.model.graph import ModelGraph, Role
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, in_flight, transfer
+from galvatron_lite.plans.schema import Schedule
+from galvatron_lite.search.frontier import Chain, Path, pareto_paths
+from galvatron_lite.search.tables import Table, Tables, ticks
+
+IntArray = NDArray[np.int64]
+Layout = tuple[int, int, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is chosen once for all layers, besides the shape.
+
+    Attributes:
+        glue: batch and tensor degree of the layers before and after the blocks; None: not bound.
+        wire: layout at stage boundaries; None without boundaries.
+        tied: strategy by place of layers that share parameters.
+    """
+
+    glue: tuple[int, int] | None
+    wire: Layout | None
+    tied: tuple[tuple[int, Strategy], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """A way to run one stage.
+
+    Attributes:
+        bottleneck: picoseconds a micro-batch, in as many parts as the schedule tells apart.
+        step: picoseconds once a step.
+        strategies: of its layers.
+    """
+
+    bottleneck: tuple[int, ...]
+    step: int
+    strategies: tuple[Strategy, ...]
+
+
+@dataclass(slots=True)
+class Problem:
+    """The choice of strategies under one shape of plan and one ``Choice``.
+
+    Attributes:
+        graph: the model.
+        shape: of the plan.
+        tables: figures under that shape.
+        choice: what is settled.
+        budget: bytes a device.
+    """
+
+    graph: ModelGraph
+    shape: Shape
+    tables: Tables
+    choice: Choice
+    budget: int
+    _tied: Mapping[int, Strategy] = field(init=False)
+    _filtered: dict[tuple[int, object], Table] = field(default_factory=dict)
+    _plans: dict[tuple[object, ...], list[StagePlan]] = field(default_factory=dict)
+    _sharings: dict[tuple[int, int], dict[int, Sharing]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Indexes the tied layers."""
+        self._tied = dict(self.choice.tied)
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether forward and backward passes of a stage take turns (one bottleneck) or not (two)."""
+        return self.shape.schedule is Schedule.ONE_F_ONE_B
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """What turns a stage's figures into the time it needs alone: (micro-batch parts..., step)."""
+        return (self.shape.microbatches,) * (1 if self.overlapped else 2) + (1,)
+
+    def layer_table(self, place: int, inside: range) -> Table:
+        """The strategies one layer of a stage may take, and their figures."""
+        layer = self.graph.layers[place]
+        whole = self.tables.table(layer.kind, self._sharing(inside).get(place, Sharing()))
+        ends = (inside.start > 0 and place == inside.start) or (inside.stop < self._end and place == inside.stop - 1)
+        wire = self.choice.wire if ends else None
+        glue = self.choice.glue if layer.role is not Role.BLOCK else None
+        tied = self._tied.get(place)
+        if wire is None and glue is None and tied is None:
+            return whole
+        key = (id(whole), (wire, glue, tied))
+        if key not in self._filtered:
+            rows = [row for row in range(len(whole.strategies)) if self._may(whole, row, wire, glue, tied)]
+            self._filtered[key] = whole.at(np.array(rows, dtype=np.int64))
+        return self._filtered[key]
+
+    @staticmethod
+    def _may(table: Table, row: int, wire: Layout | None, glue: tuple[int, int] | None, tied: Strategy | None) -> bool:
+        own = table.layouts[row]
+        fits = (wire is None or own == wire) and (glue is None or own[:2] == glue)
+        return fits and (tied is None or table.strategies[row] == tied)
+
+    @property
+    def _end(self) -> int:
+        return len(self.graph.layers)
+
+    def _sharing(self, inside: range) -> dict[int, Sharing]:
+        key = (inside.start, inside.stop)
+        if key not in self._sharings:
+            self._sharings[key] = sharing_of(self.graph, inside) if self.graph.ties else {}
+        return self._sharings[key]
+
+    def fixed_costs(self, inside: range) -> tuple[int, int, int]:
+        """What a stage costs whatever its strategies: ticks of forward and backward sends, bytes throughout."""
+        pricer, ends = self.tables.pricer, (inside.start > 0, inside.stop < self._end)
+        left, right = (
+            self._boundary(cut) if there else (0, 0.0) for cut, there in zip(_cuts(inside), ends, strict=True)
+        )
+        host = sum(ends) * pricer.profile.overhead.pipeline
+        context = pricer.profile.cluster.device.context
+        return ticks(right[1] + host), ticks(left[1] + host), buffer_bytes(left[0], right[0]) + context
+
+    def _boundary(self, cut: int) -> tuple[int, float]:
+        wire = self.choice.wire or (1, self.shape.stage_devices, True)
+        sender = Strategy(data=wire[0], tensor=wire[1], sequence_parallel=wire[2])
+        output = self.graph.kind_of(self.graph.layers[cut - 1]).output_bytes
+        size = boundary_bytes(output, self.shape.microbatch, sender)
+        return size, self.tables.pricer.links.seconds(transfer(size, self.shape.stage_devices))
+
+    def held(self, stage: int) -> int:
+        """Micro-batches in flight in a stage."""
+        return in_flight(self.shape.schedule, self.shape.stages, stage, self.shape.microbatches)
+
+    def chain(self, stage: int, inside: range, scalar: bool) -> tuple[Chain, list[Table]] | None:
+        """The chain of one stage; None where some layer has no strategy left.
+
+        Args:
+            stage: its number.
+            inside: places of its layers.
+            scalar: one time criterion (what the stage needs alone) instead of one a bottleneck and the step's.
+        """
+        tables = [self.layer_table(place, inside) for place in inside]
+        if any(not table.strategies for table in tables):
+            return None
+        held, count = self.held(stage), self.shape.microbatches
+        layers = []
+        for place, table in enumerate(tables):
+            move = self.tables.moves(tables[max(place - 1, 0)], table)
+            layers.append(table.chain_layer(held, self._columns(table, scalar), move))
+        moves = [2 * count] if scalar else [2, 0] if self.overlapped else [1, 1, 0]
+        weights = (1,) if scalar else self.weights
+        room = self.budget - self.fixed_costs(inside)[2]
+        return Chain(tuple(layers), np.array(moves), np.array(weights), room), tables
+
+    def _columns(self, table: Table, scalar: bool) -> Sequence[IntArray]:
+        both = table.forward + table.backward
+        if scalar:
+            return (self.shape.microbatches * both + table.step,)
+        return (both, table.step) if self.overlapped else (table.forward, table.backward, table.step)
+
+    def key(self, stage: int, inside: range) -> tuple[object, ...]:
+        """Equal for stages that pose the same problem."""
+        tables = tuple(id(self.layer_table(place, inside)) for place in inside)
+        return (self.held(stage), tables, self.fixed_costs(inside))
+
+    def plans(self, stage: int, inside: range, cap: int) -> list[StagePlan]:
+        """Every Pareto-best way to run a stage that fits the budget and alone takes at most ``cap`` picoseconds.
+
+        Answers are remembered for the first cap asked for; later caps must not be greater.
+        """
+        key = self.key(stage, inside)
+        if key not in self._plans:
+            built = self.chain(stage, inside, scalar=False)
+            sends = self.fixed_costs(inside)[:2]
+            alone = cap - self.shape.microbatches * sum(sends)
+            found = [] if built is None else pareto_paths(built[0], alone)
+            tables = [] if built is None else built[1]
+            self._plans[key] = [self._stage_plan(path, tables, sends) for path in found]
+        return self._plans[key]
+
+    def quickest(self, stage: int, inside: range, cap: int | None) -> StagePlan | None:
+        """The way to run a stage that takes least time alone; None where none fits or none is within the cap."""
+        built = self.chain(stage, inside, scalar=True)
+        paths = [] if built is None else pareto_paths(built[0], cap)
+        if built is None or not paths:
+            return None
+        tables, sends = built[1], self.fixed_costs(inside)[:2]
+        forward, backward, step = self._times(paths[0].choices, tables)
+        time = (forward + backward, step) if self.overlapped else (forward, backward, step)
+        return self._stage_plan(Path(time, paths[0].choices), tables, sends)
+
+    def _times(self, choices: Sequence[int], tables: Sequence[Table]) -> tuple[int, int, int]:
+        moving = sum(
+            int(self.tables.moves(tables[place - 1], tables[place])[choices[place - 1], choices[place]])
+            for place in range(1, len(tables))
+        )
+        pairs = list(zip(choices, tables, strict=True))
+        forward = sum(int(table.forward[choice]) for choice, table in pairs)
+        backward = sum(int(table.backward[choice]) for choice, table in pairs)
+        return forward + moving, backward + moving, sum(int(table.step[choice]) for choice, table in pairs)
+
+    def _stage_plan(self, path: Path, tables: Sequence[Table], sends: tuple[int, int]) -> StagePlan:
+        own = path.time[:-1]
+        bottleneck = (own[0] + sum(sends),) if self.overlapped else (own[0] + sends[0], own[1] + sends[1])
+        strategies = tuple(table.strategies[choice] for table, choice in zip(tables, path.choices, strict=True))
+        return StagePlan(bottleneck, path.time[-1], strategies)
+
+
+def _cuts(inside: range) -> tuple[int, int]:
+    return inside.start, inside.stop

@@ -1,0 +1,55 @@
+"""From the search's choices to a plan, and a plan in a line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+
+from galvatron_lite.model.graph import Layer, ModelGraph
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
+
+
+def runs_of(layers: Sequence[Layer], strategies: Sequence[Strategy]) -> tuple[LayerRun, ...]:
+    """Layers of one stage as runs of equal strategy; different roles are kept apart for the reader."""
+    pairs = zip(layers, strategies, strict=True)
+    groups = [list(group) for _, group in groupby(pairs, key=lambda pair: (pair[1], pair[0].role))]
+    return tuple(LayerRun(group[0][0].name, group[-1][0].name, len(group), group[0][1]) for group in groups)
+
+
+def plan_of(
+    graph: ModelGraph,
+    *,
+    devices: int,
+    global_batch: int,
+    microbatches: int,
+    cuts: Sequence[int],
+    strategies: Sequence[Strategy],
+    schedule: Schedule = Schedule.ONE_F_ONE_B,
+) -> Plan:
+    """A plan without prediction.
+
+    Args:
+        graph: the model.
+        devices: world size.
+        global_batch: samples a step.
+        microbatches: a step.
+        cuts: places where stages start, and the number of layers: (0, ..., L).
+        strategies: of every layer.
+        schedule: order of micro-batches.
+    """
+    stages = tuple(Stage(runs_of(graph.layers[a:b], strategies[a:b])) for a, b in pairwise(cuts))
+    return Plan(PLAN_VERSION, graph.name, devices, global_batch, microbatches, schedule, graph.precision, stages)
+
+
+def summary(plan: Plan) -> str:
+    """What a plan does, in a line: its pipeline, micro-batches, and strategies, the most used first."""
+    layers: dict[str, int] = {}
+    for run in (run for stage in plan.stages for run in stage.runs):
+        layers[str(run.strategy)] = layers.get(str(run.strategy), 0) + run.count
+    total = sum(layers.values())
+    used = sorted(layers.items(), key=lambda item: (-item[1], item[0]))
+    told = [name if count == total else f"{name} ({count} layers)" for name, count in used[:3]]
+    more = [f"{len(used) - 3} more"] if len(used) > 3 else []
+    pipeline = [f"pipeline {len(plan.stages)}"] if len(plan.stages) > 1 else []
+    return ", ".join([*pipeline, *told, *more, f"{plan.microbatches} micro-batches"])
