@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from galvatron_lite.errors import TraceError
-from galvatron_lite.model.batch import LossFn, call_model, loss_of
+from galvatron_lite.model.batch import LossFn, call_model, loss_of, tensors_of
 from galvatron_lite.profiler.measure_layers import (
     LayerSetting,
     SegmentMemory,
@@ -92,14 +92,24 @@ def time_edges(given: EdgeInput, device: torch.device, rule: TimingRule) -> Timi
 def edge_memory(given: EdgeInput, device: torch.device) -> tuple[SegmentMemory, SegmentMemory]:
     """Bytes of what lies before and of what lies after the blocks."""
     _step(given, _nothing)
-    kept = _kept_before(given, device)
+    if not given.skeleton.stubs:
+        return _whole_memory(given, device), SegmentMemory(0, 0, 0)
+    alone, with_side = _kept_before(given, device)
     with track_peak(device) as tracked:
         _step(given, tracked.mark)
     if len(tracked.phases) != 4:
         raise TraceError("blocks", "the loss", "The loss must depend on what the blocks return; name other blocks.")
     before, after, after_back, before_back = tracked.phases
-    first = SegmentMemory(kept, max(before_back.peak, kept), max(before.peak, kept))
-    return first, segment_memory(after, after_back, kept)
+    first = SegmentMemory(with_side, max(before_back.peak, alone), max(before.peak, with_side))
+    return first, segment_memory(after, after_back, alone)
+
+
+def _whole_memory(given: EdgeInput, device: torch.device) -> SegmentMemory:
+    """Bytes of a model without blocks: all of it counts as before."""
+    with track_peak(device) as tracked:
+        _step(given, tracked.mark)
+    forward, *_, backward = tracked.phases
+    return segment_memory(forward, backward, 0)
 
 
 def _nothing() -> None:
@@ -107,10 +117,14 @@ def _nothing() -> None:
 
 
 def _step(given: EdgeInput, lap: Callable[[], None]) -> None:
-    """One forward and backward; ``lap`` is called at the ends of the first three of its four parts."""
+    """One forward and backward; ``lap`` is called at the ends of the first three of its four parts.
+
+    In a model without blocks the middle two parts are empty.
+    """
     given.skeleton.visit_with(_passing(given.calls, lap))
     loss = loss_of(call_model(given.skeleton.model, given.batch), given.batch, given.loss_fn)
-    lap()
+    for _ in range(1 if given.skeleton.stubs else 3):
+        lap()
     loss.backward()  # type: ignore[no-untyped-call]
 
 
@@ -135,12 +149,18 @@ def boundary(hidden: Tensor, reached: Callable[[], None]) -> Tensor:
     return Boundary.apply(start, reached)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _kept_before(given: EdgeInput, device: torch.device) -> int:
-    """Bytes that stay after what lies before the first block has run and its result was let go of."""
+def _kept_before(given: EdgeInput, device: torch.device) -> tuple[int, int]:
+    """Bytes that stay once what lies before the first block has run and its result was let go of.
+
+    Returns:
+        What autograd keeps, and the same with all else that was made for the blocks to share (masks, rotations).
+    """
     edges: list[GradientEdge] = []
+    side: list[Tensor] = []
 
     def stop(_: PassThrough, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = hidden_state(args, kwargs)
+        side.extend(tensor for tensor in tensors_of((args, kwargs)) if tensor is not hidden)
         if hidden.requires_grad:
             edges.append(get_gradient_edge(hidden))
         raise StopRunError
@@ -149,7 +169,9 @@ def _kept_before(given: EdgeInput, device: torch.device) -> int:
     with track_peak(device) as tracked:
         _run_until_stopped(given)
         gc.collect()
-    return max(tracked.end, 0)
+        tracked.mark()
+        side.clear()
+    return max(tracked.end, 0), max(tracked.phases[0].end, 0)
 
 
 def _run_until_stopped(given: EdgeInput) -> None:

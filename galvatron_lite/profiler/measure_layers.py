@@ -147,9 +147,9 @@ def block_memory(run: Callable[..., Any], call: BlockCall, device: torch.device)
 
 
 def segment_memory(forward: Phase, backward: Phase, earlier: int, small: int = 0) -> SegmentMemory:
-    """What a segment holds beyond ``earlier`` bytes that the segments before it keep and ``small`` ones of ours."""
-    kept = forward.end - earlier - small
-    return SegmentMemory(max(kept, 0), max(backward.peak - earlier - small, kept), max(forward.peak - earlier, kept))
+    """What a segment holds beyond ``earlier`` bytes that the segments before it keep and ``small`` ones of ours at the end."""
+    kept = max(forward.end - earlier - small, 0)
+    return SegmentMemory(kept, max(backward.peak - earlier, kept), max(forward.peak - earlier, kept))
 
 
 def _seed_bytes(device: torch.device) -> int:

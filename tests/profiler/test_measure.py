@@ -1,0 +1,125 @@
+"""A whole profile of a tiny model: alone, interrupted, and with two processes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from galvatron_lite.model.graph import Recompute, Role
+from galvatron_lite.parallelism.base import Collective
+from galvatron_lite.profiler import measure_bench
+from galvatron_lite.profiler.measure import machine_name, measure_profile, sample_counts
+from galvatron_lite.profiler.measure_hardware import measure_throughput
+from galvatron_lite.profiler.measure_optimizer import measure_optimizer
+from galvatron_lite.profiler.schema import OriginKind, Profile
+from galvatron_lite.profiler.store import journal_path, last_profile, profile_hash, read_profile
+from galvatron_lite.profiler.timing import TimingRule
+from tests.pool import WorkerPool
+from tests.profiler.models import LAYERS, small_gpt, token_batch
+
+QUICK = TimingRule(warmup=1, least=2, most=2, seconds=0.02)
+
+
+def measure(folder: Path, **options: object) -> Profile:
+    return measure_profile(small_gpt(), token_batch(4), folder=folder, name="tiny", rule=QUICK, device="cpu", **options)
+
+
+def test_a_profile_alone(tmp_path: Path) -> None:
+    profile = measure(tmp_path, tensor_degrees=(1, 2))
+    assert read_profile(last_profile(tmp_path)) == profile
+    assert last_profile(tmp_path).stat().st_size < 300_000
+    assert profile.origin.kind is OriginKind.MEASURED
+    assert profile.communication_origin.kind is OriginKind.ESTIMATED
+    assert len([layer for layer in profile.graph.layers if layer.role is Role.BLOCK]) == LAYERS
+    whole = [point for point in profile.layers if point.kind == "block" and point.tensor == 1]
+    assert {(point.samples, point.recompute) for point in whole} == {(n, r) for n in (1, 2, 4) for r in Recompute}
+    assert {point.samples for point in profile.layers if point.kind == "after"} == {1, 2, 4}
+    assert all(point.forward > 0 and point.working >= point.kept for point in profile.layers)
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
+def test_kept_bytes_agree_with_the_captured_graph(tmp_path: Path) -> None:
+    """Two independent ways: the allocator's events of a real run, and counting on the meta device."""
+    profile = measure(tmp_path, max_samples=2)
+    captured = profile.graph.kinds["block"].kept[Recompute.NONE].total
+    one, two = (
+        next(p for p in profile.layers if (p.kind, p.samples, p.recompute) == ("block", samples, Recompute.NONE))
+        for samples in (1, 2)
+    )
+    assert two.kept - one.kept == captured
+
+
+def test_interrupted_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each point is measured once over both runs, although the first one is cut off."""
+    calls: Counter[object] = Counter()
+    real = measure_bench.measure_block
+
+    def counted(block: nn.Module, call: object, setting: object, *rest: object) -> object:
+        if len(calls) == 4 and setting not in calls:
+            calls["stopped"] += 1
+            raise KeyboardInterrupt
+        calls[setting] += 1
+        return real(block, call, setting, *rest)
+
+    monkeypatch.setattr(measure_bench, "measure_block", counted)
+    with pytest.raises(KeyboardInterrupt):
+        measure(tmp_path)
+    assert len(list(tmp_path.rglob("*.journal.jsonl"))) == 1
+    profile = measure(tmp_path)
+    del calls["stopped"]
+    assert set(calls.values()) == {1}
+    assert len(calls) == len([point for point in profile.layers if point.kind == "block"])
+    assert not journal_path(tmp_path, machine_name(profile.cluster), "tiny").exists()
+
+
+def test_a_model_on_meta_and_a_factory(tmp_path: Path) -> None:
+    def factory() -> nn.Module:
+        with torch.device("meta"):
+            return small_gpt()
+
+    profile = measure_profile(factory, token_batch(2), folder=tmp_path, max_samples=1, rule=QUICK, device="cpu")
+    assert profile.name == "GPT"
+    assert all(point.samples == 1 for point in profile.layers)
+
+
+def measure_together(folder: str) -> tuple[str, str]:
+    profile = measure(Path(folder), max_samples=2)
+    return profile_hash(profile), str(last_profile(Path(folder)))
+
+
+def test_two_processes_make_one_profile(pool: WorkerPool, tmp_path: Path) -> None:
+    ranks = pool.run(2, measure_together, folder=str(tmp_path))
+    profile = read_profile(last_profile(tmp_path))
+    assert {digest for digest, _ in ranks} == {profile_hash(profile)}
+    assert profile.cluster.devices == 2
+    assert {fit.collective for fit in profile.fits} == set(Collective)
+    assert profile.cluster.levels[0].source == "measured"
+    assert profile.communication_origin.kind is OriginKind.MEASURED
+    assert {point.tensor for point in profile.layers if point.kind == "before"} == {1, 2}
+    assert profile.overlap.compute_slowdown >= 1
+
+
+def test_sample_counts() -> None:
+    assert sample_counts(1) == (1,)
+    assert sample_counts(8) == (1, 2, 4, 8)
+    assert sample_counts(12) == (1, 2, 4, 8, 12)
+
+
+def test_optimizer_state_of_adamw() -> None:
+    cost = measure_optimizer(torch.device("cpu"), QUICK)
+    assert cost.state_bytes == 8
+    assert cost.seconds_per_item > 0
+    assert cost.working_bytes >= 4
+    assert cost.working_share == 0.0
+
+
+def test_throughput_is_plausible() -> None:
+    found = measure_throughput(torch.device("cpu"), "fp32", QUICK)
+    assert 1e8 < found.attention < 1e13
+    assert 1e8 < found.matmul < 1e13
+    assert 1e8 < found.bandwidth < 1e12
+    assert 0 < found.launch < 1e-3

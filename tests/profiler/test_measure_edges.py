@@ -1,0 +1,88 @@
+"""The parts before and after the blocks add up to the model without blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.errors import TraceError
+from galvatron_lite.profiler.measure_edges import EdgeInput, edge_memory, measure_edges
+from galvatron_lite.profiler.measure_layers import LayerSetting, give_gradients
+from galvatron_lite.profiler.memory import track_peak
+from galvatron_lite.profiler.segments import Skeleton, copy_block, make_skeleton, record_calls
+from galvatron_lite.profiler.timing import TimingRule
+from tests.profiler.models import HIDDEN, TOKENS, VOCAB, TupleModel, gpt_layers, small_gpt, token_batch, tuple_layers
+
+CPU = torch.device("cpu")
+QUICK = TimingRule(warmup=1, least=3, most=3, seconds=0.05)
+SETTINGS = LayerSetting("before", 2), LayerSetting("after", 2)
+
+
+def gpt_edges(samples: int = 2) -> EdgeInput:
+    model, batch = small_gpt(), token_batch(samples)
+    skeleton = make_skeleton(model, gpt_layers(), CPU)
+    give_gradients(skeleton.model)
+    calls = record_calls(skeleton, {"block": copy_block(model, "blocks.0", CPU)}, batch)
+    return EdgeInput(skeleton, calls, batch)
+
+
+def test_what_is_kept_adds_up() -> None:
+    """Before and after keep together what the whole model without blocks keeps, and the boundary between them."""
+    edges = gpt_edges()
+    before, after = edge_memory(edges, CPU)
+    edges.skeleton.visit_with(lambda _, args, kwargs: args[0])
+    with track_peak() as tracked:
+        loss = edges.skeleton.model(*edges.batch)
+    assert before.kept + after.kept == tracked.end
+    assert loss.requires_grad
+
+
+def test_the_head_keeps_at_least_its_probabilities() -> None:
+    _, after = edge_memory(gpt_edges(), CPU)
+    items = 2 * TOKENS * VOCAB
+    assert after.kept >= 4 * items
+    assert after.working >= after.kept + 4 * items
+
+
+def test_the_embedding_keeps_little() -> None:
+    before, _ = edge_memory(gpt_edges(), CPU)
+    assert before.kept < 2 * TOKENS * HIDDEN * 4
+
+
+def test_side_inputs_of_blocks_count_to_before() -> None:
+    """The shift every block is given lives as long as they do."""
+    model, batch = TupleModel(), torch.ones(3, 4)
+    skeleton = make_skeleton(model, tuple_layers(), CPU)
+    give_gradients(skeleton.model)
+    calls = record_calls(skeleton, {"block": copy_block(model, "blocks.0", CPU)}, batch)
+    before, _ = edge_memory(EdgeInput(skeleton, calls, batch), CPU)
+    assert before.kept == 6 * 4
+
+
+def test_seconds_of_both_sides() -> None:
+    before, after = measure_edges(gpt_edges(), SETTINGS, CPU, QUICK)
+    assert (before.kind, after.kind) == ("before", "after")
+    assert min(before.forward, before.backward, after.forward, after.backward) > 0
+
+
+def test_a_model_without_blocks_is_all_before() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    edges = EdgeInput(Skeleton(model), {}, torch.ones(2, 4), lambda output, _: output.square().mean())
+    before, after = measure_edges(edges, SETTINGS, CPU, QUICK)
+    assert before.kept > 0
+    assert before.backward > 0
+    assert (after.kept, after.working) == (0, 0)
+
+
+def test_blocks_that_do_not_matter() -> None:
+    class Deaf(TupleModel):
+        def forward(self, inputs: Tensor) -> Tensor:
+            super().forward(inputs)
+            return self.first(inputs).mean()
+
+    model, batch = Deaf(), torch.ones(3, 4)
+    skeleton = make_skeleton(model, tuple_layers(), CPU)
+    calls = record_calls(skeleton, {"block": copy_block(model, "blocks.0", CPU)}, batch)
+    with pytest.raises(TraceError, match="depend"):
+        measure_edges(EdgeInput(skeleton, calls, batch), SETTINGS, CPU, QUICK)

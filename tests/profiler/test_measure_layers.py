@@ -1,0 +1,126 @@
+"""Measured bytes against what autograd itself says it saves, and against sums by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.model.graph import Recompute
+from galvatron_lite.profiler.measure_layers import (
+    LayerSetting,
+    block_memory,
+    give_gradients,
+    local_call,
+    make_shard,
+    measure_block,
+)
+from galvatron_lite.profiler.segments import BlockCall, copy_block, hidden_state, make_skeleton, record_calls
+from galvatron_lite.profiler.timing import TimingRule
+from tests.profiler.models import HIDDEN, TOKENS, gpt_layers, small_gpt, token_batch
+
+CPU = torch.device("cpu")
+QUICK = TimingRule(warmup=1, least=2, most=2, seconds=0.05)
+ITEM = 4
+
+
+def gpt_block(samples: int) -> tuple[nn.Module, BlockCall]:
+    model = small_gpt()
+    block = copy_block(model, "blocks.0", CPU)
+    skeleton = make_skeleton(model, gpt_layers(), CPU)
+    return block, record_calls(skeleton, {"block": block}, token_batch(samples))["block"]
+
+
+def saved_bytes(block: nn.Module, call: BlockCall) -> int:
+    """Bytes of the storages autograd saves, parameters left out."""
+    storages: dict[int, int] = {}
+    held = []
+    own = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        held.append(tensor)
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    inputs = hidden_state(call.args, call.kwargs).clone().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = block(inputs.clone())
+    assert output.requires_grad
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_kept_is_what_autograd_saves(samples: int) -> None:
+    block, call = gpt_block(samples)
+    give_gradients(block)
+    assert block_memory(block, call, CPU).kept == saved_bytes(block, call)
+
+
+def test_a_linear_layer_by_hand() -> None:
+    """Keeps its input; backward holds it, the output's gradient, then the input's gradient and the weight's."""
+    rows, width, out = 8, 64, 32
+    layer = nn.Linear(width, out, bias=False)
+    give_gradients(layer)
+    call = BlockCall((torch.ones(rows, width),), {}, torch.empty(rows, out, device="meta"))
+    memory = block_memory(layer, call, CPU)
+    assert memory.kept == rows * width * ITEM
+    seed = 2 * ITEM  # the scalar that ends the segment, and its gradient
+    forward = (rows * width + rows * out) * ITEM
+    backward = (rows * width + rows * out + rows * width + out * width) * ITEM
+    assert forward <= memory.forward_working <= forward + seed
+    assert backward <= memory.working <= backward + seed
+
+
+def test_full_recompute_keeps_the_input() -> None:
+    block, call = gpt_block(4)
+    memory = block_memory(make_shard(block, call, LayerSetting("block", 4, recompute=Recompute.FULL)), call, CPU)
+    random_state = torch.get_rng_state().nbytes
+    assert memory.kept == 4 * TOKENS * HIDDEN * ITEM + random_state
+
+
+def test_recompute_trades_memory_for_nothing_lost() -> None:
+    block, call = gpt_block(4)
+    kept = {
+        choice: block_memory(make_shard(block, call, LayerSetting("block", 4, recompute=choice)), call, CPU).kept
+        for choice in Recompute
+    }
+    random_state = torch.get_rng_state().nbytes
+    assert kept[Recompute.FULL] - random_state < kept[Recompute.SELECTIVE] - random_state < kept[Recompute.NONE]
+
+
+def test_a_shard_keeps_less_and_runs() -> None:
+    block, call = gpt_block(2)
+    whole = measure_block(block, call, LayerSetting("block", 2), CPU, QUICK)
+    shard = measure_block(block, call, LayerSetting("block", 2, 2), CPU, QUICK)
+    shared = measure_block(block, call, LayerSetting("block", 2, 2, True), CPU, QUICK)
+    assert shared.kept < shard.kept < whole.kept
+    assert all(point.forward > 0 and point.backward > 0 for point in (whole, shard, shared))
+    assert (shared.tensor, shared.sequence_parallel) == (2, True)
+
+
+def test_the_block_is_not_changed() -> None:
+    block, call = gpt_block(2)
+    before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
+    measure_block(block, call, LayerSetting("block", 2, 2, True, Recompute.FULL), CPU, QUICK)
+    assert all(torch.equal(block.state_dict()[name], tensor) for name, tensor in before.items())
+    assert all(parameter.grad is None for parameter in block.parameters())
+
+
+def test_tokens_are_cut_once() -> None:
+    _, call = gpt_block(2)
+    half = local_call(call, 2)
+    assert hidden_state(half.args, half.kwargs).shape == (2, TOKENS // 2, HIDDEN)
+    assert local_call(call, 1) is call
+
+
+def test_memory_grows_in_a_straight_line() -> None:
+    kept = [block_memory(*_with_gradients(samples), CPU).kept for samples in (1, 2, 3)]
+    assert kept[2] - kept[1] == kept[1] - kept[0]
+
+
+def _with_gradients(samples: int) -> tuple[nn.Module, BlockCall]:
+    block, call = gpt_block(samples)
+    give_gradients(block)
+    return block, call

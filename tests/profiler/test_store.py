@@ -1,0 +1,106 @@
+"""Profiles on disk: what was written is read, and what is broken is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from galvatron_lite.cluster.catalog import load_cluster
+from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.files import to_data, write_data
+from galvatron_lite.model.shapes import load_model
+from galvatron_lite.profiler.estimate import estimate_profile
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.profiler.store import (
+    check_hardware,
+    last_profile,
+    profile_hash,
+    profile_path,
+    read_profile,
+    save_profile,
+    write_profile,
+)
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    graph, cluster = load_model("gpt2"), load_cluster("a100-80gb", 8)
+    return estimate_profile(graph, cluster, precision=graph.precision, name="gpt2")
+
+
+@pytest.mark.parametrize("ending", ["yaml", "json"])
+def test_read_what_was_written(profile: Profile, tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"x.{ending}"
+    write_profile(profile, path)
+    assert read_profile(path) == profile
+    assert profile_hash(read_profile(path)) == profile_hash(profile)
+    assert path.stat().st_size < 300_000
+
+
+def test_the_hash_changes_with_anything(profile: Profile) -> None:
+    slower = replace(profile.layers[0], forward=profile.layers[0].forward * 2)
+    assert profile_hash(replace(profile, layers=(slower, *profile.layers[1:]))) != profile_hash(profile)
+
+
+def test_the_last_one_is_found(profile: Profile, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="galvatron profile"):
+        last_profile(tmp_path)
+    first = save_profile(profile, tmp_path, "My CPU / host")
+    assert first == profile_path(tmp_path, "My CPU / host", "gpt2") == tmp_path / "My-CPU-host" / "gpt2.yaml"
+    second = save_profile(replace(profile, name="other"), tmp_path, "m")
+    assert last_profile(tmp_path) == second
+    assert last_profile(tmp_path) != first
+    second.unlink()
+    with pytest.raises(FileFormatError, match="gone"):
+        last_profile(tmp_path)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_truncated(profile: Profile, tmp_path: Path, share: float) -> None:
+    path = tmp_path / "x.yaml"
+    write_profile(profile, path)
+    text = path.read_text()
+    path.write_text(text[: int(len(text) * share)])
+    with pytest.raises(FileFormatError):
+        read_profile(path)
+
+
+def test_corrupt(profile: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(FileFormatError, match="read"):
+        read_profile(path)
+    for text in ("", "[1, 2]", "version: 1", "just words"):
+        path.write_text(text)
+        with pytest.raises(FileFormatError):
+            read_profile(path)
+    with pytest.raises(FileFormatError, match="no such file"):
+        read_profile(tmp_path / "missing.yaml")
+
+
+def test_another_version(profile: Profile, tmp_path: Path) -> None:
+    write_data(tmp_path / "x.yaml", {**to_data(profile), "version": 99})
+    with pytest.raises(FileFormatError, match="version 1"):
+        read_profile(tmp_path / "x.yaml")
+
+
+def test_unknown_keys_and_missing_layers(profile: Profile, tmp_path: Path) -> None:
+    write_data(tmp_path / "x.yaml", {**to_data(profile), "colour": "red"})
+    with pytest.raises(FileFormatError, match="colour"):
+        read_profile(tmp_path / "x.yaml")
+    only_blocks = tuple(point for point in profile.layers if point.kind not in {"before", "after"})
+    write_profile(replace(profile, layers=only_blocks), tmp_path / "x.yaml")
+    with pytest.raises(FileFormatError, match="before"):
+        read_profile(tmp_path / "x.yaml")
+
+
+def test_other_hardware_warns(profile: Profile) -> None:
+    here = replace(profile.cluster, fingerprint={"cpu": "A", "torch": "2.13"})
+    there = replace(profile.cluster, fingerprint={"cpu": "B", "torch": "2.13"})
+    assert check_hardware(replace(profile, cluster=here), here) == []
+    warnings = check_hardware(replace(profile, cluster=here), there)
+    assert len(warnings) == 1
+    assert "CPU model" in warnings[0]
+    assert "B" in warnings[0]
