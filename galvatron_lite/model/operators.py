@@ -77,4 +77,5 @@ def _operator(key: _Key, calls: list[CallFigures], backward_flops: int, backward
         moved=sum(call.moved for call in calls),
         backward_moved=backward_moved,
         weight_bytes=sum(call.weight_bytes for call in calls),
+        causal=all(call.causal for call in calls),
     )

@@ -18,13 +18,15 @@ _SHAPES_ONLY = "This operator has shapes only; it is for tensors on the meta dev
 
 
 @torch.library.custom_op("galvatron_lite::attention", mutates_args=())
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
     """Output (..., heads, queries, value size) and logarithms (..., heads, queries) in float32. Shapes only."""
     raise NotImplementedError(_SHAPES_ONLY)
 
 
 @attention.register_fake
-def _attention_shapes(query: Tensor, _key: Tensor, value: Tensor, _mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _attention_shapes(
+    query: Tensor, _key: Tensor, value: Tensor, _mask: Tensor | None, _causal: bool
+) -> tuple[Tensor, Tensor]:
     rows = query.shape[:-1]
     output = query.new_empty(*rows[:-2], rows[-1], rows[-2], value.shape[-1]).transpose(-3, -2)
     return output, query.new_empty(rows, dtype=torch.float32)
@@ -46,13 +48,13 @@ def _backward_shapes(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)
+    ctx.save_for_backward(*inputs[:4], *output)
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
     query, key, value, mask, output, logs = ctx.saved_tensors
-    return *attention_backward(gradient, query, key, value, mask, output, logs), None
+    return *attention_backward(gradient, query, key, value, mask, output, logs), None, None
 
 
 attention.register_autograd(_backward, setup_context=_keep)
@@ -68,8 +70,17 @@ class FusedAttention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,  # noqa: ARG001  fused kernels draw the same numbers again in backward
+    is_causal: bool = False,
+    **_: Any,
+) -> Tensor:
     if query.dim() == 3:
-        return _fused(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)).squeeze(1)
-    output: Tensor = attention(query, key, value, attn_mask)[0]
+        parts = (tensor.unsqueeze(1) for tensor in (query, key, value))
+        return _fused(*parts, is_causal=is_causal).squeeze(1)
+    output: Tensor = attention(query, key, value, attn_mask, is_causal)[0]
     return output

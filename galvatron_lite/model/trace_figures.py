@@ -29,6 +29,7 @@ class CallFigures:
     moved: int
     weight_bytes: int
     backward: bool
+    causal: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,7 @@ def _per_sample(small: Call, large: Call) -> CallFigures:
         moved=moved,
         weight_bytes=weights,
         backward=large.backward,
+        causal=large.causal,
     )
 
 

@@ -63,6 +63,11 @@ def _flat(tensor: Tensor, heads: int) -> tuple[int, ...]:
     return (prod(tensor.shape[:-3]), heads, *tensor.shape[-2:])
 
 
+def is_causal(func: Any, args: Sequence[Any]) -> bool:
+    """Whether the call is attention in which a query sees no later key."""
+    return classify(func) is OperatorClass.ATTENTION and name_of(func) == "attention" and bool(args[4])
+
+
 def extents(func: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[int, ...]:
     """Sizes of one call: matmul (rows, inner, columns); attention (samples, query heads, key-value heads, queries,
     keys, head size); convolution (input channels, output channels, groups, input, kernel, strides); else (items,).

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.model.graph import OperatorClass
-from galvatron_lite.model.trace_operators import classify, extents, flops, moved, name_of
+from galvatron_lite.model.trace_operators import classify, extents, flops, is_causal, moved, name_of
 
 _ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 
@@ -37,6 +37,7 @@ class Call:
         moved: bytes of its inputs and outputs.
         backward: whether it ran in backward.
         outputs: storages of its outputs.
+        causal: of attention: whether a query sees no later key.
     """
 
     path: str
@@ -47,6 +48,7 @@ class Call:
     moved: int
     backward: bool
     outputs: tuple[int, ...]
+    causal: bool = False
 
 
 @dataclass(slots=True)
@@ -113,7 +115,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sizes = extents(func, args, outputs)
         traffic = moved(func, inputs, outputs)
         kind = classify(func)
-        target.calls.append(Call(self.path, name_of(func), kind, sizes, flop, traffic, self.backward, numbers))
+        causal = is_causal(func, args)
+        target.calls.append(Call(self.path, name_of(func), kind, sizes, flop, traffic, self.backward, numbers, causal))
 
     def number(self, tensor: Tensor, made: bool = False) -> int:
         """The number of a tensor's storage; one not seen before gets the next, and an event if it was ``made``."""
