@@ -60,13 +60,18 @@ def _zoo(name: str) -> tuple[nn.Module, Callable[[int], Batch]]:
 
 
 def _next_tokens(samples: int) -> Batch:
-    text = torch.randint(0, VOCAB, (samples, TOKENS + 1))
+    text = _text(samples, TOKENS + 1)
     return {"tokens": text[:, :-1], "labels": text[:, 1:]}
 
 
 def _tokens(samples: int) -> Batch:
-    ids = torch.randint(0, VOCAB, (samples, TOKENS))
+    ids = _text(samples, TOKENS)
     return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _text(samples: int, tokens: int) -> Tensor:
+    """Token ids of which small ones are frequent, so that there is something to learn."""
+    return (VOCAB * torch.rand(samples, tokens) ** 3).long()
 
 
 def _hugging_face(name: str) -> tuple[nn.Module, Callable[[int], Batch]]:
@@ -123,3 +128,10 @@ def build_family(name: str, samples: int, seed: int = 0) -> tuple[nn.Module, Bat
     model, make_batch = _BUILDERS[name]()
     batch = make_batch(samples)
     return model.train(), batch, discover_layers(model, batch)
+
+
+def make_batches(name: str, samples: int, count: int) -> list[Batch]:
+    """Different batches for a family; always the same ones."""
+    _, make_batch = _BUILDERS[name]()
+    torch.manual_seed(1)
+    return [make_batch(samples) for _ in range(count)]

@@ -1,0 +1,74 @@
+"""Random plans from the planner's own space, and what makes them legal."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from galvatron_lite.model.graph import ModelGraph, Role
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
+from galvatron_lite.search.space import Fixed as Free
+from galvatron_lite.search.space import pipeline_degrees, strategies_for
+
+Stages = Sequence[Sequence[str]]
+
+
+def write_plan(
+    stages: Stages,
+    strategies: Mapping[str, Strategy],
+    *,
+    devices: int,
+    batch: int,
+    microbatches: int = 1,
+    schedule: Schedule = Schedule.ONE_F_ONE_B,
+) -> Plan:
+    """A plan by hand: names of each stage's layers, and the strategy of every layer."""
+    written = tuple(Stage(tuple(LayerRun(name, name, 1, strategies[name]) for name in names)) for names in stages)
+    return Plan(PLAN_VERSION, "tiny", devices, batch, microbatches, schedule, "fp32", written)
+
+
+def uniform_plan(graph: ModelGraph, block: Strategy, edge: Strategy | None = None, **fields: int) -> Plan:
+    """One stage; one strategy for all blocks, one for the layers around them (the same without recomputation)."""
+    plain = edge or Strategy(block.data, block.zero, block.zero_stage, block.tensor)
+    strategies = {layer.name: block if layer.role is Role.BLOCK else plain for layer in graph.layers}
+    return write_plan([list(strategies)], strategies, devices=block.devices, **fields)
+
+
+def sample_plan(graph: ModelGraph, devices: int, batch: int, seed: int) -> Plan:
+    """A random legal plan: pipeline degree and boundaries, a strategy for every layer, micro-batches, schedule."""
+    draw = random.Random(f"{graph.name} {devices} {batch} {seed}")
+    names = [layer.name for layer in graph.layers]
+    count = draw.choice(pipeline_degrees(devices, len(names), Free()))
+    cuts = sorted(draw.sample(range(1, len(names)), count - 1))
+    stages = [names[start:stop] for start, stop in pairwise([0, *cuts, len(names)])]
+    strategies = _sample_strategies(graph, devices // count, len(stages), draw)
+    unit = math.lcm(*(strategy.batch_degree for strategy in strategies.values()))
+    microbatches = draw.choice([number for number in divisors(batch // unit) if number <= 4 * count])
+    schedule = draw.choice(list(Schedule))
+    return write_plan(stages, strategies, devices=devices, batch=batch, microbatches=microbatches, schedule=schedule)
+
+
+def _sample_strategies(graph: ModelGraph, devices: int, stages: int, draw: random.Random) -> dict[str, Strategy]:
+    """Any strategy for every block. Layers that share parameters are treated alike; in a single stage the layers before
+    and after the blocks split samples and matmuls alike.
+    """
+    choices = {name: strategies_for(kind, devices) for name, kind in graph.kinds.items()}
+    chosen = {layer.name: draw.choice(choices[layer.kind]) for layer in graph.layers}
+    first, last = graph.layers[0].name, graph.layers[-1].name
+    if stages == 1:
+        split = chosen[first].batch_degree, chosen[first].tensor
+        alike = [s for s in choices[graph.layers[-1].kind] if (s.batch_degree, s.tensor) == split]
+        chosen[last] = draw.choice(alike)
+    for tie in graph.ties:
+        chosen[tie.second] = chosen[tie.first]
+    return chosen
+
+
+def describe(plan: Plan) -> str:
+    """A plan in a line, for messages."""
+    stages = [" ".join(f"[{run.strategy}]" for run in stage.runs) for stage in plan.stages]
+    return f"{plan.devices} devices, {plan.microbatches} x {plan.microbatch} {plan.schedule}: {' | '.join(stages)}"

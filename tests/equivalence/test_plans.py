@@ -1,0 +1,61 @@
+"""Any plan of the planner's space trains like one process: same losses, gradients and weights in float32.
+
+Sampled plans draw pipeline degree and boundaries, a strategy for every layer, micro-batches and schedule at random,
+from a fixed seed. ``scripts/check_equivalence --plans N`` runs as many as you like.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.trace import trace
+from galvatron_lite.plans.schema import Plan
+from tests.equivalence.families import FAMILIES, build_family
+from tests.equivalence.plans import sample_plan
+from tests.equivalence.training import (
+    SAMPLES,
+    Reference,
+    curve_alone,
+    curve_under_plan,
+    train_alone,
+    train_under_plans,
+)
+from tests.pool import WorkerPool
+
+WORLDS = {1: 1, 2: 3, 4: 4, 8: 3}
+"""Plans a family, by world size."""
+
+
+@cache
+def graph_of(family: str) -> ModelGraph:
+    model, batch, _ = build_family(family, SAMPLES)
+    return trace(model, batch, name=family)
+
+
+@cache
+def reference_of(family: str) -> Reference:
+    return train_alone(family)
+
+
+def sampled(family: str, world: int, count: int, first: int = 0) -> list[Plan]:
+    return [sample_plan(graph_of(family), world, SAMPLES, seed) for seed in range(first, first + count)]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampled_plans(pool: WorkerPool, family: str, world: int) -> None:
+    plans = sampled(family, world, WORLDS[world])
+    results = pool.run(world, train_under_plans, family=family, plans=plans, reference=reference_of(family))
+    assert [wrong for rank in results for wrong in rank] == []
+
+
+@pytest.mark.parametrize(("family", "world"), [("zoo-gpt", 4), ("llama", 4), ("bert", 2)])
+def test_loss_curve_of_twenty_steps(pool: WorkerPool, family: str, world: int) -> None:
+    expected = curve_alone(family, steps=20)
+    assert min(expected) < 0.98 * expected[0]
+    for plan in sampled(family, world, count=2, first=100):
+        for losses in pool.run(world, curve_under_plan, family=family, plan=plan, steps=20):
+            assert losses == pytest.approx(expected, rel=1e-4)

@@ -1,0 +1,143 @@
+"""Training a family under a plan and as one process, and everything that must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from galvatron_lite.model.batch import call_model, loss_of
+from galvatron_lite.parallelism.pipeline.apply import find_shared
+from galvatron_lite.parallelism.tensor.apply import gather_full
+from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.engine import ParallelModel
+from tests.equivalence.compare import RELATIVE, assert_equal_tensors
+from tests.equivalence.families import build_family, make_batches
+from tests.equivalence.plans import describe
+
+SAMPLES = 16
+STEPS = 3
+LEARNING_RATE, MOMENTUM, CLIP = 0.05, 0.9, 0.5
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one process computes: losses of every step and one more batch, gradients of the first and of the last,
+    parameters after the steps.
+    """
+
+    losses: list[float]
+    first: dict[str, Tensor]
+    last: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+def train_alone(family: str) -> Reference:
+    """The family's model, trained by plain PyTorch."""
+    model, _, _ = build_family(family, SAMPLES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    losses, gradients = [], []
+    parameters: dict[str, Tensor] = {}
+    for number, batch in enumerate(make_batches(family, SAMPLES, STEPS + 1)):
+        if number == STEPS:
+            parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        optimizer.zero_grad()
+        loss = loss_of(call_model(model, batch), batch)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+    return Reference(losses, gradients[0], gradients[-1], parameters)
+
+
+def train_under_plans(family: str, plans: Sequence[Plan], reference: Reference) -> list[str]:
+    """What goes wrong, plan by plan; run on every rank of a world."""
+    return [f"{describe(plan)}: {wrong}" for plan in plans if (wrong := _train(family, plan, reference))]
+
+
+def _train(family: str, plan: Plan, reference: Reference) -> str:
+    model, batch, layers = build_family(family, SAMPLES)
+    first_names = {name: s.names[0] for s in find_shared(model, layers) for name in s.names}
+    parallel = ParallelModel(model, plan, layers, batch)
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=LEARNING_RATE, momentum=MOMENTUM)
+    batches = make_batches(family, SAMPLES, STEPS + 1)
+    losses = [global_loss(parallel.backward_step(batches[0]))]
+    first = whole(parallel, first_names, lambda parameter: parameter.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses += [float(parallel.train_step(batch, optimizer)) for batch in batches[1:STEPS]]
+    parameters = whole(parallel, first_names, lambda parameter: parameter.detach())
+    losses.append(global_loss(parallel.backward_step(batches[STEPS])))
+    last = whole(parallel, first_names, lambda parameter: parameter.grad)
+    return "; ".join(_differences(Reference(losses, first, last, parameters), reference))
+
+
+def _differences(found: Reference, reference: Reference) -> Iterable[str]:
+    for number, (loss, expected) in enumerate(zip(found.losses, reference.losses, strict=True)):
+        if not abs(loss - expected) <= RELATIVE * abs(expected):
+            yield f"loss of step {number + 1} is {loss}, not {expected}"
+    for what, tensors, expected_tensors in (
+        ("first gradients", found.first, reference.first),
+        ("parameters", found.parameters, reference.parameters),
+        ("last gradients", found.last, reference.last),
+    ):
+        held: list[set[str]] = [set()] * dist.get_world_size()
+        dist.all_gather_object(held, set(tensors))
+        if set().union(*held) != set(expected_tensors):
+            yield f"{what}: all stages together have {len(set().union(*held))} of {len(expected_tensors)}"
+        try:
+            assert_equal_tensors(tensors, {name: expected_tensors[name] for name in tensors})
+        except AssertionError as error:
+            yield f"{what}: {error}"
+
+
+def global_loss(part: Tensor) -> float:
+    """The batch's loss from this rank's part of it."""
+    total = part.detach().clone()
+    dist.all_reduce(total)
+    return float(total)
+
+
+def whole(
+    parallel: ParallelModel, first_names: Mapping[str, str], pick: Callable[[nn.Parameter], Any]
+) -> dict[str, Tensor]:
+    """Whole tensors of this rank's stage (gradients, parameters), by the name that one process has for them."""
+    found: dict[str, Tensor] = {}
+    for one in parallel.runtime.owned:
+        tensor = pick(one.parameter)
+        if tensor is None:
+            continue
+        local = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if one.shard is not None and one.groups.tensor is not None:
+            local = gather_full(local, one.shard, ProcessTensorGroup(one.groups.tensor))
+        found[first_names.get(one.names[0], one.names[0])] = local.clone()
+    return found
+
+
+def curve_alone(family: str, steps: int) -> list[float]:
+    """Losses of training by plain PyTorch with AdamW, a new batch every step."""
+    model, _, _ = build_family(family, SAMPLES)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for batch in make_batches(family, SAMPLES, steps):
+        optimizer.zero_grad()
+        loss = loss_of(call_model(model, batch), batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def curve_under_plan(family: str, plan: Plan, steps: int) -> list[float]:
+    """The same under a plan; run on every rank of a world."""
+    model, batch, layers = build_family(family, SAMPLES)
+    parallel = ParallelModel(model, plan, layers, batch, max_grad_norm=CLIP)
+    optimizer = parallel.optimizer(torch.optim.AdamW, lr=3e-3)
+    return [float(parallel.train_step(batch, optimizer)) for batch in make_batches(family, SAMPLES, steps)]
