@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
+from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.zoo import build
+from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.parallelism.tensor.apply import Placement, gather_full, shard_layer
 from galvatron_lite.parallelism.tensor.group import TensorGroup
 from galvatron_lite.parallelism.tensor.infer import TensorPlan, infer_block
@@ -195,19 +196,20 @@ def make_case(name: str) -> Case:
 
 def run_whole(case: Case) -> dict[str, Tensor]:
     """Output and gradients of the whole block."""
-    return _gradients(copy.deepcopy(case.block), case, case.args[0], recompute=False)
+    return _gradients(copy.deepcopy(case.block), case, case.args[0])
 
 
 def run_split(
-    case: Case, plan: TensorPlan, group: TensorGroup, sequence_parallel: bool, recompute: bool = False
+    case: Case, plan: TensorPlan, group: TensorGroup, sequence_parallel: bool, recompute: Recompute = Recompute.NONE
 ) -> dict[str, Tensor]:
     """The same of the split block, put together from all devices, after a second micro-batch."""
     block = copy.deepcopy(case.block)
     shards = shard_layer(block, plan, group, sequence_parallel)
     state = case.args[0].chunk(group.size, 1)[group.rank] if sequence_parallel else case.args[0]
-    _gradients(block, case, state * 0.5, recompute)
+    apply_recompute(block, recompute)
+    _gradients(block, case, state * 0.5)
     block.zero_grad()
-    results = _gradients(block, case, state, recompute)
+    results = _gradients(block, case, state)
     whole = {}
     for name, value in results.items():
         if name in ("output", "hidden"):
@@ -218,7 +220,9 @@ def run_split(
     return whole
 
 
-def split_and_compare(case: Case, group: TensorGroup, sequence_parallel: bool, recompute: bool = False) -> float:
+def split_and_compare(
+    case: Case, group: TensorGroup, sequence_parallel: bool, recompute: Recompute = Recompute.NONE
+) -> float:
     """Largest difference between the split and the whole block, relative to each tensor's largest value."""
     plan = infer_block(case.block, case.args, case.kwargs)
     whole, split = run_whole(case), run_split(case, plan, group, sequence_parallel, recompute)
@@ -229,15 +233,11 @@ def split_and_compare(case: Case, group: TensorGroup, sequence_parallel: bool, r
     return max(float((split[key] - whole[key]).abs().max()) / max(largest[key], least) for key in whole)
 
 
-def _gradients(block: nn.Module, case: Case, state: Tensor, recompute: bool) -> dict[str, Tensor]:
+def _gradients(block: nn.Module, case: Case, state: Tensor) -> dict[str, Tensor]:
     state = state.detach().clone().requires_grad_()
 
-    def call(value: Tensor) -> Tensor:
-        output = block(value, *case.args[1:], **case.kwargs)
-        return output if isinstance(output, Tensor) else output[0]
-
-    output = checkpoint(call, state, use_reentrant=False) if recompute else call(state)
-    assert isinstance(output, Tensor)
+    result = block(state, *case.args[1:], **case.kwargs)
+    output: Tensor = result if isinstance(result, Tensor) else result[0]
     # a loss that weighs no element by its place: each device of a sequence-parallel group can take its share
     (output.sin() + output.square()).sum().backward()
     found = {name: value.grad for name, value in block.named_parameters() if value.grad is not None}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.tensor.apply import ParameterShard, Placement, gather_full, shard_layer
 from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
@@ -29,9 +30,9 @@ def test_split_equals_whole(name: str, degree: int) -> None:
     assert max(errors) <= case.tolerance
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", Recompute)
 @pytest.mark.parametrize("name", sorted(CASES.keys() - WHOLE_TOKENS_ONLY))
-def test_split_tokens_equal_whole(name: str, recompute: bool) -> None:
+def test_split_tokens_equal_whole(name: str, recompute: Recompute) -> None:
     case = make_case(name)
     errors = run_threads(2, lambda group: split_and_compare(case, group, True, recompute))
     assert max(errors) <= case.tolerance
@@ -129,10 +130,9 @@ def test_refusals() -> None:
         shard_layer(case.block, plan, ShapeOnlyGroup(2), sequence_parallel=True)
     gpt = make_case("zoo_gpt")
     shard_layer(gpt.block, infer_block(gpt.block, gpt.args, {}), ShapeOnlyGroup(4), sequence_parallel=True)
-    uneven = nn.Module.__call__
+    row = gpt.block.get_submodule("mlp.down_proj")
     with pytest.raises(InputError, match="sequence length"):
-        # backward scatters what forward gathered; a row linear scatters in forward
-        uneven(gpt.block.get_submodule("mlp.down_proj"), torch.randn(1, 6, 32, dtype=torch.float64))
+        row(torch.randn(1, 6, 32, dtype=torch.float64))  # 6 tokens over 4 devices
 
 
 class Model(nn.Module):

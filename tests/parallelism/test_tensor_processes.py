@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.tensor.apply import gather_full, shard_layer
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.parallelism.tensor.infer import infer_block
@@ -19,7 +21,7 @@ from tests.parallelism.tensor_blocks import make_case, run_whole, split_and_comp
 from tests.pool import WorkerPool
 
 NAMES = ["zoo_gpt", "zoo_llama", "hf_llama", "hf_gpt2", "hf_bert", "hf_vit"]
-VARIANTS = [(False, False), (True, False), (False, True), (True, True)]
+VARIANTS = list(product([False, True], Recompute))
 
 
 def compare_all() -> dict[str, float]:

@@ -129,10 +129,8 @@ def make_probe(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
     double = _copy_block(block, linears, generator)
     cut = _Cut(hidden, small)
     real = partial(_real_input, cut=cut, generator=generator)
-    new_args, new_kwargs = (
-        map_tensors(without_caches(tuple(args)), real),
-        map_tensors(without_caches(dict(kwargs)), real),
-    )
+    new_args = map_tensors(without_caches(tuple(args)), real)
+    new_kwargs = map_tensors(without_caches(dict(kwargs)), real)
     new_hidden = find_hidden(new_args, new_kwargs)
     new_hidden.data = torch.randn(new_hidden.shape, generator=generator, dtype=torch.float64)
     new_hidden.requires_grad_()
@@ -245,7 +243,7 @@ def _low_rank(linear: nn.Module, generator: torch.Generator) -> LowRank:
     weight, dim = weight_of(linear), output_dim(linear)
     inputs, outputs = weight.shape[1 - dim], weight.shape[dim]
     normal = partial(torch.randn, generator=generator, dtype=torch.float64)
-    bias = normal(outputs) if linear.bias is not None else None
+    bias = None if linear.bias is None else normal(outputs)
     return LowRank(normal(inputs, RANK) / math.sqrt(inputs), normal(RANK, outputs) / math.sqrt(RANK), bias)
 
 
@@ -284,8 +282,8 @@ def _stand_in(parameter: nn.Parameter, is_bare: bool, generator: torch.Generator
         return nn.Parameter(torch.empty(parameter.shape, dtype=torch.float64, device="meta"), requires_grad=False)
     if not parameter.is_floating_point():
         return nn.Parameter(_real_buffer(parameter, generator), requires_grad=False)
-    values = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
-    return nn.Parameter(values + 0.5 if parameter.dim() < 2 else values - 0.5)
+    low = 0.5 if parameter.dim() < 2 else -0.5
+    return nn.Parameter(low + torch.rand(parameter.shape, generator=generator, dtype=torch.float64))
 
 
 def _real_buffer(tensor: Tensor, generator: torch.Generator) -> Tensor:
