@@ -109,6 +109,24 @@ def twice_reduced_at_the_end() -> dict[str, Tensor | None]:
     return gradients(model)
 
 
+def two_passes_a_step(to_none: bool) -> dict[str, Tensor | None]:
+    model, reducer = make()
+    for _ in range(2):
+        model.zero_grad(set_to_none=to_none)
+        for synchronise in (False, True):
+            reducer.synchronise = synchronise
+            reducer.begin()
+            own_loss(model).backward()
+        reducer.finish()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_passes_without_reduction_after_a_step(pool: WorkerPool, to_none: bool) -> None:
+    for found in pool.run(2, two_passes_a_step, to_none=to_none):
+        torch.testing.assert_close(found, expected(2), rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("job", "passes"), [(once, 1), (explicitly, 1), (twice_reduced, 2), (twice_reduced_at_the_end, 2)]
 )

@@ -94,11 +94,13 @@ class GradientReducer:
             self.synchronise = before
 
     def begin(self) -> None:
-        """Call before the backward pass that is to be reduced; call ``finish`` after it."""
-        self._running, self._next = True, 0
+        """Call before every backward pass; call ``finish`` after it."""
         for bucket in self._buckets:
-            bucket.missing = set(range(len(bucket.parameters)))
             _unreduce(bucket)
+        if self.synchronise:
+            self._running, self._next = True, 0
+            for bucket in self._buckets:
+                bucket.missing = set(range(len(bucket.parameters)))
 
     def finish(self) -> None:
         """Reduce what is left (buckets with parameters that got no gradient), and wait for all reductions."""
@@ -113,13 +115,13 @@ class GradientReducer:
 
     def watch(self, loss: Tensor) -> None:
         """Begin when a backward pass starts at ``loss``, and finish when it ends, whatever parameters it reaches."""
-        if loss.requires_grad and self.synchronise and self._buckets:
+        if loss.requires_grad and self._buckets:
             loss.register_hook(self._begin_in_backward)  # type: ignore[no-untyped-call]
 
     def _begin_in_backward(self, _gradient: Tensor) -> None:
         if not self._running:
             self.begin()
-            # Private: torch has no public way to run something when a backward pass ends. DDP and FSDP2 use the same.
+            # private: torch has no public way to run something when a backward pass ends. DDP and FSDP2 use the same.
             Variable._execution_engine.queue_callback(self.finish)
 
     def _collector(self, bucket: Bucket, place: int) -> Callable[[Tensor], None]:

@@ -35,40 +35,27 @@ def mixed_precision(compute: torch.dtype | None) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
 
 
-def apply_zero(
-    root: nn.Module,
-    groups: Sequence[ZeroGroup],
-    ignored: Collection[nn.Parameter],
-    compute: torch.dtype | None = None,
+def shard_group(
+    group: ZeroGroup, ignored: Collection[nn.Parameter], compute: torch.dtype | None = None
 ) -> list[FSDPModule]:
-    """Shard the parameters of every group, in place; gradients are sums (not means) over the mesh.
+    """Shard a group's parameters, in place; gradients become sums (not means) over the mesh.
 
     Args:
-        root: the model that holds the groups. It gets FSDP's root context, which orders prefetching, and no
-            parameters of its own.
-        groups: in the order they run.
-        ignored: parameters that stay as they are although they lie inside a group.
+        group: what to shard; the model's groups are sharded in the order they run.
+        ignored: parameters that stay as they are although they lie inside the group.
         compute: see ``mixed_precision``.
 
     Returns:
-        The FSDP modules; empty where there are no groups.
+        The group's modules, which now are FSDP modules.
     """
-    made: list[FSDPModule] = []
-    for group in groups:
-        modules = list(group.modules)
-        fully_shard(
-            modules if len(modules) > 1 else modules[0],
-            mesh=group.mesh,
-            reshard_after_forward=group.zero_stage == STAGE_3,
-            mp_policy=mixed_precision(compute),
-            ignored_params=set(ignored),
-        )
-        made += [module for module in modules if isinstance(module, FSDPModule)]
-    if groups and not isinstance(root, FSDPModule):
-        fully_shard(
-            root, mesh=groups[0].mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
-            ignored_params=_unmanaged(root, groups, ignored),
-        )  # fmt: skip
+    fully_shard(
+        list(group.modules) if len(group.modules) > 1 else group.modules[0],
+        mesh=group.mesh,
+        reshard_after_forward=group.zero_stage == STAGE_3,
+        mp_policy=mixed_precision(compute),
+        ignored_params=set(ignored),
+    )
+    made: list[FSDPModule] = [module for module in group.modules if isinstance(module, FSDPModule)]
     for module in made:
         module.set_gradient_divide_factor(1.0)
         # gloo has neither averaging nor pre-multiplied sums
@@ -76,15 +63,14 @@ def apply_zero(
     return made
 
 
+def apply_root(root: nn.Module, mesh: DeviceMesh) -> None:
+    """Give a model whose groups are sharded FSDP's root context, which orders prefetching; it has no parameters."""
+    if not isinstance(root, FSDPModule):
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        fully_shard(root, mesh=mesh, mp_policy=policy, ignored_params=set(root.parameters()))
+
+
 def set_all_reduce(modules: Sequence[FSDPModule], enabled: bool) -> None:
     """Whether the next backward passes also sum over the mesh's data axis; once a step is enough."""
     for module in modules:
         module.set_requires_all_reduce(enabled, recurse=False)
-
-
-def _unmanaged(
-    root: nn.Module, groups: Sequence[ZeroGroup], ignored: Collection[nn.Parameter]
-) -> set[nn.Parameter]:
-    managed = {id(p) for group in groups for module in group.modules for p in module.parameters()}
-    left = {parameter for parameter in root.parameters() if id(parameter) not in managed}
-    return left | set(ignored)

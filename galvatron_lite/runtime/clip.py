@@ -1,0 +1,47 @@
+"""The true norm of the whole gradient, whatever part of it each rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from galvatron_lite.runtime.sharding import Owned
+
+_TINY = 1e-6
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def squared_norm_share(owned: Iterable[Owned], elsewhere: frozenset[str], device: torch.device) -> Tensor:
+    """This rank's share of the squared norm of the whole gradient; the sum over all ranks is the squared norm.
+
+    Each part of the gradient is counted once: a part that n ranks hold counts 1/n on each.
+
+    Args:
+        owned: this rank's parameters.
+        elsewhere: names of parameters that another stage counts.
+        device: of the result.
+    """
+    by_copies: dict[int, list[Tensor]] = {}
+    for one in owned:
+        gradient = one.parameter.grad
+        if gradient is not None and not elsewhere & set(one.names):
+            by_copies.setdefault(one.copies, []).append(local_tensor(gradient))
+    total = torch.zeros((), device=device)
+    for copies, gradients in by_copies.items():
+        total += get_total_norm(gradients).float() ** 2 / copies
+    return total
+
+
+def scale_gradients(owned: Iterable[Owned], norm: Tensor, largest: float) -> None:
+    """Shrink all gradients alike so that their norm is at most ``largest`` (as ``torch.nn.utils.clip_grad_norm_``)."""
+    gradients = [local_tensor(one.parameter.grad) for one in owned if one.parameter.grad is not None]
+    factor = torch.clamp(largest / (norm + _TINY), max=1.0)
+    torch._foreach_mul_(gradients, factor)

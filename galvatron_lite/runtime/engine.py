@@ -1,0 +1,248 @@
+"""A model that trains as a plan says, on the launched world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from galvatron_lite.errors import InputError, NonFiniteLossError
+from galvatron_lite.model.batch import LossFn, batch_size, call_model, loss_of, move_batch, slice_batch
+from galvatron_lite.model.graph import Layer
+from galvatron_lite.parallelism.tensor.regions import TensorPlan
+from galvatron_lite.parallelism.zero.apply import set_all_reduce
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.clip import scale_gradients, squared_norm_share
+from galvatron_lite.runtime.mesh import build_meshes
+from galvatron_lite.runtime.optimizer import split_groups
+from galvatron_lite.runtime.placement import check_samples
+from galvatron_lite.runtime.precision import compute_context, compute_dtype
+from galvatron_lite.runtime.setup import Options, StageRuntime, set_up
+from galvatron_lite.runtime.world import pick_device
+
+OptimizerFactory = Callable[..., torch.optim.Optimizer]
+
+
+class ParallelModel(nn.Module):
+    """A model split over the launched world; every rank makes one, alike, and gives it the same global batches.
+
+    Without a pipeline it is used like the model: ``loss = parallel(batch); loss.backward(); optimizer.step()``.
+    ``train_step`` does a whole step under every plan. ``parameters()`` are this rank's shards.
+
+    Args:
+        model: the user's model, changed in place. Real parameters are made equal to rank 0's; a model on the meta
+            device is given initial values.
+        plan: for this model and this world.
+        layers: of the model, from ``discover_layers``.
+        batch: an example batch; needed where the plan splits blocks by tensor parallelism.
+        loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``. The loss must be a mean over samples.
+        device: of this rank; its GPU or the CPU if not given.
+        precision: ``fp32`` or ``bf16`` compute; the plan's if not given.
+        max_grad_norm: clip the gradient to this norm in ``train_step``; None: do not clip.
+        tensor_plans: how layers are split by tensor parallelism, by name; found out if not given.
+        init_fn: initial values of one module of a model on the meta device.
+        seed: of those values.
+
+    Attributes:
+        module: the user's model.
+        plan: the plan.
+        runtime: what this rank's stage is made of.
+
+    Raises:
+        LaunchError: the world's size is not the plan's.
+        InputError: the plan does not fit the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        layers: Sequence[Layer],
+        batch: Any = None,
+        *,
+        loss_fn: LossFn | None = None,
+        device: torch.device | str | None = None,
+        precision: str | None = None,
+        max_grad_norm: float | None = None,
+        tensor_plans: Mapping[str, TensorPlan] | None = None,
+        init_fn: Callable[[nn.Module], None] | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.device = pick_device() if device is None else torch.device(device)
+        self.plan, self.max_grad_norm, self._loss_fn = plan, max_grad_norm, loss_fn
+        self._compute = compute_dtype(precision or plan.precision)
+        meshes = build_meshes(plan, self.device.type)
+        options = Options(self.device, self._compute, tensor_plans, init_fn, seed)
+        self.runtime: StageRuntime = set_up(model, plan, layers, batch, meshes, options)
+        self.module = model
+        self._rows = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The mean loss of a global batch, worked on in one go: ``parallel(batch)``, or as the model is called.
+
+        The value is that of the whole batch on every rank; each rank's gradients come from its own samples, and are
+        summed over the ranks when backward ends.
+
+        Raises:
+            InputError: the plan has a pipeline, or the batch cannot be shared evenly.
+        """
+        if len(self.plan.stages) > 1:
+            raise InputError("plan", f"{len(self.plan.stages)} stages", "Train it with train_step(batch, optimizer).")
+        batch = args[0] if len(args) == 1 and not kwargs else (kwargs or args)
+        (part,) = self._parts(batch, 1)
+        set_all_reduce(self.runtime.sharded.replicated, True)
+        loss = self._local_loss(part)
+        self.runtime.reducer.watch(loss)
+        shares = self.runtime.traffic.glue.batch
+        group = self.runtime.glue_groups.batch
+        if group is None:
+            return loss
+        mean: Tensor = _GlobalMean.apply(loss, group, shares)  # type: ignore[no-untyped-call]
+        return mean
+
+    def train_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Tensor:
+        """One optimizer step on a global batch, in the plan's micro-batches.
+
+        Args:
+            batch: the same global batch on every rank.
+            optimizer: over ``parameters()`` or ``param_groups()``.
+            max_grad_norm: clip the gradient to this norm; that of the constructor if not given.
+
+        Returns:
+            The batch's mean loss, the same on every rank.
+
+        Raises:
+            InputError: the batch cannot be shared evenly.
+            NonFiniteLossError: the loss or the gradient's norm is NaN or infinite; nothing was changed.
+        """
+        loss = self.backward_step(batch)
+        largest = self.max_grad_norm if max_grad_norm is None else max_grad_norm
+        value = self._finish_step(loss, largest)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return value
+
+    def backward_step(self, batch: Any) -> Tensor:
+        """Forward and backward of a global batch, up to reduced gradients.
+
+        Returns:
+            This rank's part of the loss: the sum over the ranks of the world is the batch's mean loss.
+        """
+        count = self.plan.microbatches
+        parts = self._parts(batch, count)
+        runtime, pending = self.runtime, iter(range(count))
+        scale = 1.0 / (runtime.traffic.glue.batch * count)
+
+        def before_backward(_number: int) -> None:
+            last = next(pending) == count - 1
+            set_all_reduce(runtime.sharded.replicated, last)
+            runtime.reducer.synchronise = last
+            runtime.reducer.begin()
+
+        if runtime.pipeline is None:
+            total = self._accumulate(parts, scale, before_backward)
+        else:
+            total = runtime.pipeline.step(parts, lambda part: self._scaled(part, scale), before_backward)
+        runtime.reducer.finish()
+        if runtime.shared is not None:
+            runtime.shared.reduce()
+        return total / (runtime.meshes.stage_devices // runtime.traffic.glue.batch)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside only add up gradients on this rank; the first one outside sums them over the ranks.
+
+        Layers under ZeRO reduce at every backward pass.
+        """
+        return self.runtime.reducer.no_sync()
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Clip the whole model's gradient to a norm, after backward; returns its norm before. All ranks call it."""
+        norm = self._reduced([])[-1].sqrt()
+        scale_gradients(self.runtime.owned, norm, max_norm)
+        return norm
+
+    def param_groups(self, groups: Any = None) -> list[dict[str, Any]]:
+        """Parameter groups for any torch optimizer: shards of unlike kinds are in separate groups.
+
+        Args:
+            groups: parameters or groups with options, as an optimizer takes them; all parameters if not given.
+        """
+        return split_groups(self.parameters() if groups is None else groups)
+
+    def optimizer(self, factory: OptimizerFactory, **options: Any) -> torch.optim.Optimizer:
+        """An optimizer over this rank's shards: ``parallel.optimizer(torch.optim.AdamW, lr=1e-3)``."""
+        return factory(self.param_groups(), **options)
+
+    def _parts(self, batch: Any, count: int) -> list[Any]:
+        """This rank's rows of every micro-batch, in the layout of its stage's glue code, on its device."""
+        samples = batch_size(batch)
+        check_samples(samples, self.plan, count)
+        self._rows = samples // count
+        own = self.runtime.traffic.glue.rectangle(self.runtime.meshes.index_in_stage, self._rows, 1)
+        starts = range(0, samples, self._rows)
+        parts = [slice_batch(batch, start + own.top, start + own.bottom) for start in starts]
+        return [move_batch(part, self.device) for part in parts]
+
+    def _local_loss(self, part: Any) -> Tensor:
+        traffic = self.runtime.traffic
+        traffic.begin(self._rows)
+        try:
+            with compute_context(self._compute, self.device):
+                return loss_of(call_model(self.module, part), part, self._loss_fn)
+        finally:
+            traffic.end()
+
+    def _scaled(self, part: Any, scale: float) -> Tensor:
+        return self._local_loss(part) * scale
+
+    def _accumulate(self, parts: Sequence[Any], scale: float, before_backward: Callable[[int], None]) -> Tensor:
+        total = torch.zeros((), device=self.device)
+        for number, part in enumerate(parts):
+            loss = self._scaled(part, scale)
+            before_backward(number)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total
+
+    def _finish_step(self, loss: Tensor, largest: float | None) -> Tensor:
+        """The global loss, after checking it and clipping."""
+        reduced = self._reduced([loss], with_norm=largest is not None)
+        if not bool(reduced.isfinite().all()):
+            what = "loss" if not bool(reduced[0].isfinite()) else "gradient norm"
+            raise NonFiniteLossError(
+                f"The {what} is not finite (loss {float(reduced[0])}). The step was not taken. "
+                "Look at the batch, lower the learning rate, or clip the gradient (max_grad_norm)."
+            )
+        if largest is not None:
+            scale_gradients(self.runtime.owned, reduced[-1].sqrt(), largest)
+        return reduced[0]
+
+    def _reduced(self, values: list[Tensor], with_norm: bool = True) -> Tensor:
+        """Sums over the world of values, and of the gradient's squared norm, in one message."""
+        runtime = self.runtime
+        if with_norm:
+            values = [*values, squared_norm_share(runtime.owned, runtime.counted_elsewhere, self.device)]
+        stacked = torch.stack([value.float() for value in values])
+        if runtime.meshes.world > 1:
+            dist.all_reduce(stacked)
+        return stacked
+
+
+class _GlobalMean(torch.autograd.Function):
+    """The mean of equal shares' losses; backward gives each rank its own share's part."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, group: dist.ProcessGroup, shares: int) -> Tensor:
+        ctx.shares = shares
+        total = loss.clone()
+        dist.all_reduce(total, group=group)
+        return total / shares
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient / ctx.shares, None, None

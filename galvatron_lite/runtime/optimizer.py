@@ -1,0 +1,30 @@
+"""Parameter groups that any torch optimizer can take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+Groups = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
+
+
+def split_groups(groups: Groups) -> list[dict[str, Any]]:
+    """The same groups, cut so that each holds plain tensors or DTensors of one mesh.
+
+    Optimizers that work on many tensors at once (foreach, fused) refuse mixtures.
+    """
+    cut: list[dict[str, Any]] = []
+    given = [group if isinstance(group, Mapping) else {"params": [group]} for group in groups]
+    plain = [group for group in given if set(group) == {"params"}]
+    merged = [{"params": [p for group in plain for p in group["params"]]}] if plain else []
+    for group in [*merged, *(group for group in given if set(group) != {"params"})]:
+        options = {key: value for key, value in group.items() if key != "params"}
+        alike: dict[object, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            alike.setdefault(mesh, []).append(parameter)
+        cut += [{"params": parameters, **options} for parameters in alike.values()]
+    return cut

@@ -1,0 +1,98 @@
+"""What the plan says about every layer of the model: its stage, its strategy, its layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.plans.schema import LayerRun, Plan
+from galvatron_lite.runtime.layout import Layout, layout_of
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A layer and what the plan does with it."""
+
+    layer: Layer
+    strategy: Strategy
+
+    @property
+    def layout(self) -> Layout:
+        """How the activations lie that the layer takes and returns. Edges hold whole samples."""
+        layout = layout_of(self.strategy)
+        return layout if self.layer.role is Role.BLOCK else layout.whole_tokens
+
+
+Stages = tuple[tuple[Placed, ...], ...]
+
+
+def place_layers(plan: Plan, layers: Sequence[Layer]) -> Stages:
+    """Every layer of the model with its strategy, by stage.
+
+    Raises:
+        InputError: the plan names a layer the model does not have, leaves one out, or takes them in another order.
+    """
+    names = [layer.name for layer in layers]
+    stages, start = list[tuple[Placed, ...]](), 0
+    for number, stage in enumerate(plan.stages):
+        placed: list[Placed] = []
+        for run in stage.runs:
+            chosen = _layers_of(run, layers, names, start, f"plan.stages[{number}]")
+            placed += [Placed(layer, run.strategy) for layer in chosen]
+            start += len(chosen)
+        stages.append(tuple(placed))
+    if start < len(names):
+        raise InputError("plan", plan.model, f"It says nothing about the layers {', '.join(names[start:])}.")
+    return tuple(stages)
+
+
+def _layers_of(run: LayerRun, layers: Sequence[Layer], names: list[str], start: int, field: str) -> Sequence[Layer]:
+    for name in (run.first, run.last):
+        if name not in names:
+            raise InputError(
+                f"{field}: layer", name, f"The model has no such layer. Its layers are: {_shorten(names)}."
+            )
+    first, stop = names.index(run.first), names.index(run.last) + 1
+    if first != start or stop - first != run.count:
+        remedy = f"The next {run.count} layer(s) of the model are {_shorten(names[start : start + run.count])}."
+        raise InputError(f"{field}: layers", f"{run.first} to {run.last}", remedy)
+    return layers[first:stop]
+
+
+def _shorten(names: Sequence[str]) -> str:
+    shown = list(names) if len(names) <= 12 else [*names[:6], "...", *names[-5:]]
+    return ", ".join(shown)
+
+
+def glue_layout(stage: Sequence[Placed]) -> Layout:
+    """The layout of a stage's inputs, and of what runs between its layers: the edges', else the first block's.
+
+    Raises:
+        InputError: ``before`` and ``after`` share a stage but not a layout.
+    """
+    edges = {placed.layer.name: placed.layout for placed in stage if placed.layer.role is not Role.BLOCK}
+    if len(set(edges.values())) > 1:
+        shown = ", ".join(f"{name}: batch {layout.batch}" for name, layout in edges.items())
+        remedy = "In one stage, before and after must split samples and matmuls alike."
+        raise InputError("strategies of the edges", shown, remedy)
+    return next(iter(edges.values()), stage[0].layout.whole_tokens)
+
+
+def check_samples(samples: int, plan: Plan, microbatches: int) -> None:
+    """Raise InputError, naming the nearest sizes that can be used, where a batch cannot be shared evenly.
+
+    Args:
+        samples: in the global batch.
+        plan: whose layers share them.
+        microbatches: parts the batch is worked through in.
+    """
+    degrees = [run.strategy.batch_degree for stage in plan.stages for run in stage.runs]
+    unit = microbatches * math.lcm(*degrees)
+    if samples % unit or samples == 0:
+        below, above = samples // unit * unit, (samples // unit + 1) * unit
+        near = f"{below} or {above}" if below else f"{above}"
+        raise InputError("batch", samples, f"The plan needs a multiple of {unit} samples; the nearest: {near}.")

@@ -1,0 +1,31 @@
+"""The precision of compute. Parameters, their gradients and the optimizer's states stay float32.
+
+Under bf16 the model runs inside autocast, and floating-point inputs of every block are cast, so that activations are
+bf16 whichever way a layer is split: ZeRO gathers bf16 parameters, and all else is cast where autocast casts it.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from galvatron_lite.errors import InputError
+
+_DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
+
+
+def compute_dtype(precision: str) -> torch.dtype | None:
+    """The dtype that compute is cast to; None where it runs in the parameters' own (fp32).
+
+    Raises:
+        InputError: a precision that training does not offer.
+    """
+    if precision not in _DTYPES:
+        raise InputError("precision", precision, f"Choose one of {', '.join(_DTYPES)}.")
+    return _DTYPES[precision]
+
+
+def compute_context(compute: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
+    """What forward passes run inside."""
+    return nullcontext() if compute is None else torch.autocast(device.type, dtype=compute)

@@ -1,0 +1,137 @@
+"""Making a stage ready to train: values, splitting, hooks, gradient reduction, pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.parallelism.data.apply import GradientReducer
+from galvatron_lite.parallelism.pipeline.runner import PipelineRunner
+from galvatron_lite.parallelism.pipeline.stage import StageModel
+from galvatron_lite.parallelism.pipeline.tied import SharedCopies, check_shared, find_shared
+from galvatron_lite.parallelism.pipeline.transfer import pipeline_groups
+from galvatron_lite.parallelism.tensor.regions import TensorPlan
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.hooks import Traffic, install_hooks
+from galvatron_lite.runtime.materialize import Materializer
+from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
+from galvatron_lite.runtime.placement import Placed, glue_layout, place_layers
+from galvatron_lite.runtime.redistribute import Mover
+from galvatron_lite.runtime.sharding import Owned, Sharded, owned_parameters, reduced_parameters, shard_stage
+from galvatron_lite.runtime.tensor_plans import tensor_plans
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a model is set up; see ``ParallelModel``."""
+
+    device: torch.device
+    compute: torch.dtype | None
+    tensor_plans: Mapping[str, TensorPlan] | None
+    init_fn: Callable[[nn.Module], None] | None
+    seed: int
+
+
+@dataclass(slots=True)
+class StageRuntime:
+    """What this rank's stage is made of.
+
+    Attributes:
+        stage: its layers and strategies.
+        meshes: process groups.
+        owned: its parameters.
+        sharded: how they were split.
+        reducer: sums the gradients of the others.
+        traffic: shared by the hooks.
+        pipeline: runs the schedule; None for a single stage.
+        shared: copies of parameters on several stages; None for a single stage.
+    """
+
+    stage: tuple[Placed, ...]
+    meshes: Meshes
+    owned: list[Owned]
+    sharded: Sharded
+    reducer: GradientReducer
+    traffic: Traffic
+    pipeline: PipelineRunner | None
+    shared: SharedCopies | None
+
+    @property
+    def glue_groups(self) -> StrategyGroups:
+        """Groups of a layer in whose layout glue code runs."""
+        batch = self.traffic.glue.batch
+        return self.meshes.groups(next(one.strategy for one in self.stage if one.layout.batch == batch))
+
+    @property
+    def counted_elsewhere(self) -> frozenset[str]:
+        """Names of parameters that another stage counts in the gradient's norm."""
+        return frozenset() if self.shared is None else self.shared.counted_elsewhere
+
+
+def set_up(
+    model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, meshes: Meshes, options: Options
+) -> StageRuntime:
+    """Split the model as the plan says, in place, and make what trains it. All ranks call it together.
+
+    Raises:
+        InputError: the plan does not fit the model.
+    """
+    stages = place_layers(plan, layers)
+    everything = [placed for stage in stages for placed in stage]
+    strategies = {placed.layer.name: placed.strategy for placed in everything}
+    ties = find_shared(model, layers)
+    check_shared(ties, strategies)
+    stage, glue = stages[meshes.stage_index], glue_layout(stages[meshes.stage_index])
+    plans = tensor_plans(model, everything, batch) if options.tensor_plans is None else options.tensor_plans
+    broadcast_values(model, options.device)
+    names = [[placed.layer.name for placed in one] for one in stages]
+    cut = StageModel(model, layers, names[meshes.stage_index]) if len(stages) > 1 else None
+    sharded = _split(model, layers, stage, meshes, plans, options)
+    traffic = Traffic(Mover(meshes.groups(stage[0].strategy).everyone, meshes.index_in_stage), glue, options.compute)
+    incoming = stages[meshes.stage_index - 1][-1].layout if meshes.stage_index else None
+    install_hooks(model, stage, traffic, incoming, last_stage=stage is stages[-1])
+    shared = SharedCopies(model, ties, names, strategies) if len(stages) > 1 else None
+    owned = owned_parameters(model, stage, meshes, sharded.shards)
+    reducer, runner = GradientReducer(reduced_parameters(owned)), _runner(cut, plan, meshes, options.device)
+    return StageRuntime(stage, meshes, owned, sharded, reducer, traffic, runner, shared)
+
+
+def _split(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    stage: Sequence[Placed],
+    meshes: Meshes,
+    plans: Mapping[str, TensorPlan],
+    options: Options,
+) -> Sharded:
+    materializer = Materializer(model, layers, options.device, options.seed, options.init_fn)
+    for layer in layers:
+        # it has no parameters on later stages, but its buffers may still be read
+        if layer.role is Role.BEFORE and all(placed.layer is not layer for placed in stage):
+            materializer.place(layer)
+    return shard_stage(model, stage, meshes, plans, materializer.place, options.compute)
+
+
+def _runner(cut: StageModel | None, plan: Plan, meshes: Meshes, device: torch.device) -> PipelineRunner | None:
+    if cut is None:
+        return None
+    count = len(plan.stages)
+    return PipelineRunner(cut, pipeline_groups(count), count, meshes.stage_index, plan.schedule, device)
+
+
+def broadcast_values(model: nn.Module, device: torch.device) -> None:
+    """Make real parameters and buffers equal to rank 0's; those on the meta device have no values yet."""
+    if dist.get_world_size() == 1:
+        return
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not tensor.is_meta:
+            there = tensor.detach().to(device)
+            dist.broadcast(there, src=0)
+            if there.device != tensor.device:
+                tensor.detach().copy_(there)

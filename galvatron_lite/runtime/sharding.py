@@ -1,0 +1,187 @@
+"""Splitting one stage's layers as the plan says, layer by layer, and what became of every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.data.apply import Reduced
+from galvatron_lite.parallelism.pipeline.tied import layer_of
+from galvatron_lite.parallelism.recompute.apply import apply_recompute
+from galvatron_lite.parallelism.tensor.apply import shard_layer
+from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
+from galvatron_lite.parallelism.tensor.regions import TensorPlan
+from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
+from galvatron_lite.parallelism.zero.apply import ZeroGroup, apply_root, shard_group
+from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
+from galvatron_lite.runtime.placement import Placed
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A parameter on this rank.
+
+    Attributes:
+        names: its paths in the model; several where it is shared.
+        parameter: what this rank holds: a DTensor under ZeRO, else a plain one.
+        shard: how that lies in the whole parameter by tensor parallelism; None without it.
+        groups: of its layer's strategy.
+        copies: ranks of the stage that hold the same.
+    """
+
+    names: tuple[str, ...]
+    parameter: nn.Parameter
+    shard: ParameterShard | None
+    groups: StrategyGroups
+    copies: int
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether ZeRO shares it."""
+        return isinstance(self.parameter, DTensor)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether every rank of the stage has a part of its gradient."""
+        return self.shard is not None and self.shard.placement is Placement.PARTIAL
+
+
+@dataclass(slots=True)
+class Sharded:
+    """What splitting a stage left behind.
+
+    Attributes:
+        shards: how parameters lie in the whole ones by tensor parallelism, by name.
+        zero_modules: modules that FSDP manages.
+        replicated: those of them whose mesh has a data axis, too.
+    """
+
+    shards: dict[str, ParameterShard] = field(default_factory=dict)
+    zero_modules: list[FSDPModule] = field(default_factory=list)
+    replicated: list[FSDPModule] = field(default_factory=list)
+
+
+def shard_stage(
+    model: nn.Module,
+    stage: Sequence[Placed],
+    meshes: Meshes,
+    plans: Mapping[str, TensorPlan],
+    place: Callable[[Layer], None],
+    compute: torch.dtype | None,
+) -> Sharded:
+    """Split a stage's layers in place: tensor parallelism, recomputation, ZeRO.
+
+    Args:
+        model: holds the layers.
+        stage: the layers and their strategies; layers that share parameters have equal ones.
+        meshes: process groups.
+        plans: tensor plans, by layer name, where a strategy splits matmuls.
+        place: brings a layer onto the device; called for one layer at a time, before it is split.
+        compute: dtype of compute; None: that of the parameters.
+    """
+    done = Sharded()
+    for layers in _tied_layers(model, stage):
+        for placed in layers:
+            place(placed.layer)
+            _split_matmuls(model, placed, meshes, plans, done)
+            for path in placed.layer.modules:
+                apply_recompute(model.get_submodule(path), placed.strategy.recompute)
+        _share_states(model, layers, meshes, compute, done)
+    meshed = [meshes.groups(placed.strategy).zero_mesh for placed in stage]
+    mesh = next((mesh for mesh in meshed if mesh is not None), None)
+    if done.zero_modules and mesh is not None:
+        apply_root(model, mesh)
+    return done
+
+
+def _tied_layers(model: nn.Module, stage: Sequence[Placed]) -> list[list[Placed]]:
+    """The stage's layers in order; those that share parameters are together, at the place of the first."""
+    together: list[list[Placed]] = []
+    seen: list[set[int]] = []
+    for placed in stage:
+        own = {id(p) for path in placed.layer.modules for p in model.get_submodule(path).parameters()}
+        home = next((index for index, known in enumerate(seen) if known & own), None)
+        if home is None:
+            together.append([placed])
+            seen.append(own)
+        else:
+            together[home].append(placed)
+            seen[home] |= own
+    return together
+
+
+def _split_matmuls(
+    model: nn.Module, placed: Placed, meshes: Meshes, plans: Mapping[str, TensorPlan], done: Sharded
+) -> None:
+    layer, strategy = placed.layer, placed.strategy
+    if strategy.tensor == 1 or not layer.modules:
+        return
+    group = ProcessTensorGroup(meshes.groups(strategy).tensor)
+    if layer.role is Role.BLOCK:
+        path = layer.modules[0]
+        shards = shard_layer(model.get_submodule(path), plans[layer.name], group, strategy.sequence_parallel)
+        done.shards |= {f"{path}.{name}": shard for name, shard in shards.items()}
+    else:
+        modules = {path: model.get_submodule(path) for path in layer.modules}
+        done.shards |= shard_layer(modules, plans[layer.name], group, False)
+
+
+def _share_states(
+    model: nn.Module, layers: Sequence[Placed], meshes: Meshes, compute: torch.dtype | None, done: Sharded
+) -> None:
+    strategy = layers[0].strategy
+    mesh = meshes.groups(strategy).zero_mesh
+    modules = [model.get_submodule(path) for placed in layers for path in placed.layer.modules]
+    holding = tuple(module for module in modules if next(module.parameters(), None) is not None)
+    if mesh is not None and holding:
+        partial = [name for name, shard in done.shards.items() if shard.placement is Placement.PARTIAL]
+        ignored = {model.get_parameter(name) for name in partial}
+        made = shard_group(ZeroGroup(holding, mesh, strategy.zero_stage), ignored, compute)
+        done.zero_modules += made
+        done.replicated += made if strategy.data > 1 else []
+
+
+def owned_parameters(
+    model: nn.Module, stage: Sequence[Placed], meshes: Meshes, shards: Mapping[str, ParameterShard]
+) -> list[Owned]:
+    """Every parameter of a split stage once, in the order of the layers."""
+    layers = [placed.layer for placed in stage]
+    strategies = {placed.layer.name: placed.strategy for placed in stage}
+    order = {name: position for position, name in enumerate(strategies)}
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    homes = {parameter: layer_of(known[0], layers) for parameter, known in names.items()}
+    return [
+        _own(parameter, tuple(names[parameter]), strategies[home], meshes, shards)
+        for parameter, home in sorted(homes.items(), key=lambda item: order[item[1]])
+    ]
+
+
+def _own(
+    parameter: nn.Parameter,
+    names: tuple[str, ...],
+    strategy: Strategy,
+    meshes: Meshes,
+    shards: Mapping[str, ParameterShard],
+) -> Owned:
+    shard = next((shards[name] for name in names if name in shards), None)
+    split = strategy.tensor if shard is not None and shard.placement is Placement.SHARDED else 1
+    shared = strategy.zero if isinstance(parameter, DTensor) else 1
+    return Owned(names, parameter, shard, meshes.groups(strategy), strategy.devices // (split * shared))
+
+
+def reduced_parameters(owned: Sequence[Owned]) -> list[Reduced]:
+    """The parameters whose gradients we sum ourselves, and over which ranks."""
+    return [
+        Reduced(one.parameter, one.groups.stage if one.is_partial else one.groups.batch)
+        for one in owned
+        if not one.is_zero
+    ]

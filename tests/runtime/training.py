@@ -1,0 +1,116 @@
+"""Jobs that train a tiny model under a plan, and the same in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.zoo import build
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.state import full_gradients, full_state_dict
+from tests.runtime.plans import make_plan
+
+SAMPLES, TOKENS, VOCAB, LAYERS = 8, 16, 96, 3
+NOISE = 1e-8
+ADAMW = {"lr": 1e-2, "eps": 1e-4}
+"""Adam divides by the gradient's own size: with a tiny ``eps``, rounding noise in gradients that are zero in theory
+(the bias of the keys) would decide the sign of a whole step, in one process as well."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and the strategies of before, three blocks, after; ``cuts`` are where stages end."""
+
+    strategies: Sequence[Strategy]
+    model: str = "gpt-tiny"
+    microbatches: int = 1
+    cuts: Sequence[int] = ()
+    precision: str = "fp32"
+    max_grad_norm: float | None = None
+
+    @property
+    def world(self) -> int:
+        return self.strategies[0].devices * (len(self.cuts) + 1)
+
+
+@dataclass
+class Trained:
+    """What a few steps gave."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    state: dict[str, Tensor]
+
+
+def make_model(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return build(name, vocab=VOCAB, layers=LAYERS, hidden=32, sequence=TOKENS)
+
+
+def make_batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCAB, (SAMPLES, TOKENS), generator=generator)
+    return {"tokens": tokens, "labels": tokens.roll(-1, 1)}
+
+
+def plan_of(case: Case) -> Plan:
+    layers = discover_layers(make_model(case.model))
+    bounds = [0, *case.cuts, len(layers)]
+    names = [[layer.name for layer in layers[a:b]] for a, b in pairwise(bounds)]
+    strategies = [list(case.strategies[a:b]) for a, b in pairwise(bounds)]
+    return make_plan(names, strategies, SAMPLES, case.microbatches, case.precision)
+
+
+def make_parallel(case: Case, **options: Any) -> ParallelModel:
+    model = make_model(case.model)
+    layers = discover_layers(model)
+    return ParallelModel(model, plan_of(case), layers, make_batch(), device="cpu", **options)
+
+
+def train(case: Case, steps: int = 3) -> Trained:
+    """Gradients of the first step, losses of all, parameters after the last."""
+    parallel = make_parallel(case, max_grad_norm=case.max_grad_norm)
+    optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
+    batch = make_batch()
+    parallel.backward_step(batch)
+    gradients = full_gradients(parallel)
+    optimizer.zero_grad()
+    losses = [float(parallel.train_step(batch, optimizer)) for _ in range(steps)]
+    return Trained(losses, gradients, full_state_dict(parallel))
+
+
+def train_alone(case: Case, steps: int = 3) -> Trained:
+    """One process, plain torch."""
+    model, batch = make_model(case.model), make_batch()
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    model(**batch).backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(**batch)
+        loss.backward()
+        if case.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return Trained(losses, gradients, dict(model.state_dict()))
+
+
+def assert_same(found: Trained, wanted: Trained, rtol: float = 1e-5) -> None:
+    """Losses, every gradient and every parameter; differences relative to the tensor's norm."""
+    torch.testing.assert_close(found.losses, wanted.losses, rtol=rtol, atol=0)
+    for mine, theirs in ((found.gradients, wanted.gradients), (found.state, wanted.state)):
+        assert mine.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            difference = float((mine[name] - tensor).norm())
+            # a gradient that is zero in theory holds only rounding noise
+            assert difference <= max(rtol * float(tensor.norm()), NOISE), f"{name}: off by {difference}"
