@@ -92,8 +92,9 @@ class PipelineRunner:
 
         Args:
             microbatches: this rank's rows of each, in the layout of this stage's glue code; all of equal shapes.
-            call: runs the model on a micro-batch. What it returns counts on the last stage only: the micro-batch's
-                loss, scaled such that the sum over micro-batches and batch ranks is the loss to be minimised.
+            call: runs the model on a micro-batch and returns its loss, scaled such that the sum over micro-batches
+                and batch ranks is the loss to be minimised. On other stages than the last it is left where the model
+                returns.
             before_backward: called with the micro-batch's number before its backward pass.
 
         Returns:

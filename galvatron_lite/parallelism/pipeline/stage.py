@@ -78,19 +78,25 @@ class StageModel:
         if not self.last and self.layers[-1].role is not Role.BEFORE:
             exit_module = self.model.get_submodule(self.layers[-1].modules[-1])
             exit_module.register_forward_hook(self._keep)
+        if not self.last:
+            self.model.register_forward_hook(self._leave)
 
     def run(self, call: Callable[[], Any], received: Any) -> Any:
         """Run the stage once.
 
         Args:
-            call: calls the model with a micro-batch.
+            call: calls the model with a micro-batch. On stages other than the last the call ends where the model
+                returns: what would be done with its output is left out.
             received: what the previous stage's last layer returned; ignored on the first stage.
 
         Returns:
             What the stage's last layer returned; on the last stage what ``call`` returned.
         """
         self._received, self._produced = received, None
-        output = call()
+        try:
+            output = call()
+        except StageEnd:
+            output = None
         produced = output if self.last else self._produced
         self._received = self._produced = None
         return produced
@@ -124,6 +130,9 @@ class StageModel:
             return forward(*args, **kwargs)
         except StageEnd:
             return self._produced
+
+    def _leave(self, _model: nn.Module, _args: Any, _output: Any) -> None:
+        raise StageEnd
 
     def _pass_on(self, *_args: Any, **_kwargs: Any) -> Any:
         return self._received
