@@ -12,16 +12,17 @@ from torch import Tensor, nn
 
 from galvatron_lite.model.batch import LossFn, batch_size, map_tensors, move_batch
 from galvatron_lite.model.graph import ModelGraph, Role
-from galvatron_lite.model.trace_meta import dtype_of
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
-from galvatron_lite.parallelism.tensor.infer import infer_edge
+from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
+from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.profiler.measure_edges import EdgeInput, measure_edges
 from galvatron_lite.profiler.measure_layers import LayerSetting, measure_block
 from galvatron_lite.profiler.measure_overhead import measure_overhead
 from galvatron_lite.profiler.schema import HostOverhead, LayerPoint
 from galvatron_lite.profiler.segments import BlockCall, Skeleton, copy_block, make_skeleton, record_calls
 from galvatron_lite.profiler.timing import DEFAULT_RULE, TimingRule
+from galvatron_lite.runtime.precision import compute_dtype
 
 _EDGES = (Role.BEFORE, Role.AFTER)
 
@@ -47,19 +48,23 @@ class LayerBench:
     rule: TimingRule = DEFAULT_RULE
     _skeleton: Skeleton | None = None
     _blocks: dict[str, nn.Module] = field(default_factory=dict)
+    _plans: dict[str, TensorPlan] = field(default_factory=dict)
     _calls: tuple[int, Mapping[str, BlockCall]] = field(default_factory=lambda: (0, {}))
 
     def measure_block(self, setting: LayerSetting) -> LayerPoint:
         """One point of one kind of block."""
-        call = self._calls_at(setting.samples)[setting.kind]
-        return measure_block(self._blocks[setting.kind], call, setting, self.device, self.rule)
+        call, block = self._calls_at(setting.samples)[setting.kind], self._blocks[setting.kind]
+        if setting.tensor > 1 and setting.kind not in self._plans:
+            self._plans[setting.kind] = infer_block(block, call.args, call.kwargs)
+        plan = self._plans.get(setting.kind)
+        return measure_block(block, call, setting, self.device, self.rule, plan, self.graph.precision)
 
     def measure_edges(self, samples: int, tensor: int) -> tuple[LayerPoint, LayerPoint]:
         """One point of what lies before the blocks and one of what lies after, at one tensor degree."""
         calls = self._calls_at(samples)
         names = [next(layer.kind for layer in self.graph.layers if layer.role is role) for role in _EDGES]
         before, after = (LayerSetting(name, samples, tensor) for name in names)
-        given = EdgeInput(self._sharded(tensor), calls, self._batch_at(samples), self.loss_fn)
+        given = EdgeInput(self._sharded(tensor), calls, self._batch_at(samples), self.loss_fn, self.graph.precision)
         return measure_edges(given, (before, after), self.device, self.rule)
 
     def measure_overhead(self) -> HostOverhead:
@@ -73,28 +78,26 @@ class LayerBench:
 
     def _prepare(self) -> Skeleton:
         if self._skeleton is None:
-            dtype = dtype_of(self.graph.precision)
             self._skeleton = make_skeleton(self.model, self.graph.layers, self.device)
-            self._skeleton.model.to(dtype)
             for layer in self.graph.layers:
                 if layer.role is Role.BLOCK and layer.kind not in self._blocks:
-                    self._blocks[layer.kind] = copy_block(self.model, layer.modules[0], self.device).to(dtype)
+                    self._blocks[layer.kind] = copy_block(self.model, layer.modules[0], self.device)
         return self._skeleton
 
     def _calls_at(self, samples: int) -> Mapping[str, BlockCall]:
         skeleton = self._prepare()
         if self._calls[0] != samples:
-            calls = record_calls(skeleton, self._blocks, self._batch_at(samples)) if self._blocks else {}
+            dtype, batch = compute_dtype(self.graph.precision), self._batch_at(samples)
+            calls = record_calls(skeleton, self._blocks, batch, dtype) if self._blocks else {}
             self._calls = (samples, calls)
         return self._calls[1]
 
     def _batch_at(self, samples: int) -> Any:
-        size, dtype = batch_size(self.batch), dtype_of(self.graph.precision)
+        size = batch_size(self.batch)
 
         def rows(tensor: Tensor) -> Tensor:
-            if tensor.dim() > 0 and tensor.shape[0] == size:
-                tensor = tensor[torch.arange(samples, device=tensor.device) % size]
-            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+            is_batched = tensor.dim() > 0 and tensor.shape[0] == size
+            return tensor[torch.arange(samples, device=tensor.device) % size] if is_batched else tensor
 
         return move_batch(map_tensors(self.batch, rows), self.device)
 

@@ -20,8 +20,6 @@ from galvatron_lite.profiler.timing import DEFAULT_RULE, Across, TimingRule, tim
 SIZES = tuple(4096 * 4**power for power in range(8))
 """Message sizes in bytes, 4 KiB to 64 MiB."""
 
-_LONGEST = 0.1
-
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
@@ -67,14 +65,14 @@ def measure_collective(
 ) -> list[CollectivePoint]:
     """Points of one kind of communication on one shape of group, smallest message first.
 
-    Stops growing the message once one call takes a tenth of a second.
+    Stops growing the message once one call takes a third of the time that the rule grants a point.
     """
     points = []
     for size in sizes:
         call = prepare(collective, size, group, device)
         seconds = time_call(call, device, rule, Across.MAX).seconds
         points.append(CollectivePoint(collective, shape.size, shape.stride, shape.siblings, size, seconds))
-        if seconds > _LONGEST:
+        if seconds > rule.seconds / 3:
             break
     return points
 

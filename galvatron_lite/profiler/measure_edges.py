@@ -36,6 +36,7 @@ from galvatron_lite.profiler.segments import (
     passed_on,
 )
 from galvatron_lite.profiler.timing import DEFAULT_RULE, Lap, Timing, TimingRule, time_laps
+from galvatron_lite.runtime.precision import compute_context, compute_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,20 @@ class EdgeInput:
         calls: what each kind of block returns, for the stubs.
         batch: on the skeleton's device.
         loss_fn: see ``model.batch.loss_of``.
+        precision: of compute, as the runtime has it.
     """
 
     skeleton: Skeleton
     calls: Mapping[str, BlockCall]
     batch: Any
     loss_fn: LossFn | None = None
+    precision: str = "fp32"
+
+    def run(self) -> Tensor:
+        """The loss, computed as the runtime does."""
+        device = next(tensors_of(self.batch)).device
+        with compute_context(compute_dtype(self.precision), device):
+            return loss_of(call_model(self.skeleton.model, self.batch), self.batch, self.loss_fn)
 
 
 def measure_edges(
@@ -122,7 +131,7 @@ def _step(given: EdgeInput, lap: Callable[[], None]) -> None:
     In a model without blocks the middle two parts are empty.
     """
     given.skeleton.visit_with(_passing(given.calls, lap))
-    loss = loss_of(call_model(given.skeleton.model, given.batch), given.batch, given.loss_fn)
+    loss = given.run()
     for _ in range(1 if given.skeleton.stubs else 3):
         lap()
     loss.backward()  # type: ignore[no-untyped-call]
@@ -168,7 +177,7 @@ def _kept_before(given: EdgeInput, device: torch.device) -> tuple[int, int]:
     given.skeleton.visit_with(stop)
     with track_peak(device) as tracked:
         _run_until_stopped(given)
-        gc.collect()
+        gc.collect(1)
         tracked.mark()
         side.clear()
     return max(tracked.end, 0), max(tracked.phases[0].end, 0)
@@ -176,6 +185,6 @@ def _kept_before(given: EdgeInput, device: torch.device) -> tuple[int, int]:
 
 def _run_until_stopped(given: EdgeInput) -> None:
     try:
-        call_model(given.skeleton.model, given.batch)
+        given.run()
     except StopRunError:
         return

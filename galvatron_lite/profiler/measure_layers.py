@@ -16,10 +16,12 @@ from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.infer import infer_block
+from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.profiler.memory import Phase, storage_bytes, track_peak
 from galvatron_lite.profiler.schema import LayerPoint
 from galvatron_lite.profiler.segments import BlockCall, hidden_state
 from galvatron_lite.profiler.timing import DEFAULT_RULE, Lap, Timing, TimingRule, time_laps
+from galvatron_lite.runtime.precision import compute_context, compute_dtype
 
 _MOST_COPIES = 4
 _CPU_ROOM = 2**29
@@ -46,7 +48,13 @@ class SegmentMemory:
 
 
 def measure_block(
-    block: nn.Module, call: BlockCall, setting: LayerSetting, device: torch.device, rule: TimingRule = DEFAULT_RULE
+    block: nn.Module,
+    call: BlockCall,
+    setting: LayerSetting,
+    device: torch.device,
+    rule: TimingRule = DEFAULT_RULE,
+    plan: TensorPlan | None = None,
+    precision: str = "fp32",
 ) -> LayerPoint:
     """Measure one block on this device (and at the same moment on every other rank).
 
@@ -57,15 +65,18 @@ def measure_block(
             one shard runs alone.
         device: where.
         rule: how long to time.
+        plan: how the block is split; found out if needed and not given.
+        precision: of compute, as the runtime has it.
 
     Returns:
         Seconds per call and bytes.
     """
+    chosen = plan or (infer_block(block, call.args, call.kwargs) if setting.tensor > 1 else TensorPlan())
     share = local_call(call, setting.tensor if setting.sequence_parallel else 1)
-    shard = make_shard(block, call, setting)
+    shard = make_shard(block, setting, chosen, device, precision)
     memory = block_memory(shard, share, device)
     copies = _copies(shard, memory, device)
-    shards = [shard, *(make_shard(block, call, setting) for _ in range(copies - 1))]
+    shards = [shard, *(make_shard(block, setting, chosen, device, precision) for _ in range(copies - 1))]
     return layer_point(setting, time_blocks(shards, share, device, rule), memory)
 
 
@@ -86,15 +97,28 @@ def layer_point(setting: LayerSetting, timing: Timing, memory: SegmentMemory) ->
     )
 
 
-def make_shard(block: nn.Module, call: BlockCall, setting: LayerSetting) -> nn.Module:
+def make_shard(
+    block: nn.Module, setting: LayerSetting, plan: TensorPlan, device: torch.device, precision: str = "fp32"
+) -> nn.Module:
     """A copy of the block as training has it: first shard of its group, recomputing as told, with gradients."""
     shard = copy.deepcopy(block)
     if setting.tensor > 1:
-        plan = infer_block(shard, call.args, call.kwargs)
         shard_layer(shard, plan, ShapeOnlyGroup(setting.tensor), setting.sequence_parallel)
     give_gradients(shard)
     apply_recompute(shard, setting.recompute)
+    shard.forward = computing_in(precision, device, shard.forward)
     return shard
+
+
+def computing_in(precision: str, device: torch.device, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward function that computes in a precision, as the runtime does."""
+    dtype = compute_dtype(precision)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with compute_context(dtype, device):
+            return forward(*args, **kwargs)
+
+    return run
 
 
 def local_call(call: BlockCall, degree: int) -> BlockCall:
@@ -147,7 +171,7 @@ def block_memory(run: Callable[..., Any], call: BlockCall, device: torch.device)
 
 
 def segment_memory(forward: Phase, backward: Phase, earlier: int, small: int = 0) -> SegmentMemory:
-    """What a segment holds beyond ``earlier`` bytes that the segments before it keep and ``small`` ones of ours at the end."""
+    """What a segment holds beyond what earlier ones keep; ``small``: bytes of the scalar that ends it."""
     kept = max(forward.end - earlier - small, 0)
     return SegmentMemory(kept, max(backward.peak - earlier, kept), max(forward.peak - earlier, kept))
 

@@ -19,7 +19,7 @@ from galvatron_lite.model.batch import batch_size, map_tensors, move_batch, slic
 from galvatron_lite.parallelism.base import Collective
 from galvatron_lite.parallelism.data.apply import GradientReducer, Reduced
 from galvatron_lite.parallelism.pipeline.transfer import Channel
-from galvatron_lite.parallelism.zero.apply import STAGE_3, ZeroGroup, apply_zero
+from galvatron_lite.parallelism.zero.apply import STAGE_3, ZeroGroup, apply_root, shard_group
 from galvatron_lite.profiler.measure_collectives import prepare
 from galvatron_lite.profiler.measure_layers import Seed, differentiable
 from galvatron_lite.profiler.memory import storage_bytes
@@ -104,7 +104,9 @@ def _chain_seconds(
 def _zero_seconds(block: nn.Module, call: BlockCall, device: torch.device, rule: TimingRule) -> float:
     chain = Chain(block)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    apply_zero(chain, [ZeroGroup((layer,), mesh, STAGE_3) for layer in chain.blocks], ())
+    for layer in chain.blocks:
+        shard_group(ZeroGroup((layer,), mesh, STAGE_3), ())
+    apply_root(chain, mesh)
     return _chain_seconds(chain, call, device, rule, _leave)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import call_model, map_tensors, tensors_of
 from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.runtime.precision import compute_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ def materialise(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def record_calls(
-    skeleton: Skeleton, blocks: Mapping[str, nn.Module], batch: Any, amend: Callable[[Any], Any] = lambda call: call
+    skeleton: Skeleton, blocks: Mapping[str, nn.Module], batch: Any, compute: torch.dtype | None = None
 ) -> dict[str, BlockCall]:
     """What the first block of every kind is called with for a batch.
 
@@ -128,7 +129,7 @@ def record_calls(
         skeleton: of the model.
         blocks: one block of each kind, on the skeleton's device.
         batch: on the same device.
-        amend: applied to the nest of arguments of each call (a change of dtype).
+        compute: dtype of compute, see ``runtime.precision``; floating arguments of blocks are cast to it.
 
     Raises:
         TraceError: a block is never called, or a block fails.
@@ -137,13 +138,14 @@ def record_calls(
 
     def visit(stub: PassThrough, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if stub.kind not in calls:
-            calls[stub.kind] = _call_once(blocks[stub.kind], amend(args), amend(kwargs), stub.path)
+            calls[stub.kind] = _call_once(blocks[stub.kind], args, kwargs, stub.path, compute)
         if len(calls) == len(blocks):
             raise StopRunError
         return passed_on(calls[stub.kind], hidden_state(args, kwargs))
 
     skeleton.visit_with(visit)
-    with torch.no_grad():
+    device = next(tensors_of(batch)).device
+    with torch.no_grad(), compute_context(compute, device):
         try:
             call_model(skeleton.model, batch)
         except StopRunError:
@@ -158,7 +160,7 @@ def passed_on(call: BlockCall, hidden: Tensor) -> Any:
 
     def stand_in(tensor: Tensor) -> Tensor:
         if tensor is place and tensor.shape == hidden.shape:
-            return hidden
+            return hidden.to(tensor.dtype)
         zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=hidden.device)
         return zeros + 0 * hidden.mean() if tensor is place else zeros
 
@@ -219,9 +221,11 @@ def _fill_buffer(buffer: Tensor) -> None:
         buffer.copy_(torch.arange(buffer.shape[-1], device=buffer.device).expand_as(buffer))
 
 
-def _call_once(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str) -> BlockCall:
-    args = tuple(_owned(value) for value in args)
-    kwargs = {name: _owned(value) for name, value in kwargs.items()}
+def _call_once(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str, compute: torch.dtype | None
+) -> BlockCall:
+    args = tuple(_owned(value, compute) for value in args)
+    kwargs = {name: _owned(value, compute) for name, value in kwargs.items()}
     try:
         result = block(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -229,11 +233,16 @@ def _call_once(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return BlockCall(args, kwargs, map_tensors(result, lambda tensor: tensor.to("meta")))
 
 
-def _owned(value: Any) -> Any:
+def _owned(value: Any, compute: torch.dtype | None) -> Any:
     """An argument on its own. A key-value cache becomes None: it would grow with every repetition."""
     if hasattr(value, "get_seq_length") and hasattr(value, "update"):
         return None
-    return map_tensors(value, lambda tensor: tensor.detach().clone())
+
+    def own(tensor: Tensor) -> Tensor:
+        cast = compute if tensor.is_floating_point() else None
+        return tensor.detach().to(cast, copy=True) if cast is not None else tensor.detach().clone()
+
+    return map_tensors(value, own)
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,7 +32,7 @@ def test_shapes_tile_the_world(world: int) -> None:
         assert sorted(rank for group in groups for rank in group) == list(range(world))
         assert len(groups) == shape.siblings
         for group in groups:
-            assert {after - before for before, after in zip(group, group[1:], strict=False)} == {shape.stride}
+            assert {after - before for before, after in pairwise(group)} == {shape.stride}
     wanted = {
         (size, stride) for size in range(2, world + 1) for stride in range(1, world + 1) if world % (size * stride) == 0
     }

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.model.graph import Recompute
+from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.profiler.measure_layers import (
     LayerSetting,
     block_memory,
@@ -73,9 +74,15 @@ def test_a_linear_layer_by_hand() -> None:
     assert backward <= memory.working <= backward + seed
 
 
+def recomputing(block: nn.Module, choice: Recompute) -> nn.Module:
+    return make_shard(block, LayerSetting("block", 4, recompute=choice), TensorPlan(), CPU)
+
+
 def test_full_recompute_keeps_the_input() -> None:
     block, call = gpt_block(4)
-    memory = block_memory(make_shard(block, call, LayerSetting("block", 4, recompute=Recompute.FULL)), call, CPU)
+    memory = block_memory(
+        make_shard(block, LayerSetting("block", 4, recompute=Recompute.FULL), TensorPlan(), CPU), call, CPU
+    )
     random_state = torch.get_rng_state().nbytes
     assert memory.kept == 4 * TOKENS * HIDDEN * ITEM + random_state
 
@@ -83,7 +90,9 @@ def test_full_recompute_keeps_the_input() -> None:
 def test_recompute_trades_memory_for_nothing_lost() -> None:
     block, call = gpt_block(4)
     kept = {
-        choice: block_memory(make_shard(block, call, LayerSetting("block", 4, recompute=choice)), call, CPU).kept
+        choice: block_memory(
+            make_shard(block, LayerSetting("block", 4, recompute=choice), TensorPlan(), CPU), call, CPU
+        ).kept
         for choice in Recompute
     }
     random_state = torch.get_rng_state().nbytes
@@ -98,6 +107,17 @@ def test_a_shard_keeps_less_and_runs() -> None:
     assert shared.kept < shard.kept < whole.kept
     assert all(point.forward > 0 and point.backward > 0 for point in (whole, shard, shared))
     assert (shared.tensor, shared.sequence_parallel) == (2, True)
+
+
+def test_half_precision_computes_as_the_runtime_does() -> None:
+    """Under autocast activations take half the bytes; the casts of the weights are kept too."""
+    block, call = gpt_block(4)
+    setting = LayerSetting("block", 4)
+    half_call = BlockCall(tuple(tensor.bfloat16() for tensor in call.args), {}, call.result)
+    whole = block_memory(make_shard(block, setting, TensorPlan(), CPU), call, CPU).kept
+    half = block_memory(make_shard(block, setting, TensorPlan(), CPU, "bf16"), half_call, CPU).kept
+    matrices = sum(parameter.numel() for parameter in block.parameters() if parameter.dim() == 2)
+    assert half < 0.75 * whole + 2 * matrices
 
 
 def test_the_block_is_not_changed() -> None:
