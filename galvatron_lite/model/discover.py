@@ -63,13 +63,14 @@ def arrange_layers(
 
 
 def unit_paths(model: nn.Module, blocks: list[str]) -> list[str]:
-    """The blocks, and the outermost modules that hold no block, in registration order; shared modules once."""
+    """The blocks, and the outermost modules that hold none and can run, in registration order; shared modules once."""
     chosen = set(blocks)
 
     def walk(module: nn.Module, path: str) -> list[str]:
         if path in chosen:
             return [path]
-        if path and not any(inside(block, path) for block in blocks):
+        never_runs = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if path and not never_runs and not any(inside(block, path) for block in blocks):
             return [path]
         return [unit for name, child in module.named_children() for unit in walk(child, f"{path}.{name}".lstrip("."))]
 

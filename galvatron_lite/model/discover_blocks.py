@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from torch import nn
 
@@ -21,10 +21,10 @@ def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[str]
     """Paths of the repeated blocks in registration order.
 
     Unless the user names them they are runs of two or more neighbouring children of one class in a ModuleList or
-    Sequential, the outermost such, at least two of the children being structurally equal. Runs with less than a tenth
-    of the model's parameters do not count. Other modules of such a run's class that stand in a ModuleList or Sequential
-    are blocks, too (residual networks change width inside a run). A model without any, that
-    is (or wraps nothing but) a Sequential, has every child of it as a block; any other has no block.
+    Sequential, the outermost such, at least two of the children being structurally equal or nearly so. Runs with less
+    than a tenth of the model's parameters do not count. Other modules of such a run's class that stand in a ModuleList
+    or Sequential are blocks, too (residual networks change width inside a run). A model without any, that is (or wraps
+    nothing but) a Sequential, has every child of it as a block; any other has no block.
 
     Raises:
         TraceError: a name that the model does not have.
@@ -75,7 +75,7 @@ def _repeated_blocks(model: nn.Module) -> list[str]:
     sizes = {path: sum(p.numel() for p in module.parameters()) for path, module in modules.items()}
     runs = _runs(model, "")
     large = [run for run in runs if sum(map(sizes.__getitem__, run)) >= _LEAST_SHARE * sizes[""] and sizes[""]]
-    classes = {type(modules[run[0]]) for run in large if _some_equal([modules[path] for path in run])}
+    classes = {type(modules[run[0]]) for run in large if _some_alike([modules[path] for path in run])}
     own = tuple(kind for kind in classes if not kind.__module__.startswith("torch.nn."))
     chosen = {path for run in runs if type(modules[run[0]]) in classes for path in run}
     chosen |= {path for path, module in modules.items() if type(module) in own and _is_listed(modules, path)}
@@ -97,14 +97,18 @@ def _runs(module: nn.Module, path: str) -> list[list[str]]:
 
 
 def _is_run(children: list[nn.Module]) -> bool:
-    """Two or more children with parameters; equal ones, or at least not containers of equal ones."""
+    """Two or more children with parameters; some alike, or at least none a container of such."""
     if len(children) < 2 or not any(True for _ in children[0].parameters()):
         return False
-    return _some_equal(children) or not any(_runs(child, "") for child in children)
+    return _some_alike(children) or not any(_runs(child, "") for child in children)
 
 
-def _some_equal(children: list[nn.Module]) -> bool:
-    return max(Counter(signature(child) for child in children).values()) > 1
+def _some_alike(children: list[nn.Module]) -> bool:
+    """Whether two are structurally equal, or neighbours have more than half of their parameters' shapes in common."""
+    if max(Counter(signature(child) for child in children).values()) > 1:
+        return True
+    shapes = [{(name, p.shape) for name, p in child.named_parameters()} for child in children]
+    return any(2 * len(one & other) > len(one | other) for one, other in pairwise(shapes))
 
 
 def _sequential_children(model: nn.Module) -> list[str]:

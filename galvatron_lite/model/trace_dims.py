@@ -70,8 +70,8 @@ def _block_dims(dims: dict[str, int], operators: Sequence[Operator]) -> dict[str
 
 def _convolution_dims(operators: Sequence[Operator]) -> dict[str, int]:
     shapes = [operator.shape for operator in operators if operator.kind is OperatorClass.CONVOLUTION]
-    planes = [shape for shape in shapes if len(shape) == 9]
-    if not planes:
+    if not shapes:
         return {}
-    first, last = planes[0], planes[-1]
-    return {"in_channels": first[0], "out_channels": last[1], "height": first[3], "width": first[4]}
+    channels = {"in_channels": shapes[0][0], "out_channels": shapes[-1][1]}
+    spatial = (len(shapes[0]) - 3) // 3
+    return channels | ({"height": shapes[0][3], "width": shapes[0][4]} if spatial == 2 else {})

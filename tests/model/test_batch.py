@@ -1,0 +1,97 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.batch import (
+    batch_size,
+    call_model,
+    loss_of,
+    map_tensors,
+    move_batch,
+    resize_batch,
+    sequence_length,
+    slice_batch,
+    tensors_of,
+)
+
+
+class Echo(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return x, y
+
+
+def test_a_batch_is_passed_as_it_is_built() -> None:
+    x, y = torch.zeros(2), torch.ones(2)
+    assert call_model(Echo(), {"y": y, "x": x}) == (x, y)
+    assert call_model(Echo(), (x, y)) == (x, y)
+    assert call_model(Echo(), x) == (x, None)
+
+
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: SimpleNamespace(loss=t), lambda t: {"loss": t}])
+def test_the_loss_is_found(wrap: object) -> None:
+    loss = torch.tensor([1.5])
+    assert loss_of(wrap(loss), None).shape == ()
+    assert loss_of(wrap(loss), None) == 1.5
+
+
+def test_a_loss_function_is_given_output_and_batch() -> None:
+    assert loss_of(torch.ones(3), 2, lambda output, batch: output.sum() * batch) == 6
+
+
+@pytest.mark.parametrize("output", [torch.ones(3), {"logits": torch.ones(2)}, None, SimpleNamespace(loss=None)])
+def test_no_loss_is_an_error_that_names_the_remedy(output: object) -> None:
+    with pytest.raises(InputError, match="loss_fn"):
+        loss_of(output, None)
+
+
+@given(st.integers(1, 9), st.data())
+def test_slices_put_together_are_the_batch(samples: int, data: st.DataObject) -> None:
+    cut = data.draw(st.integers(0, samples))
+    batch = {"x": torch.randn(samples, 3), "rest": (torch.arange(samples), "text", torch.tensor(7.0), torch.eye(11))}
+    parts = [slice_batch(batch, 0, cut), slice_batch(batch, cut, samples)]
+    assert torch.equal(torch.cat([part["x"] for part in parts]), batch["x"])
+    assert torch.equal(torch.cat([part["rest"][0] for part in parts]), batch["rest"][0])
+    assert all(part["rest"][1:3] == ("text", torch.tensor(7.0)) for part in parts)
+    assert all(torch.equal(part["rest"][3], torch.eye(11)) for part in parts)
+
+
+def test_a_slice_is_a_view() -> None:
+    batch = torch.zeros(4, 2)
+    slice_batch(batch, 1, 3).fill_(1)
+    assert batch.sum() == 4
+
+
+@pytest.mark.parametrize("bounds", [(-1, 2), (0, 5), (3, 2)])
+def test_a_slice_outside_the_batch_is_an_error(bounds: tuple[int, int]) -> None:
+    with pytest.raises(InputError, match="4 samples"):
+        slice_batch(torch.zeros(4), *bounds)
+
+
+def test_a_batch_without_tensors_is_an_error() -> None:
+    with pytest.raises(InputError, match="dim 0"):
+        batch_size({"x": torch.tensor(1.0), "y": "text"})
+
+
+def test_resizing_keeps_everything_but_the_samples() -> None:
+    batch = {"ids": torch.zeros(2, 5, dtype=torch.long), "table": torch.zeros(7, 5)}
+    resized = resize_batch(batch, 6)
+    assert resized["ids"].shape == (6, 5)
+    assert resized["ids"].dtype is torch.long
+    assert resized["table"].shape == (7, 5)
+    assert all(tensor.is_meta for tensor in tensors_of(resized))
+    assert move_batch(batch, "meta")["ids"].is_meta
+
+
+def test_nests_keep_their_types() -> None:
+    nest = {"a": [torch.zeros(1), (torch.ones(1), None)]}
+    assert map_tensors(nest, lambda tensor: tensor.item()) == {"a": [0.0, (1.0, None)]}
+
+
+def test_tokens_per_sample() -> None:
+    assert sequence_length({"pixels": torch.zeros(2, 3, 4, 4), "ids": torch.zeros(2, 9, dtype=torch.long)}) == 9
+    assert sequence_length(torch.zeros(2, 9)) == 1

@@ -1,0 +1,124 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.errors import TraceError
+from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.graph import Layer, Role
+from tests.model.models import FAMILIES, LAYERS, Mixer, Plain, hugging_face, plain
+
+BLOCKS = {
+    "gpt": "blocks", "llama": "blocks", "hf-gpt2": "transformer.h", "hf-llama": "model.layers",
+    "hf-qwen2": "model.layers", "hf-bert": "bert.encoder.layer", "hf-vit": "vit.layers", "plain": "body",
+}  # fmt: skip
+
+
+def names(layers: tuple[Layer, ...], role: Role = Role.BLOCK) -> list[str]:
+    return [layer.name for layer in layers if layer.role is role]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_blocks_of_every_family_are_found(family: str) -> None:
+    model, batch = FAMILIES[family]()
+    for layers in (discover_layers(model), discover_layers(model, batch)):
+        assert names(layers) == [f"{BLOCKS[family]}.{place}" for place in range(LAYERS)]
+        assert {layer.kind for layer in layers[1:-1]} == {"block"}
+        assert (layers[0].role, layers[-1].role) == (Role.BEFORE, Role.AFTER)
+        held = {path for layer in layers for path in layer.modules}
+        inside = {n for n, _ in model.named_parameters() if any(n.startswith(path + ".") for path in held)}
+        assert {n for n, _ in model.named_parameters()} - inside <= {"scale"}
+
+
+def test_running_order_decides_what_is_before() -> None:
+    """Transformers registers the rotary table after the blocks and runs it before them."""
+    model, batch = hugging_face("Llama")
+    assert discover_layers(model, batch)[0].modules == ("model.embed_tokens", "model.rotary_emb")
+    assert discover_layers(model, batch)[-1].modules == ("model.norm", "lm_head")
+    assert discover_layers(model)[-1].modules == ("model.norm", "model.rotary_emb", "lm_head")
+
+
+def test_experts_inside_blocks_are_no_blocks() -> None:
+    model = nn.ModuleDict(
+        {
+            "layers": nn.ModuleList(
+                nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(4, 4) for _ in range(8))}) for _ in range(2)
+            )
+        }
+    )
+    assert names(discover_layers(model)) == ["layers.0", "layers.1"]
+
+
+class Stages(nn.Module):
+    """A residual network: stages that change width in their first block, and a small module between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(
+            nn.Sequential(*(Mixer(width) for _ in range(depth))) for width, depth in ((4, 2), (8, 3), (16, 1))
+        )
+        self.widen = nn.ModuleList([nn.Conv1d(4, 8, 1), nn.Conv1d(8, 16, 1)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, stage in enumerate(self.stages):
+            x = stage(x)
+            if place < len(self.widen):
+                x = self.widen[place](x)
+        return x.mean()
+
+
+def test_several_containers_and_what_runs_between_them() -> None:
+    layers = discover_layers(Stages(), torch.zeros(2, 4, 8))
+    assert names(layers) == [
+        "stages.0.0", "stages.0.1", "widen.0", "stages.1.0", "stages.1.1", "stages.1.2", "widen.1", "stages.2.0",
+    ]  # fmt: skip
+    assert [layer.kind for layer in layers[1:-1]] == [f"block{n}" for n in (0, 0, 1, 2, 2, 2, 3, 4)]
+
+
+def test_encoder_and_decoder() -> None:
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=64, d_model=16, d_kv=4, num_layers=2, num_heads=4, d_ff=32, decoder_start_token_id=0, pad_token_id=0
+    )
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    layers = discover_layers(transformers.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids})
+    blocks = [name for name in names(layers) if ".block." in name]
+    assert blocks == ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
+
+
+@pytest.mark.parametrize("blocks", ["body", ["body.0", "body.1", "body.2"], Mixer, [Mixer]])
+def test_the_user_names_the_blocks(blocks: Any) -> None:
+    model, batch = plain()
+    assert names(discover_layers(model, batch, blocks)) == ["body.0", "body.1", "body.2"]
+
+
+def test_a_named_module_is_one_block() -> None:
+    model, batch = plain()
+    layers = discover_layers(model, batch, "body.1")
+    assert names(layers) == ["body.1"]
+    assert layers[0].modules == ("stem", "body.0")
+    assert layers[-1].modules == ("body.2", "head")
+
+
+@pytest.mark.parametrize("blocks", ["layers", nn.LSTM, ["body", "nothing"], Plain])
+def test_an_unknown_block_is_an_error(blocks: Any) -> None:
+    with pytest.raises(TraceError, match="ModuleList"):
+        discover_layers(Plain(), blocks=blocks)
+
+
+def test_without_repeated_blocks_children_of_a_sequential_are_layers() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.LayerNorm(4), nn.Linear(4, 2))
+    assert names(discover_layers(model)) == ["0", "1", "2", "3"]
+
+
+def test_any_other_model_without_repeated_blocks_is_one_layer() -> None:
+    model = nn.ModuleDict({"one": nn.Linear(2, 2), "two": nn.LayerNorm(2)})
+    layers = discover_layers(model)
+    assert [layer.modules for layer in layers] == [("one", "two"), ()]
+
+
+def test_blocks_that_differ_in_a_setting_are_of_two_kinds() -> None:
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(8, heads, 16) for heads in (2, 2, 4)))
+    assert [layer.kind for layer in discover_layers(model)[1:-1]] == ["block0", "block0", "block1"]

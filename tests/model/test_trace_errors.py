@@ -1,0 +1,80 @@
+"""What cannot be captured is named, with the cause."""
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.errors import InputError, TraceError
+from galvatron_lite.model.trace import trace
+from tests.model.models import FAMILIES, Mixer, Plain, plain
+
+
+class Choosing(Mixer):
+    """Decides by the values it gets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum().item() > 0 else x
+
+
+def test_a_block_that_reads_values_is_named() -> None:
+    model, batch = plain()
+    model.body[1] = Choosing(32)
+    with pytest.raises(TraceError, match=r"block body\.1: 'Choosing'.*reads values"):
+        trace(model, batch)
+
+
+def test_a_module_inside_a_block_that_fails_is_named_with_the_cause() -> None:
+    model, batch = plain()
+    model.body[2].out = nn.Conv1d(7, 32, 1)
+    with pytest.raises(TraceError, match=r"block body\.2\.out: 'Conv1d'.*channel dimensions"):
+        trace(model, batch)
+
+
+def test_a_model_that_does_not_take_the_batch() -> None:
+    with pytest.raises(TraceError, match=r"model: 'Plain'.*positional argument"):
+        trace(Plain(), torch.zeros(2, 3, 4))
+
+
+def test_a_model_that_cannot_be_copied() -> None:
+    model, batch = plain()
+    model.lock = threading.Lock()
+    with pytest.raises(TraceError, match="deepcopy"):
+        trace(model, batch)
+
+
+def test_a_block_that_never_runs() -> None:
+    model, batch = plain()
+    model.spare = nn.ModuleList(Mixer(32) for _ in range(2))
+    with pytest.raises(TraceError, match=r"spare\.0.*never runs"):
+        trace(model, batch, blocks=["body", "spare"])
+
+
+def test_no_loss() -> None:
+    model, batch = FAMILIES["gpt"]()
+    with pytest.raises(InputError, match="loss_fn"):
+        trace(model, batch[:1])
+
+
+def test_unknown_precision_and_blocks() -> None:
+    model, batch = plain()
+    with pytest.raises(TraceError, match="bf16"):
+        trace(model, batch, precision="int4")
+    with pytest.raises(TraceError, match="named_modules"):
+        trace(model, batch, blocks="layers")
+
+
+class Growing(Mixer):
+    """Runs once more for a large batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x) if len(x) > 3 else x)
+
+
+def test_a_model_that_does_other_things_at_another_batch_size() -> None:
+    model, batch = plain()
+    for place in range(3):
+        model.body[place] = Growing(32)
+    with pytest.raises(TraceError, match="batch size"):
+        trace(model, batch)

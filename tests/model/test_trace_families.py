@@ -1,0 +1,181 @@
+"""Every family is captured; its counts agree with the model's own."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass, Recompute, Role
+from galvatron_lite.model.trace import trace
+from tests.model.models import FAMILIES, FFN, HEADS, HIDDEN, LAYERS, TOKENS, VOCAB, Plain, hugging_face, plain
+from tests.model.models import captured as captured_graph
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def captured(request: pytest.FixtureRequest) -> tuple[str, nn.Module, ModelGraph]:
+    model, _ = FAMILIES[request.param]()
+    return request.param, model, captured_graph(request.param)
+
+
+def test_parameters_are_those_of_the_model(captured: tuple[str, nn.Module, ModelGraph]) -> None:
+    name, model, graph = captured
+    assert graph.parameters == sum(parameter.numel() for parameter in model.parameters())
+    if name.startswith("hf"):
+        assert graph.parameters == model.num_parameters()
+
+
+def test_equal_blocks_share_a_kind(captured: tuple[str, nn.Module, ModelGraph]) -> None:
+    graph = captured[2]
+    assert [layer.kind for layer in graph.layers] == ["before", *["block"] * LAYERS, "after"]
+    assert list(graph.kinds) == ["before", "block", "after"]
+
+
+def test_tied_parameters_are_counted_once(captured: tuple[str, nn.Module, ModelGraph]) -> None:
+    name, _, graph = captured
+    tied = name in ("gpt", "hf-gpt2", "hf-qwen2", "hf-bert")
+    assert [(tie.first, tie.second, tie.parameters) for tie in graph.ties] == [
+        ("before", "after", VOCAB * HIDDEN)
+    ] * tied
+
+
+def test_boundaries_meet(captured: tuple[str, nn.Module, ModelGraph]) -> None:
+    graph = captured[2]
+    kinds = [graph.kind_of(layer) for layer in graph.layers]
+    assert all(one.output_bytes == other.input_bytes > 0 for one, other in pairwise(kinds))
+
+
+def test_backward_matmuls_cost_twice_the_forward_ones(captured: tuple[str, nn.Module, ModelGraph]) -> None:
+    for operator in captured[2].kinds["block"].operators:
+        heavy = operator.kind in (OperatorClass.MATMUL, OperatorClass.CONVOLUTION)
+        assert operator.backward_flops == 2 * operator.flops or not heavy
+        assert operator.kind is not OperatorClass.ATTENTION or operator.backward_flops == 2.5 * operator.flops
+
+
+def test_every_recompute_choice_keeps_less_than_the_one_before(captured: tuple[str, nn.Module, ModelGraph]) -> None:
+    block = captured[2].kinds["block"]
+    none, selective, full = (block.kept[choice].total for choice in Recompute)
+    assert full == block.input_bytes
+    assert full < selective
+    assert captured[0] == "plain" or selective < none
+    assert all(set(captured[2].kinds[edge].kept) == {Recompute.NONE} for edge in ("before", "after"))
+
+
+def test_dims_of_a_block(captured: tuple[str, nn.Module, ModelGraph]) -> None:
+    name, _, graph = captured
+    dims = graph.kinds["block"].dims
+    if name == "plain":
+        assert (dims.in_channels, dims.out_channels, dims.heads) == (HIDDEN, HIDDEN, 0)
+        return
+    kv_heads = 2 if "llama" in name or "qwen" in name else HEADS
+    ffn = 4 * HIDDEN if name in ("gpt", "hf-gpt2") else FFN
+    assert (dims.heads, dims.kv_heads, dims.hidden, dims.ffn_hidden) == (HEADS, kv_heads, HIDDEN, ffn)
+    assert dims.sequence == graph.sequence == (17 if name == "hf-vit" else TOKENS)
+
+
+def test_the_batch_size_of_the_example_does_not_matter() -> None:
+    model = Plain()
+    graphs = [trace(model, (torch.zeros(n, 3, TOKENS), torch.zeros(n, dtype=torch.long))) for n in (1, 2, 7)]
+    assert graphs[0] == graphs[1] == graphs[2]
+
+
+def test_models_on_meta_and_on_a_device_give_the_same_graph() -> None:
+    real, batch = hugging_face("Llama")
+    with torch.device("meta"):
+        meta, _ = hugging_face("Llama")
+    assert trace(real, batch) == trace(meta, batch)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model, batch = hugging_face("Llama")
+    model.eval()
+    before = {name: (value.data_ptr(), value.clone()) for name, value in model.state_dict().items()}
+    trace(model, batch)
+    assert not model.training
+    assert model.config.use_cache
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    for name, value in model.state_dict().items():
+        assert value.data_ptr() == before[name][0]
+        assert torch.equal(value, before[name][1])
+
+
+def test_a_mask_without_padding_changes_no_operator() -> None:
+    model, batch = hugging_face("Llama")
+    plain_graph, masked = trace(model, batch), trace(model, {**batch, "attention_mask": torch.ones(2, TOKENS)})
+    assert masked.kinds["block"] == plain_graph.kinds["block"]
+
+
+def heavy_flops(kind: LayerKind) -> int:
+    return sum(operator.flops for operator in kind.operators)
+
+
+def test_precision_halves_bytes_and_leaves_flops() -> None:
+    model, batch = FAMILIES["gpt"]()
+    single, half = trace(model, batch), trace(model, batch, precision="bf16")
+    assert (single.precision, half.precision) == ("fp32", "bf16")
+    assert single.flops == half.flops
+    assert single.kinds["block"].output_bytes == 2 * half.kinds["block"].output_bytes
+    assert trace(model.to(torch.bfloat16), batch) == half
+
+
+@pytest.mark.parametrize("named", ["body", ["body.0", "body.2"]])
+def test_named_blocks(named: Any) -> None:
+    model, batch = plain()
+    graph = trace(model, batch, blocks=named)
+    blocks = [layer.name for layer in graph.layers if layer.role is Role.BLOCK]
+    assert blocks == ["body.0", "body.1", "body.2"]
+    assert graph.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_loss_function_takes_the_place_of_the_models_loss() -> None:
+    model, _ = FAMILIES["gpt"]()
+    ids = torch.zeros(2, TOKENS, dtype=torch.long)
+    graph = trace(model, (ids,), loss_fn=lambda logits, batch: logits.float().logsumexp(-1).mean())
+    assert graph.kinds["after"].kept[Recompute.NONE].total > 0
+
+
+def test_parameters_without_a_gradient_are_dead() -> None:
+    model, batch = plain()
+    model.body[0].unused = nn.Linear(3, 3)
+    model.body[1].unused = nn.Linear(3, 3)
+    model.body[2].unused = nn.Linear(3, 3)
+    model.late = nn.Linear(2, 2)
+    graph = trace(model, batch)
+    assert graph.kinds["block"].dead_parameters == 12
+    assert graph.kinds["before"].dead_parameters + graph.kinds["after"].dead_parameters == 6
+
+
+def test_frozen_parameters_get_no_backward_flops() -> None:
+    model, batch = plain()
+    for block in model.body:
+        block.requires_grad_(False)
+    graph = trace(model, batch)
+    block = graph.kinds["block"]
+    assert block.backward_flops == block.flops
+    assert block.dead_parameters == 0
+
+
+def test_a_sequential_without_repeated_blocks() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+    graph = trace(model, torch.zeros(3, 8), loss_fn=lambda output, _: output.square().mean())
+    assert [layer.name for layer in graph.layers] == ["before", "0", "1", "2", "after"]
+    assert [graph.kind_of(layer).parameters.total for layer in graph.layers] == [0, 36, 0, 10, 0]
+    assert [heavy_flops(graph.kind_of(layer)) for layer in graph.layers] == [0, 64, 0, 16, 0]
+
+
+def test_a_model_without_blocks_is_one_layer() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 4), nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.two(self.one(x)).mean()
+
+    graph = trace(Two(), torch.zeros(3, 8))
+    assert [layer.name for layer in graph.layers] == ["before", "after"]
+    assert graph.kinds["before"].parameters.total == graph.parameters == 41
+    assert heavy_flops(graph.kinds["before"]) == 2 * (8 * 4 + 4)
+    assert graph.kinds["before"].backward_flops > 0

@@ -1,0 +1,185 @@
+"""FLOPs against closed forms, bytes against the same block run for real."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from galvatron_lite.model.batch import call_model, map_tensors, resize_batch, tensors_of
+from galvatron_lite.model.graph import LayerKind, OperatorClass, Recompute
+from galvatron_lite.model.trace import trace
+from galvatron_lite.model.zoo import build
+from galvatron_lite.parallelism.recompute.apply import apply_recompute
+from galvatron_lite.profiler.memory import PeakMemory, track_peak
+from tests.model.models import FAMILIES, HEADS, TOKENS, captured, captured_block, hugging_face
+
+SAMPLES = 4
+RANDOM_STATE = 5056
+"""Bytes that torch.utils.checkpoint keeps of the CPU's random numbers, once a block."""
+
+Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+
+
+class CaughtError(Exception):
+    pass
+
+
+def block_call(family: str) -> tuple[LayerKind, Call]:
+    """The captured kind of a model's blocks, and the second block with what enters it in a real run."""
+    torch.manual_seed(0)
+    model, batch = FAMILIES[family]()
+    graph = captured(family)
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            module.config.use_cache = False
+    block, caught = model.train().get_submodule(graph.layers[2].name), []
+
+    def catch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caught.append((args, kwargs))
+        raise CaughtError
+
+    handle = block.register_forward_pre_hook(catch, with_kwargs=True)
+    with pytest.raises(CaughtError):
+        call_model(model, map_tensors(resize_batch(batch, SAMPLES), lambda t: torch.zeros_like(t, device="cpu")))
+    handle.remove()
+    return graph.kinds["block"], (block, *caught[0])
+
+
+def fresh(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Its inputs as leaves; the hidden state, which has the samples, needs a gradient."""
+
+    def leaf(tensor: Tensor) -> Tensor:
+        return tensor.detach().requires_grad_(tensor.is_floating_point() and tensor.shape[0] == SAMPLES)
+
+    return map_tensors(call[1:], leaf)
+
+
+@contextmanager
+def saved(parameters: Iterator[nn.Parameter]) -> Iterator[dict[int, int]]:
+    """Bytes of storages autograd saves, by address, parameters left out."""
+    own, found = {parameter.data_ptr() for parameter in parameters}, {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kept_bytes_are_what_autograd_saves_in_a_real_run(family: str) -> None:
+    kind, call = block_call(family)
+    args, kwargs = fresh(call)
+    side = {t.data_ptr() for t in tensors_of((args, kwargs)) if not t.requires_grad}
+    with saved(call[0].parameters()) as found:
+        output = call[0](*args, **kwargs)
+    expected = sum(size for address, size in found.items() if address not in side)
+    assert SAMPLES * kind.kept[Recompute.NONE].total == expected
+    assert output is not None
+
+
+def measured(call: Call) -> PeakMemory:
+    """Memory of one forward (first phase) and backward (second phase), the block's output let go between them."""
+    args, kwargs = fresh(call)
+    for parameter in call[0].parameters():
+        parameter.grad = None
+    with track_peak() as peak:
+        output = call[0](*args, **kwargs)
+        peak.mark()
+        gradient, edge = torch.ones_like(output), get_gradient_edge(output)
+        del output
+        torch.autograd.backward([edge], [gradient])
+    return peak
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_that_live_between_forward_and_backward(family: str) -> None:
+    """The allocator's own count, for every recompute choice; the input is there before, and the output still is."""
+    kind, call = block_call(family)
+    original = call[0].forward
+    for choice in Recompute:
+        call[0].forward = original
+        apply_recompute(call[0], choice)
+        held = measured(call).phases[0].end + SAMPLES * (kind.input_bytes - kind.output_bytes)
+        constant = 0 if choice is Recompute.NONE else RANDOM_STATE
+        assert held - SAMPLES * kind.kept[choice].total == pytest.approx(constant, abs=64), choice
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"plain"}))
+def test_peaks_of_forward_and_backward(family: str) -> None:
+    """Forward exactly, up to what is the same for any batch; backward with gradients of all parameters is a close
+    upper bound. (Convolutions of the plain model have a workspace on CPU that depends on the kernel chosen.)"""
+    kind, call = block_call(family)
+    forward, backward = measured(call).phases
+    base = SAMPLES * (kind.kept[Recompute.NONE].total - kind.input_bytes)
+    assert forward.peak == pytest.approx(base + SAMPLES * kind.forward_working.total, rel=0.02)
+    bound = base + SAMPLES * kind.working.total + 4 * kind.parameters.total
+    assert 0.98 * backward.peak <= bound <= 1.35 * backward.peak
+
+
+def by_class(kind: LayerKind, sort: OperatorClass) -> int:
+    return sum(operator.flops for operator in kind.operators if operator.kind is sort)
+
+
+shapes = st.tuples(st.integers(1, 4), st.sampled_from([4, 8]), st.integers(1, 3), st.integers(3, 20))
+
+
+@settings(max_examples=5, deadline=None)
+@given(shapes, st.sampled_from(["gpt-tiny", "llama-tiny"]))
+def test_flops_and_parameters_of_reference_models(shape: tuple[int, int, int, int], name: str) -> None:
+    """Matmuls do two FLOPs a weight and token; attention four a query, key and channel."""
+    heads, head_size, layers, tokens = shape
+    hidden, vocab = heads * head_size, 50
+    fields = {"kv_heads": 1, "ffn_hidden": 3 * hidden} if name == "llama-tiny" else {}
+    model = build(name, vocab=vocab, layers=layers, hidden=hidden, heads=heads, sequence=tokens, **fields)
+    ids = torch.zeros(2, tokens, dtype=torch.long)
+    graph = trace(model, (ids, ids), blocks="blocks")
+    weights = sum(p.numel() for p in model.blocks[0].parameters() if p.dim() == 2)
+    assert by_class(graph.kinds["block"], OperatorClass.MATMUL) == 2 * weights * tokens
+    assert by_class(graph.kinds["block"], OperatorClass.ATTENTION) == 4 * tokens**2 * hidden
+    assert by_class(graph.kinds["after"], OperatorClass.MATMUL) == 2 * hidden * vocab * tokens
+    assert graph.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_convolution_flops_and_shape() -> None:
+    kind = captured_block("plain")
+    wide, narrow = (operator for operator in kind.operators if operator.kind is OperatorClass.CONVOLUTION)
+    assert wide.shape == (32, 32, 1, 16, 3, 1)
+    assert wide.flops == 2 * 32 * 32 * 3 * 16
+    assert narrow.flops == 2 * 32 * 32 * 16
+
+
+@pytest.mark.parametrize("family", ["gpt", "hf-llama"])
+def test_matmul_shapes_and_bytes_moved(family: str) -> None:
+    kind = captured_block(family)
+    for operator in kind.operators:
+        if operator.kind is OperatorClass.MATMUL:
+            rows, inner, columns = operator.shape
+            assert operator.flops == 2 * rows * inner * columns
+            assert operator.moved == 4 * rows * (inner + columns)
+            bias = columns if family == "gpt" else 0
+            assert operator.weight_bytes == 4 * (inner * columns + bias)
+
+
+def test_eager_attention_keeps_what_it_materialises() -> None:
+    """A model that writes out the scores keeps tokens x tokens of them; one that calls the fused operator does not."""
+    eager, batch = hugging_face("Llama", attn_implementation="eager")
+    kinds = [captured_block("hf-llama"), trace(eager, batch).kinds["block"]]
+    assert kinds[1].kept[Recompute.NONE].total - kinds[0].kept[Recompute.NONE].total >= 4 * HEADS * TOKENS**2
+    assert not any(operator.kind is OperatorClass.ATTENTION for operator in kinds[1].operators)
+    assert any(operator.kind is OperatorClass.ATTENTION for operator in kinds[0].operators)
+
+
+@pytest.mark.parametrize(("family", "causal"), [("gpt", True), ("hf-llama", True), ("hf-bert", False)])
+def test_causal_attention_is_marked(family: str, causal: bool) -> None:
+    operators = captured_block(family).operators
+    assert [o.causal for o in operators if o.kind is OperatorClass.ATTENTION] == [causal]
