@@ -58,12 +58,12 @@ def measure_overhead(
         rule: how long to time each.
     """
     step = time_call(lambda: _prepare_batch(batch, device), device, rule).seconds
-    if not launched():
-        return HostOverhead(step=step)
     plain = _chain_seconds(Chain(block), call, device, rule, _leave)
+    data = max(_data_seconds(block, call, device, rule) - plain, 0.0)
+    if not launched():
+        return HostOverhead(data=data, step=step)
     zero = _zero_seconds(block, call, device, rule) - plain - _zero_communication(block, device, rule)
-    data = _data_seconds(block, call, device, rule) - plain
-    return HostOverhead(zero=max(zero, 0.0), data=max(data, 0.0), step=step, pipeline=_pipeline(device, rule))
+    return HostOverhead(zero=max(zero, 0.0), data=data, step=step, pipeline=_pipeline(device, rule))
 
 
 def _run(block: nn.Module, call: BlockCall, leaf: Tensor) -> list[Tensor]:

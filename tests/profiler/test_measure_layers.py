@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.profiler.measure_layers import (
@@ -32,11 +35,11 @@ def gpt_block(samples: int) -> tuple[nn.Module, BlockCall]:
     return block, record_calls(skeleton, {"block": block}, token_batch(samples))["block"]
 
 
-def saved_bytes(block: nn.Module, call: BlockCall) -> int:
-    """Bytes of the storages autograd saves, parameters left out."""
+def saved_bytes(block: nn.Module, call: BlockCall, shared: Set[int] = frozenset()) -> int:
+    """Bytes of the storages autograd saves; parameters, and what all blocks share, left out."""
     storages: dict[int, int] = {}
     held = []
-    own = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+    own = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()} | shared
 
     def pack(tensor: Tensor) -> Tensor:
         held.append(tensor)
@@ -45,9 +48,11 @@ def saved_bytes(block: nn.Module, call: BlockCall) -> int:
             storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    inputs = hidden_state(call.args, call.kwargs).clone().requires_grad_()
+    hidden = hidden_state(call.args, call.kwargs)
+    inputs = hidden.clone().requires_grad_().clone()
+    args, kwargs = map_tensors((call.args, call.kwargs), lambda tensor: inputs if tensor is hidden else tensor)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = block(inputs.clone())
+        output = block(*args, **kwargs)
     assert output.requires_grad
     return sum(storages.values())
 
@@ -57,6 +62,31 @@ def test_kept_is_what_autograd_saves(samples: int) -> None:
     block, call = gpt_block(samples)
     give_gradients(block)
     assert block_memory(block, call, CPU).kept == saved_bytes(block, call)
+
+
+def test_transformers_blocks_are_recorded_and_measured() -> None:
+    """A Llama block: keywords, a mask or none, rotations, a key-value cache that is left out."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from galvatron_lite.model.discover import discover_layers
+
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model, tokens = LlamaForCausalLM(config), token_batch(2)[0]
+    layers = discover_layers(model)
+    block = copy_block(model, "model.layers.0", CPU)
+    batch = {"input_ids": tokens, "labels": tokens}
+    call = record_calls(make_skeleton(model, layers, CPU), {"block": block}, batch)["block"]
+    give_gradients(block)
+    given = [hidden_state(call.args, call.kwargs), *(t for t in tensors_of((call.args, call.kwargs)))]
+    shared = {tensor.untyped_storage().data_ptr() for tensor in given}
+    assert block_memory(block, call, CPU).kept == saved_bytes(block, call, shared)
 
 
 def test_a_linear_layer_by_hand() -> None:
