@@ -204,6 +204,14 @@ def _zero_mesh(
     if shard is None:
         return None
     if replicate is None:
-        return DeviceMesh.from_group(shard, device_type, mesh_dim_names=("zero",))
+        return DeviceMesh.from_group(shard, device_type, mesh_dim_names=(_axis("zero", shard),))
     grid = (start + torch.arange(data * zero * tensor)).reshape(data, zero, tensor)[..., (rank - start) % tensor]
-    return DeviceMesh.from_group([replicate, shard], device_type, mesh=grid, mesh_dim_names=("data", "zero"))
+    names = _axis("data", replicate), _axis("zero", shard)
+    return DeviceMesh.from_group([replicate, shard], device_type, mesh=grid, mesh_dim_names=names)
+
+
+def _axis(name: str, group: dist.ProcessGroup) -> str:
+    """A mesh axis' name, with that of its group: torch keeps results by mesh, and takes meshes of equal ranks and axis
+    names for the same, even one whose groups were destroyed together with an earlier world of this process.
+    """
+    return f"{name}{group.group_name}"
