@@ -1,8 +1,12 @@
-"""A pool of worker processes that run test jobs under torch.distributed (gloo), shared by the whole test session.
+"""Worker processes that run test jobs under torch.distributed (gloo), shared by the whole test session.
 
 A job is a top-level function of an importable module. ``pool.run(4, job, x=1)`` calls ``job(x=1)`` on four ranks of a
-fresh default process group and returns the four results, by rank. Workers start when first needed and are reused.
-An exception on any rank, or a hang, raises ``JobError`` with the rank and where it was; the workers are then replaced.
+fresh default process group and returns the four results, by rank. An exception on any rank, or a hang, raises
+``JobError`` with the rank and where it was.
+
+One server process imports what jobs need once; the ranks of every job are forks of it, which takes
+milliseconds. Ranks are not used again: DTensor keeps device meshes in caches, and a mesh of an earlier world, equal but
+with process groups that are gone, would be taken for one of the present world.
 """
 
 from __future__ import annotations
@@ -33,7 +37,18 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 MAX_WORLD = 8
 GRACE_SECONDS = 2.0
-PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor"]
+PRELOADED = [
+    "hypothesis",
+    "numpy",
+    "pytest",
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.utils.checkpoint",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "qwen2", "bert", "vit")),
+    "galvatron_lite.runtime.engine",
+    "galvatron_lite.model.discover",
+]
 
 
 class JobError(AssertionError):
@@ -54,8 +69,8 @@ class Job:
     timeout: float
 
 
-@dataclass
-class Worker:
+@dataclass(frozen=True)
+class Rank:
     """One process and the parent's end of its pipe."""
 
     process: BaseProcess
@@ -67,7 +82,6 @@ class WorkerPool:
     """Runs jobs on 1 to 8 ranks; see the module's text."""
 
     def __init__(self) -> None:
-        self._workers: list[Worker] = []
         self._folder = tempfile.TemporaryDirectory(prefix="galvatron-pool-")
         self._store: TCPStore | None = None
         self._jobs = 0
@@ -76,88 +90,89 @@ class WorkerPool:
         """Call ``function(**kwargs)`` on every rank of a world of this size; the results, by rank."""
         if not 1 <= world <= MAX_WORLD:
             raise ValueError(f"world must be 1..{MAX_WORLD}, not {world}")
-        self._start(world)
-        workers = self._workers[:world]
-        for rank, worker in enumerate(workers):
-            worker.connection.send_bytes(pickle.dumps(self._job(rank, world, function, kwargs, timeout)))
         self._jobs += 1
-        replies = self._collect(workers, timeout)
-        failures = {rank: text for rank, (good, text) in replies.items() if not good}
-        missing = [rank for rank in range(world) if rank not in replies]
-        if failures or missing:
-            report = self._report(function, failures, missing, timeout)
-            self.close()
-            raise JobError(report)
+        ranks = [self._start(self._job(rank, world, function, kwargs, timeout)) for rank in range(world)]
+        try:
+            replies = _collect(ranks, timeout)
+            failures = {rank: text for rank, (good, text) in replies.items() if not good}
+            missing = [rank for rank in range(world) if rank not in replies]
+            if failures or missing:
+                raise JobError(_report(function, ranks, failures, missing, timeout))
+        finally:
+            _end(ranks)
         return [replies[rank][1] for rank in range(world)]
 
     def close(self) -> None:
-        """End every worker; the next job starts new ones."""
-        for worker in self._workers:
-            worker.connection.close()
-        deadline = time.monotonic() + 2.0
-        for worker in self._workers:
-            worker.process.join(max(0.0, deadline - time.monotonic()))
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
-        self._workers = []
+        """Remove what the pool left on disk."""
+        self._folder.cleanup()
 
-    def _start(self, count: int) -> None:
+    def _start(self, job: Job) -> Rank:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        ours, theirs = context.Pipe()
+        stack_file = Path(self._folder.name) / f"stack{self._jobs}-{job.rank}"
+        process = context.Process(target=_serve, args=(theirs, str(stack_file), list(sys.path)), daemon=True)
+        process.start()
+        theirs.close()
+        ours.send_bytes(pickle.dumps(job))
+        return Rank(process, ours, stack_file)
+
+    def _job(self, rank: int, world: int, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> Job:
         if self._store is None:
             from torch.distributed import TCPStore
 
             self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-        if any(not worker.process.is_alive() for worker in self._workers):
-            self.close()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        while len(self._workers) < count:
-            ours, theirs = context.Pipe()
-            stack_file = Path(self._folder.name) / f"stack{len(self._workers)}"
-            process = context.Process(target=_serve, args=(theirs, str(stack_file), list(sys.path)), daemon=True)
-            process.start()
-            theirs.close()
-            self._workers.append(Worker(process, ours, stack_file))
-
-    def _job(self, rank: int, world: int, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> Job:
-        assert self._store is not None
         return Job(
             function.__module__, function.__qualname__, kwargs, rank, world,
             self._store.port, f"job{os.getpid()}-{self._jobs}", timeout,
         )  # fmt: skip
 
-    def _collect(self, workers: Sequence[Worker], timeout: float) -> dict[int, tuple[bool, Any]]:
-        """Replies by rank. After the first failure the other ranks, which may wait for it, get a short grace."""
-        replies: dict[int, tuple[bool, Any]] = {}
-        pending = {worker.connection: rank for rank, worker in enumerate(workers)}
-        deadline = time.monotonic() + timeout
-        while pending and (left := deadline - time.monotonic()) > 0:
-            for ready in wait(list(pending), left):
-                assert isinstance(ready, Connection)
-                rank = pending.pop(ready)
-                replies[rank] = _receive(ready)
-                if not replies[rank][0]:
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        return replies
 
-    def _report(
-        self, function: Callable[..., Any], failures: dict[int, str], missing: list[int], timeout: float
-    ) -> str:
-        parts = [f"{function.__module__}.{function.__qualname__} failed"]
-        parts += [f"--- rank {rank} raised:\n{text}" for rank, text in sorted(failures.items())]
-        stacks = self._stacks(missing)
-        why = "was still running" if failures else f"did not finish in {timeout:g} s"
-        parts += [f"--- rank {rank} {why}, at:\n{stacks[rank]}" for rank in missing]
-        return "\n".join(parts)
+def _collect(ranks: Sequence[Rank], timeout: float) -> dict[int, tuple[bool, Any]]:
+    """Replies by rank. After the first failure the other ranks, which may wait for it, get a short grace."""
+    replies: dict[int, tuple[bool, Any]] = {}
+    pending = {one.connection: rank for rank, one in enumerate(ranks)}
+    deadline = time.monotonic() + timeout
+    while pending and (left := deadline - time.monotonic()) > 0:
+        for ready in wait(list(pending), left):
+            assert isinstance(ready, Connection)
+            rank = pending.pop(ready)
+            replies[rank] = _receive(ready)
+            if not replies[rank][0]:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    return replies
 
-    def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Where these workers are now: each writes its stack on SIGUSR1."""
-        for rank in ranks:
-            pid = self._workers[rank].process.pid
-            if pid is not None and self._workers[rank].process.is_alive():
-                os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.5 if ranks else 0.0)
-        return {rank: self._workers[rank].stack_file.read_text(errors="replace") for rank in ranks}
+
+def _end(ranks: Sequence[Rank]) -> None:
+    """Ranks leave when their pipe closes; those that hang are killed."""
+    for one in ranks:
+        one.connection.close()
+    deadline = time.monotonic() + GRACE_SECONDS
+    for one in ranks:
+        one.process.join(max(0.0, deadline - time.monotonic()))
+        if one.process.is_alive():
+            one.process.kill()
+            one.process.join()
+
+
+def _report(
+    function: Callable[..., Any], ranks: Sequence[Rank], failures: dict[int, str], missing: list[int], timeout: float
+) -> str:
+    parts = [f"{function.__module__}.{function.__qualname__} failed"]
+    parts += [f"--- rank {rank} raised:\n{text}" for rank, text in sorted(failures.items())]
+    stacks = _stacks([ranks[rank] for rank in missing])
+    why = "was still running" if failures else f"did not finish in {timeout:g} s"
+    parts += [f"--- rank {rank} {why}, at:\n{stack}" for rank, stack in zip(missing, stacks, strict=True)]
+    return "\n".join(parts)
+
+
+def _stacks(ranks: Sequence[Rank]) -> list[str]:
+    """Where these processes are now: each writes its stack on SIGUSR1."""
+    for one in ranks:
+        if one.process.pid is not None and one.process.is_alive():
+            os.kill(one.process.pid, signal.SIGUSR1)
+    time.sleep(0.5 if ranks else 0.0)
+    return [one.stack_file.read_text(errors="replace") if one.stack_file.exists() else "start" for one in ranks]
 
 
 def _receive(connection: Connection) -> tuple[bool, Any]:
@@ -169,20 +184,21 @@ def _receive(connection: Connection) -> tuple[bool, Any]:
 
 
 def _serve(connection: Connection, stack_file: str, path: list[str]) -> None:
-    """Run jobs until the pipe closes. Leaves by ``os._exit``: gloo's threads may abort a normal interpreter exit."""
+    """Run one job. Leaves by ``os._exit``: gloo's threads may abort a normal exit of the interpreter."""
     sys.path[:] = path
     # the parent's Ctrl-C is the parent's to handle: it closes the pipe
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Path(stack_file).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
         try:
-            while True:
-                job: Job = pickle.loads(connection.recv_bytes())
-                connection.send_bytes(_answer(job))
+            connection.send_bytes(_answer(pickle.loads(connection.recv_bytes())))
+            # a rank that leaves early would close connections that others still read from
+            connection.recv_bytes()
         except (EOFError, OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
+            pass
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _answer(job: Job) -> bytes:
