@@ -59,3 +59,29 @@ def test_clipping_over_the_true_norm(pool: WorkerPool, strategies: list[Strategy
     wanted = train_alone(case)
     for found in pool.run(2, train, case=case):
         assert_same(found, wanted)
+
+
+HYBRID = Strategy(data=2, zero=2, zero_stage=2)
+FOUR = {
+    "hybrid": [HYBRID] * 5,
+    "zero3-tensor": [Strategy(zero=2, zero_stage=3, tensor=2)] * 5,
+    "mixed": [
+        HYBRID, Strategy(tensor=4, sequence_parallel=True), Strategy(data=2, tensor=2, sequence_parallel=True),
+        Strategy(zero=2, zero_stage=3, tensor=2, sequence_parallel=True), HYBRID,
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(FOUR))
+def test_four_processes(pool: WorkerPool, name: str) -> None:
+    case = Case(FOUR[name], microbatches=2, max_grad_norm=0.05)
+    wanted = train_alone(case)
+    for found in pool.run(4, train, case=case):
+        assert_same(found, wanted)
+
+
+def test_pipeline_with_clipping_and_tied_embeddings(pool: WorkerPool) -> None:
+    case = Case([DATA, ZERO3, SEQUENCE, DATA, DATA], microbatches=2, cuts=[2], max_grad_norm=0.05)
+    wanted = train_alone(case)
+    for found in pool.run(4, train, case=case):
+        assert_same(found, wanted)

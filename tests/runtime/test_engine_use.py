@@ -1,0 +1,275 @@
+"""How a parallel model is used: like the model, with any optimizer, with gradient accumulation, in bf16; and errors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.errors import InputError, NonFiniteLossError
+from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.state import full_gradients, full_state_dict, load_full_state_dict
+from tests.pool import WorkerPool
+from tests.runtime.plans import make_plan
+from tests.runtime.training import (
+    ADAMW,
+    SAMPLES,
+    Case,
+    Trained,
+    assert_same,
+    make_batch,
+    make_model,
+    make_parallel,
+    plan_of,
+    train,
+    train_alone,
+)
+
+DATA, ZERO3, ZERO2 = Strategy(data=2), Strategy(zero=2, zero_stage=3), Strategy(zero=2, zero_stage=2)
+TENSOR, SEQUENCE = Strategy(tensor=2), Strategy(tensor=2, sequence_parallel=True)
+MIXED = [DATA, DATA, SEQUENCE, ZERO3, DATA]
+
+
+def by_hand(case: Case) -> Trained:
+    """The user's own loop: forward, backward, clip, step."""
+    parallel = make_parallel(case)
+    optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
+    losses, gradients = [], dict[str, Tensor]()
+    for _ in range(3):
+        loss = parallel(**make_batch())
+        loss.backward()
+        gradients = gradients or full_gradients(parallel)
+        if case.max_grad_norm is not None:
+            parallel.clip_grad_norm(case.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return Trained(losses, gradients, full_state_dict(parallel))
+
+
+@pytest.mark.parametrize("strategies", [[DATA] * 5, [ZERO2] * 5, MIXED])
+def test_used_like_the_model(pool: WorkerPool, strategies: list[Strategy]) -> None:
+    case = Case(strategies, max_grad_norm=0.05)
+    for found in pool.run(2, by_hand, case=case):
+        assert_same(found, train_alone(case))
+
+
+def accumulate(strategies: list[Strategy], quiet: bool) -> dict[str, Tensor]:
+    """Two backward passes on halves of the batch."""
+    parallel = make_parallel(Case(strategies))
+    batch, half = make_batch(), SAMPLES // 2
+    first, second = ({k: v[i * half : (i + 1) * half] for k, v in batch.items()} for i in range(2))
+    if quiet:
+        with parallel.no_sync():
+            (parallel(first) / 2).backward()
+    else:
+        (parallel(first) / 2).backward()
+    (parallel(second) / 2).backward()
+    return full_gradients(parallel)
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_accumulation_by_the_user(pool: WorkerPool, quiet: bool) -> None:
+    wanted = train_alone(Case([Strategy()] * 5), steps=0)
+    for gradients in pool.run(2, accumulate, strategies=MIXED, quiet=quiet):
+        assert_same(Trained([], gradients, wanted.state), wanted)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adam-foreach": (torch.optim.Adam, {"lr": 1e-3, "eps": 1e-4, "foreach": True}),
+    "adafactor-like": (torch.optim.RMSprop, {"lr": 1e-3, "eps": 1e-3}),
+    "adamw-fused": (torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-4, "fused": True}),
+}
+
+
+def losses_with(strategies: list[Strategy], name: str) -> list[float]:
+    factory, options = OPTIMIZERS[name]
+    parallel = make_parallel(Case(strategies))
+    optimizer = parallel.optimizer(factory, **options)
+    return [float(parallel.train_step(make_batch(), optimizer)) for _ in range(4)]
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_any_optimizer(pool: WorkerPool, name: str) -> None:
+    model, (factory, options) = make_model("gpt-tiny"), OPTIMIZERS[name]
+    optimizer, wanted = factory(model.parameters(), **options), []
+    for _ in range(4):
+        loss = model(**make_batch())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(float(loss.detach()))
+    for losses in pool.run(2, losses_with, strategies=MIXED, name=name):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+def reload(strategies: list[Strategy]) -> tuple[float, float]:
+    """The loss after loading another model's state, and that model's own loss."""
+    other = make_model("gpt-tiny")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    parallel = make_parallel(Case(strategies))
+    load_full_state_dict(parallel, other.state_dict())
+    for name, value in full_state_dict(parallel).items():
+        torch.testing.assert_close(value, other.state_dict()[name], rtol=0, atol=0)
+    with torch.no_grad():
+        return float(parallel(make_batch())), float(other(**make_batch()))
+
+
+@pytest.mark.parametrize("strategies", [MIXED, [TENSOR] * 5, [ZERO2] * 5])
+def test_state_round_trip(pool: WorkerPool, strategies: list[Strategy]) -> None:
+    for ours, wanted in pool.run(2, reload, strategies=strategies):
+        assert ours == pytest.approx(wanted, rel=1e-6)
+
+
+def broken_state() -> None:
+    parallel = make_parallel(Case([Strategy()] * 5))
+    state = full_state_dict(parallel)
+    with pytest.raises(InputError, match=r"blocks\.0\.norm1\.weight.*no such entry"):
+        load_full_state_dict(parallel, {n: t for n, t in state.items() if n != "blocks.0.norm1.weight"})
+    with pytest.raises(InputError, match="another shape"):
+        load_full_state_dict(parallel, state | {"norm.bias": torch.zeros(1)})
+
+
+def test_state_that_does_not_fit(pool: WorkerPool) -> None:
+    pool.run(1, broken_state)
+
+
+@pytest.mark.parametrize("model", ["gpt-tiny", "llama-tiny"])
+@pytest.mark.parametrize("strategies", [[DATA] * 5, [ZERO3] * 5, MIXED, [TENSOR, SEQUENCE, SEQUENCE, SEQUENCE, TENSOR]])
+def test_bf16_follows_fp32(pool: WorkerPool, strategies: list[Strategy], model: str) -> None:
+    case = Case(strategies, model, microbatches=2, precision="bf16")
+    wanted = train_alone(case)
+    for found in pool.run(2, train, case=case):
+        assert found.losses == pytest.approx(wanted.losses, rel=0.02)
+        assert all(tensor.dtype == torch.float32 for tensor in [*found.gradients.values(), *found.state.values()])
+        for name, gradient in wanted.gradients.items():
+            # a gradient that is zero in theory (the keys' bias) is pure rounding noise
+            if float(gradient.norm()) > 1e-6:
+                assert float((found.gradients[name] - gradient).norm()) < 0.1 * float(gradient.norm()), name
+
+
+def unlike_models() -> float:
+    """Every rank starts from other weights: rank 0's count."""
+    torch.manual_seed(torch.distributed.get_rank())
+    model = make_model("gpt-tiny")
+    with torch.no_grad():
+        model.norm.weight.mul_(1.0 + torch.distributed.get_rank())
+    parallel = ParallelModel(model, plan_of(Case(MIXED)), discover_layers(model), make_batch(), device="cpu")
+    with torch.no_grad():
+        return float(parallel(make_batch()))
+
+
+def test_real_parameters_are_made_equal(pool: WorkerPool) -> None:
+    wanted = float(make_model("gpt-tiny")(**make_batch()).detach())
+    assert pool.run(2, unlike_models) == pytest.approx([wanted] * 2, rel=1e-5)
+
+
+def from_meta(strategies: list[Strategy]) -> list[float]:
+    with torch.device("meta"):
+        model = make_model("gpt-tiny")
+    parallel = ParallelModel(
+        model, plan_of(Case(strategies)), discover_layers(model), make_batch(), device="cpu", init_fn=own_values, seed=3
+    )
+    optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
+    return [float(parallel.train_step(make_batch(), optimizer)) for _ in range(3)]
+
+
+def own_values(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+
+
+def test_meta_models_start_alike_under_every_plan(pool: WorkerPool) -> None:
+    (alone,) = pool.run(1, from_meta, strategies=[Strategy()] * 5)
+    for strategies in (MIXED, [ZERO3] * 5, [TENSOR] * 5):
+        for losses in pool.run(2, from_meta, strategies=strategies):
+            assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def one_rank(make: str) -> str:
+    """The message of the error that a wrong use raises."""
+    parallel = make_parallel(Case([Strategy()] * 5, microbatches=4))
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=math.nan if make == "nan" else 0.1)
+    if make == "batch":
+        with pytest.raises(InputError) as raised:
+            parallel.train_step({k: v[:6] for k, v in make_batch().items()}, optimizer)
+        return str(raised.value)
+    with torch.no_grad():
+        parallel.module.norm.weight.fill_(math.inf)
+    before = full_state_dict(parallel)
+    with pytest.raises(NonFiniteLossError) as failed:
+        parallel.train_step(make_batch(), optimizer)
+    after = full_state_dict(parallel)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    return str(failed.value)
+
+
+def test_batch_that_cannot_be_shared(pool: WorkerPool) -> None:
+    assert "multiple of 4 samples; the nearest: 4 or 8" in pool.run(1, one_rank, make="batch")[0]
+
+
+def test_loss_that_is_not_finite(pool: WorkerPool) -> None:
+    assert "The step was not taken" in pool.run(1, one_rank, make="loss")[0]
+
+
+def refuse(plan_names: list[str]) -> str:
+    model = make_model("gpt-tiny")
+    plan = make_plan([plan_names], [[Strategy()] * len(plan_names)], SAMPLES)
+    with pytest.raises(InputError) as raised:
+        ParallelModel(model, plan, discover_layers(model), make_batch(), device="cpu")
+    return str(raised.value)
+
+
+LAYER_NAMES = ["before", "blocks.0", "blocks.1", "blocks.2", "after"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([*LAYER_NAMES[:3], "layers.7", "after"], "The model has no such layer. Its layers are: before, blocks.0"),
+        (LAYER_NAMES[:4], "It says nothing about the layers after"),
+        (["before", "blocks.1", "blocks.0", "blocks.2", "after"], "The next 1 layer(s) of the model are blocks.0"),
+    ],
+)
+def test_plans_of_another_model(pool: WorkerPool, names: list[str], message: str) -> None:
+    assert message in pool.run(1, refuse, plan_names=names)[0]
+
+
+def refuse_edges() -> str:
+    with pytest.raises(InputError) as raised:
+        make_parallel(Case([DATA, DATA, DATA, DATA, TENSOR], "llama-tiny"))
+    return str(raised.value)
+
+
+def test_edges_of_one_stage_must_agree(pool: WorkerPool) -> None:
+    assert "before and after must split samples and matmuls alike" in pool.run(2, refuse_edges)[0]
+
+
+def refuse_pipeline() -> str:
+    parallel = make_parallel(Case([Strategy()] * 5, cuts=[3]))
+    with pytest.raises(InputError) as raised:
+        parallel(make_batch())
+    return str(raised.value)
+
+
+def test_a_pipeline_needs_train_step(pool: WorkerPool) -> None:
+    assert "train_step" in pool.run(2, refuse_pipeline)[0]
+
+
+def without_example() -> str:
+    model = make_model("gpt-tiny")
+    with pytest.raises(InputError) as raised:
+        ParallelModel(model, plan_of(Case([TENSOR] * 5)), discover_layers(model), device="cpu")
+    return str(raised.value)
+
+
+def test_tensor_parallelism_needs_an_example(pool: WorkerPool) -> None:
+    assert "give an example batch" in pool.run(2, without_example)[0]
