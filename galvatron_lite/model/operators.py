@@ -24,9 +24,8 @@ def merge(calls: Sequence[CallFigures], shardings: Shardings) -> tuple[Operator,
     """
     forward = _grouped([call for call in calls if not call.backward])
     backward = dict.fromkeys(forward, (0, 0))
-    for call in calls:
-        if call.backward and forward:
-            _book(call, forward, backward)
+    for homes, (flops, moved) in _booked([call for call in calls if call.backward], list(forward)).items():
+        _share_out(flops, moved, homes, forward, backward)
     return tuple(
         replace(_operator(key, forward[key], *backward[key]), sharding=shardings.get(key[:2], Sharding.NONE))
         for key in forward
@@ -41,11 +40,26 @@ def _grouped(calls: Sequence[CallFigures]) -> dict[_Key, list[CallFigures]]:
     return groups
 
 
-def _book(call: CallFigures, forward: dict[_Key, list[CallFigures]], backward: dict[_Key, tuple[int, int]]) -> None:
-    keys = _homes(call, list(forward))
-    shares = [sum(part.flops or part.moved for part in forward[key]) or 1 for key in keys]
-    flops, moved, left = call.flops, call.moved, sum(shares)
-    for key, share in zip(keys, shares, strict=True):
+def _booked(calls: Sequence[CallFigures], keys: list[_Key]) -> dict[tuple[_Key, ...], tuple[int, int]]:
+    """FLOPs and bytes of backward calls by the forward entries they belong to."""
+    sums: dict[tuple[_Key, ...], tuple[int, int]] = {}
+    for call in calls:
+        homes = tuple(_homes(call, keys))
+        flops, moved = sums.get(homes, (0, 0))
+        sums[homes] = (flops + call.flops, moved + call.moved)
+    return sums
+
+
+def _share_out(
+    flops: int,
+    moved: int,
+    homes: Sequence[_Key],
+    forward: Mapping[_Key, list[CallFigures]],
+    backward: dict[_Key, tuple[int, int]],
+) -> None:
+    shares = [sum(part.flops or part.moved for part in forward[key]) or 1 for key in homes]
+    left = sum(shares)
+    for key, share in zip(homes, shares, strict=True):
         part = (flops * share // left, moved * share // left)
         backward[key] = (backward[key][0] + part[0], backward[key][1] + part[1])
         flops, moved, left = flops - part[0], moved - part[1], left - share

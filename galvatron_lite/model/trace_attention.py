@@ -7,6 +7,8 @@ al., FlashAttention, 2022). ``FusedAttention`` replaces the call by an operator 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,13 +63,30 @@ attention.register_autograd(_backward, setup_context=_keep)
 
 
 class FusedAttention(TorchFunctionMode):
-    """While it is entered, ``scaled_dot_product_attention`` on meta tensors is the operator above."""
+    """While it is entered, ``scaled_dot_product_attention`` on meta tensors is the operator above.
+
+    Modes do not see what a function they were asked about calls in turn; inside ``multi_head_attention_forward``
+    (``nn.MultiheadAttention``) the function is therefore replaced by name.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the one call, pass every other on."""
         if func is F.scaled_dot_product_attention:
             return _fused(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:
+            with _replaced():
+                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _replaced() -> Iterator[None]:
+    original = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _fused  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = original
 
 
 def _fused(
@@ -80,7 +99,7 @@ def _fused(
     **_: Any,
 ) -> Tensor:
     if query.dim() == 3:
-        parts = (tensor.unsqueeze(1) for tensor in (query, key, value))
-        return _fused(*parts, is_causal=is_causal).squeeze(1)
+        lifted = _fused(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), is_causal=is_causal)
+        return lifted.squeeze(1)
     output: Tensor = attention(query, key, value, attn_mask, is_causal)[0]
     return output

@@ -52,9 +52,9 @@ def _from_config(config: Any, name: str) -> int:
 
 def _structure(modules: Sequence[nn.Module], operators: Sequence[Operator]) -> dict[str, int]:
     parts = [part for module in modules for part in module.modules()]
-    tables = [part.num_embeddings for part in parts if isinstance(part, nn.Embedding)]
+    tables = [(part.num_embeddings, part.embedding_dim) for part in parts if isinstance(part, nn.Embedding)]
     matmuls = [operator.shape for operator in operators if operator.kind is OperatorClass.MATMUL]
-    found = {"vocab": max(tables)} if tables else {}
+    found = dict(zip(("vocab", "hidden"), max(tables), strict=True)) if tables else {}
     if matmuls:
         found |= {"hidden": matmuls[0][1], "ffn_hidden": max(shape[2] for shape in matmuls)}
     return found

@@ -21,7 +21,7 @@ def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
         model: on any device.
         precision: floating parameters and buffers are cast to it; None leaves them as they are.
 
-    Parameters that are tied stay tied. A Hugging Face config is told to keep no cache of keys and values.
+    Parameters that are tied stay tied. Hugging Face models keep no cache of keys and values, and checkpoint nothing.
 
     Raises:
         TraceError: the model cannot be copied, or an unknown precision.
@@ -36,10 +36,17 @@ def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
     except Exception as cause:
         raise TraceError("model", type(model).__name__, f"It must allow copy.deepcopy: {cause}") from cause
     for module in twin.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", False):
-            config.use_cache = False
+        _simplify(module)
     return twin.train()
+
+
+def _simplify(module: nn.Module) -> None:
+    """Switch off what Hugging Face models do of their own: caches, and checkpointing, which the planner chooses."""
+    config: Any = getattr(module, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False
+    if vars(module).get("gradient_checkpointing", False):
+        module.gradient_checkpointing = False  # type: ignore[assignment]
 
 
 def _loose_tensors(module: nn.Module) -> list[Tensor]:

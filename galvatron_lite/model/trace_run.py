@@ -179,7 +179,7 @@ def run_block(block: nn.Module, call: BlockCall, chain: Sequence[int]) -> Region
         del output
         recorder.start_backward(recording)
         if end is not None:
-            end.backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward([end])  # end.backward() would leave the modes
         recorder.finish(recording, block.named_parameters())
     side = tuple(number for place, number in enumerate(numbers) if place not in chain)
     return RegionRun(recording, tuple(numbers[place] for place in chain), side)

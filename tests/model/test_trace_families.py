@@ -9,7 +9,7 @@ from torch import nn
 
 from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass, Recompute, Role
 from galvatron_lite.model.trace import trace
-from tests.model.models import FAMILIES, FFN, HEADS, HIDDEN, LAYERS, TOKENS, VOCAB, Plain, hugging_face, plain
+from tests.model.models import FAMILIES, FFN, HEADS, HIDDEN, LAYERS, TOKENS, VOCAB, Mixer, Plain, hugging_face, plain
 from tests.model.models import captured as captured_graph
 
 
@@ -105,6 +105,31 @@ def test_a_mask_without_padding_changes_no_operator() -> None:
     model, batch = hugging_face("Llama")
     plain_graph, masked = trace(model, batch), trace(model, {**batch, "attention_mask": torch.ones(2, TOKENS)})
     assert masked.kinds["block"] == plain_graph.kinds["block"]
+
+
+def test_the_models_own_checkpointing_is_left_out() -> None:
+    model, batch = hugging_face("Llama")
+    before = trace(model, batch)
+    model.gradient_checkpointing_enable()
+    assert trace(model, batch) == before
+
+
+class Recomputing(Mixer):
+    """A user's block that calls torch.utils.checkpoint itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_checkpointing_inside_a_users_block_keeps_only_its_input() -> None:
+    model, batch = plain()
+    for place in range(LAYERS):
+        model.body[place] = Recomputing(HIDDEN)
+    block = trace(model, batch).kinds["block"]
+    assert block.kept[Recompute.NONE].total == block.input_bytes
+    # checkpoint stops recomputing before the last convolution, whose output backward does not need
+    first = next(operator for operator in block.operators if operator.name.startswith("mix"))
+    assert block.backward_flops == 2 * block.flops + first.flops
 
 
 def heavy_flops(kind: LayerKind) -> int:

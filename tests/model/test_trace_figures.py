@@ -170,6 +170,17 @@ def test_matmul_shapes_and_bytes_moved(family: str) -> None:
             assert operator.weight_bytes == 4 * (inner * columns + bias)
 
 
+def test_attention_inside_multihead_attention_is_fused() -> None:
+    layer = torch.nn.TransformerEncoderLayer(32, HEADS, 64, dropout=0.0, batch_first=True)
+    model = torch.nn.Sequential(torch.nn.TransformerEncoder(layer, 2))
+    graph = trace(model, torch.zeros(2, TOKENS, 32), loss_fn=lambda output, _: output.mean(), blocks="0.layers")
+    block = graph.kinds["block"]
+    assert [o.shape for o in block.operators if o.kind is OperatorClass.ATTENTION] == [(HEADS, HEADS, 16, 16, 8)]
+    weights = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
+    assert by_class(block, OperatorClass.MATMUL) == 2 * weights * TOKENS
+    assert block.backward_flops == 2 * 2 * weights * TOKENS + 10 * TOKENS**2 * 32
+
+
 def test_eager_attention_keeps_what_it_materialises() -> None:
     """A model that writes out the scores keeps tokens x tokens of them; one that calls the fused operator does not."""
     eager, batch = hugging_face("Llama", attn_implementation="eager")
