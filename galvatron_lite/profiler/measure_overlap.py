@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean, median
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,9 @@ class _Together:
     pieces: float
 
 
+_Run: TypeAlias = Callable[[torch.Tensor, Callable[[], None], float, float], _Together]
+
+
 def measure_overlap(device: torch.device, rule: TimingRule = DEFAULT_RULE) -> Overlap:
     """Measure it on the whole world; both factors are 1 where there is nobody to communicate with.
 
@@ -41,22 +45,29 @@ def measure_overlap(device: torch.device, rule: TimingRule = DEFAULT_RULE) -> Ov
     def piece() -> None:
         torch.mm(left, left, out=out)
 
-    alone = time_call(lambda: dist.all_reduce(message), device, rule, Across.MAX).seconds
-    each = time_call(piece, device, rule).seconds
     together = _cuda_round if device.type == "cuda" else _cpu_round
-    rounds = [together(message, piece, alone, each) for _ in range(_ROUNDS)]
-    return _factors(rounds, alone, each)
+    rounds = [_round(message, piece, together, device, rule) for _ in range(_ROUNDS)]
+    compute, communication = (median(column) for column in zip(*rounds, strict=True))
+    return _agreed(compute, communication)
 
 
-def _factors(rounds: list[_Together], alone: float, each: float) -> Overlap:
-    own = (
-        median(one.seconds / (max(one.pieces, 0.5) * each) for one in rounds),
-        median(one.seconds / alone for one in rounds),
-    )
-    everyone: list[tuple[float, float]] = [own] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    compute, communication = (mean(column) for column in zip(*everyone, strict=True))
-    return Overlap(max(1.0, compute), max(1.0, communication))
+def _round(
+    message: torch.Tensor, piece: Callable[[], None], together: _Run, device: torch.device, rule: TimingRule
+) -> tuple[float, float]:
+    """Slow-down of compute and of communication, each against itself alone just before."""
+    brief = replace(rule, warmup=1, most=rule.least, seconds=rule.seconds / _ROUNDS)
+    alone = time_call(lambda: dist.all_reduce(message), device, brief, Across.MAX).seconds
+    each = time_call(piece, device, brief).seconds
+    found = together(message, piece, alone, each)
+    return found.seconds / (max(found.pieces, 0.5) * each), found.seconds / alone
+
+
+def _agreed(compute: float, communication: float) -> Overlap:
+    """The mean over the ranks; nothing runs faster for being disturbed."""
+    everyone = [(compute, communication)] * dist.get_world_size()
+    dist.all_gather_object(everyone, (compute, communication))
+    means = [mean(column) for column in zip(*everyone, strict=True)]
+    return Overlap(max(1.0, means[0]), max(1.0, means[1]))
 
 
 def _cpu_round(message: torch.Tensor, piece: Callable[[], None], alone: float, each: float) -> _Together:  # noqa: ARG001

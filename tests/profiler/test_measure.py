@@ -101,6 +101,8 @@ def test_two_processes_make_one_profile(pool: WorkerPool, tmp_path: Path) -> Non
     assert profile.communication_origin.kind is OriginKind.MEASURED
     assert {point.tensor for point in profile.layers if point.kind == "before"} == {1, 2}
     assert profile.overlap.compute_slowdown >= 1
+    assert profile.overhead.step > 0
+    assert min(profile.overhead.zero, profile.overhead.data, profile.overhead.pipeline) >= 0
 
 
 def test_sample_counts() -> None:
