@@ -7,6 +7,7 @@ samples lie along dim 0 of its tensors. The loss is a mean over samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -68,14 +69,18 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest of mappings, tuples and lists with every tensor replaced by ``change(tensor)``."""
+    """The same nest of mappings, tuples and lists with every tensor replaced by ``change(tensor)``.
+
+    Named tuples and mappings that are dataclasses (transformers' outputs) keep their type; other mappings become dicts.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: map_tensors(item, change) for key, item in value.items()}
+        items = {key: map_tensors(item, change) for key, item in value.items()}
+        return type(value)(**items) if is_dataclass(value) else items
     if isinstance(value, (tuple, list)):
-        items = [map_tensors(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        mapped = [map_tensors(item, change) for item in value]
+        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
     return value
 
 

@@ -45,7 +45,11 @@ def trace(
     """Capture a model: its layers and, for one sample, what each computes, moves and keeps.
 
     Everything runs on a copy of the model on the meta device (shapes only): a 70B model takes seconds and no memory.
-    Each kind of structurally equal layers is run in detail once, forward and backward, at two batch sizes.
+    Each kind of structurally equal layers is run in detail once, forward and backward, at two batch sizes, and so is
+    one device's share of it under tensor parallelism.
+
+    Operators are those PyTorch runs on CPU, but for attention, which counts as a fused kernel runs it, with dropout
+    too. What does not grow with the batch (causal masks, position tables) is left out of every figure.
 
     Args:
         model: on any device, the meta device included; it is not changed.

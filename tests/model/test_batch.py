@@ -92,6 +92,14 @@ def test_nests_keep_their_types() -> None:
     assert map_tensors(nest, lambda tensor: tensor.item()) == {"a": [0.0, (1.0, None)]}
 
 
+def test_outputs_of_transformers_keep_their_type() -> None:
+    from transformers.modeling_outputs import BaseModelOutput
+
+    mapped = map_tensors(BaseModelOutput(last_hidden_state=torch.zeros(2)), torch.ones_like)
+    assert isinstance(mapped, BaseModelOutput)
+    assert mapped.last_hidden_state.sum() == 2
+
+
 def test_tokens_per_sample() -> None:
     assert sequence_length({"pixels": torch.zeros(2, 3, 4, 4), "ids": torch.zeros(2, 9, dtype=torch.long)}) == 9
     assert sequence_length(torch.zeros(2, 9)) == 1
