@@ -30,7 +30,7 @@ def report(plan_file: Path, result_file: Path) -> None:
         f"{seconds / found['seconds'] - 1:+.1%}",
     )
     table.add_row("peak memory", format_bytes(peak), format_bytes(found["peak"]), f"{peak / found['peak'] - 1:+.1%}")
-    table.add_row("loss on held-out text", f"{found['before']:.3f} before", f"{found['after']:.3f} after", "")
+    table.add_row("loss, nats a byte", f"before: {found['before']:.3f}", f"after: {found['after']:.3f}", "")
     Console(highlight=False).print(table)
 
 

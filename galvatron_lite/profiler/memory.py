@@ -11,6 +11,7 @@ goes unseen. Code that releases old tensors should be tracked from before it mak
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -97,6 +98,8 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _track_cpu(found: PeakMemory) -> Iterator[PeakMemory]:
+    # In a launched world the tracer logs two lines a run to standard error, unless its log level is above all.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         yield found
     found.phases = _phases(_read_trace(trace))
