@@ -120,14 +120,10 @@ _BUILDERS: Mapping[str, Callable[[], tuple[nn.Module, Callable[[int], Batch]]]] 
 FAMILIES = tuple(_BUILDERS)
 
 
-def build_family(name: str, samples: int, seed: int = 0) -> tuple[nn.Module, Batch, tuple[Layer, ...]]:
-    """A model with random weights, a batch, and the model's layers; the same for the same seed."""
-    from galvatron_lite.model.discover import discover_layers
-
+def build_model(name: str, seed: int = 0) -> nn.Module:
+    """A model with random weights, the same for the same seed."""
     torch.manual_seed(seed)
-    model, make_batch = _BUILDERS[name]()
-    batch = make_batch(samples)
-    return model.train(), batch, discover_layers(model, batch)
+    return _BUILDERS[name]()[0].train()
 
 
 def make_batches(name: str, samples: int, count: int) -> list[Batch]:
@@ -135,3 +131,11 @@ def make_batches(name: str, samples: int, count: int) -> list[Batch]:
     _, make_batch = _BUILDERS[name]()
     torch.manual_seed(1)
     return [make_batch(samples) for _ in range(count)]
+
+
+def build_family(name: str, samples: int) -> tuple[nn.Module, Batch, tuple[Layer, ...]]:
+    """A model, a batch, and the model's layers; always the same ones."""
+    from galvatron_lite.model.discover import discover_layers
+
+    model, (batch,) = build_model(name), make_batches(name, samples, 1)
+    return model, batch, discover_layers(model, batch)

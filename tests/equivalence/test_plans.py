@@ -17,9 +17,11 @@ from tests.equivalence.families import FAMILIES, build_family
 from tests.equivalence.plans import sample_plan
 from tests.equivalence.training import (
     SAMPLES,
+    Case,
     Reference,
     curve_alone,
     curve_under_plan,
+    make_case,
     train_alone,
     train_under_plans,
 )
@@ -36,6 +38,11 @@ def graph_of(family: str) -> ModelGraph:
 
 
 @cache
+def case_of(family: str) -> Case:
+    return make_case(family)
+
+
+@cache
 def reference_of(family: str) -> Reference:
     return train_alone(family)
 
@@ -48,7 +55,7 @@ def sampled(family: str, world: int, count: int, first: int = 0) -> list[Plan]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampled_plans(pool: WorkerPool, family: str, world: int) -> None:
     plans = sampled(family, world, WORLDS[world])
-    results = pool.run(world, train_under_plans, family=family, plans=plans, reference=reference_of(family))
+    results = pool.run(world, train_under_plans, case=case_of(family), plans=plans, reference=reference_of(family))
     assert [wrong for rank in results for wrong in rank] == []
 
 
@@ -57,5 +64,5 @@ def test_loss_curve_of_twenty_steps(pool: WorkerPool, family: str, world: int) -
     expected = curve_alone(family, steps=20)
     assert min(expected) < 0.98 * expected[0]
     for plan in sampled(family, world, count=2, first=100):
-        for losses in pool.run(world, curve_under_plan, family=family, plan=plan, steps=20):
+        for losses in pool.run(world, curve_under_plan, case=case_of(family), plan=plan, steps=20):
             assert losses == pytest.approx(expected, rel=1e-4)

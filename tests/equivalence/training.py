@@ -12,13 +12,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from galvatron_lite.model.batch import call_model, loss_of
+from galvatron_lite.model.graph import Layer
+from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.apply import find_shared
 from galvatron_lite.parallelism.tensor.apply import gather_full
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
+from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.placement import Placed
+from galvatron_lite.runtime.tensor_plans import tensor_plans
 from tests.equivalence.compare import RELATIVE, assert_equal_tensors
-from tests.equivalence.families import build_family, make_batches
+from tests.equivalence.families import build_family, build_model, make_batches
 from tests.equivalence.plans import describe
 
 SAMPLES = 16
@@ -38,9 +43,33 @@ class Reference:
     parameters: dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Case:
+    """What every plan of a family needs, found once."""
+
+    family: str
+    layers: tuple[Layer, ...]
+    tensor_plans: dict[str, TensorPlan]
+    first_names: dict[str, str]
+
+    def parallel(self, plan: Plan, **options: Any) -> ParallelModel:
+        """The family's model under a plan."""
+        return ParallelModel(
+            build_model(self.family), plan, self.layers, tensor_plans=self.tensor_plans, device="cpu", **options
+        )
+
+
+def make_case(family: str) -> Case:
+    """Layers, tensor plans and shared parameters of a family."""
+    model, batch, layers = build_family(family, SAMPLES)
+    plans = tensor_plans(model, [Placed(layer, Strategy(tensor=2)) for layer in layers], batch)
+    first_names = {name: shared.names[0] for shared in find_shared(model, layers) for name in shared.names}
+    return Case(family, layers, plans, first_names)
+
+
 def train_alone(family: str) -> Reference:
     """The family's model, trained by plain PyTorch."""
-    model, _, _ = build_family(family, SAMPLES)
+    model = build_model(family)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     losses, gradients = [], []
     parameters: dict[str, Tensor] = {}
@@ -56,17 +85,15 @@ def train_alone(family: str) -> Reference:
     return Reference(losses, gradients[0], gradients[-1], parameters)
 
 
-def train_under_plans(family: str, plans: Sequence[Plan], reference: Reference) -> list[str]:
+def train_under_plans(case: Case, plans: Sequence[Plan], reference: Reference) -> list[str]:
     """What goes wrong, plan by plan; run on every rank of a world."""
-    return [f"{describe(plan)}: {wrong}" for plan in plans if (wrong := _train(family, plan, reference))]
+    return [f"{describe(plan)}: {wrong}" for plan in plans if (wrong := _train(case, plan, reference))]
 
 
-def _train(family: str, plan: Plan, reference: Reference) -> str:
-    model, batch, layers = build_family(family, SAMPLES)
-    first_names = {name: s.names[0] for s in find_shared(model, layers) for name in s.names}
-    parallel = ParallelModel(model, plan, layers, batch)
+def _train(case: Case, plan: Plan, reference: Reference) -> str:
+    parallel, first_names = case.parallel(plan), case.first_names
     optimizer = parallel.optimizer(torch.optim.SGD, lr=LEARNING_RATE, momentum=MOMENTUM)
-    batches = make_batches(family, SAMPLES, STEPS + 1)
+    batches = make_batches(case.family, SAMPLES, STEPS + 1)
     losses = [global_loss(parallel.backward_step(batches[0]))]
     first = whole(parallel, first_names, lambda parameter: parameter.grad)
     optimizer.step()
@@ -122,7 +149,7 @@ def whole(
 
 def curve_alone(family: str, steps: int) -> list[float]:
     """Losses of training by plain PyTorch with AdamW, a new batch every step."""
-    model, _, _ = build_family(family, SAMPLES)
+    model = build_model(family)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for batch in make_batches(family, SAMPLES, steps):
@@ -135,9 +162,8 @@ def curve_alone(family: str, steps: int) -> list[float]:
     return losses
 
 
-def curve_under_plan(family: str, plan: Plan, steps: int) -> list[float]:
+def curve_under_plan(case: Case, plan: Plan, steps: int) -> list[float]:
     """The same under a plan; run on every rank of a world."""
-    model, batch, layers = build_family(family, SAMPLES)
-    parallel = ParallelModel(model, plan, layers, batch, max_grad_norm=CLIP)
+    parallel = case.parallel(plan, max_grad_norm=CLIP)
     optimizer = parallel.optimizer(torch.optim.AdamW, lr=3e-3)
-    return [float(parallel.train_step(batch, optimizer)) for batch in make_batches(family, SAMPLES, steps)]
+    return [float(parallel.train_step(batch, optimizer)) for batch in make_batches(case.family, SAMPLES, steps)]
