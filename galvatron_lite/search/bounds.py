@@ -34,6 +34,10 @@ class Bounds:
         rest, updated: per place: least sum of rest (of updated) of the layers after it.
         worst_floor, waiting_floor, start_floor, updated_floor: per place: a label's component up to this value keeps
             within ``room`` whatever follows.
+        ahead: per place: some later moment exceeds a label's ``start`` by at least this much, what later layers hold
+            at rest aside.
+        pending: per place: the most that the next layer's reduction adds to a waiting moment.
+        updating: per place: the most by which later layers' updates exceed what they hold at rest.
     """
 
     cap: int
@@ -48,6 +52,24 @@ class Bounds:
     waiting_floor: list[int]
     start_floor: list[int]
     updated_floor: list[int]
+    ahead: list[int]
+    pending: list[int]
+    updating: list[int]
+
+    def raised(
+        self, place: int, start: IntArray, worst: IntArray, waiting: IntArray, updated: IntArray
+    ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """The components of labels at ``place``, raised as far as makes no difference to what may follow.
+
+        That is up to the floors, and for all but ``start`` up to what a later moment certainly exceeds.
+        """
+        certain = start + self.ahead[place]
+        return (
+            np.maximum(start, self.start_floor[place]),
+            np.maximum(np.maximum(worst, self.worst_floor[place]), certain),
+            np.maximum(np.maximum(waiting, self.waiting_floor[place]), certain - self.pending[place]),
+            np.maximum(np.maximum(updated, self.updated_floor[place]), certain - self.updating[place]),
+        )
 
     def may_complete(
         self,
@@ -121,7 +143,7 @@ def completion_bounds(chain: Chain, cap: int | None) -> Bounds | None:
         limit, chain.room, least_time, least_memory, priced, price,
         _least_after([layer.rest for layer in layers]),
         _least_after([layer.updated for layer in layers]),
-        *_floors(chain),
+        *_floors(chain), *_certain(chain),
     )  # fmt: skip
 
 
@@ -205,3 +227,15 @@ def _floors(chain: Chain) -> tuple[list[int], list[int], list[int], list[int]]:
         updated.append(updated[-1] - int(layer.updated.max()))
         worst.append(room_after)
     return worst[::-1], waiting[::-1], start[::-1], updated[::-1]
+
+
+def _certain(chain: Chain) -> tuple[list[int], list[int], list[int]]:
+    """Per place: ``ahead``, ``pending`` and ``updating`` of ``Bounds``, from the least or greatest of each layer."""
+    nothing = -_UNBOUNDED
+    ahead, pending, updating = [nothing], [0], [0]
+    for layer in reversed(chain.layers[1:]):
+        own = int(np.maximum(layer.peak, layer.middle).min())
+        ahead.append(max(own, ahead[-1] + int(layer.prefix.min())))
+        pending.append(int(layer.pending.max()))
+        updating.append(updating[-1] + int((layer.updated - layer.rest).max()))
+    return ahead[::-1], pending[::-1], updating[::-1]

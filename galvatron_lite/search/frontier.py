@@ -18,12 +18,13 @@ The method. Prefixes s_1..s_l are labels (time, X, V, Y, Z) with
     Y' = Y + r_l + q_l                                where the moments of later layers start
     Z' = Z + u_l
 
-All updates are monotone, so of two labels with the same last choice the one that is no better in any component never
-leads to a better plan and goes. A label also goes when no completion meets (2)-(4): bounds are the least weighted time
-and the least memory of any completion (both by dynamic programming from the end), and the Lagrangian
-min sum(time + lambda * memory) - lambda * M with the best lambda found. Components that can no longer break (2) or (3)
-whatever follows are set equal, so that they do not keep labels apart. Nothing is rounded: the result is the exact
-Pareto set of (1), one solution of each value.
+All updates are monotone, so of two labels whose last choices have the same moves to what follows, the one that is no
+better in any component (g_l is one more) never leads to a better plan and goes. A label also goes when no completion
+meets (2)-(4): bounds are the least weighted time and the least memory of any completion (both by dynamic programming
+from the end), and the Lagrangian min sum(time + lambda * memory) - lambda * M with the best lambda found. Components
+that cannot decide (2) or (3), because there is room whatever follows or because a later moment is certainly worse, are
+raised until that is no longer certain, so that they do not keep labels apart. Nothing is rounded: the result is the
+exact Pareto set of (1), one solution of each value.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class ChainLayer:
         time: (S, C).
         rest, prefix, peak, middle, prefetched, pending, updated: (S,) each, see ``cost.memory.MemoryTerms``.
         move: (choices of the layer before, S); of no meaning in the first layer.
+        group: (S,): choices of equal number move alike to every choice of the next layer.
     """
 
     time: IntArray
@@ -60,6 +62,7 @@ class ChainLayer:
     pending: IntArray
     updated: IntArray
     move: IntArray
+    group: IntArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,14 +177,18 @@ def _pruned(chain: Chain, place: int, labels: _Labels, bounds: Bounds) -> _Label
     labels = labels.take(np.flatnonzero(alive))
     if not len(labels.state):
         return labels
-    # Below these floors a component can no longer break its limit, whatever follows.
-    labels.worst = np.maximum(labels.worst, bounds.worst_floor[place])
-    labels.waiting = np.maximum(labels.waiting, bounds.waiting_floor[place])
-    labels.start = np.maximum(labels.start, bounds.start_floor[place])
-    labels.updated = np.maximum(labels.updated, bounds.updated_floor[place])
-    order = np.argsort(labels.state, kind="stable")
-    edges = np.flatnonzero(np.diff(labels.state[order])) + 1
-    keys = np.column_stack((labels.time, labels.worst, labels.waiting, labels.start, labels.updated))
+    start = labels.start
+    raised = bounds.raised(place, labels.start, labels.worst, labels.waiting, labels.updated)
+    labels.start, labels.worst, labels.waiting, labels.updated = raised
+    # States that move alike to every choice of the next layer compete; what they leave gathered is one more figure.
+    layer, follows = chain.layers[place], int(place + 1 < len(chain.layers))
+    alike, beside = layer.group[labels.state] * follows, layer.prefetched[labels.state] * follows
+    order = np.argsort(alike, kind="stable")
+    edges = np.flatnonzero(np.diff(alike[order])) + 1
+    # A figure that follows from ``start`` alone does not tell labels apart.
+    certain = bounds.raised(place, start, *[np.full_like(start, _NEVER)] * 3)
+    telling = [own for own, least in zip(raised[1:], certain[1:], strict=True) if (own != least).any()]
+    keys = np.column_stack((labels.time, raised[0], *telling, beside))
     kept = [group[pareto_rows(keys[group])] for group in np.split(order, edges)]
     return labels.take(np.concatenate(kept))
 

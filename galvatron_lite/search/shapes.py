@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from galvatron_lite.cost.layer import LayerPricer, Sharing
-from galvatron_lite.cost.sharing import tied_groups
+from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing
+from galvatron_lite.cost.sharing import sharing_of, tied_groups
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.base import Strategy
@@ -61,9 +61,19 @@ def widest_tables(problem: Problem) -> list[Table]:
     tied = dict(problem.choice.tied)
     every = [problem.tables.table(layer.kind) for layer in problem.graph.layers]
     for place, strategy in tied.items():
-        own = problem.tables.table(problem.graph.layers[place].kind, Sharing())
-        every[place] = own.where(lambda option, wanted=strategy: option == wanted)  # type: ignore[misc]
+        every[place] = _lowest(problem, place).where(lambda option, wanted=strategy: option == wanted)  # type: ignore[misc]
+    glue = problem.choice.glue
+    if glue is None:
+        return every
+    edges = [place for place, layer in enumerate(problem.graph.layers) if layer.role is not Role.BLOCK]
+    for place in edges:
+        every[place] = every[place].where(lambda option: (option.batch_degree, option.tensor) == glue)
     return every
+
+
+def _lowest(problem: Problem, place: int) -> Table:
+    """The table of a tied layer that no table of another stage's layers undercuts: nothing shared, nothing left out."""
+    return problem.tables.table(problem.graph.layers[place].kind, ALONE, thinned=False)
 
 
 def open_problem(request: Request, pricer: LayerPricer, shape: Shape) -> Problem:
@@ -108,14 +118,22 @@ def _tied_choices(problem: Problem) -> list[tuple[tuple[int, Strategy], ...]]:
 
 
 def _group_choices(problem: Problem, group: tuple[int, ...]) -> list[tuple[tuple[int, Strategy], ...]]:
-    kinds = [problem.graph.layers[place].kind for place in group]
-    tables = [problem.tables.table(kind, _apart(problem, place)) for kind, place in zip(kinds, group, strict=True)]
+    """Strategies that all layers of a group offer, without those that another one beats for all of them at once."""
+    tables = [
+        problem.tables.table(problem.graph.layers[place].kind, sharing)
+        for place in group
+        for sharing in _sharings(problem, group, place)
+    ]
     common = set.intersection(*({*table.strategies} for table in tables))
-    agreed = [table.where(lambda strategy: strategy in common) for table in tables]
-    return [tuple((place, strategy) for place in group) for strategy in sorted({*agreed[0].strategies})]
+    first, *others = (table.where(lambda strategy: strategy in common) for table in tables)
+    return [tuple((place, strategy) for place in group) for strategy in first.undominated(others).strategies]
 
 
-def _apart(problem: Problem, place: int) -> Sharing:
-    """Some sharing whose table is not thinned out: any strategy may suit the others of the group."""
-    shared = (tie for tie in problem.graph.ties if problem.graph.layers[place].name in (tie.first, tie.second))
-    return Sharing(exchanged=max(tie.parameters for tie in shared))
+def _sharings(problem: Problem, group: tuple[int, ...], place: int) -> list[Sharing]:
+    """What sharing may mean for a layer: with the whole group in its stage, and alone in its stage."""
+    if problem.shape.stages == 1:
+        return [sharing_of(problem.graph, range(len(problem.graph.layers)))[place]]
+    ranges = [range(group[0], group[-1] + 1), range(place, place + 1)]
+    if len(group) > 2:
+        ranges += [range(a, b + 1) for a in group for b in group if a <= place <= b]
+    return list(dict.fromkeys(sharing_of(problem.graph, inside).get(place, ALONE) for inside in ranges))

@@ -67,6 +67,12 @@ class Table:
         )
 
     @property
+    def groups(self) -> IntArray:
+        """(S,): a number for each layout."""
+        numbers = {own: number for number, own in enumerate(dict.fromkeys(self.layouts))}
+        return np.array([numbers[own] for own in self.layouts], dtype=np.int64)
+
+    @property
     def keys(self) -> IntArray:
         """Everything a strategy is judged by, apart from its layout: (S, figures)."""
         return np.column_stack((self.forward, self.backward, self.step, self.kept, self.memory))
@@ -89,7 +95,7 @@ class Table:
         rest, prefix, peak, middle, prefetched, pending, updated = self.memory.T
         held = rest + (in_flight - 1) * self.kept
         return ChainLayer(
-            np.column_stack(list(columns)), held, prefix, peak, middle, prefetched, pending, updated, move
+            np.column_stack(list(columns)), held, prefix, peak, middle, prefetched, pending, updated, move, self.groups
         )
 
 
@@ -106,16 +112,22 @@ class Tables:
     pricer: LayerPricer
     shape: Shape
     fixed: Fixed
-    _known: dict[tuple[str, Sharing], Table] = field(default_factory=dict)
+    _known: dict[tuple[str, Sharing, bool], Table] = field(default_factory=dict)
     _moves: dict[tuple[int, int], IntArray] = field(default_factory=dict)
     _alive: list[Table] = field(default_factory=list)
 
-    def table(self, kind: str, sharing: Sharing = ALONE) -> Table:
-        """The table of a kind of layer, strategies that never help left out unless parameters are shared."""
-        key = (kind, sharing)
+    def table(self, kind: str, sharing: Sharing = ALONE, thinned: bool = True) -> Table:
+        """The table of a kind of layer.
+
+        Args:
+            kind: key into the graph's kinds.
+            sharing: of parameters; with any, no strategy is left out, because another layer has a say.
+            thinned: whether strategies that never help are left out where nothing is shared.
+        """
+        key = (kind, sharing, thinned and sharing == ALONE)
         if key not in self._known:
             whole = self._whole(kind, sharing)
-            self._known[key] = whole if sharing != ALONE else whole.undominated()
+            self._known[key] = whole.undominated() if key[2] else whole
         return self._known[key]
 
     def _whole(self, kind: str, sharing: Sharing) -> Table:

@@ -1,0 +1,53 @@
+"""The search finds what brute force finds, on random small models."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from galvatron_lite.errors import InfeasibleError
+from galvatron_lite.plans.schema import Schedule
+from galvatron_lite.search.planner import find_plan
+from tests.factories import random_profile
+from tests.search.brute import every_plan
+
+QUIET = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "derandomize": True}
+
+
+def check(seed: int, devices: int, blocks: int, batch: int, tied: bool, schedule: Schedule) -> None:
+    draw = random.Random(seed)
+    profile = random_profile(draw, devices=devices, blocks=blocks, alike=draw.random() < 0.5, tied=tied)
+    plans = list(every_plan(profile, devices, batch, schedule))
+    peaks = sorted({peak for _, peak in plans})
+    for budget in {peaks[0], draw.choice(peaks), draw.choice(peaks), peaks[-1]}:
+        best = min(seconds for seconds, peak in plans if peak <= budget)
+        plan = find_plan(
+            profile, devices=devices, global_batch=batch, budget=budget, schedules=[schedule], runners_up=0
+        )
+        assert plan.prediction is not None
+        assert plan.prediction.peak_memory <= budget
+        assert plan.prediction.step_seconds == pytest.approx(best, rel=1e-9)
+    with pytest.raises(InfeasibleError) as error:
+        find_plan(profile, devices=devices, global_batch=batch, budget=peaks[0] - 1, schedules=[schedule])
+    assert error.value.smallest_budget == peaks[0]
+
+
+@settings(max_examples=60, **QUIET)
+@given(st.integers(0, 10**9), st.sampled_from([1, 2, 3]), st.integers(1, 3), st.sampled_from([2, 4, 6]), st.booleans())
+def test_equals_brute_force_on_few_devices(seed: int, devices: int, blocks: int, batch: int, tied: bool) -> None:
+    check(seed, devices, blocks, batch * (3 if devices == 3 else 1), tied, Schedule.ONE_F_ONE_B)
+
+
+@settings(max_examples=20, **QUIET)
+@given(st.integers(0, 10**9), st.booleans())
+def test_equals_brute_force_on_four_devices(seed: int, tied: bool) -> None:
+    check(seed, 4, 1, 4, tied, Schedule.ONE_F_ONE_B)
+
+
+@settings(max_examples=30, **QUIET)
+@given(st.integers(0, 10**9), st.integers(1, 2), st.booleans())
+def test_equals_brute_force_with_gpipe(seed: int, blocks: int, tied: bool) -> None:
+    check(seed, 2, blocks, 4, tied, Schedule.GPIPE)
