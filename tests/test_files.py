@@ -32,7 +32,7 @@ def test_a_wrong_value_is_named() -> None:
 def test_corrupt_files_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "device.yaml"
     path.write_text(text)
-    with pytest.raises(FileFormatError, match="device.yaml"):
+    with pytest.raises(FileFormatError, match=r"device\.yaml"):
         read_value(Device, path)
 
 

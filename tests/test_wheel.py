@@ -19,7 +19,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(ROOT)], check=True)
     wheel = next(folder.glob("galvatron_lite-*.whl"))
-    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", str(folder / "site"), str(wheel)], check=True)
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--no-index", "--target", str(folder / "site"), str(wheel)], check=True
+    )
     return folder / "site"
 
 

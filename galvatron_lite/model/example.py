@@ -30,17 +30,16 @@ def example_batch(model: nn.Module, samples: int = SAMPLES) -> Any:
         return _images(config, samples)
     if hasattr(config, "vocab_size"):
         return _tokens(config, samples)
-    raise InputError(
-        "batch", None, f"{type(model).__name__} does not say what it takes. Give an example batch as the second argument."
-    )
+    name = type(model).__name__
+    raise InputError("batch", None, f"{name} does not say what it takes. Give an example batch as the second argument.")
 
 
 def _tokens(config: Any, samples: int) -> dict[str, Any]:
     import torch
 
-    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", _LONGEST)
+    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or _LONGEST
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, config.vocab_size, (samples, min(longest, _LONGEST)), generator=generator)
+    ids = torch.randint(0, config.vocab_size, (samples, min(int(longest), _LONGEST)), generator=generator)
     return {"input_ids": ids, "labels": ids.clone()}
 
 

@@ -52,6 +52,12 @@ def language_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
+def random_tokens(samples: int, sequence: int, vocab: int) -> dict[str, Tensor]:
+    """Random tokens, and as labels the tokens one further on: two (samples, sequence) tensors of indices."""
+    rows = torch.randint(0, vocab, (samples, sequence + 1), generator=torch.Generator().manual_seed(0))
+    return {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+
+
 class SelfAttention(nn.Module):
     """Causal self-attention with separate projections; maps (samples, tokens, hidden) to the same shape."""
 
@@ -140,6 +146,10 @@ class GPT(nn.Module):
             hidden = block(hidden)
         logits: Tensor = self.head(self.norm(hidden))
         return logits if labels is None else language_loss(logits, labels)
+
+    def example_batch(self, samples: int) -> dict[str, Tensor]:
+        """Random inputs of the longest sample."""
+        return random_tokens(samples, self.config.sequence, self.config.vocab)
 
 
 def initialise(module: nn.Module) -> None:

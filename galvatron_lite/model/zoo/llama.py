@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from galvatron_lite.model.zoo.gpt import check_heads, initialise, language_loss
+from galvatron_lite.model.zoo.gpt import check_heads, initialise, language_loss, random_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +150,7 @@ class Llama(nn.Module):
             hidden = block(hidden, cos, sin)
         logits: Tensor = self.head(self.norm(hidden))
         return logits if labels is None else language_loss(logits, labels)
+
+    def example_batch(self, samples: int) -> dict[str, Tensor]:
+        """Random inputs of the longest sample."""
+        return random_tokens(samples, self.config.sequence, self.config.vocab)

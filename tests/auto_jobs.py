@@ -1,0 +1,81 @@
+"""What ``test_auto.py`` runs on every rank."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from galvatron_lite import auto_parallelize
+from galvatron_lite.files import to_data
+from galvatron_lite.model.zoo import build
+from galvatron_lite.plans.schema import Plan
+
+
+def hugging_face() -> torch.nn.Module:
+    """A tiny Llama of transformers, from its configuration."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def made(name: str) -> torch.nn.Module:
+    """The model of a test, the same on every rank."""
+    torch.manual_seed(0)
+    return hugging_face() if name == "llama-of-transformers" else build(name, layers=2, hidden=96, sequence=16)
+
+
+def with_nothing_else(name: str, folder: str, steps: int) -> tuple[Any, list[float], float]:
+    """``auto_parallelize(model)``, some steps on one batch; the plan, the losses, and when the profile was written."""
+    from galvatron_lite.model.example import example_batch
+
+    model = made(name)
+    batch = example_batch(model)
+    parallel = auto_parallelize(model, folder=Path(folder))
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
+    losses = [float(parallel.train_step(batch, optimizer)) for _ in range(steps)]
+    written = next(Path(folder).glob("*/*.yaml")).stat().st_mtime_ns
+    return to_data(parallel.plan), losses, written
+
+
+def alone(name: str, steps: int) -> list[float]:
+    """The same steps of the same model on one process."""
+    from galvatron_lite.model.batch import call_model, loss_of
+    from galvatron_lite.model.example import example_batch
+
+    model = made(name)
+    batch = example_batch(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        loss = loss_of(call_model(model, batch), batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def error_of(plan: Plan | str | None, mem: str, profile: str | None = None) -> str:
+    """The message of the error that ``auto_parallelize`` raises; empty where it raises none."""
+    from galvatron_lite.errors import GalvatronError
+
+    try:
+        auto_parallelize(made("gpt-tiny"), plan=plan, mem=mem, profile=profile)
+    except GalvatronError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def warnings_of(profile: str) -> list[str]:
+    """The warnings of running from a profile."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        auto_parallelize(made("gpt-tiny"), profile=profile)
+    return [str(warning.message) for warning in caught]

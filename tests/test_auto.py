@@ -1,0 +1,100 @@
+"""``auto_parallelize`` from end to end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from galvatron_lite import auto_parallelize
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.plans.io import write_plan
+from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
+from galvatron_lite.profiler.store import read_profile, write_profile
+from tests.auto_jobs import alone, error_of, warnings_of, with_nothing_else
+from tests.pool import JobError, WorkerPool
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def measured(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """The folder with the profile of a first run on two processes, and what that run returned."""
+    folder = tmp_path_factory.mktemp("profiles")
+    return folder, pool.run(2, with_nothing_else, name="gpt-tiny", folder=str(folder), steps=STEPS)
+
+
+def test_with_no_arguments_at_all(pool: WorkerPool, measured: tuple[Path, list[Any]]) -> None:
+    folder, ((plan, losses, written), (other_plan, other_losses, _)) = measured
+    assert plan == other_plan
+    assert plan["provenance"]["profile_origin"].startswith("measured")
+    wanted = alone("gpt-tiny", STEPS)
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    assert other_losses == pytest.approx(wanted, rel=1e-5)
+    again = pool.run(2, with_nothing_else, name="gpt-tiny", folder=str(folder), steps=1)
+    assert again[0][2] == written
+
+
+def test_one_process_and_a_model_of_transformers(pool: WorkerPool, tmp_path: Path) -> None:
+    name = "llama-of-transformers"
+    ((plan, losses, _),) = pool.run(1, with_nothing_else, name=name, folder=str(tmp_path), steps=STEPS)
+    assert plan["devices"] == 1
+    assert losses == pytest.approx(alone(name, STEPS), rel=1e-5)
+
+
+def _plan(devices: int, first: str = "blocks.0") -> Plan:
+    strategy = Strategy(data=devices)
+    runs = [LayerRun("before", "before", 1, strategy), LayerRun(first, "blocks.1", 2, strategy)]
+    runs.append(LayerRun("after", "after", 1, strategy))
+    return Plan(PLAN_VERSION, "gpt", devices, 8, 1, Schedule.ONE_F_ONE_B, "fp32", (Stage(tuple(runs)),))
+
+
+def test_another_world_than_the_plans(pool: WorkerPool, tmp_path: Path) -> None:
+    write_plan(_plan(4), tmp_path / "plan.yaml")
+    for message in pool.run(2, error_of, plan=str(tmp_path / "plan.yaml"), mem="95%"):
+        assert message.startswith("LaunchError")
+        assert "4" in message
+        assert "2" in message
+
+
+def test_a_layer_the_model_does_not_have(pool: WorkerPool) -> None:
+    for message in pool.run(2, error_of, plan=_plan(2, "blocks.9"), mem="95%"):
+        assert "blocks.9" in message
+
+
+def test_a_budget_too_small_is_an_error_on_every_rank(pool: WorkerPool, measured: tuple[Path, list[Any]]) -> None:
+    profile = str(next(measured[0].glob("*/*.yaml")))
+    for message in pool.run(2, error_of, plan=None, mem="1.1MB", profile=profile):
+        assert message.startswith("InfeasibleError")
+        assert "iB" in message
+
+
+def test_a_profile_from_other_hardware_warns(
+    pool: WorkerPool, tmp_path: Path, measured: tuple[Path, list[Any]]
+) -> None:
+    profile = read_profile(next(measured[0].glob("*/*.yaml")))
+    fingerprint = profile.cluster.fingerprint | {"cpu": "Another CPU"}
+    other = replace(profile, cluster=replace(profile.cluster, fingerprint=fingerprint))
+    write_profile(other, tmp_path / "other.yaml")
+    (said, _) = pool.run(2, warnings_of, profile=str(tmp_path / "other.yaml"))
+    assert any("other hardware" in message and "Another CPU" in message for message in said)
+
+
+def test_a_missing_gpu(pool: WorkerPool) -> None:
+    assert not torch.cuda.is_available() or pytest.fail("this test is for machines without a GPU")
+    with pytest.raises(JobError, match="no GPU"):
+        pool.run(1, on_a_gpu)
+
+
+def on_a_gpu() -> None:
+    auto_parallelize(nn.Linear(2, 2), torch.zeros(2, 2), device="cuda")
+
+
+def test_a_model_that_does_not_say_what_it_takes() -> None:
+    with pytest.raises(InputError, match="example batch"):
+        auto_parallelize(nn.Linear(2, 2))
