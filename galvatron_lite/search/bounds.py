@@ -84,9 +84,13 @@ class Bounds:
         alive = (weighted + self.time[place][state] <= self.cap) & (start + self.memory[place][state] <= self.room)
         alive &= (worst + self.rest[place] <= self.room) & (updated + self.updated[place] <= self.room)
         if self.price > 0 and self.cap < _UNBOUNDED:
-            least = weighted + self.priced[place][state] - self.price * (self.room - start)
-            alive &= least <= self.cap * (1 + _SLACK) + 1
+            alive &= self.promise(place, state, weighted, start) <= self.cap * (1 + _SLACK) + 1
         return np.asarray(alive)
+
+    def promise(self, place: int, state: IntArray, weighted: IntArray, start: IntArray) -> FloatArray:
+        """The Lagrangian bound on the weighted time of the whole path that begins as a label."""
+        bound: FloatArray = weighted + self.priced[place][state] - self.price * (self.room - start)
+        return bound
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,19 +105,80 @@ class _Weighted:
     def priced(self, price: float) -> tuple[list[FloatArray], list[FloatArray]]:
         """Time + price * memory of each choice, and the least of what follows."""
         values = [time + price * size for time, size in zip(self.time, self.memory, strict=True)]
-        return values, _from_the_end(values, self.moves)
+        return values, self.after(values)
+
+    def after(self, values: list[T], still: bool = False) -> list[T]:
+        """Least sum of values and moves (none if ``still``) over the layers after each place, by choice."""
+        after = [np.zeros_like(values[-1])]
+        for place in range(len(values) - 1, 0, -1):
+            layer, before = self.chain.layers[place], self.chain.layers[place - 1]
+            best = _by_group(values[place] + after[-1], layer.group, self.moves[place].shape[1])
+            move = np.zeros_like(self.moves[place]) if still else self.moves[place]
+            after.append((move + best).min(axis=1)[before.group])
+        return after[::-1]
+
+    def before(self, values: list[FloatArray], still: bool) -> list[FloatArray]:
+        """Least sum of values and moves (none if ``still``) over the layers before each place, by choice."""
+        before = [np.zeros_like(values[0])]
+        for place in range(1, len(values)):
+            layer, last = self.chain.layers[place], self.chain.layers[place - 1]
+            best = _by_group(values[place - 1] + before[-1], last.group, self.moves[place].shape[0])
+            move = np.zeros_like(self.moves[place]) if still else self.moves[place]
+            before.append((move + best[:, None]).min(axis=0)[layer.group])
+        return before
+
+    def through(self, price: float, timed: float) -> list[FloatArray]:
+        """Least sum of ``timed`` * time + ``price`` * memory over the paths through each choice."""
+        values = [timed * time + price * size for time, size in zip(self.time, self.memory, strict=True)]
+        still = timed == 0.0
+        parts = zip(self.before(values, still), values, self.after(values, still), strict=True)
+        return [before + own + after for before, own, after in parts]
 
     def walk(self, values: list[FloatArray], after: list[FloatArray]) -> list[int]:
         """The path that values and what follows them make least."""
         path = [int(np.argmin(values[0] + after[0]))]
-        for value, rest, move in zip(values[1:], after[1:], self.moves[1:], strict=True):
-            path.append(int(np.argmin(move[path[-1]] + value + rest)))
+        for place in range(1, len(values)):
+            group = self.chain.layers[place - 1].group[path[-1]]
+            moved = self.moves[place][group][self.chain.layers[place].group]
+            path.append(int(np.argmin(moved + values[place] + after[place])))
         return path
 
     def path_time(self, path: list[int]) -> int:
         """Weighted time of a path."""
         own = sum(int(values[choice]) for values, choice in zip(self.time, path, strict=True))
-        return own + sum(int(self.moves[place][path[place - 1], path[place]]) for place in range(1, len(path)))
+        groups = [int(layer.group[choice]) for layer, choice in zip(self.chain.layers, path, strict=True)]
+        return own + sum(int(self.moves[place][groups[place - 1], groups[place]]) for place in range(1, len(path)))
+
+
+def useful_choices(chain: Chain, cap: int | None) -> list[IntArray] | None:
+    """Per layer, the choices that some path within memory and cap may use; None where there is no such path.
+
+    A choice goes when the least path through it breaks the cap, the memory, or the Lagrangian bound of both.
+    """
+    problem = _weighted(chain)
+    limit = _UNBOUNDED if cap is None else cap
+    price, _, met = _best_price(problem)
+    if len(chain.weights) == 1 and met is not None:
+        limit = min(limit, met)
+    ceilings = [(0.0, 1.0, float(limit)), (1.0, 0.0, float(chain.room)), (price, 1.0, limit + price * chain.room)]
+    alive = [np.ones(len(time), dtype=bool) for time in problem.time]
+    for priced, timed, ceiling in ceilings:
+        if timed and limit == _UNBOUNDED:
+            continue
+        for own, through in zip(alive, problem.through(priced, timed), strict=True):
+            own &= through <= ceiling * (1 + _SLACK) + 1
+    rows = [np.flatnonzero(own) for own in alive]
+    return rows if all(len(own) for own in rows) else None
+
+
+def _weighted(chain: Chain) -> _Weighted:
+    factor = int(chain.moves @ chain.weights)
+    return _Weighted(
+        chain,
+        [layer.time @ chain.weights for layer in chain.layers],
+        [layer.rest + layer.prefix for layer in chain.layers],
+        [layer.move * factor for layer in chain.layers],
+    )
 
 
 def completion_bounds(chain: Chain, cap: int | None) -> Bounds | None:
@@ -121,17 +186,9 @@ def completion_bounds(chain: Chain, cap: int | None) -> Bounds | None:
 
     With one criterion, the cap is lowered to the best path met on the way.
     """
-    layers = chain.layers
-    factor = int(chain.moves @ chain.weights)
-    problem = _Weighted(
-        chain,
-        [layer.time @ chain.weights for layer in layers],
-        [layer.rest + layer.prefix for layer in layers],
-        [layer.move * factor for layer in layers],
-    )
+    problem, layers = _weighted(chain), chain.layers
     limit = _UNBOUNDED if cap is None else cap
-    least_memory = _from_the_end(problem.memory, [np.zeros_like(move) for move in problem.moves])
-    least_time = _from_the_end(problem.time, problem.moves)
+    least_memory, least_time = problem.after(problem.memory, still=True), problem.after(problem.time)
     if int((least_memory[0] + problem.memory[0]).min()) > chain.room:
         return None
     if int((least_time[0] + problem.time[0]).min()) > limit:
@@ -160,12 +217,11 @@ def path_peak(chain: Chain, choices: list[int]) -> int:
     return max(worst, updated)
 
 
-def _from_the_end(values: list[T], moves: list[IntArray]) -> list[T]:
-    """Least sum of values and moves over the layers after each place, by choice."""
-    after = [np.zeros_like(values[-1])]
-    for value, move in zip(reversed(values[1:]), reversed(moves[1:]), strict=True):
-        after.append((move + (value + after[-1])).min(axis=1))
-    return after[::-1]
+def _by_group(values: T, group: IntArray, groups: int) -> T:
+    """Least value of each group; a very great number for a group without choices."""
+    least = np.full(groups, _UNBOUNDED, dtype=values.dtype)
+    np.minimum.at(least, group, values)
+    return least
 
 
 def _best_price(problem: _Weighted) -> tuple[float, list[FloatArray], int | None]:
@@ -176,6 +232,8 @@ def _best_price(problem: _Weighted) -> tuple[float, list[FloatArray], int | None
     room, met = problem.chain.room, None
     best_bound, best = -np.inf, (0.0, problem.priced(0.0)[1])
     low, high, price = 0.0, np.inf, 0.0
+    quick: list[int] = []
+    lean: list[int] = []
     for _ in range(_ROUNDS):
         values, after = problem.priced(price)
         path = problem.walk(values, after)
@@ -183,16 +241,34 @@ def _best_price(problem: _Weighted) -> tuple[float, list[FloatArray], int | None
         if bound > best_bound:
             best_bound, best = bound, (price, after)
         if path_peak(problem.chain, path) <= room:
-            time = problem.path_time(path)
+            time, lean = problem.path_time(path), path
             met = time if met is None else min(met, time)
             if price == 0.0:
                 break
+        else:
+            quick = path
         over = sum(int(size[choice]) for size, choice in zip(problem.memory, path, strict=True)) > room
         low, high = (price, high) if over else (low, price)
         if high <= low * 1.001:
             break
         price = _next_price(problem, low, high)
+    if met is not None and quick:
+        met = min(met, _crossed(problem, quick, lean), _crossed(problem, lean, quick))
     return *best, met
+
+
+def _crossed(problem: _Weighted, first: list[int], second: list[int]) -> int:
+    """The least time met that fits among paths that begin as one and end as the other (bisection over where)."""
+    best, low, high = _UNBOUNDED, 0, len(first)
+    quick_first = path_peak(problem.chain, first) > problem.chain.room
+    while low <= high:
+        middle = (low + high) // 2
+        path = [*first[:middle], *second[middle:]]
+        fits = path_peak(problem.chain, path) <= problem.chain.room
+        if fits:
+            best = min(best, problem.path_time(path))
+        low, high = (middle + 1, high) if fits == quick_first else (low, middle - 1)
+    return best
 
 
 def _next_price(problem: _Weighted, low: float, high: float) -> float:

@@ -30,16 +30,17 @@ exact Pareto set of (1), one solution of each value.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.search.bounds import Bounds, completion_bounds
+from galvatron_lite.search.bounds import Bounds, completion_bounds, useful_choices
 from galvatron_lite.search.pareto import pareto_rows
 
 IntArray = NDArray[np.int64]
 _NEVER = -(2**62)
+_BY_CHOICE = ("time", "rest", "prefix", "peak", "middle", "prefetched", "pending", "updated")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,8 +50,8 @@ class ChainLayer:
     Attributes:
         time: (S, C).
         rest, prefix, peak, middle, prefetched, pending, updated: (S,) each, see ``cost.memory.MemoryTerms``.
-        move: (choices of the layer before, S); of no meaning in the first layer.
-        group: (S,): choices of equal number move alike to every choice of the next layer.
+        move: (groups of the layer before, groups); of no meaning in the first layer.
+        group: (S,): the choice's group (layout), 0, 1, ...; moves depend on groups only.
     """
 
     time: IntArray
@@ -63,6 +64,11 @@ class ChainLayer:
     updated: IntArray
     move: IntArray
     group: IntArray
+
+    def only(self, rows: IntArray) -> ChainLayer:
+        """The layer with some of its choices."""
+        figures = {name: getattr(self, name)[rows] for name in _BY_CHOICE}
+        return replace(self, **figures, group=self.group[rows])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +86,11 @@ class Chain:
     moves: IntArray
     weights: IntArray
     room: int
+
+    def only(self, rows: Sequence[IntArray]) -> Chain:
+        """The chain with some of the choices of each layer."""
+        layers = (layer.only(own) for layer, own in zip(self.layers, rows, strict=True))
+        return Chain(tuple(layers), self.moves, self.weights, self.room)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,31 +121,36 @@ class _Labels:
         return _Labels(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
 
-def pareto_paths(chain: Chain, cap: int | None = None) -> list[Path]:
+def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None) -> list[Path]:
     """The Pareto set of a chain within memory, ascending in time; empty where nothing fits.
 
     Args:
         chain: the problem.
         cap: paths of more weighted time than this are of no interest.
+        beam: keep only so many labels a layer, the most promising: soon done, but neither exact nor complete.
     """
+    useful = useful_choices(chain, cap)
+    if useful is None:
+        return []
+    chain = chain.only(useful)
     bounds = completion_bounds(chain, cap)
     if bounds is None:
         return []
-    labels = _first(chain, bounds)
+    labels = _pruned(chain, 0, _first(chain), bounds, beam)
     history = [labels]
     for place in range(1, len(chain.layers)):
-        labels = _extend(chain, place, labels, bounds)
+        labels = _pruned(chain, place, _extend(chain, place, labels), bounds, beam)
         history.append(labels)
         if not len(labels.state):
             return []
-    rows = pareto_rows(labels.time)
-    return sorted((_trace(history, int(row)) for row in rows), key=lambda path: (path.time, path.choices))
+    paths = (_trace(history, useful, int(row)) for row in pareto_rows(labels.time))
+    return sorted(paths, key=lambda path: (path.time, path.choices))
 
 
-def _first(chain: Chain, bounds: Bounds) -> _Labels:
+def _first(chain: Chain) -> _Labels:
     layer = chain.layers[0]
     count = len(layer.rest)
-    labels = _Labels(
+    return _Labels(
         layer.time.copy(),
         layer.peak + layer.rest,
         layer.middle + layer.rest,
@@ -143,22 +159,22 @@ def _first(chain: Chain, bounds: Bounds) -> _Labels:
         np.arange(count),
         np.full(count, -1),
     )
-    return _pruned(chain, 0, labels, bounds)
 
 
-def _extend(chain: Chain, place: int, labels: _Labels, bounds: Bounds) -> _Labels:
-    """Labels after one more layer."""
+def _extend(chain: Chain, place: int, labels: _Labels) -> _Labels:
+    """Every label with every choice of one more layer."""
     layer = chain.layers[place]
     count, before = len(layer.rest), len(labels.state)
     state, parent = np.repeat(np.arange(count), before), np.tile(np.arange(before), count)
-    moved = layer.move.T[:, labels.state].ravel()
-    beside = chain.layers[place - 1].prefetched[labels.state][parent]
+    before_it = chain.layers[place - 1]
+    moved = layer.move[before_it.group[labels.state][:, None], layer.group[None, :]].T.ravel()
+    beside = before_it.prefetched[labels.state][parent]
     rest, start = layer.rest[state], labels.start[parent]
     middle = start + layer.middle[state] + beside
     worst = np.maximum(labels.worst[parent], labels.waiting[parent] + layer.pending[state])
     worst = np.maximum(worst, start + layer.peak[state] + beside)
     worst = np.maximum(worst, middle)
-    following = _Labels(
+    return _Labels(
         labels.time[parent] + layer.time[state] + moved[:, None] * chain.moves,
         worst + rest,
         middle + rest,
@@ -167,14 +183,16 @@ def _extend(chain: Chain, place: int, labels: _Labels, bounds: Bounds) -> _Label
         state,
         parent,
     )
-    return _pruned(chain, place, following, bounds)
 
 
-def _pruned(chain: Chain, place: int, labels: _Labels, bounds: Bounds) -> _Labels:
+def _pruned(chain: Chain, place: int, labels: _Labels, bounds: Bounds, beam: int | None) -> _Labels:
     """Without labels that cannot be completed within the bounds, or are no better than another one."""
     weighted = labels.time @ chain.weights
     alive = bounds.may_complete(place, labels.state, weighted, labels.worst, labels.start, labels.updated)
     labels = labels.take(np.flatnonzero(alive))
+    if beam is not None and len(labels.state) > beam:
+        promise = bounds.promise(place, labels.state, labels.time @ chain.weights, labels.start)
+        labels = labels.take(np.argsort(promise, kind="stable")[:beam])
     if not len(labels.state):
         return labels
     start = labels.start
@@ -193,10 +211,10 @@ def _pruned(chain: Chain, place: int, labels: _Labels, bounds: Bounds) -> _Label
     return labels.take(np.concatenate(kept))
 
 
-def _trace(history: Sequence[_Labels], row: int) -> Path:
+def _trace(history: Sequence[_Labels], useful: Sequence[IntArray], row: int) -> Path:
     time = tuple(int(value) for value in history[-1].time[row])
     choices = []
-    for labels in reversed(history):
-        choices.append(int(labels.state[row]))
+    for labels, names in zip(reversed(history), reversed(useful), strict=True):
+        choices.append(int(names[labels.state[row]]))
         row = int(labels.parent[row])
     return Path(time, tuple(reversed(choices)))

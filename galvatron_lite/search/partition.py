@@ -21,6 +21,8 @@ from galvatron_lite.search.pareto import pareto_rows
 from galvatron_lite.search.problem import Problem, StagePlan
 from galvatron_lite.search.relax import Relaxed
 
+_BEAM = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Partition:
@@ -52,13 +54,13 @@ def step_time(stages: tuple[StagePlan, ...], microbatches: int) -> int:
 
 
 def quick_partition(problem: Problem, bounds: Relaxed, limit: int | None) -> Partition | None:
-    """A good plan, soon: the boundaries of the bound, each stage as quick as it can be alone; the best with one stage.
+    """A good plan, soon: the boundaries of the bound, each stage about as quick as it can be alone.
 
-    None if that does not fit or takes the limit or more.
+    None if no such plan is met that takes less than the limit.
     """
     cuts = bounds.cuts()
     cap = None if limit is None else limit - 1
-    stages = [problem.quickest(stage, range(*ends), cap) for stage, ends in enumerate(pairwise(cuts))]
+    stages = [problem.quickest(stage, range(*ends), cap, _BEAM) for stage, ends in enumerate(pairwise(cuts))]
     found = tuple(stage for stage in stages if stage is not None)
     if len(found) < len(stages):
         return None
@@ -68,11 +70,11 @@ def quick_partition(problem: Problem, bounds: Relaxed, limit: int | None) -> Par
 
 def best_partition(problem: Problem, bounds: Relaxed, limit: int | None) -> Partition | None:
     """The best plan of one shape that takes less than ``limit`` picoseconds; None if there is none."""
-    quick = quick_partition(problem, bounds, limit)
-    known = limit if quick is None else quick.time
-    if len(bounds.excess) == 1:
-        return quick
-    return _search(problem, bounds, known) or quick
+    if len(bounds.excess) > 1:
+        return _search(problem, bounds, limit)
+    layers = len(problem.graph.layers)
+    stage = problem.quickest(0, range(layers), None if limit is None else limit - 1)
+    return None if stage is None else Partition(step_time((stage,), problem.shape.microbatches), (0, layers), (stage,))
 
 
 def _search(problem: Problem, bounds: Relaxed, limit: int | None) -> Partition | None:

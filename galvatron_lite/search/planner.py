@@ -9,8 +9,9 @@ picoseconds.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from itertools import count
 
 from galvatron_lite.cost.layer import LayerPricer
@@ -19,7 +20,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import Plan, Proof, Provenance, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.checks import check_batch, unprofiled
-from galvatron_lite.search.partition import Partition, best_partition
+from galvatron_lite.search.partition import Partition, best_partition, quick_partition
 from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.relax import Relaxed
 from galvatron_lite.search.result import plan_of
@@ -105,33 +106,77 @@ class Found:
 
 def search(request: Request, pricer: LayerPricer, progress: Progress | None = None) -> Found | None:
     """The best plan over all shapes; None where nothing fits."""
-    order, done, best = count(), 0, None
-    heap: list[tuple[float, int, Problem, Relaxed | None]] = []
-    shapes = shapes_of(request)
-    for shape in shapes:
+    walk = _Walk([], count(), None)
+    for shape in shapes_of(request):
         problem = open_problem(request, pricer, shape)
-        bounds = bounds_of(problem)
-        if bounds is not None:
-            heapq.heappush(heap, (bounds.bound, next(order), problem, None))
-    total = len(heap)
-    while heap and (best is None or heap[0][0] < best.partition.time):
-        _, _, problem, bounds = heapq.heappop(heap)
-        if bounds is None:
+        walk.push(_Node(problem, bounds_of(problem), _Stage.SHAPE))
+    done, total = 0, len(walk.heap)
+    while (node := walk.pop()) is not None:
+        if node.stage is _Stage.SHAPE:
             done += 1
             if progress is not None:
-                progress(done, total, f"{problem.shape.stages} stages, {problem.shape.microbatches} micro-batches")
-            for child in settled(problem):
-                below = bounds_of(child)
-                if below is not None and (best is None or below.bound < best.partition.time):
-                    heapq.heappush(heap, (below.bound, next(order), child, below))
-            continue
-        limit = None if best is None else best.partition.time
-        partition = best_partition(problem, bounds, limit)
-        if partition is not None:
-            best = Found(problem, partition)
+                shape = node.problem.shape
+                progress(done, total, f"{shape.stages} stages, {shape.microbatches} micro-batches")
+            for child in settled(node.problem):
+                walk.push(_Node(child, node.bounds, _Stage.SETTLED))
+        elif node.stage is _Stage.SETTLED:
+            walk.push(_Node(node.problem, bounds_of(node.problem), _Stage.BOUNDED))
+        elif node.bounds is not None and node.stage is _Stage.BOUNDED:
+            walk.better(node.problem, quick_partition(node.problem, node.bounds, walk.limit))
+            walk.push(_Node(node.problem, node.bounds, _Stage.TRIED))
+        elif node.bounds is not None:
+            walk.better(node.problem, best_partition(node.problem, node.bounds, walk.limit))
     if progress is not None:
         progress(total, total, "done")
-    return best
+    return walk.best
+
+
+class _Stage(IntEnum):
+    """How far a node of the tree has been looked into."""
+
+    SHAPE = 0
+    SETTLED = 1
+    BOUNDED = 2
+    TRIED = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Node:
+    problem: Problem
+    bounds: Relaxed | None
+    stage: _Stage
+
+
+@dataclass(slots=True)
+class _Walk:
+    """Nodes by lower bound, and the best plan so far."""
+
+    heap: list[tuple[float, int, _Node]]
+    order: Iterator[int]
+    best: Found | None
+
+    @property
+    def limit(self) -> int | None:
+        """What a plan must beat."""
+        return None if self.best is None else self.best.partition.time
+
+    def worth(self, bound: float) -> bool:
+        """Whether a bound leaves room for a better plan."""
+        return self.best is None or bound < self.best.partition.time
+
+    def push(self, node: _Node) -> None:
+        """Add a node, unless it is known to lead nowhere."""
+        if node.bounds is not None and self.worth(node.bounds.bound):
+            heapq.heappush(self.heap, (node.bounds.bound, next(self.order), node))
+
+    def pop(self) -> _Node | None:
+        """The most promising node; None where none can lead to a better plan."""
+        return heapq.heappop(self.heap)[2] if self.heap and self.worth(self.heap[0][0]) else None
+
+    def better(self, problem: Problem, partition: Partition | None) -> None:
+        """Keep a plan that beats the best so far."""
+        if partition is not None and self.worth(partition.time):
+            self.best = Found(problem, partition)
 
 
 def finished(request: Request, pricer: LayerPricer, found: Found) -> Plan:

@@ -195,10 +195,13 @@ class Problem:
             self._plans[key] = [self._stage_plan(path, tables, sends) for path in found]
         return self._plans[key]
 
-    def quickest(self, stage: int, inside: range, cap: int | None) -> StagePlan | None:
-        """The way to run a stage that takes least time alone; None where none fits or none is within the cap."""
+    def quickest(self, stage: int, inside: range, cap: int | None, beam: int | None = None) -> StagePlan | None:
+        """The way to run a stage that takes least time alone; None where none fits or none is within the cap.
+
+        With a beam a good way, soon, and None where none is met.
+        """
         built = self.chain(stage, inside, scalar=True)
-        paths = [] if built is None else pareto_paths(built[0], cap)
+        paths = [] if built is None else pareto_paths(built[0], cap, beam)
         if built is None or not paths:
             return None
         tables, sends = built[1], self.fixed_costs(inside)[:2]
@@ -207,8 +210,9 @@ class Problem:
         return self._stage_plan(Path(time, paths[0].choices), tables, sends)
 
     def _times(self, choices: Sequence[int], tables: Sequence[Table]) -> tuple[int, int, int]:
+        groups = [int(table.groups[choice]) for table, choice in zip(tables, choices, strict=True)]
         moving = sum(
-            int(self.tables.moves(tables[place - 1], tables[place])[choices[place - 1], choices[place]])
+            int(self.tables.moves(tables[place - 1], tables[place])[groups[place - 1], groups[place]])
             for place in range(1, len(tables))
         )
         pairs = list(zip(choices, tables, strict=True))

@@ -142,7 +142,8 @@ class Tables:
         return _table(offered, self.shape.microbatches, known.output_bytes)
 
     def moves(self, left: Table, right: Table) -> IntArray:
-        """Picoseconds of redistribution in one pass between every strategy of one table and of the next."""
+        """Picoseconds of redistribution in one pass between every layout of one table and of the next, in the
+        order in which the tables' strategies first show them."""
         key = (id(left), id(right))
         if key not in self._moves:
             self._alive += [left, right]
@@ -157,8 +158,8 @@ class Tables:
             for a, x in samples.items()
             for b, y in others.items()
         }
-        rows = [[seconds[a, b] for b in right.layouts] for a in left.layouts]
-        return np.array(rows, dtype=np.int64).reshape(len(left.layouts), len(right.layouts))
+        rows = [[seconds[a, b] for b in others] for a in samples]
+        return np.array(rows, dtype=np.int64).reshape(len(samples), len(others))
 
 
 def _table(offered: Sequence[tuple[Strategy, LayerCost]], microbatches: int, output_bytes: int) -> Table:

@@ -1,0 +1,102 @@
+"""The one place that knows PuLP: builds and solves a programme, for PuLP 3.3 and 4, with HiGHS if there, else CBC."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+Expression = Mapping[int, float]
+"""Coefficients by variable number."""
+
+
+class Verdict(StrEnum):
+    """What a solver knows at its end."""
+
+    PROVEN = "proven"
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+    UNKNOWN = "unknown"
+
+
+@dataclass(slots=True)
+class Programme:
+    """A mixed-integer programme: variables are numbers, constraints are ``expression <= bound`` or ``== bound``.
+
+    Attributes:
+        binary: per variable, whether it is 0 or 1; else at least 0.
+        objective: to be minimised.
+        at_most, equal: constraints.
+    """
+
+    binary: list[bool] = field(default_factory=list)
+    objective: dict[int, float] = field(default_factory=dict)
+    at_most: list[tuple[dict[int, float], float]] = field(default_factory=list)
+    equal: list[tuple[dict[int, float], float]] = field(default_factory=list)
+
+    def variable(self, binary: bool) -> int:
+        """A new variable's number."""
+        self.binary.append(binary)
+        return len(self.binary) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the solver found.
+
+    Attributes:
+        verdict: how sure it is.
+        values: of every variable; empty without a solution.
+        solver: which.
+    """
+
+    verdict: Verdict
+    values: Sequence[float]
+    solver: str
+
+
+def solve(programme: Programme, seconds: float = 60.0) -> Answer:
+    """Solve a programme within a time limit.
+
+    ``LpStatus`` says "Optimal" when the limit was hit; only ``sol_status`` tells a proven optimum from a good solution.
+    """
+    import pulp
+
+    problem = pulp.LpProblem("plan", pulp.LpMinimize)
+    variables = [_variable(pulp, problem, number, binary) for number, binary in enumerate(programme.binary)]
+    problem += _sum(pulp, variables, programme.objective)
+    for expression, bound in programme.at_most:
+        problem += _sum(pulp, variables, expression) <= bound
+    for expression, bound in programme.equal:
+        problem += _sum(pulp, variables, expression) == bound
+    name = "HiGHS" if "HiGHS" in pulp.listSolvers(onlyAvailable=True) else "PULP_CBC_CMD"
+    outcome = problem.solve(pulp.getSolver(name, msg=False, timeLimit=seconds, gapRel=0.0))
+    verdict = _verdict(pulp, problem, outcome)
+    known = verdict in (Verdict.PROVEN, Verdict.FEASIBLE)
+    values = [float(variable.varValue or 0.0) for variable in variables] if known else []
+    return Answer(verdict, values, name)
+
+
+def _variable(pulp: Any, problem: Any, number: int, binary: bool) -> Any:
+    category = pulp.LpBinary if binary else pulp.LpContinuous
+    upper = 1 if binary else None
+    if hasattr(problem, "add_variable"):
+        return problem.add_variable(f"x{number}", 0, upper, category)
+    return pulp.LpVariable(f"x{number}", 0, upper, category)
+
+
+def _sum(pulp: Any, variables: Sequence[Any], expression: Expression) -> Any:
+    return pulp.lpSum(factor * variables[number] for number, factor in expression.items())
+
+
+def _verdict(pulp: Any, problem: Any, outcome: Any) -> Verdict:
+    """PuLP 3: ``sol_status``; PuLP 4: the statistics that ``solve`` returns."""
+    status = getattr(problem, "sol_status", None)
+    if status is None:
+        status = getattr(outcome, "sol_status", None)
+    if status == pulp.LpSolutionOptimal:
+        return Verdict.PROVEN
+    if status == pulp.LpSolutionIntegerFeasible:
+        return Verdict.FEASIBLE
+    return Verdict.INFEASIBLE if status == pulp.LpSolutionInfeasible else Verdict.UNKNOWN
