@@ -33,11 +33,12 @@ LEARNING_RATE, MOMENTUM, CLIP = 0.05, 0.9, 0.5
 
 @dataclass(frozen=True)
 class Reference:
-    """What one process computes: losses of every step and one more batch, gradients of the first and of the last,
-    parameters after the steps.
+    """What one process computes: losses of every step and one more batch, gradients of the first and of the last and
+    the first ones' norm, parameters after the steps. From the second step on, gradients are clipped to half that norm.
     """
 
     losses: list[float]
+    norm: float
     first: dict[str, Tensor]
     last: dict[str, Tensor]
     parameters: dict[str, Tensor]
@@ -71,7 +72,7 @@ def train_alone(family: str) -> Reference:
     """The family's model, trained by plain PyTorch."""
     model = build_model(family)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    losses, gradients = [], []
+    losses, gradients, norm = [], [], 0.0
     parameters: dict[str, Tensor] = {}
     for number, batch in enumerate(make_batches(family, SAMPLES, STEPS + 1)):
         if number == STEPS:
@@ -81,8 +82,11 @@ def train_alone(family: str) -> Reference:
         loss.backward()
         losses.append(float(loss.detach()))
         gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        largest = norm / 2 if number else float("inf")
+        found = float(torch.nn.utils.clip_grad_norm_(model.parameters(), largest))
+        norm = norm if number else found
         optimizer.step()
-    return Reference(losses, gradients[0], gradients[-1], parameters)
+    return Reference(losses, norm, gradients[0], gradients[-1], parameters)
 
 
 def train_under_plans(case: Case, plans: Sequence[Plan], reference: Reference) -> list[str]:
@@ -96,16 +100,20 @@ def _train(case: Case, plan: Plan, reference: Reference) -> str:
     batches = make_batches(case.family, SAMPLES, STEPS + 1)
     losses = [global_loss(parallel.backward_step(batches[0]))]
     first = whole(parallel, first_names, lambda parameter: parameter.grad)
+    norm = float(parallel.clip_grad_norm(1e9))
     optimizer.step()
     optimizer.zero_grad()
-    losses += [float(parallel.train_step(batch, optimizer)) for batch in batches[1:STEPS]]
+    clip = reference.norm / 2
+    losses += [float(parallel.train_step(batch, optimizer, max_grad_norm=clip)) for batch in batches[1:STEPS]]
     parameters = whole(parallel, first_names, lambda parameter: parameter.detach())
     losses.append(global_loss(parallel.backward_step(batches[STEPS])))
     last = whole(parallel, first_names, lambda parameter: parameter.grad)
-    return "; ".join(_differences(Reference(losses, first, last, parameters), reference))
+    return "; ".join(_differences(Reference(losses, norm, first, last, parameters), reference))
 
 
 def _differences(found: Reference, reference: Reference) -> Iterable[str]:
+    if not abs(found.norm - reference.norm) <= RELATIVE * reference.norm:
+        yield f"gradient norm is {found.norm}, not {reference.norm}"
     for number, (loss, expected) in enumerate(zip(found.losses, reference.losses, strict=True)):
         if not abs(loss - expected) <= RELATIVE * abs(expected):
             yield f"loss of step {number + 1} is {loss}, not {expected}"
