@@ -19,7 +19,7 @@ from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
-from galvatron_lite.parallelism.zero.apply import ZeroGroup, apply_root, shard_group
+from galvatron_lite.parallelism.zero.apply import STAGE_2, ZeroGroup, apply_root, shard_group
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
 from galvatron_lite.runtime.placement import Placed
 
@@ -143,7 +143,9 @@ def _share_states(
     if mesh is not None and holding:
         partial = [name for name, shard in done.shards.items() if shard.placement is Placement.PARTIAL]
         ignored = {model.get_parameter(name) for name in partial}
-        made = shard_group(ZeroGroup(holding, mesh, strategy.zero_stage), ignored, compute)
+        # the last layer's backward follows at once: what it gathered for forward is still needed
+        zero_stage = STAGE_2 if layers[-1].layer.role is Role.AFTER else strategy.zero_stage
+        made = shard_group(ZeroGroup(holding, mesh, zero_stage), ignored, compute)
         done.zero_modules += made
         done.replicated += made if strategy.data > 1 else []
 

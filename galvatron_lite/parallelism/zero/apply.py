@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-STAGE_3 = 3
+STAGE_2, STAGE_3 = 2, 3
 
 
 @dataclass(frozen=True, slots=True)

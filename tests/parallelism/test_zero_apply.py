@@ -1,0 +1,102 @@
+"""ZeRO on its own: sums of gradients, what each rank holds, what stays untouched, when parameters are freed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from galvatron_lite.parallelism.zero.apply import STAGE_3, ZeroGroup, apply_root, set_all_reduce, shard_group
+from tests.pool import WorkerPool
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2))
+
+
+def rows() -> Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+
+
+def own_loss(model: nn.Module) -> Tensor:
+    share = 8 // dist.get_world_size()
+    start = dist.get_rank() * share
+    loss: Tensor = model(rows()[start : start + share]).square().sum()
+    return loss
+
+
+def reference() -> dict[str, Tensor]:
+    model = make_model()
+    model(rows()).square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def full(tensor: Tensor | None) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor()
+
+
+def make_mesh() -> DeviceMesh:
+    world = dist.get_world_size()
+    if world == 2:
+        return init_device_mesh("cpu", (2,), mesh_dim_names=("zero",))
+    return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "zero"))
+
+
+def sums(zero_stage: int) -> None:
+    model, mesh = make_model(), make_mesh()
+    kept = model[1].bias
+    made = []
+    for layer in model:
+        made += shard_group(ZeroGroup((layer,), mesh, zero_stage), {kept})
+    apply_root(model, mesh)
+    for last in (False, True):
+        set_all_reduce(made, last)
+        (own_loss(model) / 2).backward()
+    wanted = reference()
+    for name, parameter in model.named_parameters():
+        if parameter is kept:
+            assert not isinstance(parameter, DTensor)
+        else:
+            torch.testing.assert_close(full(parameter.grad), wanted[name], rtol=1e-5, atol=1e-5)
+    assert model[0].weight.to_local().shape[0] == 3
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_gradients_are_sums_over_all_ranks(pool: WorkerPool, zero_stage: int, world: int) -> None:
+    pool.run(world, sums, zero_stage=zero_stage)
+
+
+def held_after_forward(zero_stage: int) -> list[bool]:
+    """Whether each layer's parameters are still gathered between forward and backward."""
+    model, mesh = make_model(), make_mesh()
+    for layer in model:
+        shard_group(ZeroGroup((layer,), mesh, zero_stage), ())
+    apply_root(model, mesh)
+    own_loss(model)
+    return [not isinstance(layer.weight, DTensor) for layer in model]
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_stage_3_frees_parameters_after_forward(pool: WorkerPool, zero_stage: int) -> None:
+    assert pool.run(2, held_after_forward, zero_stage=zero_stage) == [[zero_stage != STAGE_3] * 3] * 2
+
+
+def low_precision() -> tuple[torch.dtype, torch.dtype]:
+    model, mesh, seen = make_model(), make_mesh(), list[torch.dtype]()
+    model[1].register_forward_hook(lambda module, _, __: seen.append(module.weight.dtype))
+    for layer in model:
+        shard_group(ZeroGroup((layer,), mesh, STAGE_3), (), torch.bfloat16)
+    apply_root(model, mesh)
+    own_loss(model).backward()
+    assert model[1].weight.grad is not None
+    return seen[0], model[1].weight.grad.dtype
+
+
+def test_bf16_compute_keeps_fp32_gradients(pool: WorkerPool) -> None:
+    assert pool.run(2, low_precision) == [(torch.bfloat16, torch.float32)] * 2
