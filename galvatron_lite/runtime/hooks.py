@@ -7,7 +7,7 @@ returns to the glue layout, since other code looks at it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.graph import Role
+from galvatron_lite.runtime.block_calls import map_places
 from galvatron_lite.runtime.layout import Layout
 from galvatron_lite.runtime.placement import Placed
 from galvatron_lite.runtime.redistribute import Mover
@@ -30,6 +31,8 @@ class Traffic:
         mover: changes layouts.
         glue: the stage's glue layout.
         compute: what floating-point inputs of blocks are cast to; None: left alone.
+        sampled: by block and place, whether an argument has the samples along dim 0; where nothing is known, one
+            whose dim 0 has as many items as there are samples is taken to.
         rows: of the micro-batch, over the whole stage.
         returned: tensors that the last block returned, by identity, with their layout.
         brought: glue tensors that were converted for a layout in this micro-batch, by identity.
@@ -38,6 +41,7 @@ class Traffic:
     mover: Mover
     glue: Layout
     compute: torch.dtype | None
+    sampled: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
     rows: int = 0
     returned: dict[int, tuple[Tensor, Layout]] = field(default_factory=dict)
     brought: dict[tuple[int, Layout], tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -56,12 +60,19 @@ class Traffic:
         """In the precision of compute."""
         return tensor if self.compute is None or not tensor.is_floating_point() else tensor.to(self.compute)
 
-    def bring(self, tensor: Tensor, target: Layout) -> Tensor:
-        """A tensor of the glue code in a block's layout (its tokens stay whole), once a micro-batch."""
+    def bring(self, tensor: Tensor, target: Layout, sampled: bool | None) -> Tensor:
+        """A tensor of the glue code in a block's layout (its tokens stay whole), once a micro-batch.
+
+        Args:
+            tensor: as the glue code gives it.
+            target: the block's layout.
+            sampled: whether it has the samples along dim 0; None: not known.
+        """
         key = (id(tensor), target)
         if key not in self.brought:
             moved = self.cast(tensor)
-            if self.glue.batch != target.batch and tensor.dim() > 0 and tensor.shape[0] * self.glue.batch == self.rows:
+            fits = tensor.dim() > 0 and tensor.shape[0] * self.glue.batch == self.rows
+            if fits and sampled is not False and self.glue.batch != target.batch:
                 moved = self.mover(moved, self.glue, target.whole_tokens, self.rows)
             # the original is kept too, so that no other tensor gets its identity
             self.brought[key] = (tensor, moved)
@@ -141,16 +152,18 @@ class _Entry:
     def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = next((tensor for tensor in tensors_of((args, kwargs)) if tensor.is_floating_point()), None)
 
-        def convert(tensor: Tensor) -> Tensor:
+        sampled = self.traffic.sampled.get(self.step.placed.layer.name, {})
+
+        def convert(place: str, tensor: Tensor) -> Tensor:
             traffic, target = self.traffic, self.step.target
             if tensor is hidden:
                 return traffic.mover(traffic.cast(tensor), self.step.source, target, traffic.rows)
             known = traffic.returned.get(id(tensor))
             if known is None:
-                return traffic.bring(tensor, target)
+                return traffic.bring(tensor, target, sampled.get(place))
             return traffic.mover(traffic.cast(tensor), known[1], target.whole_tokens, traffic.rows)
 
-        converted = map_tensors(args, convert), map_tensors(kwargs, convert)
+        converted = map_places((args, kwargs), convert)
         self.traffic.returned.clear()
         return converted
 

@@ -18,7 +18,9 @@ from galvatron_lite.parallelism.pipeline.tied import SharedCopies, check_shared,
 from galvatron_lite.parallelism.pipeline.transfer import pipeline_groups
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.block_calls import sample_arguments
 from galvatron_lite.runtime.hooks import Traffic, install_hooks
+from galvatron_lite.runtime.layout import Layout
 from galvatron_lite.runtime.materialize import Materializer
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
 from galvatron_lite.runtime.placement import Placed, glue_layout, place_layers
@@ -89,11 +91,15 @@ def set_up(
     check_shared(ties, strategies)
     stage, glue = stages[meshes.stage_index], glue_layout(stages[meshes.stage_index])
     plans = tensor_plans(model, everything, batch) if options.tensor_plans is None else options.tensor_plans
+    sampled = _sample_arguments(model, stage, glue, batch)
     broadcast_values(model, options.device)
+    if any(strategy.tensor > 1 for strategy in strategies.values()):
+        share_random_state(options.device)
     names = [[placed.layer.name for placed in one] for one in stages]
     cut = StageModel(model, layers, names[meshes.stage_index]) if len(stages) > 1 else None
     sharded = _split(model, layers, stage, meshes, plans, options)
-    traffic = Traffic(Mover(meshes.groups(stage[0].strategy).everyone, meshes.index_in_stage), glue, options.compute)
+    mover = Mover(meshes.groups(stage[0].strategy).everyone, meshes.index_in_stage)
+    traffic = Traffic(mover, glue, options.compute, sampled)
     incoming = stages[meshes.stage_index - 1][-1].layout if meshes.stage_index else None
     install_hooks(model, stage, traffic, incoming, last_stage=stage is stages[-1])
     shared = SharedCopies(model, ties, names, strategies) if len(stages) > 1 else None
@@ -123,6 +129,25 @@ def _runner(cut: StageModel | None, plan: Plan, meshes: Meshes, device: torch.de
         return None
     count = len(plan.stages)
     return PipelineRunner(cut, pipeline_groups(count), count, meshes.stage_index, plan.schedule, device)
+
+
+def _sample_arguments(
+    model: nn.Module, stage: Sequence[Placed], glue: Layout, batch: Any
+) -> dict[str, dict[str, bool]]:
+    """What must be known of the arguments of blocks that split the samples in another way than the glue code."""
+    unlike = [placed.layer.name for placed in stage if placed.layout.batch != glue.batch]
+    return sample_arguments(model, unlike, batch) if unlike and batch is not None else {}
+
+
+def share_random_state(device: torch.device) -> None:
+    """Give every rank rank 0's random state: ranks of a tensor group must drop the same activations."""
+    state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    there = state.to(device)
+    dist.broadcast(there, src=0)
+    if device.type == "cpu":
+        torch.set_rng_state(there)
+    else:
+        torch.cuda.set_rng_state(there.cpu(), device)
 
 
 def broadcast_values(model: nn.Module, device: torch.device) -> None:

@@ -8,15 +8,12 @@ from typing import Any
 from torch import nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.batch import resize_batch
 from galvatron_lite.model.graph import Role
-from galvatron_lite.model.trace_meta import meta_copy
-from galvatron_lite.model.trace_run import BlockCall, observe
+from galvatron_lite.model.trace_run import BlockCall
 from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
+from galvatron_lite.runtime.block_calls import block_calls
 from galvatron_lite.runtime.placement import Placed
-
-_EXAMPLE_SAMPLES = 2
 
 
 def tensor_plans(model: nn.Module, placed: Iterable[Placed], batch: Any) -> dict[str, TensorPlan]:
@@ -47,8 +44,7 @@ def _calls(model: nn.Module, blocks: Mapping[str, str], batch: Any) -> dict[str,
     if batch is None:
         remedy = "The plan splits blocks by tensor parallelism; give an example batch, so that they can be examined."
         raise InputError("batch", None, remedy)
-    seen = observe(meta_copy(model), resize_batch(batch, _EXAMPLE_SAMPLES), list(blocks.values()))
-    return {call.path: call for call in reversed(seen.calls)}
+    return block_calls(model, list(blocks.values()), batch)
 
 
 def _infer(model: nn.Module, calls: Mapping[str, BlockCall], name: str) -> TensorPlan:

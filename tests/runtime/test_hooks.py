@@ -1,0 +1,126 @@
+"""What the hooks must not be fooled by: sizes that agree by chance, tuples, several containers of blocks, glue code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.graph import Role
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.runtime.block_calls import sample_arguments
+from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.state import full_gradients
+from tests.pool import WorkerPool
+from tests.runtime.plans import make_plan
+
+SAMPLES = TOKENS = 8
+WIDTH = 6
+DATA, WHOLE = Strategy(data=2), Strategy(tensor=2)
+
+
+class Block(nn.Module):
+    """Takes a mask (per sample), places (per token; as many as samples), and a table that every block hands on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(
+        self, hidden: Tensor, table: Tensor | None, mask: Tensor, tables: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        if table is None:
+            table = mask.float() * 2.0
+        mixed = torch.tanh(self.linear(hidden)) * mask[:, None, None] + tables[0][:, None] * tables[1]
+        return hidden + mixed * table[:, None, None], table
+
+
+class Model(nn.Module):
+    """Two containers of blocks with code between them that mixes the samples' order of magnitude."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.first = nn.ModuleList(Block() for _ in range(2))
+        self.second = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, values: Tensor, scale: Tensor) -> Tensor:
+        mask = (scale > 0.3).float()
+        tables = (torch.linspace(0, 1, TOKENS, device=values.device), torch.ones(1, device=values.device))
+        hidden, table = self.embed(values), None
+        for block in self.first:
+            hidden, table = block(hidden, table, mask, tables=tables)
+        hidden = hidden * scale[:, None, None]
+        table = None
+        for block in self.second:
+            hidden, table = block(hidden, table, mask, tables=tables)
+        assert table is not None
+        return (self.head(hidden).squeeze(-1).mean(1) * scale * table).mean()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(SAMPLES, TOKENS, WIDTH, generator=generator), torch.rand(SAMPLES, generator=generator)
+
+
+def gradients(strategies: list[Strategy]) -> tuple[float, dict[str, Tensor]]:
+    model = Model()
+    layers = discover_layers(model, batch(), blocks=["first.0", "first.1", "second.0", "second.1"])
+    plan = make_plan([[layer.name for layer in layers]], [strategies], SAMPLES)
+    parallel = ParallelModel(model, plan, layers, batch(), device="cpu", tensor_plans=no_split(strategies, layers))
+    loss = parallel(batch())
+    loss.backward()
+    return float(loss.detach()), full_gradients(parallel)
+
+
+def no_split(strategies: list[Strategy], layers: tuple) -> dict:  # type: ignore[type-arg]
+    """Tensor groups whose ranks all do the whole layer."""
+    from galvatron_lite.parallelism.tensor.regions import TensorPlan
+
+    return {layer.name: TensorPlan(max_degree=2) for layer in layers}
+
+
+PLANS = {
+    "rows shared in the middle": [WHOLE, DATA, WHOLE, DATA, WHOLE, WHOLE],
+    "rows whole in the middle": [DATA, WHOLE, WHOLE, DATA, WHOLE, DATA],
+    "whole containers unlike": [DATA, WHOLE, WHOLE, WHOLE, WHOLE, DATA],
+}
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_gradients_equal_one_process(pool: WorkerPool, name: str) -> None:
+    model = Model()
+    wanted = model(*batch())
+    wanted.backward()
+    for loss, found in pool.run(2, gradients, strategies=PLANS[name]):
+        assert loss == pytest.approx(float(wanted.detach()), rel=1e-5)
+        for parameter_name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[parameter_name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_arguments_with_samples_are_told_from_others() -> None:
+    found = sample_arguments(Model(), ["first.0", "first.1"], batch())
+    assert found["first.0"] == {".0.0": True, ".0.2": True, ".1.tables.0": False, ".1.tables.1": False}
+    assert found["first.1"][".0.1"]
+
+
+def test_blocks_of_both_containers_are_found() -> None:
+    layers = discover_layers(Model(), batch(), blocks=["first.0", "first.1", "second.0", "second.1"])
+    assert [layer.role for layer in layers] == [Role.BEFORE, *[Role.BLOCK] * 4, Role.AFTER]
+
+
+def random_draws(seed_by_rank: bool) -> list[float]:
+    from tests.runtime.training import Case, make_parallel
+
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank if seed_by_rank else 0)
+    make_parallel(Case([WHOLE] * 5))
+    return torch.rand(3).tolist()
+
+
+def test_ranks_that_share_matmuls_draw_the_same_numbers(pool: WorkerPool) -> None:
+    first, second = pool.run(2, random_draws, seed_by_rank=True)
+    assert first == second
