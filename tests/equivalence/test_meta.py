@@ -8,7 +8,6 @@ from torch import nn
 
 from galvatron_lite.model.zoo.gpt import initialise
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.engine import ParallelModel
 from tests.equivalence.families import build_model, make_batches
 from tests.equivalence.plans import describe
 from tests.equivalence.test_plans import case_of, sampled
@@ -25,10 +24,7 @@ def _losses(case: Case, plan: Plan) -> list[float]:
     with torch.device("meta"):
         model: nn.Module = build_model(case.family)
     own_rule = hasattr(model, "_init_weights")
-    parallel = ParallelModel(
-        model, plan, case.layers, tensor_plans=case.tensor_plans, device="cpu", seed=3,
-        init_fn=None if own_rule else initialise,
-    )  # fmt: skip
+    parallel = case.parallel(plan, model, seed=3, init_fn=None if own_rule else initialise)
     optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
     return [float(parallel.train_step(batch, optimizer)) for batch in make_batches(case.family, SAMPLES, 3)]
 

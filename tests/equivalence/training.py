@@ -53,11 +53,11 @@ class Case:
     tensor_plans: dict[str, TensorPlan]
     first_names: dict[str, str]
 
-    def parallel(self, plan: Plan, **options: Any) -> ParallelModel:
-        """The family's model under a plan."""
-        return ParallelModel(
-            build_model(self.family), plan, self.layers, tensor_plans=self.tensor_plans, device="cpu", **options
-        )
+    def parallel(self, plan: Plan, model: nn.Module | None = None, **options: Any) -> ParallelModel:
+        """The family's model, or another one of it, under a plan."""
+        (batch,) = make_batches(self.family, SAMPLES, 1)
+        model = build_model(self.family) if model is None else model
+        return ParallelModel(model, plan, self.layers, batch, tensor_plans=self.tensor_plans, device="cpu", **options)
 
 
 def make_case(family: str) -> Case:
