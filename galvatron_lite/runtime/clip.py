@@ -43,5 +43,5 @@ def squared_norm_share(owned: Iterable[Owned], elsewhere: frozenset[str], device
 def scale_gradients(owned: Iterable[Owned], norm: Tensor, largest: float) -> None:
     """Shrink all gradients alike so that their norm is at most ``largest`` (as ``torch.nn.utils.clip_grad_norm_``)."""
     gradients = [local_tensor(one.parameter.grad) for one in owned if one.parameter.grad is not None]
-    factor = torch.clamp(largest / (norm + _TINY), max=1.0)
-    torch._foreach_mul_(gradients, factor)
+    if gradients:
+        torch._foreach_mul_(gradients, torch.clamp(largest / (norm + _TINY), max=1.0))

@@ -118,11 +118,16 @@ class ParallelModel(nn.Module):
 
         Raises:
             InputError: the batch cannot be shared evenly.
-            NonFiniteLossError: the loss or the gradient's norm is NaN or infinite; nothing was changed.
+            NonFiniteLossError: the loss or the gradient's norm is NaN or infinite; the gradients are
+                dropped, the parameters unchanged.
         """
         loss = self.backward_step(batch)
         largest = self.max_grad_norm if max_grad_norm is None else max_grad_norm
-        value = self._finish_step(loss, largest)
+        try:
+            value = self._finish_step(loss, largest)
+        except NonFiniteLossError:
+            optimizer.zero_grad(set_to_none=True)
+            raise
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return value
@@ -193,7 +198,10 @@ class ParallelModel(nn.Module):
         traffic.begin(self._rows)
         try:
             with compute_context(self._compute, self.device):
-                return loss_of(call_model(self.module, part), part, self._loss_fn)
+                output = call_model(self.module, part)
+                if not self.runtime.is_last:
+                    return torch.zeros((), device=self.device)
+                return loss_of(output, part, self._loss_fn)
         finally:
             traffic.end()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.data.apply import GradientReducer
 from galvatron_lite.parallelism.pipeline.runner import PipelineRunner
-from galvatron_lite.parallelism.pipeline.stage import StageModel
+from galvatron_lite.parallelism.pipeline.stage import StageEnd, StageModel
 from galvatron_lite.parallelism.pipeline.tied import SharedCopies, check_shared, find_shared
 from galvatron_lite.parallelism.pipeline.transfer import pipeline_groups
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
@@ -71,6 +72,11 @@ class StageRuntime:
         return self.meshes.groups(next(one.strategy for one in self.stage if one.layout.batch == batch))
 
     @property
+    def is_last(self) -> bool:
+        """Whether this stage computes the loss."""
+        return self.meshes.stage_index == self.meshes.stages - 1
+
+    @property
     def counted_elsewhere(self) -> frozenset[str]:
         """Names of parameters that another stage counts in the gradient's norm."""
         return frozenset() if self.shared is None else self.shared.counted_elsewhere
@@ -96,7 +102,7 @@ def set_up(
     if any(strategy.tensor > 1 for strategy in strategies.values()):
         share_random_state(options.device)
     names = [[placed.layer.name for placed in one] for one in stages]
-    cut = StageModel(model, layers, names[meshes.stage_index]) if len(stages) > 1 else None
+    cut = _cut_stage(model, layers, names, meshes.stage_index)
     sharded = _split(model, layers, stage, meshes, plans, options)
     mover = Mover(meshes.groups(stage[0].strategy).everyone, meshes.index_in_stage)
     traffic = Traffic(mover, glue, options.compute, sampled)
@@ -106,6 +112,30 @@ def set_up(
     owned = owned_parameters(model, stage, meshes, sharded.shards)
     reducer, runner = GradientReducer(reduced_parameters(owned)), _runner(cut, plan, meshes, options.device)
     return StageRuntime(stage, meshes, owned, sharded, reducer, traffic, runner, shared)
+
+
+def _cut_stage(
+    model: nn.Module, layers: Sequence[Layer], names: Sequence[Sequence[str]], index: int
+) -> StageModel | None:
+    """Make the model run one stage; None where there is only one.
+
+    The model's forward then returns None behind the stage's last layer, instead of being left by an exception: FSDP's
+    hooks behind it must run, or a later step's gathering would not wait for the optimizer.
+    """
+    if len(names) == 1:
+        return None
+    cut = StageModel(model, layers, names[index])
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except StageEnd:
+            return None
+
+    model.forward = run
+    return cut
 
 
 def _split(
