@@ -28,8 +28,9 @@ class Bounds:
         cap: most weighted time of interest.
         room: bytes.
         time: per place (S,): least weighted time of the layers after it.
-        memory: per place (S,): least sum of rest + prefix of the layers after it.
-        priced: per place (S,): least sum of weighted time + price * (rest + prefix) of the layers after it.
+        moment: place of the layer whose moment is priced; from there on a label's worst moment counts, not its start.
+        memory: per place (S,): least memory that the layers after it add to that moment.
+        priced: per place (S,): least sum of weighted time + price * that memory of the layers after it.
         price: time a byte (lambda).
         rest, updated: per place: least sum of rest (of updated) of the layers after it.
         worst_floor, waiting_floor, start_floor, updated_floor: per place: a label's component up to this value keeps
@@ -42,6 +43,7 @@ class Bounds:
 
     cap: int
     room: int
+    moment: int
     time: list[IntArray]
     memory: list[IntArray]
     priced: list[FloatArray]
@@ -81,26 +83,33 @@ class Bounds:
         updated: IntArray,
     ) -> NDArray[np.bool_]:
         """Which labels at ``place`` some completion may bring to the end within ``room`` and ``cap``."""
-        alive = (weighted + self.time[place][state] <= self.cap) & (start + self.memory[place][state] <= self.room)
+        base = start if place < self.moment else worst
+        alive = (weighted + self.time[place][state] <= self.cap) & (base + self.memory[place][state] <= self.room)
         alive &= (worst + self.rest[place] <= self.room) & (updated + self.updated[place] <= self.room)
         if self.price > 0 and self.cap < _UNBOUNDED:
-            alive &= self.promise(place, state, weighted, start) <= self.cap * (1 + _SLACK) + 1
+            alive &= self.promise(place, state, weighted, start, worst) <= self.cap * (1 + _SLACK) + 1
         return np.asarray(alive)
 
-    def promise(self, place: int, state: IntArray, weighted: IntArray, start: IntArray) -> FloatArray:
+    def promise(self, place: int, state: IntArray, weighted: IntArray, start: IntArray, worst: IntArray) -> FloatArray:
         """The Lagrangian bound on the weighted time of the whole path that begins as a label."""
-        bound: FloatArray = weighted + self.priced[place][state] - self.price * (self.room - start)
+        base = start if place < self.moment else worst
+        bound: FloatArray = weighted + self.priced[place][state] - self.price * (self.room - base)
         return bound
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Weighted:
-    """A chain in one criterion: its time, and the memory that the Lagrangian prices."""
+    """A chain in one criterion: its time, and the memory that the Lagrangian prices.
+
+    That memory is one moment of constraint (2), the one in the layer at ``moment``, so a sum over the layers: rest +
+    prefix before it, rest and what it needs itself there, rest behind it.
+    """
 
     chain: Chain
     time: list[IntArray]
     memory: list[IntArray]
     moves: list[IntArray]
+    moment: int
 
     def priced(self, price: float) -> tuple[list[FloatArray], list[FloatArray]]:
         """Time + price * memory of each choice, and the least of what follows."""
@@ -172,13 +181,18 @@ def useful_choices(chain: Chain, cap: int | None) -> list[IntArray] | None:
 
 
 def _weighted(chain: Chain) -> _Weighted:
-    factor = int(chain.moves @ chain.weights)
-    return _Weighted(
-        chain,
-        [layer.time @ chain.weights for layer in chain.layers],
-        [layer.rest + layer.prefix for layer in chain.layers],
-        [layer.move * factor for layer in chain.layers],
-    )
+    """The chain in one criterion, with the moment that needs most at the least as the memory that is priced."""
+    factor, layers = int(chain.moves @ chain.weights), chain.layers
+    rest = [int(layer.rest.min()) for layer in layers]
+    prefix = [int((layer.rest + layer.prefix).min()) for layer in layers]
+    local = [int((layer.rest + np.maximum(layer.peak, layer.middle)).min()) for layer in layers]
+    needs = [sum(prefix[:at]) + local[at] + sum(rest[at + 1 :]) for at in range(len(layers))]
+    moment = max(range(len(layers)), key=lambda at: needs[at])
+    memory = [layer.rest + layer.prefix for layer in layers[:moment]]
+    memory.append(layers[moment].rest + np.maximum(layers[moment].peak, layers[moment].middle))
+    memory.extend(layer.rest for layer in layers[moment + 1 :])
+    times = [layer.time @ chain.weights for layer in layers]
+    return _Weighted(chain, times, memory, [layer.move * factor for layer in layers], moment)
 
 
 def completion_bounds(chain: Chain, cap: int | None) -> Bounds | None:
@@ -197,7 +211,7 @@ def completion_bounds(chain: Chain, cap: int | None) -> Bounds | None:
     if len(chain.weights) == 1 and met is not None:
         limit = min(limit, met)
     return Bounds(
-        limit, chain.room, least_time, least_memory, priced, price,
+        limit, chain.room, problem.moment, least_time, least_memory, priced, price,
         _least_after([layer.rest for layer in layers]),
         _least_after([layer.updated for layer in layers]),
         *_floors(chain), *_certain(chain),

@@ -40,6 +40,7 @@ from galvatron_lite.search.pareto import pareto_rows
 
 IntArray = NDArray[np.int64]
 _NEVER = -(2**62)
+_CROWD = 8
 _BY_CHOICE = ("time", "rest", "prefix", "peak", "middle", "prefetched", "pending", "updated")
 
 
@@ -106,6 +107,19 @@ class Path:
     choices: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Front:
+    """The answer to a chain.
+
+    Attributes:
+        paths: ascending in time.
+        complete: whether they are the whole Pareto set; else some may be missing.
+    """
+
+    paths: tuple[Path, ...]
+    complete: bool
+
+
 @dataclass(slots=True, eq=False)
 class _Labels:
     time: IntArray
@@ -121,30 +135,40 @@ class _Labels:
         return _Labels(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
 
-def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None) -> list[Path]:
+def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None) -> Front:
     """The Pareto set of a chain within memory, ascending in time; empty where nothing fits.
 
     Args:
         chain: the problem.
         cap: paths of more weighted time than this are of no interest.
-        beam: keep only so many labels a layer, the most promising: soon done, but neither exact nor complete.
+        beam: keep only so many labels a layer, the most promising by their Lagrangian bound. Where that drops any,
+            the front is not complete, and says so.
     """
     useful = useful_choices(chain, cap)
     if useful is None:
-        return []
+        return Front((), True)
     chain = chain.only(useful)
     bounds = completion_bounds(chain, cap)
     if bounds is None:
-        return []
-    labels = _pruned(chain, 0, _first(chain), bounds, beam)
+        return Front((), True)
+    labels, complete = _thinned(chain, 0, _first(chain), bounds, beam)
     history = [labels]
     for place in range(1, len(chain.layers)):
-        labels = _pruned(chain, place, _extend(chain, place, labels), bounds, beam)
+        labels, whole = _thinned(chain, place, _extend(chain, place, labels), bounds, beam)
+        complete = complete and whole
         history.append(labels)
         if not len(labels.state):
-            return []
+            return Front((), complete)
     paths = (_trace(history, useful, int(row)) for row in pareto_rows(labels.time))
-    return sorted(paths, key=lambda path: (path.time, path.choices))
+    return Front(tuple(sorted(paths, key=lambda path: (path.time, path.choices))), complete)
+
+
+def _narrowed(chain: Chain, place: int, labels: _Labels, bounds: Bounds, beam: int | None) -> tuple[_Labels, bool]:
+    """The most promising labels, and whether those are all."""
+    if beam is None or len(labels.state) <= beam:
+        return labels, True
+    promise = bounds.promise(place, labels.state, labels.time @ chain.weights, labels.start, labels.worst)
+    return labels.take(np.sort(np.argsort(promise, kind="stable")[:beam])), False
 
 
 def _first(chain: Chain) -> _Labels:
@@ -185,16 +209,22 @@ def _extend(chain: Chain, place: int, labels: _Labels) -> _Labels:
     )
 
 
-def _pruned(chain: Chain, place: int, labels: _Labels, bounds: Bounds, beam: int | None) -> _Labels:
-    """Without labels that cannot be completed within the bounds, or are no better than another one."""
+def _thinned(chain: Chain, place: int, labels: _Labels, bounds: Bounds, beam: int | None) -> tuple[_Labels, bool]:
+    """Without labels that cannot be completed within the bounds or are no better than another one; and whether the
+    beam dropped none. With a beam, dominance is only looked for among some times as many.
+    """
     weighted = labels.time @ chain.weights
     alive = bounds.may_complete(place, labels.state, weighted, labels.worst, labels.start, labels.updated)
     labels = labels.take(np.flatnonzero(alive))
-    if beam is not None and len(labels.state) > beam:
-        promise = bounds.promise(place, labels.state, labels.time @ chain.weights, labels.start)
-        labels = labels.take(np.argsort(promise, kind="stable")[:beam])
     if not len(labels.state):
-        return labels
+        return labels, True
+    labels, first = _narrowed(chain, place, labels, bounds, None if beam is None else _CROWD * beam)
+    labels, second = _narrowed(chain, place, _undominated(chain, place, labels, bounds), bounds, beam)
+    return labels, first and second
+
+
+def _undominated(chain: Chain, place: int, labels: _Labels, bounds: Bounds) -> _Labels:
+    """Without labels that are no better than another one."""
     start = labels.start
     raised = bounds.raised(place, labels.start, labels.worst, labels.waiting, labels.updated)
     labels.start, labels.worst, labels.waiting, labels.updated = raised

@@ -19,7 +19,7 @@ from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.search.bounds import path_peak
 from galvatron_lite.search.frontier import Chain, pareto_paths
-from galvatron_lite.search.problem import Problem
+from galvatron_lite.search.problem import Problem, widest
 from galvatron_lite.search.result import plan_of, summary
 from galvatron_lite.search.shapes import Request, open_problem, settled, shapes_of, widest_tables
 from galvatron_lite.units import format_bytes
@@ -159,7 +159,7 @@ def _lean_stage(problem: Problem, stage: int, inside: range) -> LeanStage | None
     peak = 2**60
     while True:
         tighter = Chain(timeless, np.zeros_like(chain.moves), chain.weights, peak - 1)
-        paths = pareto_paths(tighter)
+        paths = pareto_paths(tighter, beam=widest(tighter)).paths
         if not paths:
             break
         best = paths[0].choices

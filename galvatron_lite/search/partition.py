@@ -21,7 +21,7 @@ from galvatron_lite.search.pareto import pareto_rows
 from galvatron_lite.search.problem import Problem, StagePlan
 from galvatron_lite.search.relax import Relaxed
 
-_BEAM = 256
+_BEAM = 32
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 What is proven: the plan has the least step time that ``cost.step.evaluate`` gives to any plan of the space (see
 ``problem`` for its rules, ``space`` for the choices), because every shape left unsearched has a lower bound no less
 than the plan's time, and inside a shape ``partition`` and ``frontier`` are exact. Times are compared in whole
-picoseconds.
+picoseconds. Only where a chain needs more labels than ``problem.widest`` allows are the least promising dropped; the
+plan then says ``feasible`` instead of ``proven``.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def find_plan(
         plan,
         alternatives=alternatives(request, pricer, plan, runners_up),
         left_out=(*reasons(profile.graph), *unprofiled(request, pricer)),
-        provenance=provenance(profile, budget),
+        provenance=provenance(profile, budget, Proof.PROVEN if found.proven else Proof.FEASIBLE),
     )
 
 
@@ -98,10 +99,12 @@ class Found:
     Attributes:
         problem: the winning shape.
         partition: its best plan.
+        proven: whether no better plan exists in the space; else labels were dropped somewhere to end in time.
     """
 
     problem: Problem
     partition: Partition
+    proven: bool = True
 
 
 def search(request: Request, pricer: LayerPricer, progress: Progress | None = None) -> Found | None:
@@ -126,9 +129,10 @@ def search(request: Request, pricer: LayerPricer, progress: Progress | None = No
             walk.push(_Node(node.problem, node.bounds, _Stage.TRIED))
         elif node.bounds is not None:
             walk.better(node.problem, best_partition(node.problem, node.bounds, walk.limit))
+            walk.complete = walk.complete and node.problem.complete
     if progress is not None:
         progress(total, total, "done")
-    return walk.best
+    return None if walk.best is None else replace(walk.best, proven=walk.complete)
 
 
 class _Stage(IntEnum):
@@ -154,6 +158,7 @@ class _Walk:
     heap: list[tuple[float, int, _Node]]
     order: Iterator[int]
     best: Found | None
+    complete: bool = True
 
     @property
     def limit(self) -> int | None:
@@ -198,7 +203,7 @@ def plain(request: Request, found: Found) -> Plan:
     )
 
 
-def provenance(profile: Profile, budget: int) -> Provenance:
+def provenance(profile: Profile, budget: int, proof: Proof) -> Provenance:
     """What plans from this profile are made from."""
     from galvatron_lite import __version__
     from galvatron_lite.profiler.store import profile_hash
@@ -211,7 +216,7 @@ def provenance(profile: Profile, budget: int) -> Provenance:
         cluster=profile.cluster.name,
         fingerprint=dict(profile.cluster.fingerprint),
         budget=budget,
-        proof=Proof.PROVEN,
+        proof=proof,
     )
 
 

@@ -22,11 +22,12 @@ from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, in_flight, transfer
 from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.search.frontier import Chain, Path, pareto_paths
+from galvatron_lite.search.frontier import Chain, Front, Path, pareto_paths
 from galvatron_lite.search.tables import Table, Tables, ticks
 
 IntArray = NDArray[np.int64]
 Layout = tuple[int, int, bool]
+_MOST_CANDIDATES, _LEAST_LABELS = 200_000, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class Problem:
         tables: figures under that shape.
         choice: what is settled.
         budget: bytes a device.
+        complete: whether every answer so far is exact, quick ones aside.
     """
 
     graph: ModelGraph
@@ -76,6 +78,7 @@ class Problem:
     tables: Tables
     choice: Choice
     budget: int
+    complete: bool = True
     _tied: Mapping[int, Strategy] = field(init=False)
     _filtered: dict[tuple[int, object], Table] = field(default_factory=dict)
     _plans: dict[tuple[object, ...], list[StagePlan]] = field(default_factory=dict)
@@ -190,9 +193,10 @@ class Problem:
             built = self.chain(stage, inside, scalar=False)
             sends = self.fixed_costs(inside)[:2]
             alone = cap - self.shape.microbatches * sum(sends)
-            found = [] if built is None else pareto_paths(built[0], alone)
+            found = Front((), True) if built is None else pareto_paths(built[0], alone, widest(built[0]))
             tables = [] if built is None else built[1]
-            self._plans[key] = [self._stage_plan(path, tables, sends) for path in found]
+            self.complete = self.complete and found.complete
+            self._plans[key] = [self._stage_plan(path, tables, sends) for path in found.paths]
         return self._plans[key]
 
     def quickest(self, stage: int, inside: range, cap: int | None, beam: int | None = None) -> StagePlan | None:
@@ -201,8 +205,12 @@ class Problem:
         With a beam a good way, soon, and None where none is met.
         """
         built = self.chain(stage, inside, scalar=True)
-        paths = [] if built is None else pareto_paths(built[0], cap, beam)
-        if built is None or not paths:
+        if built is None:
+            return None
+        front = pareto_paths(built[0], cap, beam or widest(built[0]))
+        self.complete = self.complete and (front.complete or beam is not None)
+        paths = front.paths
+        if not paths:
             return None
         tables, sends = built[1], self.fixed_costs(inside)[:2]
         forward, backward, step = self._times(paths[0].choices, tables)
@@ -225,6 +233,11 @@ class Problem:
         bottleneck = (own[0] + sum(sends),) if self.overlapped else (own[0] + sends[0], own[1] + sends[1])
         strategies = tuple(table.strategies[choice] for table, choice in zip(tables, path.choices, strict=True))
         return StagePlan(bottleneck, path.time[-1], strategies)
+
+
+def widest(chain: Chain) -> int:
+    """How many labels of a layer are kept at most: what one core works through in some milliseconds a layer."""
+    return max(_LEAST_LABELS, _MOST_CANDIDATES // max(len(layer.rest) for layer in chain.layers))
 
 
 def _cuts(inside: range) -> tuple[int, int]:
