@@ -1,0 +1,83 @@
+"""The peak formula against a replay of allocations, event by event."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from galvatron_lite.cost.layer import LayerCost
+from galvatron_lite.cost.memory import stage_memory, terms, worst_moment
+
+
+def make_cost(draw: random.Random, zero: int) -> LayerCost:
+    """A layer under no ZeRO (0), ZeRO-2 or ZeRO-3."""
+    whole = draw.randint(0, 500)
+    shard = whole // 4 if zero else whole
+    kept = draw.randint(0, 800)
+    return LayerCost(
+        1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+        parameters=shard, gradients=0 if zero else shard, formed_gradients=shard if zero else 0, states=2 * shard,
+        kept=kept, gathered=whole if zero == 2 else 0, gather=whole if zero == 3 else 0,
+        gathering=whole if zero else 0, whole_gradients=whole if zero else 0, reducing=whole if zero else 0,
+        working=kept + draw.randint(0, 500), forward_working=kept, updating=draw.randint(0, 400),
+    )  # fmt: skip
+
+
+def replay(costs: list[LayerCost], microbatches: int) -> int:
+    """Peak bytes of a single stage, one micro-batch after the other, by keeping a ledger of what is alive."""
+    peak, formed = 0, [0] * len(costs)
+    rest = sum(cost.parameters + cost.gradients + cost.states for cost in costs)
+    for _ in range(microbatches):
+        held = 0
+        for cost in costs:
+            own = cost.gathered + cost.gather + cost.gathering + cost.forward_working
+            peak = max(peak, rest + sum(formed) + held + own)
+            held += cost.kept + cost.gathered
+        pending = 0
+        for place in reversed(range(len(costs))):
+            cost = costs[place]
+            held -= cost.kept + cost.gathered
+            prefetched = costs[place - 1].gather if place else 0
+            middle = cost.gathered + cost.gather + cost.working + cost.whole_gradients
+            formed[place] = cost.formed_gradients
+            peak = max(peak, rest + sum(formed) + held + prefetched + middle + pending)
+            peak = max(peak, rest + sum(formed) + held + prefetched + cost.whole_gradients + cost.reducing)
+            pending = cost.reducing
+    return max(peak, rest + sum(formed) + sum(cost.updating for cost in costs))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_equals_a_replay_in_the_steady_state(seed: int) -> None:
+    """From the second micro-batch on all gradients exist, which is what the formula counts."""
+    draw = random.Random(seed)
+    costs = [make_cost(draw, draw.choice([0, 2, 3])) for _ in range(draw.randint(1, 6))]
+    expected = replay(costs, 3)
+    assert stage_memory(costs, 1, 3, 0, 0).total == expected
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_is_close_above_a_replay_of_one_microbatch(seed: int) -> None:
+    """The formula counts a layer's own forming gradients in its forward, nothing else too much."""
+    draw = random.Random(seed)
+    costs = [make_cost(draw, draw.choice([0, 2, 3])) for _ in range(draw.randint(1, 6))]
+    predicted, expected = stage_memory(costs, 1, 1, 0, 0).total, replay(costs, 1)
+    assert expected <= predicted <= expected + sum(cost.formed_gradients for cost in costs)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_parts_add_up_and_are_not_negative(seed: int) -> None:
+    draw = random.Random(seed)
+    costs = [make_cost(draw, draw.choice([0, 2, 3])) for _ in range(5)]
+    memory = stage_memory(costs, draw.randint(1, 3), 4, 70, 1000)
+    parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations,
+             memory.temporary, memory.communication, memory.context)  # fmt: skip
+    assert min(parts) >= 0
+    assert sum(parts) == memory.total
+
+
+def test_more_microbatches_in_flight_keep_more() -> None:
+    costs = [replace(make_cost(random.Random(1), 0), kept=100, working=150, updating=0) for _ in range(3)]
+    one, two = (worst_moment([terms(cost, held, 4) for cost in costs]) for held in (1, 2))
+    assert two.size - one.size == 300

@@ -1,0 +1,78 @@
+"""The closed form against the event simulation, and the simulation against hand-worked pipelines."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from galvatron_lite.cost.schedule import StageTimes, closed_form, makespan, order_of, simulate
+from galvatron_lite.plans.schema import Schedule
+
+SECONDS = st.floats(0.01, 10)
+SENDS = st.floats(0, 5)
+SCHEDULES = st.sampled_from(Schedule)
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> list[StageTimes]:
+    """Unequal stages; a boundary's transfer takes as long forward as back."""
+    count = draw(st.integers(1, 6))
+    sends = [draw(SENDS) for _ in range(count - 1)]
+    return [StageTimes(draw(SECONDS), draw(SECONDS), right, left)
+            for left, right in zip([0.0, *sends], [*sends, 0.0], strict=True)]  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(pipelines(), st.integers(1, 12), SCHEDULES)
+def test_closed_form_is_never_below_the_simulation(
+    stages: list[StageTimes], microbatches: int, schedule: Schedule
+) -> None:
+    simulated = makespan(simulate(stages, microbatches, schedule))
+    assert closed_form(stages, microbatches, schedule) >= simulated * (1 - 1e-12)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.integers(1, 8), st.integers(1, 20), SECONDS, SECONDS, SCHEDULES)
+def test_equal_for_equal_stages(
+    count: int, microbatches: int, forward: float, backward: float, schedule: Schedule
+) -> None:
+    stages = [StageTimes(forward, backward)] * count
+    simulated = makespan(simulate(stages, microbatches, schedule))
+    assert closed_form(stages, microbatches, schedule) == pytest.approx(simulated)
+    # Narayanan et al. 2021: (m + p - 1) (f + b) for both schedules
+    assert simulated == pytest.approx((microbatches + count - 1) * (forward + backward))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(pipelines(), SCHEDULES)
+def test_equal_for_one_microbatch(stages: list[StageTimes], schedule: Schedule) -> None:
+    assert closed_form(stages, 1, schedule) == pytest.approx(makespan(simulate(stages, 1, schedule)))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(pipelines(), st.integers(1, 8), SCHEDULES)
+def test_simulation_keeps_every_dependency(stages: list[StageTimes], microbatches: int, schedule: Schedule) -> None:
+    events = {(e.stage, e.forward, e.microbatch): e for e in simulate(stages, microbatches, schedule)}
+    assert len(events) == 2 * microbatches * len(stages)
+    for (stage, forward, microbatch), event in events.items():
+        source = (stage - 1, True, microbatch) if forward else (stage + 1, False, microbatch)
+        if source in events:
+            assert event.start >= events[source].end
+        if not forward:
+            assert event.start >= events[stage, True, microbatch].end
+    for stage in range(len(stages)):
+        own = sorted((e for e in events.values() if e.stage == stage), key=lambda e: e.start)
+        assert all(after.start >= before.end for before, after in pairwise(own))
+
+
+@given(st.integers(1, 6), st.integers(1, 12))
+def test_one_f_one_b_holds_no_more_than_the_stages_behind(stages: int, microbatches: int) -> None:
+    for stage in range(stages):
+        held = most = 0
+        for forward, _ in order_of(Schedule.ONE_F_ONE_B, stages, stage, microbatches):
+            held += 1 if forward else -1
+            most = max(most, held)
+        assert most == min(microbatches, stages - stage)
