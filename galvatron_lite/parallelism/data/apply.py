@@ -1,8 +1,8 @@
 """Data parallelism: gradients live in flat buffers that are summed over their ranks while backward still runs.
 
-A bucket is one flat buffer of about 25 MB for parameters of one dtype and one process group. In backward every gradient
-is copied to its place, and ``p.grad`` becomes a view of it. When all gradients of a bucket are there, and those of the
-buckets before it, its all-reduce starts. At the end of backward all are waited for.
+A bucket is one flat buffer, of 25 MB at most, for parameters of one dtype and one process group. In backward every
+gradient is copied to its place, and ``p.grad`` becomes a view of it. When all gradients of a bucket are there, and those
+of the buckets before it, its all-reduce starts. At the end of backward all are waited for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-BUCKET_BYTES = 25 * 2**20
+SMALLEST_BUCKET, LARGEST_BUCKET = 2**20, 25 * 2**20
+"""Bytes. Larger buckets use links better (25 MB as in DDP), smaller ones start earlier."""
+BUCKETS = 8
+"""Buckets a model has if its size allows, so that most of the communication lies behind backward."""
 Group = dist.ProcessGroup | None
 Kind = tuple[int, torch.dtype, torch.device]
 
@@ -67,15 +70,15 @@ class GradientReducer:
 
     Args:
         parameters: in the order they are used in forward; gradients come in the opposite order.
-        bucket_bytes: when a bucket is full.
+        bucket_bytes: when a bucket is full; an eighth of all gradients, between the limits, if not given.
 
     Attributes:
         synchronise: whether backward passes end with the reduction; see ``no_sync``.
     """
 
-    def __init__(self, parameters: Sequence[Reduced], bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, parameters: Sequence[Reduced], bucket_bytes: int | None = None) -> None:
         self.synchronise = True
-        self._buckets = _buckets(parameters, bucket_bytes)
+        self._buckets = _buckets(parameters, bucket_bytes or _bucket_bytes(parameters))
         self._next = 0
         self._running = False
         self._handles = [
@@ -143,6 +146,11 @@ class GradientReducer:
             self._next += 1
             if bucket.group is not None:
                 _launch(bucket)
+
+
+def _bucket_bytes(parameters: Iterable[Reduced]) -> int:
+    total = sum(one.parameter.numel() * one.parameter.element_size() for one in parameters)
+    return min(max(total // BUCKETS, SMALLEST_BUCKET), LARGEST_BUCKET)
 
 
 def _buckets(parameters: Iterable[Reduced], bucket_bytes: int) -> list[Bucket]:

@@ -1,0 +1,34 @@
+"""Parameter groups: nothing lost, options kept, unlike tensors apart."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from galvatron_lite.runtime.optimizer import split_groups
+from tests.pool import WorkerPool
+
+
+def test_plain_parameters_stay_one_group() -> None:
+    parameters = list(nn.Linear(2, 2).parameters())
+    (group,) = split_groups(parameters)
+    assert [id(p) for p in group["params"]] == [id(p) for p in parameters]
+
+
+def split_mixed() -> list[tuple[int, bool, float | None]]:
+    mesh = init_device_mesh("cpu", (2,))
+    shared = [nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)])) for _ in range(2)]
+    plain = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+    groups = split_groups(
+        [{"params": [plain[0], shared[0], plain[1]], "weight_decay": 0.0}, {"params": [plain[2], shared[1]]}]
+    )
+    found = [(len(g["params"]), isinstance(g["params"][0], DTensor), g.get("weight_decay")) for g in groups]
+    torch.optim.AdamW(groups, lr=1e-3, foreach=True)
+    return found
+
+
+def test_options_stay_with_their_parameters(pool: WorkerPool) -> None:
+    wanted = {(1, False, None), (1, True, None), (2, False, 0.0), (1, True, 0.0)}
+    assert [set(found) for found in pool.run(2, split_mixed)] == [wanted] * 2
