@@ -1,8 +1,8 @@
 """Data parallelism: gradients live in flat buffers that are summed over their ranks while backward still runs.
 
 A bucket is one flat buffer, of 25 MB at most, for parameters of one dtype and one process group. In backward every
-gradient is copied to its place, and ``p.grad`` becomes a view of it. When all gradients of a bucket are there, and those
-of the buckets before it, its all-reduce starts. At the end of backward all are waited for.
+gradient is copied to its place, and ``p.grad`` becomes a view of it. When all gradients of a bucket are there, and
+those of the buckets before it, its all-reduce starts. At the end of backward all are waited for.
 """
 
 from __future__ import annotations
