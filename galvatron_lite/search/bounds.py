@@ -28,7 +28,9 @@ class Bounds:
         cap: most weighted time of interest.
         room: bytes.
         time: per place (S,): least weighted time of the layers after it.
-        moment: place of the layer whose moment is priced; from there on a label's worst moment counts, not its start.
+        moment: place of the layer whose moment is priced (see ``_Weighted``).
+        waits: whether that is its moment that waits for the next layer's reduction.
+        beside: (S,): what choices of the layer before it leave gathered.
         memory: per place (S,): least memory that the layers after it add to that moment.
         priced: per place (S,): least sum of weighted time + price * that memory of the layers after it.
         price: time a byte (lambda).
@@ -44,6 +46,8 @@ class Bounds:
     cap: int
     room: int
     moment: int
+    waits: bool
+    beside: IntArray
     time: list[IntArray]
     memory: list[IntArray]
     priced: list[FloatArray]
@@ -73,26 +77,26 @@ class Bounds:
             np.maximum(np.maximum(updated, self.updated_floor[place]), certain - self.updating[place]),
         )
 
+    def base(self, place: int, state: IntArray, start: IntArray, worst: IntArray, waiting: IntArray) -> IntArray:
+        """Which of its figures a label at ``place`` brings to the priced moment."""
+        if place > self.moment:
+            return worst
+        if place == self.moment:
+            return waiting if self.waits else worst
+        return start + self.beside[state] if place == self.moment - 1 else start
+
     def may_complete(
-        self,
-        place: int,
-        state: IntArray,
-        weighted: IntArray,
-        worst: IntArray,
-        start: IntArray,
-        updated: IntArray,
+        self, place: int, state: IntArray, weighted: IntArray, base: IntArray, worst: IntArray, updated: IntArray
     ) -> NDArray[np.bool_]:
         """Which labels at ``place`` some completion may bring to the end within ``room`` and ``cap``."""
-        base = start if place < self.moment else worst
         alive = (weighted + self.time[place][state] <= self.cap) & (base + self.memory[place][state] <= self.room)
         alive &= (worst + self.rest[place] <= self.room) & (updated + self.updated[place] <= self.room)
         if self.price > 0 and self.cap < _UNBOUNDED:
-            alive &= self.promise(place, state, weighted, start, worst) <= self.cap * (1 + _SLACK) + 1
+            alive &= self.promise(place, state, weighted, base) <= self.cap * (1 + _SLACK) + 1
         return np.asarray(alive)
 
-    def promise(self, place: int, state: IntArray, weighted: IntArray, start: IntArray, worst: IntArray) -> FloatArray:
+    def promise(self, place: int, state: IntArray, weighted: IntArray, base: IntArray) -> FloatArray:
         """The Lagrangian bound on the weighted time of the whole path that begins as a label."""
-        base = start if place < self.moment else worst
         bound: FloatArray = weighted + self.priced[place][state] - self.price * (self.room - base)
         return bound
 
@@ -102,7 +106,8 @@ class _Weighted:
     """A chain in one criterion: its time, and the memory that the Lagrangian prices.
 
     That memory is one moment of constraint (2), the one in the layer at ``moment``, so a sum over the layers: rest +
-    prefix before it, rest and what it needs itself there, rest behind it.
+    prefix before it (and what the last of them leaves gathered), rest and what it needs itself there (its peak, or if
+    it ``waits`` its middle, and what the next layer has pending), rest behind it.
     """
 
     chain: Chain
@@ -110,6 +115,7 @@ class _Weighted:
     memory: list[IntArray]
     moves: list[IntArray]
     moment: int
+    waits: bool
 
     def priced(self, price: float) -> tuple[list[FloatArray], list[FloatArray]]:
         """Time + price * memory of each choice, and the least of what follows."""
@@ -181,18 +187,28 @@ def useful_choices(chain: Chain, cap: int | None) -> list[IntArray] | None:
 
 
 def _weighted(chain: Chain) -> _Weighted:
-    """The chain in one criterion, with the moment that needs most at the least as the memory that is priced."""
-    factor, layers = int(chain.moves @ chain.weights), chain.layers
-    rest = [int(layer.rest.min()) for layer in layers]
-    prefix = [int((layer.rest + layer.prefix).min()) for layer in layers]
-    local = [int((layer.rest + np.maximum(layer.peak, layer.middle)).min()) for layer in layers]
-    needs = [sum(prefix[:at]) + local[at] + sum(rest[at + 1 :]) for at in range(len(layers))]
-    moment = max(range(len(layers)), key=lambda at: needs[at])
+    """The chain in one criterion, with that late moment as priced memory that gives the best bound at a usual price."""
+    last = len(chain.layers) - 1
+    options = [_at_moment(chain, at, waits) for at in range(max(last - 2, 0), last + 1) for waits in {False, at < last}]
+    price = _next_price(options[-1], 0.0, np.inf)
+    bounds = []
+    for option in options:
+        values, after = option.priced(price)
+        bounds.append(float((values[0] + after[0]).min()))
+    return options[int(np.argmax(bounds))]
+
+
+def _at_moment(chain: Chain, moment: int, waits: bool) -> _Weighted:
+    layers, factor = chain.layers, int(chain.moves @ chain.weights)
     memory = [layer.rest + layer.prefix for layer in layers[:moment]]
-    memory.append(layers[moment].rest + np.maximum(layers[moment].peak, layers[moment].middle))
-    memory.extend(layer.rest for layer in layers[moment + 1 :])
+    local = layers[moment].middle if waits else np.maximum(layers[moment].peak, layers[moment].middle)
+    memory += [layers[moment].rest + local, *(layer.rest for layer in layers[moment + 1 :])]
+    if moment:
+        memory[moment - 1] = memory[moment - 1] + layers[moment - 1].prefetched
+    if waits:
+        memory[moment + 1] = memory[moment + 1] + layers[moment + 1].pending
     times = [layer.time @ chain.weights for layer in layers]
-    return _Weighted(chain, times, memory, [layer.move * factor for layer in layers], moment)
+    return _Weighted(chain, times, memory, [layer.move * factor for layer in layers], moment, waits)
 
 
 def completion_bounds(chain: Chain, cap: int | None) -> Bounds | None:
@@ -210,11 +226,11 @@ def completion_bounds(chain: Chain, cap: int | None) -> Bounds | None:
     price, priced, met = _best_price(problem)
     if len(chain.weights) == 1 and met is not None:
         limit = min(limit, met)
+    beside = layers[max(problem.moment - 1, 0)].prefetched
+    rest, updated = ([getattr(layer, name) for layer in layers] for name in ("rest", "updated"))
     return Bounds(
-        limit, chain.room, problem.moment, least_time, least_memory, priced, price,
-        _least_after([layer.rest for layer in layers]),
-        _least_after([layer.updated for layer in layers]),
-        *_floors(chain), *_certain(chain),
+        limit, chain.room, problem.moment, problem.waits, beside, least_time, least_memory, priced, price,
+        _least_after(rest), _least_after(updated), *_floors(chain), *_certain(chain),
     )  # fmt: skip
 
 

@@ -114,10 +114,12 @@ class Front:
     Attributes:
         paths: ascending in time.
         complete: whether they are the whole Pareto set; else some may be missing.
+        work: labels looked at.
     """
 
     paths: tuple[Path, ...]
     complete: bool
+    work: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -152,22 +154,24 @@ def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None) 
     if bounds is None:
         return Front((), True)
     labels, complete = _thinned(chain, 0, _first(chain), bounds, beam)
-    history = [labels]
+    history, work = [labels], 0
     for place in range(1, len(chain.layers)):
+        work += len(labels.state) * len(chain.layers[place].rest)
         labels, whole = _thinned(chain, place, _extend(chain, place, labels), bounds, beam)
         complete = complete and whole
         history.append(labels)
         if not len(labels.state):
-            return Front((), complete)
+            return Front((), complete, work)
     paths = (_trace(history, useful, int(row)) for row in pareto_rows(labels.time))
-    return Front(tuple(sorted(paths, key=lambda path: (path.time, path.choices))), complete)
+    return Front(tuple(sorted(paths, key=lambda path: (path.time, path.choices))), complete, work)
 
 
 def _narrowed(chain: Chain, place: int, labels: _Labels, bounds: Bounds, beam: int | None) -> tuple[_Labels, bool]:
     """The most promising labels, and whether those are all."""
     if beam is None or len(labels.state) <= beam:
         return labels, True
-    promise = bounds.promise(place, labels.state, labels.time @ chain.weights, labels.start, labels.worst)
+    base = bounds.base(place, labels.state, labels.start, labels.worst, labels.waiting)
+    promise = bounds.promise(place, labels.state, labels.time @ chain.weights, base)
     return labels.take(np.sort(np.argsort(promise, kind="stable")[:beam])), False
 
 
@@ -214,7 +218,8 @@ def _thinned(chain: Chain, place: int, labels: _Labels, bounds: Bounds, beam: in
     beam dropped none. With a beam, dominance is only looked for among some times as many.
     """
     weighted = labels.time @ chain.weights
-    alive = bounds.may_complete(place, labels.state, weighted, labels.worst, labels.start, labels.updated)
+    base = bounds.base(place, labels.state, labels.start, labels.worst, labels.waiting)
+    alive = bounds.may_complete(place, labels.state, weighted, base, labels.worst, labels.updated)
     labels = labels.take(np.flatnonzero(alive))
     if not len(labels.state):
         return labels, True

@@ -3,8 +3,8 @@
 What is proven: the plan has the least step time that ``cost.step.evaluate`` gives to any plan of the space (see
 ``problem`` for its rules, ``space`` for the choices), because every shape left unsearched has a lower bound no less
 than the plan's time, and inside a shape ``partition`` and ``frontier`` are exact. Times are compared in whole
-picoseconds. Only where a chain needs more labels than ``problem.widest`` allows are the least promising dropped; the
-plan then says ``feasible`` instead of ``proven``.
+picoseconds. Only where a chain needs more labels than ``problem.widest`` allows are the least promising dropped, and
+only after ``_MOST_WORK`` labels does the search end early; the plan then says ``feasible`` instead of ``proven``.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from galvatron_lite.search.shapes import Request, bounds_of, open_problem, settl
 from galvatron_lite.search.space import Fixed, reasons
 
 Progress = Callable[[int, int, str], None]
+_MOST_WORK = 50_000_000
+"""Labels after which the search ends with the best plan it has; counted, not timed, so that results repeat."""
 
 
 def find_plan(
@@ -130,6 +132,7 @@ def search(request: Request, pricer: LayerPricer, progress: Progress | None = No
         elif node.bounds is not None:
             walk.better(node.problem, best_partition(node.problem, node.bounds, walk.limit))
             walk.complete = walk.complete and node.problem.complete
+            walk.work += node.problem.work
     if progress is not None:
         progress(total, total, "done")
     return None if walk.best is None else replace(walk.best, proven=walk.complete)
@@ -159,6 +162,7 @@ class _Walk:
     order: Iterator[int]
     best: Found | None
     complete: bool = True
+    work: int = 0
 
     @property
     def limit(self) -> int | None:
@@ -175,8 +179,13 @@ class _Walk:
             heapq.heappush(self.heap, (node.bounds.bound, next(self.order), node))
 
     def pop(self) -> _Node | None:
-        """The most promising node; None where none can lead to a better plan."""
-        return heapq.heappop(self.heap)[2] if self.heap and self.worth(self.heap[0][0]) else None
+        """The most promising node; None where none can lead to a better plan, or where enough work was done."""
+        if not self.heap or not self.worth(self.heap[0][0]):
+            return None
+        if self.best is not None and self.work > _MOST_WORK:
+            self.complete = False
+            return None
+        return heapq.heappop(self.heap)[2]
 
     def better(self, problem: Problem, partition: Partition | None) -> None:
         """Keep a plan that beats the best so far."""

@@ -71,6 +71,7 @@ class Problem:
         choice: what is settled.
         budget: bytes a device.
         complete: whether every answer so far is exact, quick ones aside.
+        work: labels looked at so far.
     """
 
     graph: ModelGraph
@@ -79,6 +80,7 @@ class Problem:
     choice: Choice
     budget: int
     complete: bool = True
+    work: int = 0
     _tied: Mapping[int, Strategy] = field(init=False)
     _filtered: dict[tuple[int, object], Table] = field(default_factory=dict)
     _plans: dict[tuple[object, ...], list[StagePlan]] = field(default_factory=dict)
@@ -195,7 +197,7 @@ class Problem:
             alone = cap - self.shape.microbatches * sum(sends)
             found = Front((), True) if built is None else pareto_paths(built[0], alone, widest(built[0]))
             tables = [] if built is None else built[1]
-            self.complete = self.complete and found.complete
+            self.complete, self.work = self.complete and found.complete, self.work + found.work
             self._plans[key] = [self._stage_plan(path, tables, sends) for path in found.paths]
         return self._plans[key]
 
@@ -209,6 +211,7 @@ class Problem:
             return None
         front = pareto_paths(built[0], cap, beam or widest(built[0]))
         self.complete = self.complete and (front.complete or beam is not None)
+        self.work += front.work
         paths = front.paths
         if not paths:
             return None

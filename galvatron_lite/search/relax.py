@@ -5,8 +5,9 @@ For a stage that holds layers i..j-1 with k micro-batches in flight, and any pri
     theta(i, j) >= sum_l min_s (theta_l(s) + lambda y_l(s)) - lambda M
 
 bounds the time theta = m c + step that the stage needs alone (c: one micro-batch, y: rest + prefix, M: bytes),
-because every feasible choice has sum y <= M. The step time of a plan is at least, for every stage s,
-theta_s + sum of c over the other stages. Moves between layouts are left out (they cost no less than nothing).
+because every feasible choice has sum y <= M; for the last layer y is its own peak (rest + w). The step time of a plan
+is at least, for every stage s, theta_s + sum of c over the other stages. Moves between layouts are left out (they cost
+no less than nothing).
 """
 
 from __future__ import annotations
@@ -97,19 +98,25 @@ def relaxed(problem: Problem, tables: list[Table]) -> Relaxed | None:
 
 
 def _excess(tables: list[Table], held: int, count: int, room: float, micro: FloatArray) -> FloatArray:
-    memory, time = {}, {}
+    memory, time, local = {}, {}, {}
     for table in dict.fromkeys(tables):
-        memory[table] = (table.memory[:, 0] + table.memory[:, 1] + (held - 1) * table.kept).astype(np.float64)
+        rest = (table.memory[:, 0] + (held - 1) * table.kept).astype(np.float64)
+        memory[table] = rest + table.memory[:, 1]
+        local[table] = rest + table.memory[:, 2:4].max(axis=1)
         time[table] = (count * (table.forward + table.backward) + table.step).astype(np.float64)
     scale = sum(float(np.ptp(time[t])) for t in tables) / (sum(float(np.ptp(memory[t])) for t in tables) + 1.0)
     lightest = _summed([float(memory[table].min()) for table in tables])
     bound = np.full((len(tables) + 1, len(tables) + 1), -np.inf)
     for price in (0.0, *(_PRICES * scale)):
         least = {table: float((time[table] + price * memory[table]).min()) for table in time}
+        final = {table: float((time[table] + price * local[table]).min()) for table in time}
         total = _summed([least[table] for table in tables])
-        bound = np.maximum(bound, total[None, :] - total[:, None] - price * room)
+        # The last layer of a stage counts with its own peak instead of what it leaves to later ones.
+        ends = np.concatenate(([0.0], total[:-1] + [final[table] for table in tables]))
+        bound = np.maximum(bound, ends[None, :] - total[:, None] - price * room)
     bound -= micro[None, :] - micro[:, None]
-    too_much = lightest[None, :] - lightest[:, None] > room
+    heaviest = np.concatenate(([0.0], lightest[:-1] + [float(local[table].min()) for table in tables]))
+    too_much = heaviest[None, :] - lightest[:, None] > room
     empty = np.tri(len(tables) + 1, dtype=bool)
     return np.where(too_much | empty, np.inf, bound)
 
