@@ -15,6 +15,8 @@ from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed
 
 UNBOUNDED = 2**60
+_WORK = 2_000_000
+"""Runner-ups are good plans of their shape, not proven ones."""
 
 
 def alternatives(request: Request, pricer: LayerPricer, plan: Plan, wanted: int) -> tuple[Alternative, ...]:
@@ -51,7 +53,7 @@ def _best_of(request: Request, pricer: LayerPricer, name: str) -> Alternative | 
 
     for budget in (request.budget, UNBOUNDED):
         try:
-            found = search(replace(request, budget=budget), pricer)
+            found = search(replace(request, budget=budget), pricer, most_work=_WORK)
         except InputError:
             return None
         if found is not None:

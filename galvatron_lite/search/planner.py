@@ -4,7 +4,7 @@ What is proven: the plan has the least step time that ``cost.step.evaluate`` giv
 ``problem`` for its rules, ``space`` for the choices), because every shape left unsearched has a lower bound no less
 than the plan's time, and inside a shape ``partition`` and ``frontier`` are exact. Times are compared in whole
 picoseconds. Only where a chain needs more labels than ``problem.widest`` allows are the least promising dropped, and
-only after ``_MOST_WORK`` labels does the search end early; the plan then says ``feasible`` instead of ``proven``.
+only after ``MOST_WORK`` labels does the search end early; the plan then says ``feasible`` instead of ``proven``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from galvatron_lite.search.shapes import Request, bounds_of, open_problem, settl
 from galvatron_lite.search.space import Fixed, reasons
 
 Progress = Callable[[int, int, str], None]
-_MOST_WORK = 50_000_000
+MOST_WORK = 50_000_000
 """Labels after which the search ends with the best plan it has; counted, not timed, so that results repeat."""
 
 
@@ -109,9 +109,18 @@ class Found:
     proven: bool = True
 
 
-def search(request: Request, pricer: LayerPricer, progress: Progress | None = None) -> Found | None:
-    """The best plan over all shapes; None where nothing fits."""
-    walk = _Walk([], count(), None)
+def search(
+    request: Request, pricer: LayerPricer, progress: Progress | None = None, most_work: int = MOST_WORK
+) -> Found | None:
+    """The best plan over all shapes; None where nothing fits.
+
+    Args:
+        request: what is planned.
+        pricer: of the profile.
+        progress: see ``find_plan``.
+        most_work: labels after which the search ends with the best plan it has, if it has one.
+    """
+    walk = _Walk([], count(), most_work)
     for shape in shapes_of(request):
         problem = open_problem(request, pricer, shape)
         walk.push(_Node(problem, bounds_of(problem), _Stage.SHAPE))
@@ -160,7 +169,8 @@ class _Walk:
 
     heap: list[tuple[float, int, _Node]]
     order: Iterator[int]
-    best: Found | None
+    most_work: int
+    best: Found | None = None
     complete: bool = True
     work: int = 0
 
@@ -182,7 +192,7 @@ class _Walk:
         """The most promising node; None where none can lead to a better plan, or where enough work was done."""
         if not self.heap or not self.worth(self.heap[0][0]):
             return None
-        if self.best is not None and self.work > _MOST_WORK:
+        if self.best is not None and self.work > self.most_work:
             self.complete = False
             return None
         return heapq.heappop(self.heap)[2]

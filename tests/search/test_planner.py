@@ -1,0 +1,110 @@
+"""What the planner returns and what it says where there is no plan."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from galvatron_lite.cost.step import evaluate
+from galvatron_lite.errors import InfeasibleError, InputError
+from galvatron_lite.plans.schema import Plan, Proof
+from galvatron_lite.search.planner import compare, find_plan
+from galvatron_lite.search.space import Fixed
+from tests.factories import random_profile
+
+BUDGET = 10**9
+
+
+def planned(seed: int = 0, **options: object) -> Plan:
+    arguments: dict[str, object] = {"devices": 4, "global_batch": 8, "budget": BUDGET} | options
+    return find_plan(random_profile(random.Random(seed)), **arguments)  # type: ignore[arg-type]
+
+
+def test_a_plan_says_what_it_costs_and_where_it_comes_from() -> None:
+    plan = planned()
+    assert plan.prediction is not None
+    assert plan.provenance is not None
+    assert plan.provenance.proof is Proof.PROVEN
+    assert plan.provenance.budget == BUDGET
+    assert max(stage.memory.total for stage in plan.stages) == plan.prediction.peak_memory
+    assert evaluate(random_profile(random.Random(0)), plan).prediction == plan.prediction
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    assert planned(3) == planned(3)
+
+
+def test_runners_up_are_no_better_where_they_fit() -> None:
+    for seed in range(6):
+        plan = planned(seed, budget=60_000)
+        assert plan.prediction is not None
+        assert 1 <= len(plan.alternatives) <= 3
+        for option in plan.alternatives:
+            assert option.fits == (option.peak_memory <= 60_000)
+            assert not option.fits or option.step_seconds >= plan.prediction.step_seconds * (1 - 1e-9)
+
+
+def test_pinned_values_hold() -> None:
+    plan = planned(1, fixed=Fixed(pipeline=2, microbatches=4, strategy=(("tensor", 1),)), certify=True)
+    assert len(plan.stages) == 2
+    assert plan.microbatches == 4
+    assert {run.strategy.tensor for stage in plan.stages for run in stage.runs} == {1}
+    assert plan.alternatives == ()
+
+
+def test_progress_reaches_its_end() -> None:
+    seen: list[tuple[int, int]] = []
+    planned(progress=lambda done, total, label: seen.append((done, total)))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1][0] == seen[-1][1]
+
+
+def test_too_small_a_budget_names_the_smallest_that_fits() -> None:
+    with pytest.raises(InfeasibleError, match="smallest budget") as error:
+        planned(2, budget=1000)
+    needed = error.value.smallest_budget
+    assert needed is not None
+    assert planned(2, budget=needed).prediction is not None
+    with pytest.raises(InfeasibleError):
+        planned(2, budget=needed - 1)
+
+
+def test_a_batch_that_does_not_divide_names_the_nearest() -> None:
+    profile = random_profile(random.Random(7))
+    fixed = Fixed(pipeline=1, strategy=(("tensor", 1),))
+    with pytest.raises(InputError, match="8 or 12"):
+        find_plan(profile, devices=4, global_batch=10, budget=BUDGET, fixed=fixed)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": 8}, "--gpus"),
+        ({"global_batch": 0}, "--batch"),
+        ({"budget": 0}, "--mem"),
+        ({"fixed": Fixed(microbatches=3)}, "microbatches"),
+        ({"fixed": Fixed(pipeline=3)}, "pipeline"),
+    ],
+)
+def test_wrong_values_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        planned(**options)
+
+
+def test_compare_sorts_by_time() -> None:
+    profile = random_profile(random.Random(4))
+    plans = [
+        find_plan(profile, devices=4, global_batch=8, budget=BUDGET, fixed=Fixed(pipeline=degree), runners_up=0)
+        for degree in (4, 2, 1)
+    ]
+    times = [plan.prediction.step_seconds for plan in compare(profile, plans) if plan.prediction]
+    assert times == sorted(times)
+
+
+def test_planning_imports_no_torch() -> None:
+    code = "import sys, galvatron_lite.search.planner, galvatron_lite.search.ilp; print('torch' in sys.modules, 'pulp' in sys.modules)"  # noqa: E501
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
