@@ -147,6 +147,10 @@ class GPT(nn.Module):
         logits: Tensor = self.head(self.norm(hidden))
         return logits if labels is None else language_loss(logits, labels)
 
+    def _init_weights(self, module: nn.Module) -> None:
+        # the name that transformers uses too: how a model on the meta device gets its initial values
+        initialise(module)
+
     def example_batch(self, samples: int) -> dict[str, Tensor]:
         """Random inputs of the longest sample."""
         return random_tokens(samples, self.config.sequence, self.config.vocab)
