@@ -29,7 +29,7 @@ from galvatron_lite.search.shapes import Request, bounds_of, open_problem, settl
 from galvatron_lite.search.space import Fixed, reasons
 
 Progress = Callable[[int, int, str], None]
-MOST_WORK = 50_000_000
+MOST_WORK = 15_000_000
 """Labels after which the search ends with the best plan it has; counted, not timed, so that results repeat."""
 
 
