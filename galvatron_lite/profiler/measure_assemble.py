@@ -17,6 +17,7 @@ from galvatron_lite.profiler.fit import fit_collectives
 from galvatron_lite.profiler.measure_hardware import with_throughput
 from galvatron_lite.profiler.measure_scope import EDGES, Scope, layer_key, layer_settings
 from galvatron_lite.profiler.measure_tasks import Results
+from galvatron_lite.profiler.measure_waiting import Waiting
 from galvatron_lite.profiler.schema import (
     PROFILE_VERSION,
     CollectiveFit,
@@ -50,7 +51,7 @@ def assemble(name: str, scope: Scope, results: Results) -> Profile:
         collectives=communication,
         fits=fits,
         overlap=from_data(Overlap, results["overlap"], "overlap"),
-        overhead=from_data(HostOverhead, results["overhead"], "overhead"),
+        overhead=_overhead(results),
         throughput=throughput,
         gather_precision=scope.graph.precision,
         reduce_precision=scope.parameter_precision,
@@ -97,3 +98,9 @@ def _origin(scope: Scope, spread: float) -> Origin:
     source = f"{scope.cluster.device.name}, {scope.device.type}, {processes}"
     date = datetime.now(UTC).date().isoformat()
     return Origin(OriginKind.MEASURED, source, date, scope.rule.least, spread)
+
+
+def _overhead(results: Results) -> HostOverhead:
+    own = from_data(HostOverhead, results["overhead"], "overhead")
+    waiting = from_data(Waiting, results["waiting"], "waiting")
+    return replace(own, tensor=waiting.fixed, tensor_per_byte=waiting.per_byte)

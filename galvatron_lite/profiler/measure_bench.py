@@ -19,6 +19,7 @@ from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.profiler.measure_edges import EdgeInput, measure_edges
 from galvatron_lite.profiler.measure_layers import LayerSetting, measure_block
 from galvatron_lite.profiler.measure_overhead import measure_overhead
+from galvatron_lite.profiler.measure_waiting import Waiting, measure_waiting
 from galvatron_lite.profiler.schema import HostOverhead, LayerPoint
 from galvatron_lite.profiler.segments import BlockCall, Skeleton, copy_block, make_skeleton, record_calls
 from galvatron_lite.profiler.timing import DEFAULT_RULE, TimingRule
@@ -69,12 +70,25 @@ class LayerBench:
 
     def measure_overhead(self) -> HostOverhead:
         """The runtime's overhead around the most frequent kind of block, at one sample."""
-        names = [layer.kind for layer in self.graph.layers if layer.role is Role.BLOCK]
-        if not names:
+        kind = self._frequent_kind()
+        if kind is None:
             return HostOverhead()
-        kind = max(names, key=names.count)
         call = self._calls_at(1)[kind]
         return measure_overhead(self._blocks[kind], call, self.batch, self.device, self.rule)
+
+    def measure_waiting(self, most: int) -> Waiting:
+        """What blocking collectives of that kind of block cost beside the transfer, from one sample to ``most``."""
+        kind = self._frequent_kind()
+        if kind is None:
+            return Waiting()
+        calls = [self._calls_at(samples)[kind] for samples in (1, most)]
+        block = self._blocks[kind]
+        plan = infer_block(block, calls[0].args, calls[0].kwargs)
+        return measure_waiting(block, plan, calls, self.device, self.rule)
+
+    def _frequent_kind(self) -> str | None:
+        names = [layer.kind for layer in self.graph.layers if layer.role is Role.BLOCK]
+        return max(names, key=names.count) if names else None
 
     def _prepare(self) -> Skeleton:
         if self._skeleton is None:

@@ -6,43 +6,26 @@ collectives measured alone at the same size.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from galvatron_lite.model.batch import batch_size, map_tensors, move_batch, slice_batch
+from galvatron_lite.model.batch import batch_size, move_batch, slice_batch
 from galvatron_lite.parallelism.base import Collective
 from galvatron_lite.parallelism.data.apply import GradientReducer, Reduced
 from galvatron_lite.parallelism.pipeline.transfer import Channel
 from galvatron_lite.parallelism.zero.apply import STAGE_3, ZeroGroup, apply_root, shard_group
+from galvatron_lite.profiler.measure_chain import Chain, chain_seconds
 from galvatron_lite.profiler.measure_collectives import prepare
-from galvatron_lite.profiler.measure_layers import Seed, differentiable
 from galvatron_lite.profiler.memory import storage_bytes
 from galvatron_lite.profiler.schema import HostOverhead
-from galvatron_lite.profiler.segments import BlockCall, hidden_state
-from galvatron_lite.profiler.timing import DEFAULT_RULE, Across, Lap, TimingRule, launched, time_call, time_laps
+from galvatron_lite.profiler.segments import BlockCall
+from galvatron_lite.profiler.timing import DEFAULT_RULE, Across, TimingRule, launched, time_call
 
-_LAYERS = 3
 _SMALL = 4096
-
-
-class Chain(nn.Module):
-    """Equal blocks that run one after another, each on its own copy of the input."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(copy.deepcopy(block) for _ in range(_LAYERS))
-
-    def forward(self, call: BlockCall, leaves: list[Tensor]) -> Tensor:
-        """A scalar whose backward runs through every block."""
-        outputs = [_run(block, call, leaf) for block, leaf in zip(self.blocks, leaves, strict=True)]
-        seed: Tensor = Seed.apply(*(tensor for output in outputs for tensor in output))  # type: ignore[no-untyped-call]
-        return seed
 
 
 def measure_overhead(
@@ -58,7 +41,7 @@ def measure_overhead(
         rule: how long to time each.
     """
     step = time_call(lambda: _prepare_batch(batch, device), device, rule).seconds
-    plain = _chain_seconds(Chain(block), call, device, rule, _leave)
+    plain = chain_seconds(Chain(block), call, device, rule)
     data = max(_data_seconds(block, call, device, rule) - plain, 0.0)
     if not launched():
         return HostOverhead(data=data, step=step)
@@ -66,39 +49,8 @@ def measure_overhead(
     return HostOverhead(zero=max(zero, 0.0), data=data, step=step, pipeline=_pipeline(device, rule))
 
 
-def _run(block: nn.Module, call: BlockCall, leaf: Tensor) -> list[Tensor]:
-    whole = hidden_state(call.args, call.kwargs)
-
-    def fill(tensor: Tensor) -> Tensor:
-        return leaf if tensor is whole else tensor
-
-    return differentiable(block(*map_tensors(call.args, fill), **map_tensors(call.kwargs, fill)))
-
-
-def _leave(_: Tensor) -> None:
-    return None
-
-
 def _prepare_batch(batch: Any, device: torch.device) -> object:
     return move_batch(slice_batch(batch, 0, batch_size(batch)), device)
-
-
-def _chain_seconds(
-    chain: nn.Module, call: BlockCall, device: torch.device, rule: TimingRule, watch: Callable[[Tensor], None]
-) -> float:
-    """Seconds of forward and backward of one block of a chain; gradients begin as None, as after ``zero_grad``."""
-    leaf = hidden_state(call.args, call.kwargs).detach()
-
-    def once(lap: Lap) -> None:
-        chain.zero_grad(set_to_none=True)
-        leaves = [leaf.clone().requires_grad_() for _ in range(_LAYERS)]
-        lap()
-        seed = chain(call, leaves)
-        watch(seed)
-        seed.backward()
-        lap()
-
-    return time_laps(once, device, rule).laps[1] / _LAYERS
 
 
 def _zero_seconds(block: nn.Module, call: BlockCall, device: torch.device, rule: TimingRule) -> float:
@@ -107,7 +59,7 @@ def _zero_seconds(block: nn.Module, call: BlockCall, device: torch.device, rule:
     for layer in chain.blocks:
         shard_group(ZeroGroup((layer,), mesh, STAGE_3), ())
     apply_root(chain, mesh)
-    return _chain_seconds(chain, call, device, rule, _leave)
+    return chain_seconds(chain, call, device, rule)
 
 
 def _zero_communication(block: nn.Module, device: torch.device, rule: TimingRule) -> float:
@@ -124,7 +76,7 @@ def _data_seconds(block: nn.Module, call: BlockCall, device: torch.device, rule:
     """With gradients collected in buckets, but not sent."""
     chain = Chain(block)
     reducer = GradientReducer([Reduced(parameter, None) for parameter in chain.parameters()])
-    return _chain_seconds(chain, call, device, rule, reducer.watch)
+    return chain_seconds(chain, call, device, rule, reducer.watch)
 
 
 def _pipeline(device: torch.device, rule: TimingRule) -> float:

@@ -77,6 +77,7 @@ def make_tasks(scope: Scope, bench: LayerBench) -> list[Task]:
         Task("optimizer", "optimizer", lambda _: to_data(measure_optimizer(device, rule))),
         Task("overlap", "overlap", lambda _: to_data(measure_overlap(device, rule))),
         Task("overhead", "overhead of the runtime", lambda _: to_data(bench.measure_overhead())),
+        Task("waiting", "waiting at collectives", lambda _: to_data(bench.measure_waiting(max(scope.samples)))),
     ]
     groups: dict[GroupShape, dist.ProcessGroup | None] = {}
     for shape in group_shapes(scope.world):

@@ -184,6 +184,8 @@ class HostOverhead:
         data: bucket handling of one data-parallel layer, once a step.
         step: everything once a step that belongs to no layer (batch slicing, clipping, zeroing gradients).
         pipeline: one send or receive of one micro-batch beside the transfer.
+        tensor: one blocking collective of a tensor group beside the transfer: waiting for the others, waking up.
+        tensor_per_byte: what that grows by with each byte of the tensor.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -191,6 +193,8 @@ class HostOverhead:
     data: float = 0.0
     step: float = 0.0
     pipeline: float = 0.0
+    tensor: float = 0.0
+    tensor_per_byte: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

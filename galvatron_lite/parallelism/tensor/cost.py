@@ -45,6 +45,7 @@ class TensorDimension:
         group = RankGroup(degree, 1, context.devices // degree)
         items = kind.parameters.at(degree, shared)
         samples = work.samples / strategy.batch_degree
+        activations = (*self._activations(kind, samples, shared, group), *self._gathered_output(kind, samples, group))
         return replace(
             work,
             tensor=degree,
@@ -55,11 +56,16 @@ class TensorDimension:
             gradient_items=items,
             communications=(
                 *work.communications,
-                *self._activations(kind, samples, shared, group),
-                *self._gathered_output(kind, samples, group),
+                *activations,
                 *self._partial_gradients(kind, shared, group, context),
             ),
+            microbatch_overhead=work.microbatch_overhead + self._waiting(activations, context),
         )
+
+    def _waiting(self, communications: Sequence[Communication], context: DimensionContext) -> float:
+        """Seconds that blocking collectives cost beside their transfers."""
+        fixed, per_byte = (context.host.get(name, 0.0) for name in (self.name, f"{self.name}_per_byte"))
+        return sum(one.count * (fixed + per_byte * one.size) for one in communications)
 
     def _activations(
         self, kind: LayerKind, samples: float, shared: bool, group: RankGroup
