@@ -10,7 +10,7 @@ from galvatron_lite.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from galvatron_lite.plans.schema import Plan
+    from galvatron_lite.plans.schema import Plan, Provenance
     from galvatron_lite.profiler.schema import Profile
 
 _MANY_STAGES = 8
@@ -66,8 +66,13 @@ def _print_time(console: Console, plan: Plan) -> None:
     mfu = f", MFU {prediction.mfu:.1%}" if prediction.mfu else ""
     console.print(f"  {format_count(prediction.samples_per_second)} samples/s{tokens}{mfu}")
     if plan.provenance is not None:
-        console.print(f"  search: {plan.provenance.proof.value}; costs {plan.provenance.profile_origin}")
+        console.print(f"  search: {_proof(plan.provenance)}; costs {plan.provenance.profile_origin}")
     console.print()
+
+
+def _proof(provenance: Provenance) -> str:
+    gap = f" (at most {provenance.gap:.2%} from the best)" if provenance.gap else ""
+    return f"{provenance.proof.value}{gap}"
 
 
 def _print_alternatives(console: Console, plan: Plan) -> None:

@@ -181,6 +181,7 @@ class Provenance:
         fingerprint: of the machine the profile was measured on; empty for data-sheet clusters.
         budget: bytes a device.
         proof: whether the search proved the plan optimal in its space.
+        gap: where it did not: no plan of the space takes less than (1 - gap) of this one's step time.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -192,6 +193,7 @@ class Provenance:
     fingerprint: dict[str, str]
     budget: int
     proof: Proof
+    gap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

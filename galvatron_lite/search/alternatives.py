@@ -15,14 +15,13 @@ from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed
 
 UNBOUNDED = 2**60
-_WORK = 2_000_000
-"""Runner-ups are good plans of their shape, not proven ones."""
 
 
 def alternatives(request: Request, pricer: LayerPricer, plan: Plan, wanted: int) -> tuple[Alternative, ...]:
-    """Up to ``wanted`` runner-ups, quickest of those that fit first; each is the best plan of its shape.
+    """Up to ``wanted`` runner-ups, quickest of those that fit first; each is a good plan of its shape,
+    not a proven one.
 
-    A shape of which no plan fits is reported with its quickest plan, marked as not fitting.
+    A shape of which no plan is met that fits is reported with its quickest plan, marked as not fitting.
     """
     if wanted < 1:
         return ()
@@ -53,7 +52,7 @@ def _best_of(request: Request, pricer: LayerPricer, name: str) -> Alternative | 
 
     for budget in (request.budget, UNBOUNDED):
         try:
-            found = search(replace(request, budget=budget), pricer, most_work=_WORK)
+            found = search(replace(request, budget=budget), pricer, exact=False)
         except InputError:
             return None
         if found is not None:

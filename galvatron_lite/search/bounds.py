@@ -17,7 +17,8 @@ FloatArray = NDArray[np.float64]
 T = TypeVar("T", IntArray, FloatArray)
 _UNBOUNDED = 2**62
 _ROUNDS = 24
-_SLACK = 1e-9
+SLACK = 1e-9
+"""Share by which a bound in floating point is lowered, so that rounding never makes it too high."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +93,7 @@ class Bounds:
         alive = (weighted + self.time[place][state] <= self.cap) & (base + self.memory[place][state] <= self.room)
         alive &= (worst + self.rest[place] <= self.room) & (updated + self.updated[place] <= self.room)
         if self.price > 0 and self.cap < _UNBOUNDED:
-            alive &= self.promise(place, state, weighted, base) <= self.cap * (1 + _SLACK) + 1
+            alive &= self.promise(place, state, weighted, base) <= self.cap * (1 + SLACK) + 1
         return np.asarray(alive)
 
     def promise(self, place: int, state: IntArray, weighted: IntArray, base: IntArray) -> FloatArray:
@@ -181,7 +182,7 @@ def useful_choices(chain: Chain, cap: int | None) -> list[IntArray] | None:
         if timed and limit == _UNBOUNDED:
             continue
         for own, through in zip(alive, problem.through(priced, timed), strict=True):
-            own &= through <= ceiling * (1 + _SLACK) + 1
+            own &= through <= ceiling * (1 + SLACK) + 1
     rows = [np.flatnonzero(own) for own in alive]
     return rows if all(len(own) for own in rows) else None
 

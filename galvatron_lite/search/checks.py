@@ -7,7 +7,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.search.shapes import Request, shapes_of
-from galvatron_lite.search.space import microbatch_counts, pipeline_degrees, strategies_for
+from galvatron_lite.search.space import Fixed, microbatch_counts, pipeline_degrees
 
 
 def check_batch(request: Request) -> None:
@@ -49,8 +49,7 @@ def _kinds(request: Request) -> set[str]:
 
 
 def _degrees(request: Request, kind: str, devices: int) -> set[int]:
-    options = strategies_for(request.graph.kinds[kind], devices)
-    return {strategy.batch_degree for strategy in options if request.fixed.allows(strategy)}
+    return {strategy.batch_degree for strategy in request.space.strategies(kind, devices, request.fixed)}
 
 
 def unprofiled(request: Request, pricer: LayerPricer) -> tuple[str, ...]:
@@ -58,7 +57,7 @@ def unprofiled(request: Request, pricer: LayerPricer) -> tuple[str, ...]:
     lines = []
     sizes = sorted({shape.stage_devices for shape in shapes_of(request)})
     for name in sorted(_kinds(request)):
-        options = {s for size in sizes for s in strategies_for(request.graph.kinds[name], size)}
+        options = {s for size in sizes for s in request.space.strategies(name, size, Fixed())}
         missing = {_work(strategy) for strategy in options if not pricer.covers(name, strategy)}
         if missing:
             lines.append(f"profile: {name}: no figures for {', '.join(sorted(missing))}")

@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.search.bounds import Bounds, completion_bounds, useful_choices
+from galvatron_lite.search.bounds import SLACK, Bounds, completion_bounds, useful_choices
 from galvatron_lite.search.pareto import pareto_rows
 
 IntArray = NDArray[np.int64]
@@ -113,13 +113,18 @@ class Front:
 
     Attributes:
         paths: ascending in time.
-        complete: whether they are the whole Pareto set; else some may be missing.
         work: labels looked at.
+        dropped: a weighted time that no path left out beats; infinite where none was.
     """
 
     paths: tuple[Path, ...]
-    complete: bool
     work: int = 0
+    dropped: float = np.inf
+
+    @property
+    def complete(self) -> bool:
+        """Whether the paths are the whole Pareto set; else some may be missing."""
+        return self.dropped == np.inf
 
 
 @dataclass(slots=True, eq=False)
@@ -144,35 +149,36 @@ def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None) 
         chain: the problem.
         cap: paths of more weighted time than this are of no interest.
         beam: keep only so many labels a layer, the most promising by their Lagrangian bound. Where that drops any,
-            the front is not complete, and says so.
+            the front is not complete, and says what paths through those may have cost at the least.
     """
     useful = useful_choices(chain, cap)
     if useful is None:
-        return Front((), True)
+        return Front(())
     chain = chain.only(useful)
     bounds = completion_bounds(chain, cap)
     if bounds is None:
-        return Front((), True)
-    labels, complete = _thinned(chain, 0, _first(chain), bounds, beam)
+        return Front(())
+    labels, dropped = _thinned(chain, 0, _first(chain), bounds, beam)
     history, work = [labels], 0
     for place in range(1, len(chain.layers)):
         work += len(labels.state) * len(chain.layers[place].rest)
-        labels, whole = _thinned(chain, place, _extend(chain, place, labels), bounds, beam)
-        complete = complete and whole
+        labels, least = _thinned(chain, place, _extend(chain, place, labels), bounds, beam)
+        dropped = min(dropped, least)
         history.append(labels)
         if not len(labels.state):
-            return Front((), complete, work)
+            return Front((), work, dropped)
     paths = (_trace(history, useful, int(row)) for row in pareto_rows(labels.time))
-    return Front(tuple(sorted(paths, key=lambda path: (path.time, path.choices))), complete, work)
+    return Front(tuple(sorted(paths, key=lambda path: (path.time, path.choices))), work, dropped)
 
 
-def _narrowed(chain: Chain, place: int, labels: _Labels, bounds: Bounds, beam: int | None) -> tuple[_Labels, bool]:
-    """The most promising labels, and whether those are all."""
+def _narrowed(chain: Chain, place: int, labels: _Labels, bounds: Bounds, beam: int | None) -> tuple[_Labels, float]:
+    """The most promising labels, and the least that a path through any other costs."""
     if beam is None or len(labels.state) <= beam:
-        return labels, True
+        return labels, np.inf
     base = bounds.base(place, labels.state, labels.start, labels.worst, labels.waiting)
     promise = bounds.promise(place, labels.state, labels.time @ chain.weights, base)
-    return labels.take(np.sort(np.argsort(promise, kind="stable")[:beam])), False
+    order = np.argsort(promise, kind="stable")
+    return labels.take(np.sort(order[:beam])), float(promise[order[beam]]) * (1 - SLACK) - 1
 
 
 def _first(chain: Chain) -> _Labels:
@@ -213,19 +219,19 @@ def _extend(chain: Chain, place: int, labels: _Labels) -> _Labels:
     )
 
 
-def _thinned(chain: Chain, place: int, labels: _Labels, bounds: Bounds, beam: int | None) -> tuple[_Labels, bool]:
-    """Without labels that cannot be completed within the bounds or are no better than another one; and whether the
-    beam dropped none. With a beam, dominance is only looked for among some times as many.
+def _thinned(chain: Chain, place: int, labels: _Labels, bounds: Bounds, beam: int | None) -> tuple[_Labels, float]:
+    """Without labels that cannot be completed within the bounds or are no better than another one; and the least that
+    a path through any that the beam drops costs. With a beam, dominance is only looked for among some times as many.
     """
     weighted = labels.time @ chain.weights
     base = bounds.base(place, labels.state, labels.start, labels.worst, labels.waiting)
     alive = bounds.may_complete(place, labels.state, weighted, base, labels.worst, labels.updated)
     labels = labels.take(np.flatnonzero(alive))
     if not len(labels.state):
-        return labels, True
+        return labels, np.inf
     labels, first = _narrowed(chain, place, labels, bounds, None if beam is None else _CROWD * beam)
     labels, second = _narrowed(chain, place, _undominated(chain, place, labels, bounds), bounds, beam)
-    return labels, first and second
+    return labels, min(first, second)
 
 
 def _undominated(chain: Chain, place: int, labels: _Labels, bounds: Bounds) -> _Labels:

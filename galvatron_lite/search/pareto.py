@@ -46,8 +46,9 @@ def _more_columns(ordered: IntArray) -> IntArray:
         places = np.arange(begin, min(begin + _CHUNK, len(rest)))
         places = places[~_beaten(rest[places], front)]
         chunk = rest[places]
-        earlier = np.tri(len(chunk), k=-1, dtype=bool)
-        beats = (chunk[None, :, :] <= chunk[:, None, :]).all(axis=2) & earlier
+        beats = np.tri(len(chunk), k=-1, dtype=bool)
+        for column in chunk.T:
+            beats &= column[None, :] <= column[:, None]
         # A row beaten by a row that is itself beaten is beaten by the latter's victor too.
         places = places[~beats.any(axis=1)]
         front = np.concatenate((front, rest[places]))

@@ -21,7 +21,7 @@ from galvatron_lite.search.pareto import pareto_rows
 from galvatron_lite.search.problem import Problem, StagePlan
 from galvatron_lite.search.relax import Relaxed
 
-_BEAM = 32
+_BEAM, _UNBOUNDED = 32, 2**61
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,32 +53,52 @@ def step_time(stages: tuple[StagePlan, ...], microbatches: int) -> int:
     return ramp + (microbatches - 1) * sum(slowest) + max(stage.step for stage in stages)
 
 
-def quick_partition(problem: Problem, bounds: Relaxed, limit: int | None) -> Partition | None:
-    """A good plan, soon: the boundaries of the bound, each stage about as quick as it can be alone.
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is known of one shape.
 
-    None if no such plan is met that takes less than the limit.
+    Attributes:
+        plan: a plan that takes less than the limit; None if none was met.
+        least: no plan of the shape that takes less than the limit takes less than this (picoseconds).
     """
+
+    plan: Partition | None
+    least: float
+
+
+def quick_partition(problem: Problem, bounds: Relaxed, limit: int | None) -> Answer:
+    """A good plan, soon: the boundaries of the bound, each stage about as quick as it can be alone."""
+    if len(bounds.excess) == 1:
+        return _whole(problem, limit, _BEAM)
     cuts = bounds.cuts()
     cap = None if limit is None else limit - 1
-    stages = [problem.quickest(stage, range(*ends), cap, _BEAM) for stage, ends in enumerate(pairwise(cuts))]
+    stages = [problem.quickest(stage, range(*ends), cap, _BEAM)[0] for stage, ends in enumerate(pairwise(cuts))]
     found = tuple(stage for stage in stages if stage is not None)
     if len(found) < len(stages):
-        return None
+        return Answer(None, bounds.bound)
     time = step_time(found, problem.shape.microbatches)
-    return Partition(time, tuple(cuts), found) if limit is None or time < limit else None
+    better = limit is None or time < limit
+    return Answer(Partition(time, tuple(cuts), found) if better else None, bounds.bound)
 
 
-def best_partition(problem: Problem, bounds: Relaxed, limit: int | None) -> Partition | None:
-    """The best plan of one shape that takes less than ``limit`` picoseconds; None if there is none."""
-    if len(bounds.excess) > 1:
-        return _search(problem, bounds, limit)
+def best_partition(problem: Problem, bounds: Relaxed, limit: int | None) -> Answer:
+    """The best plan of one shape that takes less than ``limit`` picoseconds, as far as can be told in time."""
+    if len(bounds.excess) == 1:
+        return _whole(problem, limit)
+    return _search(problem, bounds, limit)
+
+
+def _whole(problem: Problem, limit: int | None, beam: int | None = None) -> Answer:
+    """The plan of one stage."""
     layers = len(problem.graph.layers)
-    stage = problem.quickest(0, range(layers), None if limit is None else limit - 1)
-    return None if stage is None else Partition(step_time((stage,), problem.shape.microbatches), (0, layers), (stage,))
+    stage, least = problem.quickest(0, range(layers), None if limit is None else limit - 1, beam)
+    if stage is None:
+        return Answer(None, least)
+    return Answer(Partition(step_time((stage,), problem.shape.microbatches), (0, layers), (stage,)), least)
 
 
-def _search(problem: Problem, bounds: Relaxed, limit: int | None) -> Partition | None:
-    layers = len(problem.graph.layers)
+def _search(problem: Problem, bounds: Relaxed, limit: int | None) -> Answer:
+    layers, least = len(problem.graph.layers), float("inf")
     stages, count = problem.shape.stages, problem.shape.microbatches
     top = float("inf") if limit is None else float(limit)
     parts = len(problem.weights) - 1
@@ -87,26 +107,30 @@ def _search(problem: Problem, bounds: Relaxed, limit: int | None) -> Partition |
         reached: dict[int, list[_Label]] = {}
         for start, labels in sorted(front.items()):
             for stop in range(start + 1, layers - (stages - stage - 1) + 1):
-                if bounds.open(stage, start, stop, top):
-                    options = problem.plans(stage, range(start, stop), _cap(problem, bounds, start, stop, limit))
+                through = bounds.through(stage, start, stop)
+                if through < top:
+                    others = _others(problem, bounds, start, stop)
+                    cap = _UNBOUNDED if limit is None else limit - others
+                    options, dropped = problem.plans(stage, range(start, stop), cap)
+                    # A plan with an option left out takes that option's time alone and what other layers need.
+                    least = min(least, max(through, dropped + others))
                     reached.setdefault(stop, []).extend(_joined(labels, options, stop))
         front = {
             stop: _best(labels, count, top - bounds.least_after(stop)) for stop, labels in reached.items() if labels
         }
     ends = [Partition(step_time(label.stages, count), label.cuts, label.stages) for label in front.get(layers, [])]
-    return min(ends, key=lambda plan: (plan.time, plan.cuts), default=None)
+    best = min(ends, key=lambda plan: (plan.time, plan.cuts), default=None)
+    return Answer(best, least if best is None else min(least, best.time))
 
 
-def _cap(problem: Problem, bounds: Relaxed, start: int, stop: int, limit: int | None) -> int:
-    """The most time that a stage may need alone in a plan below the limit, rounded up."""
-    if limit is None:
-        return 2**61
+def _others(problem: Problem, bounds: Relaxed, start: int, stop: int) -> int:
+    """The least time of one micro-batch of the layers outside a stage, rounded down."""
     own = sum(
         int((table.forward + table.backward).min())
         for table in (problem.layer_table(place, range(start, stop)) for place in range(start, stop))
         if table.strategies
     )
-    return limit - max(int(bounds.least) - own - 1, 0)
+    return max(int(bounds.least) - own - 1, 0)
 
 
 def _joined(labels: list[_Label], options: list[StagePlan], stop: int) -> list[_Label]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import count
+from math import inf
 
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.step import evaluate, price_plan
@@ -26,11 +27,13 @@ from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.relax import Relaxed
 from galvatron_lite.search.result import plan_of
 from galvatron_lite.search.shapes import Request, bounds_of, open_problem, settled, shapes_of
-from galvatron_lite.search.space import Fixed, reasons
+from galvatron_lite.search.space import Fixed, Space, reasons
 
 Progress = Callable[[int, int, str], None]
-MOST_WORK = 15_000_000
+MOST_WORK = 6_000_000
 """Labels after which the search ends with the best plan it has; counted, not timed, so that results repeat."""
+_QUICK_WORK, _LOOK = 500_000, 20_000
+"""The same for a search that is not exact, and what one quick search of a shape counts besides its labels."""
 
 
 def find_plan(
@@ -80,7 +83,7 @@ def find_plan(
         plan,
         alternatives=alternatives(request, pricer, plan, runners_up),
         left_out=(*reasons(profile.graph), *unprofiled(request, pricer)),
-        provenance=provenance(profile, budget, Proof.PROVEN if found.proven else Proof.FEASIBLE),
+        provenance=provenance(profile, budget, found.gap),
     )
 
 
@@ -101,29 +104,27 @@ class Found:
     Attributes:
         problem: the winning shape.
         partition: its best plan.
-        proven: whether no better plan exists in the space; else labels were dropped somewhere to end in time.
+        gap: no plan of the space takes less than (1 - gap) of its time; 0.0: there is no better one.
     """
 
     problem: Problem
     partition: Partition
-    proven: bool = True
+    gap: float = 0.0
 
 
-def search(
-    request: Request, pricer: LayerPricer, progress: Progress | None = None, most_work: int = MOST_WORK
-) -> Found | None:
+def search(request: Request, pricer: LayerPricer, progress: Progress | None = None, exact: bool = True) -> Found | None:
     """The best plan over all shapes; None where nothing fits.
 
     Args:
         request: what is planned.
         pricer: of the profile.
         progress: see ``find_plan``.
-        most_work: labels after which the search ends with the best plan it has, if it has one.
+        exact: False: a good plan, soon, from quick searches of the most promising shapes alone.
     """
-    walk = _Walk([], count(), most_work)
+    walk = _Walk([], count(), MOST_WORK if exact else _QUICK_WORK, exact)
     for shape in shapes_of(request):
         problem = open_problem(request, pricer, shape)
-        walk.push(_Node(problem, bounds_of(problem), _Stage.SHAPE))
+        walk.push(problem, bounds_of(problem), _Stage.SHAPE)
     done, total = 0, len(walk.heap)
     while (node := walk.pop()) is not None:
         if node.stage is _Stage.SHAPE:
@@ -131,20 +132,32 @@ def search(
             if progress is not None:
                 shape = node.problem.shape
                 progress(done, total, f"{shape.stages} stages, {shape.microbatches} micro-batches")
-            for child in settled(node.problem):
-                walk.push(_Node(child, node.bounds, _Stage.SETTLED))
-        elif node.stage is _Stage.SETTLED:
-            walk.push(_Node(node.problem, bounds_of(node.problem), _Stage.BOUNDED))
-        elif node.bounds is not None and node.stage is _Stage.BOUNDED:
-            walk.better(node.problem, quick_partition(node.problem, node.bounds, walk.limit))
-            walk.push(_Node(node.problem, node.bounds, _Stage.TRIED))
-        elif node.bounds is not None:
-            walk.better(node.problem, best_partition(node.problem, node.bounds, walk.limit))
-            walk.complete = walk.complete and node.problem.complete
-            walk.work += node.problem.work
+        _look_into(walk, node)
     if progress is not None:
         progress(total, total, "done")
-    return None if walk.best is None else replace(walk.best, proven=walk.complete)
+    return walk.end()
+
+
+def _look_into(walk: _Walk, node: _Node) -> None:
+    """Replace a node by what is found a step further."""
+    problem, bounds = node.problem, node.bounds
+    if node.stage is _Stage.SHAPE:
+        for child in settled(problem):
+            walk.push(child, bounds, _Stage.SETTLED)
+    elif node.stage is _Stage.SETTLED:
+        walk.push(problem, bounds_of(problem), _Stage.BOUNDED)
+    elif node.stage is _Stage.BOUNDED:
+        quick = quick_partition(problem, bounds, walk.limit)
+        walk.better(problem, quick.plan)
+        walk.work += problem.work + _LOOK
+        if walk.exact:
+            walk.push(problem, bounds, _Stage.TRIED, quick.least)
+    else:
+        before = problem.work
+        best = best_partition(problem, bounds, walk.limit)
+        walk.better(problem, best.plan)
+        walk.open = min(walk.open, best.least)
+        walk.work += problem.work - before
 
 
 class _Stage(IntEnum):
@@ -159,19 +172,31 @@ class _Stage(IntEnum):
 @dataclass(frozen=True, slots=True, eq=False)
 class _Node:
     problem: Problem
-    bounds: Relaxed | None
+    bounds: Relaxed
     stage: _Stage
+    bound: float
 
 
 @dataclass(slots=True)
 class _Walk:
-    """Nodes by lower bound, and the best plan so far."""
+    """Nodes in the order they are looked into, and the best plan so far.
+
+    Attributes:
+        heap: (rank, number, node); the rank is the node's bound, or what ``_later`` says.
+        order: gives the numbers.
+        most_work: labels after which the search ends; an exact one only once there is a plan.
+        exact: see ``search``.
+        best: plan so far.
+        work: labels looked at.
+        open: a time that no plan beats in the nodes that were looked into but not to the end.
+    """
 
     heap: list[tuple[float, int, _Node]]
     order: Iterator[int]
     most_work: int
+    exact: bool
     best: Found | None = None
-    complete: bool = True
+    open: float = inf
     work: int = 0
 
     @property
@@ -183,24 +208,38 @@ class _Walk:
         """Whether a bound leaves room for a better plan."""
         return self.best is None or bound < self.best.partition.time
 
-    def push(self, node: _Node) -> None:
+    def push(self, problem: Problem, bounds: Relaxed | None, stage: _Stage, least: float = 0.0) -> None:
         """Add a node, unless it is known to lead nowhere."""
-        if node.bounds is not None and self.worth(node.bounds.bound):
-            heapq.heappush(self.heap, (node.bounds.bound, next(self.order), node))
+        if bounds is None or not self.worth(bound := max(bounds.bound, least)) or bound == inf:
+            return
+        rank = self._later(bound) if stage is _Stage.TRIED else bound
+        heapq.heappush(self.heap, (rank, next(self.order), _Node(problem, bounds, stage, bound)))
+
+    def _later(self, bound: float) -> float:
+        """Rank of an exact search: after quick ones that have a chance to lower the limit it runs under."""
+        return bound if self.limit is None else (bound + self.limit) / 2
 
     def pop(self) -> _Node | None:
         """The most promising node; None where none can lead to a better plan, or where enough work was done."""
-        if not self.heap or not self.worth(self.heap[0][0]):
-            return None
-        if self.best is not None and self.work > self.most_work:
-            self.complete = False
-            return None
-        return heapq.heappop(self.heap)[2]
+        while self.heap:
+            node = heapq.heappop(self.heap)[2]
+            if not self.worth(node.bound):
+                continue
+            if self.work <= self.most_work or (self.exact and self.best is None):
+                return node
+            self.open = min(self.open, node.bound)
+        return None
 
     def better(self, problem: Problem, partition: Partition | None) -> None:
         """Keep a plan that beats the best so far."""
         if partition is not None and self.worth(partition.time):
             self.best = Found(problem, partition)
+
+    def end(self) -> Found | None:
+        """The best plan, and how far from the best there is it may be."""
+        if self.best is None:
+            return None
+        return replace(self.best, gap=max(1.0 - self.open / self.best.partition.time, 0.0))
 
 
 def finished(request: Request, pricer: LayerPricer, found: Found) -> Plan:
@@ -222,7 +261,7 @@ def plain(request: Request, found: Found) -> Plan:
     )
 
 
-def provenance(profile: Profile, budget: int, proof: Proof) -> Provenance:
+def provenance(profile: Profile, budget: int, gap: float) -> Provenance:
     """What plans from this profile are made from."""
     from galvatron_lite import __version__
     from galvatron_lite.profiler.store import profile_hash
@@ -235,7 +274,8 @@ def provenance(profile: Profile, budget: int, proof: Proof) -> Provenance:
         cluster=profile.cluster.name,
         fingerprint=dict(profile.cluster.fingerprint),
         budget=budget,
-        proof=proof,
+        proof=Proof.FEASIBLE if gap > 0.0 else Proof.PROVEN,
+        gap=gap,
     )
 
 
@@ -255,6 +295,7 @@ def _request(
         raise InputError("--mem", budget, "Give a positive number of bytes.")
     if not schedules:
         raise InputError("schedules", schedules, "Name at least one.")
-    request = Request(profile.graph, devices, global_batch, budget, fixed or Fixed(), tuple(schedules))
+    space = Space(profile.graph, profile.cluster.levels[0].size)
+    request = Request(profile.graph, devices, global_batch, budget, fixed or Fixed(), tuple(schedules), space)
     check_batch(request)
     return request

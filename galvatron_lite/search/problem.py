@@ -70,7 +70,6 @@ class Problem:
         tables: figures under that shape.
         choice: what is settled.
         budget: bytes a device.
-        complete: whether every answer so far is exact, quick ones aside.
         work: labels looked at so far.
     """
 
@@ -79,11 +78,10 @@ class Problem:
     tables: Tables
     choice: Choice
     budget: int
-    complete: bool = True
     work: int = 0
     _tied: Mapping[int, Strategy] = field(init=False)
     _filtered: dict[tuple[int, object], Table] = field(default_factory=dict)
-    _plans: dict[tuple[object, ...], list[StagePlan]] = field(default_factory=dict)
+    _plans: dict[tuple[object, ...], tuple[list[StagePlan], float]] = field(default_factory=dict)
     _sharings: dict[tuple[int, int], dict[int, Sharing]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -185,8 +183,9 @@ class Problem:
         tables = tuple(id(self.layer_table(place, inside)) for place in inside)
         return (self.held(stage), tables, self.fixed_costs(inside))
 
-    def plans(self, stage: int, inside: range, cap: int) -> list[StagePlan]:
-        """Every Pareto-best way to run a stage that fits the budget and alone takes at most ``cap`` picoseconds.
+    def plans(self, stage: int, inside: range, cap: int) -> tuple[list[StagePlan], float]:
+        """Every Pareto-best way to run a stage that fits the budget and alone takes at most ``cap`` picoseconds, and a
+        time alone that no way left out beats (infinite where none was).
 
         Answers are remembered for the first cap asked for; later caps must not be greater.
         """
@@ -195,30 +194,31 @@ class Problem:
             built = self.chain(stage, inside, scalar=False)
             sends = self.fixed_costs(inside)[:2]
             alone = cap - self.shape.microbatches * sum(sends)
-            found = Front((), True) if built is None else pareto_paths(built[0], alone, widest(built[0]))
+            found = Front(()) if built is None else pareto_paths(built[0], alone, widest(built[0]))
             tables = [] if built is None else built[1]
-            self.complete, self.work = self.complete and found.complete, self.work + found.work
-            self._plans[key] = [self._stage_plan(path, tables, sends) for path in found.paths]
+            self.work += found.work
+            options = [self._stage_plan(path, tables, sends) for path in found.paths]
+            self._plans[key] = (options, found.dropped + self.shape.microbatches * sum(sends))
         return self._plans[key]
 
-    def quickest(self, stage: int, inside: range, cap: int | None, beam: int | None = None) -> StagePlan | None:
-        """The way to run a stage that takes least time alone; None where none fits or none is within the cap.
+    def quickest(
+        self, stage: int, inside: range, cap: int | None, beam: int | None = None
+    ) -> tuple[StagePlan | None, float]:
+        """The way to run a stage that takes least time alone, and a time that no other way beats.
 
-        With a beam a good way, soon, and None where none is met.
+        None where none fits or none is within the cap. With a beam a good way, soon, and None where none is met.
         """
         built = self.chain(stage, inside, scalar=True)
         if built is None:
-            return None
+            return None, np.inf
         front = pareto_paths(built[0], cap, beam or widest(built[0]))
-        self.complete = self.complete and (front.complete or beam is not None)
         self.work += front.work
-        paths = front.paths
-        if not paths:
-            return None
-        tables, sends = built[1], self.fixed_costs(inside)[:2]
-        forward, backward, step = self._times(paths[0].choices, tables)
+        if not front.paths:
+            return None, front.dropped
+        best, tables, sends = front.paths[0], built[1], self.fixed_costs(inside)[:2]
+        forward, backward, step = self._times(best.choices, tables)
         time = (forward + backward, step) if self.overlapped else (forward, backward, step)
-        return self._stage_plan(Path(time, paths[0].choices), tables, sends)
+        return self._stage_plan(Path(time, best.choices), tables, sends), min(front.dropped, best.time[0])
 
     def _times(self, choices: Sequence[int], tables: Sequence[Table]) -> tuple[int, int, int]:
         groups = [int(table.groups[choice]) for table, choice in zip(tables, choices, strict=True)]

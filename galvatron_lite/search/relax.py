@@ -56,12 +56,12 @@ class Relaxed:
         """A time that no plan of the shape beats."""
         return (self.least + float(self.ahead[-1][-1])) * (1 - _TINY)
 
-    def open(self, stage: int, start: int, stop: int, limit: float) -> bool:
-        """Whether a plan with these layers in a stage may take less than ``limit``."""
+    def through(self, stage: int, start: int, stop: int) -> float:
+        """A time that no plan with these layers in a stage beats."""
         before = self.ahead[stage - 1][start] if stage else (0.0 if start == 0 else np.inf)
         after = self.behind[stage + 1][stop] if stage + 1 < len(self.excess) else 0.0
         worst = max(float(before), float(self.excess[stage][start, stop]), float(after))
-        return (self.least + worst) * (1 - _TINY) < limit
+        return (self.least + worst) * (1 - _TINY)
 
     def cuts(self) -> list[int]:
         """The boundaries of a partition that reaches the bound: (0, ..., L)."""
@@ -104,15 +104,17 @@ def _excess(tables: list[Table], held: int, count: int, room: float, micro: Floa
         memory[table] = rest + table.memory[:, 1]
         local[table] = rest + table.memory[:, 2:4].max(axis=1)
         time[table] = (count * (table.forward + table.backward) + table.step).astype(np.float64)
-    scale = sum(float(np.ptp(time[t])) for t in tables) / (sum(float(np.ptp(memory[t])) for t in tables) + 1.0)
+    spread = [{table: float(np.ptp(values[table])) for table in values} for values in (time, memory)]
+    scale = sum(spread[0][t] for t in tables) / (sum(spread[1][t] for t in tables) + 1.0)
     lightest = _summed([float(memory[table].min()) for table in tables])
     bound = np.full((len(tables) + 1, len(tables) + 1), -np.inf)
-    for price in (0.0, *(_PRICES * scale)):
-        least = {table: float((time[table] + price * memory[table]).min()) for table in time}
-        final = {table: float((time[table] + price * local[table]).min()) for table in time}
-        total = _summed([least[table] for table in tables])
+    prices = np.concatenate(([0.0], _PRICES * scale))[:, None]
+    least = {table: (time[table] + prices * memory[table]).min(axis=1) for table in time}
+    final = {table: (time[table] + prices * local[table]).min(axis=1) for table in time}
+    for number, price in enumerate(prices[:, 0]):
+        total = _summed([least[table][number] for table in tables])
         # The last layer of a stage counts with its own peak instead of what it leaves to later ones.
-        ends = np.concatenate(([0.0], total[:-1] + [final[table] for table in tables]))
+        ends = np.concatenate(([0.0], total[:-1] + [final[table][number] for table in tables]))
         bound = np.maximum(bound, ends[None, :] - total[:, None] - price * room)
     bound -= micro[None, :] - micro[:, None]
     heaviest = np.concatenate(([0.0], lightest[:-1] + [float(local[table].min()) for table in tables]))

@@ -9,6 +9,8 @@ from galvatron_lite.model.graph import Layer, ModelGraph
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 
+_TOLD = 2
+
 
 def runs_of(layers: Sequence[Layer], strategies: Sequence[Strategy]) -> tuple[LayerRun, ...]:
     """Layers of one stage as runs of equal strategy; different roles are kept apart for the reader."""
@@ -43,13 +45,13 @@ def plan_of(
 
 
 def summary(plan: Plan) -> str:
-    """What a plan does, in a line: its pipeline, micro-batches, and strategies, the most used first."""
+    """What a plan does, in a short line: its pipeline, its two most used strategies and by how many layers they are
+    used, and its micro-batches."""
     layers: dict[str, int] = {}
     for run in (run for stage in plan.stages for run in stage.runs):
         layers[str(run.strategy)] = layers.get(str(run.strategy), 0) + run.count
-    total = sum(layers.values())
     used = sorted(layers.items(), key=lambda item: (-item[1], item[0]))
-    told = [name if count == total else f"{name} ({count} layers)" for name, count in used[:3]]
-    more = [f"{len(used) - 3} more"] if len(used) > 3 else []
+    told = [name if len(used) == 1 else f"{name} ({count})" for name, count in used[:_TOLD]]
     pipeline = [f"pipeline {len(plan.stages)}"] if len(plan.stages) > 1 else []
-    return ", ".join([*pipeline, *told, *more, f"{plan.microbatches} micro-batches"])
+    parts = f"{plan.microbatches} micro-batch{'es' * (plan.microbatches > 1)}"
+    return ", ".join([*pipeline, *told, *["…"] * (len(used) > _TOLD), parts])

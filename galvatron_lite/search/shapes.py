@@ -18,7 +18,7 @@ from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.problem import Choice, Layout, Problem
 from galvatron_lite.search.relax import Relaxed, relaxed
-from galvatron_lite.search.space import Fixed, microbatch_counts, pipeline_degrees
+from galvatron_lite.search.space import Fixed, Space, microbatch_counts, pipeline_degrees
 from galvatron_lite.search.tables import Table, Tables
 
 OPEN = Choice(None, None, ())
@@ -36,6 +36,7 @@ class Request:
         budget: bytes a device.
         fixed: what is not searched.
         schedules: to choose from.
+        space: the strategies to choose from.
     """
 
     graph: ModelGraph
@@ -44,6 +45,7 @@ class Request:
     budget: int
     fixed: Fixed
     schedules: tuple[Schedule, ...]
+    space: Space
 
 
 def shapes_of(request: Request) -> list[Shape]:
@@ -78,7 +80,7 @@ def _lowest(problem: Problem, place: int) -> Table:
 
 def open_problem(request: Request, pricer: LayerPricer, shape: Shape) -> Problem:
     """The problem of a shape with nothing else settled."""
-    return Problem(request.graph, shape, Tables(pricer, shape, request.fixed), OPEN, request.budget)
+    return Problem(request.graph, shape, Tables(pricer, shape, request.fixed, request.space), OPEN, request.budget)
 
 
 def settled(problem: Problem) -> Iterator[Problem]:

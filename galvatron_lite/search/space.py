@@ -1,9 +1,19 @@
-"""What may be chosen: the strategies of a kind of layer, and what the user pinned."""
+"""What may be chosen: the strategies of a kind of layer, and what the user pinned.
+
+The declared space. A layer takes all devices of its stage, split by any degrees that its dimensions offer, with two
+exceptions that are never worth their time on a cluster of nodes:
+
+- A tensor group stays within a node: its collectives block every layer twice a pass.
+- Replicas and shards of states together (hybrid sharding, data > 1 and zero > 1) only where shards and tensor slices
+  fill exactly one node. So ZeRO goes over the whole batch group or within a node.
+
+A pinned strategy that the exceptions leave out is taken as it is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 
 from galvatron_lite.errors import InputError
@@ -34,8 +44,14 @@ class Fixed:
         return all(getattr(strategy, name) == value for name, value in pinned)
 
 
-def strategies_for(kind: LayerKind, devices: int) -> tuple[Strategy, ...]:
-    """Every legal strategy of a kind of layer on a stage of so many devices, all of them taken, in a fixed order."""
+def strategies_for(kind: LayerKind, devices: int, node_devices: int | None = None) -> tuple[Strategy, ...]:
+    """Every strategy of a kind of layer on a stage, in a fixed order.
+
+    Args:
+        kind: of layer.
+        devices: of the stage, all of them taken.
+        node_devices: devices in a node, to leave out what the module says; None: every legal strategy.
+    """
 
     def widen(partial: list[Strategy], options: Sequence[dict[str, object]]) -> list[Strategy]:
         wider = [replace(strategy, **option) for strategy in partial for option in options]  # type: ignore[arg-type]
@@ -43,7 +59,37 @@ def strategies_for(kind: LayerKind, devices: int) -> tuple[Strategy, ...]:
 
     options = [dimension.choices(kind, devices) for dimension in DIMENSIONS]
     whole = reduce(widen, options, [Strategy()])
-    return tuple(sorted(strategy for strategy in whole if strategy.devices == devices))
+    wanted = (strategy for strategy in whole if strategy.devices == devices)
+    return tuple(sorted(s for s in wanted if node_devices is None or sensible(s, node_devices)))
+
+
+def sensible(strategy: Strategy, node_devices: int) -> bool:
+    """Whether a strategy is in the declared space on nodes of so many devices; see the module."""
+    hybrid = strategy.data > 1 and strategy.zero > 1
+    return strategy.tensor <= node_devices and (not hybrid or strategy.zero * strategy.tensor == node_devices)
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The strategies of a model's layers on a cluster; answers are remembered.
+
+    Attributes:
+        graph: the model.
+        node_devices: devices in a node.
+    """
+
+    graph: ModelGraph
+    node_devices: int
+    _known: dict[tuple[str, int, Fixed], tuple[Strategy, ...]] = field(default_factory=dict)
+
+    def strategies(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
+        """What a kind of layer (key into the graph's kinds) may do on a stage of so many devices."""
+        key = (kind, devices, fixed)
+        if key not in self._known:
+            known = self.graph.kinds[kind]
+            lean = [s for s in strategies_for(known, devices, self.node_devices) if fixed.allows(s)]
+            self._known[key] = tuple(lean or [s for s in strategies_for(known, devices) if fixed.allows(s)])
+        return self._known[key]
 
 
 def microbatch_counts(global_batch: int, fixed: Fixed) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from galvatron_lite.cost.stage import Shape
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.search.frontier import ChainLayer
 from galvatron_lite.search.pareto import pareto_rows
-from galvatron_lite.search.space import Fixed, strategies_for
+from galvatron_lite.search.space import Fixed, Space
 
 IntArray = NDArray[np.int64]
 TICKS = 10**12
@@ -107,11 +107,13 @@ class Tables:
         pricer: of the profile.
         shape: of the plan.
         fixed: what the user pinned.
+        space: the strategies to choose from.
     """
 
     pricer: LayerPricer
     shape: Shape
     fixed: Fixed
+    space: Space
     _known: dict[tuple[str, Sharing, bool], Table] = field(default_factory=dict)
     _moves: dict[tuple[int, int], IntArray] = field(default_factory=dict)
     _alive: list[Table] = field(default_factory=list)
@@ -132,11 +134,8 @@ class Tables:
 
     def _whole(self, kind: str, sharing: Sharing) -> Table:
         known, microbatch = self.pricer.profile.graph.kinds[kind], self.shape.microbatch
-        options = [
-            strategy
-            for strategy in strategies_for(known, self.shape.stage_devices)
-            if microbatch % strategy.batch_degree == 0 and self.fixed.allows(strategy)
-        ]
+        every = self.space.strategies(kind, self.shape.stage_devices, self.fixed)
+        options = [strategy for strategy in every if microbatch % strategy.batch_degree == 0]
         priced = [(s, self.pricer.price(kind, s, microbatch, self.shape.stages, sharing)) for s in options]
         offered = [(strategy, cost) for strategy, cost in priced if cost is not None]
         return _table(offered, self.shape.microbatches, known.output_bytes)

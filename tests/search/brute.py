@@ -43,6 +43,7 @@ def every_plan(profile: Profile, devices: int, batch: int, schedule: Schedule) -
     """Step seconds and peak bytes of every plan of the space."""
     layers = profile.graph.layers
     pricer = LayerPricer(profile)
+    node = profile.cluster.levels[0].size
     for stages in range(1, min(devices, len(layers)) + 1):
         if devices % stages:
             continue
@@ -53,7 +54,7 @@ def every_plan(profile: Profile, devices: int, batch: int, schedule: Schedule) -
             shape = Shape(devices, stages, count, batch // count, order)
             plan = Plan(PLAN_VERSION, "test", devices, batch, count, order, "fp32", ())
             options = [
-                [s for s in strategies_for(profile.graph.kind_of(layer), devices // stages)
+                [s for s in strategies_for(profile.graph.kind_of(layer), devices // stages, node)
                  if shape.microbatch % s.batch_degree == 0]
                 for layer in layers
             ]  # fmt: skip

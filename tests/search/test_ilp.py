@@ -12,7 +12,7 @@ from galvatron_lite.search.ilp import certify
 from galvatron_lite.search.planner import search
 from galvatron_lite.search.pulp_adapter import Programme, Verdict, solve
 from galvatron_lite.search.shapes import Request
-from galvatron_lite.search.space import Fixed
+from galvatron_lite.search.space import Fixed, Space
 from tests.factories import random_profile
 
 
@@ -23,7 +23,7 @@ def test_certificate_agrees(seed: int) -> None:
     stages = [None, 2, 1][seed % 3]
     order = (Schedule.GPIPE,) if seed == 4 else (Schedule.ONE_F_ONE_B,)
     for budget in (10**9, 150_000, 90_000):
-        request = Request(profile.graph, 4, 8, budget, Fixed(pipeline=stages), order)
+        request = Request(profile.graph, 4, 8, budget, Fixed(pipeline=stages), order, Space(profile.graph, 2))
         found = search(request, LayerPricer(profile))
         if found is None:
             continue
