@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 PROFILES = Path("profiles")
 DEFAULT_BUDGET = "95%"
 SAMPLES_PER_DEVICE = 8
+RUNNERS_UP = 5
 
 Progress = Callable[[int, int, str], None]
 
@@ -69,6 +70,7 @@ def plan(
         global_batch=batch if batch is not None else SAMPLES_PER_DEVICE * devices,
         budget=budget,
         certify=certify,
+        runners_up=RUNNERS_UP,
         progress=progress,
     )
 

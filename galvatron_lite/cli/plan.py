@@ -59,9 +59,10 @@ def plan_command(
     shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "vocab": vocab}
     kind = {"gated_mlp": gated, "tied_embeddings": tied, "arch": arch, "experts": experts, "topk": topk}
     flags = shapes.given(**shape, **kind)
+    graph = shapes.graph(flags | shapes.given(seq=sequence), precision) if flags else model
     known = api.find_profile(
         profile,
-        model=shapes.graph(flags, sequence, precision) if flags else model,
+        model=graph,
         cluster=cluster,
         gpus=gpus,
         sequence=sequence,

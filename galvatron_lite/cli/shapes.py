@@ -31,8 +31,8 @@ def given(**flags: object) -> dict[str, str]:
     return {name: str(value).lower() for name, value in flags.items() if value not in (None, False)}
 
 
-def graph(flags: dict[str, str], sequence: int | None, precision: str) -> ModelGraph:
+def graph(flags: dict[str, str], precision: str) -> ModelGraph:
     """The model that the flags describe."""
     from galvatron_lite.model.shapes import build_graph, shape_from_flags
 
-    return build_graph(shape_from_flags(flags), sequence=sequence, precision=precision)
+    return build_graph(shape_from_flags(flags), precision=precision)

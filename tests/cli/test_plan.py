@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,21 +68,20 @@ def test_a_saved_profile_is_planned_without_torch(tmp_path: Path) -> None:
     assert "gpt2" in said
 
 
-def smallest_budget(capsys: pytest.CaptureFixture[str]) -> str:
-    """The budget that the error on standard error names, as an option's value."""
-    words = capsys.readouterr().err.replace(",", " ").split()
-    index = max(index for index, word in enumerate(words) if word.rstrip(".") in ("MiB", "GiB"))
-    return words[index - 1] + words[index].rstrip(".")
+def smallest_budget(capsys: pytest.CaptureFixture[str]) -> int:
+    """The budget in bytes that the error on standard error names."""
+    named = re.search(r"smallest budget that fits is (\d+) bytes", capsys.readouterr().err)
+    assert named is not None
+    return int(named[1])
 
 
 def test_a_budget_too_small_names_the_smallest_that_fits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "plan", *SMALL, "--mem", "200MB") == 1
-    named = smallest_budget(capsys)
-    number = float(named[:-3])
-    assert run(monkeypatch, "plan", *SMALL, "--mem", f"{number * 1.02:.2f}{named[-3:]}") == 0
-    assert run(monkeypatch, "plan", *SMALL, "--mem", f"{number * 0.95:.2f}{named[-3:]}") == 1
+    smallest = smallest_budget(capsys)
+    assert run(monkeypatch, "plan", *SMALL, "--mem", f"{smallest}B") == 0
+    assert run(monkeypatch, "plan", *SMALL, "--mem", f"{smallest - 1}B") == 1
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_budget_too_small_names_the_smallest_that_fits(
         ([*SMALL, "--batch", "0"], "batch"),
         (["--profile", "none.yaml"], "no such file"),
         (["--model", "gpt2", "--profile", "none.yaml", *SMALL[2:]], "not both"),
-        (["--layers", "4", "--hidden", "100", "--heads", "7", *SMALL[2:]], "heads"),
+        (["--layers", "4", "--hidden", "100", "--heads", "7", "--vocab", "90", "--seq", "64", *SMALL[2:]], "heads"),
     ],
 )
 def test_bad_input_is_named_in_one_line(
