@@ -138,7 +138,7 @@ def _lean_partition(problem: Problem, limit: int | None) -> Lean | None:
         stages = list(enumerate(pairwise(cuts)))
         unknown = [(stage, ends) for stage, ends in stages if (stage, ends) not in known]
         for stage, ends in unknown:
-            known[stage, ends] = _lean_stage(problem, stage, range(*ends))
+            known[stage, ends] = _lean_stage(problem, stage, range(*ends), limit)
             found = known[stage, ends]
             need[stage][ends] = np.inf if found is None else float(found.peak)
         if not unknown:
@@ -148,22 +148,27 @@ def _lean_partition(problem: Problem, limit: int | None) -> Lean | None:
             return Lean(max(stage.peak for stage in chosen), problem, tuple(cuts), strategies)
 
 
-def _lean_stage(problem: Problem, stage: int, inside: range) -> LeanStage | None:
-    """The way to run one stage in least memory; None where some layer has no strategy."""
+def _lean_stage(problem: Problem, stage: int, inside: range, limit: int | None) -> LeanStage | None:
+    """The way to run one stage in least memory below the limit; None where there is none."""
     built = problem.chain(stage, inside, scalar=True)
     if built is None:
         return None
     chain, tables = built
     timeless = tuple(replace(layer, time=np.zeros_like(layer.time)) for layer in chain.layers)
     best: tuple[int, ...] | None = None
-    peak = 2**60
-    while True:
-        tighter = Chain(timeless, np.zeros_like(chain.moves), chain.weights, peak - 1)
+    least, peak = 0, 2**60 if limit is None else limit - problem.fixed_costs(inside)[2]
+    while least < peak:
+        # First whether anything will do, then halves of what is between the bound and the best so far.
+        room = peak - 1 if best is None else (least + peak - 1) // 2
+        tighter = Chain(timeless, np.zeros_like(chain.moves), chain.weights, room)
         paths = pareto_paths(tighter, beam=widest(tighter)).paths
-        if not paths:
-            break
-        best = paths[0].choices
-        peak = path_peak(chain, list(best))
+        if paths:
+            best = paths[0].choices
+            peak = path_peak(chain, list(best))
+        elif best is None:
+            return None
+        else:
+            least = room + 1
     if best is None:
         return None
     strategies = tuple(table.strategies[choice] for table, choice in zip(tables, best, strict=True))
