@@ -3,8 +3,8 @@
 What is proven: the plan has the least step time that ``cost.step.evaluate`` gives to any plan of the space (see
 ``problem`` for its rules, ``space`` for the choices), because every shape left unsearched has a lower bound no less
 than the plan's time, and inside a shape ``partition`` and ``frontier`` are exact. Times are compared in whole
-picoseconds. Only where a chain needs more labels than ``problem.widest`` allows are the least promising dropped, and
-only after ``MOST_WORK`` labels does the search end early; the plan then says ``feasible`` instead of ``proven``.
+picoseconds. Where a chain needs more labels than ``problem.widest`` allows, or the search more than ``MOST_WORK``, it
+ends early; the plan then says ``feasible`` and, by the bounds of what was left out, how far from the best it may be.
 """
 
 from __future__ import annotations
