@@ -34,6 +34,10 @@ def profile_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
 ) -> None:  # fmt: skip
     """Measure what each layer costs here, alone or under torchrun; or estimate it from data sheets (--estimate)."""
+    import os
+
+    # memory tracking makes the allocator warn of every tensor that is older than it; nothing a user can act on
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from galvatron_lite import api
     from galvatron_lite.cli.progress import progress_bar
     from galvatron_lite.profiler.store import last_profile
