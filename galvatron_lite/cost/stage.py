@@ -75,9 +75,7 @@ def price_stage(
         InputError: the profile holds no point for a strategy.
     """
     shared = sharing_of(pricer.profile.graph, inside)
-    costs = tuple(
-        _layer_cost(pricer, shape, place, strategies[place], shared.get(place, ALONE)) for place in inside
-    )
+    costs = tuple(_layer_cost(pricer, shape, place, strategies[place], shared.get(place, ALONE)) for place in inside)
     moving = _moving(pricer, shape, inside, strategies)
     left, right = (_boundary(pricer, shape, cut, strategies) for cut in (inside.start, inside.stop))
     host = pricer.profile.overhead.pipeline

@@ -1,7 +1,9 @@
 """The plan that needs least memory: what is reported where nothing fits.
 
-Exact: of every shape the least greatest peak of its stages, found by asking the frontier again and again whether less
-than the best so far can be reached, and cutting the layers by a bottleneck dynamic programme.
+Of every shape the least greatest peak of its stages, found by asking the frontier again and again whether less than
+the best so far can be reached, and cutting the layers by a bottleneck dynamic programme. Exact for few layers; for
+others a plan is good enough when no other needs less than 97 % of its memory, and the error says so: many shapes of a
+deep pipeline differ by less, and telling them apart takes minutes.
 """
 
 from __future__ import annotations
@@ -25,6 +27,10 @@ from galvatron_lite.search.shapes import Request, open_problem, settled, shapes_
 from galvatron_lite.units import format_bytes
 
 FloatArray = NDArray[np.float64]
+
+_EXACT_LAYERS = 8
+_SLACK = 0.03
+"""Share of its memory that the leanest plan of a model with more layers may be above the least possible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,8 @@ class Lean:
 
 def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
     """The error for a budget that is too small: the smallest that fits, and what would have to give."""
-    lean = leanest(request, pricer)
+    slack = 0.0 if len(request.graph.layers) <= _EXACT_LAYERS else _SLACK
+    lean = leanest(request, pricer, slack)
     if lean is None:
         return InfeasibleError(
             f"No plan of {request.graph.name} exists on {request.devices} devices with a batch of "
@@ -75,14 +82,21 @@ def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
     needed = lean.peak if peak is None else peak.peak_memory
     return InfeasibleError(
         f"No plan of {request.graph.name} fits {format_bytes(request.budget)} a device on {request.devices} devices. "
-        f"The smallest budget that fits is {needed} bytes ({format_bytes(needed)}), with {summary(plan)}. "
+        f"The smallest budget that fits is {needed} bytes ({format_bytes(needed)}"
+        f"{f', to {slack:.0%}' if slack else ''}), with {summary(plan)}. "
         "What would have to give: more memory a device, more devices, shorter samples, or a smaller model.",
         needed,
     )
 
 
-def leanest(request: Request, pricer: LayerPricer) -> Lean | None:
-    """The plan of the whole space that needs least memory; None where the space is empty."""
+def leanest(request: Request, pricer: LayerPricer, slack: float = 0.0) -> Lean | None:
+    """The plan of the whole space that needs least memory; None where the space is empty.
+
+    Args:
+        request: what is asked for; its budget does not matter.
+        pricer: prices layers.
+        slack: no plan needs less than ``1 - slack`` of the memory of the one returned.
+    """
     order, best = count(), None
     heap: list[tuple[float, int, Problem]] = []
     for shape in shapes_of(request):
@@ -90,10 +104,10 @@ def leanest(request: Request, pricer: LayerPricer) -> Lean | None:
         bound = _bottleneck(_lightest(problem))[0]
         if np.isfinite(bound):
             heapq.heappush(heap, (bound, next(order), problem))
-    while heap and (best is None or heap[0][0] < best.peak):
+    while heap and (best is None or heap[0][0] < (1 - slack) * best.peak):
         _, _, problem = heapq.heappop(heap)
         for child in settled(problem):
-            found = _lean_partition(child, None if best is None else best.peak)
+            found = _lean_partition(child, None if best is None else int((1 - slack) * best.peak), slack)
             best = found or best
     return best
 
@@ -128,7 +142,7 @@ def _bottleneck(need: list[FloatArray]) -> tuple[float, list[int]]:
     return float(best[-1][-1]), [0, *reversed(cuts)]
 
 
-def _lean_partition(problem: Problem, limit: int | None) -> Lean | None:
+def _lean_partition(problem: Problem, limit: int | None, slack: float) -> Lean | None:
     """The partition of least peak below the limit: bounds are made exact where the best partition uses them."""
     need, known = _lightest(problem), {}
     while True:
@@ -138,7 +152,7 @@ def _lean_partition(problem: Problem, limit: int | None) -> Lean | None:
         stages = list(enumerate(pairwise(cuts)))
         unknown = [(stage, ends) for stage, ends in stages if (stage, ends) not in known]
         for stage, ends in unknown:
-            known[stage, ends] = _lean_stage(problem, stage, range(*ends), limit)
+            known[stage, ends] = _lean_stage(problem, stage, range(*ends), limit, slack)
             found = known[stage, ends]
             need[stage][ends] = np.inf if found is None else float(found.peak)
         if not unknown:
@@ -148,7 +162,7 @@ def _lean_partition(problem: Problem, limit: int | None) -> Lean | None:
             return Lean(max(stage.peak for stage in chosen), problem, tuple(cuts), strategies)
 
 
-def _lean_stage(problem: Problem, stage: int, inside: range, limit: int | None) -> LeanStage | None:
+def _lean_stage(problem: Problem, stage: int, inside: range, limit: int | None, slack: float) -> LeanStage | None:
     """The way to run one stage in least memory below the limit; None where there is none."""
     built = problem.chain(stage, inside, scalar=True)
     if built is None:
@@ -157,7 +171,7 @@ def _lean_stage(problem: Problem, stage: int, inside: range, limit: int | None) 
     timeless = tuple(replace(layer, time=np.zeros_like(layer.time)) for layer in chain.layers)
     best: tuple[int, ...] | None = None
     least, peak = 0, 2**60 if limit is None else limit - problem.fixed_costs(inside)[2]
-    while least < peak:
+    while least < (1 - slack) * peak or best is None:
         # First whether anything will do, then halves of what is between the bound and the best so far.
         room = peak - 1 if best is None else (least + peak - 1) // 2
         tighter = Chain(timeless, np.zeros_like(chain.moves), chain.weights, room)

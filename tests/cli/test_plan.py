@@ -14,6 +14,7 @@ from galvatron_lite.plans.io import check_plan, read_plan
 from galvatron_lite.plans.schema import Plan
 
 SMALL = ["--model", "gpt2", "--cluster", "a100-40gb", "--gpus", "8", "--batch", "64"]
+LLAMA = ["--model", "llama2-7b", *SMALL[2:]]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -78,10 +79,10 @@ def smallest_budget(capsys: pytest.CaptureFixture[str]) -> int:
 def test_a_budget_too_small_names_the_smallest_that_fits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "plan", *SMALL, "--mem", "200MB") == 1
+    assert run(monkeypatch, "plan", *LLAMA, "--mem", "2GB") == 1
     smallest = smallest_budget(capsys)
-    assert run(monkeypatch, "plan", *SMALL, "--mem", f"{smallest}B") == 0
-    assert run(monkeypatch, "plan", *SMALL, "--mem", f"{smallest - 1}B") == 1
+    assert run(monkeypatch, "plan", *LLAMA, "--mem", f"{smallest}B") == 0
+    assert run(monkeypatch, "plan", *LLAMA, "--mem", f"{round(0.96 * smallest)}B") == 1
 
 
 @pytest.mark.parametrize(
