@@ -10,6 +10,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.registry import SHAPES
 from galvatron_lite.plans.schema import Alternative, Plan
+from galvatron_lite.search.best_first import finished, search
 from galvatron_lite.search.result import summary
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed
@@ -48,8 +49,6 @@ def _others(request: Request, plan: Plan) -> Iterator[tuple[str, Fixed]]:
 
 
 def _best_of(request: Request, pricer: LayerPricer, name: str) -> Alternative | None:
-    from galvatron_lite.search.planner import finished, search
-
     for budget in (request.budget, UNBOUNDED):
         try:
             found = search(replace(request, budget=budget), pricer, exact=False)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from galvatron_lite.search.frontier import Chain
+from galvatron_lite.search.chain import Chain
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]

@@ -30,68 +30,18 @@ exact Pareto set of (1), one solution of each value.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from galvatron_lite.search.bounds import SLACK, Bounds, completion_bounds, useful_choices
+from galvatron_lite.search.chain import Chain
 from galvatron_lite.search.pareto import pareto_rows
 
 IntArray = NDArray[np.int64]
 _NEVER = -(2**62)
 _CROWD = 8
-_BY_CHOICE = ("time", "rest", "prefix", "peak", "middle", "prefetched", "pending", "updated")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ChainLayer:
-    """One layer of a chain: figures of each of its S choices.
-
-    Attributes:
-        time: (S, C).
-        rest, prefix, peak, middle, prefetched, pending, updated: (S,) each, see ``cost.memory.MemoryTerms``.
-        move: (groups of the layer before, groups); of no meaning in the first layer.
-        group: (S,): the choice's group (layout), 0, 1, ...; moves depend on groups only.
-    """
-
-    time: IntArray
-    rest: IntArray
-    prefix: IntArray
-    peak: IntArray
-    middle: IntArray
-    prefetched: IntArray
-    pending: IntArray
-    updated: IntArray
-    move: IntArray
-    group: IntArray
-
-    def only(self, rows: IntArray) -> ChainLayer:
-        """The layer with some of its choices."""
-        figures = {name: getattr(self, name)[rows] for name in _BY_CHOICE}
-        return replace(self, **figures, group=self.group[rows])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Chain:
-    """A chain of layers.
-
-    Attributes:
-        layers: in order.
-        moves: (C,) how many times a move counts in each criterion.
-        weights: (C,) what turns the criteria into one time.
-        room: bytes (M).
-    """
-
-    layers: tuple[ChainLayer, ...]
-    moves: IntArray
-    weights: IntArray
-    room: int
-
-    def only(self, rows: Sequence[IntArray]) -> Chain:
-        """The chain with some of the choices of each layer."""
-        layers = (layer.only(own) for layer, own in zip(self.layers, rows, strict=True))
-        return Chain(tuple(layers), self.moves, self.weights, self.room)
 
 
 @dataclass(frozen=True, slots=True)

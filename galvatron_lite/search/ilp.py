@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from galvatron_lite.errors import GalvatronError
-from galvatron_lite.search.frontier import Chain, ChainLayer
+from galvatron_lite.search.chain import Chain, ChainLayer
 from galvatron_lite.search.partition import Partition, step_time
 from galvatron_lite.search.problem import Problem, StagePlan
 from galvatron_lite.search.pulp_adapter import Programme, Verdict, solve

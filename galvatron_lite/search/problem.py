@@ -22,7 +22,8 @@ from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, in_flight, transfer
 from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.search.frontier import Chain, Front, Path, pareto_paths
+from galvatron_lite.search.chain import Chain
+from galvatron_lite.search.frontier import Front, Path, pareto_paths
 from galvatron_lite.search.tables import Table, Tables, ticks
 
 IntArray = NDArray[np.int64]

@@ -12,7 +12,7 @@ from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, Sharing, la
 from galvatron_lite.cost.memory import terms
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.search.frontier import ChainLayer
+from galvatron_lite.search.chain import ChainLayer
 from galvatron_lite.search.pareto import pareto_rows
 from galvatron_lite.search.space import Fixed, Space
 

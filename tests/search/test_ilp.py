@@ -8,8 +8,8 @@ import pytest
 
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.plans.schema import Schedule
+from galvatron_lite.search.best_first import search
 from galvatron_lite.search.ilp import certify
-from galvatron_lite.search.planner import search
 from galvatron_lite.search.pulp_adapter import Programme, Verdict, solve
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, Space

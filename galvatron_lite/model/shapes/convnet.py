@@ -9,6 +9,7 @@ from __future__ import annotations
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Role, SplitDims
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.assemble import assemble
+from galvatron_lite.model.shapes.calls import Part, Value
 from galvatron_lite.model.shapes.convolution import (
     Extent,
     batch_norm,
@@ -19,7 +20,7 @@ from galvatron_lite.model.shapes.convolution import (
     relu,
 )
 from galvatron_lite.model.shapes.fields import ConvNextShape, ResNetShape
-from galvatron_lite.model.shapes.tape import Part, Tape, Value
+from galvatron_lite.model.shapes.tape import Tape
 
 _REASON = "A convolutional block has no pair of column-split and row-split matmuls."
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from galvatron_lite.model.graph import Operator, OperatorClass
 from galvatron_lite.model.shapes import ops
-from galvatron_lite.model.shapes.tape import Call, Part, Tape, Value, memory_operator, sharding_of
+from galvatron_lite.model.shapes.calls import Call, Part, Value
+from galvatron_lite.model.shapes.tape import Tape, memory_operator, sharding_of
 
 Extent = tuple[int, int]
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from galvatron_lite.model.shapes.tape import Call, Value
+from galvatron_lite.model.shapes.calls import Call, Value
 
 
 def _total(values: Sequence[Value]) -> int:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from galvatron_lite.model.graph import Operator, OperatorClass
 from galvatron_lite.model.shapes import ops
+from galvatron_lite.model.shapes.calls import Call, Part, Value
 from galvatron_lite.model.shapes.fields import MoeShape
-from galvatron_lite.model.shapes.tape import Call, Part, Tape, Value, memory_operator, narrow, sharding_of, widen
+from galvatron_lite.model.shapes.tape import Tape, memory_operator, narrow, sharding_of, widen
 
 
 def experts(tape: Tape, shape: MoeShape, x: Value) -> Value:

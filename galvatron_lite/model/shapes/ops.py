@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from galvatron_lite.model.graph import Operator, OperatorClass
-from galvatron_lite.model.shapes.tape import Call, Part, Tape, Value, memory_operator, sharding_of
+from galvatron_lite.model.shapes.calls import Call, Part, Value
+from galvatron_lite.model.shapes.tape import Tape, memory_operator, sharding_of
 
 FP32 = 4
 INDEX = 8

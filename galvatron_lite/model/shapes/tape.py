@@ -10,64 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, Sharding, SplitDims, TensorSplit
+from galvatron_lite.model.shapes.calls import Call, Part, Value
 from galvatron_lite.model.shapes.liveness import backward_peak, forward_peak
 
-
-class Part(IntEnum):
-    """How tensor parallelism divides a value; the larger one wins where a value is held in two ways."""
-
-    TENSOR = 0
-    SEQUENCE = 1
-    WHOLE = 2
-
-
 _SHARDING = {Part.TENSOR: Sharding.TENSOR, Part.SEQUENCE: Sharding.SEQUENCE, Part.WHOLE: Sharding.NONE}
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """One tensor of one sample.
-
-    Attributes:
-        key: which storage; two values of one key are the same memory on one device.
-        items: elements per sample.
-        item_bytes: bytes of one element.
-        part: how tensor parallelism divides it.
-        grad: whether a gradient flows to it.
-    """
-
-    key: int
-    items: int
-    item_bytes: int
-    part: Part
-    grad: bool = True
-
-    @property
-    def bytes(self) -> int:
-        """Bytes per sample on one device that holds all of it."""
-        return self.items * self.item_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One operator call.
-
-    Attributes:
-        inputs: tensors it reads, parameters left out.
-        output: tensor it makes.
-        saved: what autograd keeps for its backward pass.
-        anchor: what selective recomputation keeps of it (matmul and attention outputs), empty else.
-        shares_gradient: whether the inputs' gradients are the output's gradient itself (addition).
-    """
-
-    inputs: tuple[Value, ...]
-    output: Value
-    saved: tuple[Value, ...] = ()
-    anchor: tuple[Value, ...] = ()
-    shares_gradient: bool = False
 
 
 def split_of(values: Iterable[Value]) -> TensorSplit:

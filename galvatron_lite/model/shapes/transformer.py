@@ -12,9 +12,10 @@ from math import gcd
 from galvatron_lite.model.graph import LayerKind, ModelGraph, SplitDims
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.assemble import assemble, blocks
+from galvatron_lite.model.shapes.calls import Part, Value
 from galvatron_lite.model.shapes.fields import DecoderShape, EncoderShape, MoeShape, TransformerShape
 from galvatron_lite.model.shapes.moe import experts
-from galvatron_lite.model.shapes.tape import Part, Tape, Value, narrow, widen
+from galvatron_lite.model.shapes.tape import Tape, narrow, widen
 
 NOT_SPLIT = "nothing in it is split: every device of a tensor group does all of its work"
 _MANY_WAYS = 5040

@@ -5,9 +5,10 @@ from __future__ import annotations
 from galvatron_lite.model.graph import LayerKind, ModelGraph, SplitDims
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.assemble import assemble, blocks
+from galvatron_lite.model.shapes.calls import Part
 from galvatron_lite.model.shapes.convolution import convolution
 from galvatron_lite.model.shapes.fields import DecoderShape, VitShape
-from galvatron_lite.model.shapes.tape import Part, Tape
+from galvatron_lite.model.shapes.tape import Tape
 from galvatron_lite.model.shapes.transformer import NOT_SPLIT, many_ways, norm, pre_norm_block
 
 
