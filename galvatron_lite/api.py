@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.units import parse_budget
+from galvatron_lite.units import format_bytes, parse_budget
 
 if TYPE_CHECKING:
     from galvatron_lite.cluster.cluster import Cluster
@@ -63,7 +63,10 @@ def plan(
 
     known = find_profile(profile, model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision)
     devices = known.cluster.devices
-    budget = mem if isinstance(mem, int) else parse_budget(mem, known.cluster.device.memory)
+    device = known.cluster.device
+    budget = mem if isinstance(mem, int) else parse_budget(mem, device.memory)
+    if budget > device.memory:
+        raise InputError("--mem", mem, f"{device.name} has {format_bytes(device.memory)} ({device.memory} bytes).")
     return find_plan(
         known,
         devices=devices,

@@ -28,7 +28,8 @@ class InputError(GalvatronError, ValueError):
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
         self.field, self.value, self.remedy = field, value, remedy
-        super().__init__(f"{field}: {value!r} cannot be used. {remedy}")
+        said = f"{field} is missing." if value is None else f"{field}: {value!r} cannot be used."
+        super().__init__(f"{said} {remedy}")
 
 
 class UnitError(InputError):

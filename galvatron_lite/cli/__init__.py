@@ -38,6 +38,6 @@ def main() -> None:
     except GalvatronError as error:
         print(f"galvatron: {error}", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
-        print("galvatron: interrupted; finished measurements are kept, run the command again to go on", file=sys.stderr)
-        sys.exit(130)
+    except OSError as error:
+        print(f"galvatron: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -10,11 +10,11 @@ from typing import Any
 from galvatron_lite.errors import InputError
 
 
-def load_factory(target: str) -> tuple[Any, Any]:
+def load_factory(target: str) -> tuple[Any, Any, Any]:
     """Call the factory that ``FILE.py:FACTORY`` names.
 
     Returns:
-        The model and its example batch; None for the batch if the factory returned the model alone.
+        The model, its example batch and its ``loss_fn(output, batch)``; None for what the factory did not return.
 
     Raises:
         InputError: no such file or function, or something else than a model was returned.
@@ -29,7 +29,7 @@ def load_factory(target: str) -> tuple[Any, Any]:
     if not callable(factory):
         raise InputError("MODEL", target, f"{file} has no function {name!r}.")
     made = factory()
-    model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    model, batch, loss_fn = (*made, None, None)[:3] if isinstance(made, tuple) else (made, None, None)
     if not hasattr(model, "named_modules"):
         raise InputError("MODEL", target, f"{name} returned {type(model).__name__}, not an nn.Module.")
-    return model, batch
+    return model, batch, loss_fn

@@ -54,11 +54,14 @@ def plan_command(
     from galvatron_lite import api
     from galvatron_lite.cli.progress import search_progress
     from galvatron_lite.cli.tables import print_plan
+    from galvatron_lite.errors import InputError
     from galvatron_lite.plans.io import write_plan
 
     shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "vocab": vocab}
     kind = {"gated_mlp": gated, "tied_embeddings": tied, "arch": arch, "experts": experts, "topk": topk}
     flags = shapes.given(**shape, **kind)
+    if flags and model is not None:
+        raise InputError("--model", model, f"Give a model or its shape (--{', --'.join(flags)}), not both.")
     graph = shapes.graph(flags | shapes.given(seq=sequence), precision) if flags else model
     known = api.find_profile(
         profile,
@@ -76,6 +79,8 @@ def plan_command(
         _print_json(found)
     else:
         print_plan(found, _source(known, profile, model))
+        if certify:
+            typer.echo("Certified: an integer programme of the winning shape has the same optimum.")
         _say_where(output)
 
 

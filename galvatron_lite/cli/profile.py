@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +16,8 @@ if TYPE_CHECKING:
 def profile_command(
     model: Annotated[
         str,
-        typer.Argument(help="FILE.py:FACTORY returning the model or (model, batch); a zoo name (gpt-tiny); "
+        typer.Argument(help="FILE.py:FACTORY returning the model, (model, batch) or (model, batch, loss_fn); "
+                            "a zoo name (gpt-tiny); "
                             "or, with --estimate, also a name (llama2-7b) or YAML file."),
     ],
     cluster: Annotated[
@@ -42,11 +45,12 @@ def profile_command(
     from galvatron_lite.cli.progress import progress_bar
     from galvatron_lite.profiler.store import last_profile
 
-    target, batch = _target(model, estimate)
-    with progress_bar("Profiling", quiet=as_json) as progress:
+    target, batch, loss_fn = _target(model, estimate)
+    with interruptible(), progress_bar("Profiling", quiet=as_json) as progress:
         made = api.profile(
             target,
             batch,
+            loss_fn=loss_fn,
             cluster=cluster,
             gpus=gpus,
             estimate=estimate,
@@ -61,16 +65,28 @@ def profile_command(
         _print(made, last_profile(folder), as_json)
 
 
-def _target(model: str, estimate: bool) -> tuple[Any, Any]:
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C says what becomes of the work done so far."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        typer.echo(
+            "galvatron: interrupted; finished measurements are kept, the same command goes on from there", err=True
+        )
+        raise typer.Exit(130) from stop
+
+
+def _target(model: str, estimate: bool) -> tuple[Any, Any, Any]:
     if ".py:" in model:
         from galvatron_lite.cli.factory import load_factory
 
         return load_factory(model)
     if estimate:
-        return model, None
+        return model, None, None
     from galvatron_lite.model.zoo import build
 
-    return build(model), None
+    return build(model), None, None
 
 
 def _first_rank() -> bool:

@@ -9,6 +9,7 @@ import typer
 if TYPE_CHECKING:
     from galvatron_lite.model.graph import ModelGraph
 
+_TRANSFORMERS = ("decoder", "encoder", "moe")
 PANEL = "Model by shape (instead of --model)"
 
 Layers = Annotated[int | None, typer.Option("--layers", help="Repeated blocks.", rich_help_panel=PANEL)]
@@ -33,6 +34,11 @@ def given(**flags: object) -> dict[str, str]:
 
 def graph(flags: dict[str, str], precision: str) -> ModelGraph:
     """The model that the flags describe."""
+    from galvatron_lite.errors import InputError
     from galvatron_lite.model.shapes import build_graph, shape_from_flags
 
+    needed = ("layers", "hidden", "heads", "vocab", "seq") if flags.get("arch", "decoder") in _TRANSFORMERS else ()
+    missing = ", ".join(f"--{name}" for name in needed if name not in flags)
+    if missing:
+        raise InputError(missing, None, "A model by its shape needs --layers, --hidden, --heads, --vocab and --seq.")
     return build_graph(shape_from_flags(flags), precision=precision)

@@ -28,7 +28,13 @@ def print_plan(plan: Plan, source: str) -> None:
     _print_time(console, plan)
     _print_alternatives(console, plan)
     for reason in plan.left_out:
-        console.print(f"Left out: {reason}")
+        if not _expected(reason):
+            console.print(f"Left out: {reason}")
+
+
+def _expected(reason: str) -> bool:
+    """Whether a reason is of every plan: what lies before and after the blocks is small and splits in few ways."""
+    return any(f": {edge}: " in reason or f": {edge} offers" in reason for edge in ("before", "after"))
 
 
 def _print_layers(console: Console, plan: Plan) -> None:

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from galvatron_lite.cli.factory import load_factory
+from galvatron_lite.errors import InputError
+
+SOURCE = """
+from torch import nn, zeros
+def alone(): return nn.Linear(2, 2)
+def pair(): return nn.Linear(2, 2), zeros(3, 2)
+def triple(): return nn.Linear(2, 2), zeros(3, 2), lambda output, batch: output.mean()
+def wrong(): return 7
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.mark.parametrize(("name", "given"), [("alone", 1), ("pair", 2), ("triple", 3)])
+def test_what_a_factory_may_return(script: Path, name: str, given: int) -> None:
+    made = load_factory(f"{script}:{name}")
+    assert [part is not None for part in made] == [index < given for index in range(3)]
+
+
+@pytest.mark.parametrize(("name", "said"), [("wrong", "not an nn.Module"), ("none", "no function 'none'")])
+def test_what_it_may_not(script: Path, name: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        load_factory(f"{script}:{name}")
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no file"):
+        load_factory(f"{tmp_path}/none.py:make")
