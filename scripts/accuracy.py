@@ -9,14 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from galvatron_lite.cost.step import evaluate
-from measured import Measured, measure, peak_of
-from quickstart_model import BATCH, CONFIG, make
 from rich.console import Console
 from rich.table import Table
 from torch import distributed as dist
 
 from galvatron_lite import auto_parallelize
+from galvatron_lite.cost.step import evaluate
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
@@ -24,6 +22,8 @@ from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import last_profile, read_profile
 from galvatron_lite.runtime.world import join, leave, rank
 from galvatron_lite.units import format_bytes, format_seconds
+from measured import Measured, measure, peak_of
+from quickstart_model import BATCH, CONFIG, make
 
 FULL = Recompute.FULL
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
-from measured import spread_of, step_seconds
-from quickstart_model import BATCH, CONFIG, batches, make
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -23,6 +21,8 @@ from galvatron_lite import auto_parallelize
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.runtime.world import join, leave, rank
+from measured import spread_of, step_seconds
+from quickstart_model import BATCH, CONFIG, batches, make
 
 ROUNDS = 10
 STEPS_A_ROUND = 3

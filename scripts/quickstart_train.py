@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measured import measure, peak_of
-from quickstart_model import BATCH, batches, make
 
 from galvatron_lite import auto_parallelize
 from galvatron_lite.files import write_text
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.world import leave, rank
+from measured import measure, peak_of
+from quickstart_model import BATCH, batches, make
 
 LAST = 10
 
