@@ -27,13 +27,15 @@ class Strategy:
     Attributes:
         data: replicas that each take a share of the samples and hold all states.
         zero: devices that each take a share of the samples and share the states (ZeRO).
-        zero_stage: 2 (gradients and optimizer states sharded at rest, parameters gathered from forward until
+        zero_stage: 1 (optimizer states sharded at rest), 2 (gradients too, parameters gathered from forward until
             backward ends) or 3 (parameters gathered for each use); 0 where ``zero`` is 1.
         tensor: devices that share the matmuls of each sample.
         sequence_parallel: whether the tensor group also shares the tokens between its matmuls.
         recompute: what is computed again in backward.
+        context: devices that share the tokens of each sample, attention included (context parallelism).
+        expert: ways that the experts of a mixture are spread over the ranks of (data, zero, context).
 
-    Rank order inside a stage is row-major over (data, zero, tensor), tensor innermost (closest).
+    Rank order inside a stage is row-major over (data, zero, context, tensor), tensor innermost (closest).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -43,11 +45,13 @@ class Strategy:
     tensor: int = 1
     sequence_parallel: bool = False
     recompute: Recompute = Recompute.NONE
+    context: int = 1
+    expert: int = 1
 
     @property
     def devices(self) -> int:
         """Devices of the stage that the strategy takes."""
-        return self.data * self.zero * self.tensor
+        return self.data * self.zero * self.context * self.tensor
 
     @property
     def batch_degree(self) -> int:
@@ -61,6 +65,10 @@ class Strategy:
             parts.append(f"data{self.data}")
         if self.zero > 1:
             parts.append(f"zero{self.zero_stage}x{self.zero}")
+        if self.context > 1:
+            parts.append(f"context{self.context}")
+        if self.expert > 1:
+            parts.append(f"expert{self.expert}")
         if self.tensor > 1:
             parts.append(f"tensor{self.tensor}" + ("+sp" if self.sequence_parallel else ""))
         if self.recompute is not Recompute.NONE:

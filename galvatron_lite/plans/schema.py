@@ -20,6 +20,10 @@ class Schedule(StrEnum):
 
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved-1f1b"
+    ZERO_BUBBLE_1P = "zb-1p"
+    ZERO_BUBBLE_2P = "zb-2p"
+    ZERO_BUBBLE_V = "zb-v"
 
 
 class Proof(StrEnum):
@@ -208,11 +212,14 @@ class Plan:
         microbatches: how many parts the global batch is worked through in.
         schedule: order of micro-batches in the pipeline.
         precision: of compute.
-        stages: the pipeline, each on ``devices / len(stages)`` consecutive ranks.
+        stages: the pipeline in the order the model runs; with ``virtual_stages`` v there are v times the pipeline
+            degree of them, and stage i runs on the i-th (modulo the pipeline degree) group of consecutive ranks
+            (``zb-v``: forth and back).
         prediction: what it is predicted to cost; None for a plan written by hand.
         alternatives: runner-ups.
         left_out: dimensions that were not offered, and why.
         provenance: what it was made from; None for a plan written by hand.
+        virtual_stages: stages that each group of devices runs (interleaved schedules); 1 elsewhere.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -228,6 +235,12 @@ class Plan:
     alternatives: tuple[Alternative, ...] = ()
     left_out: tuple[str, ...] = ()
     provenance: Provenance | None = None
+    virtual_stages: int = 1
+
+    @property
+    def pipeline(self) -> int:
+        """Groups of devices that the stages are spread over."""
+        return len(self.stages) // self.virtual_stages
 
     @property
     def microbatch(self) -> int:
@@ -237,4 +250,4 @@ class Plan:
     @property
     def stage_devices(self) -> int:
         """Devices of one stage."""
-        return self.devices // len(self.stages)
+        return self.devices // self.pipeline

@@ -1,0 +1,1 @@
+"""Constants that are calibrated, per device type, link type and software stack, and where they come from."""

@@ -1,0 +1,96 @@
+"""Calibrated constants: what a device type, a link type and a software stack reach in practice. No torch here.
+
+Nothing here may depend on which published run, family of runs or model is predicted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from galvatron_lite.files import STRICT
+
+if TYPE_CHECKING:
+    from pydantic import ConfigDict
+
+
+@dataclass(frozen=True, slots=True)
+class LinkConstants:
+    """What collectives reach of a link type's data sheet.
+
+    Attributes:
+        efficiency: share of the bandwidth on large messages.
+        latency: seconds before the first byte arrives.
+        half_size: bytes a rank at which a message reaches half of that bandwidth.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    efficiency: float
+    latency: float
+    half_size: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StackConstants:
+    """What a software stack (framework and version) costs beyond the kernels' own time.
+
+    Attributes:
+        kernel_host: seconds of host time a kernel launch takes; compute cannot run faster than the host launches.
+        microbatch_host: seconds once a micro-batch and stage.
+        step_host: seconds once a step.
+        matmul: factor on the time of matmuls beside the device's own efficiency.
+        attention: the same for attention kernels.
+        memory: the same for memory-bound kernels.
+        optimizer: the same for the optimizer's update.
+        hidden: share of a dimension's communication that compute may hide, by the dimension's name.
+        straggling: relative growth of the step time with each doubling of the number of nodes.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    kernel_host: float = 0.0
+    microbatch_host: float = 0.0
+    step_host: float = 0.0
+    matmul: float = 1.0
+    attention: float = 1.0
+    memory: float = 1.0
+    optimizer: float = 1.0
+    hidden: dict[str, float] = field(default_factory=dict)
+    straggling: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConstants:
+    """What kernels reach of a device type's data sheet.
+
+    Attributes:
+        matmul: share of peak FLOP/s by precision (``bf16`` stands for ``fp16`` too), before tile and wave quantisation.
+        attention: share of peak FLOP/s in the fused attention kernel's forward, at head size 128 and long sequences.
+        attention_backward: the same in its backward.
+        memory: share of memory bandwidth in memory-bound kernels.
+        convolution: share of peak FLOP/s by precision in convolutions with dense channels.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    matmul: dict[str, float]
+    attention: float
+    attention_backward: float
+    memory: float
+    convolution: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """All calibrated constants, each by name; the entry ``default`` serves names that have none of their own.
+
+    Attributes:
+        devices: by device type (first part of a device's name: ``A100``).
+        links: by link type (``nvlink3``, ``infiniband-hdr``).
+        stacks: by software stack.
+        provenance: what the constants were calibrated on, for people.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    devices: dict[str, DeviceConstants]
+    links: dict[str, LinkConstants]
+    stacks: dict[str, StackConstants]
+    provenance: tuple[str, ...] = ()

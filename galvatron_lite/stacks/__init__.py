@@ -1,0 +1,1 @@
+"""The training software: what it decides that costs depend on."""

@@ -1,0 +1,64 @@
+"""A software stack as the cost model sees it. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from galvatron_lite.calibration.schema import StackConstants
+from galvatron_lite.files import STRICT
+from galvatron_lite.model.kernels import Kernels
+
+if TYPE_CHECKING:
+    from pydantic import ConfigDict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateLayout:
+    """In which precision the states of training are held and moved.
+
+    Attributes:
+        parameters: precision of parameters at rest.
+        gradients: precision of gradients at rest (``fp32`` for Megatron's main gradients).
+        reduce: precision in which gradients are reduced.
+        gather: precision in which ZeRO gathers parameters.
+        optimizer_bytes: bytes of optimizer state for one parameter item: two fp32 moments 8, with an fp32 master 12.
+        buffered_gradients: whether gradients live in one buffer throughout (data parallel buckets), or form anew in
+            every step.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    parameters: str = "fp32"
+    gradients: str = "fp32"
+    reduce: str = "fp32"
+    gather: str = "bf16"
+    optimizer_bytes: int = 8
+    buffered_gradients: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """One training framework and version.
+
+    Attributes:
+        name: ``megatron-core``; key of its calibrated constants.
+        source: where the facts below come from (documentation, default arguments).
+        kernels: which kernels it runs.
+        states: how it holds states.
+        constants: calibrated costs.
+        optimizer: name of the optimizer's implementation (a key of ``OPTIMIZERS``).
+        vocab_multiple: the vocabulary is padded to a multiple of this times the tensor degree; 1: not padded.
+        parallel_vocabulary: whether embedding and head are split over the tensor group.
+        dropout: probability its recipes train with.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    name: str
+    source: str = ""
+    kernels: Kernels = Kernels()
+    states: StateLayout = StateLayout()
+    constants: StackConstants = StackConstants()
+    optimizer: str = "adamw"
+    vocab_multiple: int = 1
+    parallel_vocabulary: bool = True
+    dropout: float = 0.0
