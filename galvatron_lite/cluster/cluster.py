@@ -52,6 +52,9 @@ class Level:
         efficiency: share of ``bandwidth`` that a collective really reaches on large messages.
         source: where the figures come from, or ``measured``.
         lanes: how many equal adapters (NICs) ``bandwidth`` is the sum of; one sending device alone reaches one of them.
+        half_size: bytes a message at which it reaches half of the bandwidth; 0: any message reaches all of it.
+        mesh: share of ``bandwidth`` that a group of at most so many members reaches, ascending by members, where they
+            are joined directly (hybrid cube mesh); empty where a switch joins them.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -63,6 +66,8 @@ class Level:
     efficiency: float = 1.0
     source: str = ""
     lanes: int = 1
+    half_size: float = 0.0
+    mesh: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

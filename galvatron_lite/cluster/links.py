@@ -1,0 +1,216 @@
+"""Link types by name, links recognised from free text, and clusters built from two link types. No torch here.
+
+Bandwidths are data-sheet figures in one direction: for links inside a node of one device, for networks of one adapter.
+What collectives reach of them (efficiency, latency, size at half bandwidth) comes from the calibration, and where it
+has no entry from the sourced starting values here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+from galvatron_lite.calibration.schema import Calibration, LinkConstants
+from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
+from galvatron_lite.cluster.link_types import LINKS, LinkType
+from galvatron_lite.errors import InputError
+
+GBIT = 1e9 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The vendor's reference design around one generation of devices.
+
+    Attributes:
+        inside: link type inside a node.
+        network: link type between nodes.
+        adapters: network adapters for each device (DGX A100: 8 compute adapters for 8 devices).
+        source: address.
+    """
+
+    inside: str
+    network: str
+    adapters: float
+    source: str
+
+
+_DGX1 = "https://docs.nvidia.com/dgx/dgx1-user-guide/introduction-to-dgx1.html"
+_DGX2 = "https://docs.nvidia.com/dgx/dgx2-user-guide/introduction-to-dgx2.html"
+_DGX_A100 = "https://docs.nvidia.com/dgx/dgxa100-user-guide/introduction-to-dgxa100.html"
+_DGX_H100 = "https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html"
+_DGX_B200 = "https://docs.nvidia.com/dgx/dgxb200-user-guide/introduction-to-dgxb200.html"
+_DGX_B300 = "https://docs.nvidia.com/dgx/dgxb300-user-guide/introduction-to-dgxb300.html"
+_GB200 = "https://docs.nvidia.com/dgx/dgxgb200-user-guide/hardware.html"
+_PLAIN = "one 100 Gb/s adapter in a server of 8 devices, [Assumption]"
+
+_REFERENCES: tuple[tuple[str, Reference], ...] = (
+    (r"gb300", Reference("nvlink5-nvl72", "infiniband-xdr", 1.0, _GB200)),
+    (r"gb200", Reference("nvlink5-nvl72", "infiniband-ndr", 1.0, _GB200)),
+    (r"b300", Reference("nvlink5", "infiniband-xdr", 1.0, _DGX_B300)),
+    (r"b200|b100", Reference("nvlink5", "infiniband-ndr", 1.0, _DGX_B200)),
+    (r"(h100|h200|h800).*pcie|h100 nvl", Reference("pcie5", "infiniband-ndr", 0.125, _PLAIN)),
+    (r"h100|h200|h800|h20|gh200|hopper", Reference("nvlink4", "infiniband-ndr", 1.0, _DGX_H100)),
+    (r"(a100|a800).*pcie|a10\b|a40|a30|a6000|3090|3080|ga102", Reference("pcie4", "infiniband-hdr", 0.125, _PLAIN)),
+    (r"a800", Reference("nvlink3-a800", "infiniband-hdr", 1.0, _DGX_A100)),
+    (r"a100|ampere", Reference("nvlink3", "infiniband-hdr", 1.0, _DGX_A100)),
+    (r"ada|4090|l40|l4\b", Reference("pcie4", "infiniband-hdr", 0.125, _PLAIN)),
+    (r"v100.*sxm3|dgx-2", Reference("nvlink2-switch", "infiniband-edr", 0.5, _DGX2)),
+    (r"v100.*pcie", Reference("pcie3", "infiniband-edr", 0.125, _PLAIN)),
+    (r"v100|volta", Reference("nvlink2", "infiniband-edr", 0.5, _DGX1)),
+    (r"p100.*sxm", Reference("nvlink1", "infiniband-edr", 0.5, _DGX1)),
+)
+_ELSE = Reference("pcie3", "infiniband-edr", 0.125, _PLAIN)
+
+_INSIDE: tuple[tuple[str, str], ...] = (
+    (r"nvl72|nvl36", "nvlink5-nvl72"),
+    (r"dgx-2", "nvlink2-switch"),
+    (r"nvlink\s*2.*switch", "nvlink2-switch"),
+    (r"nvlink\s*2.*mesh|cube.mesh|nvlink\s*2", "nvlink2"),
+    (r"nvlink\s*5|1\.8 ?tb/s", "nvlink5"),
+    (r"nvlink\s*4|900 ?gb/s", "nvlink4"),
+    (r"nvlink\s*3|600 ?gb/s", "nvlink3"),
+    (r"400 ?gb/s", "nvlink3-a800"),
+    (r"pcie? ?(gen)? ?5", "pcie5"),
+    (r"pcie? ?(gen)? ?4", "pcie4"),
+    (r"pcie? ?(gen)? ?3", "pcie3"),
+)
+
+_BETWEEN: tuple[tuple[str, str], ...] = (
+    (r"efa|elastic fabric", "efa"),
+    (r"omni.?path|opa\b", "omni-path"),
+    (r"xdr|800 ?gb|cx-?8|connectx-?8", "infiniband-xdr"),
+    (r"roce", "roce"),
+    (r"ndr|quantum-?2", "infiniband-ndr"),
+    (r"hdr", "infiniband-hdr"),
+    (r"edr", "infiniband-edr"),
+    (r"rdma", "roce"),
+    (r"cx-?7|connectx-?7", "infiniband-ndr"),
+    (r"ethernet|tcp|gbe\b", "ethernet"),
+)
+
+
+@lru_cache(maxsize=256)
+def reference_of(gpu: str) -> Reference:
+    """The vendor's reference design around a device, by its name; servers with PCIe cards where there is none."""
+    name = gpu.lower()
+    return next((reference for pattern, reference in _REFERENCES if re.search(pattern, name)), _ELSE)
+
+
+@lru_cache(maxsize=1024)
+def link_matching(text: str | None, gpu: str, *, between: bool = False) -> str:
+    """Name of the link type that a text of a publication means; the device's reference design where it says nothing.
+
+    Args:
+        text: what is said of the link (``NVLink3/NVSwitch 600GB/s``); None or unknown words: not stated.
+        gpu: name of the device.
+        between: whether it is the network between nodes, not the link inside one.
+    """
+    reference, said = reference_of(gpu), (text or "").lower()
+    if said in LINKS and LINKS[said].network == between:
+        return said
+    table = _BETWEEN if between else _INSIDE
+    found = next((name for pattern, name in table if re.search(pattern, said)), None)
+    if found is not None:
+        return found
+    if not between and "pci" in said:
+        return reference.inside if reference.inside.startswith("pcie") else _bus_of(reference.inside)
+    return reference.network if between else reference.inside
+
+
+def _bus_of(inside: str) -> str:
+    """The PCIe generation that goes with a generation of NVLink."""
+    return {"1": "pcie3", "2": "pcie3", "3": "pcie4"}.get(inside.removeprefix("nvlink")[:1], "pcie5")
+
+
+def constants_of(name: str, calibration: Calibration | None) -> LinkConstants:
+    """Calibrated constants of a link type, else its starting values.
+
+    Raises:
+        InputError: no such link type.
+    """
+    if calibration is not None and name in calibration.links:
+        return calibration.links[name]
+    return link_named(name).constants
+
+
+def link_named(name: str) -> LinkType:
+    """A link type by name.
+
+    Raises:
+        InputError: no such link type; lists the known ones.
+    """
+    if name not in LINKS:
+        raise InputError("link", name, f"Known: {', '.join(LINKS)}.")
+    return LINKS[name]
+
+
+def cluster_from_links(
+    device: Device,
+    n_gpus: int,
+    gpus_per_node: int | None,
+    intra: str | None,
+    inter: str | None,
+    inter_gbps_per_node: float | None,
+    calibration: Calibration | None = None,
+) -> Cluster:
+    """A cluster of equal devices from the types of its two links.
+
+    Args:
+        device: all devices are such.
+        n_gpus: how many.
+        gpus_per_node: None: 8, or all where there are fewer.
+        intra: link type inside a node, or any text ``link_matching`` understands; None: the reference design.
+        inter: the same of the network between nodes.
+        inter_gbps_per_node: gigabits a second that one node sends; None: the reference design's adapters.
+        calibration: constants by link type; None: starting values.
+
+    Raises:
+        InputError: ``n_gpus`` below 1.
+    """
+    if n_gpus < 1:
+        raise InputError("n_gpus", n_gpus, "Give 1 or more.")
+    inside = link_named(link_matching(intra, device.name))
+    stated = gpus_per_node or 8
+    # A group of racks takes an even share of each domain (64 of 72 where 128 are used).
+    node = _largest_divisor(n_gpus, max(inside.domain, stated))
+    levels = [_inside(inside, node, calibration)]
+    if n_gpus > node:
+        between = link_named(link_matching(inter, device.name, between=True))
+        rate = None if inter_gbps_per_node is None else inter_gbps_per_node * GBIT * node / stated
+        levels.append(_between(between, device, node, n_gpus // node, rate, calibration))
+    return Cluster(device.name, (DeviceGroup(device, n_gpus),), tuple(levels))
+
+
+def _largest_divisor(total: int, limit: int) -> int:
+    return next(size for size in range(min(total, limit), 0, -1) if total % size == 0)
+
+
+def _inside(link: LinkType, node: int, calibration: Calibration | None) -> Level:
+    constants = constants_of(link.name, calibration)
+    return Level(
+        "node", node, link.bandwidth, constants.latency, link.contention, constants.efficiency, link.source,
+        half_size=constants.half_size, mesh=link.mesh_of(node),
+    )  # fmt: skip
+
+
+def _between(
+    link: LinkType, device: Device, node: int, nodes: int, rate: float | None, calibration: Calibration | None
+) -> Level:
+    """The network; adapters count where each gives a device its own way out (4 of 100 Gb/s at one device are one)."""
+    constants, reference = constants_of(link.name, calibration), reference_of(device.name)
+    adapter = link.bandwidth or link_named(reference.network).bandwidth
+    total = rate if rate is not None else adapter * max(reference.adapters * node, 1.0)
+    lanes = max(1, min(ceil(round(total / adapter, 6)), node))
+    return Level(
+        "cluster", nodes, total, constants.latency, link.contention, constants.efficiency, link.source, lanes,
+        half_size=constants.half_size,
+    )  # fmt: skip
+
+
+def starting_constants() -> Mapping[str, LinkConstants]:
+    """The sourced starting values of all link types, from which a calibration may begin."""
+    return {name: link.constants for name, link in LINKS.items()}
