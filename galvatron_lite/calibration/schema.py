@@ -79,6 +79,24 @@ class DeviceConstants:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the constants of one entry come from.
+
+    Attributes:
+        source: a publication, a data sheet or a public benchmark; or what the constants were fitted to.
+        date: of the fit (ISO), empty where nothing was fitted.
+        rows: how many published runs the fit of this entry rests on.
+        residual: mean absolute relative error of step times on those rows after the fit.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    source: str
+    date: str = ""
+    rows: int = 0
+    residual: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Calibration:
     """All calibrated constants, each by name; the entry ``default`` serves names that have none of their own.
 
@@ -86,11 +104,15 @@ class Calibration:
         devices: by device type (first part of a device's name: ``A100``).
         links: by link type (``nvlink3``, ``infiniband-hdr``).
         stacks: by software stack.
-        provenance: what the constants were calibrated on, for people.
+        like: entries without constants of their own, as ``devices/A800``, and the entry of the same kind they share.
+        origins: where the constants of an entry come from, by kind and name: ``devices/A100``.
+        provenance: what the whole was calibrated on, for people.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     devices: dict[str, DeviceConstants]
     links: dict[str, LinkConstants]
     stacks: dict[str, StackConstants]
+    like: dict[str, str] = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
     provenance: tuple[str, ...] = ()

@@ -1,0 +1,153 @@
+"""Calibrated constants on disk (``configs/calibration``) and by name. No torch here.
+
+One file a kind of constants; the format is described in ``configs/calibration/README.md``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from galvatron_lite.calibration.schema import Calibration, DeviceConstants, LinkConstants, Origin, StackConstants
+from galvatron_lite.cluster.cluster import Device
+from galvatron_lite.configs_path import config_folder
+from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.files import STRICT, from_data, read_data, to_data, write_data
+
+KINDS: dict[str, type[Any]] = {"devices": DeviceConstants, "links": LinkConstants, "stacks": StackConstants}
+"""The files of a calibration folder and what each one's entries are."""
+
+DEFAULT = "default"
+"""The entry for names that have none of their own; every file has it."""
+
+MEASURED = "measured"
+"""The device entry for devices whose peak and bandwidth were measured, where no other entry fits their name."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One entry of a file: constants of its own with their origin, or the entry whose constants it shares."""
+
+    __pydantic_config__ = STRICT
+    constants: dict[str, Any] | None = None
+    origin: Origin | None = None
+    like: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file of entries."""
+
+    __pydantic_config__ = STRICT
+    entries: dict[str, _Entry]
+    provenance: tuple[str, ...] = ()
+
+
+def load_calibration(path: Path | None = None) -> Calibration:
+    """The constants of a calibration folder; read once per process.
+
+    Args:
+        path: folder with ``devices.json``, ``links.json`` and ``stacks.json``; None: the one that ships with the
+            package.
+
+    Raises:
+        FileFormatError: a file is missing, or an entry is not as its kind wants it.
+    """
+    return _load((path or config_folder("calibration")).resolve())
+
+
+@cache
+def _load(folder: Path) -> Calibration:
+    files = {kind: _read_file(folder / f"{kind}.json") for kind in KINDS}
+    constants = {kind: _constants(kind, files[kind], folder) for kind in KINDS}
+    named = [(f"{kind}/{name}", entry) for kind, file in files.items() for name, entry in file.entries.items()]
+    return Calibration(
+        **constants,
+        like={name: entry.like for name, entry in named if entry.like is not None},
+        origins={name: entry.origin for name, entry in named if entry.origin is not None},
+        provenance=files["stacks"].provenance,
+    )
+
+
+def _read_file(path: Path) -> _File:
+    file = from_data(_File, read_data(path), str(path))
+    if DEFAULT not in file.entries:
+        raise FileFormatError(str(path), sorted(file.entries), f"Give an entry {DEFAULT}.")
+    for name, entry in file.entries.items():
+        shared = file.entries.get(entry.like) if entry.like is not None else None
+        if (entry.constants is None) == (shared is None or shared.constants is None):
+            raise FileFormatError(f"{path}, {name}", entry.like, "Give constants, or like: an entry that has some.")
+    return file
+
+
+def _constants(kind: str, file: _File, folder: Path) -> dict[str, Any]:
+    return {
+        name: from_data(KINDS[kind], entry.constants, f"{folder / kind}.json, {name}")
+        for name, entry in file.entries.items()
+        if entry.constants is not None
+    }
+
+
+def write_calibration(calibration: Calibration, path: Path) -> None:
+    """Write a calibration folder; each file is replaced as a whole.
+
+    Processes that have read the folder keep what they read, this one too.
+    """
+    for kind in KINDS:
+        own = {name: {"constants": to_data(value)} for name, value in getattr(calibration, kind).items()}
+        shared = {
+            name.removeprefix(f"{kind}/"): {"like": other}
+            for name, other in calibration.like.items()
+            if name.startswith(f"{kind}/")
+        }
+        entries = {name: entry | _origin(calibration, f"{kind}/{name}") for name, entry in (own | shared).items()}
+        data: dict[str, Any] = {"provenance": list(calibration.provenance)} if kind == "stacks" else {}
+        write_data(path / f"{kind}.json", data | {"entries": entries})
+
+
+def _origin(calibration: Calibration, name: str) -> dict[str, Any]:
+    origin = calibration.origins.get(name)
+    return {} if origin is None else {"origin": to_data(origin)}
+
+
+def entry_for(calibration: Calibration, kind: str, name: str, fallback: str = DEFAULT) -> str:
+    """Name of the entry whose constants serve a name: the longest entry name it begins with, whatever the case.
+
+    Args:
+        calibration: the constants.
+        kind: ``devices``, ``links`` or ``stacks``.
+        name: of a device, link type or stack.
+        fallback: the entry for a name that none fits.
+
+    Raises:
+        InputError: no such kind.
+    """
+    if kind not in KINDS:
+        raise InputError("kind of constants", kind, f"Known: {', '.join(KINDS)}.")
+    shared = {key.removeprefix(f"{kind}/"): other for key, other in calibration.like.items() if key.startswith(kind)}
+    known = {entry: entry for entry in getattr(calibration, kind)} | shared
+    fitting = [entry for entry in known if name.upper().startswith(entry.upper())]
+    return known[max(fitting, key=len)] if fitting else fallback
+
+
+def constants_for_device(calibration: Calibration, device: Device) -> DeviceConstants:
+    """The constants of a device's type, by the longest entry its name begins with.
+
+    A device that no entry fits has the entry ``measured`` where its figures were measured, else ``default``.
+    """
+    measured = device.source == MEASURED and MEASURED in calibration.devices
+    return calibration.devices[entry_for(calibration, "devices", device.name, MEASURED if measured else DEFAULT)]
+
+
+def constants_for_link(calibration: Calibration, name: str) -> LinkConstants:
+    """The constants of a link type, by the longest entry its name begins with, else the entry ``default``."""
+    return calibration.links[entry_for(calibration, "links", name)]
+
+
+def constants_for_stack(calibration: Calibration, name: str) -> StackConstants:
+    """The constants of a software stack, by the longest entry its name begins with, else the entry ``default``."""
+    return calibration.stacks[entry_for(calibration, "stacks", name)]
