@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from galvatron_lite.files import STRICT
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
+
+Selective = Literal["operators", "alternate", "attention"]
+"""What selective recomputation means.
+
+operators: outputs of matmuls and attention are kept, everything else runs again (PyTorch's per-operator policy).
+alternate: as that, but every second matmul of a layer runs again too (torchtitan's policy ``op``).
+attention: scores, softmax, dropout and context run again, everything else is kept (Korthikanti et al. 2022, section 5;
+    Megatron's ``--recompute-granularity selective``).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,14 +27,27 @@ class Kernels:
     Attributes:
         flash_attention: one fused kernel that keeps no score matrix; else scores, softmax and dropout are calls of
             their own and their results are kept.
-        fused_softmax: of plain attention: scale, mask and softmax are one kernel that keeps its output only.
+        fused_softmax: of plain attention: scale, mask and softmax are one kernel that keeps its output only; else
+            softmax runs and is kept in fp32.
         fused_norm: a normalisation is one kernel.
         fused_activation: bias and activation (GELU, SwiGLU's product too) are one kernel that keeps its input only.
         fused_residual: bias, dropout and residual addition are one kernel.
         fused_rotary: rotary positions are one kernel.
-        parallel_loss: logits stay split over the tensor group and the loss is computed on the parts.
+        merged_projections: query, key and value are one matmul, and so are a gated MLP's gate and up projections.
+        parallel_loss: logits stay split over the tensor group and the loss is computed on the parts; embedding and
+            head then take part in sequence parallelism too.
         fused_loss: cross-entropy works in place on the fp32 logits and keeps no copy of them.
-        compiled: chains of element-wise operators run as one kernel (torch.compile, XLA).
+        compiled_loss: cross-entropy reads the logits as they are (no fp32 copy) and keeps them.
+        inplace_loss: cross-entropy reads the logits as they are, and their gradient takes their place.
+        compiled: chains of element-wise operators run as one kernel (torch.compile, XLA), and what such a chain can
+            make again from what is kept anyway is not kept.
+        regather: the gathered input of a column-split matmul under sequence parallelism is kept as a share and
+            gathered again in backward (Korthikanti et al. 2022, section 4.2.2).
+        autocast: parameters are fp32 and cast to the precision of compute wherever they are used, and normalisations
+            run in fp32; else parameters are in the precision of compute already.
+        fp8: matmuls of blocks run in fp8; inputs are cast by kernels of their own.
+        fp8_kept: such a matmul keeps the fp8 copy of its input instead of the input (TransformerEngine).
+        selective: what selective recomputation means.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -35,6 +57,18 @@ class Kernels:
     fused_activation: bool = False
     fused_residual: bool = False
     fused_rotary: bool = False
+    merged_projections: bool = False
     parallel_loss: bool = False
     fused_loss: bool = False
+    compiled_loss: bool = False
+    inplace_loss: bool = False
     compiled: bool = False
+    regather: bool = False
+    autocast: bool = False
+    fp8: bool = False
+    fp8_kept: bool = True
+    selective: Selective = "operators"
+
+
+EAGER = Kernels()
+"""PyTorch's own kernels on a CUDA device, no extensions."""

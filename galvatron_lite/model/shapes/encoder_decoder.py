@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from galvatron_lite.model.graph import LayerKind, ModelGraph
+from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.assemble import assemble, blocks
 from galvatron_lite.model.shapes.fields import EncoderDecoderShape
@@ -29,7 +30,7 @@ from galvatron_lite.model.shapes.transformer import (
 )
 
 
-def encoder_decoder_graph(shape: EncoderDecoderShape, precision: str, item_bytes: int) -> ModelGraph:
+def encoder_decoder_graph(shape: EncoderDecoderShape, precision: str, item_bytes: int, kernels: Kernels = EAGER) -> ModelGraph:
     """``before``, encoder blocks, ``bridge``, decoder blocks, ``after``."""
     kinds = (
         _before_kind(shape, item_bytes),

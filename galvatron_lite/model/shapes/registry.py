@@ -12,6 +12,7 @@ from galvatron_lite.configs_path import config_folder
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import from_data, read_data
 from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.model.shapes.complete import complete
 from galvatron_lite.model.shapes.convnet import convnext_graph, resnet_graph
 from galvatron_lite.model.shapes.encoder_decoder import encoder_decoder_graph
@@ -36,13 +37,17 @@ _FLAGS = {"seq": "seq_len", "sequence": "seq_len", "ffn": "ffn_hidden", "experts
 _FLAGS |= {"image": "image_size", "tied": "tied_embeddings"}
 
 
-def build_graph(shape: Shape, *, sequence: int | None = None, precision: str = "bf16") -> ModelGraph:
+def build_graph(
+    shape: Shape, *, sequence: int | None = None, precision: str = "bf16", kernels: Kernels | None = None
+) -> ModelGraph:
     """The graph of a shape: layers and their figures for one sample, nothing measured.
 
     Args:
         shape: of any family.
         sequence: tokens per sample in place of the shape's own; of both stacks of an encoder-decoder.
-        precision: of activations and compute, a key of ``units.ITEM_BYTES``.
+        precision: of activations and compute, a key of ``units.ITEM_BYTES``; under ``fp8`` activations are bf16 and
+            the blocks' matmuls run in fp8.
+        kernels: which run; None: PyTorch's own on a CUDA device, RMSNorm step by step where the shape says so.
 
     Raises:
         InputError: sizes that do not fit one another, an unknown precision, more tokens than learned positions, or a
@@ -51,7 +56,15 @@ def build_graph(shape: Shape, *, sequence: int | None = None, precision: str = "
     if precision not in ITEM_BYTES:
         raise InputError("precision", precision, f"Choose one of {', '.join(ITEM_BYTES)}.")
     whole = complete(shape if sequence is None else _with_sequence(shape, sequence))
-    return _graph(whole, precision, ITEM_BYTES[precision])
+    chosen = kernels or Kernels(fused_norm=getattr(shape, "fused_norm", True))
+    return _graph(whole, precision, *_running(precision, chosen))
+
+
+def _running(precision: str, kernels: Kernels) -> tuple[int, Kernels]:
+    """Bytes of an activation item and the kernels at a precision."""
+    if precision == "fp8":
+        return ITEM_BYTES["bf16"], replace(kernels, fp8=True)
+    return ITEM_BYTES[precision], kernels
 
 
 def _with_sequence(shape: Shape, sequence: int) -> Shape:
@@ -63,16 +76,16 @@ def _with_sequence(shape: Shape, sequence: int) -> Shape:
     return replace(shape, seq_len=sequence, position_entries=entries)
 
 
-def _graph(shape: Shape, precision: str, item_bytes: int) -> ModelGraph:
+def _graph(shape: Shape, precision: str, item_bytes: int, kernels: Kernels) -> ModelGraph:
     match shape:
         case DecoderShape() | MoeShape():
-            return decoder_graph(shape, precision, item_bytes)
+            return decoder_graph(shape, precision, item_bytes, kernels)
         case EncoderShape():
-            return encoder_graph(shape, precision, item_bytes)
+            return encoder_graph(shape, precision, item_bytes, kernels)
         case EncoderDecoderShape():
-            return encoder_decoder_graph(shape, precision, item_bytes)
+            return encoder_decoder_graph(shape, precision, item_bytes, kernels)
         case VitShape():
-            return vit_graph(shape, precision, item_bytes)
+            return vit_graph(shape, precision, item_bytes, kernels)
         case ResNetShape():
             return resnet_graph(shape, precision, item_bytes)
         case ConvNextShape():

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, Sharding, SplitDims, TensorSplit
+from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes.calls import Call, Part, Value
 from galvatron_lite.model.shapes.liveness import backward_peak, forward_peak
 
@@ -34,6 +35,7 @@ class Tape:
 
     Attributes:
         item_bytes: bytes of one activation item.
+        kernels: which kernels run.
         calls: what ran.
         operators: the same, summed by name, for the cost model.
         inputs: boundary tensors that enter.
@@ -44,6 +46,7 @@ class Tape:
     """
 
     item_bytes: int
+    kernels: Kernels = EAGER
     calls: list[Call] = field(default_factory=list)
     operators: dict[str, Operator] = field(default_factory=dict)
     inputs: list[Value] = field(default_factory=list)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from math import gcd
 
 from galvatron_lite.model.graph import LayerKind, ModelGraph, SplitDims
+from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.assemble import assemble, blocks
 from galvatron_lite.model.shapes.calls import Part, Value
@@ -215,7 +216,7 @@ def ties_of(shape: TransformerShape, *users: str) -> dict[tuple[str, str], int]:
     return {("before", user): shape.entries * shape.hidden for user in users if shape.tied_embeddings}
 
 
-def decoder_graph(shape: DecoderShape | MoeShape, precision: str, item_bytes: int) -> ModelGraph:
+def decoder_graph(shape: DecoderShape | MoeShape, precision: str, item_bytes: int, kernels: Kernels = EAGER) -> ModelGraph:
     """Embedding, equal pre-norm blocks, final norm with head and loss."""
     tokens = shape.seq_len
     kinds = [maker(shape, tokens, item_bytes) for maker in (embedding_kind, pre_norm_block, head_kind)]
@@ -231,7 +232,7 @@ def decoder_graph(shape: DecoderShape | MoeShape, precision: str, item_bytes: in
     )
 
 
-def encoder_graph(shape: EncoderShape, precision: str, item_bytes: int) -> ModelGraph:
+def encoder_graph(shape: EncoderShape, precision: str, item_bytes: int, kernels: Kernels = EAGER) -> ModelGraph:
     """Embedding with norm, equal post-norm blocks, masked-language-model head and loss."""
     tokens = shape.seq_len
     before, block = embedding_kind(shape, tokens, item_bytes), post_norm_block(shape, tokens, item_bytes)

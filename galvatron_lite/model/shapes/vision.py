@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from galvatron_lite.model.graph import LayerKind, ModelGraph, SplitDims
+from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.assemble import assemble, blocks
 from galvatron_lite.model.shapes.calls import Part
@@ -12,7 +13,7 @@ from galvatron_lite.model.shapes.tape import Tape
 from galvatron_lite.model.shapes.transformer import NOT_SPLIT, many_ways, norm, pre_norm_block
 
 
-def vit_graph(shape: VitShape, precision: str, item_bytes: int) -> ModelGraph:
+def vit_graph(shape: VitShape, precision: str, item_bytes: int, kernels: Kernels = EAGER) -> ModelGraph:
     """Patches with class token and positions, equal pre-norm blocks, norm with linear head and loss.
 
     Blocks are those of a decoder of the same shape (attention is counted in full there too).

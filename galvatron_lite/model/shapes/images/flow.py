@@ -1,0 +1,187 @@
+"""A picture on its way through one layer: which operators it passes, written on the layer's tape. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from galvatron_lite.model.graph import Operator, OperatorClass
+from galvatron_lite.model.shapes import convolution as rules
+from galvatron_lite.model.shapes import ops
+from galvatron_lite.model.shapes.calls import Call, Part, Value
+from galvatron_lite.model.shapes.convolution import Extent
+from galvatron_lite.model.shapes.tape import Tape, memory_operator
+
+Activation = Literal["relu", "silu", "gelu", "none"]
+
+
+def rounded(channels: float, divisor: int = 8, limit: float = 0.9) -> int:
+    """Channels as MobileNet rounds them: to the nearest multiple, at least ``limit`` of what was asked.
+
+    Source: Howard et al. 2017 (arXiv:1704.04861), the authors' ``make_divisible``.
+    """
+    near = max(divisor, int(channels + divisor / 2) // divisor * divisor)
+    return near + divisor if near < limit * channels else near
+
+
+@dataclass(slots=True)
+class Flow:
+    """Where the picture stands.
+
+    Attributes:
+        tape: of the layer it passes.
+        value: the picture as a tensor.
+        channels: of it.
+        extent: height and width of it.
+    """
+
+    tape: Tape
+    value: Value
+    channels: int
+    extent: Extent
+
+    @property
+    def pixels(self) -> int:
+        """Height x width."""
+        return self.extent[0] * self.extent[1]
+
+    def fork(self) -> Flow:
+        """The same picture on a branch of its own."""
+        return Flow(self.tape, self.value, self.channels, self.extent)
+
+    def _name(self, what: str) -> str:
+        return f"{what}{len(self.tape.operators)}"
+
+    def convolve(self, out: int, kernel: int = 1, stride: int = 1, groups: int = 1, *, bias: bool = False) -> Flow:
+        """Convolution with half-kernel padding; a patch embedding (kernel = stride) has none."""
+        padding = 0 if kernel == stride and kernel > 1 else None
+        self.value, self.extent = rules.convolution(
+            self.tape, self._name("conv"), self.value, (self.channels, out), self.extent, kernel=kernel, stride=stride,
+            padding=padding, groups=groups, bias=bias,
+        )  # fmt: skip
+        self.channels = out
+        return self
+
+    def normalise(self) -> Flow:
+        """Batch normalisation."""
+        self.value = rules.batch_norm(self.tape, self._name("norm"), self.value, self.channels)
+        return self
+
+    def group_norm(self) -> Flow:
+        """Group normalisation: as many passes as batch normalisation makes, statistics a sample's."""
+        return self.normalise()
+
+    def layer_norm(self) -> Flow:
+        """LayerNorm over the channels of every pixel."""
+        self.value = ops.layer_norm(self.tape, self._name("norm"), self.value, self.channels)
+        return self
+
+    def activate(self, function: Activation = "relu") -> Flow:
+        """An activation: ReLU in place; others keep their input."""
+        name = self._name(function)
+        if function == "relu":
+            self.value = rules.relu(self.tape, name, self.value)
+        elif function != "none":
+            self.value = ops.activation(self.tape, name, self.value)
+        return self
+
+    def unit(
+        self, out: int, kernel: int = 1, stride: int = 1, groups: int = 1, function: Activation = "relu"
+    ) -> Flow:
+        """Convolution, batch normalisation, activation."""
+        return self.convolve(out, kernel, stride, groups).normalise().activate(function)
+
+    def add(self, other: Flow) -> Flow:
+        """Sum with a branch of the same shape."""
+        self.value = ops.add(self.tape, self._name("add"), self.value, other.value)
+        return self
+
+    def concatenate(self, *others: Flow) -> Flow:
+        """Channels of several branches of one extent side by side: one copy."""
+        branches = (self, *others)
+        self.channels = sum(branch.channels for branch in branches)
+        out = self.tape.value(self.channels * self.pixels, Part.WHOLE)
+        call = Call(tuple(branch.value for branch in branches), out)
+        self.value = self.tape.record(call, memory_operator(self._name("cat"), out, 2 * out.bytes, 2 * out.bytes))
+        return self
+
+    def scale(self) -> Flow:
+        """Product with a learned vector of one item a channel (layer scale)."""
+        self.value = ops.scale(self.tape, self._name("scale"), self.value, self.channels)
+        return self
+
+    def linear(self, columns: int, *, bias: bool = True) -> Flow:
+        """A linear layer over the channels of every pixel."""
+        self.value = ops.linear(
+            self.tape, self._name("linear"), self.value, self.channels, columns, Part.WHOLE, bias=bias
+        )
+        self.channels = columns
+        return self
+
+    def pool(self, kernel: int, stride: int, *, maximum: bool = True, padding: int | None = None) -> Flow:
+        """A pooling window; maximum keeps eight bytes of index an output item, the mean keeps its input."""
+        pad = kernel // 2 if padding is None else padding
+        after = rules.pooled_extent(self.extent, kernel, stride, pad)
+        out = self.tape.value(self.channels * after[0] * after[1], Part.WHOLE)
+        places = (self.tape.value(out.items, Part.WHOLE, ops.INDEX, grad=False),) if maximum else ()
+        moved = self.value.bytes + out.bytes + sum(place.bytes for place in places)
+        call = Call((self.value,), out, saved=(self.value, *places))
+        self.value = self.tape.record(call, memory_operator(self._name("pool"), out, moved, moved))
+        self.extent = after
+        return self
+
+    def squeeze(self, hidden: int, *, gates: int = 0) -> Flow:
+        """Squeeze and excitation (Hu et al. 2018): mean of all pixels, two 1 x 1 convolutions, product with the picture.
+
+        Args:
+            hidden: channels between the two; 0: one short convolution over the channels (ECA, Wang et al. 2020).
+            gates: small kernels besides (activations); 0: three.
+        """
+        x, tape = self.value, self.tape
+        pooled = Flow(tape, rules.global_pool(tape, self._name("squeeze"), x, self.channels), self.channels, (1, 1))
+        if hidden:
+            pooled.linear(hidden).activate("relu").linear(self.channels)
+        else:
+            tape.own(3)
+        gate = memory_operator(self._name("gate"), pooled.value, 1, 1, count=gates or 3)
+        tape.record(Call((pooled.value,), pooled.value), gate)
+        out = tape.value(x.items, Part.WHOLE)
+        product = memory_operator(self._name("excite"), x, 2 * x.bytes, 5 * x.bytes)
+        self.value = tape.record(Call((x, pooled.value), out, saved=(x, pooled.value)), product)
+        return self
+
+    def mix(self, name: str, passes: tuple[int, int], count: int = 1) -> Flow:
+        """Element-wise kernels that read and write the picture so many times, forward and backward."""
+        out = self.tape.value(self.value.items, Part.WHOLE)
+        moved, back = (self.value.bytes * times for times in passes)
+        operator = memory_operator(self._name(name), self.value, moved, back, count=count)
+        self.value = self.tape.record(Call((self.value,), out, saved=(self.value,)), operator)
+        return self
+
+    def attend(self, heads: int, head_dim: int, keys: int, windows: int = 1, value_dim: int = 0) -> Flow:
+        """Plain attention of every pixel to ``keys`` others, scores kept; the picture holds q, k and v side by side.
+
+        Scores, softmax and the weighted sum are kernels of their own, as PyTorch ran them before fused attention.
+
+        Args:
+            heads: of it.
+            head_dim: items of a query.
+            keys: that a pixel sees.
+            windows: batches of the scores' matmul besides the heads (windows of local attention).
+            value_dim: items of a value; 0: as many as of a query.
+        """
+        tape, queries, wide = self.tape, self.pixels // windows, value_dim or head_dim
+        scores = tape.value(heads * self.pixels * keys, Part.WHOLE)
+        pairs = ((head_dim, keys, self.value.bytes, scores.bytes), (keys, wide, scores.bytes, heads * wide * self.pixels))
+        for inner, columns, first, second in pairs:
+            flops = 2 * heads * self.pixels * inner * columns
+            shape = (heads * windows * queries, inner, columns)
+            operator = Operator(self._name("attend"), OperatorClass.MATMUL, shape, 1, flops, 2 * flops,
+                                first + second, 2 * (first + second))  # fmt: skip
+            out = scores if columns == keys else tape.value(heads * wide * self.pixels, Part.WHOLE)
+            tape.record(Call((self.value,), out, saved=(self.value,)), operator)
+            if columns == keys:
+                soft = memory_operator(self._name("softmax"), scores, 4 * scores.bytes, 5 * scores.bytes, count=2)
+                scores = tape.record(Call((scores,), tape.value(scores.items, Part.WHOLE), saved=(scores,)), soft)
+        self.value, self.channels = out, heads * wide
+        return self

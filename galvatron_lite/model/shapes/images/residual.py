@@ -1,0 +1,127 @@
+"""Residual networks: ResNet, ResNeXt, wide and squeeze-and-excitation ones, their stems and shortcuts. No torch here.
+
+Sources: He et al. 2015 (arXiv:1512.03385), the stride in the 3 x 3 convolution as in ResNet v1.5; Xie et al. 2017
+(ResNeXt); He et al. 2019 (arXiv:1812.01187: variants C and D); Hu et al. 2018 (SE); Bello et al. 2021
+(arXiv:2103.07579: ResNet-RS); Kolesnikov et al. 2020 (BiT).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.shapes.images.flow import Activation, Flow, rounded
+from galvatron_lite.model.shapes.images.network import Network
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residual:
+    """One residual network.
+
+    Attributes:
+        depths: blocks a stage.
+        basic: two 3 x 3 convolutions a block instead of a bottleneck.
+        groups: of the 3 x 3 convolutions.
+        group_width: channels of the first stage's bottleneck for every 64 of width and group.
+        stem: channels of the stem's convolutions; one: a single 7 x 7.
+        pool: whether max pooling follows the stem (else a convolution with stride).
+        average_down: shortcuts pool before they project (variant D).
+        squeeze: hidden channels of squeeze-and-excitation as a share of the block's; 0: none; negative: ECA.
+        blur: anti-aliased downsampling: the convolution keeps the extent, a fixed blur strides after it.
+        preactive: normalisation before convolution (ResNet v2).
+        wide: factor on all widths (BiT).
+        function: activation.
+    """
+
+    depths: tuple[int, ...]
+    basic: bool = False
+    groups: int = 1
+    group_width: int = 64
+    stem: tuple[int, ...] = (64,)
+    pool: bool = True
+    average_down: bool = False
+    squeeze: float = 0.0
+    blur: bool = False
+    preactive: bool = False
+    wide: int = 1
+    function: Activation = "relu"
+
+
+def residual_graph(name: str, spec: Residual, side: int, classes: int, precision: str, item_bytes: int) -> ModelGraph:
+    """Stem, blocks stage by stage, pooling with linear head and loss."""
+    net = Network(name, item_bytes, 3, (side, side))
+    net.stem(_stem, spec=spec)
+    step = _basic if spec.basic else _preactive if spec.preactive else _bottleneck
+    for stage, depth in enumerate(spec.depths):
+        for index in range(depth):
+            net.block(step, spec=spec, stage=stage, first=not index)
+    return net.finish(classes, precision)
+
+
+def _stem(flow: Flow, spec: Residual) -> None:
+    kernel, last = (7, len(spec.stem) - 1) if len(spec.stem) == 1 else (3, len(spec.stem) - 1)
+    for index, width in enumerate(spec.stem):
+        flow.convolve(width * spec.wide, kernel, 1 if index else 2)
+        if index < last or not spec.preactive:
+            flow.normalise().activate(spec.function)
+    if spec.pool:
+        flow.pool(3, 2)
+    else:
+        flow.unit(flow.channels, 3, 2, 1, spec.function)
+
+
+def _excite(flow: Flow, spec: Residual) -> None:
+    if spec.squeeze:
+        flow.squeeze(0 if spec.squeeze < 0 else rounded(flow.channels * spec.squeeze, 8, 0.0))
+
+
+def _shortcut(x: Flow, spec: Residual, out: int, stride: int) -> Flow:
+    if stride == 1 and x.channels == out:
+        return x
+    if spec.average_down and stride > 1:
+        return x.pool(2, 2, maximum=False, padding=0).convolve(out).normalise()
+    return x.convolve(out, 1, stride).normalise()
+
+
+def _strided(flow: Flow, spec: Residual, width: int, stride: int, groups: int) -> None:
+    """The 3 x 3 convolution; an anti-aliased one strides in a fixed depthwise blur after it."""
+    if spec.blur and stride > 1:
+        flow.unit(width, 3, 1, groups, spec.function).convolve(width, 3, stride, width)
+    else:
+        flow.unit(width, 3, stride, groups, spec.function)
+
+
+def _bottleneck(flow: Flow, spec: Residual, stage: int, first: bool) -> None:
+    planes, stride = 64 * 2**stage, 2 if stage and first else 1
+    width = planes * spec.group_width // 64 * spec.groups
+    x = flow.fork()
+    flow.unit(width, function=spec.function)
+    _strided(flow, spec, width, stride, spec.groups)
+    flow.convolve(4 * planes).normalise()
+    _excite(flow, spec)
+    flow.add(_shortcut(x, spec, 4 * planes, stride)).activate(spec.function)
+
+
+def _basic(flow: Flow, spec: Residual, stage: int, first: bool) -> None:
+    planes, stride = 64 * 2**stage, 2 if stage and first else 1
+    x = flow.fork()
+    _strided(flow, spec, planes, stride, 1)
+    flow.convolve(planes, 3).normalise()
+    _excite(flow, spec)
+    flow.add(_shortcut(x, spec, planes, stride)).activate(spec.function)
+
+
+def _preactive(flow: Flow, spec: Residual, stage: int, first: bool) -> None:
+    planes, stride = 64 * 2**stage * spec.wide, 2 if stage and first else 1
+    x = flow.fork()
+    flow.normalise().activate(spec.function)
+    if first:
+        x.value = flow.value
+        if spec.average_down and stride > 1:
+            x.pool(2, 2, maximum=False, padding=0)
+            x.convolve(4 * planes)
+        else:
+            x.convolve(4 * planes, 1, stride)
+    flow.unit(planes, function=spec.function)
+    flow.unit(planes, 3, stride, 1, spec.function)
+    flow.convolve(4 * planes).add(x)
