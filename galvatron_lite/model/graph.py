@@ -98,6 +98,8 @@ class Operator:
         sharding: how tensor parallelism divides it.
         causal: of attention: whether a query sees no later key. ``flops`` count the whole score matrix all the same;
             a fused kernel does half of them.
+        again: whether selective recompute runs it again; where no operator of a layer says so, all memory-bound
+            ones are.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -112,6 +114,7 @@ class Operator:
     weight_bytes: int = 0
     sharding: Sharding = Sharding.NONE
     causal: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

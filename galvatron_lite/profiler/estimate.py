@@ -1,21 +1,24 @@
 """A profile from data sheets: the same schema as a measured one, no GPU needed. No torch here.
 
-Forward and backward of a layer are the sums of its operators' rooflines (``roofline``); recompute ``full`` adds the
-whole forward to backward, ``selective`` that of the memory-bound operators. Communication is not in the layers: the
-cost model takes it from the cluster's levels.
+Forward and backward of a layer are the sums of its operators' rooflines (``roofline``), but no less than the host
+takes to launch their kernels (``estimate_layer``); recompute ``full`` adds the whole forward to backward, ``selective``
+that of the operators it runs again. Communication is not in the layers: the cost model takes it from the cluster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 
+from galvatron_lite.calibration.schema import Calibration
 from galvatron_lite.cluster.cluster import Cluster, Device
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass, Recompute
-from galvatron_lite.profiler.estimate_efficiency import HOST, NVIDIA_OVERLAP, OPTIMIZERS
-from galvatron_lite.profiler.roofline import Machine, machine_of, operator_seconds
-from galvatron_lite.profiler.schema import PROFILE_VERSION, LayerPoint, OptimizerCost, Origin, OriginKind, Profile
+from galvatron_lite.model.graph import LayerKind, ModelGraph, Recompute, Role
+from galvatron_lite.profiler.estimate_efficiency import HOST, NVIDIA_OVERLAP, constants_of
+from galvatron_lite.profiler.estimate_layer import LayerTimes, layer_times
+from galvatron_lite.profiler.estimate_optimizer import optimizer_cost
+from galvatron_lite.profiler.roofline_machine import Machine, machine_of, wide_precision
+from galvatron_lite.profiler.schema import PROFILE_VERSION, HostOverhead, LayerPoint, Origin, OriginKind, Profile
+from galvatron_lite.stacks.schema import Stack
 from galvatron_lite.units import ITEM_BYTES
 
 SAMPLES = (1, 2, 4, 8, 16, 32, 64)
@@ -23,6 +26,11 @@ SAMPLES = (1, 2, 4, 8, 16, 32, 64)
 
 LARGEST_DEGREE = 64
 """Tensor-parallel degrees above this are not estimated."""
+
+Wanted = tuple[str, int, bool, Recompute, int]
+"""Kind, tensor degree, sequence parallel, recompute choice, samples."""
+
+__all__ = ["LARGEST_DEGREE", "SAMPLES", "Wanted", "estimate_profile", "optimizer_cost", "tensor_degrees"]
 
 
 def estimate_profile(
@@ -32,60 +40,54 @@ def estimate_profile(
     precision: str,
     name: str,
     samples: Sequence[int] = SAMPLES,
-    optimizer: str = "adamw",
+    optimizer: str | None = None,
+    stack: Stack | None = None,
+    calibration: Calibration | None = None,
+    wanted: Collection[Wanted] | None = None,
+    expert: int = 1,
 ) -> Profile:
     """A profile of a model on a cluster from data sheets.
 
-    Parameters rest in fp32 and are gathered in the precision of compute; gradients are reduced in fp32. In a cluster
-    of unlike devices every figure is the slowest device's.
+    In a cluster of unlike devices every figure is the slowest device's.
 
     Args:
-        graph: the model; its byte figures must be of the same item size as ``precision``.
+        graph: the model; its byte figures must be of the item size of ``precision`` (of bf16 for fp8 and narrower).
         cluster: the devices and links.
-        precision: of compute: fp32, tf32, fp16, bf16.
+        precision: of compute: fp32, tf32, fp16, bf16; fp8, mxfp8, nvfp4 of linear layers.
         name: of the profile.
         samples: samples on a device to estimate points for.
-        optimizer: a name of ``OPTIMIZERS``.
+        optimizer: a name of ``OPTIMIZERS``; None: the stack's.
+        stack: the training software; None: our own runtime.
+        calibration: constants; None: the shipped ones.
+        wanted: the only points to estimate; None: all legal choices. Points that a kind does not offer are left out.
+        expert: devices that the experts of a mixture are spread over.
 
     Raises:
         InputError: an unknown precision or optimizer, or a graph of another precision.
     """
-    machines = [machine_of(device, precision) for device in _devices(cluster)]
-    if ITEM_BYTES[precision] != ITEM_BYTES.get(graph.precision):
+    stack = stack or Stack(name="galvatron")
+    devices = _devices(cluster)
+    machines = [machine_of(item, precision, constants_of(item, calibration), stack.constants) for item in devices]
+    wide = wide_precision(precision)
+    if ITEM_BYTES[wide] != ITEM_BYTES.get(graph.precision):
         raise InputError("--precision", precision, f"The model was captured in {graph.precision}; capture it anew.")
-    points = [
-        point
-        for key, kind in graph.kinds.items()
-        for point in _kind_points(machines, key, kind, cluster.devices, samples)
-    ]
-    devices = ", ".join(machine.device.name for machine in machines)
+    asked = _every(graph, cluster.devices, samples) if wanted is None else _offered(graph, wanted)
+    states = stack.states
     return Profile(
         version=PROFILE_VERSION,
         name=name,
         graph=graph,
         cluster=cluster,
-        origin=Origin(OriginKind.ESTIMATED, f"data sheet of {devices}, {precision}"),
+        origin=Origin(OriginKind.ESTIMATED, f"data sheet of {', '.join(d.name for d in devices)}, {precision}"),
         communication_origin=Origin(OriginKind.ESTIMATED, f"levels of cluster {cluster.name}"),
-        layers=tuple(points),
-        optimizer=optimizer_cost(machines, optimizer),
+        layers=tuple(_points(graph, machines, stack, asked, expert)),
+        optimizer=optimizer_cost(machines, optimizer or stack.optimizer, states, stack.constants),
         overlap=NVIDIA_OVERLAP,
-        overhead=HOST,
-        gather_precision="fp32" if ITEM_BYTES[precision] == 4 else precision,
+        overhead=_overhead(stack),
+        gather_precision=_gathered(states.gather, wide),
+        reduce_precision=states.reduce,
+        parameter_precision=states.parameters,
     )
-
-
-def optimizer_cost(machines: Sequence[Machine], name: str) -> OptimizerCost:
-    """Update time from memory traffic: every item of parameter, gradient and state passes through memory.
-
-    Raises:
-        InputError: an optimizer whose traffic is not known.
-    """
-    if name not in OPTIMIZERS:
-        raise InputError("--optimizer", name, f"Known for estimates: {', '.join(OPTIMIZERS)}.")
-    traffic = OPTIMIZERS[name]
-    seconds = max(traffic.moved / machine.bandwidth for machine in machines)
-    share = 1.0 if traffic.working else 0.0
-    return OptimizerCost(name, traffic.state, seconds, 0.0, float(traffic.working), share)
 
 
 def tensor_degrees(kind: LayerKind, devices: int) -> tuple[int, ...]:
@@ -99,60 +101,69 @@ def _devices(cluster: Cluster) -> list[Device]:
     return list({group.device.name: group.device for group in cluster.groups}.values())
 
 
-@dataclass(frozen=True, slots=True)
-class _Times:
-    """Seconds of one layer: forward, backward, and forward of what selective recompute runs again."""
-
-    forward: float
-    backward: float
-    again: float
-
-    def extra(self, recompute: Recompute) -> float:
-        return {Recompute.NONE: 0.0, Recompute.SELECTIVE: self.again, Recompute.FULL: self.forward}[recompute]
+def _gathered(precision: str, wide: str) -> str:
+    """Parameters are gathered in the precision of compute where it is as wide as the stack's."""
+    return wide if ITEM_BYTES[wide] == 4 or ITEM_BYTES.get(precision, 1) == ITEM_BYTES[wide] else precision
 
 
-def _times(machine: Machine, kind: LayerKind, samples: int, degree: int, sequence_parallel: bool) -> _Times:
-    forward = backward = again = 0.0
-    for operator in kind.operators:
-        seconds = operator_seconds(machine, operator, samples, degree, sequence_parallel)
-        forward += seconds.forward
-        backward += seconds.backward
-        again += seconds.forward if operator.kind is OperatorClass.MEMORY else 0.0
-    return _Times(forward, backward, again)
+def _overhead(stack: Stack) -> HostOverhead:
+    own = stack.constants
+    step = own.step_host or HOST.step
+    return HostOverhead(step=step, pipeline=HOST.pipeline, microbatch=own.microbatch_host)
 
 
-def _slowest(machines: Sequence[Machine], kind: LayerKind, samples: int, degree: int, split: bool) -> _Times:
-    every = [_times(machine, kind, samples, degree, split) for machine in machines]
-    return max(every, key=lambda times: times.forward + times.backward)
+def _every(graph: ModelGraph, devices: int, samples: Sequence[int]) -> Iterator[Wanted]:
+    for key, kind in graph.kinds.items():
+        for degree in tensor_degrees(kind, devices):
+            for split in (False, True) if kind.sequence_parallel and degree > 1 else (False,):
+                for count in samples:
+                    for recompute in kind.kept:
+                        yield key, degree, split, recompute, count
 
 
-def _kind_points(
-    machines: Sequence[Machine], key: str, kind: LayerKind, devices: int, samples: Sequence[int]
+def _offered(graph: ModelGraph, wanted: Collection[Wanted]) -> Iterator[Wanted]:
+    """What is wanted and can be run; a choice that a kind does not offer is left out."""
+    for item in wanted:
+        kind = graph.kinds.get(item[0])
+        if kind is not None and item[3] in kind.kept:
+            yield item
+
+
+def _points(
+    graph: ModelGraph, machines: Sequence[Machine], stack: Stack, asked: Iterator[Wanted], expert: int
 ) -> Iterator[LayerPoint]:
-    for degree in tensor_degrees(kind, devices):
-        for split in (False, True) if kind.sequence_parallel and degree > 1 else (False,):
-            for count in samples:
-                times = _slowest(machines, kind, count, degree, split)
-                for recompute in kind.kept:
-                    yield _point(key, kind, times, count, degree, split, recompute)
+    edges = {layer.kind for layer in graph.layers if layer.role is not Role.BLOCK}
+    known: dict[tuple[str, int, bool, int], LayerTimes] = {}
+    for key, degree, split, recompute, samples in asked:
+        kind, place = graph.kinds[key], (key, degree, split, samples)
+        times = known.get(place)
+        if times is None:
+            wide = key in edges
+            every = [layer_times(item, kind, stack.states, samples, degree, split, expert, wide) for item in machines]
+            times = known[place] = max(every, key=lambda item: item.forward + item.backward)
+        yield _point(key, kind, times, samples, degree, split, recompute)
 
 
 def _point(
-    key: str, kind: LayerKind, times: _Times, samples: int, degree: int, split: bool, recompute: Recompute
+    key: str, kind: LayerKind, times: LayerTimes, samples: int, degree: int, split: bool, recompute: Recompute
 ) -> LayerPoint:
     """One point; under recompute all that a plain layer keeps lives again while its backward runs."""
     kept = kind.kept[recompute].at(degree, split) * samples
     plain = kind.kept.get(Recompute.NONE, kind.kept[recompute]).at(degree, split) * samples
     rebuilt = plain + kept if recompute is Recompute.FULL else max(plain, kept)
+    forward, forward_idle = times.forward_with_host
+    backward, backward_idle = times.backward_with_host(recompute)
     return LayerPoint(
         kind=key,
         samples=samples,
         tensor=degree,
         sequence_parallel=split,
         recompute=recompute,
-        forward=times.forward,
-        backward=times.backward + times.extra(recompute),
+        forward=forward,
+        backward=backward,
         kept=round(kept),
         working=round(rebuilt + kind.working.at(degree, split) * samples),
         forward_working=round(max(plain, kept) + kind.forward_working.at(degree, split) * samples),
+        forward_idle=forward_idle,
+        backward_idle=backward_idle,
     )

@@ -62,6 +62,9 @@ class LayerPoint:
         forward_working: bytes live at the worst moment of forward beyond parameters and what all earlier layers
             keep; includes this layer's own ``kept``.
         spread: interquartile range / median of forward + backward; 0 for estimates.
+        forward_idle: seconds of ``forward`` in which the device waits for the host to launch; blocking communication
+            of the layer fills them first. 0 where not known.
+        backward_idle: the same of ``backward``.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -76,6 +79,8 @@ class LayerPoint:
     working: int
     forward_working: int
     spread: float = 0.0
+    forward_idle: float = 0.0
+    backward_idle: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +191,7 @@ class HostOverhead:
         pipeline: one send or receive of one micro-batch beside the transfer.
         tensor: one blocking collective of a tensor group beside the transfer: waiting for the others, waking up.
         tensor_per_byte: what that grows by with each byte of the tensor.
+        microbatch: once a micro-batch and stage, outside all layers.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -195,6 +201,7 @@ class HostOverhead:
     pipeline: float = 0.0
     tensor: float = 0.0
     tensor_per_byte: float = 0.0
+    microbatch: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

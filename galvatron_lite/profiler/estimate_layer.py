@@ -1,0 +1,130 @@
+"""Seconds of one layer on one device: its operators' rooflines against the host that launches them. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute
+from galvatron_lite.profiler import estimate_efficiency as constants
+from galvatron_lite.profiler.roofline import operator_seconds
+from galvatron_lite.profiler.roofline_machine import Machine, stream
+from galvatron_lite.stacks.schema import StateLayout
+from galvatron_lite.units import ITEM_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Seconds of one layer, on the device and on the host, which run side by side.
+
+    Attributes:
+        forward, backward: of the device.
+        again: of the device in the forward of what selective recompute runs again.
+        forward_host, backward_host, again_host: of the host.
+    """
+
+    forward: float
+    backward: float
+    again: float
+    forward_host: float
+    backward_host: float
+    again_host: float
+
+    @property
+    def forward_with_host(self) -> tuple[float, float]:
+        """Seconds of forward and those in it that the device waits for the host."""
+        return behind_host(self.forward, self.forward_host)
+
+    def backward_with_host(self, recompute: Recompute) -> tuple[float, float]:
+        """The same of backward with what is computed again."""
+        if recompute is Recompute.NONE:
+            return behind_host(self.backward, self.backward_host)
+        if recompute is Recompute.FULL:
+            return behind_host(self.backward + self.forward, self.backward_host + self.forward_host)
+        return behind_host(self.backward + self.again, self.backward_host + self.again_host)
+
+
+def behind_host(device: float, host: float) -> tuple[float, float]:
+    """Smooth maximum of device and host seconds, and how much of it the device waits (see ``QUEUE``)."""
+    if not host:
+        return device, 0.0
+    least, most = sorted((device, host))
+    together = most * (1 + (least / most) ** constants.QUEUE) ** (1 / constants.QUEUE)
+    return together, together - device
+
+
+def layer_times(
+    machine: Machine,
+    kind: LayerKind,
+    states: StateLayout,
+    samples: int,
+    degree: int = 1,
+    sequence_parallel: bool = False,
+    expert: int = 1,
+    edge: bool = False,
+) -> LayerTimes:
+    """Device and host seconds of one layer.
+
+    Args:
+        machine: the device at a precision.
+        kind: the layer.
+        states: how the stack holds parameters and gradients: casts and accumulation move memory.
+        samples: on the device.
+        degree: of tensor parallelism.
+        sequence_parallel: whether tokens are shared between sharded operators.
+        expert: devices that experts are spread over.
+        edge: whether the layer is an embedding or a head, which stay in bf16 under fp8.
+    """
+    machine = machine.widened if edge else machine
+    forward = backward = again = 0.0
+    launches = returns = repeats = 0
+    marked = any(operator.again for operator in kind.operators)
+    for operator in kind.operators:
+        seconds = operator_seconds(machine, operator, samples, degree, sequence_parallel, expert)
+        there, back = kernels(operator, machine)
+        forward, backward = forward + seconds.forward, backward + seconds.backward
+        launches, returns = launches + there, returns + back
+        if operator.again if marked else operator.kind is OperatorClass.MEMORY:
+            again, repeats = again + seconds.forward, repeats + there
+    cast, summed, extra = _parameters(machine, kind, states, degree, sequence_parallel, expert)
+    shared = kind.tensor_collectives / (1 if sequence_parallel else 2) if degree > 1 else 0
+    host = machine.stack.kernel_host
+    return LayerTimes(
+        forward + cast,
+        backward + summed,
+        again,
+        (launches + shared + extra) * host,
+        (returns + shared + extra) * host * constants.BACKWARD_HOST,
+        repeats * host,
+    )
+
+
+def kernels(operator: Operator, machine: Machine) -> tuple[int, int]:
+    """Kernels that the host launches for an operator, in forward and in backward."""
+    calls = operator.count or 1
+    if operator.kind is OperatorClass.MEMORY:
+        return calls, calls if operator.backward_moved else 0
+    back = constants.BACKWARD_KERNELS[operator.kind] if operator.backward_flops else 0
+    if operator.kind is not OperatorClass.MATMUL or not operator.weight_bytes:
+        return calls, calls * back
+    casts = 1 if machine.narrow else 0
+    return 1 + casts, back + casts  # a grouped matmul of experts is one kernel
+
+
+def _parameters(
+    machine: Machine, kind: LayerKind, states: StateLayout, degree: int, split: bool, expert: int
+) -> tuple[float, float, int]:
+    """Seconds that casting weights adds to forward and adding up gradients to backward, and kernels for either.
+
+    Autocast casts fp32 weights that are not gathered in 16 bits at every use. Gradients that live in buffers are read
+    and written by every micro-batch.
+    """
+    tensors = sum(1 for operator in kind.operators if operator.weight_bytes)
+    items = kind.parameters.at(degree, split)
+    if expert > 1:
+        grouped = sum(op.weight_bytes for op in kind.operators if op.kind is OperatorClass.MATMUL and op.count > 1)
+        items -= grouped / machine.item_bytes / degree * (1 - 1 / expert)
+    narrow = machine.item_bytes
+    casts = narrow < 4 and ITEM_BYTES[states.parameters] == 4 == ITEM_BYTES.get(states.gather, 1)
+    cast = stream(machine, items * (4 + narrow)) if casts and tensors else 0.0
+    summed = stream(machine, items * 2 * ITEM_BYTES[states.gradients]) if states.buffered_gradients and tensors else 0.0
+    return cast, summed + cast, tensors * (casts + states.buffered_gradients)

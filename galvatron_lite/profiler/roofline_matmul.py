@@ -1,0 +1,131 @@
+"""Seconds of matmuls by shape: tiles, waves, split inner extents, grouped and batched ones. No torch here.
+
+A matmul's output is cut into tiles, and the device works through them in waves of one tile a multiprocessor: the last
+wave is paid in full (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantisation). The kernel
+library takes the cheapest tile. Nothing runs faster than its bytes can be moved or a kernel can be launched.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil, prod
+
+from galvatron_lite.model.graph import Operator, Sharding
+from galvatron_lite.profiler import estimate_efficiency as constants
+from galvatron_lite.profiler.roofline_machine import Machine, Rates, Seconds, stream
+
+_ROW_SPLIT = frozenset(("out", "down", "projection", "o_proj", "down_proj", "c_proj", "o"))
+_WIDE = frozenset(("router", "head", "pooler", "next_sentence"))
+
+
+def matmul_seconds(machine: Machine, rows: float, inner: float, columns: float) -> float:
+    """Seconds of one matmul (rows x inner) @ (inner x columns) in the precision of linear layers."""
+    return matmul_at(machine.linear, rows, inner, columns)
+
+
+@lru_cache(maxsize=1 << 17)
+def matmul_at(rates: Rates, rows: float, inner: float, columns: float, groups: float = 1) -> float:
+    """Seconds of one matmul, or of ``groups`` equal ones in one kernel whose tiles fill waves together."""
+    moved = groups * (rows * inner + inner * columns + rows * columns) * rates.item_bytes
+    work = (
+        _gpu_work(rates, rows, inner, columns, groups) if rates.gpu else _cpu_work(rates, rows, inner, columns, groups)
+    )
+    return max(work, rates.launch, rates.tail + moved / rates.bandwidth)
+
+
+def _gpu_work(rates: Rates, rows: float, inner: float, columns: float, groups: float) -> float:
+    units, ramp = rates.units, constants.RAMP_INNER if rates.units > 1 else 0
+    best = float("inf")
+    for tile_rows, tile_columns, rate in constants.GPU_TILES:
+        tiles = groups * ceil(rows / tile_rows) * ceil(columns / tile_columns)
+        flops = 2 * tile_rows * tile_columns / rate
+        if tiles >= units:
+            extent = ceil(tiles / units) * (inner + ramp)
+        else:
+            extent = min(ceil(tiles * split / units) * (inner / split + ramp) for split in constants.SPLITS)
+        best = min(best, extent * flops)
+    return best / rates.unit
+
+
+def _cpu_work(rates: Rates, rows: float, inner: float, columns: float, groups: float) -> float:
+    size = constants.CPU_TILE
+    tiles = groups * ceil(rows / size) * ceil(columns / size)
+    ramp = constants.RAMP_INNER if rates.units > 1 else 0
+    return ceil(tiles / rates.units) * (inner + ramp) * 2 * size * size / rates.unit
+
+
+def matmul(machine: Machine, operator: Operator, samples: float, shared: int, expert: int = 1) -> Seconds:
+    """Forward and backward of a matmul operator, all calls together.
+
+    Backward is one matmul for the input's and one for the weights' gradient. ``shared``: ways the operator is divided;
+    ``expert``: devices its experts are spread over, each of which then sees that many times the rows.
+    """
+    if not operator.weight_bytes:
+        return _batched(machine, operator, samples, shared)
+    rates = machine.other if operator.name.rpartition(".")[2] in _WIDE else machine.linear
+    rows, inner, columns = operator.shape[0] * samples, operator.shape[1], operator.shape[2]
+    groups = max(1.0, operator.count / expert) if operator.count > 1 else 1
+    rows *= operator.count / groups
+    forward = both = 0.0
+    ways = _ways(operator, rows, inner, columns, shared)
+    for m, k, n in ways:
+        slow = _alignment(k, n, rates)
+        forward += slow * matmul_at(rates, m, k, n, groups)
+        both += slow * (matmul_at(rates, m, n, k, groups) + matmul_at(rates, k, m, n, groups))
+    calls = operator.flops / (2 * prod(operator.shape) * operator.count)
+    seconds = _scaled(operator, calls * forward / len(ways), calls * both / len(ways))
+    return seconds if rates is machine.other else _with_casts(machine, operator, samples, shared, seconds)
+
+
+def _ways(
+    operator: Operator, rows: float, inner: float, columns: float, shared: int
+) -> tuple[tuple[float, float, float], ...]:
+    """How a split matmul may run: columns or inner extent divided; the mean of both where the name does not tell."""
+    if shared == 1:
+        return ((rows, inner, columns),)
+    if operator.sharding is not Sharding.TENSOR:
+        return ((rows / shared, inner, columns),)
+    by_columns, by_rows = (rows, inner, columns / shared), (rows, inner / shared, columns)
+    last = operator.name.rpartition(".")[2]
+    if last in _ROW_SPLIT:
+        return (by_rows,)
+    return (by_columns,) if last in constants.COLUMN_SPLIT else (by_columns, by_rows)
+
+
+def _alignment(inner: float, columns: float, rates: Rates) -> float:
+    """Factor on the time where a leading extent is no multiple of 16 bytes: tensor cores load it piecemeal."""
+    step = 16 // rates.item_bytes
+    return constants.MISALIGNED if rates.gpu and rates.item_bytes < 4 and (inner % step or columns % step) else 1.0
+
+
+def _batched(machine: Machine, operator: Operator, samples: float, shared: int) -> Seconds:
+    """A matmul of two activations a head (plain attention), the heads folded into the rows."""
+    rows, inner, columns = operator.shape[0] * samples / shared, operator.shape[1], operator.shape[2]
+    rates, factor = machine.other, machine.stack.attention / machine.stack.matmul
+    calls = operator.flops / (2 * prod(operator.shape))
+    floor = stream(machine, operator.moved * samples / shared / max(1, operator.count)) * max(1, operator.count)
+    forward = max(factor * calls * matmul_at(rates, rows, inner, columns), floor)
+    to_input = max(factor * calls * matmul_at(rates, rows, columns, inner), floor)
+    return Seconds(forward, to_input + forward if operator.backward_flops else 0.0)
+
+
+def _scaled(operator: Operator, forward: float, both: float) -> Seconds:
+    """A frozen matmul, or one whose input needs no gradient, does less in backward."""
+    share = operator.backward_flops / (2 * operator.flops) if operator.flops else 0.0
+    return Seconds(forward, both * share)
+
+
+def _with_casts(machine: Machine, operator: Operator, samples: float, shared: int, seconds: Seconds) -> Seconds:
+    """Below 16 bits, input and output gradient are cast and transposed first: read at two bytes an item, written twice
+    at one (Transformer Engine's cast-transpose kernels; scaling factors are delayed, so no pass to find them)."""
+    if not machine.narrow:
+        return seconds
+    rows = operator.shape[0] * samples * max(1, operator.count)
+    inner, columns = operator.shape[1], operator.shape[2]
+    split = shared if operator.sharding is Sharding.TENSOR else 1
+    rows = rows if operator.sharding is Sharding.TENSOR else rows / shared
+    by_rows = operator.name.rpartition(".")[2] in _ROW_SPLIT
+    entering = rows * inner / (split if by_rows else 1) * constants.CAST_BYTES
+    leaving = rows * columns / (1 if by_rows else split) * constants.CAST_BYTES
+    back = stream(machine, leaving) if operator.backward_flops else 0.0
+    return Seconds(seconds.forward + stream(machine, entering), seconds.backward + back)
