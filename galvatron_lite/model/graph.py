@@ -100,6 +100,7 @@ class Operator:
             a fused kernel does half of them.
         again: whether selective recompute runs it again; where no operator of a layer says so, all memory-bound
             ones are.
+        precision: it computes in, where that is not the graph's (``fp8`` matmuls among bf16 activations).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -115,6 +116,7 @@ class Operator:
     sharding: Sharding = Sharding.NONE
     causal: bool = False
     again: bool = False
+    precision: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +160,23 @@ class LayerKind:
         tensor_collectives: all-gathers plus reduce-scatters (or as many all-reduces with half the pairs) of the
             boundary tensor that tensor parallelism costs in one forward pass: 4 for a transformer block (two
             gather/scatter pairs).
+        tensor_gathers: how many regions whose first matmul is split by columns begin in one forward pass: each
+            gathers the input under sequence parallelism, and in backward sums (and scatters) its gradient. None:
+            half of ``tensor_collectives``.
+        tensor_scatters: how many regions whose last matmul is split by rows end: each sums (and scatters, under
+            sequence parallelism) the output, and in backward gathers its gradient under sequence parallelism. None:
+            half of ``tensor_collectives``.
+        regathers: all-gathers of the input in one backward pass under sequence parallelism beyond those, where only
+            a share of gathered inputs is kept.
         sequence_parallel: whether the layer outside its sharded regions works token by token, so that sequence
             parallelism may be used.
         gathered_output_bytes: bytes per sample of an output that is gathered over the tensor group after a
             column-split last matmul (the logits of an LM head); 0 where nothing is.
         dead_parameters: parameter items that never reach the output.
+        expert_parameters: the part of ``parameters.tensor`` that belongs to experts, which expert parallelism
+            divides.
+        dispatched_bytes: bytes per sample of the copies of tokens that go to experts in one forward pass; as many
+            come back, and the same goes both ways in backward.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -182,6 +196,11 @@ class LayerKind:
     sequence_parallel: bool = False
     gathered_output_bytes: int = 0
     dead_parameters: int = 0
+    tensor_gathers: int | None = None
+    tensor_scatters: int | None = None
+    regathers: int = 0
+    expert_parameters: int = 0
+    dispatched_bytes: int = 0
 
     @property
     def flops(self) -> int:
