@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from galvatron_lite.calibration.schema import StackConstants
 from galvatron_lite.files import STRICT
@@ -49,7 +49,10 @@ class Stack:
         optimizer: name of the optimizer's implementation (a key of ``OPTIMIZERS``).
         vocab_multiple: the vocabulary is padded to a multiple of this times the tensor degree; 1: not padded.
         parallel_vocabulary: whether embedding and head are split over the tensor group.
-        dropout: probability its recipes train with.
+        dropout: probability its recipes train plain (not gated) transformers with.
+        zero_stage: of data parallelism where a run does not say.
+        positions: how plain (not gated) decoders of its recipes tell places.
+        biases: whether plain decoders of its recipes have biases.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -62,3 +65,6 @@ class Stack:
     vocab_multiple: int = 1
     parallel_vocabulary: bool = True
     dropout: float = 0.0
+    zero_stage: int = 0
+    positions: Literal["learned", "rotary", "none"] = "learned"
+    biases: bool = True

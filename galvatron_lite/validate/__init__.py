@@ -1,1 +1,1 @@
-"""Predictions held against published measurements."""
+"""Holding the cost model against published training runs."""

@@ -1,0 +1,93 @@
+"""The model a published run trains: from a row's figures to a shape."""
+
+from __future__ import annotations
+
+from galvatron_lite.model.shapes import DecoderShape, EncoderDecoderShape, EncoderShape, MoeShape, Shape
+from galvatron_lite.stacks.schema import Stack
+from galvatron_lite.validate.outcome import Skipped
+from galvatron_lite.validate.rows import PublishedRun
+from galvatron_lite.validate.said import whole_argument
+
+_NEEDED = ("layers", "hidden", "heads", "vocab", "seq_len")
+
+
+def shape_of(run: PublishedRun, stack: Stack) -> Shape | Skipped:
+    """The shape of a transformer, or why there is none.
+
+    A gated MLP means a model after Llama (rotary positions, RMSNorm, no biases, SiLU, no dropout), a plain one a model
+    after GPT (GELU, LayerNorm; positions, biases and dropout as the stack's recipes have them).
+    """
+    arch = (run.arch or "decoder").lower()
+    if "memory" in arch or "hybrid" in arch or "mamba" in run.said or "hybrid-layer-pattern" in run.said:
+        return Skipped("architecture not modelled")
+    if "mla" in arch or "multi-latent-attention=true" in run.said:
+        return Skipped("latent attention: its ranks are not stated")
+    missing = [name for name in _NEEDED if getattr(run, name) is None]
+    if missing:
+        return Skipped(f"model figures missing: {', '.join(missing)}")
+    if run.heads and run.hidden and run.hidden % run.heads and whole_argument(run.said, "kv-channels") is None:
+        return Skipped("head size not stated")
+    if "moe" in arch or (run.n_experts or 0) > 1:
+        return _mixture(run, stack)
+    if arch.startswith("encoder-decoder") or arch in ("t5", "bart"):
+        return _two_stacks(run, stack)
+    if arch.startswith("encoder") or arch == "bert":
+        return EncoderShape(**_common(run, stack), head="pretraining")  # type: ignore[arg-type]
+    if arch.startswith("decoder"):
+        return DecoderShape(**_causal(run, stack))  # type: ignore[arg-type]
+    return Skipped("architecture not modelled")
+
+
+def _common(run: PublishedRun, stack: Stack) -> dict[str, object]:
+    """Fields that all transformers share; the vocabulary is padded as the stack pads it."""
+    gated = bool(run.gated_mlp)
+    return {
+        "name": "published",
+        "layers": run.layers,
+        "hidden": run.hidden,
+        "heads": run.heads,
+        "kv_heads": run.kv_heads or 0,
+        "head_dim": whole_argument(run.said, "kv-channels") or 0,
+        "ffn_hidden": run.ffn_hidden or 0,
+        "gated_mlp": gated,
+        "vocab": run.vocab,
+        "vocab_multiple": stack.vocab_multiple * (run.tp or 1) if stack.vocab_multiple > 1 else 1,
+        "tied_embeddings": not gated if run.tied_embeddings is None else run.tied_embeddings,
+        "seq_len": run.seq_len,
+        "dropout": 0.0 if gated else stack.dropout,
+    }
+
+
+def _causal(run: PublishedRun, stack: Stack) -> dict[str, object]:
+    gated = bool(run.gated_mlp)
+    return _common(run, stack) | {
+        "activation": "silu" if gated else "gelu",
+        "norm": "rmsnorm" if gated else "layernorm",
+        "positions": "rotary" if gated else stack.positions,
+        "biases": not gated and stack.biases,
+    }
+
+
+def _mixture(run: PublishedRun, stack: Stack) -> Shape | Skipped:
+    experts, ways = run.n_experts, run.moe_topk or 2
+    if experts is None:
+        return Skipped("model figures missing: n_experts")
+    if not run.gated_mlp:
+        return Skipped("experts without a gate")
+    width = run.moe_ffn or whole_argument(run.said, "moe-ffn-hidden-size") or 0
+    fields = _causal(run, stack) | {"n_experts": experts, "moe_topk": min(ways, experts), "moe_ffn": width}
+    return MoeShape(**fields)  # type: ignore[arg-type]
+
+
+def _two_stacks(run: PublishedRun, stack: Stack) -> Shape:
+    """An encoder-decoder; where its parameters say so, ``layers`` counts both stacks together."""
+    fields = _common(run, stack)
+    layers, hidden = run.layers or 1, run.hidden or 1
+    ffn = run.ffn_hidden or 4 * hidden
+    # Encoder block: 4 projections and the MLP; decoder block: 8 projections and the MLP (Vaswani et al. 2017).
+    pair = 12 * hidden**2 + 2 * (3 if run.gated_mlp else 2) * hidden * ffn
+    table = (run.vocab or 0) * hidden
+    said = (run.params_b or 0.0) * 1e9
+    if said and abs(said - table - layers * pair) > abs(said - table - layers / 2 * pair):
+        fields |= {"layers": max(layers // 2, 1)}
+    return EncoderDecoderShape(**fields)  # type: ignore[arg-type]

@@ -1,0 +1,190 @@
+"""The plan a published run trains with: from a row's degrees to stages and strategies.
+
+What a run does not say is taken so, whatever its source: no recomputation; ZeRO as its framework has it; one sample a
+micro-batch under a pipeline, else the samples that one accumulation step leaves; 1F1B; blocks spread evenly over the
+pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
+from math import gcd
+
+from galvatron_lite.model.graph import Layer, ModelGraph, Recompute, Role
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
+from galvatron_lite.stacks.schema import Stack
+from galvatron_lite.validate.outcome import Skipped
+from galvatron_lite.validate.rows import PublishedRun
+from galvatron_lite.validate.said import recompute_choices, schedule_of, whole_argument
+
+UNSTATED_VIRTUAL = 2
+"""Virtual stages of an interleaved schedule that does not say how many: torchtitan's default, the least there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """How a step's samples are worked through.
+
+    Attributes:
+        size: samples a step.
+        microbatch: samples of one micro-batch over all replicas.
+        count: micro-batches.
+        assumed: what was assumed, for people.
+    """
+
+    size: int
+    microbatch: int
+    count: int
+    assumed: str = ""
+
+
+def batch_of(run: PublishedRun) -> Batch | Skipped:
+    """The batch of a run: ``global_batch = dp x micro_batch x count``."""
+    replicas = run.dp or 1
+    if run.grad_accum is not None and run.grad_accum < 1:
+        return Skipped("batch does not divide")
+    samples, assumed = run.micro_batch, ""
+    if samples is None:
+        samples, assumed = _microbatch(run, replicas), "micro-batch not stated"
+    each = replicas * samples
+    if run.global_batch is None:
+        count = int(run.grad_accum or 1)
+        return Batch(each * count, each, count, "global batch not stated")
+    if run.global_batch % each:
+        return Skipped("batch does not divide")
+    return Batch(run.global_batch, each, run.global_batch // each, assumed)
+
+
+def _microbatch(run: PublishedRun, replicas: int) -> int:
+    """Samples a replica and micro-batch where a run does not say."""
+    if (run.pp or 1) > 1 or not run.grad_accum or not run.global_batch:
+        return 1
+    return max(int(run.global_batch // (replicas * run.grad_accum)), 1)
+
+
+def plan_of(run: PublishedRun, graph: ModelGraph, stack: Stack, precision: str) -> Plan | Skipped:
+    """The plan of a run, or why it cannot be represented."""
+    batch, devices = batch_of(run), run.n_gpus
+    if isinstance(batch, Skipped):
+        return batch
+    if devices is None:
+        return Skipped("number of GPUs not stated")
+    degrees = (run.dp or 1, run.tp or 1, run.pp or 1, run.cp or 1)
+    if degrees[0] * degrees[1] * degrees[2] * degrees[3] != devices:
+        return Skipped("degrees do not multiply to the number of GPUs")
+    if (run.spatial or 1) > 1 or (run.filter or 1) > 1:
+        return Skipped("spatial or filter parallelism")
+    schedule, virtual = _schedule(run)
+    counts = stage_sizes(run, graph, virtual * degrees[2])
+    if isinstance(counts, Skipped):
+        return counts
+    return Plan(
+        version=PLAN_VERSION,
+        model=graph.name,
+        devices=devices,
+        global_batch=batch.size,
+        microbatches=batch.count,
+        schedule=schedule,
+        precision=precision,
+        stages=_stages(run, graph, stack, counts),
+        virtual_stages=virtual,
+    )
+
+
+def _schedule(run: PublishedRun) -> tuple[Schedule, int]:
+    """The schedule, and the virtual stages it really has: without a pipeline there is one of each."""
+    if (run.pp or 1) == 1:
+        return Schedule.ONE_F_ONE_B, 1
+    schedule = schedule_of(run.pp_schedule, run.vpp or 1)
+    virtual = run.vpp or (1 if schedule is Schedule.ONE_F_ONE_B else UNSTATED_VIRTUAL)
+    if schedule is Schedule.ZERO_BUBBLE_V:
+        return schedule, 2
+    if schedule is Schedule.INTERLEAVED and virtual == 1:
+        return Schedule.ONE_F_ONE_B, 1
+    return schedule, virtual if schedule is Schedule.INTERLEAVED else 1
+
+
+def strategy_of(run: PublishedRun, stack: Stack) -> Strategy:
+    """What every layer does; recomputation is set layer by layer."""
+    replicas, context = run.dp or 1, run.cp or 1
+    zero_stage = stack.zero_stage if run.zero_stage is None else run.zero_stage
+    zero = 1
+    if zero_stage and replicas > 1:
+        # A group that spans context ranks too shards over data ranks all the same.
+        zero = replicas if run.zero_group is None else gcd(replicas, run.zero_group)
+    return Strategy(
+        data=replicas // zero,
+        zero=zero,
+        zero_stage=zero_stage if zero > 1 else 0,
+        tensor=run.tp or 1,
+        sequence_parallel=bool(run.seq_parallel) and (run.tp or 1) > 1,
+        context=context,
+        expert=run.ep or 1,
+    )
+
+
+def stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int) -> list[int] | Skipped:
+    """Blocks of each stage, in model order.
+
+    Where blocks do not divide, embedding and head count as a layer each, or the head alone (Megatron-LM's
+    ``--account-for-embedding-in-pipeline-split`` and ``--account-for-loss-in-pipeline-split``), else the first stages
+    take one more. A run that says how its ends are laid out has it so.
+    """
+    blocks = sum(layer.role is Role.BLOCK for layer in graph.layers)
+    said = run.said
+    first, last = (whole_argument(said, f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
+    if first is not None and last is not None and stages > 2:
+        return [first, *even(blocks - first - last, stages - 2), last]
+    counted = "counted as a layer" in said or "counted as layers" in said or "one layer fewer" in said
+    if stages > 1 and (blocks + 2) % stages == 0 and (counted or blocks % stages):
+        return _lighter(blocks + 2, stages, 1, 1)
+    if blocks % stages and (blocks + 1) % stages == 0:
+        return _lighter(blocks + 1, stages, 0, 1)
+    if blocks < stages:
+        return Skipped("more stages than blocks")
+    return even(blocks, stages)
+
+
+def _lighter(total: int, stages: int, first: int, last: int) -> list[int]:
+    each = total // stages
+    return [each - first, *[each] * (stages - 2), each - last]
+
+
+def even(blocks: int, stages: int) -> list[int]:
+    """Blocks spread as evenly as can be, the first stages with one more where they do not divide."""
+    each, more = divmod(blocks, stages)
+    return [each + (place < more) for place in range(stages)]
+
+
+def _stages(run: PublishedRun, graph: ModelGraph, stack: Stack, counts: Sequence[int]) -> tuple[Stage, ...]:
+    """Stages from block counts; what stands before the blocks joins the first, what stands after them the last."""
+    blocks = [place for place, layer in enumerate(graph.layers) if layer.role is Role.BLOCK]
+    strategies = _strategies(run, graph, stack)
+    ends = [blocks[taken] if taken < len(blocks) else blocks[-1] + 1 for taken in accumulate(counts)]
+    ends[-1] = len(graph.layers)
+    starts = [0, *ends[:-1]]
+    return tuple(
+        Stage(tuple(runs(graph.layers[start:end], strategies[start:end])))
+        for start, end in zip(starts, ends, strict=True)
+    )
+
+
+def _strategies(run: PublishedRun, graph: ModelGraph, stack: Stack) -> list[Strategy]:
+    """The strategy of every layer; only blocks compute again."""
+    base = strategy_of(run, stack)
+    blocks = sum(layer.role is Role.BLOCK for layer in graph.layers)
+    choices = iter(recompute_choices(run.act_ckpt, blocks))
+    known = {choice: replace(base, recompute=choice) for choice in Recompute}
+    return [known[next(choices)] if layer.role is Role.BLOCK else known[Recompute.NONE] for layer in graph.layers]
+
+
+def runs(layers: Sequence[Layer], strategies: Sequence[Strategy]) -> Iterator[LayerRun]:
+    """Neighbouring layers of equal strategy as one run each."""
+    place = 0
+    for strategy, same in groupby(strategies):
+        count = len(list(same))
+        yield LayerRun(layers[place].name, layers[place + count - 1].name, count, strategy)
+        place += count

@@ -1,0 +1,197 @@
+"""Predicts a published run through the path that the planner takes: graph, profile, plan, cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from importlib.util import find_spec
+
+from galvatron_lite.calibration.schema import Calibration
+from galvatron_lite.calibration.store import constants_for_stack
+from galvatron_lite.cluster.cluster import Cluster
+from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.step import price_plan
+from galvatron_lite.errors import GalvatronError
+from galvatron_lite.model.graph import ModelGraph, Recompute, Role
+from galvatron_lite.model.kernels import Kernels
+from galvatron_lite.model.shapes import Shape, build_graph
+from galvatron_lite.plans.schema import MemoryBreakdown, Plan
+from galvatron_lite.profiler.estimate import estimate_profile
+from galvatron_lite.stacks.catalog import match_stack
+from galvatron_lite.stacks.schema import Stack
+from galvatron_lite.units import ITEM_BYTES
+from galvatron_lite.validate.clusters import cluster_of
+from galvatron_lite.validate.models import shape_of
+from galvatron_lite.validate.outcome import Predicted, Skipped
+from galvatron_lite.validate.plans import plan_of
+from galvatron_lite.validate.rows import PublishedRun
+from galvatron_lite.validate.said import compute_precision
+
+_IMAGES = "galvatron_lite.validate.images"
+Point = tuple[str, int, bool, Recompute, int]
+"""Kind, tensor degree, sequence parallel, recomputation, samples on a device: what is estimated."""
+
+
+@dataclass(slots=True)
+class Remembered:
+    """What repeats from run to run: graphs, clusters, pricers."""
+
+    graphs: dict[object, ModelGraph] = field(default_factory=dict)
+    clusters: dict[object, Cluster | Skipped] = field(default_factory=dict)
+    pricers: dict[object, LayerPricer] = field(default_factory=dict)
+
+
+def predict_run(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Predicted | Skipped:
+    """Step time and peak memory of a run, or why it cannot be represented."""
+    if run.problem is not None:
+        return Skipped("a field cannot be read")
+    try:
+        return _predict(run, calibration, memory)
+    except GalvatronError as error:
+        return Skipped(_short(error))
+
+
+def _predict(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Predicted | Skipped:
+    cluster = _cluster(run, calibration, memory)
+    if isinstance(cluster, Skipped):
+        return cluster
+    precision = compute_precision(run.precision, cluster.device)
+    stack = stack_of(run, precision, calibration)
+    graph = _graph(run, stack, precision, memory)
+    if isinstance(graph, Skipped):
+        return graph
+    plan = plan_of(run, graph, stack, precision)
+    if isinstance(plan, Skipped):
+        return plan
+    return _outcome(
+        run, price_plan(_pricer(graph, cluster, stack, precision, plan, calibration, memory), plan), cluster
+    )
+
+
+def stack_of(run: PublishedRun, precision: str, calibration: Calibration) -> Stack:
+    """The run's framework with what the run itself says: attention kernel, precision of states, optimizer."""
+    stack = match_stack(run.framework)
+    kernels = stack.kernels
+    if run.flash_attn is not None:
+        kernels = replace(kernels, flash_attention=run.flash_attn)
+    states = stack.states
+    if ITEM_BYTES[precision] == 4:
+        states = replace(states, parameters="fp32", gradients="fp32", reduce="fp32", gather="fp32", optimizer_bytes=8)
+    elif "fp32 grad" in (run.precision or "").lower():
+        states = replace(states, gradients="fp32", reduce="fp32")
+    elif "pure" in (run.precision or "").lower():
+        states = replace(states, reduce="bf16")
+    optimizer = stack.optimizer
+    if "sgd" in (run.optimizer or ""):
+        optimizer, states = "sgd", replace(states, optimizer_bytes=states.optimizer_bytes - 4)
+    constants = constants_for_stack(calibration, stack.name)
+    return replace(stack, kernels=kernels, states=states, optimizer=optimizer, constants=constants)
+
+
+def _cluster(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Cluster | Skipped:
+    key = (run.gpu, run.n_gpus, run.gpus_per_node, run.intra_link, run.inter_net, run.inter_node_gbps)
+    if key not in memory.clusters:
+        memory.clusters[key] = cluster_of(run, calibration)
+    return memory.clusters[key]
+
+
+def _graph(run: PublishedRun, stack: Stack, precision: str, memory: Remembered) -> ModelGraph | Skipped:
+    shape = _shape(run, stack)
+    if isinstance(shape, (Skipped, ModelGraph)):
+        return shape
+    held = "bf16" if ITEM_BYTES[precision] < 2 else precision
+    key = (shape, stack.kernels, held)
+    if key not in memory.graphs:
+        memory.graphs[key] = build_graph(shape, precision=held, kernels=stack.kernels)
+    return memory.graphs[key]
+
+
+def _shape(run: PublishedRun, stack: Stack) -> Shape | ModelGraph | Skipped:
+    """A transformer's shape; models of images come from a module of their own."""
+    arch = (run.arch or "").lower()
+    if not any(word in arch for word in ("cnn", "vit", "unet", "image")):
+        return shape_of(run, stack)
+    if find_spec(_IMAGES) is None:
+        return Skipped("models of images")
+    found: Shape | ModelGraph | Skipped = import_module(_IMAGES).image_model(run, stack)
+    return found
+
+
+def _pricer(
+    graph: ModelGraph,
+    cluster: Cluster,
+    stack: Stack,
+    precision: str,
+    plan: Plan,
+    calibration: Calibration,
+    memory: Remembered,
+) -> LayerPricer:
+    """Prices of the points that a plan needs; those of an equal model on an equal machine are kept."""
+    wanted = wanted_points(graph, plan)
+    key = (id(graph), id(cluster), stack.name, stack.kernels, stack.states, stack.optimizer, precision, wanted)
+    if key not in memory.pricers:
+        profile = estimate_profile(
+            graph,
+            cluster,
+            precision=precision,
+            name=graph.name,
+            samples=sorted({point[4] for point in wanted}),
+            optimizer=stack.optimizer,
+            stack=stack,
+            calibration=calibration,
+            wanted=wanted,
+        )
+        memory.pricers[key] = LayerPricer(profile)
+    return memory.pricers[key]
+
+
+def wanted_points(graph: ModelGraph, plan: Plan) -> frozenset[Point]:
+    """The points of a profile that pricing a plan looks up."""
+    strategies = (run.strategy for stage in plan.stages for run in stage.runs for _ in range(run.count))
+    return frozenset(
+        (
+            layer.kind,
+            strategy.tensor,
+            strategy.sequence_parallel,
+            strategy.recompute if layer.role is Role.BLOCK else Recompute.NONE,
+            max(plan.microbatch // strategy.batch_degree, 1),
+        )
+        for layer, strategy in zip(graph.layers, strategies, strict=True)
+    )
+
+
+def _outcome(run: PublishedRun, plan: Plan, cluster: Cluster) -> Predicted | Skipped:
+    prediction = plan.prediction
+    if prediction is None:
+        return Skipped("not priced")
+    stage, peak = _peak(run, plan)
+    return Predicted(
+        step_seconds=prediction.step_seconds,
+        peak_memory=peak,
+        device_memory=prediction.peak_memory,
+        capacity=cluster.device.memory,
+        time=prediction.time,
+        memory=stage,
+    )
+
+
+def _peak(run: PublishedRun, plan: Plan) -> tuple[MemoryBreakdown, int]:
+    """Memory as the run measured it: of the last rank, of all together, or of the fullest; without driver context
+    unless nvidia-smi was read."""
+    memories = [stage.memory for stage in plan.stages[-plan.pipeline :]]
+    outside = "nvidia-smi" in run.said
+
+    def counted(memory: MemoryBreakdown) -> int:
+        return memory.total if outside else memory.total - memory.context
+
+    fullest = max(memories, key=counted)
+    if "last rank" in run.said:
+        return memories[-1], counted(memories[-1])
+    if "sum over all gpus" in run.said:
+        return fullest, sum(counted(memory) for memory in memories) * plan.stage_devices
+    return fullest, counted(fullest)
+
+
+def _short(error: GalvatronError) -> str:
+    field_name = getattr(error, "field", "")
+    return f"does not fit: {field_name}" if field_name else str(error)
