@@ -22,7 +22,7 @@ holds sum_l (r_l + u_l). The peak is the greatest of these L + 1 figures plus wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from galvatron_lite.cost.layer import LayerCost
 from galvatron_lite.plans.schema import MemoryBreakdown
@@ -87,10 +87,10 @@ class Moment:
     layer: int
 
 
-def worst_moment(layers: Sequence[MemoryTerms]) -> Moment:
-    """The greatest of the moments; of equal ones the optimizer, then the first layer."""
+def worst_moment(layers: Sequence[MemoryTerms], optimizer: bool = True) -> Moment:
+    """The greatest of the moments; of equal ones the optimizer (where it is looked at), then the first layer."""
     total, prefix = sum(term.rest for term in layers), 0
-    worst = Moment(sum(term.updated for term in layers), -1)
+    worst = Moment(sum(term.updated for term in layers) if optimizer else -1, -1)
     before = [0, *(term.prefetched for term in layers)]
     after = [*(term.pending for term in layers[1:]), 0]
     for place, term in enumerate(layers):
@@ -103,7 +103,7 @@ def worst_moment(layers: Sequence[MemoryTerms]) -> Moment:
 
 
 def stage_memory(
-    costs: Sequence[LayerCost], in_flight: int, microbatches: int, buffers: int, context: int
+    costs: Sequence[LayerCost], in_flight: int, microbatches: int, buffers: int, context: int, optimizer: bool = True
 ) -> MemoryBreakdown:
     """Bytes on one device at the stage's worst moment, by what they are for; the parts add up to the peak.
 
@@ -113,14 +113,13 @@ def stage_memory(
         microbatches: a step (m).
         buffers: bytes of send and receive buffers.
         context: bytes taken before the first tensor.
+        optimizer: whether the optimizer's moment is looked at too.
     """
-    peak = worst_moment([terms(cost, in_flight, microbatches) for cost in costs])
+    peak = worst_moment([terms(cost, in_flight, microbatches) for cost in costs], optimizer)
     states = sum(cost.states for cost in costs)
     parameters = sum(cost.parameters for cost in costs)
     if peak.layer < 0:
-        gradients = sum(cost.gradients + cost.formed_gradients for cost in costs)
-        temporary = peak.size - parameters - gradients - states
-        return MemoryBreakdown(parameters, gradients, states, 0, temporary, buffers, context)
+        return _updating(costs, buffers, context)
     gradients = _gradients_at(costs, peak.layer, microbatches)
     parameters += sum(cost.gathered for cost in costs[: peak.layer + 1]) + costs[peak.layer].gather
     activations = (in_flight - 1) * sum(cost.kept for cost in costs) + sum(c.kept for c in costs[: peak.layer + 1])
@@ -128,6 +127,56 @@ def stage_memory(
     rest = peak.size - parameters - gradients - states - activations
     collective = min(max(rest, 0), beside + costs[peak.layer].reducing + costs[peak.layer].gathering)
     return MemoryBreakdown(parameters, gradients, states, activations, rest - collective, collective + buffers, context)
+
+
+def _updating(costs: Sequence[LayerCost], buffers: int, context: int) -> MemoryBreakdown:
+    """Bytes at the optimizer's moment."""
+    return MemoryBreakdown(
+        sum(cost.parameters for cost in costs),
+        sum(cost.gradients + cost.formed_gradients for cost in costs),
+        sum(cost.states for cost in costs),
+        temporary=sum(cost.updating for cost in costs),
+        communication=buffers,
+        context=context,
+    )
+
+
+def group_memory(
+    chunks: Sequence[Sequence[LayerCost]],
+    held: Sequence[Sequence[int]],
+    microbatches: int,
+    buffers: int,
+    context: int,
+) -> MemoryBreakdown:
+    """``stage_memory`` of devices that run several virtual stages: the worst of their moments.
+
+    Args:
+        chunks: layers of each virtual stage.
+        held: per chunk c, micro-batches of every chunk in memory at the worst backward pass of c.
+        microbatches: a step.
+        buffers: bytes of send and receive buffers of all chunks.
+        context: bytes taken before the first tensor.
+    """
+    if len(chunks) == 1:
+        return stage_memory(chunks[0], held[0][0], microbatches, buffers, context)
+    moments = [_updating([cost for chunk in chunks for cost in chunk], buffers, context)]
+    for own, counts in enumerate(held):
+        memory = stage_memory(chunks[own], max(counts[own], 1), microbatches, buffers, context, optimizer=False)
+        for other, count in enumerate(counts):
+            memory = memory if other == own else _beside(memory, chunks[other], count)
+        moments.append(memory)
+    return max(moments, key=lambda memory: memory.total)
+
+
+def _beside(memory: MemoryBreakdown, chunk: Sequence[LayerCost], held: int) -> MemoryBreakdown:
+    """With what another chunk of the same devices holds while it does not compute."""
+    return replace(
+        memory,
+        parameters=memory.parameters + sum(cost.parameters + (cost.gathered if held else 0) for cost in chunk),
+        gradients=memory.gradients + sum(cost.gradients + cost.formed_gradients for cost in chunk),
+        optimizer=memory.optimizer + sum(cost.states for cost in chunk),
+        activations=memory.activations + held * sum(cost.kept for cost in chunk),
+    )
 
 
 def _gradients_at(costs: Sequence[LayerCost], layer: int, microbatches: int) -> int:

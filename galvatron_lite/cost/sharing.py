@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from galvatron_lite.cost.layer import Sharing
 from galvatron_lite.model.graph import ModelGraph, Tie
 
 
-def sharing_of(graph: ModelGraph, inside: range) -> dict[int, Sharing]:
+def sharing_of(graph: ModelGraph, inside: Container[int]) -> dict[int, Sharing]:
     """What sharing means for the layers of one stage; layers that share nothing are absent.
 
     Args:
         graph: the model.
-        inside: places of the stage's layers.
+        inside: places of the stage's layers; with virtual stages, of all layers of its devices.
     """
+    if not graph.ties:
+        return {}
     place = {layer.name: index for index, layer in enumerate(graph.layers)}
     result: dict[int, Sharing] = {}
     for tie in graph.ties:
@@ -22,7 +26,7 @@ def sharing_of(graph: ModelGraph, inside: range) -> dict[int, Sharing]:
     return result
 
 
-def _joined(known: Sharing, tie: Tie, place: dict[str, int], index: int, inside: range) -> Sharing:
+def _joined(known: Sharing, tie: Tie, place: dict[str, int], index: int, inside: Container[int]) -> Sharing:
     first, second = place[tie.first], place[tie.second]
     if first in inside and second in inside:
         return Sharing(known.grouped or index == first, known.copied, known.exchanged)

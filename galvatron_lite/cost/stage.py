@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, Sharing
-from galvatron_lite.cost.memory import stage_memory
+from galvatron_lite.cost.memory import group_memory
 from galvatron_lite.cost.schedule import StageTimes
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, in_flight, transfer
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, chunks_in_flight, transfer
+from galvatron_lite.parallelism.pipeline.schedule import group_of, stage_at
 from galvatron_lite.plans.schema import MemoryBreakdown, Schedule
 
 
@@ -22,10 +23,11 @@ class Shape:
 
     Attributes:
         devices: world size.
-        stages: pipeline degree.
+        stages: pipeline degree: groups of devices.
         microbatches: a step.
         microbatch: samples of one.
         schedule: order of micro-batches.
+        virtual: stages of each group of devices; the plan has ``stages * virtual`` of them.
     """
 
     devices: int
@@ -33,6 +35,7 @@ class Shape:
     microbatches: int
     microbatch: int
     schedule: Schedule = Schedule.ONE_F_ONE_B
+    virtual: int = 1
 
     @property
     def stage_devices(self) -> int:
@@ -49,7 +52,8 @@ class StageCost:
         times: seconds of one micro-batch.
         step: seconds once a step after the last backward: exposed gradient communication, update, host.
         moving: seconds of redistribution a micro-batch, both passes; part of ``times``.
-        memory: bytes on one device.
+        memory: bytes on one device: of all stages that its devices run.
+        buffers: bytes of its send and receive buffers.
     """
 
     layers: tuple[LayerCost, ...]
@@ -57,39 +61,121 @@ class StageCost:
     step: float
     moving: float
     memory: MemoryBreakdown
+    buffers: int = 0
 
 
 def price_stage(
     pricer: LayerPricer, shape: Shape, stage: int, inside: range, strategies: Sequence[Strategy]
 ) -> StageCost:
-    """Cost of stage ``stage`` that holds the layers at ``inside``.
+    """Cost of stage ``stage`` that holds the layers at ``inside``, with its memory if its devices run no other.
 
     Args:
         pricer: of one profile.
         shape: of the plan.
-        stage: its number, 0 first.
+        stage: its number in the order of the model, 0 first.
         inside: places of its layers in the graph.
         strategies: of all layers of the model (those of neighbouring stages price the boundaries).
 
     Raises:
         InputError: the profile holds no point for a strategy.
     """
-    shared = sharing_of(pricer.profile.graph, inside)
+    cost = price_chunk(pricer, shape, stage, inside, strategies, inside)
+    held = chunks_in_flight(shape.schedule, shape.stages, stage, shape.microbatches, 1)
+    context = pricer.profile.cluster.device.context
+    return replace(cost, memory=group_memory([cost.layers], held, shape.microbatches, cost.buffers, context))
+
+
+def price_stages(
+    pricer: LayerPricer, shape: Shape, sizes: Sequence[int], strategies: Sequence[Strategy]
+) -> list[StageCost]:
+    """Costs of all stages, in the order of the model; equal ones are priced once.
+
+    Args:
+        pricer: of one profile.
+        shape: of the plan.
+        sizes: layers of each stage.
+        strategies: of all layers of the model.
+    """
+    ends = list(accumulate(sizes))
+    ranges = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    known: dict[object, StageCost] = {}
+    keys = _content(pricer, strategies)
+    costs: list[StageCost] = []
+    for stage, inside in enumerate(ranges):
+        ends_here = (inside.start == 0, inside.stop == len(strategies))
+        key = (keys[max(inside.start - 1, 0) : inside.stop + 1], ends_here, _hop(shape, stage), _hop(shape, stage + 1))
+        if key not in known:
+            beside = inside if shape.virtual == 1 else _places(shape, stage, ranges)
+            known[key] = price_chunk(pricer, shape, stage, inside, strategies, beside)
+        costs.append(known[key])
+    return _with_memory(pricer, shape, costs)
+
+
+def _content(pricer: LayerPricer, strategies: Sequence[Strategy]) -> tuple[tuple[object, ...], ...]:
+    """What the cost of each layer depends on; a layer that shares parameters is like no other."""
+    graph = pricer.profile.graph
+    tied = {name for tie in graph.ties for name in (tie.first, tie.second)}
+    numbers: dict[Strategy, int] = {}
+    known: dict[int, int] = {}
+    for strategy in strategies:
+        if id(strategy) not in known:
+            known[id(strategy)] = numbers.setdefault(strategy, len(numbers))
+    return tuple(
+        (layer.kind, known[id(strategy)], layer.name if layer.name in tied else "")
+        for layer, strategy in zip(graph.layers, strategies, strict=True)
+    )
+
+
+def _places(shape: Shape, stage: int, ranges: Sequence[range]) -> frozenset[int]:
+    """Places of all layers that the devices of a stage hold."""
+    group = group_of(shape.schedule, shape.stages, stage)
+    stages = [stage_at(shape.schedule, shape.stages, group, chunk) for chunk in range(shape.virtual)]
+    return frozenset(place for other in stages for place in ranges[other])
+
+
+def _with_memory(pricer: LayerPricer, shape: Shape, costs: Sequence[StageCost]) -> list[StageCost]:
+    """With the memory of the devices that run each stage."""
+    result = list(costs)
+    context = pricer.profile.cluster.device.context
+    known: dict[object, MemoryBreakdown] = {}
+    for group in range(shape.stages):
+        own = [stage_at(shape.schedule, shape.stages, group, chunk) for chunk in range(shape.virtual)]
+        held = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
+        key = (held, tuple(id(costs[stage]) for stage in own))
+        if key not in known:
+            buffers = sum(costs[stage].buffers for stage in own)
+            layers = [costs[stage].layers for stage in own]
+            known[key] = group_memory(layers, held, shape.microbatches, buffers, context)
+        for stage in own:
+            result[stage] = replace(costs[stage], memory=known[key])
+    return result
+
+
+def price_chunk(
+    pricer: LayerPricer,
+    shape: Shape,
+    stage: int,
+    inside: range,
+    strategies: Sequence[Strategy],
+    beside: Container[int],
+) -> StageCost:
+    """``price_stage`` without memory; ``beside``: places of all layers of the same devices."""
+    shared = sharing_of(pricer.profile.graph, beside)
     costs = tuple(_layer_cost(pricer, shape, place, strategies[place], shared.get(place, ALONE)) for place in inside)
     moving = _moving(pricer, shape, inside, strategies)
-    left, right = (_boundary(pricer, shape, cut, strategies) for cut in (inside.start, inside.stop))
-    host = pricer.profile.overhead.pipeline
-    sides = (inside.start > 0) + (inside.stop < len(strategies))
+    left = _boundary(pricer, shape, stage, inside.start, strategies)
+    right = _boundary(pricer, shape, stage + 1, inside.stop, strategies)
+    overhead = pricer.profile.overhead
+    host = (inside.start > 0) + (inside.stop < len(strategies))
+    fixed = moving + host * overhead.pipeline + overhead.microbatch / 2
     times = StageTimes(
-        sum(cost.forward_seconds for cost in costs) + moving + sides * host,
-        sum(cost.backward_seconds for cost in costs) + moving + sides * host,
+        sum(cost.forward_seconds for cost in costs) + fixed,
+        sum(cost.backward_seconds for cost in costs) + fixed,
         right[1],
         left[1],
     )
-    held = in_flight(shape.schedule, shape.stages, stage, shape.microbatches)
-    context = pricer.profile.cluster.device.context
-    memory = stage_memory(costs, held, shape.microbatches, buffer_bytes(left[0], right[0]), context)
-    return StageCost(costs, times, sum(cost.step_seconds for cost in costs), 2 * moving, memory)
+    step = sum(cost.step_seconds for cost in costs)
+    return StageCost(costs, times, step, 2 * moving, MemoryBreakdown(), buffer_bytes(left[0], right[0]))
 
 
 def _layer_cost(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy, sharing: Sharing) -> LayerCost:
@@ -116,10 +202,24 @@ def _moving(pricer: LayerPricer, shape: Shape, inside: range, strategies: Sequen
     )
 
 
-def _boundary(pricer: LayerPricer, shape: Shape, cut: int, strategies: Sequence[Strategy]) -> tuple[int, float]:
-    """Bytes a device sends over the boundary before layer ``cut``, and the seconds; zero at the model's ends."""
+def _boundary(
+    pricer: LayerPricer, shape: Shape, stage: int, cut: int, strategies: Sequence[Strategy]
+) -> tuple[int, float]:
+    """Bytes a device sends over the boundary before layer ``cut``, where stage ``stage`` begins, and the seconds.
+
+    Zero at the model's ends and between stages of the same devices.
+    """
     graph = pricer.profile.graph
     if cut in (0, len(graph.layers)):
         return 0, 0.0
+    hop = _hop(shape, stage)
+    if hop == 0:
+        return 0, 0.0
     size = boundary_bytes(graph.kind_of(graph.layers[cut - 1]).output_bytes, shape.microbatch, strategies[cut - 1])
-    return size, pricer.links.seconds(transfer(size, shape.stage_devices))
+    return size, pricer.links.seconds(transfer(size, shape.stage_devices, hop))
+
+
+def _hop(shape: Shape, stage: int) -> int:
+    """Groups of devices between the one that runs a stage and the one before it."""
+    before, here = (group_of(shape.schedule, shape.stages, side) for side in (stage - 1, stage))
+    return abs(here - before)

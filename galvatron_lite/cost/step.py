@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.schedule import closed_form
-from galvatron_lite.cost.stage import Shape, StageCost, price_stage
+from galvatron_lite.cost.simulation import Course, group_ends
+from galvatron_lite.cost.stage import Shape, StageCost, price_stages
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.plans.schema import Plan, Prediction, TimeBreakdown
+from galvatron_lite.parallelism.pipeline.cost import NAME as PIPELINE
+from galvatron_lite.parallelism.pipeline.schedule import stage_at
+from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, Schedule, TimeBreakdown
 from galvatron_lite.profiler.schema import Profile
 
 
 def evaluate(profile: Profile, plan: Plan) -> Plan:
     """The plan with its prediction filled in: step time, memory of every stage, and where both go.
 
-    The step time is the closed form of ``cost.schedule`` plus the slowest stage's work once a step plus fixed host
-    time: an upper bound of the event simulation, and equal to it without a pipeline.
+    The step time is that of the event simulation of the plan's schedule: every group of devices ends its own last
+    backward, then does its work once a step; the last one to be done ends the step. Fixed host time comes on top.
 
     Raises:
         InputError: the plan does not fit the profile's model, or its numbers do not divide.
@@ -30,15 +32,20 @@ def evaluate(profile: Profile, plan: Plan) -> Plan:
 def price_plan(pricer: LayerPricer, plan: Plan) -> Plan:
     """``evaluate`` with a pricer that remembers what it has priced."""
     strategies = strategies_of(plan, pricer.profile)
-    shape = _shape(plan, strategies)
-    ends = list(accumulate(sum(run.count for run in stage.runs) for stage in plan.stages))
-    ranges = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    costs = [price_stage(pricer, shape, index, inside, strategies) for index, inside in enumerate(ranges)]
+    shape = shape_of(plan, strategies)
+    sizes = [sum(run.count for run in stage.runs) for stage in plan.stages]
+    costs = price_stages(pricer, shape, sizes, strategies)
     stages = tuple(
         replace(stage, memory=cost.memory, microbatch_seconds=cost.times.forward + cost.times.backward)
         for stage, cost in zip(plan.stages, costs, strict=True)
     )
     return replace(plan, stages=stages, prediction=predict(pricer.profile, plan, shape, costs))
+
+
+def device_memory(plan: Plan) -> tuple[MemoryBreakdown, ...]:
+    """Predicted bytes on one device of each group, first ranks first, from an evaluated plan."""
+    order = [stage_at(plan.schedule, plan.pipeline, group, 0) for group in range(plan.pipeline)]
+    return tuple(plan.stages[stage].memory for stage in order)
 
 
 def strategies_of(plan: Plan, profile: Profile) -> list[Strategy]:
@@ -61,15 +68,21 @@ def strategies_of(plan: Plan, profile: Profile) -> list[Strategy]:
     return strategies
 
 
-def _shape(plan: Plan, strategies: Sequence[Strategy]) -> Shape:
-    stages = len(plan.stages)
+def shape_of(plan: Plan, strategies: Sequence[Strategy]) -> Shape:
+    """What a plan chooses once for all layers.
+
+    Raises:
+        InputError: its numbers do not divide.
+    """
+    _check_stages(plan)
+    stages = plan.pipeline
     for field, whole, part in (
         ("devices", plan.devices, stages),
         ("microbatches", plan.global_batch, plan.microbatches),
     ):
         if part < 1 or whole % part:
             raise InputError(field, whole, f"It must be divisible by {part}.")
-    shape = Shape(plan.devices, stages, plan.microbatches, plan.microbatch, plan.schedule)
+    shape = Shape(plan.devices, stages, plan.microbatches, plan.microbatch, plan.schedule, plan.virtual_stages)
     for strategy in set(strategies):
         if strategy.devices != shape.stage_devices:
             raise InputError("strategy", str(strategy), f"A stage has {shape.stage_devices} devices; use them all.")
@@ -78,17 +91,29 @@ def _shape(plan: Plan, strategies: Sequence[Strategy]) -> Shape:
     return shape
 
 
+def _check_stages(plan: Plan) -> None:
+    virtual = plan.virtual_stages
+    if virtual < 1 or len(plan.stages) % virtual or not plan.stages:
+        raise InputError("virtual_stages", virtual, f"It must divide the {len(plan.stages)} stages.")
+    wanted = {Schedule.INTERLEAVED: None, Schedule.ZERO_BUBBLE_V: 2}.get(plan.schedule, 1)
+    if wanted is not None and virtual != wanted:
+        raise InputError("virtual_stages", virtual, f"Schedule {plan.schedule.value} runs {wanted} a group of devices.")
+
+
 def predict(profile: Profile, plan: Plan, shape: Shape, costs: Sequence[StageCost]) -> Prediction:
     """Step time and memory of priced stages."""
     host = profile.overhead.step
-    work = closed_form([cost.times for cost in costs], shape.microbatches, shape.schedule)
-    seconds = work + max(cost.step for cost in costs) + host
+    groups = groups_of(shape, costs)
+    course = Course(shape.schedule, shape.stages, shape.virtual, shape.microbatches)
+    ends = group_ends([cost.times for cost in costs], course, _hidden(profile))
+    steps = [sum(cost.step for cost in group) for group in groups]
+    seconds = max(end + step for end, step in zip(ends, steps, strict=True)) + host
     samples = plan.global_batch / seconds
     device = profile.cluster.device
     peak = device.peak.get(profile.graph.precision) or max(device.peak.values())
     return Prediction(
         step_seconds=seconds,
-        time=_breakdown(costs, shape.microbatches, seconds, host),
+        time=_breakdown(groups, shape.microbatches, seconds, host),
         samples_per_second=samples,
         tokens_per_second=samples * profile.graph.sequence,
         mfu=profile.graph.flops * samples / (peak * plan.devices),
@@ -96,11 +121,36 @@ def predict(profile: Profile, plan: Plan, shape: Shape, costs: Sequence[StageCos
     )
 
 
-def _breakdown(costs: Sequence[StageCost], microbatches: int, seconds: float, host: float) -> TimeBreakdown:
-    """Where the time of the slowest stage goes; what is not its own work is waiting for others."""
-    slowest = max(costs, key=lambda cost: (cost.times.total, cost.step))
-    layers = slowest.layers
-    exposed = sum(layer.forward_exposed + layer.backward_exposed for layer in layers) + slowest.moving
+def _hidden(profile: Profile) -> float:
+    """Share of a pipeline transfer that compute hides."""
+    shares: dict[str, float] = getattr(profile, "hidden", {})
+    return shares.get(PIPELINE, 0.0)
+
+
+def bound_seconds(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> float:
+    """What the search optimises: the closed form of ``cost.schedule`` plus the longest work once a step.
+
+    Never less than the step time that ``predict`` gives, and equal to it without a pipeline; ``gpipe`` and ``1f1b``
+    only.
+    """
+    work = closed_form([cost.times for cost in costs], shape.microbatches, shape.schedule)
+    return work + max(cost.step for cost in costs) + profile.overhead.step
+
+
+def groups_of(shape: Shape, costs: Sequence[StageCost]) -> list[list[StageCost]]:
+    """The stages that each group of devices runs."""
+    return [
+        [costs[stage_at(shape.schedule, shape.stages, group, chunk)] for chunk in range(shape.virtual)]
+        for group in range(shape.stages)
+    ]
+
+
+def _breakdown(groups: Sequence[Sequence[StageCost]], microbatches: int, seconds: float, host: float) -> TimeBreakdown:
+    """Where the time of the slowest group goes; what is not its own work is waiting for others."""
+    slowest = max(groups, key=lambda group: (sum(c.times.total for c in group), sum(c.step for c in group)))
+    layers = [layer for cost in slowest for layer in cost.layers]
+    moving = sum(cost.moving for cost in slowest)
+    exposed = sum(layer.forward_exposed + layer.backward_exposed for layer in layers) + moving
     own = TimeBreakdown(
         forward=microbatches * sum(layer.forward for layer in layers),
         backward=microbatches * sum(layer.backward for layer in layers),

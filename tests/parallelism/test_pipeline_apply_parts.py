@@ -23,12 +23,12 @@ from galvatron_lite.parallelism.pipeline.apply import (
     find_shared,
     pipeline_groups,
 )
-from galvatron_lite.parallelism.pipeline.schedule import Action, Pass, stage_actions
+from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE, Action, Pass, stage_actions
 from galvatron_lite.plans.schema import Schedule
 from tests.equivalence.families import FAMILIES, build_family
 from tests.pool import WorkerPool
 
-shapes = st.tuples(st.sampled_from(Schedule), st.integers(1, 6), st.integers(1, 12))
+shapes = st.tuples(st.sampled_from(EXECUTABLE), st.integers(1, 6), st.integers(1, 12))
 
 
 def passes(schedule: Schedule, stages: int, microbatches: int) -> list[tuple[Action, ...]]:
@@ -38,7 +38,7 @@ def passes(schedule: Schedule, stages: int, microbatches: int) -> list[tuple[Act
 @given(shapes)
 def test_every_pass_happens_once_and_in_order(shape: tuple[Schedule, int, int]) -> None:
     for actions in passes(*shape):
-        for what in Pass:
+        for what in (Pass.FORWARD, Pass.BACKWARD):
             assert [a.microbatch for a in actions if a.what is what] == list(range(shape[2]))
         assert all(actions.index(Action(Pass.FORWARD, a.microbatch)) <= i for i, a in enumerate(actions))
 

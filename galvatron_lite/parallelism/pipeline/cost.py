@@ -5,8 +5,11 @@ Not a choice of a single layer, so no ``Dimension``; ``cost`` and ``search`` use
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.parallelism.base import Collective, Communication, Moment, Strategy
+from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE, most_held, stage_actions
 from galvatron_lite.plans.schema import Schedule
 
 NAME = "pipeline"
@@ -24,18 +27,40 @@ def boundary_bytes(output_bytes: int, microbatch: int, sender: Strategy) -> int:
     return -(-output_bytes * microbatch // (sender.batch_degree * tokens))
 
 
-def transfer(size: int, stage_devices: int) -> Communication:
-    """One device's send to the device of equal place in the next stage, while all its neighbours do the same."""
-    group = RankGroup(2, stage_devices, stage_devices)
+def transfer(size: int, stage_devices: int, hop: int = 1) -> Communication:
+    """One device's send to the device of equal place in another stage, while all its neighbours do the same.
+
+    Args:
+        size: bytes.
+        stage_devices: devices of one stage.
+        hop: groups of devices between the two: 1 for neighbours, the pipeline degree less one from the last group
+            back to the first (virtual stages).
+    """
+    group = RankGroup(2, hop * stage_devices, stage_devices)
     return Communication(Collective.SEND_RECV, size, group, Moment.FORWARD, overlaps=False, cause=NAME)
 
 
 def in_flight(schedule: Schedule, stages: int, stage: int, microbatches: int) -> int:
-    """The most micro-batches whose activations a stage holds at once.
+    """The most micro-batches whose activations a stage holds at once, where every group runs one stage.
 
     1F1B: the stage may run ahead of its own backward by the stages that follow it (Narayanan et al. 2021). GPipe: all.
     """
     return microbatches if schedule is Schedule.GPIPE else min(microbatches, stages - stage)
+
+
+@lru_cache(maxsize=4096)
+def chunks_in_flight(
+    schedule: Schedule, pipeline: int, group: int, microbatches: int, virtual: int
+) -> tuple[tuple[int, ...], ...]:
+    """Micro-batches of each virtual stage that a group holds at its worst moments; see ``schedule.most_held``.
+
+    The most are held when warm-up ends, so a step of three rounds shows them. Interleaved 1F1B: up to
+    ``2 (p - group - 1) + (v - 1) p + 1`` in all (Narayanan et al. 2021, section 2.2).
+    """
+    if virtual == 1 and schedule in EXECUTABLE:
+        return ((in_flight(schedule, pipeline, group, microbatches),),)
+    shown = min(microbatches, 3 * pipeline)
+    return most_held(stage_actions(schedule, pipeline, group, shown, virtual), virtual)
 
 
 def buffer_bytes(left: int, right: int) -> int:

@@ -1,11 +1,18 @@
-"""The order in which one stage works through its micro-batches. Pure: no torch, no communication."""
+"""The order in which one group of devices works through its micro-batches. Pure: no torch, no communication."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from galvatron_lite.plans.schema import Schedule
+
+ZERO_BUBBLE = (Schedule.ZERO_BUBBLE_1P, Schedule.ZERO_BUBBLE_2P, Schedule.ZERO_BUBBLE_V)
+"""Schedules that split backward into the gradient of the input and that of the weights."""
+EXECUTABLE = (Schedule.GPIPE, Schedule.ONE_F_ONE_B)
+"""Schedules that the runtime runs; the others are priced only."""
 
 
 class Pass(StrEnum):
@@ -13,25 +20,95 @@ class Pass(StrEnum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    WEIGHT = "weight"
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One pass of one micro-batch."""
+    """One pass of one micro-batch.
+
+    Attributes:
+        what: the pass; with a zero-bubble schedule ``BACKWARD`` is the gradient of the input only.
+        microbatch: its number.
+        chunk: which of the group's virtual stages, in the order of the model.
+    """
 
     what: Pass
     microbatch: int
+    chunk: int = 0
 
 
-def stage_actions(schedule: Schedule, stages: int, stage: int, microbatches: int) -> tuple[Action, ...]:
-    """What stage ``stage`` of ``stages`` does, in order.
+def group_of(schedule: Schedule, pipeline: int, stage: int) -> int:
+    """The group of devices that runs a (virtual) stage: round and round, with ``zb-v`` forth and back."""
+    turn, place = divmod(stage, pipeline)
+    return pipeline - 1 - place if schedule is Schedule.ZERO_BUBBLE_V and turn % 2 else place
+
+
+def stage_at(schedule: Schedule, pipeline: int, group: int, chunk: int) -> int:
+    """The (virtual) stage that is a group's ``chunk``-th: the inverse of ``group_of``."""
+    back = schedule is Schedule.ZERO_BUBBLE_V and chunk % 2
+    return chunk * pipeline + (pipeline - 1 - group if back else group)
+
+
+def stage_actions(
+    schedule: Schedule, stages: int, stage: int, microbatches: int, virtual: int = 1
+) -> tuple[Action, ...]:
+    """What group ``stage`` of ``stages`` does, in order.
 
     GPipe runs every forward pass, then every backward pass. 1F1B (Narayanan et al. 2021, "Efficient Large-Scale
     Language Model Training on GPU Clusters", section 2.2) starts with ``stages - stage - 1`` forward passes and then
-    alternates, so that a stage never holds the activations of more than ``stages - stage`` micro-batches.
+    alternates, so that a stage never holds the activations of more than ``stages - stage`` micro-batches. Interleaved
+    1F1B (same, figure 4): ``_interleaved``. Zero-bubble schedules depend on the seconds of each pass; see
+    ``cost.zero_bubble``.
     """
-    ahead = microbatches if schedule is Schedule.GPIPE else min(microbatches, stages - stage - 1)
+    if schedule is Schedule.INTERLEAVED:
+        return _interleaved(stages, stage, microbatches, virtual)
     forward = [Action(Pass.FORWARD, index) for index in range(microbatches)]
     backward = [Action(Pass.BACKWARD, index) for index in range(microbatches)]
+    return _alternating(forward, backward, microbatches if schedule is Schedule.GPIPE else stages - stage - 1)
+
+
+def _alternating(forward: Sequence[Action], backward: Sequence[Action], ahead: int) -> tuple[Action, ...]:
+    """So many forward passes ahead, then one of each in turn, then the remaining backward passes."""
+    ahead = min(ahead, len(forward))
     steady = [action for pair in zip(forward[ahead:], backward, strict=False) for action in pair]
-    return tuple(forward[:ahead] + steady + backward[microbatches - ahead :])
+    return (*forward[:ahead], *steady, *backward[len(forward) - ahead :])
+
+
+@lru_cache(maxsize=4096)
+def _interleaved(groups: int, group: int, microbatches: int, virtual: int) -> tuple[Action, ...]:
+    """Interleaved 1F1B as in Megatron-LM: micro-batches go through the chunks ``groups`` at a time.
+
+    Warm-up: ``2 (groups - group - 1) + (virtual - 1) groups`` forward passes (Megatron-LM,
+    ``forward_backward_pipelining_with_interleaving``). Where ``groups`` does not divide the micro-batches, the order
+    is that of the next multiple without the passes there is no micro-batch for.
+    """
+    padded = -(-microbatches // groups) * groups
+    rounds = [
+        (chunk, index)
+        for start in range(0, padded, groups)
+        for chunk in range(virtual)
+        for index in range(start, start + groups)
+    ]
+    forward = [Action(Pass.FORWARD, index, chunk) for chunk, index in rounds]
+    backward = [Action(Pass.BACKWARD, index, virtual - 1 - chunk) for chunk, index in rounds]
+    order = _alternating(forward, backward, 2 * (groups - group - 1) + (virtual - 1) * groups)
+    return tuple(action for action in order if action.microbatch < microbatches)
+
+
+def most_held(actions: Sequence[Action], virtual: int) -> tuple[tuple[int, ...], ...]:
+    """How many micro-batches of each chunk a group holds at its worst moments: before a backward pass.
+
+    Returns:
+        Per chunk c: the counts (c's own micro-batch included) at that backward pass of c at which most are held in all.
+    """
+    held = [0] * virtual
+    worst = [tuple(held)] * virtual
+    for action in actions:
+        if action.what is Pass.FORWARD:
+            held[action.chunk] += 1
+        elif action.what is Pass.BACKWARD:
+            if sum(held) > sum(worst[action.chunk]):
+                worst[action.chunk] = tuple(held)
+            held[action.chunk] -= 1
+    return tuple(worst)

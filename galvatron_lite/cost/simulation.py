@@ -1,0 +1,165 @@
+"""Event simulation of one step of a pipeline, quick enough for thousands of plans.
+
+The order of passes on every group of devices is fixed by the schedule, so the event graph of a step is the same for
+all plans of one course: it is sorted once (``program_of``) and then only walked through with each plan's seconds. Ends
+are linear in the seconds in (max, +) algebra, so they grow by a constant for every further round of micro-batches once
+the pipeline runs in its steady state (Baccelli et al. 1992, "Synchronization and Linearity", theorem 3.109); long
+steps are simulated up to there and continued in a straight line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from galvatron_lite.cost.schedule import StageTimes
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.pipeline.schedule import Action, Pass, group_of, stage_actions, stage_at
+from galvatron_lite.plans.schema import Schedule
+
+MOST_EVENTS = 4096
+"""Longer steps are continued from their steady state: some 0.2 microseconds an event."""
+_PASSES = (Pass.FORWARD, Pass.BACKWARD, Pass.WEIGHT)
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What the event graph depends on.
+
+    Attributes:
+        schedule: order of passes.
+        groups: of devices that the stages are spread over (the pipeline degree).
+        virtual: stages of each group.
+        microbatches: a step.
+    """
+
+    schedule: Schedule
+    groups: int
+    virtual: int
+    microbatches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The passes of a step in an order in which each comes after all it waits for.
+
+    Attributes:
+        steps: (group, index into the seconds, own slot, slot it waits for); slot 0 is the beginning.
+        slots: how many.
+    """
+
+    steps: tuple[tuple[int, int, int, int], ...]
+    slots: int
+
+
+def group_ends(stages: Sequence[StageTimes], course: Course, hidden: float = 0.0) -> tuple[float, ...]:
+    """Seconds from the step's beginning to the end of each group's last backward.
+
+    Args:
+        stages: in the order of the model; a group's backward may end with a send.
+        course: of the pipeline.
+        hidden: share of a send that the sender's compute hides: it delays the receiver only. What is not hidden
+            occupies the sender.
+    """
+    events = 2 * len(stages) * course.microbatches
+    if course.schedule is Schedule.GPIPE or events <= MOST_EVENTS:
+        return run(stages, course, hidden)
+    return _continued(stages, course, hidden)
+
+
+def run(stages: Sequence[StageTimes], course: Course, hidden: float = 0.0) -> tuple[float, ...]:
+    """``group_ends`` by simulating every pass."""
+    seconds, delays = _seconds(stages, hidden)
+    program = program_of(course)
+    clock, ready = [0.0] * course.groups, [0.0] * program.slots
+    for group, index, slot, source in program.steps:
+        start, known = clock[group], ready[source]
+        end = (known if known > start else start) + seconds[index]
+        clock[group] = end
+        ready[slot] = end + delays[index]
+    return tuple(clock)
+
+
+def _continued(stages: Sequence[StageTimes], course: Course, hidden: float) -> tuple[float, ...]:
+    """``group_ends`` from two shorter steps, both in the steady state, that differ by whole rounds."""
+    turn = course.groups
+    rest = course.microbatches % turn
+    short, long = (Course(course.schedule, course.groups, course.virtual, rest + turn * n) for n in (3, 4))
+    if long.microbatches >= course.microbatches:
+        return run(stages, course, hidden)
+    first, second = run(stages, short, hidden), run(stages, long, hidden)
+    rounds = (course.microbatches - long.microbatches) // turn
+    return tuple(after + rounds * (after - before) for before, after in zip(first, second, strict=True))
+
+
+def _seconds(stages: Sequence[StageTimes], hidden: float) -> tuple[list[float], list[float]]:
+    """Seconds each pass occupies its group and delays what waits for it: forwards, backwards, weight gradients."""
+    shown = 1.0 - hidden
+    seconds = [stage.forward + shown * stage.send_forward for stage in stages]
+    seconds += [stage.backward + shown * stage.send_backward for stage in stages]
+    delays = [hidden * stage.send_forward for stage in stages]
+    delays += [hidden * stage.send_backward for stage in stages]
+    return seconds, delays
+
+
+@lru_cache(maxsize=512)
+def program_of(course: Course) -> Program:
+    """The passes of a step, sorted.
+
+    Raises:
+        InputError: the groups wait for one another in a circle.
+    """
+    orders = [
+        stage_actions(course.schedule, course.groups, group, course.microbatches, course.virtual)
+        for group in range(course.groups)
+    ]
+    return sorted_passes(course, orders)
+
+
+def sorted_passes(course: Course, orders: Sequence[Sequence[Action]]) -> Program:
+    """The program of given orders of passes."""
+    done: set[int] = {0}
+    places = [0] * course.groups
+    steps: list[tuple[int, int, int, int]] = []
+    waiting = list(range(course.groups))
+    while waiting:
+        group = waiting.pop()
+        order = orders[group]
+        while places[group] < len(order):
+            step = _step(course, group, order[places[group]])
+            if step[3] not in done:
+                break
+            done.add(step[2])
+            steps.append(step)
+            places[group] += 1
+            waiting += _wakes(course, step, group)
+    if any(place < len(order) for place, order in zip(places, orders, strict=True)):
+        raise InputError("schedule", course.schedule.value, f"Its passes wait for one another in a circle: {course}.")
+    return Program(tuple(steps), 1 + 2 * course.groups * course.virtual * course.microbatches)
+
+
+def _step(course: Course, group: int, action: Action) -> tuple[int, int, int, int]:
+    stages = course.groups * course.virtual
+    stage = stage_at(course.schedule, course.groups, group, action.chunk)
+    if action.what is Pass.FORWARD:
+        source = _slot(course, stage - 1, action.microbatch) if stage else 0
+        return group, stage, _slot(course, stage, action.microbatch), source
+    own = _slot(course, stages + stage, action.microbatch)
+    last = stage == stages - 1
+    source = _slot(course, stage if last else stages + stage + 1, action.microbatch)
+    return group, stages + stage, own, source
+
+
+def _slot(course: Course, index: int, microbatch: int) -> int:
+    return 1 + index * course.microbatches + microbatch
+
+
+def _wakes(course: Course, step: tuple[int, int, int, int], group: int) -> list[int]:
+    """The groups that a pass's result may set going."""
+    stages, index = course.groups * course.virtual, step[1]
+    after = index + 1 if index < stages else index - stages - 1
+    if not 0 <= after < stages:
+        return []
+    woken = group_of(course.schedule, course.groups, after)
+    return [] if woken == group else [woken]
