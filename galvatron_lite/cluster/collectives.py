@@ -2,14 +2,19 @@
 
 Every message costs α (latency, seconds) plus bytes / β (bandwidth), after R. Thakur, R. Rabenseifner, W. Gropp,
 "Optimization of Collective Communication Operations in MPICH", IJHPCA 19(1), 2005, sections 3-4. The algorithms are
-those of NCCL (``src/graph/tuning.cc``): ring and double binary tree. A hierarchical form works level by level, so
-that each slow link is crossed by one share of the tensor. The cheapest of the candidates counts.
+those of NCCL (``src/graph/tuning.cc``): rings through all ranks, laid so that each node is entered and left once and
+every adapter carries one of the parallel rings; for all-reduce also double binary trees over nodes. Reduce-scatter and
+all-gather have rings only, so that each node's adapters carry (n-1)/n of the tensor. The cheapest candidate counts.
+
+Message-size ramp: x bytes take (x + h) / β, which reaches half of β at x = h (``Level.half_size``). A step of a ring
+moves S/n bytes, so that small shares ramp each of its n-1 steps: α' = α + h/β.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, log2, prod
 
 from galvatron_lite.cluster.cluster import Cluster, Level, RankGroup
@@ -27,9 +32,10 @@ class Hop:
     Attributes:
         members: how many sub-groups this level joins (> 1).
         ranks: ranks of the group inside one such sub-group.
-        latency: seconds.
+        latency: seconds before the first byte of a message arrives.
         bandwidth: bytes per second that one sub-group as a whole can send while all sibling groups send too.
         lane: bytes per second that a single rank can send over it.
+        ramp: bytes that a message's ramp is worth (``Level.half_size``).
     """
 
     members: int
@@ -37,6 +43,12 @@ class Hop:
     latency: float
     bandwidth: float
     lane: float
+    ramp: float = 0.0
+
+    @property
+    def alpha(self) -> float:
+        """Seconds of an empty message with its ramp, sent by a whole sub-group."""
+        return self.latency + self.ramp / self.bandwidth
 
 
 def hops_of(cluster: Cluster, group: RankGroup) -> tuple[Hop, ...]:
@@ -51,9 +63,14 @@ def hops_of(cluster: Cluster, group: RankGroup) -> tuple[Hop, ...]:
     if (group.size - 1) * group.stride >= cluster.devices:
         reach = f"{group.size} ranks {group.stride} apart"
         raise InputError("group", reach, f"The cluster {cluster.name} has {cluster.devices} devices.")
+    return _hops(cluster.levels, group)
+
+
+@lru_cache(maxsize=8192)
+def _hops(levels: tuple[Level, ...], group: RankGroup) -> tuple[Hop, ...]:
     hops: list[Hop] = []
     block, inside = 1, 1
-    for level in cluster.levels:
+    for level in levels:
         upper = min(group.size, ceil(block * level.size / group.stride))
         if upper > inside:
             hops.append(_hop(level, block, inside, upper, group.siblings))
@@ -66,18 +83,25 @@ def _hop(level: Level, block: int, inside: int, upper: int, siblings: int) -> Ho
     groups = min(siblings, block // inside)
     whole = block * level.size
     busy = upper * min(siblings, whole // upper) / whole
-    reached = level.bandwidth * level.efficiency / (1.0 + (level.contention - 1.0) * busy)
+    direct = _mesh_share(level, upper) if block == 1 else 1.0
+    reached = level.bandwidth * level.efficiency * direct / (1.0 + (level.contention - 1.0) * busy)
     # Devices have a link each at the innermost level; above it a block shares its adapters.
     lanes = level.lanes if block > 1 else 1
     bandwidth = reached * min(1.0, groups * inside / lanes) / groups
-    return Hop(ceil(upper / inside), inside, level.latency, bandwidth, min(bandwidth, reached / lanes))
+    lane = min(bandwidth, reached / lanes)
+    return Hop(ceil(upper / inside), inside, level.latency, bandwidth, lane, level.half_size)
+
+
+def _mesh_share(level: Level, members: int) -> float:
+    """Share of a device's direct links that lead to others of its group; all of them through a switch."""
+    return next((share for most, share in level.mesh if members <= most), 1.0)
 
 
 def _path_latency(hops: Sequence[Hop]) -> float:
     """Latency along a ring through all ranks but one: most hops are near, few cross the upper levels."""
     crossings, latency = 1, 0.0
     for hop in reversed(hops):
-        latency += (hop.members - 1) * crossings * hop.latency
+        latency += (hop.members - 1) * crossings * hop.alpha
         crossings *= hop.members
     return latency
 
@@ -95,52 +119,46 @@ def ring_pass(size: float, hops: Sequence[Hop]) -> float:
     return _path_latency(hops) + (ranks - 1) / ranks * size / _slowest(hops)
 
 
-def level_pass(size: float, hops: Sequence[Hop]) -> float:
-    """Seconds of a reduce-scatter or all-gather done level by level, each with a ring.
-
-    A sub-group's ranks hold disjoint shares, so together they send (m-1)/m · S over the level's link whatever their
-    number, and α is paid m-1 times at each level instead of along the whole ring.
-    """
-    return sum(ring_pass(size, (hop,)) for hop in hops)
-
-
 def tree_all_reduce(size: float, hops: Sequence[Hop]) -> float:
-    """Seconds of a pipelined double binary tree all-reduce: 2·ceil(log2 n)·α + 2·S/β (NCCL's tree)."""
-    latency = sum(ceil(log2(hop.members)) * hop.latency for hop in hops)
-    return 2 * latency + 2 * size / (TREE_EFFICIENCY * _slowest(hops))
+    """Seconds of a pipelined double binary tree all-reduce: 2·ceil(log2 n)·α + bytes/β of the slowest level.
 
-
-def _half(size: float, hops: Sequence[Hop]) -> float:
-    return min(ring_pass(size, hops), level_pass(size, hops))
+    Each half of the tensor has a tree of its own. A member is a leaf of one (sends S/2 up) and has two children in the
+    other (sends S/2 up and twice S/2 down): 2·S. Two members are root of one tree each: S/2 up, S/2 down, together S
+    (P. Sanders, J. Speck, J. Träff, "Two-tree algorithms for full bandwidth broadcast", Parallel Computing 35, 2009;
+    NCCL's tuning.cc counts trees over two nodes at the speed inside a node for the same reason).
+    """
+    latency = sum(ceil(log2(hop.members)) * hop.alpha for hop in hops)
+    sent = max((1 if hop.members == 2 else 2) * size / hop.bandwidth for hop in hops)
+    return 2 * latency + sent / TREE_EFFICIENCY
 
 
 def _all_reduce(size: float, hops: Sequence[Hop]) -> float:
-    return min(2 * _half(size, hops), tree_all_reduce(size, hops))
+    return min(2 * ring_pass(size, hops), tree_all_reduce(size, hops))
 
 
 def _all_to_all(size: float, hops: Sequence[Hop]) -> float:
     """Pairwise exchange (Thakur et al. 2005, 4.3); the levels' links work at the same time."""
     ranks = prod(hop.members for hop in hops)
-    latency = sum((hop.members - 1) * hop.ranks * hop.latency for hop in hops)
+    latency = sum((hop.members - 1) * hop.ranks * hop.alpha for hop in hops)
     return latency + max((hop.members - 1) * hop.ranks**2 * size / ranks / hop.bandwidth for hop in hops)
 
 
 def _broadcast(size: float, hops: Sequence[Hop]) -> float:
     """The better of NCCL's pipelined ring and a binomial tree (Thakur et al. 2005, 4.2), level by level."""
     ring = _path_latency(hops) + size / _slowest(hops)
-    tree = sum(ceil(log2(hop.members)) * (hop.latency + size / hop.bandwidth) for hop in hops)
+    tree = sum(ceil(log2(hop.members)) * (hop.alpha + size / hop.bandwidth) for hop in hops)
     return min(ring, tree)
 
 
 def _send_recv(size: float, hops: Sequence[Hop]) -> float:
     """Every rank sends ``size`` bytes to the next one; the slowest pair counts."""
-    return max(hop.latency + size / hop.lane for hop in hops)
+    return max(hop.latency + (size + hop.ramp) / hop.lane for hop in hops)
 
 
 _SECONDS: dict[Collective, Callable[[float, Sequence[Hop]], float]] = {
     Collective.ALL_REDUCE: _all_reduce,
-    Collective.ALL_GATHER: _half,
-    Collective.REDUCE_SCATTER: _half,
+    Collective.ALL_GATHER: ring_pass,
+    Collective.REDUCE_SCATTER: ring_pass,
     Collective.ALL_TO_ALL: _all_to_all,
     Collective.BROADCAST: _broadcast,
     Collective.SEND_RECV: _send_recv,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level, RankGroup
-from galvatron_lite.cluster.collectives import TREE_EFFICIENCY, collective_seconds, hops_of, level_pass, ring_pass
+from galvatron_lite.cluster.collectives import TREE_EFFICIENCY, collective_seconds, hops_of, ring_pass, tree_all_reduce
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.base import Collective
 
@@ -87,9 +87,19 @@ def test_an_all_reduce_costs_at_most_its_two_halves_and_more_than_one(group: Ran
 
 @pytest.mark.parametrize("size", [512 * MIB, 4096 * MIB])
 def test_large_all_reduce_equals_reduce_scatter_plus_all_gather(size: int) -> None:
-    group = RankGroup(16)
+    group = RankGroup(32)
     scatter = collective_seconds(nested(), Collective.REDUCE_SCATTER, size, group)
     assert collective_seconds(nested(), Collective.ALL_REDUCE, size, group) == pytest.approx(2 * scatter)
+
+
+def test_trees_over_two_nodes_send_the_tensor_once() -> None:
+    size = 4e9
+    sent = collective_seconds(nested(), Collective.ALL_REDUCE, size, RankGroup(16))
+    latency = 2 * (3 * ALPHA + NET_ALPHA)
+    inside, between = 2 * size / BETA, size / NET_BETA
+    assert sent == pytest.approx(latency + max(inside, between) / TREE_EFFICIENCY)
+    four = tree_all_reduce(size, hops_of(nested(), RankGroup(32)))
+    assert four == pytest.approx(2 * (3 * ALPHA + 2 * NET_ALPHA) + 2 * size / NET_BETA / TREE_EFFICIENCY)
 
 
 @pytest.mark.parametrize(
@@ -109,23 +119,61 @@ def test_a_group_occupies_the_levels_it_crosses(group: RankGroup, members: list[
 
 def test_sixteen_ranks_over_two_nodes_by_hand() -> None:
     size = 1e9
-    by_level = (7 / 8 * size / BETA + 7 * ALPHA) + (1 / 2 * size / NET_BETA + NET_ALPHA)
     ring = 15 / 16 * size / NET_BETA + 14 * ALPHA + NET_ALPHA
-    hops = hops_of(nested(), RankGroup(16))
-    assert level_pass(size, hops) == pytest.approx(by_level)
-    assert ring_pass(size, hops) == pytest.approx(ring)
-    seconds = collective_seconds(nested(), Collective.ALL_GATHER, size, RankGroup(16))
-    assert seconds == pytest.approx(min(by_level, ring))
+    assert ring_pass(size, hops_of(nested(), RankGroup(16))) == pytest.approx(ring)
+    assert collective_seconds(nested(), Collective.ALL_GATHER, size, RankGroup(16)) == pytest.approx(ring)
 
 
-@given(sizes, st.integers(2, 4))
-def test_going_level_by_level_beats_the_flat_ring_over_slow_links(size: float, nodes: int) -> None:
-    levels = (Level("node", 8, 300e9, 2e-6), Level("cluster", nodes, 10e9, 2e-5))
-    cluster = Cluster("slow", (DeviceGroup(DEVICE, 8 * nodes),), levels)
-    hops = hops_of(cluster, RankGroup(8 * nodes))
-    assert level_pass(size, hops) < ring_pass(size, hops)
-    best = collective_seconds(cluster, Collective.REDUCE_SCATTER, size, RankGroup(8 * nodes))
-    assert best == pytest.approx(level_pass(size, hops))
+def ramped(half_size: float) -> Cluster:
+    levels = (
+        Level("node", 8, BETA, ALPHA, half_size=half_size),
+        Level("cluster", 4, NET_BETA, NET_ALPHA, lanes=8, half_size=half_size),
+    )
+    return Cluster("ramped", (DeviceGroup(DEVICE, 32),), levels)
+
+
+@given(st.integers(2, 8), st.floats(1e3, 1e8))
+def test_a_share_of_the_half_size_moves_at_half_the_bandwidth(n: int, half: float) -> None:
+    seconds = collective_seconds(ramped(half), Collective.ALL_GATHER, n * half, RankGroup(n))
+    assert seconds == pytest.approx((n - 1) * (ALPHA + half / (BETA / 2)))
+    sent = collective_seconds(ramped(half), Collective.SEND_RECV, half, RankGroup(2, 8))
+    assert sent == pytest.approx(NET_ALPHA + half / (NET_BETA / 8 / 2))
+
+
+@given(collectives, groups, sizes)
+def test_large_messages_outgrow_the_ramp(collective: Collective, group: RankGroup, size: float) -> None:
+    plain, slow = (collective_seconds(ramped(half), collective, size, group) for half in (0.0, 1e5))
+    assert plain < slow
+    large = [collective_seconds(ramped(half), collective, 1e13, group) for half in (0.0, 1e5)]
+    assert large[1] == pytest.approx(large[0], rel=1e-3)
+
+
+def test_direct_links_serve_small_groups_with_those_between_them_only() -> None:
+    level = Level("node", 8, BETA, ALPHA, mesh=((2, 1 / 6), (4, 4 / 6), (8, 1.0)))
+    cluster = Cluster("mesh", (DeviceGroup(DEVICE, 8),), (level,))
+    for ranks, share in ((2, 1 / 6), (3, 4 / 6), (4, 4 / 6), (8, 1.0)):
+        assert hops_of(cluster, RankGroup(ranks))[0].bandwidth == pytest.approx(BETA * share)
+
+
+@given(sizes, st.integers(2, 16), st.sampled_from([1, 2, 4, 8]))
+def test_all_to_all_over_nodes_is_bound_by_what_leaves_a_node(size: float, nodes: int, lanes: int) -> None:
+    group = RankGroup(8 * nodes)
+    cluster = nested(nodes, lanes)
+    leaving = 8 * size * (nodes - 1) / nodes / NET_BETA
+    within = 7 * size / (8 * nodes) / BETA
+    latency = 7 * ALPHA + (nodes - 1) * 8 * NET_ALPHA
+    seconds = collective_seconds(cluster, Collective.ALL_TO_ALL, size, group)
+    assert seconds == pytest.approx(latency + max(leaving, within))
+
+
+@pytest.mark.parametrize(("tensor", "share"), [(1, 1.0), (2, 1 / 2), (4, 1 / 4), (8, 1 / 8)])
+def test_replicas_of_tensor_groups_share_a_nodes_adapters(tensor: int, share: float) -> None:
+    """Data-parallel groups that stride the tensor group: 8/t ranks a node, t of them at once."""
+    cluster = nested(4, lanes=4)
+    alone = hops_of(cluster, RankGroup(32 // tensor, tensor, 1))[-1].bandwidth
+    together = hops_of(cluster, RankGroup(32 // tensor, tensor, tensor))[-1].bandwidth
+    assert together == pytest.approx(NET_BETA * share)
+    assert alone == pytest.approx(NET_BETA * min(1.0, 8 / tensor / 4))
 
 
 @given(collectives, sizes, st.integers(2, 4), st.sampled_from([1, 8]))
