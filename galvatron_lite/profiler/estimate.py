@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from galvatron_lite.calibration.schema import Calibration
+from galvatron_lite.calibration.schema import Calibration, StackConstants
+from galvatron_lite.calibration.store import constants_for_device, constants_for_stack, load_calibration
 from galvatron_lite.cluster.cluster import Cluster, Device
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import LayerKind, ModelGraph, Recompute, Role
-from galvatron_lite.profiler.estimate_efficiency import HOST, NVIDIA_OVERLAP, constants_of
+from galvatron_lite.model.graph import LayerKind, ModelGraph, Recompute
+from galvatron_lite.profiler.estimate_efficiency import HOST, NVIDIA_OVERLAP
 from galvatron_lite.profiler.estimate_layer import LayerTimes, layer_times
 from galvatron_lite.profiler.estimate_optimizer import optimizer_cost
 from galvatron_lite.profiler.roofline_machine import Machine, machine_of, wide_precision
 from galvatron_lite.profiler.schema import PROFILE_VERSION, HostOverhead, LayerPoint, Origin, OriginKind, Profile
+from galvatron_lite.stacks.catalog import GALVATRON
 from galvatron_lite.stacks.schema import Stack
 from galvatron_lite.units import ITEM_BYTES
 
@@ -30,7 +32,15 @@ LARGEST_DEGREE = 64
 Wanted = tuple[str, int, bool, Recompute, int]
 """Kind, tensor degree, sequence parallel, recompute choice, samples."""
 
-__all__ = ["LARGEST_DEGREE", "SAMPLES", "Wanted", "estimate_profile", "optimizer_cost", "tensor_degrees"]
+__all__ = [
+    "LARGEST_DEGREE",
+    "SAMPLES",
+    "Wanted",
+    "estimate_profile",
+    "optimizer_cost",
+    "stack_constants",
+    "tensor_degrees",
+]
 
 
 def estimate_profile(
@@ -65,11 +75,12 @@ def estimate_profile(
     Raises:
         InputError: an unknown precision or optimizer, or a graph of another precision.
     """
-    stack = stack or Stack(name="galvatron")
+    stack, calibration = stack or GALVATRON, calibration or load_calibration()
+    host = stack_constants(stack, calibration)
     devices = _devices(cluster)
-    machines = [machine_of(item, precision, constants_of(item, calibration), stack.constants) for item in devices]
+    machines = [machine_of(item, precision, constants_for_device(calibration, item), host) for item in devices]
     wide = wide_precision(precision)
-    if ITEM_BYTES[wide] != ITEM_BYTES.get(graph.precision):
+    if ITEM_BYTES[wide] != ITEM_BYTES.get(wide_precision(graph.precision)):
         raise InputError("--precision", precision, f"The model was captured in {graph.precision}; capture it anew.")
     asked = _every(graph, cluster.devices, samples) if wanted is None else _offered(graph, wanted)
     states = stack.states
@@ -81,13 +92,18 @@ def estimate_profile(
         origin=Origin(OriginKind.ESTIMATED, f"data sheet of {', '.join(d.name for d in devices)}, {precision}"),
         communication_origin=Origin(OriginKind.ESTIMATED, f"levels of cluster {cluster.name}"),
         layers=tuple(_points(graph, machines, stack, asked, expert)),
-        optimizer=optimizer_cost(machines, optimizer or stack.optimizer, states, stack.constants),
+        optimizer=optimizer_cost(machines, optimizer or stack.optimizer, states, host),
         overlap=NVIDIA_OVERLAP,
-        overhead=_overhead(stack),
+        overhead=_overhead(host),
         gather_precision=_gathered(states.gather, wide),
         reduce_precision=states.reduce,
         parameter_precision=states.parameters,
     )
+
+
+def stack_constants(stack: Stack, calibration: Calibration) -> StackConstants:
+    """What a stack costs: the constants it carries, else the calibrated ones of its name."""
+    return stack.constants if stack.constants != StackConstants() else constants_for_stack(calibration, stack.name)
 
 
 def tensor_degrees(kind: LayerKind, devices: int) -> tuple[int, ...]:
@@ -106,10 +122,8 @@ def _gathered(precision: str, wide: str) -> str:
     return wide if ITEM_BYTES[wide] == 4 or ITEM_BYTES.get(precision, 1) == ITEM_BYTES[wide] else precision
 
 
-def _overhead(stack: Stack) -> HostOverhead:
-    own = stack.constants
-    step = own.step_host or HOST.step
-    return HostOverhead(step=step, pipeline=HOST.pipeline, microbatch=own.microbatch_host)
+def _overhead(host: StackConstants) -> HostOverhead:
+    return HostOverhead(step=host.step_host, pipeline=HOST.pipeline, microbatch=host.microbatch_host)
 
 
 def _every(graph: ModelGraph, devices: int, samples: Sequence[int]) -> Iterator[Wanted]:
@@ -132,14 +146,12 @@ def _offered(graph: ModelGraph, wanted: Collection[Wanted]) -> Iterator[Wanted]:
 def _points(
     graph: ModelGraph, machines: Sequence[Machine], stack: Stack, asked: Iterator[Wanted], expert: int
 ) -> Iterator[LayerPoint]:
-    edges = {layer.kind for layer in graph.layers if layer.role is not Role.BLOCK}
     known: dict[tuple[str, int, bool, int], LayerTimes] = {}
     for key, degree, split, recompute, samples in asked:
         kind, place = graph.kinds[key], (key, degree, split, samples)
         times = known.get(place)
         if times is None:
-            wide = key in edges
-            every = [layer_times(item, kind, stack.states, samples, degree, split, expert, wide) for item in machines]
+            every = [layer_times(item, kind, stack.states, samples, degree, split, expert) for item in machines]
             times = known[place] = max(every, key=lambda item: item.forward + item.backward)
         yield _point(key, kind, times, samples, degree, split, recompute)
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from galvatron_lite.calibration.schema import Calibration, DeviceConstants
-from galvatron_lite.cluster.cluster import Device
 from galvatron_lite.model.graph import OperatorClass
 from galvatron_lite.profiler.schema import HostOverhead, Overlap
 
@@ -30,34 +28,6 @@ MISALIGNED = 2.0
 
 COLUMN_SPLIT = frozenset(("q", "k", "v", "qkv", "up", "gate", "gate_up", "head", "fc1", "c_attn", "c_fc"))
 """Last parts of names of matmuls whose columns tensor parallelism divides."""
-
-CAST_BYTES = 4
-"""Bytes moved for one item cast to 8 bits and transposed: read in bf16, written once in either order."""
-
-FAMILIES: dict[str, DeviceConstants] = {
-    # cuBLAS 8192^3 about 100 of 125 TFLOP/s; no FlashAttention-2 before Ampere, the memory-efficient kernel runs.
-    # fp32 SGEMM reaches about 14.5 of 15.7 (NVIDIA, "Tesla V100 architecture").
-    "V100": DeviceConstants({"bf16": 0.8, "fp32": 0.9}, 0.35, 0.25, 0.8),
-    "T4": DeviceConstants({"bf16": 0.42, "fp32": 0.6}, 0.2, 0.15, 0.75),  # 70 W: clocks fall under load
-    "RTX-Titan": DeviceConstants({"bf16": 0.65, "fp32": 0.85}, 0.3, 0.22, 0.8),
-    "RTX-3090": DeviceConstants({"bf16": 0.85, "tf32": 0.8, "fp32": 0.75}, 0.65, 0.5, 0.8),
-    # cuBLAS 8192^3 about 265-275 of 312 TFLOP/s when cool, 250-260 in long runs at 400 W; the latter fits the training
-    # runs of arXiv 2205.05198. FlashAttention-2 220 forward and 180 backward (arXiv 2307.08691).
-    "A100": DeviceConstants({"bf16": 0.83, "tf32": 0.8, "fp32": 0.92}, 0.7, 0.58, 0.8),
-    # About 700-750 of 989 TFLOP/s within 700 W; FlashAttention-2 370 forward, 290 backward (arXiv 2407.08608, 4.1).
-    # fp8 about 1200-1300 of 1979 TFLOP/s (same power limit).
-    "H100": DeviceConstants({"bf16": 0.74, "tf32": 0.7, "fp32": 0.75, "fp8": 0.63}, 0.37, 0.29, 0.85),
-    "H200": DeviceConstants({"bf16": 0.75, "tf32": 0.7, "fp32": 0.75, "fp8": 0.64}, 0.37, 0.29, 0.85),
-    "B200": DeviceConstants({"bf16": 0.74, "tf32": 0.7, "fp32": 0.75, "fp8": 0.68}, 0.3, 0.22, 0.85),
-    "GB200": DeviceConstants({"bf16": 0.74, "tf32": 0.7, "fp32": 0.75, "fp8": 0.68}, 0.3, 0.22, 0.85),
-    # Probed CPU processes: peak and bandwidth are measured, nothing is lost beside them.
-    "CPU": DeviceConstants({"bf16": 1.0, "fp32": 1.0}, 0.6, 0.5, 1.0),
-    "default": DeviceConstants({"bf16": 0.75, "tf32": 0.7, "fp32": 0.8, "fp8": 0.6}, 0.4, 0.3, 0.8),
-}
-"""[Empirical] by the first part of a device's name."""
-
-MEASURED = DeviceConstants({"bf16": 1.0, "fp32": 1.0}, 0.5, 0.4, 1.0)
-"""[Empirical] for devices of no known type whose peak and bandwidth were measured: nothing is lost beside them."""
 
 RAMP_INNER = 160
 """[Empirical] inner items a tile costs beyond its own: filling the pipeline and writing the result. Writing a 128 x 256
@@ -92,9 +62,8 @@ NVIDIA_OVERLAP = Overlap(1.1256, 1.1256)
 """[Empirical] how compute and NCCL slow one another down while both run: measured on A100 by Hetu-Galvatron
 (its shipped ``overlap_coefficient.json``: 1.1256), applied to both sides as it does."""
 
-HOST = HostOverhead(zero=0.0, data=0.0, step=1e-3, pipeline=5e-5)
-"""[Empirical] what a stack without constants of its own costs: GPUs run behind the host, so hooks hide; what is left is
-once a step or once a transfer."""
+HOST = HostOverhead(pipeline=5e-5)
+"""[Empirical] GPUs run behind the host, so hooks hide; what is left besides a stack's own is once a transfer."""
 
 QUEUE = 4.0
 """Order of the smooth maximum of device and host time. A layer whose kernels wait for the host empties the queue that
@@ -144,12 +113,3 @@ OPTIMIZERS: dict[str, OptimizerTraffic] = {
     "sgd-fused": OptimizerTraffic(4, 20, 0, 0.2),
 }
 """What is known of optimizers by name."""
-
-
-def constants_of(device: Device, calibration: Calibration | None = None) -> DeviceConstants:
-    """What kernels reach of a device: the calibrated entry with the longest name its own begins with."""
-    table = FAMILIES if calibration is None else calibration.devices
-    names = [name for name in table if device.name.upper().startswith(name.upper())]
-    if names:
-        return table[max(names, key=len)]
-    return MEASURED if device.source == "measured" else table["default"]

@@ -60,7 +60,6 @@ def layer_times(
     degree: int = 1,
     sequence_parallel: bool = False,
     expert: int = 1,
-    edge: bool = False,
 ) -> LayerTimes:
     """Device and host seconds of one layer.
 
@@ -72,15 +71,13 @@ def layer_times(
         degree: of tensor parallelism.
         sequence_parallel: whether tokens are shared between sharded operators.
         expert: devices that experts are spread over.
-        edge: whether the layer is an embedding or a head, which stay in bf16 under fp8.
     """
-    machine = machine.widened if edge else machine
     forward = backward = again = 0.0
     launches = returns = repeats = 0
     marked = any(operator.again for operator in kind.operators)
     for operator in kind.operators:
         seconds = operator_seconds(machine, operator, samples, degree, sequence_parallel, expert)
-        there, back = kernels(operator, machine)
+        there, back = kernels(operator)
         forward, backward = forward + seconds.forward, backward + seconds.backward
         launches, returns = launches + there, returns + back
         if operator.again if marked else operator.kind is OperatorClass.MEMORY:
@@ -98,7 +95,7 @@ def layer_times(
     )
 
 
-def kernels(operator: Operator, machine: Machine) -> tuple[int, int]:
+def kernels(operator: Operator) -> tuple[int, int]:
     """Kernels that the host launches for an operator, in forward and in backward."""
     calls = operator.count or 1
     if operator.kind is OperatorClass.MEMORY:
@@ -106,8 +103,7 @@ def kernels(operator: Operator, machine: Machine) -> tuple[int, int]:
     back = constants.BACKWARD_KERNELS[operator.kind] if operator.backward_flops else 0
     if operator.kind is not OperatorClass.MATMUL or not operator.weight_bytes:
         return calls, calls * back
-    casts = 1 if machine.narrow else 0
-    return 1 + casts, back + casts  # a grouped matmul of experts is one kernel
+    return 1, back  # a grouped matmul of experts is one kernel
 
 
 def _parameters(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from galvatron_lite.calibration.schema import DeviceConstants, StackConstants
+from galvatron_lite.calibration.store import constants_for_device, load_calibration
 from galvatron_lite.cluster.cluster import Device
 from galvatron_lite.errors import InputError
 from galvatron_lite.profiler import estimate_efficiency as constants
@@ -60,8 +61,8 @@ class Machine:
         item_bytes: bytes of one item of activations.
         peak: FLOP/s of the data sheet in linear layers.
         wide: FLOP/s of the data sheet in all other matmuls and in attention.
-        linear: rates of linear layers.
-        other: rates of other matmuls (attention, router, head).
+        linear: rates of matmuls that run in ``precision``.
+        other: rates of everything else.
     """
 
     device: Device
@@ -80,13 +81,8 @@ class Machine:
         return self.other.bandwidth
 
     @property
-    def widened(self) -> Machine:
-        """The same device with linear layers as wide as everything else."""
-        return replace(self, peak=self.wide, linear=self.other) if self.narrow else self
-
-    @property
     def narrow(self) -> bool:
-        """Whether linear layers run in a narrower precision than everything else."""
+        """Whether marked matmuls (``Operator.precision``) run in a narrower precision than everything else."""
         return self.linear is not self.other
 
 
@@ -122,7 +118,7 @@ def machine_of(
     """
     if precision not in ITEM_BYTES and precision not in NARROW:
         raise InputError("--precision", precision, f"Give one of {', '.join((*ITEM_BYTES, *NARROW[1:]))}.")
-    reached = reached or constants.constants_of(device)
+    reached = reached or constants_for_device(load_calibration(), device)
     stack = stack or StackConstants()
     wide = wide_precision(precision)
     other, wide_peak = _rates(device, wide, reached, stack)

@@ -12,10 +12,9 @@ from math import ceil, prod
 
 from galvatron_lite.model.graph import Operator, Sharding
 from galvatron_lite.profiler import estimate_efficiency as constants
-from galvatron_lite.profiler.roofline_machine import Machine, Rates, Seconds, stream
+from galvatron_lite.profiler.roofline_machine import NARROW, Machine, Rates, Seconds, stream
 
 _ROW_SPLIT = frozenset(("out", "down", "projection", "o_proj", "down_proj", "c_proj", "o"))
-_WIDE = frozenset(("router", "head", "pooler", "next_sentence"))
 
 
 def matmul_seconds(machine: Machine, rows: float, inner: float, columns: float) -> float:
@@ -62,7 +61,7 @@ def matmul(machine: Machine, operator: Operator, samples: float, shared: int, ex
     """
     if not operator.weight_bytes:
         return _batched(machine, operator, samples, shared)
-    rates = machine.other if operator.name.rpartition(".")[2] in _WIDE else machine.linear
+    rates = machine.linear if operator.precision in NARROW or not machine.narrow else machine.other
     rows, inner, columns = operator.shape[0] * samples, operator.shape[1], operator.shape[2]
     groups = max(1.0, operator.count / expert) if operator.count > 1 else 1
     rows *= operator.count / groups
@@ -73,8 +72,7 @@ def matmul(machine: Machine, operator: Operator, samples: float, shared: int, ex
         forward += slow * matmul_at(rates, m, k, n, groups)
         both += slow * (matmul_at(rates, m, n, k, groups) + matmul_at(rates, k, m, n, groups))
     calls = operator.flops / (2 * prod(operator.shape) * operator.count)
-    seconds = _scaled(operator, calls * forward / len(ways), calls * both / len(ways))
-    return seconds if rates is machine.other else _with_casts(machine, operator, samples, shared, seconds)
+    return _scaled(operator, calls * forward / len(ways), calls * both / len(ways))
 
 
 def _ways(
@@ -113,19 +111,3 @@ def _scaled(operator: Operator, forward: float, both: float) -> Seconds:
     """A frozen matmul, or one whose input needs no gradient, does less in backward."""
     share = operator.backward_flops / (2 * operator.flops) if operator.flops else 0.0
     return Seconds(forward, both * share)
-
-
-def _with_casts(machine: Machine, operator: Operator, samples: float, shared: int, seconds: Seconds) -> Seconds:
-    """Below 16 bits, input and output gradient are cast and transposed first: read at two bytes an item, written twice
-    at one (Transformer Engine's cast-transpose kernels; scaling factors are delayed, so no pass to find them)."""
-    if not machine.narrow:
-        return seconds
-    rows = operator.shape[0] * samples * max(1, operator.count)
-    inner, columns = operator.shape[1], operator.shape[2]
-    split = shared if operator.sharding is Sharding.TENSOR else 1
-    rows = rows if operator.sharding is Sharding.TENSOR else rows / shared
-    by_rows = operator.name.rpartition(".")[2] in _ROW_SPLIT
-    entering = rows * inner / (split if by_rows else 1) * constants.CAST_BYTES
-    leaving = rows * columns / (1 if by_rows else split) * constants.CAST_BYTES
-    back = stream(machine, leaving) if operator.backward_flops else 0.0
-    return Seconds(seconds.forward + stream(machine, entering), seconds.backward + back)

@@ -16,9 +16,7 @@ from galvatron_lite.profiler.estimate_efficiency import (
     ATTENTION_BLOCK,
     CONVOLUTION,
     KERNEL_TAIL,
-    MEASURED,
     RAMP_INNER,
-    constants_of,
 )
 from galvatron_lite.profiler.roofline import machine_of, matmul_seconds, operator_seconds
 
@@ -169,11 +167,3 @@ def test_precisions_a_device_lacks() -> None:
         machine_of(volta, "int4")
     with pytest.raises(InputError, match="has peaks for bf16 only"):
         machine_of(Device("own", 1, 1.0, {"bf16": 1.0}), "fp32")
-
-
-def test_every_type_of_device_is_found_by_its_devices() -> None:
-    default = constants_of(Device("own", 1, 1.0, {"fp32": 1.0}))
-    assert all(constants_of(device_named(name)) is not default for name in DEVICES)
-    assert default.matmul["bf16"] < 1
-    assert constants_of(Device("own", 1, 1.0, {}, source="measured")) is MEASURED
-    assert constants_of(Device("CPU x", 1, 1.0, {"fp32": 1.0})).matmul["fp32"] == 1

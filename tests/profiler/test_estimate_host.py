@@ -1,0 +1,117 @@
+"""Layers against the host that launches their kernels, and what estimates are asked for."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from galvatron_lite.calibration.schema import StackConstants
+from galvatron_lite.cluster.catalog import device_named, load_cluster
+from galvatron_lite.model.graph import LayerKind, OperatorClass, Recompute
+from galvatron_lite.profiler.estimate import estimate_profile
+from galvatron_lite.profiler.estimate_efficiency import BACKWARD_HOST
+from galvatron_lite.profiler.estimate_layer import behind_host, layer_times
+from galvatron_lite.profiler.roofline_machine import machine_of
+from galvatron_lite.profiler.schema import LayerPoint
+from galvatron_lite.stacks.catalog import GALVATRON
+from galvatron_lite.stacks.schema import Stack, StateLayout
+from tests.profiler.test_estimate import block, model
+
+HOST = 1e-5
+
+
+def stack(kernel_host: float, **factors: float) -> Stack:
+    return replace(GALVATRON, name="test", constants=StackConstants(kernel_host=kernel_host, step_host=1e-3, **factors))
+
+
+def point(own: Stack, samples: int = 1, tensor: int = 1, recompute: Recompute = Recompute.NONE) -> LayerPoint:
+    wanted = [("block", tensor, False, recompute, samples)]
+    cluster = load_cluster("a100-80gb", 8)
+    made = estimate_profile(model(256, 4), cluster, precision="bf16", name="x", stack=own, wanted=wanted)
+    (only,) = made.layers
+    return only
+
+
+@given(st.floats(1e-6, 1.0), st.floats(1e-6, 1.0))
+def test_device_and_host_run_side_by_side(device: float, host: float) -> None:
+    together, idle = behind_host(device, host)
+    assert max(device, host) <= together <= 2**0.25 * max(device, host) * (1 + 1e-12)
+    assert idle == pytest.approx(together - device)
+
+
+def test_a_small_layer_takes_as_long_as_its_launches() -> None:
+    # norm, 4 matmuls, attention, norm, activation: 8 kernels; backward 3 + 4 x 2 + 3 = 14.
+    small = point(stack(1e-3))
+    assert small.forward == pytest.approx(8e-3, rel=1e-3)
+    assert small.backward == pytest.approx(14e-3 * BACKWARD_HOST, rel=1e-3)
+    assert small.forward_idle == pytest.approx(small.forward, rel=0.05)
+    again = point(stack(1e-3), recompute=Recompute.FULL)
+    assert again.backward == pytest.approx(14e-3 * BACKWARD_HOST + 8e-3, rel=1e-3)
+
+
+def test_collectives_of_a_tensor_group_are_launched_too() -> None:
+    assert point(stack(1e-3), tensor=2).forward == pytest.approx(10e-3, rel=1e-3)
+
+
+def test_a_large_layer_hides_its_host() -> None:
+    slow, fast = point(stack(1e-6), samples=64), point(stack(1e-12), samples=64)
+    assert slow.forward == pytest.approx(fast.forward, rel=1e-3)
+
+
+def test_factors_of_a_stack_stretch_what_they_name() -> None:
+    kind = block(4096, 32)
+    device = device_named("A100-80GB")
+
+    def seconds(**factors: float) -> float:
+        machine = machine_of(device, "bf16", None, StackConstants(**factors))
+        return layer_times(machine, kind, StateLayout(), 8).forward
+
+    parts = {"matmul": OperatorClass.MATMUL, "attention": OperatorClass.ATTENTION, "memory": OperatorClass.MEMORY}
+    plain, grown = seconds(), {name: seconds(**{name: 2.0}) - seconds() for name in parts}
+    assert sum(grown.values()) == pytest.approx(plain, rel=0.02)
+    assert grown["matmul"] > grown["attention"] > 0 < grown["memory"]
+
+
+def marked(kind: LayerKind) -> LayerKind:
+    operators = [replace(item, precision="fp8" if item.kind is OperatorClass.MATMUL else "") for item in kind.operators]
+    return replace(kind, operators=tuple(operators))
+
+
+def test_only_marked_matmuls_run_in_8_bits() -> None:
+    device, kind = device_named("H100"), block(8192, 64)
+    wide, narrow = machine_of(device, "bf16"), machine_of(device, "fp8")
+
+    def forward(machine: object, layer: LayerKind) -> float:
+        return layer_times(machine, layer, StateLayout(), 4).forward  # type: ignore[arg-type]
+
+    assert forward(narrow, kind) == forward(wide, kind)
+    gain = forward(wide, kind) / forward(narrow, marked(kind))
+    assert 1.3 < gain < 2.0
+
+
+def test_bf16_activations_and_8_bit_names() -> None:
+    graph, cluster = replace(model(), precision="fp8"), load_cluster("h100", 8)
+    for precision in ("fp8", "mxfp8", "nvfp4"):
+        made = estimate_profile(graph, cluster, precision=precision, name="x", samples=(1,))
+        assert made.gather_precision == "bf16"
+
+
+def test_only_what_is_wanted_is_estimated() -> None:
+    graph, cluster = model(), load_cluster("a100-80gb", 8)
+    full = estimate_profile(graph, cluster, precision="bf16", name="x")
+    wanted = [("block", 2, True, Recompute.FULL, 4), ("block", 1, False, Recompute.NONE, 1), ("none", 1, False, "x", 1)]
+    some = estimate_profile(graph, cluster, precision="bf16", name="x", wanted=wanted)  # type: ignore[arg-type]
+    assert len(some.layers) == 2
+    assert set(some.layers) <= set(full.layers)
+
+
+def test_a_point_is_estimated_in_a_third_of_a_millisecond() -> None:
+    graph, cluster = model(4096, 32), load_cluster("a100-80gb", 8)
+    wanted = [("block", 8, True, Recompute.FULL, count) for count in range(1, 101)]
+    start = time.process_time()
+    estimate_profile(graph, cluster, precision="bf16", name="x", wanted=wanted)
+    assert (time.process_time() - start) / len(wanted) < 3e-4
