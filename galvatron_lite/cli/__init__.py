@@ -8,6 +8,7 @@ import typer
 
 from galvatron_lite.cli.plan import plan_command
 from galvatron_lite.cli.profile import profile_command
+from galvatron_lite.cli.validate import validate_command
 from galvatron_lite.errors import GalvatronError
 
 app = typer.Typer(
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command("profile")(profile_command)
 app.command("plan")(plan_command)
+app.command("validate")(validate_command)
 
 
 @app.callback(invoke_without_command=True)

@@ -13,7 +13,6 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.step import price_plan
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
-from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.model.shapes import Shape, build_graph
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan
 from galvatron_lite.profiler.estimate import estimate_profile
@@ -49,6 +48,8 @@ def predict_run(run: PublishedRun, calibration: Calibration, memory: Remembered)
         return _predict(run, calibration, memory)
     except GalvatronError as error:
         return Skipped(_short(error))
+    except Exception as error:  # one odd row must not cost the scores of the others; it is counted by what broke
+        return Skipped(f"internal error: {type(error).__name__}")
 
 
 def _predict(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Predicted | Skipped:

@@ -1,0 +1,207 @@
+"""How well predictions hold: errors, bias, rank correlation, and the regret of choosing by them. No torch here.
+
+With p the predicted and m the measured value of a run: absolute percentage error 100 |p - m| / m, bias 100 (p - m) / m.
+Within a group of runs of one model, machine and global batch the regret of choosing by prediction is the measured time
+of the run predicted fastest over the best measured time, less one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from statistics import fmean, median
+
+from galvatron_lite.validate.measured import scored_for_memory, scored_for_time
+from galvatron_lite.validate.outcome import Measured, Predicted, Skipped
+from galvatron_lite.validate.rows import PublishedRun
+
+LEAST_RANKED = 3
+"""Runs a group or family needs for a rank correlation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A run, what it measured and what was predicted.
+
+    Attributes:
+        run: the run.
+        measured: its figures; None where the run was skipped.
+        outcome: the prediction, or why there is none.
+        time: predicted over measured step time; None where it is not scored.
+        memory: predicted over measured peak memory; None where it is not scored.
+    """
+
+    run: PublishedRun
+    measured: Measured | None
+    outcome: Predicted | Skipped
+    time: float | None = None
+    memory: float | None = None
+
+    @property
+    def scored(self) -> bool:
+        """Whether time or memory counts."""
+        return self.time is not None or self.memory is not None
+
+    @property
+    def ran(self) -> bool:
+        """Whether the run is known to have fitted its device."""
+        return not self.run.oom and self.measured is not None and self.run.quality != "C"
+
+
+def judge(run: PublishedRun, measured: Measured, outcome: Predicted) -> Judged:
+    """A prediction beside its measurement; a run of a grade that does not count is skipped."""
+    time = memory = None
+    if measured.step_seconds and scored_for_time(run):
+        time = outcome.step_seconds / measured.step_seconds
+    if measured.peak_memory and scored_for_memory(run):
+        memory = outcome.peak_memory / measured.peak_memory
+    if time is None and memory is None and not run.oom:
+        reason = "grade C is not scored" if run.quality == "C" else "nothing measured that counts"
+        return Judged(run, measured, Skipped(reason))
+    return Judged(run, measured, outcome, time, memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Scores of one family of runs; percentages, None where nothing is scored.
+
+    Attributes:
+        rows, scored: runs in all, and of which time or memory counts.
+        skipped: runs that cannot be represented or do not count, by reason.
+        time_mape, time_median, time_bias: of step times: mean and median absolute percentage error, mean error.
+        memory_mape, memory_bias: of peak memory.
+        spearman: rank correlation of predicted and measured step times over the family.
+        regret, regret_max: mean and largest over the groups of two runs or more.
+        group_spearman: mean rank correlation within groups of three or more.
+        groups: of two runs or more.
+        timed, weighed: runs scored for time and for memory.
+        overflowing: runs that ran but are predicted to need more than their device has.
+        oom, oom_foreseen: runs that ran out of memory, and of which that is predicted.
+    """
+
+    rows: int
+    scored: int
+    skipped: dict[str, int]
+    time_mape: float | None
+    time_median: float | None
+    time_bias: float | None
+    memory_mape: float | None
+    memory_bias: float | None
+    spearman: float | None
+    regret: float | None
+    regret_max: float | None = None
+    group_spearman: float | None = None
+    groups: int = 0
+    timed: int = 0
+    weighed: int = 0
+    overflowing: int = 0
+    oom: int = 0
+    oom_foreseen: int = 0
+
+
+AVERAGED = (
+    "time_mape", "time_median", "time_bias", "memory_mape", "memory_bias", "spearman", "regret", "regret_max",
+    "group_spearman",
+)  # fmt: skip
+"""Figures that the macro average takes over families."""
+
+
+def score_families(
+    judged: Iterable[Judged], key: Callable[[PublishedRun], str] = lambda run: run.family
+) -> dict[str, Scores]:
+    """Scores by family (or another key), in the order families first appear."""
+    groups: dict[str, list[Judged]] = defaultdict(list)
+    for one in judged:
+        groups[key(one.run)].append(one)
+    return {name: score(members) for name, members in groups.items()}
+
+
+def score(judged: Sequence[Judged]) -> Scores:
+    """Scores of some runs."""
+    times = [one.time for one in judged if one.time is not None]
+    memories = [one.memory for one in judged if one.memory is not None]
+    pairs = [_pair(one) for one in judged if one.time is not None]
+    groups = [group for group in decision_groups(judged) if len(group) > 1]
+    regrets = [100 * regret(group) for group in groups]
+    ranked = [spearman(group) for group in groups if len(group) >= LEAST_RANKED]
+    known = [value for value in ranked if value is not None]
+    predicted = [(one, one.outcome) for one in judged if isinstance(one.outcome, Predicted)]
+    over = [one for one, outcome in predicted if outcome.device_memory > outcome.capacity]
+    return Scores(
+        rows=len(judged),
+        scored=sum(one.scored for one in judged),
+        skipped=dict(Counter(one.outcome.reason for one in judged if isinstance(one.outcome, Skipped)).most_common()),
+        time_mape=_mean([100 * abs(ratio - 1) for ratio in times]),
+        time_median=100 * median(abs(ratio - 1) for ratio in times) if times else None,
+        time_bias=_mean([100 * (ratio - 1) for ratio in times]),
+        memory_mape=_mean([100 * abs(ratio - 1) for ratio in memories]),
+        memory_bias=_mean([100 * (ratio - 1) for ratio in memories]),
+        spearman=spearman(pairs) if len(pairs) >= LEAST_RANKED else None,
+        regret=_mean(regrets),
+        regret_max=max(regrets, default=None),
+        group_spearman=_mean(known),
+        groups=len(groups),
+        timed=len(times),
+        weighed=len(memories),
+        overflowing=sum(one.ran for one in over),
+        oom=sum(bool(one.run.oom) for one, _ in predicted),
+        oom_foreseen=sum(bool(one.run.oom) for one in over),
+    )
+
+
+def macro(families: Iterable[Scores]) -> dict[str, float | int | None]:
+    """Plain means over families that have the figure, and totals of what is counted."""
+    every = list(families)
+    means = {name: _mean([v for scores in every if (v := getattr(scores, name)) is not None]) for name in AVERAGED}
+    counted = [item.name for item in fields(Scores) if isinstance(getattr(every[0], item.name), int)] if every else []
+    return means | {name: sum(getattr(scores, name) for scores in every) for name in counted}
+
+
+Pair = tuple[float, float]
+"""Predicted and measured seconds."""
+
+
+def _pair(one: Judged) -> Pair:
+    assert isinstance(one.outcome, Predicted)
+    assert one.measured is not None
+    return one.outcome.step_seconds, one.measured.step_seconds or 0.0
+
+
+def decision_groups(judged: Iterable[Judged]) -> list[list[Pair]]:
+    """Timed runs that differ in their plan only: one model and input, one machine, one global batch."""
+    groups: dict[tuple[object, ...], list[Pair]] = defaultdict(list)
+    for one in judged:
+        run = one.run
+        if one.time is not None:
+            model = (run.family, run.model, run.seq_len, run.image_size)
+            groups[*model, run.gpu, run.n_gpus, run.global_batch].append(_pair(one))
+    return list(groups.values())
+
+
+def regret(group: Sequence[Pair]) -> float:
+    """Measured time of the run predicted fastest over the best measured, less one; the mean of equal predictions."""
+    least = min(predicted for predicted, _ in group)
+    best = min(measured for _, measured in group)
+    return fmean(measured for predicted, measured in group if predicted == least) / best - 1
+
+
+def spearman(pairs: Sequence[Pair]) -> float | None:
+    """Spearman's rank correlation: Pearson's of the ranks, equal values sharing their mean rank; None without spread."""
+    left, right = ranks([pair[0] for pair in pairs]), ranks([pair[1] for pair in pairs])
+    middle = (len(pairs) + 1) / 2
+    products = sum((a - middle) * (b - middle) for a, b in zip(left, right, strict=True))
+    spread = sum((a - middle) ** 2 for a in left) * sum((b - middle) ** 2 for b in right)
+    return products / spread**0.5 if spread > 0 else None
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """Ranks from 1; equal values share the mean of theirs."""
+    places: dict[float, list[int]] = defaultdict(list)
+    for place, value in enumerate(sorted(values), 1):
+        places[value].append(place)
+    return [fmean(places[value]) for value in values]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
