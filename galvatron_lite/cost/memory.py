@@ -160,22 +160,43 @@ def group_memory(
     if len(chunks) == 1:
         return stage_memory(chunks[0], held[0][0], microbatches, buffers, context)
     moments = [_updating([cost for chunk in chunks for cost in chunk], buffers, context)]
+    rests = [_resting(chunk) for chunk in chunks]
     for own, counts in enumerate(held):
         memory = stage_memory(chunks[own], max(counts[own], 1), microbatches, buffers, context, optimizer=False)
-        for other, count in enumerate(counts):
-            memory = memory if other == own else _beside(memory, chunks[other], count)
-        moments.append(memory)
+        others = [(rest, count) for place, (rest, count) in enumerate(zip(rests, counts, strict=True)) if place != own]
+        moments.append(_beside(memory, others))
     return max(moments, key=lambda memory: memory.total)
 
 
-def _beside(memory: MemoryBreakdown, chunk: Sequence[LayerCost], held: int) -> MemoryBreakdown:
-    """With what another chunk of the same devices holds while it does not compute."""
+@dataclass(frozen=True, slots=True)
+class _Resting:
+    """Bytes of a chunk that does not compute; ``gathered`` and ``kept`` where micro-batches of it are in flight."""
+
+    parameters: int
+    gathered: int
+    gradients: int
+    states: int
+    kept: int
+
+
+def _resting(chunk: Sequence[LayerCost]) -> _Resting:
+    return _Resting(
+        sum(cost.parameters for cost in chunk),
+        sum(cost.gathered for cost in chunk),
+        sum(cost.gradients + cost.formed_gradients for cost in chunk),
+        sum(cost.states for cost in chunk),
+        sum(cost.kept for cost in chunk),
+    )
+
+
+def _beside(memory: MemoryBreakdown, others: Sequence[tuple[_Resting, int]]) -> MemoryBreakdown:
+    """With what the other chunks of the same devices hold, each with so many micro-batches in flight."""
     return replace(
         memory,
-        parameters=memory.parameters + sum(cost.parameters + (cost.gathered if held else 0) for cost in chunk),
-        gradients=memory.gradients + sum(cost.gradients + cost.formed_gradients for cost in chunk),
-        optimizer=memory.optimizer + sum(cost.states for cost in chunk),
-        activations=memory.activations + held * sum(cost.kept for cost in chunk),
+        parameters=memory.parameters + sum(rest.parameters + (rest.gathered if held else 0) for rest, held in others),
+        gradients=memory.gradients + sum(rest.gradients for rest, _ in others),
+        optimizer=memory.optimizer + sum(rest.states for rest, _ in others),
+        activations=memory.activations + sum(held * rest.kept for rest, held in others),
     )
 
 
