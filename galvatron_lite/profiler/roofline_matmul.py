@@ -72,7 +72,8 @@ def matmul(machine: Machine, operator: Operator, samples: float, shared: int, ex
         forward += slow * matmul_at(rates, m, k, n, groups)
         both += slow * (matmul_at(rates, m, n, k, groups) + matmul_at(rates, k, m, n, groups))
     calls = operator.flops / (2 * prod(operator.shape) * operator.count)
-    return _scaled(operator, calls * forward / len(ways), calls * both / len(ways))
+    seconds = _scaled(operator, calls * forward / len(ways), calls * both / len(ways))
+    return _with_sums(machine, operator, samples / shared, seconds)
 
 
 def _ways(
@@ -111,3 +112,11 @@ def _scaled(operator: Operator, forward: float, both: float) -> Seconds:
     """A frozen matmul, or one whose input needs no gradient, does less in backward."""
     share = operator.backward_flops / (2 * operator.flops) if operator.flops else 0.0
     return Seconds(forward, both * share)
+
+
+def _with_sums(machine: Machine, operator: Operator, samples: float, seconds: Seconds) -> Seconds:
+    """What backward moves beyond its two matmuls: the bias's gradient, input gradients of siblings added up."""
+    extra = (operator.backward_moved - 2 * operator.moved) * samples
+    if extra <= 0 or not operator.backward_flops:
+        return seconds
+    return Seconds(seconds.forward, seconds.backward + stream(machine, extra))
