@@ -9,13 +9,8 @@ cuBLAS workspaces and NCCL buffers of 0.5 to 1.2 GiB that grows with the number 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from galvatron_lite.cluster.cluster import Device
-
-_GIB = 2**30
-_MIB = 2**20
-_LAUNCH = 4e-6
+from galvatron_lite.cluster.catalog_cards import CARDS
+from galvatron_lite.cluster.sheets import Sheet, sheet
 
 _VOLTA = "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf"
 _T4 = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf"
@@ -28,6 +23,14 @@ _A100 = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf
 _H100 = "https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet"
 _H200 = "https://nvdam.widen.net/s/nb5zzzsjdf/hpc-datasheet-sc23-h200-datasheet-3002446"
 _B200 = "https://resources.nvidia.com/en-us-dgx-systems/dgx-b200-datasheet"
+_B300 = "https://resources.nvidia.com/en-us-dgx-systems/dgx-b300-datasheet"
+_GB300 = "https://www.nvidia.com/en-us/data-center/gb300-nvl72/"
+_P100 = "https://images.nvidia.com/content/tesla/pdf/nvidia-tesla-p100-datasheet.pdf"
+_H96 = "https://arxiv.org/abs/2410.06511"
+_H20 = "https://www.techpowerup.com/gpu-specs/h20.c4284"
+_H100_NVL = "https://www.nvidia.com/en-us/data-center/h100/"
+_GH200 = "https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip"
+_A800 = "https://www.techpowerup.com/gpu-specs/a800-sxm4-80-gb.c3966"
 _GB200 = "https://www.nvidia.com/en-us/data-center/gb200-nvl72/"
 _GB300 = "https://www.nvidia.com/en-us/data-center/gb300-nvl72/"
 _B300 = "https://resources.nvidia.com/en-us-dgx-systems/dgx-b300-datasheet"
@@ -44,57 +47,30 @@ _L4 = "https://www.nvidia.com/en-us/data-center/l4/"
 _L40S = "https://www.nvidia.com/en-us/data-center/l40s/"
 
 
-@dataclass(frozen=True, slots=True)
-class Sheet:
-    """One data sheet.
-
-    Attributes:
-        device: the figures.
-        aliases: other names of the device, among them what the CUDA driver calls it.
-    """
-
-    device: Device
-    aliases: tuple[str, ...] = ()
-
-
-def _sheet(
-    name: str,
-    memory_gib: float,
-    bandwidth: float,
-    peak_tflops: dict[str, float],
-    units: int,
-    source: str,
-    *aliases: str,
-    context_mib: int = 800,
-) -> Sheet:
-    """A sheet from the units data sheets use: GiB, bytes per second, TFLOP/s, MiB."""
-    peak = {precision: tera * 1e12 for precision, tera in peak_tflops.items()}
-    memory = round(memory_gib * _GIB)
-    return Sheet(Device(name, memory, bandwidth, peak, units, _LAUNCH, context_mib * _MIB, source), aliases)
-
-
 _A100_PEAK = {"fp32": 19.5, "tf32": 156.0, "fp16": 312.0, "bf16": 312.0}
 _HOPPER_PEAK = {"fp32": 66.9, "tf32": 494.7, "fp16": 989.4, "bf16": 989.4, "fp8": 1978.9}
 _V100_PEAK = {"fp32": 15.7, "fp16": 125.0}
 
 SHEETS: tuple[Sheet, ...] = (
-    _sheet("V100-SXM2-16GB", 15.77, 900e9, _V100_PEAK, 80, _VOLTA, "V100-16GB", context_mib=600),
-    _sheet(
+    sheet("V100-SXM2-16GB", 15.77, 900e9, _V100_PEAK, 80, _VOLTA, "V100-16GB", context_mib=600),
+    sheet(
         "V100-SXM2-32GB", 31.74, 900e9, _V100_PEAK, 80, _VOLTA, "V100-32GB", "V100-SXM3-32GB", "V100", context_mib=600
     ),
-    _sheet("T4", 14.56, 320e9, {"fp32": 8.1, "fp16": 65.0}, 40, _T4, context_mib=400),
-    _sheet(
+    sheet("V100-PCIE-16GB", 15.77, 900e9, {"fp32": 14.0, "fp16": 112.0}, 80, _VOLTA, context_mib=600),
+    sheet("P100-SXM2-16GB", 15.9, 732e9, {"fp32": 10.6, "fp16": 21.2}, 56, _P100, "P100", context_mib=500),
+    sheet("T4", 14.56, 320e9, {"fp32": 8.1, "fp16": 65.0}, 40, _T4, context_mib=400),
+    sheet(
         "RTX-3090", 23.69, 936e9, {"fp32": 35.6, "tf32": 35.6, "fp16": 71.2, "bf16": 71.2}, 82, _GA102, context_mib=500
     ),
-    _sheet("RTX-Titan", 23.65, 672e9, {"fp32": 16.3, "fp16": 130.5}, 72, _TURING, "TITAN RTX", context_mib=500),
-    _sheet("A100-SXM4-40GB", 39.38, 1555e9, _A100_PEAK, 108, _A100, "A100-40GB"),
-    _sheet("A100-SXM4-80GB", 79.14, 2039e9, _A100_PEAK, 108, _A100, "A100-80GB", "A100"),
-    _sheet("A100-PCIE-40GB", 39.38, 1555e9, _A100_PEAK, 108, _A100),
-    _sheet("A100-PCIE-80GB", 79.14, 1935e9, _A100_PEAK, 108, _A100, "A100 80GB PCIe"),
-    _sheet(
+    sheet("RTX-Titan", 23.65, 672e9, {"fp32": 16.3, "fp16": 130.5}, 72, _TURING, "TITAN RTX", context_mib=500),
+    sheet("A100-SXM4-40GB", 39.38, 1555e9, _A100_PEAK, 108, _A100, "A100-40GB"),
+    sheet("A100-SXM4-80GB", 79.14, 2039e9, _A100_PEAK, 108, _A100, "A100-80GB", "A100"),
+    sheet("A100-PCIE-40GB", 39.38, 1555e9, _A100_PEAK, 108, _A100),
+    sheet("A100-PCIE-80GB", 79.14, 1935e9, _A100_PEAK, 108, _A100, "A100 80GB PCIe"),
+    sheet(
         "H100-SXM5-80GB", 79.1, 3350e9, _HOPPER_PEAK, 132, _H100, "H100 80GB HBM3", "H100-SXM", "H100", context_mib=1000
     ),
-    _sheet(
+    sheet(
         "H100-PCIE-80GB",
         79.1,
         2000e9,
@@ -104,28 +80,56 @@ SHEETS: tuple[Sheet, ...] = (
         "H100 PCIe",
         context_mib=1000,
     ),
-    _sheet("H200-SXM5-141GB", 139.8, 4800e9, _HOPPER_PEAK, 132, _H200, "H200", "H200-SXM", context_mib=1000),
-    _sheet(
+    sheet("A800-SXM4-80GB", 79.14, 2039e9, _A100_PEAK, 108, _A800, "A800"),
+    sheet("H800-SXM5-80GB", 79.1, 3350e9, _HOPPER_PEAK, 132, _H100, "H800", context_mib=1000),
+    # Torchtitan (arXiv:2410.06511, section 3.1): 96 GB of HBM2e at 2.4 TB/s, 500 W.
+    sheet("H100-SXM-96GB", 95.0, 2400e9, _HOPPER_PEAK, 132, _H96, "H100-SXM 96GB HBM2e", context_mib=1000),
+    sheet(
+        "H20-96GB",
+        95.6,
+        4000e9,
+        {"fp32": 44.0, "tf32": 74.0, "fp16": 148.0, "bf16": 148.0, "fp8": 296.0},
+        78,
+        _H20,
+        "H20",
+    ),
+    sheet(
+        "H100-NVL-94GB",
+        93.1,
+        3938e9,
+        {"fp32": 60.0, "tf32": 417.5, "fp16": 835.5, "bf16": 835.5, "fp8": 1671.0},
+        132,
+        _H100_NVL,
+        "H100-NVL",
+        "H100 NVL",
+        context_mib=1000,
+    ),
+    sheet("GH200-96GB", 94.5, 4000e9, _HOPPER_PEAK, 132, _GH200, "GH200", context_mib=1000),
+    sheet(
+        "H200-SXM5-141GB", 139.8, 4800e9, _HOPPER_PEAK, 132, _H200, "H200", "H200-SXM", "H200-SXM5", context_mib=1000
+    ),
+    sheet(
         "B200-SXM6-180GB",
         178.3,
         8000e9,
-        {"fp32": 75.0, "tf32": 1125.0, "fp16": 2250.0, "bf16": 2250.0, "fp8": 4500.0},
+        {"fp32": 75.0, "tf32": 1125.0, "fp16": 2250.0, "bf16": 2250.0, "fp8": 4500.0, "fp4": 9000.0},
         148,
         _B200,
         "B200",
+        "B200-SXM",
         context_mib=1200,
     ),
-    _sheet(
+    sheet(
         "GB200-186GB",
         184.0,
         8000e9,
-        {"fp32": 80.0, "tf32": 1250.0, "fp16": 2500.0, "bf16": 2500.0, "fp8": 5000.0},
+        {"fp32": 80.0, "tf32": 1250.0, "fp16": 2500.0, "bf16": 2500.0, "fp8": 5000.0, "fp4": 10000.0},
         152,
         _GB200,
         "GB200",
         context_mib=1200,
     ),
-    _sheet(
+    sheet(
         "GB300-288GB",
         277.0,
         8000e9,
@@ -135,7 +139,7 @@ SHEETS: tuple[Sheet, ...] = (
         "GB300",
         context_mib=1200,
     ),
-    _sheet(
+    sheet(
         "B300-SXM-270GB",
         268.0,
         8000e9,
@@ -146,11 +150,11 @@ SHEETS: tuple[Sheet, ...] = (
         context_mib=1200,
     ),
     # The A800 and H800 are the A100 and H100 with slower NVLink.
-    _sheet("A800-SXM4-80GB", 79.14, 2039e9, _A100_PEAK, 108, _A100, "A800"),
-    _sheet("H800-SXM5-80GB", 79.1, 3350e9, _HOPPER_PEAK, 132, _H100, "H800", context_mib=1000),
+    sheet("A800-SXM4-80GB", 79.14, 2039e9, _A100_PEAK, 108, _A100, "A800"),
+    sheet("H800-SXM5-80GB", 79.1, 3350e9, _HOPPER_PEAK, 132, _H100, "H800", context_mib=1000),
     # HBM2e and 500 W instead of HBM3 and 700 W.
-    _sheet("H100-SXM-96GB", 95.0, 2400e9, _HOPPER_PEAK, 132, _H100_96, context_mib=1000),
-    _sheet(
+    sheet("H100-SXM-96GB", 95.0, 2400e9, _HOPPER_PEAK, 132, _H100_96, context_mib=1000),
+    sheet(
         "H100-NVL-94GB",
         93.1,
         3900e9,
@@ -161,14 +165,15 @@ SHEETS: tuple[Sheet, ...] = (
         "H100-NVL",
         context_mib=1000,
     ),
-    _sheet("P100-SXM2-16GB", 15.9, 732e9, {"fp32": 10.6, "fp16": 21.2}, 56, _PASCAL, "P100", context_mib=400),
-    _sheet("P40", 22.38, 346e9, {"fp32": 11.8}, 30, _P40, "P40-24GB", context_mib=400),
-    _sheet("GTX-1080Ti", 10.91, 484e9, {"fp32": 11.3}, 28, _PASCAL, "GTX 1080 Ti", context_mib=300),
-    _sheet("RTX-2080Ti", 10.76, 616e9, {"fp32": 13.4, "fp16": 53.8}, 68, _TURING, "RTX 2080 Ti", context_mib=400),
-    _sheet("Quadro-RTX-8000", 47.45, 672e9, {"fp32": 16.3, "fp16": 130.5}, 72, _TURING, "RTX 8000", context_mib=500),
-    _sheet("A10", 22.06, 600e9, {"fp32": 31.2, "tf32": 62.5, "fp16": 125.0, "bf16": 125.0}, 72, _A10, context_mib=500),
-    _sheet("A40", 44.43, 696e9, {"fp32": 37.4, "tf32": 74.8, "fp16": 149.7, "bf16": 149.7}, 84, _A40, context_mib=500),
-    _sheet(
+    sheet("P100-SXM2-16GB", 15.9, 732e9, {"fp32": 10.6, "fp16": 21.2}, 56, _PASCAL, "P100", context_mib=400),
+    # Pascal cards multiply half-precision items in fp32 (cublasGemmEx with fp32 compute).
+    sheet("P40", 22.38, 346e9, {"fp32": 11.8, "fp16": 11.8}, 30, _P40, "P40-24GB", context_mib=400),
+    sheet("GTX-1080Ti", 10.91, 484e9, {"fp32": 11.3, "fp16": 11.3}, 28, _PASCAL, "GTX 1080 Ti", context_mib=300),
+    sheet("RTX-2080Ti", 10.76, 616e9, {"fp32": 13.4, "fp16": 53.8}, 68, _TURING, "RTX 2080 Ti", context_mib=400),
+    sheet("Quadro-RTX-8000", 47.45, 672e9, {"fp32": 16.3, "fp16": 130.5}, 72, _TURING, "RTX 8000", context_mib=500),
+    sheet("A10", 22.06, 600e9, {"fp32": 31.2, "tf32": 62.5, "fp16": 125.0, "bf16": 125.0}, 72, _A10, context_mib=500),
+    sheet("A40", 44.43, 696e9, {"fp32": 37.4, "tf32": 74.8, "fp16": 149.7, "bf16": 149.7}, 84, _A40, context_mib=500),
+    sheet(
         "RTX-A6000",
         47.54,
         768e9,
@@ -178,7 +183,7 @@ SHEETS: tuple[Sheet, ...] = (
         "A6000",
         context_mib=500,
     ),
-    _sheet(
+    sheet(
         "RTX-4090",
         23.64,
         1008e9,
@@ -187,7 +192,7 @@ SHEETS: tuple[Sheet, ...] = (
         _ADA,
         context_mib=500,
     ),
-    _sheet(
+    sheet(
         "RTX-6000-Ada",
         47.4,
         960e9,
@@ -197,7 +202,7 @@ SHEETS: tuple[Sheet, ...] = (
         "RTX 6000 Ada Generation",
         context_mib=500,
     ),
-    _sheet(
+    sheet(
         "L40S",
         44.4,
         864e9,
@@ -206,7 +211,7 @@ SHEETS: tuple[Sheet, ...] = (
         _L40S,
         context_mib=500,
     ),
-    _sheet(
+    sheet(
         "L4",
         22.0,
         300e9,
