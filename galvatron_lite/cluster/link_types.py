@@ -4,12 +4,12 @@
 
 - NVLink efficiency: bus bandwidth of nccl-tests' all-reduce on large messages over the data sheet. DGX-1V 130 of
   150 GB/s and DGX-2 120 of 150 (developer.nvidia.com/blog/scaling-deep-learning-training-nccl); DGX A100 230 to 240 of
-  300 (github.com/NVIDIA/nccl/issues/307 and nccl-tests' PERFORMANCE.md); DGX H100 360 to 370 of 450 with rings (480 with
-  the switches' own reduction, which reduce-scatter and all-gather do not have); B200 690 of 900.
+  300 (github.com/NVIDIA/nccl/issues/307 and nccl-tests' PERFORMANCE.md); DGX H100 360 to 370 of 450 with rings (480
+  with the switches' own reduction, which reduce-scatter and all-gather do not have); B200 690 of 900.
 - Latency: NCCL's src/graph/tuning.cc takes 0.6/1.9/3.4 us (LL/LL128/Simple) for a ring hop over NVLink, 1.0/1.9/5.7 us
   over PCIe and 2.7/4.0/14 us over a network.
 - Networks: nccl-tests over 8 HDR adapters a node 180 to 190 of 200 GB/s, 8 NDR 360 to 370 of 400; EFA 3200 Gb/s about
-  300 to 320 of 400 GB/s (github.com/aws-samples/awsome-distributed-training, nccl-tests); TCP over Ethernet [Empirical].
+  300 to 320 of 400 GB/s (github.com/aws-samples/awsome-distributed-training, nccl-tests); Ethernet by TCP [Empirical].
 - ``half_size``: 64 to 128 KiB a rank and step inside a node, 128 to 512 KiB over networks; NCCL's pipeline works on
   slices of 512 KiB (NCCL_BUFFSIZE 4 MiB in 8 steps), below which a step no longer fills the link.
 """
@@ -36,8 +36,8 @@ class LinkType:
         network: whether it joins nodes.
         contention: factor by which times grow when all members send at once.
         domain: devices that one switch domain joins, however many nodes they are in; 0: those of a node.
-        mesh: share of the bandwidth that a group of so many of a node's 8 devices reaches, where they are joined directly
-            and not by a switch; ascending.
+        mesh: share of the bandwidth that a group of so many of a node's 8 devices reaches, where they are joined
+            directly and not by a switch; ascending.
     """
 
     name: str
@@ -95,6 +95,7 @@ _ALL: tuple[LinkType, ...] = (
     _nvlink("nvlink3", 300, 0.78, _AMPERE),
     _nvlink("nvlink3-a800", 200, 0.78, _AMPERE),
     _nvlink("nvlink4", 450, 0.81, _HOPPER),
+    _nvlink("nvlink4-h800", 200, 0.81, _HOPPER),
     _nvlink("nvlink5", 900, 0.77, _NVLINK),
     _nvlink("nvlink5-nvl72", 900, 0.77, _NVLINK, domain=72),
     _pcie("pcie3", 15.75, _PCISIG),

@@ -14,6 +14,7 @@ from functools import lru_cache
 from math import ceil
 
 from galvatron_lite.calibration.schema import Calibration, LinkConstants
+from galvatron_lite.calibration.store import constants_for_link
 from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
 from galvatron_lite.cluster.link_types import LINKS, LinkType
 from galvatron_lite.errors import InputError
@@ -53,7 +54,8 @@ _REFERENCES: tuple[tuple[str, Reference], ...] = (
     (r"b300", Reference("nvlink5", "infiniband-xdr", 1.0, _DGX_B300)),
     (r"b200|b100", Reference("nvlink5", "infiniband-ndr", 1.0, _DGX_B200)),
     (r"(h100|h200|h800).*pcie|h100 nvl", Reference("pcie5", "infiniband-ndr", 0.125, _PLAIN)),
-    (r"h100|h200|h800|h20|gh200|hopper", Reference("nvlink4", "infiniband-ndr", 1.0, _DGX_H100)),
+    (r"h800", Reference("nvlink4-h800", "infiniband-ndr", 1.0, _DGX_H100)),
+    (r"h100|h200|h20|gh200|hopper", Reference("nvlink4", "infiniband-ndr", 1.0, _DGX_H100)),
     (r"(a100|a800).*pcie|a10\b|a40|a30|a6000|3090|3080|ga102", Reference("pcie4", "infiniband-hdr", 0.125, _PLAIN)),
     (r"a800", Reference("nvlink3-a800", "infiniband-hdr", 1.0, _DGX_A100)),
     (r"a100|ampere", Reference("nvlink3", "infiniband-hdr", 1.0, _DGX_A100)),
@@ -127,14 +129,12 @@ def _bus_of(inside: str) -> str:
 
 
 def constants_of(name: str, calibration: Calibration | None) -> LinkConstants:
-    """Calibrated constants of a link type, else its starting values.
+    """Calibrated constants of a link type; its starting values without a calibration.
 
     Raises:
         InputError: no such link type.
     """
-    if calibration is not None and name in calibration.links:
-        return calibration.links[name]
-    return link_named(name).constants
+    return link_named(name).constants if calibration is None else constants_for_link(calibration, name)
 
 
 def link_named(name: str) -> LinkType:

@@ -1,4 +1,7 @@
-"""What one layer costs one device under one strategy: seconds a micro-batch and a step, bytes at each moment."""
+"""What one layer costs one device under one strategy: seconds a micro-batch and a step, bytes at each moment.
+
+Communication that compute may hide runs beside it, the rest before or after it; ``cost.overlap`` has the formulas.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from functools import reduce
 from math import ceil, lcm
 
 from galvatron_lite.cluster.cluster import RankGroup
-from galvatron_lite.cost.communication import Links, together
+from galvatron_lite.cost.communication import Links
+from galvatron_lite.cost.overlap import Exposed, exposed_by
 from galvatron_lite.cost.points import LayerFigures, PointKey, figures_at, index_points
 from galvatron_lite.model.graph import LayerKind, Recompute, TensorSplit
 from galvatron_lite.parallelism.base import (
@@ -158,12 +162,12 @@ class LayerPricer:
     def redistribution(self, output_bytes: int, microbatch: int, left: Strategy, right: Strategy) -> float:
         """Seconds to bring the tensor between two layers from one layout to the other, in one direction.
 
-        The layouts differ within runs of ``lcm(t, t')`` consecutive devices, which exchange their shares in one
-        all-to-all; nothing moves where batch degree, tensor degree and token shares are the same.
+        The layouts differ within runs of ``lcm(t, t')`` consecutive devices (t: context times tensor degree),
+        which exchange their shares in one all-to-all; nothing moves where the layouts are the same.
         """
         if layout(left) == layout(right):
             return 0.0
-        devices, size = left.devices, lcm(left.tensor, right.tensor)
+        devices, size = left.devices, lcm(left.context * left.tensor, right.context * right.tensor)
         key = (output_bytes * microbatch, devices, size)
         if key not in self._moves:
             group = RankGroup(size, 1, devices // size)
@@ -174,19 +178,19 @@ class LayerPricer:
 
     def _figures(self, kind: str, strategy: Strategy, microbatch: int) -> LayerFigures | None:
         points = self._points.get((kind, strategy.tensor, strategy.sequence_parallel, strategy.recompute))
-        return None if points is None else figures_at(points, microbatch / strategy.batch_degree)
+        return None if points is None else figures_at(points, microbatch / (strategy.batch_degree * strategy.context))
 
     def _priced(self, figures: LayerFigures, key: tuple[str, Sharing, Strategy, int, int]) -> LayerCost:
         name, sharing, strategy, microbatch, stages = key
         kind = with_copy(self.profile.graph.kinds[name], sharing.copied)
         work = self._work(kind, strategy, microbatch)
         plain = self._figures(name, replace(strategy, recompute=Recompute.NONE), microbatch)
-        seconds = self._seconds(figures, plain, work)
+        *compute, exposed = self._seconds(figures, plain, work)
         exchange = self._exchange(sharing.exchanged, strategy, stages)
         update = self._update_seconds(kind, work)
         return LayerCost(
-            *seconds[:5], work.microbatch_overhead, seconds[5] + exchange, update, work.step_overhead,
-            **self._bytes(kind, work, figures, sharing.grouped),
+            *compute, exposed.forward, exposed.backward, work.microbatch_overhead, exposed.step + exchange, update,
+            work.step_overhead, **self._bytes(kind, work, figures, sharing.grouped),
         )  # fmt: skip
 
     def _work(self, kind: LayerKind, strategy: Strategy, microbatch: int) -> LayerWork:
@@ -205,21 +209,13 @@ class LayerPricer:
 
     def _seconds(
         self, figures: LayerFigures, plain: LayerFigures | None, work: LayerWork
-    ) -> tuple[float, float, float, float, float, float]:
-        """Forward, backward and recompute compute, then exposed communication in forward, backward and step."""
-        blocking, hiding = dict.fromkeys(Moment, 0.0), dict.fromkeys(Moment, 0.0)
-        for communication in work.communications:
-            side = hiding if communication.overlaps else blocking
-            side[communication.moment] += self.links.seconds(communication)
-        overlap, passes = self.profile.overlap, figures.backward
-        forward = together(figures.forward, hiding[Moment.FORWARD], overlap) - figures.forward
-        backward = together(passes, hiding[Moment.BACKWARD], overlap)
-        last = together(passes, hiding[Moment.BACKWARD] + hiding[Moment.STEP], overlap)
+    ) -> tuple[float, float, float, Exposed]:
+        """Forward, backward and recompute compute, and communication that compute does not hide."""
+        passes = figures.backward
         again = 0.0 if plain is None else min(max(passes - plain.backward, 0.0), passes)
-        return (
-            figures.forward, passes - again, again, forward + blocking[Moment.FORWARD],
-            backward - passes + blocking[Moment.BACKWARD], last - backward + blocking[Moment.STEP],
-        )  # fmt: skip
+        timed = [(one, self.links.seconds(one)) for one in work.communications]
+        exposed = exposed_by(timed, figures, self.profile.hidden, self.profile.overlap)
+        return figures.forward, passes - again, again, exposed
 
     def _exchange(self, items: int, strategy: Strategy, stages: int) -> float:
         """Seconds to sum the gradients of shared parameters with the other stage's copy, shard by shard."""
@@ -259,9 +255,9 @@ class LayerPricer:
         }
 
 
-def layout(strategy: Strategy) -> tuple[int, int, bool]:
-    """How boundary tensors lie on a stage's devices: batch degree, tensor degree, whether tokens are split."""
-    return strategy.batch_degree, strategy.tensor, strategy.sequence_parallel
+def layout(strategy: Strategy) -> tuple[int, int, int, bool]:
+    """How boundary tensors lie on a stage's devices: batch, context and tensor degree, whether tokens are split."""
+    return strategy.batch_degree, strategy.context, strategy.tensor, strategy.sequence_parallel
 
 
 def with_copy(kind: LayerKind, items: int) -> LayerKind:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
@@ -219,6 +219,9 @@ class Profile:
         collectives: raw points; empty for estimates, which come from the cluster's levels.
         fits: straight lines through them.
         overlap: mutual slow-down.
+        hidden: share of communication that compute may hide, by its cause (``data``, ``zero``, ``tensor``, ``context``,
+            ``expert``), or by cause and moment (``tensor.backward``, ``zero.gather``; see ``cost.overlap``); what is
+            absent is hidden wholly where its dimension says that it overlaps, else not at all.
         optimizer: update cost.
         overhead: the runtime's own fixed costs.
         throughput: of single operators on one device; None for estimates.
@@ -240,6 +243,7 @@ class Profile:
     collectives: tuple[CollectivePoint, ...] = ()
     fits: tuple[CollectiveFit, ...] = ()
     overlap: Overlap = Overlap()
+    hidden: dict[str, float] = field(default_factory=dict)
     overhead: HostOverhead = HostOverhead()
     throughput: Throughput | None = None
     gather_precision: str = "bf16"

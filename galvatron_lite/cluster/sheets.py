@@ -1,0 +1,40 @@
+"""The form of a device's data sheet. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from galvatron_lite.cluster.cluster import Device
+
+_GIB = 2**30
+_MIB = 2**20
+_LAUNCH = 4e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """One data sheet.
+
+    Attributes:
+        device: the figures.
+        aliases: other names of the device, among them what the CUDA driver calls it.
+    """
+
+    device: Device
+    aliases: tuple[str, ...] = ()
+
+
+def sheet(
+    name: str,
+    memory_gib: float,
+    bandwidth: float,
+    peak_tflops: dict[str, float],
+    units: int,
+    source: str,
+    *aliases: str,
+    context_mib: int = 800,
+) -> Sheet:
+    """A sheet from the units data sheets use: GiB, bytes per second, TFLOP/s, MiB."""
+    peak = {precision: tera * 1e12 for precision, tera in peak_tflops.items()}
+    memory = round(memory_gib * _GIB)
+    return Sheet(Device(name, memory, bandwidth, peak, units, _LAUNCH, context_mib * _MIB, source), aliases)
