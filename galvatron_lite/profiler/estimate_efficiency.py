@@ -22,9 +22,10 @@ CPU_TILE = 16
 SPLITS = (1, 2, 4, 8)
 """Ways cuBLAS splits the inner extent where an output has fewer tiles than the device has multiprocessors."""
 
-MISALIGNED = 2.0
-"""[Empirical] factor on matmuls with an extent that is no multiple of 16 bytes (NVIDIA's guide, figure 3 and section
-"Requirements to use Tensor Cores"; nanoGPT's head ran twice as fast after padding 50257 columns to 50304)."""
+MISALIGNED = {8: 1.7, 4: 2.3, 2: 3.4}
+"""[Empirical] factor on 16-bit matmuls whose inner or column extent is aligned to so many bytes only: tensor cores load
+16 bytes at once (NVIDIA's guide, "Requirements to use Tensor Cores" and figure 3). From A100 runs whose vocabulary of
+50257 was split without padding (vTrain's ground truth); nanoGPT's head ran twice as fast after padding."""
 
 COLUMN_SPLIT = frozenset(("q", "k", "v", "qkv", "up", "gate", "gate_up", "head", "fc1", "c_attn", "c_fc"))
 """Last parts of names of matmuls whose columns tensor parallelism divides."""

@@ -92,9 +92,12 @@ def _ways(
 
 
 def _alignment(inner: float, columns: float, rates: Rates) -> float:
-    """Factor on the time where a leading extent is no multiple of 16 bytes: tensor cores load it piecemeal."""
-    step = 16 // rates.item_bytes
-    return constants.MISALIGNED if rates.gpu and rates.item_bytes < 4 and (inner % step or columns % step) else 1.0
+    """Factor on the time of 16-bit matmuls where rows of a matrix do not begin at multiples of 16 bytes."""
+    if not rates.gpu or rates.item_bytes != 2 or not (inner % 8 or columns % 8):
+        return 1.0
+    extents = (ceil(inner), ceil(columns))  # an uneven share is rounded up
+    aligned = min(2 * (extent & -extent) for extent in extents)
+    return constants.MISALIGNED.get(aligned, 1.0)
 
 
 def _batched(machine: Machine, operator: Operator, samples: float, shared: int) -> Seconds:
