@@ -29,9 +29,10 @@ _L40 = "https://images.nvidia.com/content/Solutions/data-center/vgpu-L40-datashe
 _L40S = "https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413"
 
 CARDS: tuple[Sheet, ...] = (
-    sheet("GTX-1080Ti", 10.9, 484e9, {"fp32": 11.3}, 28, _PASCAL, context_mib=400),
-    sheet("P40", 22.38, 346e9, {"fp32": 11.8}, 30, _P40, "Tesla P40-24GB", context_mib=400),
-    sheet("RTX-2080Ti", 10.76, 616e9, {"fp32": 13.4, "fp16": 53.8}, 68, _TURING, context_mib=400),
+    # Pascal cards multiply half-precision items in fp32 (cublasGemmEx with fp32 compute).
+    sheet("GTX-1080Ti", 10.91, 484e9, {"fp32": 11.3, "fp16": 11.3}, 28, _PASCAL, "GTX 1080 Ti", context_mib=400),
+    sheet("P40", 22.38, 346e9, {"fp32": 11.8, "fp16": 11.8}, 30, _P40, "P40-24GB", context_mib=400),
+    sheet("RTX-2080Ti", 10.76, 616e9, {"fp32": 13.4, "fp16": 53.8}, 68, _TURING, "RTX 2080 Ti", context_mib=400),
     sheet("Quadro-RTX-8000", 47.46, 672e9, {"fp32": 16.3, "fp16": 130.5}, 72, _TURING, "RTX 8000", context_mib=500),
     sheet("A10", 22.06, 600e9, {"fp32": 31.2, "tf32": 62.5, "fp16": 125.0, "bf16": 125.0}, 72, _A10, context_mib=500),
     sheet("A30", 23.5, 933e9, {"fp32": 10.3, "tf32": 82.0, "fp16": 165.0, "bf16": 165.0}, 56, _A30, context_mib=500),

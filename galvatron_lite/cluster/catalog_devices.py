@@ -24,27 +24,14 @@ _H100 = "https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-d
 _H200 = "https://nvdam.widen.net/s/nb5zzzsjdf/hpc-datasheet-sc23-h200-datasheet-3002446"
 _B200 = "https://resources.nvidia.com/en-us-dgx-systems/dgx-b200-datasheet"
 _B300 = "https://resources.nvidia.com/en-us-dgx-systems/dgx-b300-datasheet"
-_GB300 = "https://www.nvidia.com/en-us/data-center/gb300-nvl72/"
-_P100 = "https://images.nvidia.com/content/tesla/pdf/nvidia-tesla-p100-datasheet.pdf"
-_H96 = "https://arxiv.org/abs/2410.06511"
 _H20 = "https://www.techpowerup.com/gpu-specs/h20.c4284"
-_H100_NVL = "https://www.nvidia.com/en-us/data-center/h100/"
 _GH200 = "https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip"
-_A800 = "https://www.techpowerup.com/gpu-specs/a800-sxm4-80-gb.c3966"
 _GB200 = "https://www.nvidia.com/en-us/data-center/gb200-nvl72/"
 _GB300 = "https://www.nvidia.com/en-us/data-center/gb300-nvl72/"
 _B300 = "https://resources.nvidia.com/en-us-dgx-systems/dgx-b300-datasheet"
 _H100_NVL = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/h100/PB-11773-001_v01.pdf"
 _H100_96 = "https://github.com/pytorch/torchtitan/blob/main/docs/performance.md"
 _PASCAL = "https://images.nvidia.com/content/pdf/tesla/whitepaper/pascal-architecture-whitepaper.pdf"
-_P40 = "https://images.nvidia.com/content/pdf/tesla/184427-Tesla-P40-Datasheet-NV-Final-Letter-Web.pdf"
-_A10 = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a10/pdf/a10-datasheet.pdf"
-_A40 = "https://images.nvidia.com/content/Solutions/data-center/a40/nvidia-a40-datasheet.pdf"
-_A6000 = "https://www.nvidia.com/content/dam/en-zz/Solutions/design-visualization/quadro-product-literature/proviz-print-nvidia-rtx-a6000-datasheet-us-nvidia-1454980-r9-web%20(1).pdf"
-_ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
-_ADA_PRO = "https://www.nvidia.com/en-us/design-visualization/rtx-6000/"
-_L4 = "https://www.nvidia.com/en-us/data-center/l4/"
-_L40S = "https://www.nvidia.com/en-us/data-center/l40s/"
 
 
 _A100_PEAK = {"fp32": 19.5, "tf32": 156.0, "fp16": 312.0, "bf16": 312.0}
@@ -57,7 +44,6 @@ SHEETS: tuple[Sheet, ...] = (
         "V100-SXM2-32GB", 31.74, 900e9, _V100_PEAK, 80, _VOLTA, "V100-32GB", "V100-SXM3-32GB", "V100", context_mib=600
     ),
     sheet("V100-PCIE-16GB", 15.77, 900e9, {"fp32": 14.0, "fp16": 112.0}, 80, _VOLTA, context_mib=600),
-    sheet("P100-SXM2-16GB", 15.9, 732e9, {"fp32": 10.6, "fp16": 21.2}, 56, _P100, "P100", context_mib=500),
     sheet("T4", 14.56, 320e9, {"fp32": 8.1, "fp16": 65.0}, 40, _T4, context_mib=400),
     sheet(
         "RTX-3090", 23.69, 936e9, {"fp32": 35.6, "tf32": 35.6, "fp16": 71.2, "bf16": 71.2}, 82, _GA102, context_mib=500
@@ -80,10 +66,6 @@ SHEETS: tuple[Sheet, ...] = (
         "H100 PCIe",
         context_mib=1000,
     ),
-    sheet("A800-SXM4-80GB", 79.14, 2039e9, _A100_PEAK, 108, _A800, "A800"),
-    sheet("H800-SXM5-80GB", 79.1, 3350e9, _HOPPER_PEAK, 132, _H100, "H800", context_mib=1000),
-    # Torchtitan (arXiv:2410.06511, section 3.1): 96 GB of HBM2e at 2.4 TB/s, 500 W.
-    sheet("H100-SXM-96GB", 95.0, 2400e9, _HOPPER_PEAK, 132, _H96, "H100-SXM 96GB HBM2e", context_mib=1000),
     sheet(
         "H20-96GB",
         95.6,
@@ -92,17 +74,6 @@ SHEETS: tuple[Sheet, ...] = (
         78,
         _H20,
         "H20",
-    ),
-    sheet(
-        "H100-NVL-94GB",
-        93.1,
-        3938e9,
-        {"fp32": 60.0, "tf32": 417.5, "fp16": 835.5, "bf16": 835.5, "fp8": 1671.0},
-        132,
-        _H100_NVL,
-        "H100-NVL",
-        "H100 NVL",
-        context_mib=1000,
     ),
     sheet("GH200-96GB", 94.5, 4000e9, _HOPPER_PEAK, 132, _GH200, "GH200", context_mib=1000),
     sheet(
@@ -133,7 +104,7 @@ SHEETS: tuple[Sheet, ...] = (
         "GB300-288GB",
         277.0,
         8000e9,
-        {"fp32": 80.0, "tf32": 1250.0, "fp16": 2500.0, "bf16": 2500.0, "fp8": 5000.0},
+        {"fp32": 80.0, "tf32": 1250.0, "fp16": 2500.0, "bf16": 2500.0, "fp8": 5000.0, "fp4": 15000.0},
         152,
         _GB300,
         "GB300",
@@ -143,7 +114,7 @@ SHEETS: tuple[Sheet, ...] = (
         "B300-SXM-270GB",
         268.0,
         8000e9,
-        {"fp32": 75.0, "tf32": 1125.0, "fp16": 2250.0, "bf16": 2250.0, "fp8": 4500.0},
+        {"fp32": 75.0, "tf32": 1125.0, "fp16": 2250.0, "bf16": 2250.0, "fp8": 4500.0, "fp4": 13500.0},
         148,
         _B300,
         "B300",
@@ -152,7 +123,7 @@ SHEETS: tuple[Sheet, ...] = (
     # The A800 and H800 are the A100 and H100 with slower NVLink.
     sheet("A800-SXM4-80GB", 79.14, 2039e9, _A100_PEAK, 108, _A100, "A800"),
     sheet("H800-SXM5-80GB", 79.1, 3350e9, _HOPPER_PEAK, 132, _H100, "H800", context_mib=1000),
-    # HBM2e and 500 W instead of HBM3 and 700 W.
+    # HBM2e and 500 W instead of HBM3 and 700 W (Torchtitan, arXiv:2410.06511, section 3.1).
     sheet("H100-SXM-96GB", 95.0, 2400e9, _HOPPER_PEAK, 132, _H100_96, context_mib=1000),
     sheet(
         "H100-NVL-94GB",
@@ -166,59 +137,6 @@ SHEETS: tuple[Sheet, ...] = (
         context_mib=1000,
     ),
     sheet("P100-SXM2-16GB", 15.9, 732e9, {"fp32": 10.6, "fp16": 21.2}, 56, _PASCAL, "P100", context_mib=400),
-    # Pascal cards multiply half-precision items in fp32 (cublasGemmEx with fp32 compute).
-    sheet("P40", 22.38, 346e9, {"fp32": 11.8, "fp16": 11.8}, 30, _P40, "P40-24GB", context_mib=400),
-    sheet("GTX-1080Ti", 10.91, 484e9, {"fp32": 11.3, "fp16": 11.3}, 28, _PASCAL, "GTX 1080 Ti", context_mib=300),
-    sheet("RTX-2080Ti", 10.76, 616e9, {"fp32": 13.4, "fp16": 53.8}, 68, _TURING, "RTX 2080 Ti", context_mib=400),
-    sheet("Quadro-RTX-8000", 47.45, 672e9, {"fp32": 16.3, "fp16": 130.5}, 72, _TURING, "RTX 8000", context_mib=500),
-    sheet("A10", 22.06, 600e9, {"fp32": 31.2, "tf32": 62.5, "fp16": 125.0, "bf16": 125.0}, 72, _A10, context_mib=500),
-    sheet("A40", 44.43, 696e9, {"fp32": 37.4, "tf32": 74.8, "fp16": 149.7, "bf16": 149.7}, 84, _A40, context_mib=500),
-    sheet(
-        "RTX-A6000",
-        47.54,
-        768e9,
-        {"fp32": 38.7, "tf32": 77.4, "fp16": 154.8, "bf16": 154.8},
-        84,
-        _A6000,
-        "A6000",
-        context_mib=500,
-    ),
-    sheet(
-        "RTX-4090",
-        23.64,
-        1008e9,
-        {"fp32": 82.6, "tf32": 82.6, "fp16": 165.2, "bf16": 165.2, "fp8": 330.3},
-        128,
-        _ADA,
-        context_mib=500,
-    ),
-    sheet(
-        "RTX-6000-Ada",
-        47.4,
-        960e9,
-        {"fp32": 91.1, "tf32": 182.1, "fp16": 364.2, "bf16": 364.2, "fp8": 728.5},
-        142,
-        _ADA_PRO,
-        "RTX 6000 Ada Generation",
-        context_mib=500,
-    ),
-    sheet(
-        "L40S",
-        44.4,
-        864e9,
-        {"fp32": 91.6, "tf32": 183.0, "fp16": 362.0, "bf16": 362.0, "fp8": 733.0},
-        142,
-        _L40S,
-        context_mib=500,
-    ),
-    sheet(
-        "L4",
-        22.0,
-        300e9,
-        {"fp32": 30.3, "tf32": 60.0, "fp16": 121.0, "bf16": 121.0, "fp8": 242.0},
-        58,
-        _L4,
-        context_mib=500,
-    ),
+    *CARDS,
 )
 """Every device the catalogue knows."""

@@ -1,10 +1,11 @@
 """Which communication compute hides, and what is left exposed. No torch here.
 
 A communication of S seconds with cause c has a share h_c that may run beside compute and 1 - h_c that blocks it. h_c
-is 1 for what a dimension says overlaps (gradients of replicas, ZeRO's gathers and reductions) and 0 for the rest (tensor
-and sequence parallelism, redistribution), unless the profile names it (``Profile.hidden``). With c_f and c_b the layer's
-compute in forward and backward, H_f, H_b, H_s, H_g the seconds that may hide in forward, in backward, in the last
-backward of a step and in its first forward, and t(c, H) the seconds until both are done (``communication.together``):
+is 1 for what a dimension says overlaps (gradients of replicas, ZeRO's gathers and reductions) and 0 for the rest
+(tensor and sequence parallelism, redistribution), unless the profile names it (``Profile.hidden``). With c_f and c_b
+the layer's compute in forward and backward, H_f, H_b, H_s, H_g the seconds that may hide in forward, in backward, in
+the last backward of a step and in its first forward, and t(c, H) the seconds until both are done
+(``communication.together``):
 
     forward  = t(c_f, H_f) - c_f + max(0, blocking_f - idle_f)        every micro-batch
     backward = t(c_b, H_b) - c_b + max(0, blocking_b - idle_b)        every micro-batch
