@@ -28,11 +28,9 @@ _H20 = "https://www.techpowerup.com/gpu-specs/h20.c4284"
 _GH200 = "https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip"
 _GB200 = "https://www.nvidia.com/en-us/data-center/gb200-nvl72/"
 _GB300 = "https://www.nvidia.com/en-us/data-center/gb300-nvl72/"
-_B300 = "https://resources.nvidia.com/en-us-dgx-systems/dgx-b300-datasheet"
 _H100_NVL = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/h100/PB-11773-001_v01.pdf"
 _H100_96 = "https://github.com/pytorch/torchtitan/blob/main/docs/performance.md"
 _PASCAL = "https://images.nvidia.com/content/pdf/tesla/whitepaper/pascal-architecture-whitepaper.pdf"
-
 
 _A100_PEAK = {"fp32": 19.5, "tf32": 156.0, "fp16": 312.0, "bf16": 312.0}
 _HOPPER_PEAK = {"fp32": 66.9, "tf32": 494.7, "fp16": 989.4, "bf16": 989.4, "fp8": 1978.9}
