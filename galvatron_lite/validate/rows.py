@@ -115,13 +115,13 @@ def parse_runs(lines: Iterable[str], place: str = "runs") -> Iterator[PublishedR
 
 
 def _readable(data: dict[str, Any], place: str) -> PublishedRun:
-    named = {name: str(data[name]) for name in _NEEDED if data.get(name) is not None}
+    named = [str(data[name]) for name in _NEEDED if data.get(name) is not None]
     try:
         return run_from_data(data, place)
     except FileFormatError as error:
         if len(named) < len(_NEEDED):
             raise
-        return PublishedRun(**named, problem=str(error))
+        return PublishedRun(family=named[0], run_id=named[1], framework=named[2], problem=str(error))
 
 
 def _object(line: str, place: str) -> dict[str, Any]:

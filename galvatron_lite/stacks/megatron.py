@@ -1,0 +1,80 @@
+"""Megatron-LM and what grew out of it. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from galvatron_lite.stacks.facts import CORE_KERNELS, HALF_GRADIENTS, MEGATRON_KERNELS, MIXED
+from galvatron_lite.stacks.schema import Stack
+
+MEGATRON = Stack(
+    name="megatron-lm",
+    source="github.com/NVIDIA/Megatron-LM, megatron/training/arguments.py (defaults)",
+    kernels=MEGATRON_KERNELS,
+    states=MIXED,
+    optimizer="adam-fused",
+    vocab_multiple=128,
+    dropout=0.1,
+)
+"""Megatron-LM with its defaults."""
+
+CI = replace(
+    MEGATRON,
+    name="megatron-ci",
+    source="github.com/NVIDIA/Megatron-LM, tests/functional_tests (arguments of each test case)",
+)
+"""Megatron-LM's functional tests."""
+
+ZERO_BUBBLE = replace(
+    MEGATRON,
+    name="megatron-zero-bubble",
+    source="github.com/sail-sg/zero-bubble-pipeline-parallelism, examples/pretrain_zero_bubble.sh: dropout 0",
+    dropout=0.0,
+)
+"""The fork with zero-bubble schedules."""
+
+CORE = replace(
+    MEGATRON,
+    name="megatron-core",
+    source="docs.nvidia.com/nemo-framework (performance recipes): Megatron-Core over Transformer Engine",
+    kernels=CORE_KERNELS,
+    zero_stage=1,
+    dropout=0.0,
+)
+"""Megatron-Core under NeMo, with its distributed optimizer."""
+
+BRIDGE = replace(CORE, name="megatron-bridge", source="github.com/NVIDIA-NeMo/Megatron-Bridge, scripts/performance")
+"""Megatron-Bridge's performance recipes."""
+
+NEMO = replace(CORE, name="nemo", source="github.com/NVIDIA/NeMo-Framework-Launcher, conf/training/gpt3")
+"""The NeMo launcher's recipes."""
+
+MEGASCALE = replace(
+    CORE,
+    name="megascale",
+    source="Jiang et al. 2024 (arXiv 2402.15627), section 3: parallel block, sliding-window attention, LAMB",
+)
+"""ByteDance's MegaScale."""
+
+DEEPSPEED = replace(
+    MEGATRON,
+    name="megatron-deepspeed",
+    source="github.com/microsoft/Megatron-DeepSpeed (Megatron-LM's defaults); no ZeRO unless configured",
+    states=HALF_GRADIENTS,
+    # vTrain's published times (arXiv 2312.12391) drop fourfold in the head from tensor degree 1 to 2: its 50257 entries
+    # are not padded.
+    vocab_multiple=1,
+)
+"""Megatron-DeepSpeed."""
+
+BLOOM = replace(
+    DEEPSPEED,
+    name="megatron-deepspeed-bloom",
+    source="github.com/bigscience-workshop/bigscience, train/tr11-176B-ml: ALiBi, ZeRO-1, padded vocabulary",
+    states=MIXED,
+    zero_stage=1,
+    dropout=0.0,
+    positions="none",
+    vocab_multiple=128,
+)
+"""BigScience's branch, with fp32 gradient accumulation."""

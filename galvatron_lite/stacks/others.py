@@ -1,0 +1,138 @@
+"""Training frameworks outside the Megatron family. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from galvatron_lite.model.kernels import Kernels
+from galvatron_lite.stacks.facts import (
+    AMP,
+    CORE_KERNELS,
+    EAGER_KERNELS,
+    GRAPH_KERNELS,
+    HALF_GRADIENTS,
+    MEGATRON_KERNELS,
+    MIXED,
+    SHARDED,
+)
+from galvatron_lite.stacks.schema import Stack
+
+_NVIDIA = "github.com/NVIDIA/DeepLearningExamples"
+
+TITAN = Stack(
+    name="torchtitan",
+    source="github.com/pytorch/torchtitan, docs/fsdp.md: FSDP2, torch.compile by block, loss parallel",
+    kernels=Kernels(flash_attention=True, parallel_loss=True, compiled=True),
+    states=SHARDED,
+    optimizer="adamw-fused",
+    zero_stage=3,
+)
+"""torchtitan with torch.compile."""
+
+TITAN_EAGER = replace(TITAN, name="torchtitan-eager", kernels=Kernels(flash_attention=True, parallel_loss=True))
+"""torchtitan without it, and FSDP2 elsewhere."""
+
+AUTOMODEL = replace(TITAN, name="automodel", source="docs.nvidia.com/nemo/automodel (FSDP2)")
+"""NeMo AutoModel."""
+
+FOUNDRY = Stack(
+    name="llm-foundry",
+    source="github.com/mosaicml/llm-foundry, scripts/train/benchmarking: FSDP, learned positions, no biases",
+    kernels=Kernels(flash_attention=True, fused_norm=True),
+    states=SHARDED,
+    zero_stage=3,
+    biases=False,
+)
+"""MosaicML's llm-foundry over Composer."""
+
+NANOTRON = Stack(
+    name="nanotron",
+    source="github.com/huggingface/nanotron: bf16 parameters, fp32 gradient accumulation and master copy",
+    kernels=Kernels(flash_attention=True, fused_norm=True, fused_activation=True, parallel_loss=True),
+    states=MIXED,
+    optimizer="adamw-fused",
+)
+"""Hugging Face's nanotron."""
+
+JAX = Stack(
+    name="jax",
+    source="github.com/NVIDIA/JAX-Toolbox (Pax and MaxText under XLA): fp32 weights, bf16 compute",
+    kernels=Kernels(flash_attention=True, fused_activation=True, fused_residual=True, fused_loss=True, compiled=True),
+    states=SHARDED,
+    optimizer="adamw-fused",
+    vocab_multiple=128,
+)
+"""Pax and MaxText."""
+
+META = Stack(
+    name="meta",
+    source="Grattafiori et al. 2024 (arXiv 2407.21783), section 3.3.2: FSDP without resharding, fp32 reduction",
+    kernels=CORE_KERNELS,
+    states=SHARDED,
+    optimizer="adamw-fused",
+    zero_stage=2,
+)
+"""Meta's own trainer of Llama 3."""
+
+INTERNEVO = Stack(
+    name="internevo",
+    source="github.com/InternLM/InternEvo, configs/7B_sft.py: bf16, flash attention, hybrid ZeRO",
+    kernels=Kernels(flash_attention=True, fused_norm=True, parallel_loss=True),
+    states=HALF_GRADIENTS,
+    zero_stage=1,
+)
+"""InternEvo."""
+
+ONEFLOW = Stack(
+    name="oneflow",
+    source="github.com/Oneflow-Inc/libai: AMP, fused bias-gelu and bias-dropout, graph mode",
+    kernels=replace(MEGATRON_KERNELS, parallel_loss=True),
+    states=AMP,
+    vocab_multiple=128,
+    dropout=0.1,
+)
+"""OneFlow and LiBai."""
+
+TENSORFLOW = Stack(
+    name="tensorflow", source=f"{_NVIDIA}, TensorFlow (graph mode)", kernels=GRAPH_KERNELS, states=AMP, dropout=0.1
+)
+"""TensorFlow 1 and 2."""
+
+MXNET = Stack(name="mxnet", source=f"{_NVIDIA}, MxNet", kernels=GRAPH_KERNELS, states=AMP, dropout=0.1)
+"""MXNet."""
+
+PADDLE = Stack(name="paddle", source="github.com/PaddlePaddle/Paddle", kernels=EAGER_KERNELS, states=AMP, dropout=0.1)
+"""PaddlePaddle."""
+
+PYTORCH = Stack(
+    name="pytorch-ddp",
+    source=f"{_NVIDIA}, PyTorch: DistributedDataParallel, AMP, fused LAMB",
+    kernels=replace(EAGER_KERNELS, fused_activation=True),
+    states=AMP,
+    optimizer="adamw-fused",
+    dropout=0.1,
+)
+"""PyTorch's DistributedDataParallel in NVIDIA's examples."""
+
+TIMM = Stack(
+    name="timm",
+    source="github.com/huggingface/pytorch-image-models, benchmark.py",
+    kernels=EAGER_KERNELS,
+    states=AMP,
+    optimizer="sgd",
+)
+"""timm's benchmark script."""
+
+CHAINER = Stack(
+    name="chainer", source="github.com/chainer/chainer (eager, fp32)", kernels=EAGER_KERNELS, states=AMP, dropout=0.1
+)
+"""Chainer and ChainerMN."""
+
+GPIPE = Stack(
+    name="torchgpipe",
+    source="Kim et al. 2020 (arXiv 2004.09910)",
+    kernels=EAGER_KERNELS,
+    states=AMP,
+    optimizer="sgd",
+)
+"""torchgpipe."""
