@@ -101,6 +101,7 @@ class Operator:
         again: whether selective recompute runs it again; where no operator of a layer says so, all memory-bound
             ones are.
         precision: it computes in, where that is not the graph's (``fp8`` matmuls among bf16 activations).
+        channels_last: of a convolution: whether a pixel's channels lie side by side in memory (NHWC).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -117,6 +118,7 @@ class Operator:
     causal: bool = False
     again: bool = False
     precision: str = ""
+    channels_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

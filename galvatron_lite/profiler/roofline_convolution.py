@@ -1,34 +1,144 @@
-"""Seconds of convolutions by shape. No torch here."""
+"""Seconds of convolutions by shape and memory layout. No torch here.
+
+A dense convolution is an implicit matrix product of output pixels x (input channels x kernel) x output channels
+(Chetlur et al. 2014, arXiv:1410.0759, section 3), and so are the gradients of its input and of its weights. Tensor
+cores work in tiles: output channels are padded to 32, 64 or 128, of which the wider ones run faster, and the inner
+extent to 32 (NVIDIA, "Convolutional Layers User's Guide", sections on channels and tile quantisation). They read
+channels last; a picture that lies channels first is converted on its way in and out (the same guide, "Tensor
+Layouts"). Nothing runs faster than its bytes can be moved.
+
+Grouped convolutions fill such tiles badly, and depthwise ones do not use tensor cores: they are bound by memory, with
+a backward pass for the weights that reads the picture again and again (Lu et al. 2021, arXiv:2104.02636). How badly
+depends on the kernels that cuDNN has for a layout: see ``LAYOUTS``.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, prod
 
 from galvatron_lite.model.graph import Operator
-from galvatron_lite.profiler import estimate_efficiency as constants
 from galvatron_lite.profiler.roofline_machine import Machine, Seconds, stream
-from galvatron_lite.profiler.roofline_matmul import matmul_seconds
+
+TILES = ((128, 1.0), (64, 0.9), (32, 0.75))
+"""Output channels of a tile and its rate beside the widest's; order after the guide, rates [Empirical]."""
+
+INNER = 32
+"""Inner items that are computed at once."""
+
+RAMP = 64
+"""[Empirical] inner items that filling the pipeline and writing a tile cost."""
+
+DEPTHWISE = (1.3, 8.0)
+"""[Empirical] times a depthwise convolution moves its input and output, forward and backward: an RTX 3090 under
+PyTorch 1.12, either layout (github.com/huggingface/pytorch-image-models, results/benchmark-train-amp-*)."""
+
+DEPTHWISE_RATE = 0.3
+"""[Empirical] of fp32 peak: what large depthwise kernels are bound by instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How cuDNN's 16-bit kernels serve a memory layout. [Empirical], from the same runs as ``DEPTHWISE``.
+
+    Attributes:
+        conversions: times input and output are moved besides, in each of the three products.
+        grouped: rate of grouped convolutions beside dense ones.
+        width: channels a group at which that rate is reached; narrower groups are padded to it.
+        even: groups must come in multiples of this for that rate; 1: any number.
+        uneven: rate of other grouped convolutions.
+        uneven_ramp: input channels a group at which they reach half of it.
+    """
+
+    conversions: float
+    grouped: float
+    width: float
+    even: int = 1
+    uneven: float = 1.0
+    uneven_ramp: float = 0.0
+
+
+FIRST = Layout(conversions=2.0, grouped=0.4, width=24.0)
+FULL = Layout(conversions=0.0, grouped=0.4, width=24.0)
+LAST = Layout(conversions=0.0, grouped=0.13, width=4.0, even=32, uneven=0.085, uneven_ramp=50.0)
+"""16 bits channels first, 32 bits either way (its kernels need no conversion), 16 bits channels last."""
 
 
 def convolution(machine: Machine, operator: Operator, samples: float, shared: int) -> Seconds:
-    """An implicit GEMM: output pixels x (input channels x kernel) x output channels, once a group."""
+    """Forward and backward seconds of a convolution.
+
+    Args:
+        machine: the device at a precision.
+        operator: a convolution.
+        samples: on the device.
+        shared: devices that its output channels are spread over.
+    """
     inputs, outputs, groups = operator.shape[:3]
     dims = (len(operator.shape) - 3) // 3
-    extents, kernel, strides = (operator.shape[3 + i * dims : 3 + (i + 1) * dims] for i in range(3))
-    pixels = samples * prod(ceil(extent / stride) for extent, stride in zip(extents, strides, strict=True))
-    inner, columns = inputs // groups * prod(kernel), outputs / groups / shared
-    if inputs // groups < constants.DEPTHWISE_CHANNELS and groups > 1:
-        work = operator.flops * samples / shared / (machine.device.peak.get("fp32", machine.peak) * constants.DEPTHWISE)
-    else:
-        calls = operator.flops / (2 * pixels / samples * inner * outputs / groups)
-        work = calls * matmul_seconds(machine, pixels, inner, columns) / constants.CONVOLUTION
-    forward = max(work, _calls(machine, operator, operator.moved, samples / shared))
-    ratio = operator.backward_flops / operator.flops if operator.flops else 0.0
-    backward = max(work * ratio, _calls(machine, operator, operator.backward_moved, samples / shared))
-    return Seconds(forward, backward if ratio else 0.0)
+    kernel = prod(operator.shape[3 + dims : 3 + 2 * dims])
+    # outputs are what the FLOPs say: padding is not in the shape
+    pixels = operator.flops / (2 * (inputs // groups) * outputs * kernel) * samples
+    seconds = stream(machine, (operator.moved * samples + operator.weight_bytes) / shared)
+    if groups > 1 and inputs == groups:
+        return _depthwise(machine, operator, samples, seconds)
+    layout = FULL if machine.item_bytes > 2 else LAST if operator.channels_last else FIRST
+    if groups > 1:
+        rate = _grouped_rate(layout, inputs // groups, groups) * _peak(machine)
+        work = operator.flops * samples / shared / rate
+        return _sums(operator, layout, (work, work, work), seconds)
+    rate, columns = _peak(machine), outputs / shared
+    forward = _padded(kernel * inputs) * _columns(columns)
+    to_input = _padded(kernel * outputs / shared) * _columns(inputs)
+    to_weight = _columns(kernel * inputs) * ceil(columns / INNER) * INNER
+    unit = 2 * pixels / rate * _waves(machine, pixels, columns)
+    return _sums(operator, layout, (forward * unit, to_input * unit, to_weight * unit), seconds)
 
 
-def _calls(machine: Machine, operator: Operator, moved: float, samples: float) -> float:
-    """Seconds the operator's bytes take, kernel by kernel."""
-    calls = max(1, operator.count)
-    return calls * stream(machine, (moved * samples + operator.weight_bytes) / calls)
+def _sums(operator: Operator, layout: Layout, work: tuple[float, float, float], seconds: float) -> Seconds:
+    """The three products, each bound by work or bytes, conversions added; no input gradient for the first layer."""
+    forward, to_input, to_weight = (max(part, seconds) + layout.conversions * seconds for part in work)
+    if not operator.backward_flops:
+        return Seconds(forward, 0.0)
+    return Seconds(forward, to_weight + (to_input if operator.backward_flops > operator.flops else 0.0))
+
+
+def _depthwise(machine: Machine, operator: Operator, samples: float, seconds: float) -> Seconds:
+    wide = machine.device.peak.get("fp32", machine.peak) * DEPTHWISE_RATE
+    work = operator.flops * samples / wide
+    forward = max(work, DEPTHWISE[0] * seconds)
+    return Seconds(forward, max(2 * work, DEPTHWISE[1] * seconds) if operator.backward_flops else 0.0)
+
+
+@lru_cache(maxsize=4096)
+def _grouped_rate(layout: Layout, channels: int, groups: int) -> float:
+    """Of the dense rate, by channels a group and number of groups."""
+    if groups % layout.even:
+        return layout.uneven * channels / (channels + layout.uneven_ramp)
+    return layout.grouped * min(1.0, channels / layout.width)
+
+
+@lru_cache(maxsize=4096)
+def _padded(inner: float) -> float:
+    return ceil(inner / INNER) * INNER + RAMP
+
+
+@lru_cache(maxsize=4096)
+def _columns(columns: float) -> float:
+    """Output channels in the cheapest tiles, in units of the widest tile's rate."""
+    return min(ceil(columns / tile) * tile / rate for tile, rate in TILES)
+
+
+def _waves(machine: Machine, pixels: float, columns: float) -> float:
+    """Whole waves of tiles beside the share that is filled; fewer tiles than units are split along the inner extent."""
+    tiles = ceil(pixels / TILES[0][0]) * ceil(columns / TILES[0][0])
+    units = machine.device.units
+    return ceil(tiles / units) * units / tiles if tiles > units else 1.0
+
+
+def _peak(machine: Machine) -> float:
+    """FLOP/s of dense convolutions in full tiles; where no share is known, that of matmuls times 3/4."""
+    shares = machine.constants.convolution
+    name = {4: "fp32"}.get(machine.item_bytes, "bf16")
+    share = shares.get(machine.precision, shares.get(name))
+    return machine.wide * share if share else 0.75 * machine.other.unit * machine.device.units

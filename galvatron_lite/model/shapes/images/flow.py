@@ -50,7 +50,7 @@ class Flow:
         return Flow(self.tape, self.value, self.channels, self.extent)
 
     def _name(self, what: str) -> str:
-        return f"{what}{len(self.tape.operators)}"
+        return f"{what}{len(self.tape.records)}"
 
     def convolve(self, out: int, kernel: int = 1, stride: int = 1, groups: int = 1, *, bias: bool = False) -> Flow:
         """Convolution with half-kernel padding; a patch embedding (kernel = stride) has none."""

@@ -1,0 +1,113 @@
+"""From an image network's published name to its graph, by rules a family. No torch here.
+
+Names follow the common convention of model zoos (``resnext50_32x4d``, ``regnety_032``, ``tf_efficientnet_b3_ns``): what
+only tells how or by whom the weights were trained is dropped. A name no rule knows has no graph: ``summary`` may do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.shapes.fields import ConvNextShape, VitShape
+from galvatron_lite.model.shapes.images.classic import dense_graph, vgg_graph
+from galvatron_lite.model.shapes.images.mobile import mobile_graph
+from galvatron_lite.model.shapes.images.mobile_tables import mobile_of
+from galvatron_lite.model.shapes.images.normfree import normfree_graph, normfree_of
+from galvatron_lite.model.shapes.images.regular import LINES, regular_graph
+from galvatron_lite.model.shapes.images.residual import Residual, residual_graph
+
+_TRAINED = r"(?:_(?:in1k|in21k|in22k|in22ft1k|in21ft1k|384|miil|ra|a1h|tv|hnf|ols|in21k))*"
+_DEPTHS = {
+    "10": (1, 1, 1, 1), "14": (1, 1, 1, 1), "18": (2, 2, 2, 2), "26": (2, 2, 2, 2), "34": (3, 4, 6, 3),
+    "50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3), "200": (3, 24, 36, 3), "269": (3, 30, 48, 8),
+    "rs50": (3, 4, 6, 3), "rs101": (3, 4, 23, 3), "rs152": (3, 8, 36, 3), "rs200": (3, 24, 36, 3),
+    "rs270": (4, 29, 53, 4), "rs350": (4, 36, 72, 4), "rs420": (4, 44, 87, 4),
+}  # fmt: skip
+_RESNET = (
+    r"(?:gluon_|tv_|ssl_|swsl_|ig_|legacy_)?(?P<attention>se|eca)?(?P<wide>wide_)?resne(?P<next>x?)t(?P<blur>aa|blur)?"
+    r"(?P<depth>(?:rs)?\d+)(?:_?v?1?(?P<variant>b|c|d|s|t))?(?P<wide2>_2)?(?:_(?P<groups>\d+)x(?P<width>\d+)d)?"
+)
+Builder = Callable[[int, int, str, int], ModelGraph]
+
+
+def residual_of(name: str) -> Residual | None:
+    """The residual network that a name means; None: none of this family."""
+    found = re.fullmatch(_RESNET + _TRAINED, name)
+    if not found or found["depth"] not in _DEPTHS:
+        return None
+    scaled, basic = found["depth"].startswith("rs"), found["depth"] in ("18", "34") or found["depth"] == "10"
+    variant = "d" if scaled else found["variant"] or ""
+    if name.startswith("legacy_") and basic is False and not found["attention"]:
+        return None
+    stems = {"c": (32, 32, 64), "d": (32, 32, 64), "s": (64, 64, 128), "t": (24, 32, 64)}
+    squeeze = {"se": 1 / 16, "eca": -1.0}.get(found["attention"] or "", 0.0)
+    return Residual(
+        depths=_DEPTHS[found["depth"]], basic=basic, groups=int(found["groups"] or 1),
+        group_width=128 if found["wide"] else int(found["width"] or 64), stem=stems.get(variant, (64,)),
+        pool=not scaled, average_down=variant in ("d", "t"), squeeze=0.25 if scaled else squeeze,
+        blur=bool(found["blur"]),
+    )  # fmt: skip
+
+
+_CONVNEXT = {
+    "atto": ((2, 2, 6, 2), 40), "femto": ((2, 2, 6, 2), 48), "pico": ((2, 2, 6, 2), 64), "nano": ((2, 2, 8, 2), 80),
+    "tiny": ((3, 3, 9, 3), 96), "small": ((3, 3, 27, 3), 96), "base": ((3, 3, 27, 3), 128),
+    "large": ((3, 3, 27, 3), 192), "xlarge": ((3, 3, 27, 3), 256),
+}  # fmt: skip
+
+
+def convnext_of(name: str, side: int = 224, classes: int = 1000) -> ConvNextShape | None:
+    """The ConvNeXt that a name means (Liu et al. 2022, section 3); None: none of this family."""
+    found = re.fullmatch(r"convnext_(\w+?)" + _TRAINED, name)
+    if not found or found[1] not in _CONVNEXT:
+        return None
+    depths, width = _CONVNEXT[found[1]]
+    widths = tuple(width * 2**stage for stage in range(4))
+    return ConvNextShape(name=name, depths=depths, widths=widths, image_size=side, classes=classes)
+
+
+_VIT = {"tiny": (192, 3, 12), "small": (384, 6, 12), "base": (768, 12, 12), "large": (1024, 16, 24), "huge": (1280, 16, 32)}
+"""Width, heads and blocks (Dosovitskiy et al. 2021, table 1; Touvron et al. 2021, table 1)."""
+
+
+def vit_of(name: str, side: int = 224, classes: int = 1000) -> VitShape | None:
+    """The vision transformer that a name means (ViT, DeiT, BEiT); None: none of these."""
+    found = re.fullmatch(r"(?:vit|deit3?|beit)_(\w+?)(?:_distilled)?_patch(\d+)_\d+(?:_(?:in21k|in21ft1k|in22k|sam|dino))*", name)
+    if not found or found[1] not in _VIT:
+        return None
+    hidden, heads, layers = _VIT[found[1]]
+    return VitShape(
+        name=name, layers=layers, hidden=hidden, heads=heads, image_size=side, patch=int(found[2]), classes=classes
+    )
+
+
+def shape_of_name(name: str, side: int) -> ConvNextShape | VitShape | None:
+    """The shape of a name whose family has a shape of its own; None: ``builder_of`` may know it."""
+    return convnext_of(name, side) or vit_of(name, side)
+
+
+def builder_of(name: str) -> Builder | None:
+    """What makes the graph of a name from side, classes, precision and bytes an item; None: no rule knows the name."""
+    if residual := residual_of(name):
+        return lambda side, classes, precision, size: residual_graph(name, residual, side, classes, precision, size)
+    if mobile := mobile_of(name):
+        return lambda side, classes, precision, size: mobile_graph(name, mobile, side, classes, precision, size)
+    if free := normfree_of(name):
+        return lambda side, classes, precision, size: normfree_graph(name, free, side, classes, precision, size)
+    return _lettered(name)
+
+
+def _lettered(name: str) -> Builder | None:
+    """Families that are told by one number or letter."""
+    if (found := re.fullmatch(r"regnet([xy]_\d{3})", name)) and found[1] in LINES:
+        key = found[1]
+        return lambda side, classes, precision, size: regular_graph(name, key, side, classes, precision, size)
+    if found := re.fullmatch(r"(?:tv_)?vgg(11|13|16|19)(_bn)?", name):
+        depth, norm = int(found[1]), bool(found[2])
+        return lambda side, classes, precision, size: vgg_graph(name, depth, norm, side, classes, precision, size)
+    if found := re.fullmatch(r"(?:tv_)?densenet(121|161|169|201|264)", name):
+        layers = int(found[1])
+        return lambda side, classes, precision, size: dense_graph(name, layers, side, classes, precision, size)
+    return None

@@ -1,0 +1,98 @@
+"""An image network of which only totals are known: multiply-adds, activations, parameters. No torch here.
+
+It becomes so many equal layers, each a dense convolution with its normalisation and activation, whose multiply-adds,
+outputs and weights add up to the totals. Multiply-adds over activations is the inner extent of the mean convolution
+(every output of a convolution costs its inner extent in multiply-adds), so the arithmetic intensity is the network's.
+What networks do beside convolutions, norms and activations (residual sums, gates, pooling, copies, softmax) is counted
+as passes over the activations.
+
+Radosavovic et al. 2020 (arXiv:2003.13678, section 3.3 and figure 12) show that activations, the outputs of all
+convolutions, tell run time better than multiply-adds do; here both enter by the rooflines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.files import STRICT
+from galvatron_lite.model.graph import ModelGraph, Operator, OperatorClass
+from galvatron_lite.model.shapes.calls import Call, Part
+from galvatron_lite.model.shapes.images.flow import Flow
+from galvatron_lite.model.shapes.images.network import Network
+
+if TYPE_CHECKING:
+    from pydantic import ConfigDict
+
+LAYERS = 50
+"""Convolutions of a typical network; only launches depend on it."""
+
+WIDTH = 256
+"""Output channels of the mean convolution: tile padding is small from here on."""
+
+BESIDE = (4, 5)
+"""[Empirical] times that everything besides convolution, norm and activation reads or writes the activations, forward
+and backward: residual sums, gates, pooling, copies, depthwise kernels' repeated reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageTotals:
+    """Totals of an image network for one sample.
+
+    Attributes:
+        name, source: for people.
+        macs: multiply-adds of forward.
+        activations: outputs of all convolutions and linear layers.
+        parameters: items.
+        image_size: pixels along each side.
+        channels_last: whether the picture lies channels last in memory.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    arch: Literal["image"] = "image"
+    name: str = ""
+    source: str = ""
+    macs: float
+    activations: float
+    parameters: float
+    image_size: int = 224
+    channels_last: bool = False
+
+
+def summary_graph(totals: ImageTotals, precision: str, item_bytes: int) -> ModelGraph:
+    """Equal layers that add up to the totals, between an empty stem and a classifier.
+
+    Raises:
+        InputError: totals that are not positive.
+    """
+    for field in ("macs", "activations", "parameters"):
+        if getattr(totals, field) <= 0:
+            raise InputError(field, getattr(totals, field), "Give the network's total, above 0.")
+    outputs = max(WIDTH, int(totals.activations / LAYERS))
+    pixels = max(1, outputs // WIDTH)
+    net = Network(totals.name, item_bytes, WIDTH, (1, pixels))
+    net.stem(_whole)
+    for _ in range(LAYERS):
+        net.block(_mean_layer, totals=totals)
+    return net.finish(1000, precision)
+
+
+def _whole(flow: Flow) -> None:
+    """The picture enters as it is."""
+
+
+def _mean_layer(flow: Flow, totals: ImageTotals) -> None:
+    tape, x = flow.tape, flow.value
+    inner = max(1, round(totals.macs / totals.activations))
+    out = tape.value(x.items, Part.WHOLE)
+    weight = max(1, round(totals.parameters / LAYERS))
+    tape.own(weight)
+    flops = 2 * round(totals.macs / LAYERS)
+    shape = (inner, WIDTH, 1, *flow.extent, 1, 1, 1, 1)
+    operator = Operator(
+        "conv", OperatorClass.CONVOLUTION, shape, 1, flops, 2 * flops, 2 * x.bytes, 4 * x.bytes,
+        weight * tape.item_bytes, channels_last=totals.channels_last,
+    )  # fmt: skip
+    flow.value = tape.record(Call((x,), out, saved=(x,), anchor=(out,)), operator)
+    flow.normalise().activate().mix("beside", BESIDE)

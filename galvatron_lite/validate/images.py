@@ -1,0 +1,71 @@
+"""Published runs of image networks as graphs: layer by layer where the name tells the network, else from totals.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.kernels import Kernels
+from galvatron_lite.model.shapes.images.layout import channels_last
+from galvatron_lite.model.shapes.images.names import builder_of, shape_of_name
+from galvatron_lite.model.shapes.images.summary import ImageTotals, summary_graph
+from galvatron_lite.model.shapes.registry import build_graph
+from galvatron_lite.stacks.schema import Stack
+from galvatron_lite.units import ITEM_BYTES
+from galvatron_lite.validate.outcome import Skipped
+from galvatron_lite.validate.rows import PublishedRun
+
+_TOTALS = re.compile(r"fwd gmacs ([\d.]+), m-activations ([\d.]+)")
+_LAST = re.compile(r"\bnhwc\b|channels[ _-]last")
+
+
+def image_model(run: PublishedRun, stack: Stack) -> ModelGraph | Skipped:
+    """The graph of a run's network, or why there is none.
+
+    Args:
+        run: of an image network.
+        stack: its software; its kernels decide attention's operators.
+    """
+    if not run.model:
+        return Skipped("no model named")
+    precision = _item_precision(run.precision)
+    side = run.image_size or 224
+    last = _LAST.search(run.said) is not None
+    graph = _named(run.model.lower(), side, precision, stack.kernels, last)
+    found = _TOTALS.search(run.said)
+    if graph is None and found and run.params_b:
+        totals = (float(found[1]) * 1e9, float(found[2]) * 1e6, run.params_b * 1e9)
+        graph = _summed(run.model, totals, side, precision, last) if min(totals) > 0 else None
+    if graph is None:
+        return Skipped("image network known neither by name nor by totals")
+    return graph
+
+
+def _item_precision(text: str | None) -> str:
+    """A precision of the same item size as the run's: activations of TF32 runs are fp32."""
+    said = (text or "bf16").lower()
+    return "fp16" if re.search("fp16|bf16|fp8", said) or "32" not in said else "fp32"
+
+
+@lru_cache(maxsize=2048)
+def _named(name: str, side: int, precision: str, kernels: Kernels, last: bool) -> ModelGraph | None:
+    if last:
+        graph = _named(name, side, precision, kernels, False)
+        return None if graph is None else channels_last(graph)
+    if (shape := shape_of_name(name, side)) is not None:
+        return build_graph(shape, precision=precision, kernels=kernels)
+    builder = builder_of(name)
+    return builder(side, 1000, precision, ITEM_BYTES[precision]) if builder else None
+
+
+@lru_cache(maxsize=2048)
+def _summed(name: str, totals: tuple[float, float, float], side: int, precision: str, last: bool) -> ModelGraph:
+    macs, activations, parameters = totals
+    shape = ImageTotals(
+        name=name, macs=macs, activations=activations, parameters=parameters, image_size=side, channels_last=last
+    )
+    return summary_graph(shape, precision, ITEM_BYTES[precision])
