@@ -1,0 +1,157 @@
+"""The published runs that constants are fitted to, predicted by several processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import exp, log, nan
+
+import numpy as np
+
+from galvatron_lite.calibration.fit import Array, PredictMany, Problem, Task, family_weights
+from galvatron_lite.calibration.schema import Calibration
+from galvatron_lite.calibration.store import entry_for
+from galvatron_lite.cluster.links import link_matching
+from galvatron_lite.stacks.catalog import match_stack
+from galvatron_lite.validate.clusters import cluster_of, device_of
+from galvatron_lite.validate.outcome import Predicted, Skipped
+from galvatron_lite.validate.predict import Remembered, predict_run
+from galvatron_lite.validate.rows import PublishedRun
+from galvatron_lite.validate.run import judge_run
+from galvatron_lite.validate.scores import Judged
+
+GRADES = {"A": 1.0, "B": 0.4}
+"""Weight of a row by the quality of its figures."""
+
+ORDER = 0.5
+"""Weight of errors within a group of plans beside errors of time itself: the order of plans is what a planner needs."""
+
+FAMILY = 50.0
+"""Weight of a family of many rows: one per cent of its mean error is worth as much as one standard deviation of one
+constant's prior (0.5)."""
+
+CHUNK = 40
+"""Rows that one process predicts at once."""
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Published runs whose step time can be predicted and counts.
+
+    Attributes:
+        judged: each with its prediction before the fit.
+        problem: the same as numbers.
+    """
+
+    judged: tuple[Judged, ...]
+    problem: Problem
+
+    @property
+    def runs(self) -> tuple[PublishedRun, ...]:
+        """The runs themselves."""
+        return tuple(one.run for one in self.judged)
+
+
+def rows_of(runs: Sequence[PublishedRun], calibration: Calibration, progress: Progress) -> Rows:
+    """The runs that can be fitted to."""
+    memory, kept = Remembered(), []
+    for number, run in enumerate(runs, 1):
+        judged = judge_run(run, calibration, memory)
+        if judged.time is not None:
+            kept.append(judged)
+        progress(number, len(runs), run.family)
+    return Rows(tuple(kept), _problem(kept, calibration))
+
+
+def _problem(kept: Sequence[Judged], calibration: Calibration) -> Problem:
+    groups = group_numbers([one.run for one in kept])
+    grades = [GRADES.get(one.run.quality or "B", 0.0) for one in kept]
+    weights = family_weights([one.run.family for one in kept], groups, grades, FAMILY)
+    return Problem(
+        measured=np.array([log(measured_seconds(one)) for one in kept]),
+        weights=weights,
+        groups=groups,
+        order=ORDER,
+        uses=[entries_of(one.run, calibration) for one in kept],
+    )
+
+
+def measured_seconds(judged: Judged) -> float:
+    """Measured seconds of a row whose time counts."""
+    assert judged.measured is not None
+    assert judged.measured.step_seconds is not None
+    return judged.measured.step_seconds
+
+
+def group_numbers(runs: Sequence[PublishedRun]) -> np.ndarray:
+    """Number of the group of runs that differ in their plan only; -1 for a run on its own."""
+    keys = [(run.family, run.model, run.seq_len, run.image_size, run.gpu, run.n_gpus, run.global_batch) for run in runs]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return np.array([numbers[key] if keys.count(key) > 1 else -1 for key in keys], dtype=np.int64)
+
+
+def entries_of(run: PublishedRun, calibration: Calibration) -> frozenset[str]:
+    """The entries of a calibration that a run's prediction depends on."""
+    device, cluster = device_of(run.gpu), cluster_of(run, calibration)
+    used = {f"stacks/{entry_for(calibration, 'stacks', match_stack(run.framework).name)}"}
+    if device is None or isinstance(cluster, Skipped):
+        return frozenset(used)
+    used.add(f"devices/{entry_for(calibration, 'devices', device.name)}")
+    if cluster.devices > 1:
+        used.add(f"links/{link_matching(run.intra_link, device.name)}")
+    if len(cluster.levels) > 1:
+        used.add(f"links/{link_matching(run.inter_net, device.name, between=True)}")
+    return frozenset(used)
+
+
+# What a worker process works on; set once when it starts.
+_RUNS: list[PublishedRun] = []
+_MEMORY = Remembered()
+
+
+def _start(runs: Sequence[PublishedRun]) -> None:
+    _RUNS[:] = runs
+
+
+def _predict(task: Task) -> list[float]:
+    calibration, rows = task
+    memory = Remembered(graphs=_MEMORY.graphs)
+    return [_log_seconds(predict_run(_RUNS[row], calibration, memory)) for row in rows]
+
+
+def _log_seconds(outcome: Predicted | Skipped) -> float:
+    return log(outcome.step_seconds) if isinstance(outcome, Predicted) else nan
+
+
+@contextmanager
+def predictor(runs: Sequence[PublishedRun], processes: int, progress: Progress) -> Iterator[PredictMany]:
+    """The cost model as the fit wants it, on several processes."""
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(processes, context, _start, (tuple(runs),)) as pool:
+
+        def predict(tasks: Sequence[Task]) -> list[Array]:
+            pieces = [
+                (number, (calibration, rows[start : start + CHUNK * 8]))
+                for number, (calibration, rows) in enumerate(tasks)
+                for start in range(0, len(rows), CHUNK * 8)
+            ]
+            found: list[list[float]] = [[] for _ in tasks]
+            answers = pool.map(_predict, [piece for _, piece in pieces])
+            for done, ((number, _), answer) in enumerate(zip(pieces, answers, strict=True), 1):
+                found[number] += answer
+                progress(done, len(pieces), "")
+            return [np.array(one) for one in found]
+
+        yield predict
+
+
+def judged_again(judged: Judged, seconds: float) -> Judged:
+    """A row with another prediction of its time."""
+    assert isinstance(judged.outcome, Predicted)
+    outcome = replace(judged.outcome, step_seconds=exp(seconds))
+    return replace(judged, outcome=outcome, time=exp(seconds) / measured_seconds(judged))
