@@ -207,12 +207,16 @@ def test_what_a_graph_cannot_be_built_for(name: str, sequence: int | None, preci
     assert error.value.field == field
 
 
-def test_experts_must_be_gated_and_enough() -> None:
+def test_experts_must_be_enough_and_some_blocks_must_have_them() -> None:
     fields = {"arch": "moe", "layers": 1, "hidden": 8, "heads": 2, "vocab": 9, "seq_len": 4, "n_experts": 4}
-    with pytest.raises(InputError, match="gated_mlp"):
-        shape_from_data(fields)
     with pytest.raises(InputError, match="moe_topk"):
-        shape_from_data(fields | {"gated_mlp": True, "moe_topk": 5})
+        shape_from_data(fields | {"moe_topk": 5})
+    with pytest.raises(InputError, match="dense_layers"):
+        shape_from_data(fields | {"dense_layers": 1})
+    with pytest.raises(InputError, match="capacity"):
+        shape_from_data(fields | {"capacity": 0.5})
+    with pytest.raises(InputError, match="rope_dim"):
+        shape_from_data(fields | {"kv_rank": 4, "rope_dim": 4})
 
 
 def test_config_folder_of_nothing() -> None:

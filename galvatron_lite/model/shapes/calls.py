@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+FP32 = 4
+"""Bytes of an fp32 item."""
+
+INDEX = 8
+"""Bytes of an index."""
+
 
 class Part(IntEnum):
     """How tensor parallelism divides a value; the larger one wins where a value is held in two ways."""
@@ -24,6 +30,7 @@ class Value:
         item_bytes: bytes of one element.
         part: how tensor parallelism divides it.
         grad: whether a gradient flows to it.
+        storage: bytes of the storage where the value is a view of part of it; 0: it has its own.
     """
 
     key: int
@@ -31,11 +38,17 @@ class Value:
     item_bytes: int
     part: Part
     grad: bool = True
+    storage: int = 0
 
     @property
     def bytes(self) -> int:
-        """Bytes per sample on one device that holds all of it."""
+        """Bytes per sample that a kernel reads or writes, on one device that does all of it."""
         return self.items * self.item_bytes
+
+    @property
+    def held(self) -> int:
+        """Bytes per sample that live while it does."""
+        return self.storage or self.bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +59,12 @@ class Call:
         inputs: tensors it reads, parameters left out.
         output: tensor it makes.
         saved: what autograd keeps for its backward pass.
-        anchor: what selective recomputation keeps of it (matmul and attention outputs), empty else.
+        anchor: what selective recomputation by operators keeps of it (matmul and attention outputs), empty else.
         shares_gradient: whether the inputs' gradients are the output's gradient itself (addition).
+        inplace: whether the input's gradient takes the place of what is saved.
+        core: whether it belongs to the attention core (scores, softmax, dropout, context).
+        fusible: whether a compiler joins it with its neighbours (element-wise and row-wise calls).
+        rebuilt: what exists again while its backward runs (gathered inputs of which a share is kept).
     """
 
     inputs: tuple[Value, ...]
@@ -55,3 +72,7 @@ class Call:
     saved: tuple[Value, ...] = ()
     anchor: tuple[Value, ...] = ()
     shares_gradient: bool = False
+    inplace: bool = False
+    core: bool = False
+    fusible: bool = False
+    rebuilt: tuple[Value, ...] = ()

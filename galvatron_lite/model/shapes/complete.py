@@ -18,6 +18,7 @@ from galvatron_lite.model.shapes.fields import (
 T = TypeVar("T", bound=TransformerShape)
 _MAY_BE_ZERO = {
     "kv_heads", "head_dim", "ffn_hidden", "moe_ffn", "decoder_layers", "decoder_seq_len", "position_entries",
+    "kv_rank", "q_rank", "rope_dim", "value_dim", "predicted", "shared_ffn", "dense_layers",
 }  # fmt: skip
 
 
@@ -67,6 +68,8 @@ def _complete_transformer(shape: T) -> T:
         raise InputError("heads", shape.heads, f"Choose a number that divides {shape.hidden}, or give head_dim.")
     if shape.heads % kv_heads:
         raise InputError("kv_heads", kv_heads, f"Choose a number that divides the {shape.heads} heads.")
+    if shape.kv_rank and not 0 < shape.rope_dim < (shape.head_dim or shape.hidden // shape.heads):
+        raise InputError("rope_dim", shape.rope_dim, "Latent attention turns part of head_dim; give a smaller number.")
     entries = shape.position_entries or shape.seq_len
     if shape.positions == "learned" and shape.seq_len > entries:
         raise InputError("seq_len", shape.seq_len, f"The table of learned positions has {entries} (position_entries).")
@@ -82,8 +85,10 @@ def _complete_transformer(shape: T) -> T:
 def _complete_moe(shape: MoeShape) -> MoeShape:
     if shape.moe_topk > shape.n_experts:
         raise InputError("moe_topk", shape.moe_topk, f"There are {shape.n_experts} experts a block.")
-    if not shape.gated_mlp:
-        raise InputError("gated_mlp", shape.gated_mlp, "Experts are gated; set it to true.")
+    if shape.dense_layers >= shape.layers:
+        raise InputError("dense_layers", shape.dense_layers, f"Choose fewer than the {shape.layers} layers.")
+    if shape.capacity < 1:
+        raise InputError("capacity", shape.capacity, "Give a factor of 1 or more on an expert's even share.")
     whole = _complete_transformer(shape)
     return replace(whole, moe_ffn=whole.moe_ffn or whole.ffn_hidden)
 

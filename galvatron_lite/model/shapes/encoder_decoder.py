@@ -16,7 +16,7 @@ from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.assemble import assemble, blocks
 from galvatron_lite.model.shapes.fields import EncoderDecoderShape
-from galvatron_lite.model.shapes.tape import Tape, widen
+from galvatron_lite.model.shapes.tape import Tape
 from galvatron_lite.model.shapes.transformer import (
     attend,
     block_kind,
@@ -30,14 +30,16 @@ from galvatron_lite.model.shapes.transformer import (
 )
 
 
-def encoder_decoder_graph(shape: EncoderDecoderShape, precision: str, item_bytes: int, kernels: Kernels = EAGER) -> ModelGraph:
+def encoder_decoder_graph(
+    shape: EncoderDecoderShape, precision: str, item_bytes: int, kernels: Kernels = EAGER
+) -> ModelGraph:
     """``before``, encoder blocks, ``bridge``, decoder blocks, ``after``."""
     kinds = (
-        _before_kind(shape, item_bytes),
-        pre_norm_block(shape, shape.seq_len, item_bytes, "encoder_block", causal=False),
-        _bridge_kind(shape, item_bytes),
-        _decoder_kind(shape, item_bytes),
-        _after_kind(shape, item_bytes),
+        _before_kind(shape, item_bytes, kernels),
+        pre_norm_block(shape, shape.seq_len, item_bytes, "encoder_block", causal=False, kernels=kernels),
+        _bridge_kind(shape, item_bytes, kernels),
+        _decoder_kind(shape, item_bytes, kernels),
+        _after_kind(shape, item_bytes, kernels),
     )
     encoder = blocks("encoder.layers", "encoder_block", shape.layers)
     decoder = blocks("decoder.layers", "decoder_block", shape.decoder_layers)
@@ -58,16 +60,16 @@ def _buckets(tape: Tape, shape: EncoderDecoderShape) -> None:
         tape.own(shape.buckets * shape.heads)
 
 
-def _before_kind(shape: EncoderDecoderShape, item_bytes: int) -> LayerKind:
-    tape = Tape(item_bytes)
+def _before_kind(shape: EncoderDecoderShape, item_bytes: int, kernels: Kernels) -> LayerKind:
+    tape = Tape(item_bytes, kernels)
     _buckets(tape, shape)
     x = ops.dropout(tape, "dropout", embed(tape, shape, shape.seq_len), shape.dropout)
     return edge_kind(tape, shape, "before", (x,), shape.seq_len)
 
 
-def _bridge_kind(shape: EncoderDecoderShape, item_bytes: int) -> LayerKind:
+def _bridge_kind(shape: EncoderDecoderShape, item_bytes: int, kernels: Kernels) -> LayerKind:
     """Keeps the encoder's output too: the decoder blocks' key and value projections read it in backward."""
-    tape = Tape(item_bytes)
+    tape = Tape(item_bytes, kernels)
     _buckets(tape, shape)
     memory = norm(tape, shape, "norm", tape.enter(shape.seq_len * shape.hidden))
     memory = ops.dropout(tape, "norm.dropout", memory, shape.dropout)
@@ -77,21 +79,22 @@ def _bridge_kind(shape: EncoderDecoderShape, item_bytes: int) -> LayerKind:
     return edge_kind(tape, shape, "bridge", (x, memory), shape.decoder_seq_len)
 
 
-def _decoder_kind(shape: EncoderDecoderShape, item_bytes: int) -> LayerKind:
+def _decoder_kind(shape: EncoderDecoderShape, item_bytes: int, kernels: Kernels) -> LayerKind:
     """Self-attention, cross-attention, MLP: three regions, so six collectives a forward pass."""
-    tape = Tape(item_bytes)
+    tape = Tape(item_bytes, kernels)
     tokens = shape.decoder_seq_len
     x = tape.enter(tokens * shape.hidden)
     memory = tape.borrow(shape.seq_len * shape.hidden)
-    x = ops.add(tape, "attention.residual", x, attend(tape, shape, widen(norm(tape, shape, "norm1", x)), causal=True))
-    crossed = attend(tape, shape, widen(norm(tape, shape, "norm2", x)), source=widen(memory))
-    x = ops.add(tape, "cross_attention.residual", x, crossed)
-    x = ops.add(tape, "mlp.residual", x, mlp(tape, shape, widen(norm(tape, shape, "norm3", x))))
+    attended = attend(tape, shape, norm(tape, shape, "norm1", x), causal=True)
+    x = ops.residual(tape, "attention", x, attended, shape.dropout)
+    crossed = attend(tape, shape, norm(tape, shape, "norm2", x), source=memory)
+    x = ops.residual(tape, "cross_attention", x, crossed, shape.dropout)
+    x = ops.residual(tape, "mlp", x, mlp(tape, shape, norm(tape, shape, "norm3", x)), shape.dropout)
     return block_kind(tape, shape, "decoder_block", (x, memory), tokens, collectives=6)
 
 
-def _after_kind(shape: EncoderDecoderShape, item_bytes: int) -> LayerKind:
-    tape = Tape(item_bytes)
+def _after_kind(shape: EncoderDecoderShape, item_bytes: int, kernels: Kernels) -> LayerKind:
+    tape = Tape(item_bytes, kernels)
     x = norm(tape, shape, "norm", tape.enter(shape.decoder_seq_len * shape.hidden))
     logits, loss = head(tape, shape, ops.dropout(tape, "norm.dropout", x, shape.dropout))
     return edge_kind(tape, shape, "after", (loss,), shape.decoder_seq_len, logits)

@@ -35,14 +35,22 @@ class TransformerShape:
         fused_norm: whether RMSNorm runs as one kernel (CUDA) or step by step in fp32 (CPU).
         biases: whether linear layers and LayerNorm have biases.
         qkv_bias: whether query, key and value projections have biases even where ``biases`` is false.
-        positions: how places are told: a learned table, rotary, relative buckets (T5), or none.
+        positions: how places are told: a learned table, rotary, relative buckets (T5), a bias by distance (ALiBi), or
+            none.
         vocab: entries of the vocabulary.
         vocab_multiple: the tables are padded so that their entries are a multiple of this (tensor parallelism
             splits them evenly); 1: not padded.
         tied_embeddings: whether the head shares the token table.
         seq_len: tokens per sample.
         position_entries: entries of the table of learned positions; 0: ``seq_len``.
-        dropout: probability after embedding, attention and MLP.
+        dropout: probability after embedding, attention and MLP, and on attention weights.
+        split_vocabulary: whether tensor parallelism splits token table and head; None: where they are more than
+            twice as tall as wide.
+        kv_rank: of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): items of a token's compressed keys and
+            values; 0: plain attention.
+        q_rank: items of a token's compressed query; 0: queries are not compressed.
+        rope_dim: of latent attention: items of a head that rotary positions turn, part of ``head_dim``.
+        value_dim: of latent attention: items of one head of values; 0: ``head_dim``.
     """
 
     name: str = ""
@@ -59,13 +67,18 @@ class TransformerShape:
     fused_norm: bool = True
     biases: bool = True
     qkv_bias: bool = False
-    positions: Literal["learned", "rotary", "relative", "none"] = "learned"
+    positions: Literal["learned", "rotary", "relative", "alibi", "none"] = "learned"
     vocab: int
     vocab_multiple: int = 1
     tied_embeddings: bool = True
     seq_len: int
     position_entries: int = 0
     dropout: float = 0.0
+    split_vocabulary: bool | None = None
+    kv_rank: int = 0
+    q_rank: int = 0
+    rope_dim: int = 0
+    value_dim: int = 0
 
     @property
     def entries(self) -> int:
@@ -74,8 +87,8 @@ class TransformerShape:
 
     @property
     def splits_vocabulary(self) -> bool:
-        """Whether tensor parallelism splits token table and head: where they are more than twice as tall as wide."""
-        return self.entries > 2 * self.hidden
+        """Whether tensor parallelism splits token table and head."""
+        return self.entries > 2 * self.hidden if self.split_vocabulary is None else self.split_vocabulary
 
     @property
     def attention_width(self) -> int:
@@ -103,12 +116,14 @@ class EncoderShape(TransformerShape):
     Attributes:
         segments: entries of the segment table.
         head: masked language model, or that plus pooler and next-sentence prediction (pretraining).
+        predicted: tokens of a sample whose logits are computed; 0: all.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["encoder"] = "encoder"
     segments: int = 2
     head: Literal["masked_lm", "pretraining"] = "masked_lm"
+    predicted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +134,9 @@ class MoeShape(TransformerShape):
         n_experts: experts a block.
         moe_topk: experts a token visits.
         moe_ffn: inner width of one expert; 0: ``ffn_hidden``.
+        shared_ffn: inner width of all shared experts together, which every token visits; 0: there are none.
+        dense_layers: how many of the first blocks have a plain MLP of ``ffn_hidden``.
+        capacity: rows of an expert over its even share, where experts take a fixed number; 1: each takes what comes.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -126,6 +144,9 @@ class MoeShape(TransformerShape):
     n_experts: int
     moe_topk: int = 2
     moe_ffn: int = 0
+    shared_ffn: int = 0
+    dense_layers: int = 0
+    capacity: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

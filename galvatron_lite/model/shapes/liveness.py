@@ -10,7 +10,7 @@ from galvatron_lite.model.shapes.calls import Call, Value
 
 
 def _total(values: Sequence[Value]) -> int:
-    return sum({value.key: value.bytes for value in values}.values())
+    return sum({value.key: value.held for value in values}.values())
 
 
 def _larger(best: list[Value], values: Sequence[Value]) -> list[Value]:
@@ -64,14 +64,22 @@ def backward_peak(calls: Sequence[Call], outputs: Sequence[Value]) -> list[Value
         gradients.give(value, gradients.new(value))
     best = [*saved.values(), *gradients.buffers.values()]
     for call in reversed(calls):
+        if call.inplace:
+            _release(call, readers, saved)
         _run_backward(call, gradients)
-        best = _larger(best, [*saved.values(), *gradients.buffers.values()])
+        best = _larger(best, [*saved.values(), *call.rebuilt, *gradients.buffers.values()])
         gradients.sweep()
-        for key in {value.key for value in call.saved}:
-            readers[key] -= 1
-            if not readers[key]:
-                del saved[key]
+        if not call.inplace:
+            _release(call, readers, saved)
     return best
+
+
+def _release(call: Call, readers: Counter[int], saved: dict[int, Value]) -> None:
+    """Drop what only this call's backward still needed."""
+    for key in {value.key for value in call.saved}:
+        readers[key] -= 1
+        if not readers[key]:
+            del saved[key]
 
 
 def _run_backward(call: Call, gradients: _Gradients) -> None:

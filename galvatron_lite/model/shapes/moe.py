@@ -1,16 +1,25 @@
-"""A mixture of experts: router, top-k, dispatch, gated experts, weighted sum.
+"""A mixture of experts: router, top-k, dispatch, experts, weighted sum; shared experts beside them.
 
 Follows Mixtral (Jiang et al. 2024) with grouped matmuls: every token is copied to its k experts, so the experts keep k
-times what one MLP of their width would. FLOPs count the k experts a token visits, parameters count all.
+times what one MLP of their width would. FLOPs count the k experts a token visits, parameters count all. Shared experts
+(DeepSeekMoE, Dai et al. 2024) are one MLP that every token visits.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from galvatron_lite.model.graph import Operator, OperatorClass
 from galvatron_lite.model.shapes import ops
+from galvatron_lite.model.shapes.attention import view
 from galvatron_lite.model.shapes.calls import Call, Part, Value
 from galvatron_lite.model.shapes.fields import MoeShape
 from galvatron_lite.model.shapes.tape import Tape, memory_operator, narrow, sharding_of, widen
+
+_TOP_K = 4
+"""Kernels of top-k, its normalisation and the counting of rows an expert."""
+_PERMUTE = 3
+"""Kernels of sorting rows by expert and copying them."""
 
 
 def experts(tape: Tape, shape: MoeShape, x: Value) -> Value:
@@ -21,20 +30,44 @@ def experts(tape: Tape, shape: MoeShape, x: Value) -> Value:
     """
     logits = ops.linear(tape, "router", x, shape.hidden, shape.n_experts, Part.WHOLE, bias=False)
     weights = _choose(tape, shape, logits)
-    tokens = x.items // shape.hidden
-    copies = ops.reshape(tape, "dispatch", widen(x), tokens * shape.moe_topk * shape.hidden)
-    gate = _grouped(tape, shape, "mlp.gate", copies, shape.hidden, shape.moe_ffn, Part.TENSOR)
-    gate = ops.activation(tape, "mlp.act", gate, keeps_output=shape.activation == "relu")
-    up = _grouped(tape, shape, "mlp.up", copies, shape.hidden, shape.moe_ffn, Part.TENSOR)
-    inner = ops.multiply(tape, "mlp.product", gate, up)
-    down = _grouped(tape, shape, "mlp.down", inner, shape.moe_ffn, shape.hidden, Part.SEQUENCE)
+    copies = _dispatch(tape, shape, x)
+    inner = _activated(tape, shape, copies)
+    down = _grouped(tape, shape, "mlp.experts.down", inner, (shape.moe_ffn, shape.hidden), Part.SEQUENCE)
     weighted = tape.value(down.items, down.part)
     tape.record(
-        Call((down, weights), weighted, saved=(down, weights)),
+        Call((down, weights), weighted, saved=(down, weights), fusible=True),
         memory_operator("mlp.weight", weighted, 2 * down.bytes + weights.bytes, 3 * down.bytes),
     )
-    combined = narrow(ops.reshape(tape, "combine", weighted, x.items))
-    return ops.dropout(tape, "mlp.dropout", combined, shape.dropout)
+    combined = tape.value(x.items, weighted.part)
+    moved = weighted.bytes + combined.bytes
+    operator = memory_operator("combine", combined, moved, moved, count=_PERMUTE)
+    return narrow(tape.record(Call((weighted,), combined), operator))
+
+
+def _dispatch(tape: Tape, shape: MoeShape, x: Value) -> Value:
+    """Tokens copied to the experts they visit, sorted by expert."""
+    items = round(x.items * shape.moe_topk * shape.capacity)
+    copies = tape.value(items, Part.WHOLE)
+    tape.dispatched_bytes += copies.bytes
+    moved = x.bytes + copies.bytes
+    operator = memory_operator("dispatch", copies, moved, moved, count=_PERMUTE)
+    return tape.record(Call((widen(x),), copies), operator)
+
+
+def _activated(tape: Tape, shape: MoeShape, x: Value) -> Value:
+    """What the down projections take: one activated projection, or a gated pair."""
+    hidden, ffn = shape.hidden, shape.moe_ffn
+    relu = shape.activation == "relu"
+    if not shape.gated_mlp:
+        up = _grouped(tape, shape, "mlp.experts.up", x, (hidden, ffn), Part.TENSOR)
+        return ops.activation(tape, "mlp.act", up, keeps_output=relu)
+    if tape.kernels.merged_projections:
+        both = _grouped(tape, shape, "mlp.experts.gate_up", x, (hidden, 2 * ffn), Part.TENSOR)
+        gate = up = view(both, both.items // 2)
+    else:
+        gate = _grouped(tape, shape, "mlp.experts.gate", x, (hidden, ffn), Part.TENSOR)
+        up = _grouped(tape, shape, "mlp.experts.up", x, (hidden, ffn), Part.TENSOR)
+    return ops.gated(tape, gate, up, keeps_output=relu)
 
 
 def _choose(tape: Tape, shape: MoeShape, logits: Value) -> Value:
@@ -46,19 +79,23 @@ def _choose(tape: Tape, shape: MoeShape, logits: Value) -> Value:
     chosen = tape.value(tokens * shape.moe_topk, logits.part, ops.FP32)
     indices = tape.value(chosen.items, logits.part, ops.INDEX, grad=False)
     moved = probabilities.bytes + chosen.bytes + indices.bytes
-    operator = memory_operator("router.topk", chosen, moved, moved)
+    operator = memory_operator("router.topk", chosen, moved, moved, count=_TOP_K)
     return tape.record(Call((probabilities,), chosen, saved=(chosen, indices)), operator)
 
 
-def _grouped(tape: Tape, shape: MoeShape, name: str, x: Value, inner: int, columns: int, part: Part) -> Value:
+def _grouped(tape: Tape, shape: MoeShape, name: str, x: Value, extents: tuple[int, int], part: Part) -> Value:
     """One matmul an expert over its share of the rows of ``x`` (rows, inner); tokens spread evenly."""
+    inner, columns = extents
     rows, many = x.items // inner, shape.n_experts
     out = tape.value(rows * columns, Part.TENSOR if part is Part.TENSOR else Part.WHOLE)
     flops, weight = 2 * rows * inner * columns, many * inner * columns
     tape.own(weight, Part.TENSOR)
+    tape.expert_items += weight
+    fp8 = tape.kernels.fp8
+    kept = ops.cast_input(tape, name, x, out, weight) if fp8 else x
     moved = x.bytes + out.bytes
     operator = Operator(
         name, OperatorClass.MATMUL, (max(1, rows // many), inner, columns), many, flops, 2 * flops, moved, 2 * moved,
-        weight * tape.item_bytes, sharding_of(out if part is Part.TENSOR else x),
+        weight * tape.item_bytes, sharding_of(out if part is Part.TENSOR else x), precision="fp8" if fp8 else "",
     )  # fmt: skip
-    return tape.record(Call((x,), out, saved=(x,), anchor=(out,)), operator)
+    return tape.record(Call((x,), out, saved=(replace(kept, part=x.part),), anchor=(out,)), operator)

@@ -11,13 +11,32 @@ from __future__ import annotations
 from dataclasses import replace
 
 from galvatron_lite.model.graph import Operator, OperatorClass
-from galvatron_lite.model.shapes.calls import Call, Part, Value
+from galvatron_lite.model.shapes.calls import FP32, INDEX, Call, Part, Value
+from galvatron_lite.model.shapes.losses import cross_entropy
+from galvatron_lite.model.shapes.norms import layer_norm, rms_norm
 from galvatron_lite.model.shapes.tape import Tape, memory_operator, sharding_of
 
-FP32 = 4
-INDEX = 8
-_RMS_PASSES = (7, 23)
-"""Times that RMSNorm, step by step, reads or writes a tensor of its input's size: forward, backward."""
+__all__ = [
+    "FP32",
+    "INDEX",
+    "activation",
+    "add",
+    "cast_input",
+    "cross_entropy",
+    "dropout",
+    "embedding",
+    "gated",
+    "layer_norm",
+    "linear",
+    "multiply",
+    "positions",
+    "reshape",
+    "residual",
+    "rms_norm",
+    "rotary",
+    "scale",
+    "swiglu",
+]
 
 
 def linear(
@@ -31,6 +50,7 @@ def linear(
     bias: bool,
     own: bool = True,
     keeps: Value | None = None,
+    fp8: bool = False,
 ) -> Value:
     """``x`` (rows, inner) times a weight (inner, columns).
 
@@ -45,6 +65,7 @@ def linear(
         bias: whether a bias is added.
         own: whether the weight belongs to this layer (a tied head's does not).
         keeps: the tensor whose storage is kept where the input is a view of it.
+        fp8: whether it runs in fp8.
     """
     rows = x.items // inner
     split = part is not Part.WHOLE
@@ -54,63 +75,77 @@ def linear(
     if own:
         tape.own(weight, Part.TENSOR if split else Part.WHOLE)
     tape.own(columns * bias, Part.TENSOR if part is Part.TENSOR else Part.WHOLE)
+    sharding = sharding_of(out if part is Part.TENSOR else x)
+    kept = cast_input(tape, name, x, out, weight) if fp8 else (keeps or x)
+    if tape.kernels.autocast and tape.item_bytes < FP32:
+        _cast_weight(tape, name, out, weight)
     operator = Operator(
         name, OperatorClass.MATMUL, (rows, inner, columns), 1, flops, 2 * flops if x.grad else flops,
         x.bytes + out.bytes, 2 * (x.bytes + out.bytes) + out.bytes * bias, (weight + columns * bias) * tape.item_bytes,
-        sharding_of(out if part is Part.TENSOR else x),
+        sharding, precision="fp8" if fp8 else "",
     )  # fmt: skip
-    return tape.record(Call((x,), out, saved=(keeps or x,), anchor=(out,)), operator)
+    rebuilt = (x,) if tape.regathers(x) else ()
+    saved = (_share(tape, kept, x),)
+    return tape.record(Call((x,), out, saved=saved, anchor=(out,), rebuilt=rebuilt), operator)
 
 
-def layer_norm(tape: Tape, name: str, x: Value, width: int, *, bias: bool = True, affine: bool = True) -> Value:
-    """LayerNorm over the last ``width`` items: keeps its input, and mean and reciprocal deviation in fp32."""
-    out = tape.value(x.items, x.part)
-    statistics = tape.value(2 * (x.items // width), x.part, FP32, grad=False)
-    return _norm(tape, name, x, out, (x, statistics), (1 + bias) * width * affine)
+def _share(tape: Tape, kept: Value, x: Value) -> Value:
+    """What is kept of a matmul's input: a share where it is gathered again."""
+    return replace(kept, part=tape.kept_form(x).part) if tape.regathers(x) else kept
 
 
-def rms_norm(tape: Tape, name: str, x: Value, width: int, *, fused: bool) -> Value:
-    """RMSNorm over the last ``width`` items.
+def cast_input(tape: Tape, name: str, x: Value, out: Value, weight: int) -> Value:
+    """Casts around an fp8 matmul: the input, in backward the output's gradient. Returns what the matmul keeps.
 
-    Args:
-        tape: where it is written down.
-        name: of the operator.
-        x: input.
-        width: items of a row.
-        fused: whether one kernel does it (CUDA): it keeps its input and the reciprocal root in fp32. Else it is
-            computed step by step in fp32 (CPU): the input in fp32 and the normalised input in fp32 are kept.
+    The input is written twice, as it is and transposed (matmuls in fp8 take one layout only on Hopper); the transposed
+    copy is kept (TransformerEngine), or the input itself (torchao, which casts it again and the weight each time).
     """
-    out = tape.value(x.items, x.part)
-    root = tape.value(x.items // width, x.part, FP32, grad=False)
-    if fused:
-        return _norm(tape, name, x, out, (x, root), width)
-    casts = 0 if x.item_bytes == FP32 else 2 * (x.bytes + x.items * FP32)
-    moved, backward_moved = (passes * x.items * FP32 + casts for passes in _RMS_PASSES)
-    upcast = x if x.item_bytes == FP32 else tape.value(x.items, x.part, FP32)
-    normalised = tape.value(x.items, x.part, FP32)
-    tape.own(width)
-    operator = memory_operator(name, x, moved, backward_moved, width * tape.item_bytes, count=6)
-    return tape.record(Call((x,), out, saved=(upcast, root, normalised)), operator)
+    copy, new = tape.narrow_copy(x)
+    if tape.kernels.fp8_kept:
+        moved, backward_moved, weights = x.bytes + 2 * x.items, out.bytes + 2 * out.items, 0
+    else:
+        # torchao, dynamic scaling: one pass finds the largest item, the next one casts; of weights too
+        moved, weights = 2 * x.bytes + x.items, weight * (2 * tape.item_bytes + 1)
+        backward_moved = 2 * out.bytes + out.items + moved
+    moved = moved if new else 0
+    tape.extra(memory_operator(f"{name}.cast", x, moved, backward_moved, weights, count=2 if new or weights else 1))
+    return copy if tape.kernels.fp8_kept else x
 
 
-def _norm(tape: Tape, name: str, x: Value, out: Value, saved: tuple[Value, ...], weights: int) -> Value:
-    tape.own(weights)
-    operator = memory_operator(name, x, x.bytes + out.bytes, x.bytes + 2 * out.bytes, weights * tape.item_bytes)
-    return tape.record(Call((x,), out, saved=saved), operator)
+def _cast_weight(tape: Tape, name: str, out: Value, weight: int) -> None:
+    """Autocast's copy of a weight (fp32 read, half written), and its gradient's way back, once a call."""
+    moved = (FP32 + tape.item_bytes) * weight
+    operator = memory_operator(f"{name}.weight_cast", out, 0, 1, moved)
+    tape.extra(replace(operator, sharding=sharding_of(out)))
 
 
 def activation(tape: Tape, name: str, x: Value, *, keeps_output: bool = False) -> Value:
     """An elementwise function: GELU and SiLU keep their input, ReLU its output."""
     out = tape.value(x.items, x.part)
     saved = (out,) if keeps_output else (x,)
-    return tape.record(Call((x,), out, saved=saved), memory_operator(name, x, 2 * x.bytes, 3 * x.bytes))
+    call = Call((x,), out, saved=saved, fusible=True)
+    return tape.record(call, memory_operator(name, x, 2 * x.bytes, 3 * x.bytes))
+
+
+def swiglu(tape: Tape, name: str, gate: Value, up: Value) -> Value:
+    """Activation of ``gate`` times ``up`` in one kernel: keeps both, and not the activated gate."""
+    out = tape.value(gate.items, gate.part)
+    operator = memory_operator(name, gate, 3 * out.bytes, 5 * out.bytes)
+    return tape.record(Call((gate, up), out, saved=(gate, up), fusible=True), operator)
+
+
+def gated(tape: Tape, gate: Value, up: Value, *, keeps_output: bool = False) -> Value:
+    """What a gated MLP's down projection takes: ``swiglu``, or activation and product one after the other."""
+    if tape.kernels.fused_activation:
+        return swiglu(tape, "mlp.act", gate, up)
+    return multiply(tape, "mlp.product", activation(tape, "mlp.act", gate, keeps_output=keeps_output), up)
 
 
 def multiply(tape: Tape, name: str, first: Value, second: Value) -> Value:
     """Elementwise product of two tensors of one shape; keeps both."""
     out = tape.value(first.items, first.part)
     operator = memory_operator(name, first, 3 * out.bytes, 6 * out.bytes)
-    return tape.record(Call((first, second), out, saved=(first, second)), operator)
+    return tape.record(Call((first, second), out, saved=(first, second), fusible=True), operator)
 
 
 def scale(tape: Tape, name: str, x: Value, width: int) -> Value:
@@ -124,8 +159,20 @@ def scale(tape: Tape, name: str, x: Value, width: int) -> Value:
 def add(tape: Tape, name: str, first: Value, second: Value) -> Value:
     """Elementwise sum; keeps nothing, and hands its gradient on as it is."""
     out = tape.value(first.items, first.part)
-    call = Call((first, second), out, shares_gradient=True)
+    call = Call((first, second), out, shares_gradient=True, fusible=True)
     return tape.record(call, memory_operator(name, out, 3 * out.bytes, 0))
+
+
+def residual(tape: Tape, name: str, x: Value, y: Value, probability: float) -> Value:
+    """Dropout of ``y`` and its addition to ``x``: two kernels, or one that keeps the mask only."""
+    if not tape.kernels.fused_residual or not probability:
+        return add(tape, f"{name}.residual", x, dropout(tape, f"{name}.dropout", y, probability))
+    dropped, mask = tape.value(0, y.part), tape.value(y.items, x.part, 1, grad=False)
+    operator = memory_operator(f"{name}.residual", x, 3 * x.bytes + mask.bytes, 2 * x.bytes + mask.bytes)
+    silent = memory_operator("", x, 0, 0, count=0)
+    tape.record(Call((y,), dropped, saved=() if tape.kernels.compiled else (mask,), fusible=True), operator)
+    out = tape.value(x.items, x.part)
+    return tape.record(Call((x, dropped), out, shares_gradient=True, fusible=True), silent)
 
 
 def dropout(tape: Tape, name: str, x: Value, probability: float) -> Value:
@@ -134,43 +181,19 @@ def dropout(tape: Tape, name: str, x: Value, probability: float) -> Value:
         return x
     out, mask = tape.value(x.items, x.part), tape.value(x.items, x.part, 1, grad=False)
     operator = memory_operator(name, x, 2 * x.bytes + mask.bytes, 2 * x.bytes + mask.bytes)
-    return tape.record(Call((x,), out, saved=(mask,)), operator)
+    saved = () if tape.kernels.compiled else (mask,)  # a compiler keeps the seed and draws the mask again
+    return tape.record(Call((x,), out, saved=saved, fusible=True), operator)
 
 
 def rotary(tape: Tape, name: str, x: Value) -> Value:
-    """Rotary positions in eager PyTorch (negate half, concatenate, two products, one sum): keeps nothing a sample."""
-    out = tape.value(x.items, x.part)
-    return tape.record(Call((x,), out), memory_operator(name, x, 10 * x.bytes, 10 * x.bytes, count=5))
+    """Rotary positions: one kernel, or eager PyTorch's (negate half, concatenate, two products, one sum).
 
-
-def attention(
-    tape: Tape, name: str, q: Value, k: Value, v: Value, heads: tuple[int, int], head_dim: int, *, causal: bool
-) -> Value:
-    """Flash attention (Dao 2023): keeps q, k, v, its output and one fp32 log-sum a query and head.
-
-    FLOPs count the whole score matrix, causal or not: 4 x queries x keys x heads x head size forward (two matmuls), 2.5
-    times that backward (five matmuls: the scores are computed again).
-
-    Args:
-        tape: where it is written down.
-        name: of the operator.
-        q: queries.
-        k: keys.
-        v: values.
-        heads: of queries, of keys and values.
-        head_dim: items of one head.
-        causal: whether a query sees no later key.
+    Keeps nothing a sample.
     """
-    out = tape.value(q.items, q.part)
-    queries, keys = q.items // (heads[0] * head_dim), k.items // (heads[1] * head_dim)
-    sums = tape.value(queries * heads[0], q.part, FP32, grad=False)
-    flops = 4 * queries * keys * heads[0] * head_dim
-    touched = q.bytes + k.bytes + v.bytes + out.bytes
-    operator = Operator(
-        name, OperatorClass.ATTENTION, (*heads, queries, keys, head_dim), 1, flops, flops * 5 // 2,
-        touched + sums.bytes, 2 * touched + sums.bytes, 0, sharding_of(q), causal,
-    )  # fmt: skip
-    return tape.record(Call((q, k, v), out, saved=(q, k, v, out, sums), anchor=(out, sums)), operator)
+    out = tape.value(x.items, x.part)
+    passes, count = (2, 1) if tape.kernels.fused_rotary else (10, 5)
+    operator = memory_operator(name, x, passes * x.bytes, passes * x.bytes, count=count)
+    return tape.record(Call((x,), out, fusible=True), operator)
 
 
 def embedding(tape: Tape, name: str, indices: Value, width: int, *, table: int, part: Part = Part.WHOLE) -> Value:
@@ -203,22 +226,3 @@ def reshape(tape: Tape, name: str, x: Value, items: int) -> Value:
     out = tape.value(items, x.part)
     moved = x.bytes + out.bytes
     return tape.record(Call((x,), out), memory_operator(name, out, moved, moved))
-
-
-def cross_entropy(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
-    """Mean cross-entropy of logits (rows, classes) in fp32: keeps the fp32 log-softmax and the labels.
-
-    The cast, log-softmax and the negative log-likelihood are calls of their own, so that backward holds the two fp32
-    gradients that PyTorch makes. The model's own forward holds the logits until the loss is there.
-    """
-    cast = logits if logits.item_bytes == FP32 else tape.value(logits.items, logits.part, FP32)
-    if cast is not logits:
-        moved = logits.bytes + cast.bytes
-        tape.record(Call((logits,), cast), memory_operator(f"{name}.cast", cast, moved, moved))
-    log_softmax = tape.value(logits.items, logits.part, FP32)
-    softmax = memory_operator(f"{name}.log_softmax", cast, 2 * cast.bytes, 3 * cast.bytes)
-    tape.record(Call((cast,), log_softmax, saved=(log_softmax,)), softmax)
-    loss = tape.value(1, Part.WHOLE, FP32)
-    likelihood = memory_operator(f"{name}.nll", loss, labels.bytes, 2 * cast.bytes + labels.bytes, items=labels.items)
-    held = replace(logits, grad=False)
-    return tape.record(Call((log_softmax, labels, held), loss, saved=(log_softmax, labels)), likelihood)

@@ -8,25 +8,26 @@ takes the place of their attention matrices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, Sharding, SplitDims, TensorSplit
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes.calls import Call, Part, Value
+from galvatron_lite.model.shapes.compiled import compile_records
+from galvatron_lite.model.shapes.keeping import (
+    Record,
+    excess,
+    runs_again,
+    saved_by,
+    selected,
+    share_of,
+    split_of,
+    whole_tokens,
+)
 from galvatron_lite.model.shapes.liveness import backward_peak, forward_peak
 
 _SHARDING = {Part.TENSOR: Sharding.TENSOR, Part.SEQUENCE: Sharding.SEQUENCE, Part.WHOLE: Sharding.NONE}
-
-
-def split_of(values: Iterable[Value]) -> TensorSplit:
-    """Bytes of different storages, by how tensor parallelism divides them."""
-    widest: dict[int, Value] = {}
-    for value in values:
-        if value.key not in widest or value.part > widest[value.key].part:
-            widest[value.key] = value
-    sums = [sum(value.bytes for value in widest.values() if value.part is part) for part in Part]
-    return TensorSplit(*sums)
 
 
 @dataclass(slots=True)
@@ -36,26 +37,30 @@ class Tape:
     Attributes:
         item_bytes: bytes of one activation item.
         kernels: which kernels run.
-        calls: what ran.
-        operators: the same, summed by name, for the cost model.
+        records: what ran, and what it costs.
         inputs: boundary tensors that enter.
         weights: parameter items, by how tensor parallelism divides them (tensor, whole).
         buffer_bytes: bytes of non-trained state.
         lent: tensors kept for other layers' backward passes.
         borrowed: keys of inputs that another layer keeps (the encoder's output, read by every decoder block).
+        expert_items: parameter items that expert parallelism divides; part of the weights.
+        dispatched_bytes: bytes of the copies of tokens that go to experts.
     """
 
     item_bytes: int
     kernels: Kernels = EAGER
-    calls: list[Call] = field(default_factory=list)
-    operators: dict[str, Operator] = field(default_factory=dict)
+    records: list[Record] = field(default_factory=list)
     inputs: list[Value] = field(default_factory=list)
     weights: dict[Part, int] = field(default_factory=lambda: dict.fromkeys(Part, 0))
     buffer_bytes: int = 0
     lent: list[Value] = field(default_factory=list)
     borrowed: set[int] = field(default_factory=set)
+    expert_items: int = 0
+    dispatched_bytes: int = 0
     _keys: int = 0
     _read: set[int] = field(default_factory=set)
+    _gathered: set[int] = field(default_factory=set)
+    _casts: dict[int, Value] = field(default_factory=dict)
 
     def value(self, items: int, part: Part, item_bytes: int = 0, grad: bool = True) -> Value:
         """A new tensor of its own storage; at the tape's precision unless told."""
@@ -85,19 +90,42 @@ class Tape:
         """Count parameter items."""
         self.weights[part] += items
 
+    def gather(self, value: Value) -> Value:
+        """The value gathered over the tensor group: every device holds all of it while it computes."""
+        self._gathered.add(value.key)
+        return replace(value, part=Part.WHOLE)
+
+    def kept_form(self, value: Value) -> Value:
+        """What a matmul keeps of its input: of a gathered one its share, where it is gathered again in backward."""
+        return share_of(value) if self.regathers(value) else value
+
+    def regathers(self, value: Value) -> bool:
+        """Whether a gathered input is gathered again in backward."""
+        return self.kernels.regather and value.part is Part.WHOLE and value.key in self._gathered
+
     def record(self, call: Call, operator: Operator) -> Value:
-        """Add a call and its cost; calls of one name and shape are summed. Returns the call's output.
+        """Add a call and its cost. Returns the call's output.
 
         A tensor that a call before has read already gets a second gradient: adding it moves three times its bytes.
         """
-        self.calls.append(call)
         taken = {value.key: value for value in call.inputs if value.grad and value.key != call.output.key}
-        sums = 3 * sum(value.bytes for key, value in taken.items() if key in self._read)
+        sums = 3 * sum(value.bytes for key, value in taken.items() if key in self._read and not value.storage)
         self._read |= taken.keys()
-        operator = replace(operator, backward_moved=operator.backward_moved + sums)
-        before = self.operators.get(operator.name)
-        self.operators[operator.name] = operator if before is None else _sum(before, operator)
+        summed = replace(operator, backward_moved=operator.backward_moved + sums) if sums else operator
+        self.records.append((call, summed))
         return call.output
+
+    def narrow_copy(self, value: Value) -> tuple[Value, bool]:
+        """A copy of a tensor in one byte an item, and whether it is new: readers of one tensor share it."""
+        new = value.key not in self._casts
+        if new:
+            self._casts[value.key] = self.value(value.items, value.part, 1)
+        return self._casts[value.key], new
+
+    def extra(self, operator: Operator) -> None:
+        """Add the cost of a kernel that works for the next call and makes nothing that outlives it."""
+        nothing = self.value(0, Part.WHOLE, grad=False)
+        self.records.append((Call((), nothing), operator))
 
     def kind(
         self,
@@ -110,6 +138,7 @@ class Tape:
         sequence_parallel: bool = False,
         gathered: Value | None = None,
         recomputed: bool = True,
+        regions: tuple[int, int] | None = None,
     ) -> LayerKind:
         """Sum the tape up.
 
@@ -120,18 +149,22 @@ class Tape:
             outputs: boundary tensors that leave.
             gathered: the output that is gathered after a column-split last matmul.
             recomputed: whether recomputation is offered; only blocks can be run again.
+            regions: gathers and scatters of one forward pass (see ``LayerKind``), where not half of the collectives
+                each.
         """
-        saved = self._kept([*(value for call in self.calls for value in call.saved), *self.lent])
-        forward, backward = forward_peak(self.calls, self.inputs, outputs), backward_peak(self.calls, outputs)
-        kept = {Recompute.NONE: saved} | (self._recomputed(saved) if recomputed else {})
-        operators = tuple(self.operators.values())
+        records = compile_records(self.records, self.inputs, outputs) if self.kernels.compiled else self.records
+        calls = [call for call, _ in records]
+        saved = self._kept([*saved_by(calls), *self.lent])
+        forward, backward = forward_peak(calls, self.inputs, outputs), backward_peak(calls, outputs)
+        kept = {Recompute.NONE: saved} | (self._recomputed(records, saved) if recomputed else {})
+        operators = merged(records, self.kernels if recomputed else None)
         return LayerKind(
             name=name,
             parameters=TensorSplit(tensor=self.weights[Part.TENSOR], whole=self.weights[Part.WHOLE]),
             operators=operators if sequence_parallel else tuple(_unshared(operator) for operator in operators),
-            kept=kept if sequence_parallel else {choice: _whole_tokens(split) for choice, split in kept.items()},
-            working=_whole_tokens(excess(self._kept(backward), saved)),
-            forward_working=_whole_tokens(excess(self._kept(forward), saved)),
+            kept=kept if sequence_parallel else {choice: whole_tokens(split) for choice, split in kept.items()},
+            working=whole_tokens(excess(self._kept(backward), saved)),
+            forward_working=whole_tokens(excess(self._kept(forward), saved)),
             input_bytes=sum(value.bytes for value in self.inputs),
             output_bytes=sum(value.bytes for value in outputs),
             dims=dims,
@@ -141,42 +174,32 @@ class Tape:
             tensor_collectives=tensor_collectives,
             sequence_parallel=sequence_parallel,
             gathered_output_bytes=0 if gathered is None else gathered.bytes,
+            tensor_gathers=regions[0] if regions else None,
+            tensor_scatters=regions[1] if regions else None,
+            regathers=len(self._gathered) if self.kernels.regather else 0,
+            expert_parameters=self.expert_items,
+            dispatched_bytes=self.dispatched_bytes,
         )
 
     def _kept(self, values: Iterable[Value]) -> TensorSplit:
         return split_of(value for value in values if value.key not in self.borrowed)
 
-    def _recomputed(self, saved: TensorSplit) -> dict[Recompute, TensorSplit]:
-        """Kept bytes under recomputation: the inputs, and under selective the matmul and attention outputs too.
+    def _recomputed(self, records: list[Record], saved: TensorSplit) -> dict[Recompute, TensorSplit]:
+        """Kept bytes under recomputation: the inputs, and what the kernels' meaning of selective keeps.
 
-        A choice that would keep more than no recomputation does is left out: it would only cost time.
+        A choice that would keep more than no recomputation does is left out: it would only cost time. With a compiler
+        or a policy of its own it stays, for it is what such software runs when told to.
         """
-        anchors = [value for call in self.calls for value in call.anchor]
         choices = {
-            Recompute.SELECTIVE: self._kept([*self.inputs, *self.lent, *anchors]),
+            Recompute.SELECTIVE: self._kept([*selected(records, self.inputs, self.kernels.selective), *self.lent]),
             Recompute.FULL: self._kept([*self.inputs, *self.lent]),
         }
-        return {choice: kept for choice, kept in choices.items() if kept.total <= saved.total}
-
-
-def _whole_tokens(split: TensorSplit) -> TensorSplit:
-    return TensorSplit(tensor=split.tensor, whole=split.sequence + split.whole)
+        told = self.kernels.compiled or self.kernels.selective != "operators"
+        return {choice: kept for choice, kept in choices.items() if told or kept.total <= saved.total}
 
 
 def _unshared(operator: Operator) -> Operator:
     return replace(operator, sharding=Sharding.NONE) if operator.sharding is Sharding.SEQUENCE else operator
-
-
-def excess(live: TensorSplit, kept: TensorSplit) -> TensorSplit:
-    """What is live beyond ``kept``, no part below zero, the parts adding up to the difference of the totals."""
-    parts = [live.tensor - kept.tensor, live.sequence - kept.sequence, live.whole - kept.whole]
-    debt = -sum(part for part in parts if part < 0)
-    left = [max(part, 0) for part in parts]
-    for index in sorted(range(3), key=lambda i: -left[i]):
-        paid = min(debt, left[index])
-        left[index] -= paid
-        debt -= paid
-    return TensorSplit(*left)
 
 
 def sharding_of(value: Value) -> Sharding:
@@ -185,13 +208,29 @@ def sharding_of(value: Value) -> Sharding:
 
 
 def widen(value: Value) -> Value:
-    """The value gathered over the tensor group: every device holds all of it."""
+    """The value gathered over the tensor group: every device holds all of it, and keeps all of it."""
     return replace(value, part=Part.WHOLE)
 
 
 def narrow(value: Value) -> Value:
     """The value reduced (and scattered, under sequence parallelism) over the tensor group."""
     return replace(value, part=Part.SEQUENCE)
+
+
+def merged(records: Sequence[Record], kernels: Kernels | None) -> tuple[Operator, ...]:
+    """Operators by name, those that selective recomputation runs again marked.
+
+    Where it runs all memory-bound ones and nothing else again no mark is needed (see ``Operator.again``).
+    """
+    again = runs_again(records, kernels.selective) if kernels and kernels.selective != "operators" else set()
+    operators: dict[str, Operator] = {}
+    for index, (_, operator) in enumerate(records):
+        if not operator.name:
+            continue
+        marked = replace(operator, again=True) if index in again else operator
+        before = operators.get(operator.name)
+        operators[operator.name] = marked if before is None else _sum(before, marked)
+    return tuple(operators.values())
 
 
 def _sum(first: Operator, second: Operator) -> Operator:

@@ -7,14 +7,17 @@ share of the tokens under sequence parallelism, while the gathered input of each
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from math import gcd
 
 from galvatron_lite.model.graph import LayerKind, ModelGraph, SplitDims
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.assemble import assemble, blocks
+from galvatron_lite.model.shapes.attention import Heads, attention, view
 from galvatron_lite.model.shapes.calls import Part, Value
 from galvatron_lite.model.shapes.fields import DecoderShape, EncoderShape, MoeShape, TransformerShape
+from galvatron_lite.model.shapes.latent import latent_attention
 from galvatron_lite.model.shapes.moe import experts
 from galvatron_lite.model.shapes.tape import Tape, narrow, widen
 
@@ -25,43 +28,89 @@ _MANY_WAYS = 5040
 def norm(tape: Tape, shape: TransformerShape, name: str, x: Value) -> Value:
     """The shape's normalisation over the hidden size."""
     if shape.norm == "rmsnorm":
-        return ops.rms_norm(tape, name, x, shape.hidden, fused=shape.fused_norm)
+        return ops.rms_norm(tape, name, x, shape.hidden, fused=tape.kernels.fused_norm)
     return ops.layer_norm(tape, name, x, shape.hidden, bias=shape.biases)
 
 
 def attend(
     tape: Tape, shape: TransformerShape, x: Value, *, causal: bool = False, source: Value | None = None
 ) -> Value:
-    """Attention of ``x`` over itself, or over ``source`` (cross-attention); both (tokens, hidden) and gathered."""
+    """Attention of ``x`` over itself, or over ``source`` (cross-attention); both (tokens, hidden).
+
+    The result is summed over the tensor group, its dropout not yet done.
+    """
+    if shape.kv_rank and source is None:
+        return latent_attention(tape, shape, x, causal=causal)
     name = "attention" if source is None else "cross_attention"
-    keys = x if source is None else source
-    bias = shape.biases or shape.qkv_bias
-    q = ops.linear(tape, f"{name}.q", x, shape.hidden, shape.attention_width, Part.TENSOR, bias=bias)
-    k = ops.linear(tape, f"{name}.k", keys, shape.hidden, shape.kv_width, Part.TENSOR, bias=bias)
-    v = ops.linear(tape, f"{name}.v", keys, shape.hidden, shape.kv_width, Part.TENSOR, bias=bias)
+    q, k, v = _projections(tape, shape, name, tape.gather(x), None if source is None else tape.gather(source))
     if shape.positions == "rotary":
         q, k = ops.rotary(tape, f"{name}.rotary_q", q), ops.rotary(tape, f"{name}.rotary_k", k)
-    mixed = ops.attention(tape, f"{name}.scores", q, k, v, (shape.heads, shape.kv_heads), shape.head_dim, causal=causal)
-    out = ops.linear(tape, f"{name}.out", mixed, shape.attention_width, shape.hidden, Part.SEQUENCE, bias=shape.biases)
-    return ops.dropout(tape, f"{name}.dropout", narrow(out), shape.dropout)
+    heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
+    biased = shape.positions in ("alibi", "relative")
+    mixed = attention(tape, name, q, k, v, heads, causal=causal, dropout=shape.dropout, biased=biased)
+    out = ops.linear(
+        tape, f"{name}.out", mixed, shape.attention_width, shape.hidden, Part.SEQUENCE, bias=shape.biases,
+        fp8=tape.kernels.fp8,
+    )  # fmt: skip
+    return narrow(out)
 
 
-def activate(tape: Tape, shape: TransformerShape, x: Value) -> Value:
-    """The MLP's activation."""
-    return ops.activation(tape, "mlp.act", x, keeps_output=shape.activation == "relu")
+def _projections(
+    tape: Tape, shape: TransformerShape, name: str, x: Value, source: Value | None
+) -> tuple[Value, Value, Value]:
+    """Queries of ``x``, keys and values of ``source`` or ``x``: three matmuls, or as few as the kernels allow."""
+    widths = (shape.attention_width, shape.kv_width, shape.kv_width)
+    if not tape.kernels.merged_projections:
+        made = [_column(tape, shape, f"{name}.{part}", x if part == "q" or source is None else source, width)
+                for part, width in zip("qkv", widths, strict=True)]  # fmt: skip
+        return made[0], made[1], made[2]
+    tokens = x.items // shape.hidden
+    if source is None:
+        qkv = _column(tape, shape, f"{name}.qkv", x, sum(widths))
+        return view(qkv, tokens * widths[0]), view(qkv, tokens * widths[1]), view(qkv, tokens * widths[2])
+    kv = _column(tape, shape, f"{name}.kv", source, 2 * shape.kv_width)
+    return _column(tape, shape, f"{name}.q", x, widths[0]), view(kv, kv.items // 2), view(kv, kv.items // 2)
 
 
-def mlp(tape: Tape, shape: TransformerShape, x: Value) -> Value:
-    """The MLP of gathered ``x`` (tokens, hidden): two projections, or three where it is gated."""
-    ffn, bias = shape.ffn_hidden, shape.biases
-    if shape.gated_mlp:
-        gate = activate(tape, shape, ops.linear(tape, "mlp.gate", x, shape.hidden, ffn, Part.TENSOR, bias=bias))
-        up = ops.linear(tape, "mlp.up", x, shape.hidden, ffn, Part.TENSOR, bias=bias)
-        inner = ops.multiply(tape, "mlp.product", gate, up)
-    else:
-        inner = activate(tape, shape, ops.linear(tape, "mlp.up", x, shape.hidden, ffn, Part.TENSOR, bias=bias))
-    out = ops.linear(tape, "mlp.down", inner, ffn, shape.hidden, Part.SEQUENCE, bias=bias)
-    return ops.dropout(tape, "mlp.dropout", narrow(out), shape.dropout)
+def _column(tape: Tape, shape: TransformerShape, name: str, x: Value, columns: int) -> Value:
+    """A projection split by columns."""
+    bias = shape.biases or (shape.qkv_bias and "attention" in name)
+    return ops.linear(tape, name, x, shape.hidden, columns, Part.TENSOR, bias=bias, fp8=tape.kernels.fp8)
+
+
+def mlp(tape: Tape, shape: TransformerShape, x: Value, width: int = 0, name: str = "mlp") -> Value:
+    """The MLP of ``x`` (tokens, hidden): two projections, or three where it is gated.
+
+    The result is summed over the tensor group, its dropout not yet done.
+
+    Args:
+        tape: where it is written down.
+        shape: of the model.
+        x: input.
+        width: inner extent; 0: the shape's ``ffn_hidden``.
+        name: of its operators.
+    """
+    ffn = width or shape.ffn_hidden
+    inner = _inner(tape, shape, tape.gather(x), ffn, name)
+    down = ops.linear(
+        tape, f"{name}.down", inner, ffn, shape.hidden, Part.SEQUENCE, bias=shape.biases, fp8=tape.kernels.fp8
+    )
+    return narrow(down)
+
+
+def _inner(tape: Tape, shape: TransformerShape, x: Value, ffn: int, name: str) -> Value:
+    """What the down projection takes."""
+    relu, kernels = shape.activation == "relu", tape.kernels
+    if not shape.gated_mlp:
+        return ops.activation(tape, f"{name}.act", _column(tape, shape, f"{name}.up", x, ffn), keeps_output=relu)
+    if kernels.merged_projections:
+        both = _column(tape, shape, f"{name}.gate_up", x, 2 * ffn)
+        return ops.gated(tape, view(both, both.items // 2), view(both, both.items // 2), keeps_output=relu)
+    gate = _column(tape, shape, f"{name}.gate", x, ffn)
+    if kernels.compiled or kernels.fused_activation:
+        return ops.gated(tape, gate, _column(tape, shape, f"{name}.up", x, ffn), keeps_output=relu)
+    gate = ops.activation(tape, f"{name}.act", gate, keeps_output=relu)
+    return ops.multiply(tape, f"{name}.product", gate, _column(tape, shape, f"{name}.up", x, ffn))
 
 
 def split_degree(shape: TransformerShape) -> int:
@@ -105,26 +154,35 @@ def block_kind(
 
 
 def pre_norm_block(
-    shape: TransformerShape, tokens: int, item_bytes: int, name: str = "block", *, causal: bool = True
-) -> LayerKind:
+    shape: TransformerShape, tokens: int, item_bytes: int, name: str = "block", *, causal: bool = True,
+    kernels: Kernels = EAGER,
+) -> LayerKind:  # fmt: skip
     """A block that normalises before attention and before the MLP (GPT, Llama, Mixtral, T5's encoder)."""
-    tape = Tape(item_bytes)
+    tape = Tape(item_bytes, kernels)
     x = tape.enter(tokens * shape.hidden)
-    attended = attend(tape, shape, widen(norm(tape, shape, "norm1", x)), causal=causal)
-    x = ops.add(tape, "attention.residual", x, attended)
+    attended = attend(tape, shape, norm(tape, shape, "norm1", x), causal=causal)
+    x = ops.residual(tape, "attention", x, attended, shape.dropout)
     normed = norm(tape, shape, "norm2", x)
-    mixed = experts(tape, shape, normed) if isinstance(shape, MoeShape) else mlp(tape, shape, widen(normed))
-    out = ops.add(tape, "mlp.residual", x, mixed)
+    mixed = mixture(tape, shape, normed) if isinstance(shape, MoeShape) else mlp(tape, shape, normed)
+    out = ops.residual(tape, "mlp", x, mixed, shape.dropout)
     return block_kind(tape, shape, name, (out,), tokens)
 
 
-def post_norm_block(shape: TransformerShape, tokens: int, item_bytes: int) -> LayerKind:
+def mixture(tape: Tape, shape: MoeShape, x: Value) -> Value:
+    """Routed experts, and shared experts beside them."""
+    routed = experts(tape, shape, x)
+    if not shape.shared_ffn:
+        return routed
+    return ops.add(tape, "mlp.shared_sum", routed, mlp(tape, shape, x, shape.shared_ffn, "mlp.shared"))
+
+
+def post_norm_block(shape: TransformerShape, tokens: int, item_bytes: int, kernels: Kernels = EAGER) -> LayerKind:
     """A block that normalises after each residual addition (BERT)."""
-    tape = Tape(item_bytes)
+    tape = Tape(item_bytes, kernels)
     x = tape.enter(tokens * shape.hidden)
-    summed = ops.add(tape, "attention.residual", x, attend(tape, shape, widen(x)))
+    summed = ops.residual(tape, "attention", x, attend(tape, shape, x), shape.dropout)
     x = norm(tape, shape, "norm1", summed)
-    summed = ops.add(tape, "mlp.residual", x, mlp(tape, shape, widen(x)))
+    summed = ops.residual(tape, "mlp", x, mlp(tape, shape, x), shape.dropout)
     return block_kind(tape, shape, "block", (norm(tape, shape, "norm2", summed),), tokens)
 
 
@@ -139,9 +197,9 @@ def embed(tape: Tape, shape: TransformerShape, tokens: int, *, own: bool = True)
     return x
 
 
-def embedding_kind(shape: TransformerShape, tokens: int, item_bytes: int) -> LayerKind:
+def embedding_kind(shape: TransformerShape, tokens: int, item_bytes: int, kernels: Kernels = EAGER) -> LayerKind:
     """``before``: token table (split over the vocabulary), positions; a BERT's segment table and norm too."""
-    tape = Tape(item_bytes)
+    tape = Tape(item_bytes, kernels)
     x = embed(tape, shape, tokens)
     if isinstance(shape, EncoderShape):
         segments = tape.enter(tokens, Part.WHOLE, ops.INDEX, grad=False)
@@ -157,9 +215,10 @@ def edge_kind(
 ) -> LayerKind:
     """Sum up the tape of an embedding (its rows are reduced once a forward pass) or of a head (its logits gathered).
 
-    The vocabulary may be shared unevenly, so degrees need not divide it.
+    The vocabulary may be shared unevenly, so degrees need not divide it. Where the loss takes split logits nothing is
+    gathered, and the layer's other work may be shared by tokens (Megatron's sequence parallelism covers both ends).
     """
-    split = shape.splits_vocabulary
+    split, parallel = shape.splits_vocabulary, tape.kernels.parallel_loss
     return tape.kind(
         name,
         out,
@@ -168,8 +227,15 @@ def edge_kind(
         tensor_reason="" if split else NOT_SPLIT,
         tensor_collectives=2 if split and not gathered else 0,
         recomputed=False,
-        gathered=gathered if split else None,
+        sequence_parallel=split and parallel,
+        gathered=gathered if split and not parallel else None,
+        regions=_regions(split, head=gathered is not None),
     )
+
+
+def _regions(split: bool, *, head: bool) -> tuple[int, int]:
+    """Gathers and scatters of an embedding (its rows are summed once) or a head (its input's gradient is)."""
+    return (int(split and head), int(split and not head))
 
 
 def head(tape: Tape, shape: TransformerShape, x: Value, bias: bool = False) -> tuple[Value, Value]:
@@ -178,24 +244,25 @@ def head(tape: Tape, shape: TransformerShape, x: Value, bias: bool = False) -> t
     labels = tape.labels(rows)
     own = not shape.tied_embeddings
     part = Part.TENSOR if shape.splits_vocabulary else Part.WHOLE
-    logits = ops.linear(tape, "head", widen(x), shape.hidden, shape.entries, part, bias=bias, own=own)
-    logits = widen(logits)
+    logits = ops.linear(tape, "head", tape.gather(x), shape.hidden, shape.entries, part, bias=bias, own=own)
+    logits = logits if tape.kernels.parallel_loss else widen(logits)
     return logits, ops.cross_entropy(tape, "loss", logits, labels)
 
 
-def head_kind(shape: TransformerShape, tokens: int, item_bytes: int) -> LayerKind:
+def head_kind(shape: TransformerShape, tokens: int, item_bytes: int, kernels: Kernels = EAGER) -> LayerKind:
     """``after`` of a decoder: final norm, head, loss."""
-    tape = Tape(item_bytes)
+    tape = Tape(item_bytes, kernels)
     x = norm(tape, shape, "norm", tape.enter(tokens * shape.hidden))
     logits, loss = head(tape, shape, x)
     return edge_kind(tape, shape, "after", (loss,), tokens, logits)
 
 
-def masked_head_kind(shape: EncoderShape, tokens: int, item_bytes: int) -> LayerKind:
+def masked_head_kind(shape: EncoderShape, tokens: int, item_bytes: int, kernels: Kernels = EAGER) -> LayerKind:
     """``after`` of a BERT: transform, head with a bias over the vocabulary, loss; pooler and next-sentence head."""
-    tape = Tape(item_bytes)
+    tape = Tape(item_bytes, kernels)
     x = tape.enter(tokens * shape.hidden)
-    transformed = ops.linear(tape, "transform", x, shape.hidden, shape.hidden, Part.WHOLE, bias=True)
+    picked = ops.reshape(tape, "predicted", x, shape.predicted * shape.hidden) if shape.predicted else x
+    transformed = ops.linear(tape, "transform", picked, shape.hidden, shape.hidden, Part.WHOLE, bias=True)
     transformed = norm(tape, shape, "norm", ops.activation(tape, "transform.act", transformed))
     logits, loss = head(tape, shape, transformed, bias=True)
     if shape.head == "pretraining":
@@ -216,15 +283,28 @@ def ties_of(shape: TransformerShape, *users: str) -> dict[tuple[str, str], int]:
     return {("before", user): shape.entries * shape.hidden for user in users if shape.tied_embeddings}
 
 
-def decoder_graph(shape: DecoderShape | MoeShape, precision: str, item_bytes: int, kernels: Kernels = EAGER) -> ModelGraph:
-    """Embedding, equal pre-norm blocks, final norm with head and loss."""
+def decoder_graph(
+    shape: DecoderShape | MoeShape, precision: str, item_bytes: int, kernels: Kernels = EAGER
+) -> ModelGraph:
+    """Embedding, pre-norm blocks (the first ones dense, if the mixture says so), final norm with head and loss."""
     tokens = shape.seq_len
-    kinds = [maker(shape, tokens, item_bytes) for maker in (embedding_kind, pre_norm_block, head_kind)]
-    notes = ("Tokens are taken to be spread evenly over the experts.",) if isinstance(shape, MoeShape) else ()
+    kinds = [
+        embedding_kind(shape, tokens, item_bytes, kernels),
+        pre_norm_block(shape, tokens, item_bytes, kernels=kernels),
+        head_kind(shape, tokens, item_bytes, kernels),
+    ]
+    layers = blocks("layers", "block", shape.layers)
+    notes: tuple[str, ...] = ()
+    if isinstance(shape, MoeShape):
+        notes = ("Tokens are taken to be spread evenly over the experts.",)
+        if shape.dense_layers:
+            kinds.append(pre_norm_block(dense_of(shape), tokens, item_bytes, "dense_block", kernels=kernels))
+            dense = [replace(layer, kind="dense_block") for layer in layers[: shape.dense_layers]]
+            layers = [*dense, *layers[shape.dense_layers :]]
     return assemble(
         shape.name,
         kinds,
-        blocks("layers", "block", shape.layers),
+        layers,
         sequence=tokens,
         precision=precision,
         ties=ties_of(shape, "after"),
@@ -232,14 +312,23 @@ def decoder_graph(shape: DecoderShape | MoeShape, precision: str, item_bytes: in
     )
 
 
+def dense_of(shape: MoeShape) -> DecoderShape:
+    """The decoder whose blocks have a plain MLP where the mixture's have experts."""
+    shared = {item.name: getattr(shape, item.name) for item in fields(TransformerShape)}
+    return DecoderShape(**shared)
+
+
 def encoder_graph(shape: EncoderShape, precision: str, item_bytes: int, kernels: Kernels = EAGER) -> ModelGraph:
     """Embedding with norm, equal post-norm blocks, masked-language-model head and loss."""
     tokens = shape.seq_len
-    before, block = embedding_kind(shape, tokens, item_bytes), post_norm_block(shape, tokens, item_bytes)
-    after = masked_head_kind(shape, tokens, item_bytes)
+    kinds = (
+        embedding_kind(shape, tokens, item_bytes, kernels),
+        post_norm_block(shape, tokens, item_bytes, kernels),
+        masked_head_kind(shape, tokens, item_bytes, kernels),
+    )
     return assemble(
         shape.name,
-        (before, block, after),
+        kinds,
         blocks("layers", "block", shape.layers),
         sequence=tokens,
         precision=precision,

@@ -32,7 +32,7 @@ def vit_graph(shape: VitShape, precision: str, item_bytes: int, kernels: Kernels
     )
     kinds = (
         _patches(shape, tokens, item_bytes),
-        pre_norm_block(stack, tokens, item_bytes, causal=False),
+        pre_norm_block(stack, tokens, item_bytes, causal=False, kernels=kernels),
         _classifier(shape, stack, tokens, item_bytes),
     )
     layers = blocks("layers", "block", shape.layers)

@@ -1,0 +1,145 @@
+"""Attention: one fused kernel, or scores, softmax, dropout and context as calls of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from galvatron_lite.model.graph import Operator, OperatorClass
+from galvatron_lite.model.shapes.calls import FP32, Call, Value
+from galvatron_lite.model.shapes.tape import Tape, memory_operator, sharding_of
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Sizes of attention.
+
+    Attributes:
+        queries: heads of queries.
+        keys: heads of keys and values.
+        size: items of one head of queries and keys.
+        value_size: items of one head of values; 0: as many as ``size``.
+    """
+
+    queries: int
+    keys: int
+    size: int
+    value_size: int = 0
+
+    @property
+    def values(self) -> int:
+        """Items of one head of values."""
+        return self.value_size or self.size
+
+
+def attention(
+    tape: Tape, name: str, q: Value, k: Value, v: Value, heads: Heads, *, causal: bool, dropout: float = 0.0,
+    biased: bool = False,
+) -> Value:  # fmt: skip
+    """Attention by the tape's kernels.
+
+    Args:
+        tape: where it is written down.
+        name: of the operators.
+        q: queries.
+        k: keys.
+        v: values.
+        heads: sizes.
+        causal: whether a query sees no later key.
+        dropout: probability on the attention weights; the fused kernel keeps no mask of it.
+        biased: whether a bias by distance is added to the scores; inside the fused kernel it costs nothing.
+    """
+    if tape.kernels.flash_attention:
+        return _flash(tape, f"{name}.scores", (q, k, v), heads, causal=causal)
+    return _plain(tape, name, (q, k, v), heads, causal=causal, dropout=dropout, biased=biased)
+
+
+def _flash(tape: Tape, name: str, qkv: tuple[Value, Value, Value], heads: Heads, *, causal: bool) -> Value:
+    """Flash attention (Dao 2023): keeps q, k, v, its output and one fp32 log-sum a query and head.
+
+    FLOPs count the whole score matrix, causal or not: 2 x queries x keys x heads x (head size + value size) forward
+    (two matmuls), 2.5 times that backward (five matmuls: the scores are computed again).
+    """
+    q, k, v = qkv
+    queries, keys = q.items // (heads.queries * heads.size), k.items // (heads.keys * heads.size)
+    out = tape.value(queries * heads.queries * heads.values, q.part)
+    sums = tape.value(queries * heads.queries, q.part, FP32, grad=False)
+    flops = 2 * queries * keys * heads.queries * (heads.size + heads.values)
+    touched = q.bytes + k.bytes + v.bytes + out.bytes
+    operator = Operator(
+        name, OperatorClass.ATTENTION, (heads.queries, heads.keys, queries, keys, heads.size), 1, flops, flops * 5 // 2,
+        touched + sums.bytes, 2 * touched + sums.bytes, 0, sharding_of(q), causal,
+    )  # fmt: skip
+    return tape.record(Call((q, k, v), out, saved=(q, k, v, out, sums), anchor=(out, sums), core=True), operator)
+
+
+def _plain(
+    tape: Tape, name: str, qkv: tuple[Value, Value, Value], heads: Heads, *, causal: bool, dropout: float, biased: bool
+) -> Value:
+    """Scores, softmax, dropout and context; keeps 5 bytes a score in half precision (Korthikanti et al. 2022, eq. 1).
+
+    Shared heads of keys and values are copied to every query head first, as Megatron's plain path does.
+    """
+    q, k, v = qkv
+    queries, keys = q.items // (heads.queries * heads.size), k.items // (heads.keys * heads.size)
+    if heads.keys < heads.queries:
+        k = _repeat(tape, f"{name}.repeat_k", k, keys * heads.queries * heads.size)
+        v = _repeat(tape, f"{name}.repeat_v", v, keys * heads.queries * heads.values)
+    rows = heads.queries * queries
+    scores = _product(tape, f"{name}.scores", (q, k), (rows, heads.size, keys))
+    weights = _softmax(tape, name, scores, causal=causal, biased=biased)
+    weights = _drop(tape, f"{name}.weights_dropout", weights, dropout)
+    return _product(tape, f"{name}.context", (weights, v), (rows, keys, heads.values))
+
+
+def _repeat(tape: Tape, name: str, x: Value, items: int) -> Value:
+    out = tape.value(items, x.part)
+    return tape.record(Call((x,), out, core=True), memory_operator(name, out, x.bytes + out.bytes, x.bytes + out.bytes))
+
+
+def _product(tape: Tape, name: str, factors: tuple[Value, Value], shape: tuple[int, int, int]) -> Value:
+    """A batch of matmuls, one a head, no weights: keeps both factors; the heads are folded into the rows."""
+    first, second = factors
+    rows, inner, columns = shape
+    out = tape.value(rows * columns, first.part)
+    flops, moved = 2 * rows * inner * columns, first.bytes + second.bytes + out.bytes
+    operator = Operator(
+        name, OperatorClass.MATMUL, shape, 1, flops, 2 * flops, moved, 2 * moved, 0, sharding_of(first)
+    )  # fmt: skip
+    return tape.record(Call(factors, out, saved=factors, anchor=(out,), core=True), operator)
+
+
+def _softmax(tape: Tape, name: str, scores: Value, *, causal: bool, biased: bool) -> Value:
+    """Scale, mask and softmax: one kernel that keeps its output, or one each, softmax in fp32."""
+    out = tape.value(scores.items, scores.part)
+    if tape.kernels.fused_softmax:
+        seen = 1 if causal else 2  # Megatron's causal kernel skips what the mask hides
+        operator = memory_operator(f"{name}.softmax", out, (seen + 2) * out.bytes // 2, (seen + 1) * out.bytes)
+        return tape.record(Call((scores,), out, saved=(out,), core=True), operator)
+    passes = ("scale", "mask", "bias") if biased else ("scale", "mask")
+    x = scores
+    for each in passes:
+        made = tape.value(x.items, x.part)
+        operator = memory_operator(f"{name}.{each}", x, 2 * x.bytes, 0 if each == "bias" else 2 * x.bytes)
+        x = tape.record(Call((x,), made, core=True, fusible=True, shares_gradient=each == "bias"), operator)
+    wide = out if out.item_bytes == FP32 else tape.value(x.items, x.part, FP32)
+    operator = memory_operator(f"{name}.softmax", wide, x.bytes + wide.bytes, 2 * wide.bytes + x.bytes)
+    tape.record(Call((x,), wide, saved=(wide,), core=True, fusible=True), operator)
+    if wide is out:
+        return out
+    moved = wide.bytes + out.bytes
+    return tape.record(Call((wide,), out, core=True, fusible=True), memory_operator(f"{name}.cast", out, moved, moved))
+
+
+def _drop(tape: Tape, name: str, weights: Value, probability: float) -> Value:
+    if not probability:
+        return weights
+    out = tape.value(weights.items, weights.part)
+    mask = tape.value(weights.items, weights.part, 1, grad=False)
+    moved = 2 * weights.bytes + mask.bytes
+    call = Call((weights,), out, saved=() if tape.kernels.compiled else (mask,), core=True, fusible=True)
+    return tape.record(call, memory_operator(name, weights, moved, moved))
+
+
+def view(whole: Value, items: int) -> Value:
+    """Part of a tensor, in the tensor's storage."""
+    return replace(whole, items=items, storage=whole.held)

@@ -1,0 +1,97 @@
+"""What a compiler (torch.compile, XLA) makes of a layer's calls: fewer kernels, fewer bytes, fewer kept tensors.
+
+Runs of neighbouring element-wise and row-wise calls become one kernel that reads what enters the run and writes what
+leaves it. What such a kernel can make again from tensors that are kept anyway is not kept: the minimum cut that
+torch.compile's partitioner (``min_cut_rematerialization_partition``) and XLA find in a chain of cheap calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from galvatron_lite.model.graph import Operator
+from galvatron_lite.model.shapes.calls import Call, Value
+from galvatron_lite.model.shapes.keeping import Record
+
+
+def compile_records(records: Sequence[Record], inputs: Sequence[Value], outputs: Sequence[Value]) -> list[Record]:
+    """The calls as a compiler runs them.
+
+    Args:
+        records: of one layer, in running order.
+        inputs: boundary tensors that enter.
+        outputs: boundary tensors that leave.
+    """
+    lean = _without_rebuilt(records, inputs)
+    needed = _readers(lean)
+    done: list[Record] = []
+    start = 0
+    for fusible, run in groupby(lean, key=lambda record: record[0].fusible):
+        part = list(run)
+        stop = start + len(part)
+        done += _fused(part, needed, (start, stop), {value.key for value in outputs}) if fusible else part
+        start = stop
+    return done
+
+
+def _without_rebuilt(records: Sequence[Record], inputs: Sequence[Value]) -> list[Record]:
+    """Drop saved tensors that a fusible call can make again from tensors that are saved too; writing them costs."""
+    saved = {value.key for call, _ in records for value in call.saved} | {value.key for value in inputs}
+    again: dict[int, Value] = {}
+    for call, _ in records:
+        sources = {value.key for value in call.inputs if value.grad}
+        if call.fusible and call.output.key not in sources and sources <= saved:
+            again[call.output.key] = call.output
+    return [(_rebuilding(call, again), _charged(call, operator, again)) for call, operator in records]
+
+
+def _rebuilding(call: Call, again: dict[int, Value]) -> Call:
+    dropped = tuple(value for value in call.saved if value.key in again)
+    kept = tuple(value for value in call.saved if value.key not in again)
+    return replace(call, saved=kept, rebuilt=(*call.rebuilt, *dropped)) if dropped else call
+
+
+def _charged(call: Call, operator: Operator, again: dict[int, Value]) -> Operator:
+    extra = sum(value.bytes for value in call.saved if value.key in again and not call.fusible)
+    return replace(operator, backward_moved=operator.backward_moved + extra)
+
+
+def _readers(records: Sequence[Record]) -> dict[int, list[int]]:
+    readers: dict[int, list[int]] = {}
+    for index, (call, _) in enumerate(records):
+        for value in (*call.inputs, *call.saved):
+            readers.setdefault(value.key, []).append(index)
+    return readers
+
+
+def _fused(
+    run: Sequence[Record], readers: dict[int, list[int]], span: tuple[int, int], outputs: set[int]
+) -> list[Record]:
+    """The run's calls, their cost in one operator: what enters is read and what leaves is written, once.
+
+    Backward reads the gradients of what leaves and what is saved, and writes the gradients of what enters.
+    """
+    made = {call.output.key: call.output for call, _ in run}
+    enters = {v.key: v for call, _ in run for v in call.inputs if v.key not in made}
+    saved = {v.key: v for call, _ in run for v in call.saved}
+    leaves = [
+        v for key, v in made.items()
+        if key in outputs or key in saved or any(not span[0] <= index < span[1] for index in readers.get(key, ()))
+    ]  # fmt: skip
+    new_saved = [v for key, v in saved.items() if key not in enters and key not in made]
+    moved = sum(v.bytes for v in (*enters.values(), *leaves, *new_saved))
+    backward = sum(v.bytes for v in (*(v for v in (*leaves, *enters.values()) if v.grad), *saved.values()))
+    operators = [operator for _, operator in run]
+    widest = max(operators, key=lambda operator: operator.moved)
+    total = replace(
+        widest,
+        name="+".join(dict.fromkeys(operator.name for operator in operators)),
+        moved=min(moved, sum(operator.moved for operator in operators)),
+        backward_moved=min(backward, sum(operator.backward_moved for operator in operators)),
+        weight_bytes=sum(operator.weight_bytes for operator in operators),
+        count=1,
+    )
+    silent = replace(total, name="", moved=0, backward_moved=0, weight_bytes=0, count=0)
+    return [(run[0][0], total), *((call, silent) for call, _ in run[1:])]

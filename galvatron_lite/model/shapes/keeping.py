@@ -1,0 +1,78 @@
+"""Which tensors of a layer's calls are kept from forward to backward, by what is recomputed. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from galvatron_lite.model.graph import Operator, OperatorClass, TensorSplit
+from galvatron_lite.model.kernels import Selective
+from galvatron_lite.model.shapes.calls import Call, Part, Value
+
+Record = tuple[Call, Operator]
+"""A call and what it costs."""
+
+
+def split_of(values: Iterable[Value]) -> TensorSplit:
+    """Bytes of different storages, by how tensor parallelism divides them."""
+    widest: dict[int, Value] = {}
+    for value in values:
+        if value.key not in widest or value.part > widest[value.key].part:
+            widest[value.key] = value
+    sums = [0, 0, 0]
+    for value in widest.values():
+        sums[value.part] += value.held
+    return TensorSplit(*sums)
+
+
+def saved_by(calls: Iterable[Call]) -> list[Value]:
+    """What autograd keeps of some calls."""
+    return [value for call in calls for value in call.saved]
+
+
+def selected(records: Sequence[Record], inputs: Sequence[Value], meaning: Selective) -> list[Value]:
+    """What selective recomputation keeps, by what it means (see ``Selective``)."""
+    if meaning == "attention":
+        entering = [value for call, _ in records if call.core for value in call.inputs]
+        made = {call.output.key for call, _ in records if call.core}
+        outside = saved_by(call for call, _ in records if not call.core)
+        return [*outside, *(value for value in entering if value.key not in made)]
+    dropped = _every_second(records) if meaning == "alternate" else set()
+    anchors = [value for index, (call, _) in enumerate(records) if index not in dropped for value in call.anchor]
+    return [*inputs, *anchors]
+
+
+def runs_again(records: Sequence[Record], meaning: Selective) -> set[int]:
+    """Indices of the calls that selective recomputation runs again."""
+    if meaning == "attention":
+        return {index for index, (call, _) in enumerate(records) if call.core}
+    memory = {index for index, (call, _) in enumerate(records) if not call.anchor}
+    return memory | (_every_second(records) if meaning == "alternate" else set())
+
+
+def _every_second(records: Sequence[Record]) -> set[int]:
+    """Indices of the second, fourth, ... matmul with weights (torchtitan's ``_apply_ac_to_transformer_block``)."""
+    matmuls = [i for i, (_, op) in enumerate(records) if op.kind is OperatorClass.MATMUL and op.weight_bytes]
+    return set(matmuls[1::2])
+
+
+def excess(live: TensorSplit, kept: TensorSplit) -> TensorSplit:
+    """What is live beyond ``kept``, no part below zero, the parts adding up to the difference of the totals."""
+    parts = [live.tensor - kept.tensor, live.sequence - kept.sequence, live.whole - kept.whole]
+    debt = -sum(part for part in parts if part < 0)
+    left = [max(part, 0) for part in parts]
+    for index in sorted(range(3), key=lambda i: -left[i]):
+        paid = min(debt, left[index])
+        left[index] -= paid
+        debt -= paid
+    return TensorSplit(*left)
+
+
+def whole_tokens(split: TensorSplit) -> TensorSplit:
+    """The same where no tokens are shared."""
+    return TensorSplit(tensor=split.tensor, whole=split.sequence + split.whole)
+
+
+def share_of(value: Value) -> Value:
+    """The value's share under sequence parallelism."""
+    return replace(value, part=Part.SEQUENCE)
