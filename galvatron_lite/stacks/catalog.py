@@ -15,7 +15,12 @@ from galvatron_lite.stacks.facts import CORE_KERNELS, MIXED, SHARDED
 from galvatron_lite.stacks.schema import Stack
 
 GALVATRON = Stack(
-    name="galvatron", source="galvatron_lite/runtime", kernels=Kernels(), states=SHARDED, optimizer="adamw"
+    name="galvatron",
+    source="galvatron_lite/runtime",
+    kernels=Kernels(),
+    states=SHARDED,
+    optimizer="adamw",
+    early_stop=True,
 )
 """The project's own runtime: FSDP2 and DTensor under PyTorch's eager mode."""
 

@@ -74,7 +74,7 @@ BLOOM = replace(
     states=MIXED,
     zero_stage=1,
     dropout=0.0,
-    positions="none",
+    positions="alibi",
     vocab_multiple=128,
 )
 """BigScience's branch, with fp32 gradient accumulation."""

@@ -53,18 +53,23 @@ class Stack:
         zero_stage: of data parallelism where a run does not say.
         positions: how plain (not gated) decoders of its recipes tell places.
         biases: whether plain decoders of its recipes have biases.
+        predicted_share: of a masked language model's tokens, how many logits are computed for.
+        early_stop: whether full recomputation ends where backward has what it needs, so that a block's last matmul is
+            not run again (``torch.utils.checkpoint`` without reentry: ``set_checkpoint_early_stop``, on by default).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: str
     source: str = ""
-    kernels: Kernels = Kernels()
+    kernels: Kernels = Kernels()  # noqa: RUF009  frozen
     states: StateLayout = StateLayout()
-    constants: StackConstants = StackConstants()
+    constants: StackConstants = StackConstants()  # noqa: RUF009  frozen
     optimizer: str = "adamw"
     vocab_multiple: int = 1
     parallel_vocabulary: bool = True
     dropout: float = 0.0
     zero_stage: int = 0
-    positions: Literal["learned", "rotary", "none"] = "learned"
+    positions: Literal["learned", "rotary", "alibi", "none"] = "learned"
     biases: bool = True
+    predicted_share: float = 1.0
+    early_stop: bool = False

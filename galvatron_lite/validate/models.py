@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from galvatron_lite.model.shapes import DecoderShape, EncoderDecoderShape, EncoderShape, MoeShape, Shape
 from galvatron_lite.stacks.schema import Stack
 from galvatron_lite.validate.outcome import Skipped
 from galvatron_lite.validate.rows import PublishedRun
-from galvatron_lite.validate.said import whole_argument
+from galvatron_lite.validate.said import argument, whole_argument
 
 _NEEDED = ("layers", "hidden", "heads", "vocab", "seq_len")
 
@@ -20,8 +22,6 @@ def shape_of(run: PublishedRun, stack: Stack) -> Shape | Skipped:
     arch = (run.arch or "decoder").lower()
     if "memory" in arch or "hybrid" in arch or "mamba" in run.said or "hybrid-layer-pattern" in run.said:
         return Skipped("architecture not modelled")
-    if "mla" in arch or "multi-latent-attention=true" in run.said:
-        return Skipped("latent attention: its ranks are not stated")
     missing = [name for name in _NEEDED if getattr(run, name) is None]
     if missing:
         return Skipped(f"model figures missing: {', '.join(missing)}")
@@ -32,7 +32,7 @@ def shape_of(run: PublishedRun, stack: Stack) -> Shape | Skipped:
     if arch.startswith("encoder-decoder") or arch in ("t5", "bart"):
         return _two_stacks(run, stack)
     if arch.startswith("encoder") or arch == "bert":
-        return EncoderShape(**_common(run, stack), head="pretraining")  # type: ignore[arg-type]
+        return _encoder(run, stack)
     if arch.startswith("decoder"):
         return DecoderShape(**_causal(run, stack))  # type: ignore[arg-type]
     return Skipped("architecture not modelled")
@@ -55,16 +55,44 @@ def _common(run: PublishedRun, stack: Stack) -> dict[str, object]:
         "tied_embeddings": not gated if run.tied_embeddings is None else run.tied_embeddings,
         "seq_len": run.seq_len,
         "dropout": 0.0 if gated else stack.dropout,
+        "split_vocabulary": stack.parallel_vocabulary,
     }
+
+
+def _encoder(run: PublishedRun, stack: Stack) -> Shape:
+    """A BERT; heads of fine-tuning are as small as one token's logits."""
+    if "fine-tun" in run.said:
+        return EncoderShape(**_common(run, stack), predicted=1)  # type: ignore[arg-type]
+    predicted = round((run.seq_len or 0) * stack.predicted_share) if stack.predicted_share < 1 else 0
+    return EncoderShape(**_common(run, stack), head="pretraining", predicted=predicted)  # type: ignore[arg-type]
 
 
 def _causal(run: PublishedRun, stack: Stack) -> dict[str, object]:
     gated = bool(run.gated_mlp)
-    return _common(run, stack) | {
-        "activation": "silu" if gated else "gelu",
-        "norm": "rmsnorm" if gated else "layernorm",
-        "positions": "rotary" if gated else stack.positions,
-        "biases": not gated and stack.biases,
+    return (
+        _common(run, stack)
+        | {
+            "activation": "silu" if gated else "gelu",
+            "norm": "rmsnorm" if gated else "layernorm",
+            "positions": "rotary" if gated else stack.positions,
+            "biases": not gated and stack.biases,
+        }
+        | _latent(run)
+    )
+
+
+def _latent(run: PublishedRun) -> dict[str, object]:
+    """Multi-head latent attention, whose ranks no row states, as DeepSeek-V2 and V3 have it (arXiv 2412.19437, 4.2)."""
+    if "mla" not in (run.arch or "").lower() and "multi-latent-attention=true" not in run.said:
+        return {}
+    return {
+        "q_rank": 1536,
+        "kv_rank": 512,
+        "rope_dim": 64,
+        "head_dim": 192,
+        "value_dim": 128,
+        "kv_heads": run.heads,
+        "positions": "rotary",
     }
 
 
@@ -72,11 +100,21 @@ def _mixture(run: PublishedRun, stack: Stack) -> Shape | Skipped:
     experts, ways = run.n_experts, run.moe_topk or 2
     if experts is None:
         return Skipped("model figures missing: n_experts")
-    if not run.gated_mlp:
-        return Skipped("experts without a gate")
     width = run.moe_ffn or whole_argument(run.said, "moe-ffn-hidden-size") or 0
-    fields = _causal(run, stack) | {"n_experts": experts, "moe_topk": min(ways, experts), "moe_ffn": width}
+    fields = _causal(run, stack) | {
+        "n_experts": experts,
+        "moe_topk": min(ways, experts),
+        "moe_ffn": width,
+        "shared_ffn": whole_argument(run.said, "moe-shared-expert-intermediate-size") or 0,
+        "dense_layers": dense_layers(argument(run.said, "moe-layer-freq")),
+    }
     return MoeShape(**fields)  # type: ignore[arg-type]
+
+
+def dense_layers(pattern: str | None) -> int:
+    """Plain blocks before the first mixture, from Megatron-LM's ``--moe-layer-freq`` (``([0]*3+[1]*12)``)."""
+    found = re.match(r"\(?\[0\]\*(\d+)\+", pattern or "")
+    return int(found[1]) if found else 0
 
 
 def _two_stacks(run: PublishedRun, stack: Stack) -> Shape:

@@ -100,10 +100,9 @@ def _graph(run: PublishedRun, stack: Stack, precision: str, memory: Remembered) 
     shape = _shape(run, stack)
     if isinstance(shape, (Skipped, ModelGraph)):
         return shape
-    held = "bf16" if ITEM_BYTES[precision] < 2 else precision
-    key = (shape, stack.kernels, held)
+    key = (shape, stack.kernels, precision)
     if key not in memory.graphs:
-        memory.graphs[key] = build_graph(shape, precision=held, kernels=stack.kernels)
+        memory.graphs[key] = build_graph(shape, precision=precision, kernels=stack.kernels)
     return memory.graphs[key]
 
 

@@ -117,16 +117,17 @@ def worst_lines(one: Judged) -> list[str]:
     lines = [f"{one.run.run_id}  {plan_words(one)}"]
     seconds = one.measured.step_seconds
     if seconds is not None:
-        lines.append(
-            f"  time {one.outcome.step_seconds:.4g} s, measured {seconds:.4g} s ({100 * (one.time or 0) - 100:+.0f} %): "
-            + _parts(one.outcome.time, 1.0, " s")
-        )
+        held = f"  time {one.outcome.step_seconds:.4g} s, measured {seconds:.4g} s{_off(one.time)}: "
+        lines.append(held + _parts(one.outcome.time, 1.0, " s"))
     if one.measured.peak_memory is not None:
-        lines.append(
-            f"  memory {one.outcome.peak_memory / _GIB:.2f} GiB, measured {one.measured.peak_memory / _GIB:.2f} GiB "
-            f"({100 * (one.memory or 0) - 100:+.0f} %): " + _parts(one.outcome.memory, _GIB, "")
-        )
+        predicted, measured = one.outcome.peak_memory / _GIB, one.measured.peak_memory / _GIB
+        held = f"  memory {predicted:.2f} GiB, measured {measured:.2f} GiB{_off(one.memory)}: "
+        lines.append(held + _parts(one.outcome.memory, _GIB, ""))
     return lines
+
+
+def _off(ratio: float | None) -> str:
+    return "" if ratio is None else f" ({100 * ratio - 100:+.0f} %)"
 
 
 def plan_words(one: Judged) -> str:

@@ -46,7 +46,7 @@ class Judged:
     @property
     def ran(self) -> bool:
         """Whether the run is known to have fitted its device."""
-        return not self.run.oom and self.measured is not None and self.run.quality != "C"
+        return not self.run.oom and self.measured is not None
 
 
 def judge(run: PublishedRun, measured: Measured, outcome: Predicted) -> Judged:
@@ -57,8 +57,7 @@ def judge(run: PublishedRun, measured: Measured, outcome: Predicted) -> Judged:
     if measured.peak_memory and scored_for_memory(run):
         memory = outcome.peak_memory / measured.peak_memory
     if time is None and memory is None and not run.oom:
-        reason = "grade C is not scored" if run.quality == "C" else "nothing measured that counts"
-        return Judged(run, measured, Skipped(reason))
+        return Judged(run, measured, Skipped("nothing measured that counts"))
     return Judged(run, measured, outcome, time, memory)
 
 
