@@ -41,8 +41,9 @@ ATTENTION_RAMP = 160
 """[Empirical] keys a query sees at which fused attention reaches half its rate (arXiv 2307.08691, figs. 4 to 6: 512 to
 16k keys, with and without a causal mask)."""
 
-HEAD_RAMP = 25
-"""[Empirical] head size at which fused attention reaches half its rate: 64 runs at 0.86 of 128's (ibid., fig. 4)."""
+HEAD_RAMP = (25, 8)
+"""[Empirical] head sizes at which fused attention reaches half its rate in forward and in backward: 64 runs at 0.86 and
+0.94 of 128's (arXiv 2307.08691, figs. 4 to 6; runs of llm-foundry on A100 say the same of both together)."""
 
 ATTENTION_BACKWARD_FLOPS = 2.5
 """Backward FLOPs of fused attention over forward's: five matmuls instead of two (arXiv 2307.08691, section 4.1)."""

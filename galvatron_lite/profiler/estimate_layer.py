@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute
@@ -19,15 +20,18 @@ class LayerTimes:
     Attributes:
         forward, backward: of the device.
         again: of the device in the forward of what selective recompute runs again.
-        forward_host, backward_host, again_host: of the host.
+        whole: the same for full recompute.
+        forward_host, backward_host, again_host, whole_host: of the host.
     """
 
     forward: float
     backward: float
     again: float
+    whole: float
     forward_host: float
     backward_host: float
     again_host: float
+    whole_host: float
 
     @property
     def forward_with_host(self) -> tuple[float, float]:
@@ -39,7 +43,7 @@ class LayerTimes:
         if recompute is Recompute.NONE:
             return behind_host(self.backward, self.backward_host)
         if recompute is Recompute.FULL:
-            return behind_host(self.backward + self.forward, self.backward_host + self.forward_host)
+            return behind_host(self.backward + self.whole, self.backward_host + self.whole_host)
         return behind_host(self.backward + self.again, self.backward_host + self.again_host)
 
 
@@ -60,6 +64,7 @@ def layer_times(
     degree: int = 1,
     sequence_parallel: bool = False,
     expert: int = 1,
+    early_stop: bool = False,
 ) -> LayerTimes:
     """Device and host seconds of one layer.
 
@@ -71,17 +76,21 @@ def layer_times(
         degree: of tensor parallelism.
         sequence_parallel: whether tokens are shared between sharded operators.
         expert: devices that experts are spread over.
+        early_stop: see ``Stack``.
     """
-    forward = backward = again = 0.0
-    launches = returns = repeats = 0
+    forward = backward = again = spared = 0.0
+    launches = returns = repeats = unlaunched = 0
     marked = any(operator.again for operator in kind.operators)
-    for operator in kind.operators:
+    needed = _needed(kind.operators) if early_stop else len(kind.operators)
+    for place, operator in enumerate(kind.operators):
         seconds = operator_seconds(machine, operator, samples, degree, sequence_parallel, expert)
         there, back = kernels(operator)
         forward, backward = forward + seconds.forward, backward + seconds.backward
         launches, returns = launches + there, returns + back
         if operator.again if marked else operator.kind is OperatorClass.MEMORY:
             again, repeats = again + seconds.forward, repeats + there
+        if place >= needed:
+            spared, unlaunched = spared + seconds.forward, unlaunched + there
     cast, summed, extra = _parameters(machine, kind, states, degree, sequence_parallel, expert)
     shared = kind.tensor_collectives / (1 if sequence_parallel else 2) if degree > 1 else 0
     host = machine.stack.kernel_host
@@ -89,10 +98,24 @@ def layer_times(
         forward + cast,
         backward + summed,
         again,
+        forward + cast - spared,
         (launches + shared + extra) * host,
         (returns + shared + extra) * host * constants.BACKWARD_HOST,
         repeats * host,
+        (launches + shared + extra - unlaunched) * host,
     )
+
+
+def _needed(operators: Sequence[Operator]) -> int:
+    """How many operators make tensors that backward needs: the last weighted matmul keeps but its input, and what
+    follows it (an addition) keeps nothing, unless dropout keeps a mask."""
+    for place in range(len(operators) - 1, -1, -1):
+        operator = operators[place]
+        if operator.kind is OperatorClass.MATMUL and operator.weight_bytes:
+            return place
+        if operator.kind is not OperatorClass.MEMORY or "dropout" in operator.name or "norm" in operator.name:
+            break
+    return len(operators)
 
 
 def kernels(operator: Operator) -> tuple[int, int]:

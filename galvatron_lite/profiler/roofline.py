@@ -66,26 +66,26 @@ def _attention(machine: Machine, operator: Operator, samples: float) -> Seconds:
     blocks = ceil(samples * heads * ceil(queries / constants.ATTENTION_BLOCK))
     units = machine.device.units
     waves = ceil(blocks / units) * units / blocks
-    seen, rate = attention_shape(operator.causal, keys, head_size)
-    work = operator.flops * samples * seen * waves / (machine.wide * rate) * machine.stack.attention
-    forward = max(work / machine.constants.attention, _calls(machine, operator, operator.moved, samples))
+    seen, rates = attention_shape(operator.causal, keys, head_size)
+    work = operator.flops * samples * seen * waves / machine.wide * machine.stack.attention
+    forward = work / (rates[0] * machine.constants.attention)
+    forward = max(forward, _calls(machine, operator, operator.moved, samples))
     if not operator.backward_flops:
         return Seconds(forward, 0.0)
-    again = work * constants.ATTENTION_BACKWARD_FLOPS / machine.constants.attention_backward
+    again = work * constants.ATTENTION_BACKWARD_FLOPS / (rates[1] * machine.constants.attention_backward)
     return Seconds(forward, max(again, _calls(machine, operator, operator.backward_moved, samples)))
 
 
 @lru_cache(maxsize=4096)
-def attention_shape(causal: bool, keys: int, head_size: int) -> tuple[float, float]:
-    """Share of the score matrix that fused attention computes, and its rate beside head size 128 and endless keys.
+def attention_shape(causal: bool, keys: int, head_size: int) -> tuple[float, tuple[float, float]]:
+    """Share of the score matrix that fused attention computes, and its rates in forward and backward beside those of
+    head size 128 and endless keys.
 
     Under a causal mask whole blocks above the diagonal are skipped: (n + 1) / 2n of n x n blocks remain. Heads are
     padded to a multiple of 32 items (FlashAttention-2), and small ones leave the softmax units the bottleneck.
     """
-    size = constants.ATTENTION_BLOCK
-    seen = (1 + min(1.0, size / keys)) / 2 if causal else 1.0
-    visible = keys * seen
-    padded = 32 * ceil(head_size / 32)
-    half = constants.HEAD_RAMP
-    head = min(1.0, padded / (padded + half) * (128 + half) / 128)
-    return seen, visible / (visible + constants.ATTENTION_RAMP) * head * head_size / padded
+    seen = (1 + min(1.0, constants.ATTENTION_BLOCK / keys)) / 2 if causal else 1.0
+    visible, padded = keys * seen, 32 * ceil(head_size / 32)
+    rate = visible / (visible + constants.ATTENTION_RAMP) * head_size / padded
+    forward, backward = (min(1.0, padded / (padded + half) * (128 + half) / 128) for half in constants.HEAD_RAMP)
+    return seen, (rate * forward, rate * backward)
