@@ -55,6 +55,7 @@ class Level:
         half_size: bytes a message at which it reaches half of the bandwidth; 0: any message reaches all of it.
         mesh: share of ``bandwidth`` that a group of at most so many members reaches, ascending by members, where they
             are joined directly (hybrid cube mesh); empty where a switch joins them.
+        start: seconds that a collective over this level takes to get going, whatever its size and algorithm.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -68,6 +69,7 @@ class Level:
     lanes: int = 1
     half_size: float = 0.0
     mesh: tuple[tuple[int, float], ...] = ()
+    start: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

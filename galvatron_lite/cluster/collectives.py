@@ -36,6 +36,7 @@ class Hop:
         bandwidth: bytes per second that one sub-group as a whole can send while all sibling groups send too.
         lane: bytes per second that a single rank can send over it.
         ramp: bytes that a message's ramp is worth (``Level.half_size``).
+        start: seconds that a collective takes to get going.
     """
 
     members: int
@@ -44,6 +45,7 @@ class Hop:
     bandwidth: float
     lane: float
     ramp: float = 0.0
+    start: float = 0.0
 
     @property
     def alpha(self) -> float:
@@ -89,7 +91,7 @@ def _hop(level: Level, block: int, inside: int, upper: int, siblings: int) -> Ho
     lanes = level.lanes if block > 1 else 1
     bandwidth = reached * min(1.0, groups * inside / lanes) / groups
     lane = min(bandwidth, reached / lanes)
-    return Hop(ceil(upper / inside), inside, level.latency, bandwidth, lane, level.half_size)
+    return Hop(ceil(upper / inside), inside, level.latency, bandwidth, lane, level.half_size, level.start)
 
 
 def _mesh_share(level: Level, members: int) -> float:
@@ -180,4 +182,5 @@ def collective_seconds(cluster: Cluster, collective: Collective, size_bytes: flo
     """
     if group.size <= 1 or size_bytes <= 0:
         return 0.0
-    return _SECONDS[collective](size_bytes, hops_of(cluster, group))
+    hops = hops_of(cluster, group)
+    return _SECONDS[collective](size_bytes, hops) + max(hop.start for hop in hops)

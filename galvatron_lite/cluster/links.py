@@ -21,6 +21,9 @@ from galvatron_lite.errors import InputError
 
 GBIT = 1e9 / 8
 
+START = 8.4e-6
+"""Seconds NCCL takes for a collective beside its steps (``baseLat`` of the Simple protocol in src/graph/tuning.cc)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reference:
@@ -193,7 +196,7 @@ def _inside(link: LinkType, node: int, calibration: Calibration | None) -> Level
     constants = constants_of(link.name, calibration)
     return Level(
         "node", node, link.bandwidth, constants.latency, link.contention, constants.efficiency, link.source,
-        half_size=constants.half_size, mesh=link.mesh_of(node),
+        half_size=constants.half_size, mesh=link.mesh_of(node), start=START,
     )  # fmt: skip
 
 
@@ -207,7 +210,7 @@ def _between(
     lanes = max(1, min(ceil(round(total / adapter, 6)), node))
     return Level(
         "cluster", nodes, total, constants.latency, link.contention, constants.efficiency, link.source, lanes,
-        half_size=constants.half_size,
+        half_size=constants.half_size, start=START,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil, log2
 
 import pytest
@@ -138,6 +139,14 @@ def test_a_share_of_the_half_size_moves_at_half_the_bandwidth(n: int, half: floa
     assert seconds == pytest.approx((n - 1) * (ALPHA + half / (BETA / 2)))
     sent = collective_seconds(ramped(half), Collective.SEND_RECV, half, RankGroup(2, 8))
     assert sent == pytest.approx(NET_ALPHA + half / (NET_BETA / 8 / 2))
+
+
+@given(collectives, groups, sizes)
+def test_a_start_is_paid_once_a_collective(collective: Collective, group: RankGroup, size: float) -> None:
+    levels = tuple(replace(level, start=1e-3) for level in nested().levels)
+    slow = replace(nested(), levels=levels)
+    seconds = [collective_seconds(cluster, collective, size, group) for cluster in (nested(), slow)]
+    assert seconds[1] - seconds[0] == pytest.approx(1e-3, rel=1e-6, abs=1e-12 * seconds[0])
 
 
 @given(collectives, groups, sizes)
