@@ -31,12 +31,14 @@ class StageTimes:
         backward: the same for backward.
         send_forward: of sending the boundary tensor on; 0 in the last stage.
         send_backward: of sending the gradient back; 0 in the first stage.
+        weight: the part of ``backward`` that makes the gradients of weights, which nothing waits for.
     """
 
     forward: float
     backward: float
     send_forward: float = 0.0
     send_backward: float = 0.0
+    weight: float = 0.0
 
     @property
     def forward_total(self) -> float:

@@ -92,10 +92,10 @@ def _continued(stages: Sequence[StageTimes], course: Course, hidden: float, long
     short_ends, long_ends = (run(stages, replace(course, microbatches=count), hidden) for count in (long - turn, long))
     pace = max(after - before for before, after in zip(short_ends, long_ends, strict=True))
     left = (course.microbatches - long) // turn
-    return tuple(end + left * max(pace, turn * _busiest(stages, course, hidden)) for end in long_ends)
+    return tuple(end + left * max(pace, turn * busiest(stages, course, hidden)) for end in long_ends)
 
 
-def _busiest(stages: Sequence[StageTimes], course: Course, hidden: float) -> float:
+def busiest(stages: Sequence[StageTimes], course: Course, hidden: float) -> float:
     """Seconds that the busiest group works on one micro-batch."""
     busy = [0.0] * course.groups
     for index, stage in enumerate(stages):

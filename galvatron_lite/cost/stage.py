@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, Sharing
 from galvatron_lite.cost.memory import group_memory
 from galvatron_lite.cost.schedule import StageTimes
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import OperatorClass, Sharding
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, chunks_in_flight, transfer
-from galvatron_lite.parallelism.pipeline.schedule import group_of, stage_at
+from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, group_of
 from galvatron_lite.plans.schema import MemoryBreakdown, Schedule
+from galvatron_lite.units import ITEM_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class StageCost:
         moving: seconds of redistribution a micro-batch, both passes; part of ``times``.
         memory: bytes on one device: of all stages that its devices run.
         buffers: bytes of its send and receive buffers.
+        pending: bytes of one micro-batch between the gradient of the input and that of the weights; zero-bubble
+            schedules only.
     """
 
     layers: tuple[LayerCost, ...]
@@ -62,6 +66,7 @@ class StageCost:
     moving: float
     memory: MemoryBreakdown
     buffers: int = 0
+    pending: int = 0
 
 
 def price_stage(
@@ -83,72 +88,6 @@ def price_stage(
     held = chunks_in_flight(shape.schedule, shape.stages, stage, shape.microbatches, 1)
     context = pricer.profile.cluster.device.context
     return replace(cost, memory=group_memory([cost.layers], held, shape.microbatches, cost.buffers, context))
-
-
-def price_stages(
-    pricer: LayerPricer, shape: Shape, sizes: Sequence[int], strategies: Sequence[Strategy]
-) -> list[StageCost]:
-    """Costs of all stages, in the order of the model; equal ones are priced once.
-
-    Args:
-        pricer: of one profile.
-        shape: of the plan.
-        sizes: layers of each stage.
-        strategies: of all layers of the model.
-    """
-    ends = list(accumulate(sizes))
-    ranges = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    known: dict[object, StageCost] = {}
-    keys = _content(pricer, strategies)
-    costs: list[StageCost] = []
-    for stage, inside in enumerate(ranges):
-        ends_here = (inside.start == 0, inside.stop == len(strategies))
-        key = (keys[max(inside.start - 1, 0) : inside.stop + 1], ends_here, _hop(shape, stage), _hop(shape, stage + 1))
-        if key not in known:
-            beside = inside if shape.virtual == 1 else _places(shape, stage, ranges)
-            known[key] = price_chunk(pricer, shape, stage, inside, strategies, beside)
-        costs.append(known[key])
-    return _with_memory(pricer, shape, costs)
-
-
-def _content(pricer: LayerPricer, strategies: Sequence[Strategy]) -> tuple[tuple[object, ...], ...]:
-    """What the cost of each layer depends on; a layer that shares parameters is like no other."""
-    graph = pricer.profile.graph
-    tied = {name for tie in graph.ties for name in (tie.first, tie.second)}
-    numbers: dict[Strategy, int] = {}
-    known: dict[int, int] = {}
-    for strategy in strategies:
-        if id(strategy) not in known:
-            known[id(strategy)] = numbers.setdefault(strategy, len(numbers))
-    return tuple(
-        (layer.kind, known[id(strategy)], layer.name if layer.name in tied else "")
-        for layer, strategy in zip(graph.layers, strategies, strict=True)
-    )
-
-
-def _places(shape: Shape, stage: int, ranges: Sequence[range]) -> frozenset[int]:
-    """Places of all layers that the devices of a stage hold."""
-    group = group_of(shape.schedule, shape.stages, stage)
-    stages = [stage_at(shape.schedule, shape.stages, group, chunk) for chunk in range(shape.virtual)]
-    return frozenset(place for other in stages for place in ranges[other])
-
-
-def _with_memory(pricer: LayerPricer, shape: Shape, costs: Sequence[StageCost]) -> list[StageCost]:
-    """With the memory of the devices that run each stage."""
-    result = list(costs)
-    context = pricer.profile.cluster.device.context
-    known: dict[object, MemoryBreakdown] = {}
-    for group in range(shape.stages):
-        own = [stage_at(shape.schedule, shape.stages, group, chunk) for chunk in range(shape.virtual)]
-        held = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
-        key = (held, tuple(id(costs[stage]) for stage in own))
-        if key not in known:
-            buffers = sum(costs[stage].buffers for stage in own)
-            layers = [costs[stage].layers for stage in own]
-            known[key] = group_memory(layers, held, shape.microbatches, buffers, context)
-        for stage in own:
-            result[stage] = replace(costs[stage], memory=known[key])
-    return result
 
 
 def price_chunk(
@@ -173,9 +112,34 @@ def price_chunk(
         sum(cost.backward_seconds for cost in costs) + fixed,
         right[1],
         left[1],
+        sum(_weight_seconds(cost) for cost in costs),
     )
+    split = shape.schedule in ZERO_BUBBLE
+    pending = sum(_pending(pricer, shape, place, strategies[place]) for place in inside) if split else 0
+    pending = min(pending, sum(cost.kept for cost in costs))
     step = sum(cost.step_seconds for cost in costs)
-    return StageCost(costs, times, step, 2 * moving, MemoryBreakdown(), buffer_bytes(left[0], right[0]))
+    return StageCost(costs, times, step, 2 * moving, MemoryBreakdown(), buffer_bytes(left[0], right[0]), pending)
+
+
+def _weight_seconds(cost: LayerCost) -> float:
+    """Seconds of the gradients of weights.
+
+    Every matmul with weights runs once in forward and twice in backward, all else about as long in both, so the
+    weights' share is what backward takes longer (Qi et al. 2023, table 5: within 5 % of their measurements).
+    """
+    return min(max(cost.backward - cost.forward, 0.0), cost.forward)
+
+
+def _pending(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy) -> int:
+    """Bytes that the gradients of a layer's weights are made from: inputs and output gradients of its matmuls."""
+    graph = pricer.profile.graph
+    items = 0.0
+    for operator in graph.kind_of(graph.layers[place]).operators:
+        if operator.kind is OperatorClass.MATMUL and operator.weight_bytes:
+            rows, inner, columns = operator.shape
+            split = 1 if operator.sharding is Sharding.NONE else strategy.tensor
+            items += operator.count * rows * (inner + columns) / split
+    return round(items * shape.microbatch / strategy.batch_degree * ITEM_BYTES[graph.precision])
 
 
 def _layer_cost(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy, sharing: Sharing) -> LayerCost:
@@ -212,14 +176,14 @@ def _boundary(
     graph = pricer.profile.graph
     if cut in (0, len(graph.layers)):
         return 0, 0.0
-    hop = _hop(shape, stage)
+    hop = hop_of(shape, stage)
     if hop == 0:
         return 0, 0.0
     size = boundary_bytes(graph.kind_of(graph.layers[cut - 1]).output_bytes, shape.microbatch, strategies[cut - 1])
     return size, pricer.links.seconds(transfer(size, shape.stage_devices, hop))
 
 
-def _hop(shape: Shape, stage: int) -> int:
+def hop_of(shape: Shape, stage: int) -> int:
     """Groups of devices between the one that runs a stage and the one before it."""
     before, here = (group_of(shape.schedule, shape.stages, side) for side in (stage - 1, stage))
     return abs(here - before)

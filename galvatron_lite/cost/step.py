@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from galvatron_lite.cost.groups import busy_seconds, groups_of, price_stages
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.schedule import closed_form
-from galvatron_lite.cost.simulation import Course, group_ends
-from galvatron_lite.cost.stage import Shape, StageCost, price_stages
+from galvatron_lite.cost.stage import Shape, StageCost
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.parallelism.pipeline.cost import NAME as PIPELINE
 from galvatron_lite.parallelism.pipeline.schedule import stage_at
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, Schedule, TimeBreakdown
 from galvatron_lite.profiler.schema import Profile
@@ -104,8 +103,7 @@ def predict(profile: Profile, plan: Plan, shape: Shape, costs: Sequence[StageCos
     """Step time and memory of priced stages."""
     host = profile.overhead.step
     groups = groups_of(shape, costs)
-    course = Course(shape.schedule, shape.stages, shape.virtual, shape.microbatches)
-    ends = group_ends([cost.times for cost in costs], course, _hidden(profile))
+    ends = busy_seconds(profile, shape, costs)
     steps = [sum(cost.step for cost in group) for group in groups]
     seconds = max(end + step for end, step in zip(ends, steps, strict=True)) + host
     samples = plan.global_batch / seconds
@@ -121,12 +119,6 @@ def predict(profile: Profile, plan: Plan, shape: Shape, costs: Sequence[StageCos
     )
 
 
-def _hidden(profile: Profile) -> float:
-    """Share of a pipeline transfer that compute hides."""
-    shares: dict[str, float] = getattr(profile, "hidden", {})
-    return shares.get(PIPELINE, 0.0)
-
-
 def bound_seconds(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> float:
     """What the search optimises: the closed form of ``cost.schedule`` plus the longest work once a step.
 
@@ -135,14 +127,6 @@ def bound_seconds(profile: Profile, shape: Shape, costs: Sequence[StageCost]) ->
     """
     work = closed_form([cost.times for cost in costs], shape.microbatches, shape.schedule)
     return work + max(cost.step for cost in costs) + profile.overhead.step
-
-
-def groups_of(shape: Shape, costs: Sequence[StageCost]) -> list[list[StageCost]]:
-    """The stages that each group of devices runs."""
-    return [
-        [costs[stage_at(shape.schedule, shape.stages, group, chunk)] for chunk in range(shape.virtual)]
-        for group in range(shape.stages)
-    ]
 
 
 def _breakdown(groups: Sequence[Sequence[StageCost]], microbatches: int, seconds: float, host: float) -> TimeBreakdown:

@@ -1,0 +1,133 @@
+"""What the groups of devices of a pipeline cost: each runs one stage, or several virtual ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.memory import group_memory
+from galvatron_lite.cost.simulation import Course, group_ends
+from galvatron_lite.cost.stage import Shape, StageCost, hop_of, price_chunk
+from galvatron_lite.cost.zero_bubble import Run, run_zero_bubble
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.pipeline.cost import NAME as PIPELINE
+from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight
+from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, group_of, stage_at
+from galvatron_lite.plans.schema import MemoryBreakdown
+from galvatron_lite.profiler.schema import Profile
+
+
+def price_stages(
+    pricer: LayerPricer, shape: Shape, sizes: Sequence[int], strategies: Sequence[Strategy]
+) -> list[StageCost]:
+    """Costs of all stages, in the order of the model; equal ones are priced once.
+
+    Args:
+        pricer: of one profile.
+        shape: of the plan.
+        sizes: layers of each stage.
+        strategies: of all layers of the model.
+    """
+    ends = list(accumulate(sizes))
+    ranges = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    known: dict[object, StageCost] = {}
+    keys = _content(pricer, strategies)
+    costs: list[StageCost] = []
+    for stage, inside in enumerate(ranges):
+        ends_here = (inside.start == 0, inside.stop == len(strategies))
+        key = (
+            keys[max(inside.start - 1, 0) : inside.stop + 1],
+            ends_here,
+            hop_of(shape, stage),
+            hop_of(shape, stage + 1),
+        )
+        if key not in known:
+            beside = inside if shape.virtual == 1 else _places(shape, stage, ranges)
+            known[key] = price_chunk(pricer, shape, stage, inside, strategies, beside)
+        costs.append(known[key])
+    return _with_memory(pricer, shape, costs)
+
+
+def _content(pricer: LayerPricer, strategies: Sequence[Strategy]) -> tuple[tuple[object, ...], ...]:
+    """What the cost of each layer depends on; a layer that shares parameters is like no other."""
+    graph = pricer.profile.graph
+    tied = {name for tie in graph.ties for name in (tie.first, tie.second)}
+    numbers: dict[Strategy, int] = {}
+    known: dict[int, int] = {}
+    for strategy in strategies:
+        if id(strategy) not in known:
+            known[id(strategy)] = numbers.setdefault(strategy, len(numbers))
+    return tuple(
+        (layer.kind, known[id(strategy)], layer.name if layer.name in tied else "")
+        for layer, strategy in zip(graph.layers, strategies, strict=True)
+    )
+
+
+def _places(shape: Shape, stage: int, ranges: Sequence[range]) -> frozenset[int]:
+    """Places of all layers that the devices of a stage hold."""
+    own = _own_stages(shape, group_of(shape.schedule, shape.stages, stage))
+    return frozenset(place for other in own for place in ranges[other])
+
+
+def _with_memory(pricer: LayerPricer, shape: Shape, costs: Sequence[StageCost]) -> list[StageCost]:
+    """With the memory of the devices that run each stage."""
+    result = list(costs)
+    context = pricer.profile.cluster.device.context
+    run = zero_bubble_of(pricer.profile, shape, costs) if shape.schedule in ZERO_BUBBLE else None
+    known: dict[object, MemoryBreakdown] = {}
+    for group in range(shape.stages):
+        own = _own_stages(shape, group)
+        held = _held(shape, group) if run is None else (run.held[group].whole,) * shape.virtual
+        pending = (0,) * shape.virtual if run is None else run.held[group].pending
+        key = (held, pending, tuple(id(costs[stage]) for stage in own))
+        if key not in known:
+            buffers = sum(costs[stage].buffers for stage in own)
+            layers = [costs[stage].layers for stage in own]
+            memory = group_memory(layers, held, shape.microbatches, buffers, context)
+            waiting = sum(count * costs[stage].pending for count, stage in zip(pending, own, strict=True))
+            known[key] = replace(memory, activations=memory.activations + waiting)
+        for stage in own:
+            result[stage] = replace(costs[stage], memory=known[key])
+    return result
+
+
+def _held(shape: Shape, group: int) -> tuple[tuple[int, ...], ...]:
+    return chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
+
+
+def _own_stages(shape: Shape, group: int) -> list[int]:
+    return [stage_at(shape.schedule, shape.stages, group, chunk) for chunk in range(shape.virtual)]
+
+
+def groups_of(shape: Shape, costs: Sequence[StageCost]) -> list[list[StageCost]]:
+    """The stages that each group of devices runs."""
+    return [[costs[stage] for stage in _own_stages(shape, group)] for group in range(shape.stages)]
+
+
+def zero_bubble_of(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> Run:
+    """The zero-bubble schedule of priced stages."""
+    kept = sum(layer.kept for cost in costs for layer in cost.layers)
+    share = round(sum(cost.pending for cost in costs) / kept, 3) if kept else 1.0
+    return run_zero_bubble(tuple(cost.times for cost in costs), course_of(shape), hidden_share(profile), share)
+
+
+def busy_seconds(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> tuple[float, ...]:
+    """Seconds from the step's beginning to the end of each group's last backward.
+
+    Zero-bubble: from each group's first pass, as steps follow one another without waiting for all groups.
+    """
+    if shape.schedule in ZERO_BUBBLE:
+        return zero_bubble_of(profile, shape, costs).spans
+    return group_ends([cost.times for cost in costs], course_of(shape), hidden_share(profile))
+
+
+def course_of(shape: Shape) -> Course:
+    """What the event graph of a shape depends on."""
+    return Course(shape.schedule, shape.stages, shape.virtual, shape.microbatches)
+
+
+def hidden_share(profile: Profile) -> float:
+    """Share of a pipeline transfer that the sender's compute hides: none unless the profile says so."""
+    return profile.hidden.get(PIPELINE, 0.0)
