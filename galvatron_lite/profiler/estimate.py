@@ -94,6 +94,7 @@ def estimate_profile(
         layers=tuple(_points(graph, machines, stack, asked, expert)),
         optimizer=optimizer_cost(machines, optimizer or stack.optimizer, states, host),
         overlap=NVIDIA_OVERLAP,
+        hidden=dict(host.hidden),
         overhead=_overhead(host),
         gather_precision=_gathered(states.gather, wide),
         reduce_precision=states.reduce,
@@ -146,12 +147,12 @@ def _offered(graph: ModelGraph, wanted: Collection[Wanted]) -> Iterator[Wanted]:
 def _points(
     graph: ModelGraph, machines: Sequence[Machine], stack: Stack, asked: Iterator[Wanted], expert: int
 ) -> Iterator[LayerPoint]:
-    known: dict[tuple[str, int, bool, int], LayerTimes] = {}
+    stop, known = stack.early_stop, dict[tuple[str, int, bool, int], LayerTimes]()
     for key, degree, split, recompute, samples in asked:
         kind, place = graph.kinds[key], (key, degree, split, samples)
         times = known.get(place)
         if times is None:
-            every = [layer_times(item, kind, stack.states, samples, degree, split, expert) for item in machines]
+            every = [layer_times(item, kind, stack.states, samples, degree, split, expert, stop) for item in machines]
             times = known[place] = max(every, key=lambda item: item.forward + item.backward)
         yield _point(key, kind, times, samples, degree, split, recompute)
 
