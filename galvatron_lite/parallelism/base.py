@@ -27,8 +27,9 @@ class Strategy:
     Attributes:
         data: replicas that each take a share of the samples and hold all states.
         zero: devices that each take a share of the samples and share the states (ZeRO).
-        zero_stage: 1 (optimizer states sharded at rest), 2 (gradients too, parameters gathered from forward until
-            backward ends) or 3 (parameters gathered for each use); 0 where ``zero`` is 1.
+        zero_stage: 1 (optimizer states sharded at rest), 2 (gradients and parameters too, which are gathered from
+            forward until backward ends) or 3 (parameters gathered for each use); 0 where nothing is sharded. Shards
+            go over the context ranks too.
         tensor: devices that share the matmuls of each sample.
         sequence_parallel: whether the tensor group also shares the tokens between its matmuls.
         recompute: what is computed again in backward.
@@ -57,6 +58,16 @@ class Strategy:
     def batch_degree(self) -> int:
         """How many ways the samples are split."""
         return self.data * self.zero
+
+    @property
+    def token_degree(self) -> int:
+        """How many ways the tokens of a batch are split, samples and their tokens together."""
+        return self.batch_degree * self.context
+
+    @property
+    def state_shards(self) -> int:
+        """How many ways the states are sharded: over zero and context ranks where there is sharding at all."""
+        return self.zero * self.context if self.zero_stage or self.zero > 1 else 1
 
     def __str__(self) -> str:
         """Short name for people: ``data4 zero3x2 tensor2+sp recompute``; ``whole`` where nothing is split."""
@@ -140,6 +151,7 @@ class LayerWork:
             of a step and go after the update.
         microbatch_overhead: host seconds once a micro-batch, half in forward, half in backward.
         step_overhead: host seconds once a step.
+        expert_items: the part of ``parameters`` that belongs to experts which are spread over ranks.
     """
 
     samples: float
@@ -157,6 +169,7 @@ class LayerWork:
     gradients_persist: bool = True
     microbatch_overhead: float = 0.0
     step_overhead: float = 0.0
+    expert_items: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from galvatron_lite.parallelism.base import Dimension
+from galvatron_lite.parallelism.context.cost import ContextDimension
 from galvatron_lite.parallelism.data.cost import DataDimension
+from galvatron_lite.parallelism.expert.cost import ExpertDimension
 from galvatron_lite.parallelism.recompute.cost import RecomputeDimension
 from galvatron_lite.parallelism.tensor.cost import TensorDimension
 from galvatron_lite.parallelism.zero.cost import ZeroDimension
 
-DIMENSIONS: tuple[Dimension, ...] = (TensorDimension(), RecomputeDimension(), ZeroDimension(), DataDimension())
+DIMENSIONS: tuple[Dimension, ...] = (
+    TensorDimension(),
+    ContextDimension(),
+    ExpertDimension(),
+    RecomputeDimension(),
+    ZeroDimension(),
+    DataDimension(),
+)
 """In the order they are applied: what slices the layer first, what wraps the slices later."""
 
 SHAPES: tuple[tuple[str, dict[str, object]], ...] = (

@@ -1,0 +1,1 @@
+"""Context parallelism: devices share the tokens of each sample, attention included."""
