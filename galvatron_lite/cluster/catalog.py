@@ -11,6 +11,7 @@ from typing import Any
 
 from galvatron_lite.cluster.catalog_devices import SHEETS
 from galvatron_lite.cluster.cluster import Cluster, Device, Level
+from galvatron_lite.cluster.links import level_of_link
 from galvatron_lite.configs_path import config_folder
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import from_data, read_data, to_data
@@ -104,7 +105,8 @@ def _expand(data: dict[str, Any], gpus: int | None, field: str) -> dict[str, Any
     groups = _groups(data, field)
     if gpus is None and groups and "count" in groups[-1]:
         gpus = sum(int(group["count"]) for group in groups)
-    data["levels"] = _sized(levels, gpus, field)
+    linked = [level_of_link(level, f"{field}, levels.{number}") for number, level in enumerate(levels)]
+    data["levels"] = _sized(linked, gpus, field)
     devices = prod(level["size"] for level in data["levels"])
     data["groups"] = _first_devices(groups, devices, field)
     return data

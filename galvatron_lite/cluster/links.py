@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
+from typing import Any
 
 from galvatron_lite.calibration.schema import Calibration, LinkConstants
-from galvatron_lite.calibration.store import constants_for_link
+from galvatron_lite.calibration.store import constants_for_link, load_calibration
 from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
 from galvatron_lite.cluster.link_types import LINKS, LinkType
 from galvatron_lite.errors import InputError
@@ -186,6 +187,38 @@ def cluster_from_links(
         rate = None if inter_gbps_per_node is None else inter_gbps_per_node * GBIT * node / stated
         levels.append(_between(between, device, node, n_gpus // node, rate, calibration))
     return Cluster(device.name, (DeviceGroup(device, n_gpus),), tuple(levels))
+
+
+def level_of_link(given: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """A level's mapping with what its ``link`` implies for keys that are not given; unchanged where it has none.
+
+    Args:
+        given: the level as in a cluster file.
+        field: what to call it in an error.
+
+    Raises:
+        InputError: no such link type.
+    """
+    level = dict(given)
+    name = level.pop("link", None)
+    if name is None:
+        return level
+    if name not in LINKS:
+        raise InputError(f"{field}.link", name, f"Known: {', '.join(LINKS)}.")
+    link, constants = LINKS[name], constants_of(name, load_calibration())
+    implied = {
+        "latency": constants.latency,
+        "efficiency": constants.efficiency,
+        "half_size": constants.half_size,
+        "contention": link.contention,
+        "start": START,
+        "source": link.source,
+    }
+    if link.bandwidth:
+        implied["bandwidth"] = link.bandwidth * level.get("lanes", 1)
+    if not link.network and isinstance(level.get("size"), int):
+        implied["mesh"] = link.mesh_of(level["size"])
+    return implied | level
 
 
 def _largest_divisor(total: int, limit: int) -> int:

@@ -185,12 +185,12 @@ class LayerPricer:
         kind = with_copy(self.profile.graph.kinds[name], sharing.copied)
         work = self._work(kind, strategy, microbatch)
         plain = self._figures(name, replace(strategy, recompute=Recompute.NONE), microbatch)
-        *compute, exposed = self._seconds(figures, plain, work)
+        forward, backward, again, exposed = self._seconds(figures, plain, work)
         exchange = self._exchange(sharing.exchanged, strategy, stages)
         update = self._update_seconds(kind, work)
         return LayerCost(
-            *compute, exposed.forward, exposed.backward, work.microbatch_overhead, exposed.step + exchange, update,
-            work.step_overhead, **self._bytes(kind, work, figures, sharing.grouped),
+            forward, backward, again, exposed.forward, exposed.backward, work.microbatch_overhead,
+            exposed.step + exchange, update, work.step_overhead, **self._bytes(kind, work, figures, sharing.grouped),
         )  # fmt: skip
 
     def _work(self, kind: LayerKind, strategy: Strategy, microbatch: int) -> LayerWork:

@@ -95,6 +95,7 @@ def estimate_profile(
         optimizer=optimizer_cost(machines, optimizer or stack.optimizer, states, host),
         overlap=NVIDIA_OVERLAP,
         hidden=dict(host.hidden),
+        straggling=host.straggling,
         overhead=_overhead(host),
         gather_precision=_gathered(states.gather, wide),
         reduce_precision=states.reduce,

@@ -224,6 +224,7 @@ class Profile:
             absent is hidden wholly where its dimension says that it overlaps, else not at all.
         optimizer: update cost.
         overhead: the runtime's own fixed costs.
+        straggling: relative growth of the step time with each doubling of the number of nodes.
         throughput: of single operators on one device; None for estimates.
         gather_precision: precision in which parameters are gathered.
         reduce_precision: precision in which gradients are reduced and kept.
@@ -245,6 +246,7 @@ class Profile:
     overlap: Overlap = Overlap()
     hidden: dict[str, float] = field(default_factory=dict)
     overhead: HostOverhead = HostOverhead()
+    straggling: float = 0.0
     throughput: Throughput | None = None
     gather_precision: str = "bf16"
     reduce_precision: str = "fp32"
