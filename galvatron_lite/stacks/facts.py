@@ -13,17 +13,22 @@ MEGATRON_KERNELS = Kernels(
     fused_norm=True,
     fused_activation=True,
     fused_residual=True,
+    merged_projections=True,
     parallel_loss=True,
     fused_loss=True,
+    regather=True,
+    selective="attention",
 )
 """Megatron-LM's own kernels: masked_softmax_fusion, persistent layer norm, bias_gelu_fusion, bias_dropout_fusion and
-vocab_parallel_cross_entropy are on by default (megatron/training/arguments.py)."""
+vocab_parallel_cross_entropy are on by default (megatron/training/arguments.py); sequence parallelism and selective
+recomputation as in Korthikanti et al. 2022."""
 
 CORE_KERNELS = replace(MEGATRON_KERNELS, flash_attention=True, fused_rotary=True)
 """Megatron-Core over Transformer Engine: fused attention and rotary positions beside the above."""
 
-EAGER_KERNELS = Kernels(flash_attention=False, fused_norm=True)
-"""PyTorch before 2.0 and frameworks alike: one kernel an operator, norms and cross-entropy in one each."""
+EAGER_KERNELS = Kernels(flash_attention=False, autocast=True)
+"""PyTorch before 2.0 and frameworks alike: one kernel an operator, norms and cross-entropy in one each; under mixed
+precision weights are cast at every use."""
 
 GRAPH_KERNELS = replace(EAGER_KERNELS, fused_activation=True, fused_residual=True)
 """Frameworks that fuse element-wise chains themselves (TensorFlow grappler, OneFlow, MXNet pointwise fusion)."""

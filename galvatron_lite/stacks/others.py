@@ -25,7 +25,7 @@ _NVIDIA = "github.com/NVIDIA/DeepLearningExamples"
 TITAN = Stack(
     name="torchtitan",
     source="github.com/pytorch/torchtitan, docs/fsdp.md: FSDP2, torch.compile by block, loss parallel",
-    kernels=Kernels(flash_attention=True, parallel_loss=True, compiled=True),
+    kernels=Kernels(parallel_loss=True, compiled=True, compiled_loss=True, fp8_kept=False, selective="alternate"),
     states=SHARDED,
     optimizer="adamw-fused",
     zero_stage=3,
@@ -33,7 +33,9 @@ TITAN = Stack(
 )
 """torchtitan with torch.compile."""
 
-TITAN_EAGER = replace(TITAN, name="torchtitan-eager", kernels=Kernels(flash_attention=True, parallel_loss=True))
+TITAN_EAGER = replace(
+    TITAN, name="torchtitan-eager", kernels=Kernels(parallel_loss=True, fp8_kept=False, selective="alternate")
+)
 """torchtitan without it, and FSDP2 elsewhere."""
 
 AUTOMODEL = replace(TITAN, name="automodel", source="docs.nvidia.com/nemo/automodel (FSDP2)")
@@ -42,7 +44,8 @@ AUTOMODEL = replace(TITAN, name="automodel", source="docs.nvidia.com/nemo/automo
 FOUNDRY = Stack(
     name="llm-foundry",
     source="github.com/mosaicml/llm-foundry, scripts/train/benchmarking: FSDP, learned positions, no biases",
-    kernels=Kernels(flash_attention=True, fused_norm=True),
+    # Wqkv in one, flash-attn's cross-entropy (loss_fn: fused_crossentropy).
+    kernels=Kernels(merged_projections=True, compiled_loss=True),
     states=SHARDED,
     zero_stage=3,
     biases=False,
@@ -53,7 +56,10 @@ FOUNDRY = Stack(
 NANOTRON = Stack(
     name="nanotron",
     source="github.com/huggingface/nanotron: bf16 parameters, fp32 gradient accumulation and master copy",
-    kernels=Kernels(flash_attention=True, fused_norm=True, fused_activation=True, parallel_loss=True),
+    # qkv_proj and gate_up_proj in one each, flash-attn's rotary, tp_recompute_allgather.
+    kernels=Kernels(
+        fused_activation=True, fused_rotary=True, merged_projections=True, parallel_loss=True, regather=True
+    ),
     states=MIXED,
     optimizer="adamw-fused",
 )
@@ -62,7 +68,7 @@ NANOTRON = Stack(
 JAX = Stack(
     name="jax",
     source="github.com/NVIDIA/JAX-Toolbox (Pax and MaxText under XLA): fp32 weights, bf16 compute",
-    kernels=Kernels(flash_attention=True, fused_activation=True, fused_residual=True, fused_loss=True, compiled=True),
+    kernels=Kernels(merged_projections=True, compiled=True, compiled_loss=True),
     states=SHARDED,
     optimizer="adamw-fused",
     early_stop=True,  # XLA removes what nothing uses
@@ -83,7 +89,8 @@ META = Stack(
 INTERNEVO = Stack(
     name="internevo",
     source="github.com/InternLM/InternEvo, configs/7B_sft.py: bf16, flash attention, hybrid ZeRO",
-    kernels=Kernels(flash_attention=True, fused_norm=True, parallel_loss=True),
+    # wqkv in one, flash-attn's rotary and cross-entropy.
+    kernels=Kernels(merged_projections=True, fused_rotary=True, parallel_loss=True, inplace_loss=True),
     states=HALF_GRADIENTS,
     zero_stage=1,
 )
@@ -92,7 +99,7 @@ INTERNEVO = Stack(
 ONEFLOW = Stack(
     name="oneflow",
     source="github.com/Oneflow-Inc/libai: AMP, fused bias-gelu and bias-dropout, graph mode",
-    kernels=replace(MEGATRON_KERNELS, parallel_loss=True),
+    kernels=replace(MEGATRON_KERNELS, autocast=True),
     states=AMP,
     vocab_multiple=128,
     dropout=0.1,

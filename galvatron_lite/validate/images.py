@@ -11,7 +11,7 @@ from functools import lru_cache
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.model.shapes.images.layout import channels_last
-from galvatron_lite.model.shapes.images.names import builder_of, shape_of_name
+from galvatron_lite.model.shapes.images.names import builder_of, canonical, shape_of_name, works_on_tokens
 from galvatron_lite.model.shapes.images.summary import ImageTotals, summary_graph
 from galvatron_lite.model.shapes.registry import build_graph
 from galvatron_lite.stacks.schema import Stack
@@ -21,6 +21,10 @@ from galvatron_lite.validate.rows import PublishedRun
 
 _TOTALS = re.compile(r"fwd gmacs ([\d.]+), m-activations ([\d.]+)")
 _LAST = re.compile(r"\bnhwc\b|channels[ _-]last")
+
+_LAST_STACKS = ("tensorflow", "mxnet", "paddle", "oneflow", "pytorch-ddp")
+"""Software whose mixed-precision recipes keep pictures channels last: NVIDIA DeepLearningExamples (``--memory-format
+nhwc``, ``--data-layout NHWC``, MXNet's NHWC input layout) and TensorFlow's layout optimizer on tensor cores."""
 
 
 def image_model(run: PublishedRun, stack: Stack) -> ModelGraph | Skipped:
@@ -34,12 +38,12 @@ def image_model(run: PublishedRun, stack: Stack) -> ModelGraph | Skipped:
         return Skipped("no model named")
     precision = _item_precision(run.precision)
     side = run.image_size or 224
-    last = _LAST.search(run.said) is not None
-    graph = _named(run.model.lower(), side, precision, stack.kernels, last)
+    last = _LAST.search(run.said) is not None or (precision == "fp16" and stack.name in _LAST_STACKS)
+    graph = _named(canonical(run.model), side, precision, stack.kernels, last)
     found = _TOTALS.search(run.said)
     if graph is None and found and run.params_b:
         totals = (float(found[1]) * 1e9, float(found[2]) * 1e6, run.params_b * 1e9)
-        graph = _summed(run.model, totals, side, precision, last) if min(totals) > 0 else None
+        graph = _summed(canonical(run.model), totals, side, precision, last) if min(totals) > 0 else None
     if graph is None:
         return Skipped("image network known neither by name nor by totals")
     return graph
@@ -66,6 +70,7 @@ def _named(name: str, side: int, precision: str, kernels: Kernels, last: bool) -
 def _summed(name: str, totals: tuple[float, float, float], side: int, precision: str, last: bool) -> ModelGraph:
     macs, activations, parameters = totals
     shape = ImageTotals(
-        name=name, macs=macs, activations=activations, parameters=parameters, image_size=side, channels_last=last
-    )
+        name=name, macs=macs, activations=activations, parameters=parameters, image_size=side, channels_last=last,
+        tokens=works_on_tokens(name),
+    )  # fmt: skip
     return summary_graph(shape, precision, ITEM_BYTES[precision])

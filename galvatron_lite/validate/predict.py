@@ -76,7 +76,8 @@ def stack_of(run: PublishedRun, precision: str, calibration: Calibration) -> Sta
     if run.flash_attn is not None:
         kernels = replace(kernels, flash_attention=run.flash_attn)
     states = stack.states
-    if ITEM_BYTES[precision] == 4:
+    if ITEM_BYTES.get(precision) == 4:
+        kernels = replace(kernels, autocast=False)
         states = replace(states, parameters="fp32", gradients="fp32", reduce="fp32", gather="fp32", optimizer_bytes=8)
     elif "fp32 grad" in (run.precision or "").lower():
         states = replace(states, gradients="fp32", reduce="fp32")
@@ -100,9 +101,10 @@ def _graph(run: PublishedRun, stack: Stack, precision: str, memory: Remembered) 
     shape = _shape(run, stack)
     if isinstance(shape, (Skipped, ModelGraph)):
         return shape
-    key = (shape, stack.kernels, precision)
+    held = precision if precision in ITEM_BYTES else "fp8"
+    key = (shape, stack.kernels, held)
     if key not in memory.graphs:
-        memory.graphs[key] = build_graph(shape, precision=precision, kernels=stack.kernels)
+        memory.graphs[key] = build_graph(shape, precision=held, kernels=stack.kernels)
     return memory.graphs[key]
 
 

@@ -22,10 +22,15 @@ _SCHEDULES = {
 
 
 def compute_precision(text: str | None, device: Device) -> str:
-    """Precision of matmuls: what is said, bf16 where nothing is; fp32 runs use TF32 only where they say so."""
+    """Precision of matmuls: what is said, bf16 where nothing is; fp32 runs use TF32 only where they say so.
+
+    Of precisions narrower than 16 bits only matmuls are; what they are called is what estimates know them by.
+    """
     said = (text or "bf16").lower()
-    if re.search(r"fp8|fp4", said):
-        return "fp8"
+    if "fp4" in said:
+        return "nvfp4"
+    if "fp8" in said:
+        return "mxfp8" if "mxfp8" in said else "fp8"
     if "bf16" in said and "fp16" not in said:
         return "bf16"
     if "fp16" in said:

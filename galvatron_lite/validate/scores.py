@@ -186,7 +186,7 @@ def regret(group: Sequence[Pair]) -> float:
 
 
 def spearman(pairs: Sequence[Pair]) -> float | None:
-    """Spearman's rank correlation: Pearson's of the ranks, equal values sharing their mean rank; None without spread."""
+    """Spearman's rank correlation: Pearson's of the ranks, equal values sharing a mean rank; None without spread."""
     left, right = ranks([pair[0] for pair in pairs]), ranks([pair[1] for pair in pairs])
     middle = (len(pairs) + 1) / 2
     products = sum((a - middle) * (b - middle) for a, b in zip(left, right, strict=True))
