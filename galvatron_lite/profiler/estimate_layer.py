@@ -71,7 +71,7 @@ def layer_times(
     Args:
         machine: the device at a precision.
         kind: the layer.
-        states: how the stack holds parameters and gradients: casts and accumulation move memory.
+        states: how the stack holds gradients: adding them up moves memory.
         samples: on the device.
         degree: of tensor parallelism.
         sequence_parallel: whether tokens are shared between sharded operators.
@@ -91,29 +91,29 @@ def layer_times(
             again, repeats = again + seconds.forward, repeats + there
         if place >= needed:
             spared, unlaunched = spared + seconds.forward, unlaunched + there
-    cast, summed, extra = _parameters(machine, kind, states, degree, sequence_parallel, expert)
+    summed, sums = _accumulation(machine, kind, states, degree, sequence_parallel, expert)
     shared = kind.tensor_collectives / (1 if sequence_parallel else 2) if degree > 1 else 0
     host = machine.stack.kernel_host
     return LayerTimes(
-        forward + cast,
+        forward,
         backward + summed,
         again,
-        forward + cast - spared,
-        (launches + shared + extra) * host,
-        (returns + shared + extra) * host * constants.BACKWARD_HOST,
+        forward - spared,
+        (launches + shared) * host,
+        (returns + shared + sums) * host * constants.BACKWARD_HOST,
         repeats * host,
-        (launches + shared + extra - unlaunched) * host,
+        (launches + shared - unlaunched) * host,
     )
 
 
 def _needed(operators: Sequence[Operator]) -> int:
-    """How many operators make tensors that backward needs: the last weighted matmul keeps but its input, and what
-    follows it (an addition) keeps nothing, unless dropout keeps a mask."""
+    """How many operators make tensors that backward needs: the last weighted matmul keeps but its input, and an
+    addition behind it nothing; whatever has work in backward (a norm, dropout) keeps something."""
     for place in range(len(operators) - 1, -1, -1):
         operator = operators[place]
         if operator.kind is OperatorClass.MATMUL and operator.weight_bytes:
             return place
-        if operator.kind is not OperatorClass.MEMORY or "dropout" in operator.name or "norm" in operator.name:
+        if operator.kind is not OperatorClass.MEMORY or operator.backward_moved:
             break
     return len(operators)
 
@@ -129,21 +129,13 @@ def kernels(operator: Operator) -> tuple[int, int]:
     return 1, back  # a grouped matmul of experts is one kernel
 
 
-def _parameters(
+def _accumulation(
     machine: Machine, kind: LayerKind, states: StateLayout, degree: int, split: bool, expert: int
-) -> tuple[float, float, int]:
-    """Seconds that casting weights adds to forward and adding up gradients to backward, and kernels for either.
-
-    Autocast casts fp32 weights that are not gathered in 16 bits at every use. Gradients that live in buffers are read
-    and written by every micro-batch.
-    """
-    tensors = sum(1 for operator in kind.operators if operator.weight_bytes)
-    items = kind.parameters.at(degree, split)
-    if expert > 1:
-        grouped = sum(op.weight_bytes for op in kind.operators if op.kind is OperatorClass.MATMUL and op.count > 1)
-        items -= grouped / machine.item_bytes / degree * (1 - 1 / expert)
-    narrow = machine.item_bytes
-    casts = narrow < 4 and ITEM_BYTES[states.parameters] == 4 == ITEM_BYTES.get(states.gather, 1)
-    cast = stream(machine, items * (4 + narrow)) if casts and tensors else 0.0
-    summed = stream(machine, items * 2 * ITEM_BYTES[states.gradients]) if states.buffered_gradients and tensors else 0.0
-    return cast, summed + cast, tensors * (casts + states.buffered_gradients)
+) -> tuple[float, int]:
+    """Seconds that adding gradients up takes in backward, and kernels: where they live in buffers, every micro-batch
+    reads and writes them."""
+    tensors = sum(1 for operator in kind.operators if operator.kind is OperatorClass.MATMUL and operator.weight_bytes)
+    if not states.buffered_gradients or not tensors:
+        return 0.0, 0
+    items = kind.parameters.at(degree, split) - kind.expert_parameters / degree * (1 - 1 / expert)
+    return stream(machine, items * 2 * ITEM_BYTES[states.gradients]), tensors
