@@ -1,12 +1,23 @@
-"""Recomputation: activations thrown away in forward are computed again in backward (Chen et al. 2016)."""
+"""Recomputation: activations thrown away in forward are computed again in backward (Chen et al. 2016).
+
+Communication inside what runs again runs again too:
+
+- full: all of forward's.
+- selective that runs attention's core again (Korthikanti et al. 2022, section 5): the ring of context parallelism,
+  which is inside the core; no collective of tensor parallelism is.
+- selective that runs matmuls with weights again (torchtitan's per-operator policy, whose list of what is kept holds
+  reduce-scatters): gathers of their inputs, and the ring where the core is not kept.
+- selective that runs all but matmuls and attention again (PyTorch's per-operator policy, no collective on its list):
+  all of forward's but the ring, whose kernel is kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from galvatron_lite.model.graph import LayerKind, Recompute
-from galvatron_lite.parallelism.base import DimensionContext, LayerWork, Moment, Strategy
+from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute
+from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +38,44 @@ class RecomputeDimension:
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Strategy, context: DimensionContext) -> LayerWork:  # noqa: ARG002
         """Forward's communication so far happens again in backward; its compute is part of the profile's points.
 
-        Must run after the dimensions whose communication is part of the layer's own forward (tensor), and before
-        those whose communication wraps the layer (ZeRO: parameters are still gathered when forward runs again).
+        Must run after the dimensions whose communication is part of the layer's own forward (tensor, context,
+        expert), and before those whose communication wraps the layer (ZeRO: parameters are still gathered when
+        forward runs again).
         """
         if strategy.recompute is Recompute.NONE:
             return work
-        again = tuple(replace(c, moment=Moment.BACKWARD) for c in work.communications if c.moment is Moment.FORWARD)
+        repeats = _all if strategy.recompute is Recompute.FULL else _selective(kind)
+        again = tuple(
+            replace(one, moment=Moment.BACKWARD)
+            for one in work.communications
+            if one.moment is Moment.FORWARD and repeats(one)
+        )
         return replace(work, recompute=strategy.recompute, communications=(*work.communications, *again))
+
+
+Repeats = Callable[[Communication], bool]
+
+
+def _all(communication: Communication) -> bool:  # noqa: ARG001
+    return True
+
+
+def _selective(kind: LayerKind) -> Repeats:
+    """Which communication of forward selective recomputation repeats; see the module."""
+    again = [operator for operator in kind.operators if operator.again]
+    core = any(_is_core(operator) for operator in again)
+    if any(operator.kind is OperatorClass.MATMUL and operator.weight_bytes for operator in again):
+        return lambda one: core if _is_ring(one) else one.collective is Collective.ALL_GATHER
+    if core:
+        return _is_ring
+    return lambda one: not _is_ring(one)
+
+
+def _is_core(operator: Operator) -> bool:
+    """Whether an operator is attention's: the fused kernel, or a matmul of activations with one another."""
+    plain = operator.kind is OperatorClass.MATMUL and operator.weight_bytes == 0
+    return plain or operator.kind is OperatorClass.ATTENTION
+
+
+def _is_ring(communication: Communication) -> bool:
+    return communication.collective is Collective.SEND_RECV

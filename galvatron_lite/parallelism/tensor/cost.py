@@ -2,6 +2,16 @@
 
 Source of the communication counts: Korthikanti et al. 2022 (arXiv:2205.05198), section 4: per transformer block and
 pass two all-reduces, or with sequence parallelism two all-gathers and two reduce-scatters, of the hidden state.
+
+A region begins with a column-split matmul and ends with a row-split one; a head has a beginning only, an embedding an
+end only. The beginning costs (f of section 4.2.1) and the end (its conjugate g):
+
+                 forward, plain   backward, plain   forward, sequence   backward, sequence
+    beginning    nothing          all-reduce        all-gather          reduce-scatter
+    end          all-reduce       nothing           reduce-scatter      all-gather
+
+so each figure of a pass is an all-reduce a region, or one of each kind. Where only a share of the gathered input is
+kept (section 4.2.2), it is gathered again in backward, beside the matmul of the input's gradient.
 """
 
 from __future__ import annotations
@@ -44,8 +54,12 @@ class TensorDimension:
             return work
         group = RankGroup(degree, 1, context.devices // degree)
         items = kind.parameters.at(degree, shared)
-        samples = work.samples / strategy.batch_degree
-        activations = (*self._activations(kind, samples, shared, group), *self._gathered_output(kind, samples, group))
+        samples = work.samples / strategy.token_degree
+        activations = (
+            *self._activations(kind, samples, shared, group),
+            *self._gathered_output(kind, samples, group),
+            *self._parallel_loss(kind, samples, group),
+        )
         return replace(
             work,
             tensor=degree,
@@ -65,21 +79,34 @@ class TensorDimension:
     def _waiting(self, communications: Sequence[Communication], context: DimensionContext) -> float:
         """Seconds that blocking collectives cost beside their transfers."""
         fixed, per_byte = (context.host.get(name, 0.0) for name in (self.name, f"{self.name}_per_byte"))
-        return sum(one.count * (fixed + per_byte * one.size) for one in communications)
+        return sum(one.count * (fixed + per_byte * one.size) for one in communications if not one.overlaps)
 
     def _activations(
         self, kind: LayerKind, samples: float, shared: bool, group: RankGroup
     ) -> tuple[Communication, ...]:
-        pairs = kind.tensor_collectives // 2
-        if pairs == 0:
-            return ()
-        boundary = kind.input_bytes if kind.gathered_output_bytes else kind.output_bytes
-        sorts = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER) if shared else (Collective.ALL_REDUCE,)
-        return tuple(
-            Communication(sort, boundary * samples, group, moment, False, pairs, self.name)
-            for moment in (Moment.FORWARD, Moment.BACKWARD)
-            for sort in sorts
+        """The collectives at the ends of regions, see the module, and what is gathered again."""
+        entering, leaving = (size * samples for size in boundaries(kind))
+        begins, ends = regions(kind)
+        calls: tuple[tuple[Moment, Collective, float, int], ...] = (
+            (Moment.FORWARD, Collective.ALL_REDUCE, leaving, ends),
+            (Moment.BACKWARD, Collective.ALL_REDUCE, entering, begins),
         )
+        if shared:
+            calls = (
+                (Moment.FORWARD, Collective.ALL_GATHER, entering, begins),
+                (Moment.FORWARD, Collective.REDUCE_SCATTER, leaving, ends),
+                (Moment.BACKWARD, Collective.ALL_GATHER, leaving, ends),
+                (Moment.BACKWARD, Collective.REDUCE_SCATTER, entering, begins),
+            )
+        blocking = tuple(
+            Communication(sort, size, group, moment, False, count, self.name)
+            for moment, sort, size, count in calls
+            if count
+        )
+        if not shared or not kind.regathers:
+            return blocking
+        again = Communication(Collective.ALL_GATHER, entering, group, Moment.BACKWARD, True, kind.regathers, REGATHER)
+        return (*blocking, again)
 
     def _gathered_output(self, kind: LayerKind, samples: float, group: RankGroup) -> tuple[Communication, ...]:
         """The output of a column-split last matmul; its gradient is only sliced, which costs nothing."""
@@ -87,6 +114,18 @@ class TensorDimension:
             return ()
         size = kind.gathered_output_bytes * samples
         return (Communication(Collective.ALL_GATHER, size, group, Moment.FORWARD, False, 1, self.name),)
+
+    def _parallel_loss(self, kind: LayerKind, samples: float, group: RankGroup) -> tuple[Communication, ...]:
+        """A loss on logits that stay split: the greatest logit, the target's and the sum of exponentials of each token.
+
+        Three all-reduces of an fp32 figure a token in forward, none in backward (Megatron-Core's
+        ``vocab_parallel_cross_entropy``).
+        """
+        begins, ends = regions(kind)
+        if not kind.dims.vocab or kind.gathered_output_bytes or not begins or ends:
+            return ()
+        size = 4 * kind.dims.sequence * samples
+        return (Communication(Collective.ALL_REDUCE, size, group, Moment.FORWARD, False, 3, self.name),)
 
     def _partial_gradients(
         self, kind: LayerKind, shared: bool, group: RankGroup, context: DimensionContext
@@ -96,6 +135,28 @@ class TensorDimension:
             return ()
         size = kind.parameters.whole * context.reduce_item_bytes
         return (Communication(Collective.ALL_REDUCE, size, group, Moment.STEP, False, 1, self.name),)
+
+
+REGATHER = "regather"
+"""Cause of gathers that are repeated in backward: they overlap where others of the tensor group do not."""
+
+
+def regions(kind: LayerKind) -> tuple[int, int]:
+    """How many regions begin and how many end in one forward pass."""
+    half = kind.tensor_collectives // 2
+    begins = half if kind.tensor_gathers is None else kind.tensor_gathers
+    return begins, half if kind.tensor_scatters is None else kind.tensor_scatters
+
+
+def boundaries(kind: LayerKind) -> tuple[int, int]:
+    """Bytes per sample of the tensors that enter and leave a region.
+
+    Where a kind does not say how its regions lie, both are its output, or its input where the output is gathered.
+    """
+    if kind.tensor_gathers is None and kind.tensor_scatters is None:
+        boundary = kind.input_bytes if kind.gathered_output_bytes else kind.output_bytes
+        return boundary, boundary
+    return kind.input_bytes, kind.output_bytes
 
 
 def _shares_tokens(kind: LayerKind, degree: int) -> bool:
