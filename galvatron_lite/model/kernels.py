@@ -39,8 +39,8 @@ class Kernels:
         fused_loss: cross-entropy works in place on the fp32 logits and keeps no copy of them.
         compiled_loss: cross-entropy reads the logits as they are (no fp32 copy) and keeps them.
         inplace_loss: cross-entropy reads the logits as they are, and their gradient takes their place.
-        compiled: chains of element-wise operators run as one kernel (torch.compile, XLA), and what such a chain can
-            make again from what is kept anyway is not kept.
+        compiled: chains of element-wise operators run as one kernel (torch.compile, XLA), and what only such chains
+            read in backward and can make again from what is kept anyway is not kept.
         regather: the gathered input of a column-split matmul under sequence parallelism is kept as a share and
             gathered again in backward (Korthikanti et al. 2022, section 4.2.2).
         autocast: parameters are fp32 and cast to the precision of compute wherever they are used, and normalisations

@@ -136,7 +136,7 @@ def _drop(tape: Tape, name: str, weights: Value, probability: float) -> Value:
     out = tape.value(weights.items, weights.part)
     mask = tape.value(weights.items, weights.part, 1, grad=False)
     moved = 2 * weights.bytes + mask.bytes
-    call = Call((weights,), out, saved=() if tape.kernels.compiled else (mask,), core=True, fusible=True)
+    call = Call((weights,), out, saved=(mask,), core=True, fusible=True)
     return tape.record(call, memory_operator(name, weights, moved, moved))
 
 

@@ -1,8 +1,9 @@
 """What a compiler (torch.compile, XLA) makes of a layer's calls: fewer kernels, fewer bytes, fewer kept tensors.
 
 Runs of neighbouring element-wise and row-wise calls become one kernel that reads what enters the run and writes what
-leaves it. What such a kernel can make again from tensors that are kept anyway is not kept: the minimum cut that
-torch.compile's partitioner (``min_cut_rematerialization_partition``) and XLA find in a chain of cheap calls.
+leaves it. What such a kernel can make again from tensors that are kept anyway is not kept, unless a matmul or attention
+needs it in backward: then it would have to be written again. This is what the minimum cut of torch.compile's partitioner
+(``min_cut_rematerialization_partition``, with ``ban_recompute_materialized_backward``) finds in a chain of cheap calls.
 """
 
 from __future__ import annotations
@@ -37,25 +38,19 @@ def compile_records(records: Sequence[Record], inputs: Sequence[Value], outputs:
 
 
 def _without_rebuilt(records: Sequence[Record], inputs: Sequence[Value]) -> list[Record]:
-    """Drop saved tensors that a fusible call can make again from tensors that are saved too; writing them costs."""
+    """Drop saved tensors that a fusible call can make again, from tensors that are saved, where only such read them."""
     saved = {value.key for call, _ in records for value in call.saved} | {value.key for value in inputs}
-    again: dict[int, Value] = {}
+    wanted = {value.key for call, _ in records if not call.fusible for value in call.saved}
+    again: set[int] = set()
     for call, _ in records:
         sources = {value.key for value in call.inputs if value.grad}
-        if call.fusible and call.output.key not in sources and sources <= saved:
-            again[call.output.key] = call.output
-    return [(_rebuilding(call, again), _charged(call, operator, again)) for call, operator in records]
+        if call.fusible and call.output.key not in sources | wanted and sources <= saved:
+            again.add(call.output.key)
+    return [(_rebuilding(call, again), operator) for call, operator in records]
 
 
-def _rebuilding(call: Call, again: dict[int, Value]) -> Call:
-    dropped = tuple(value for value in call.saved if value.key in again)
-    kept = tuple(value for value in call.saved if value.key not in again)
-    return replace(call, saved=kept, rebuilt=(*call.rebuilt, *dropped)) if dropped else call
-
-
-def _charged(call: Call, operator: Operator, again: dict[int, Value]) -> Operator:
-    extra = sum(value.bytes for value in call.saved if value.key in again and not call.fusible)
-    return replace(operator, backward_moved=operator.backward_moved + extra)
+def _rebuilding(call: Call, again: set[int]) -> Call:
+    return replace(call, saved=tuple(value for value in call.saved if value.key not in again))
 
 
 def _readers(records: Sequence[Record]) -> dict[int, list[int]]:

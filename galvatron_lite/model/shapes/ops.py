@@ -170,7 +170,7 @@ def residual(tape: Tape, name: str, x: Value, y: Value, probability: float) -> V
     dropped, mask = tape.value(0, y.part), tape.value(y.items, x.part, 1, grad=False)
     operator = memory_operator(f"{name}.residual", x, 3 * x.bytes + mask.bytes, 2 * x.bytes + mask.bytes)
     silent = memory_operator("", x, 0, 0, count=0)
-    tape.record(Call((y,), dropped, saved=() if tape.kernels.compiled else (mask,), fusible=True), operator)
+    tape.record(Call((y,), dropped, saved=(mask,), fusible=True), operator)
     out = tape.value(x.items, x.part)
     return tape.record(Call((x, dropped), out, shares_gradient=True, fusible=True), silent)
 
@@ -181,8 +181,7 @@ def dropout(tape: Tape, name: str, x: Value, probability: float) -> Value:
         return x
     out, mask = tape.value(x.items, x.part), tape.value(x.items, x.part, 1, grad=False)
     operator = memory_operator(name, x, 2 * x.bytes + mask.bytes, 2 * x.bytes + mask.bytes)
-    saved = () if tape.kernels.compiled else (mask,)  # a compiler keeps the seed and draws the mask again
-    return tape.record(Call((x,), out, saved=saved, fusible=True), operator)
+    return tape.record(Call((x,), out, saved=(mask,), fusible=True), operator)
 
 
 def rotary(tape: Tape, name: str, x: Value) -> Value:
