@@ -1,0 +1,74 @@
+"""Parameters and bytes of experts spread over devices, against closed forms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.model.graph import SplitDims, TensorSplit
+from galvatron_lite.parallelism.base import Collective, Moment, Strategy
+from galvatron_lite.parallelism.expert.cost import ExpertDimension
+from galvatron_lite.search.space import strategies_for
+from tests.factories import make_kind
+from tests.parallelism.test_states_cost import work
+
+EXPERTS, DENSE, NORMS, COPIES = 6400, 800, 40, 2 * 1000
+KIND = replace(
+    make_kind("block", 0, tensor_degrees=8), parameters=TensorSplit(EXPERTS + DENSE, 0, NORMS),
+    expert_parameters=EXPERTS, dispatched_bytes=COPIES, dims=SplitDims(experts=8),
+)  # fmt: skip
+
+
+def test_experts_are_divided_and_the_rest_is_not() -> None:
+    done = work(Strategy(data=8, expert=8), KIND)
+    assert done.parameters == done.state_items == done.gradient_items == EXPERTS / 8 + DENSE + NORMS
+
+
+def test_tokens_go_out_and_back_in_both_passes() -> None:
+    # A device sends and takes back top-k copies of each of its tokens: 4 all-to-alls a micro-batch.
+    done = work(Strategy(data=8, expert=4), KIND, samples=64)
+    exchanges = [one for one in done.communications if one.collective is Collective.ALL_TO_ALL]
+    assert [(one.moment, one.count) for one in exchanges] == [(Moment.FORWARD, 2), (Moment.BACKWARD, 2)]
+    assert {(one.size, one.group) for one in exchanges} == {(COPIES * 64 / 8, RankGroup(4, 1, 2))}
+
+
+def test_experts_are_summed_over_fewer_replicas() -> None:
+    done = work(Strategy(data=16, expert=4, tensor=2), KIND)
+    sums = [(one.size, one.group) for one in done.communications if one.moment is Moment.STEP]
+    assert sums == [
+        ((DENSE / 2 + NORMS) * 2, RankGroup(16, 2, 2)),
+        (EXPERTS / 8 * 2, RankGroup(4, 8, 8)),
+    ]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_experts_are_sharded_over_fewer_ranks(stage: int) -> None:
+    done = work(Strategy(zero=8, zero_stage=stage, expert=4), KIND)
+    assert done.state_items == (DENSE + NORMS) / 8 + EXPERTS / 4 / 2
+    assert done.state_items * 8 == DENSE + NORMS + EXPERTS
+    groups = {one.group for one in done.communications if one.collective is Collective.ALL_GATHER}
+    assert groups == {RankGroup(8, 1, 1), RankGroup(2, 4, 4)}
+
+
+def test_more_ways_than_ranks_beside_the_tensor_group_take_its_slices() -> None:
+    done = work(Strategy(data=4, tensor=2, expert=8), KIND)
+    assert done.parameters == EXPERTS / 8 + DENSE / 2 + NORMS
+
+
+def test_shared_tokens_are_sent_once() -> None:
+    plain, shared = (work(Strategy(data=4, tensor=2, sequence_parallel=on, expert=4), KIND) for on in (False, True))
+    sizes = [next(o.size for o in done.communications if o.cause == "expert") for done in (plain, shared)]
+    assert sizes[0] == 2 * sizes[1]
+
+
+def test_a_layer_without_experts_is_untouched() -> None:
+    dense = make_kind("before", 100)
+    assert work(Strategy(data=8, expert=8), dense) == work(Strategy(data=8), dense)
+
+
+def test_the_search_does_not_spread_experts_and_says_so() -> None:
+    assert {(one.expert, one.context) for one in strategies_for(KIND, 8)} == {(1, 1)}
+    assert "experts" in ExpertDimension().reason(KIND)
+    assert ExpertDimension().reason(make_kind("block", 10)) == ""

@@ -1,0 +1,113 @@
+"""Where states lie and what moves them, against the closed forms of the papers and a grid of ranks."""
+
+from __future__ import annotations
+
+from functools import reduce
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.model.graph import LayerKind, Recompute
+from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, Strategy
+from galvatron_lite.parallelism.ranks import expert_spread_of, spread_of
+from galvatron_lite.parallelism.registry import DIMENSIONS
+from tests.factories import make_kind
+
+ITEMS = 1200
+KIND = make_kind("block", ITEMS, tensor_degrees=4)
+
+
+def work(strategy: Strategy, kind: LayerKind = KIND, samples: float = 64.0, item: int = 2) -> LayerWork:
+    """One device's work where every item has the same size."""
+    context = DimensionContext(strategy.devices, 8, item, item, item, 1)
+    items = float(kind.parameters.total)
+    start = LayerWork(samples, 1, False, Recompute.NONE, items, items, items, items)
+    return reduce(lambda known, dimension: dimension.apply(known, kind, strategy, context), DIMENSIONS, start)
+
+
+def sent_items(communications: list[Communication], item: int = 2) -> float:
+    """Items that one device sends, by the ring algorithms."""
+    passes = {Collective.ALL_REDUCE: 2, Collective.ALL_GATHER: 1, Collective.REDUCE_SCATTER: 1}
+    return sum(
+        one.count * passes[one.collective] * (one.group.size - 1) / one.group.size * one.size / item
+        for one in communications
+    )
+
+
+@pytest.mark.parametrize(("stage", "volume"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_volume_of_a_step_is_rajbhandaris(stage: int, volume: int) -> None:
+    # arXiv:1910.02054, section 7: 2 psi with replicated states, 2 psi in stages 1 and 2, 3 psi in stage 3.
+    strategy = Strategy(zero=8, zero_stage=stage) if stage else Strategy(data=8)
+    assert sent_items(list(work(strategy).communications)) == pytest.approx(volume * ITEMS * 7 / 8)
+
+
+@pytest.mark.parametrize(("stage", "bytes_an_item"), [(0, 16), (1, 4 + 12 / 64), (3, 16 / 64)])
+def test_states_at_rest_are_rajbhandaris(stage: int, bytes_an_item: float) -> None:
+    # Figure 1 there: 2 bytes of parameter and gradient each, 12 of optimizer states, 64 devices.
+    done = work(Strategy(zero=64, zero_stage=stage) if stage else Strategy(data=64))
+    held = 2 * done.parameter_items + 2 * done.gradient_items + 12 * done.state_items
+    assert held / ITEMS == pytest.approx(bytes_an_item)
+
+
+def test_stage_1_moves_once_a_step_and_keeps_gradients() -> None:
+    done = work(Strategy(zero=4, zero_stage=1))
+    assert {one.moment for one in done.communications} == {Moment.STEP}
+    assert all(one.overlaps for one in done.communications)
+    assert done.gradients_persist
+    assert (done.gathered_items, done.transient_items, done.reduce_items) == (0, 0, 0)
+
+
+def test_groups_of_shards_reduce_among_themselves() -> None:
+    done = work(Strategy(data=2, zero=4, zero_stage=1))
+    reduce_ = [one for one in done.communications if one.collective is Collective.ALL_REDUCE]
+    assert [(one.size, one.group) for one in reduce_] == [(ITEMS / 4 * 2, RankGroup(2, 4, 4))]
+
+
+def test_context_ranks_share_states_or_are_replicas() -> None:
+    sharded = work(Strategy(data=1, zero=2, zero_stage=1, context=4, tensor=2))
+    assert sharded.state_items == ITEMS / 2 / 8
+    assert {one.group for one in sharded.communications if one.moment is Moment.STEP} == {RankGroup(8, 2, 2)}
+    alone = work(Strategy(zero_stage=1, context=4, data=2))
+    assert alone.state_items == ITEMS / 4
+    plain = work(Strategy(data=2, context=4, tensor=2))
+    assert [one.group for one in plain.communications if one.moment is Moment.STEP] == [RankGroup(8, 2, 2)]
+    assert sharded.samples == plain.samples == 64 / 8
+
+
+degrees = st.sampled_from([1, 2, 4])
+
+
+@given(degrees, degrees, degrees, degrees, st.booleans())
+def test_groups_are_those_of_the_grid(data: int, zero: int, context: int, tensor: int, sharded: bool) -> None:
+    """Ranks that differ in zero and context only hold the shards of one copy; those that differ in data, copies."""
+    strategy = Strategy(data, zero if sharded else 1, 1 if sharded else 0, tensor, context=context)
+    axes = (strategy.data, strategy.zero, strategy.context, strategy.tensor)
+    grid = {place: rank for rank, place in enumerate(product(*(range(axis) for axis in axes)))}
+    same_copy = [rank for (d, _, _, t), rank in grid.items() if (d, t) == (0, 0)]
+    same_shard = [rank for (_, z, c, t), rank in grid.items() if (z, c, t) == (0, 0, 0)]
+    if not sharded:
+        same_copy, same_shard = [0], [rank for (_, _, _, t), rank in grid.items() if t == 0]
+    spread = spread_of(strategy)
+    assert members(spread.shards) == same_copy
+    assert members(spread.replicas) == same_shard
+    assert spread.shards.siblings * spread.shards.size == strategy.devices
+
+
+def members(group: RankGroup) -> list[int]:
+    """Ranks of the group that rank 0 is in."""
+    return [place * group.stride for place in range(group.size)]
+
+
+@given(degrees, degrees, degrees, degrees, st.sampled_from([1, 2, 4, 8]))
+def test_every_device_holds_its_part_of_the_experts_once(
+    data: int, zero: int, context: int, tensor: int, expert: int
+) -> None:
+    strategy = Strategy(data, zero, 1, tensor, context=context, expert=expert)
+    if strategy.devices % (expert * tensor):
+        return
+    spread = expert_spread_of(strategy)
+    assert spread.shards.size * spread.replicas.size * expert * tensor == strategy.devices
+    assert (spread.replicas.size - 1) * spread.replicas.stride < strategy.devices

@@ -1,0 +1,91 @@
+"""Collectives of tensor parallelism, against Korthikanti et al. 2022 and Megatron-Core's cross-entropy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, SplitDims
+from galvatron_lite.parallelism.base import Collective, Moment, Strategy
+from tests.factories import make_kind
+from tests.parallelism.test_states_cost import work
+
+GATHER, SCATTER, REDUCE = Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE
+BLOCK = replace(
+    make_kind("block", 1200, tensor_degrees=4, recompute=list(Recompute)),
+    input_bytes=100, output_bytes=300, tensor_gathers=2, tensor_scatters=1,
+)  # fmt: skip
+ENDS = SplitDims(sequence=16, hidden=4, vocab=32)
+HEAD = replace(BLOCK, tensor_gathers=1, tensor_scatters=0, dims=ENDS)
+EMBEDDING = replace(BLOCK, tensor_gathers=0, tensor_scatters=1, dims=ENDS)
+SEQUENCE = Strategy(tensor=4, sequence_parallel=True)
+
+
+def calls(strategy: Strategy, moment: Moment, kind: LayerKind = BLOCK) -> Counter[tuple[Collective, float]]:
+    """How often each collective runs with how many bytes, of one sample."""
+    counts: Counter[tuple[Collective, float]] = Counter()
+    for one in work(strategy, kind, samples=float(strategy.batch_degree)).communications:
+        if one.moment is moment:
+            counts[one.collective, one.size] += one.count
+    return counts
+
+
+def test_plain_regions_reduce_where_they_end_and_in_backward_where_they_begin() -> None:
+    assert calls(Strategy(tensor=4), Moment.FORWARD) == {(REDUCE, 300): 1}
+    assert calls(Strategy(tensor=4), Moment.BACKWARD) == {(REDUCE, 100): 2}
+
+
+def test_shared_tokens_are_gathered_and_scattered() -> None:
+    assert calls(SEQUENCE, Moment.FORWARD) == {(GATHER, 100): 2, (SCATTER, 300): 1}
+    assert calls(SEQUENCE, Moment.BACKWARD) == {(GATHER, 300): 1, (SCATTER, 100): 2}
+
+
+def test_inputs_kept_as_shares_are_gathered_again_beside_compute() -> None:
+    kind = replace(BLOCK, regathers=2)
+    assert calls(SEQUENCE, Moment.BACKWARD, kind)[GATHER, 100] == 2
+    assert [one.moment for one in work(SEQUENCE, kind).communications if one.overlaps] == [Moment.BACKWARD]
+
+
+def test_ends_have_half_a_region() -> None:
+    assert calls(Strategy(tensor=4), Moment.BACKWARD, EMBEDDING) == {}
+    assert calls(Strategy(tensor=4), Moment.FORWARD, EMBEDDING) == {(REDUCE, 300): 1}
+    assert calls(Strategy(tensor=4), Moment.BACKWARD, HEAD) == {(REDUCE, 100): 1}
+
+
+def test_a_split_loss_reduces_three_figures_a_token() -> None:
+    assert calls(Strategy(tensor=4), Moment.FORWARD, HEAD) == {(REDUCE, 4 * 16): 3}
+    gathered = replace(HEAD, gathered_output_bytes=5000)
+    assert calls(Strategy(tensor=4), Moment.FORWARD, gathered) == {(GATHER, 5000): 1}
+
+
+@pytest.mark.parametrize(
+    ("operator", "repeated"),
+    [
+        (None, {(GATHER, 100): 2, (SCATTER, 300): 1}),
+        (Operator("core", OperatorClass.ATTENTION, (1, 1, 1, 1, 1), 1, 1, 1, 1, 1, again=True), {}),
+        (
+            Operator("up", OperatorClass.MATMUL, (1, 1, 1), 1, 1, 1, 1, 1, weight_bytes=2, again=True),
+            {(GATHER, 100): 2},
+        ),
+    ],
+)
+def test_selective_recomputation_repeats_what_it_contains(
+    operator: Operator | None, repeated: dict[tuple[Collective, float], int]
+) -> None:
+    kind = replace(BLOCK, operators=(operator,) if operator else ())
+    once = calls(SEQUENCE, Moment.BACKWARD, kind)
+    again = calls(replace(SEQUENCE, recompute=Recompute.SELECTIVE), Moment.BACKWARD, kind)
+    assert again - once == repeated
+
+
+def test_full_recomputation_repeats_all_of_forward() -> None:
+    full = replace(SEQUENCE, recompute=Recompute.FULL)
+    extra = calls(full, Moment.BACKWARD) - calls(SEQUENCE, Moment.BACKWARD)
+    assert extra == calls(SEQUENCE, Moment.FORWARD)
+
+
+def test_context_shares_the_tokens_of_every_collective() -> None:
+    strategy = replace(SEQUENCE, context=2)
+    assert calls(strategy, Moment.FORWARD)[GATHER, 50] == 2
