@@ -1,0 +1,106 @@
+"""Plans from published degrees: placements are Megatron-LM's, counted by hand."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.shapes import DecoderShape, build_graph
+from galvatron_lite.plans.schema import Plan, Schedule
+from galvatron_lite.stacks.catalog import match_stack
+from galvatron_lite.validate.outcome import Skipped
+from galvatron_lite.validate.plans import Batch, batch_of, even, plan_of
+from galvatron_lite.validate.rows import PublishedRun
+
+from .runs import gpt
+
+
+def plan(run: PublishedRun) -> Plan | Skipped:
+    layers = run.layers or 1
+    graph = build_graph(DecoderShape(name="g", layers=layers, hidden=64, heads=4, vocab=256, seq_len=32))
+    return plan_of(run, graph, match_stack(run.framework), "bf16")
+
+
+def blocks(run: PublishedRun) -> list[int]:
+    """Blocks of each stage: embedding and head not counted."""
+    made = plan(run)
+    assert isinstance(made, Plan)
+    sizes = [sum(part.count for part in stage.runs) for stage in made.stages]
+    return [size - (place == 0) - (place == len(sizes) - 1) for place, size in enumerate(sizes)]
+
+
+def test_degrees_batch_and_schedule() -> None:
+    made = plan(gpt())
+    assert isinstance(made, Plan)
+    assert (made.devices, made.pipeline, made.global_batch, made.microbatches, made.microbatch) == (8, 2, 32, 8, 4)
+    assert made.schedule is Schedule.ONE_F_ONE_B
+    strategy = made.stages[0].runs[0].strategy
+    assert (strategy.data, strategy.tensor, strategy.zero, strategy.devices) == (2, 2, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [4, 4]),
+        ({"layers": 30, "pp": 8, "dp": 1, "tp": 1, "grad_accum": 16}, [3, 4, 4, 4, 4, 4, 4, 3]),
+        ({"layers": 7}, [4, 3]),  # the head counts as a layer
+        ({"layers": 6, "notes": "embedding counted as a layer in PP partition"}, [3, 3]),
+        ({"layers": 10, "pp": 4, "dp": 1, "notes": "decoder-first-pipeline-num-layers=2, "
+          "decoder-last-pipeline-num-layers=2"}, [2, 3, 3, 2]),
+        ({"layers": 9, "pp": 4, "dp": 1}, [3, 2, 2, 2]),
+        ({"vpp": 2, "pp_schedule": "interleaved-1f1b"}, [2, 2, 2, 2]),
+        ({"layers": 14, "vpp": 4, "pp_schedule": "interleaved-1f1b"}, [1, 2, 2, 2, 2, 2, 2, 1]),
+    ],
+)  # fmt: skip
+def test_blocks_of_each_stage(changes: dict[str, object], expected: list[int]) -> None:
+    assert blocks(gpt(**changes)) == expected
+
+
+@given(st.integers(1, 200), st.integers(1, 32))
+def test_an_even_spread_differs_by_one_at_most(count: int, stages: int) -> None:
+    sizes = even(count, stages)
+    assert sum(sizes) == count
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("stage", "group", "expected"),
+    [(0, None, (2, 1, 0)), (1, None, (1, 2, 1)), (3, None, (1, 2, 3)), (3, 1, (2, 1, 0))],
+)
+def test_zero_shards_the_replicas_its_group_holds(stage: int, group: int | None, expected: tuple[int, ...]) -> None:
+    made = plan(gpt(zero_stage=stage, zero_group=group))
+    assert isinstance(made, Plan)
+    strategy = made.stages[0].runs[0].strategy
+    assert (strategy.data, strategy.zero, strategy.zero_stage) == expected
+
+
+def test_every_second_layer_is_recomputed_where_it_says_so() -> None:
+    made = plan(gpt(act_ckpt="selective (every 2nd layer)", pp=1, dp=4, global_batch=64))
+    assert isinstance(made, Plan)
+    choices = [part.strategy.recompute for part in made.stages[0].runs for _ in range(part.count)]
+    assert choices.count(Recompute.FULL) == 4
+    assert choices[0] is choices[-1] is Recompute.NONE
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"n_gpus": 16}, "degrees do not multiply"),
+        ({"global_batch": 33}, "batch does not divide"),
+        ({"grad_accum": 0.125}, "batch does not divide"),
+        ({"layers": 3, "pp": 8, "dp": 1, "tp": 1}, "more stages than blocks"),
+        ({"spatial": 4}, "spatial"),
+        ({"n_gpus": None}, "number of GPUs"),
+    ],
+)
+def test_what_cannot_be_represented_says_why(changes: dict[str, object], reason: str) -> None:
+    made = plan(gpt(**changes))
+    assert isinstance(made, Skipped)
+    assert reason in made.reason
+
+
+def test_batches_that_are_not_stated() -> None:
+    assert batch_of(gpt(micro_batch=None)) == Batch(32, 2, 16, "micro-batch not stated")
+    assert batch_of(gpt(micro_batch=None, pp=1)) == Batch(32, 4, 8, "micro-batch not stated")
+    assert batch_of(gpt(global_batch=None, grad_accum=None)) == Batch(4, 4, 1, "global batch not stated")

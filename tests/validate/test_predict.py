@@ -1,0 +1,152 @@
+"""Predictions of published runs take the planner's own path."""
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from galvatron_lite.calibration.store import load_calibration
+from galvatron_lite.cost.step import evaluate
+from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.shapes import DecoderShape, MoeShape, build_graph
+from galvatron_lite.profiler.estimate import estimate_profile
+from galvatron_lite.stacks.catalog import DEFAULT, STACKS, match_stack
+from galvatron_lite.validate.clusters import cluster_of
+from galvatron_lite.validate.models import dense_layers, shape_of
+from galvatron_lite.validate.outcome import Predicted, Skipped
+from galvatron_lite.validate.plans import plan_of
+from galvatron_lite.validate.plot import scatter
+from galvatron_lite.validate.predict import Remembered, predict_run, stack_of, wanted_points
+from galvatron_lite.validate.report import as_data, worst_lines, worst_runs
+from galvatron_lite.validate.rows import PublishedRun, read_runs
+from galvatron_lite.validate.run import validate_runs
+from galvatron_lite.validate.scores import macro, score_families
+
+from .runs import gpt
+
+CALIBRATION = load_calibration()
+
+
+def predicted(run: PublishedRun) -> Predicted:
+    outcome = predict_run(run, CALIBRATION, Remembered())
+    assert isinstance(outcome, Predicted), outcome
+    return outcome
+
+
+def graph_of(run: PublishedRun) -> ModelGraph:
+    stack = stack_of(run, "bf16", CALIBRATION)
+    shape = shape_of(run, stack)
+    assert isinstance(shape, DecoderShape)
+    return build_graph(shape, kernels=stack.kernels)
+
+
+def test_it_is_what_evaluate_says_of_a_whole_profile() -> None:
+    run = gpt()
+    stack, graph, cluster = stack_of(run, "bf16", CALIBRATION), graph_of(run), cluster_of(run, CALIBRATION)
+    plan = plan_of(run, graph, stack, "bf16")
+    assert not isinstance(plan, Skipped)
+    assert not isinstance(cluster, Skipped)
+    profile = estimate_profile(graph, cluster, precision="bf16", name="g", samples=(2,), stack=stack)
+    whole = evaluate(profile, plan).prediction
+    assert whole is not None
+    assert predicted(run).step_seconds == pytest.approx(whole.step_seconds)
+    assert predicted(run).device_memory == whole.peak_memory
+    assert wanted_points(graph, plan) < {
+        (point.kind, point.tensor, point.sequence_parallel, point.recompute, point.samples) for point in profile.layers
+    }
+
+
+def test_nothing_but_physics_is_looked_at() -> None:
+    run = gpt()
+    disguised = gpt(family="vtrain-single", run_id="x", model="llama", source="elsewhere", quality="B", iter_time_s=9.0)
+    assert predicted(run) == predicted(disguised)
+
+
+def test_what_is_remembered_changes_nothing() -> None:
+    runs = [gpt(), gpt(tp=1, dp=4), gpt(framework="torchtitan", zero_stage=3), gpt(), gpt(seq_len=512)]
+    memory = Remembered()
+    together = [predict_run(run, CALIBRATION, memory) for run in runs]
+    assert together == [predict_run(run, CALIBRATION, Remembered()) for run in runs]
+    assert together[0] == together[3]
+
+
+def test_memory_is_counted_as_it_was_measured() -> None:
+    own, smi = predicted(gpt()), predicted(gpt(notes="Mem = nvidia-smi max"))
+    assert smi.peak_memory == smi.device_memory
+    assert own.peak_memory == own.device_memory - own.memory.context
+    last = predicted(gpt(notes="max allocated on the LAST rank"))
+    assert last.peak_memory <= own.peak_memory
+    every = predicted(gpt(notes="SUM over all GPUs"))
+    assert own.peak_memory + 7 * 2**20 < every.peak_memory <= 8 * own.peak_memory
+
+
+def test_models_from_figures() -> None:
+    core = STACKS["megatron-core"]
+    gated = shape_of(gpt(gated_mlp=True, kv_heads=4), core)
+    assert isinstance(gated, DecoderShape)
+    assert (gated.positions, gated.norm, gated.biases, gated.kv_heads) == ("rotary", "rmsnorm", False, 4)
+    plain = shape_of(gpt(), STACKS["megatron-lm"])
+    assert isinstance(plain, DecoderShape)
+    assert (plain.positions, plain.dropout, plain.entries) == ("learned", 0.1, 50432)  # 197 x 256
+    mixture = shape_of(gpt(arch="decoder moe", gated_mlp=True, n_experts=8, notes="moe-ffn-hidden-size=512"), core)
+    assert isinstance(mixture, MoeShape)
+    assert (mixture.n_experts, mixture.moe_topk, mixture.moe_ffn) == (8, 2, 512)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layers": None}, "figures missing: layers"), ({"arch": "decoder (Transformer-XL, memory)"}, "not modelled"),
+        ({"hidden": 1000, "heads": 16}, "head size"), ({"gpu": "abacus"}, "no data sheet"),
+        ({"gpu": "unknown"}, "GPU not stated"), ({"problem": "layers: 'x'"}, "cannot be read"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_predicted_says_why(changes: dict[str, object], reason: str) -> None:
+    outcome = predict_run(gpt(**changes), CALIBRATION, Remembered())
+    assert isinstance(outcome, Skipped)
+    assert reason in outcome.reason
+
+
+def test_dense_blocks_before_the_experts() -> None:
+    assert [dense_layers(text) for text in ("([0]*3+[1]*12)", "[0]*1+[1]*15", "([1]*8)", None)] == [3, 1, 0, 0]
+
+
+def test_stacks_by_name_and_what_a_run_says_of_itself() -> None:
+    assert match_stack("NeMo/Megatron-Core").name == "megatron-core"
+    assert match_stack("Megatron-DeepSpeed (BLOOM)").name == "megatron-deepspeed-bloom"
+    assert match_stack("a framework of tomorrow") is DEFAULT
+    plain = stack_of(gpt(precision="fp32", optimizer="sgd"), "fp32", CALIBRATION)
+    assert (plain.states.parameters, plain.states.gather, plain.states.optimizer_bytes) == ("fp32", "fp32", 4)
+    assert not stack_of(gpt(flash_attn=False), "bf16", CALIBRATION).kernels.flash_attention
+
+
+def test_reports_of_a_few_runs() -> None:
+    runs = [gpt(), gpt(tp=1, dp=4, iter_time_s=0.1, peak_mem_gb=4.0), gpt(arch="abacus")]
+    judged = validate_runs(runs, CALIBRATION)
+    scores = score_families(judged)
+    data = json.loads(json.dumps(as_data(scores, macro(scores.values()), judged, 1)))
+    assert data["families"]["made-up"]["skipped"] == {"architecture not modelled": 1}
+    needed = {"rows", "scored", "skipped", "time_mape", "time_median", "time_bias", "memory_mape", "memory_bias"}
+    assert needed | {"spearman", "regret"} <= data["families"]["made-up"].keys()
+    assert len(data["worst"]) == 1
+    (worst,) = worst_runs(judged, 1)
+    assert "GiB" in " ".join(worst_lines(judged[1]))
+    assert worst.scored
+
+
+def test_the_plot_shows_every_scored_step() -> None:
+    judged = validate_runs([gpt(), gpt(global_batch=64), gpt(arch="abacus"), gpt(family="a <b>")], CALIBRATION)
+    root = ET.fromstring(scatter(judged))
+    circles = [mark for mark in root.iter("{http://www.w3.org/2000/svg}circle") if mark.get("r") == "2.5"]
+    assert len(circles) == 3
+    words = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"made-up (2)", "a <b> (1)"} <= words
+
+
+def test_no_published_row_breaks_it() -> None:
+    runs = read_runs(Path(__file__).parents[2] / "profiles" / "published" / "runs.jsonl")
+    judged = validate_runs(runs[::23], CALIBRATION)
+    reasons = [one.outcome.reason for one in judged if isinstance(one.outcome, Skipped)]
+    assert not [reason for reason in reasons if "internal error" in reason]
+    assert sum(one.scored for one in judged) > 0.6 * len(judged)

@@ -1,0 +1,111 @@
+"""Scores against closed forms counted by hand, and ranks against numpy."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
+from galvatron_lite.validate.measured import measured_of
+from galvatron_lite.validate.outcome import Measured, Predicted, Skipped
+from galvatron_lite.validate.plans import Batch
+from galvatron_lite.validate.scores import Judged, judge, macro, ranks, regret, score, score_families, spearman
+
+from .runs import gpt
+
+GIB = 2**30
+
+
+def judged(predicted: float, measured: float, **changes: object) -> Judged:
+    outcome = Predicted(predicted, 2 * GIB, 3 * GIB, 4 * GIB, TimeBreakdown(), MemoryBreakdown())
+    return judge(gpt(**changes), Measured(measured, None), outcome)
+
+
+def test_errors_and_bias() -> None:
+    found = score([judged(1.1, 1.0), judged(0.8, 1.0), judged(1.0, 1.0)])
+    assert (found.rows, found.scored, found.timed) == (3, 3, 3)
+    assert found.time_mape == pytest.approx(10.0)
+    assert found.time_median == pytest.approx(10.0)
+    assert found.time_bias == pytest.approx(-10 / 3)
+    assert found.memory_mape is None
+
+
+def test_memory_counts_for_grade_a_mem_and_time_does_not() -> None:
+    outcome = Predicted(1.0, 2 * GIB, 3 * GIB, 4 * GIB, TimeBreakdown(), MemoryBreakdown())
+    one = judge(gpt(quality="A-mem"), Measured(9.0, 4 * GIB), outcome)
+    assert (one.time, one.memory) == (None, 0.5)
+
+
+def test_regret_is_of_the_run_predicted_fastest() -> None:
+    assert regret([(1.0, 1.2), (2.0, 1.0), (3.0, 5.0)]) == pytest.approx(0.2)
+    assert regret([(1.0, 1.0), (2.0, 1.2)]) == 0.0
+    assert regret([(1.0, 1.0), (1.0, 2.0)]) == pytest.approx(0.5)
+
+
+def test_groups_share_model_machine_and_batch() -> None:
+    runs = [judged(1.0, 1.5), judged(2.0, 1.0), judged(1.0, 9.0, global_batch=64), judged(1.0, 9.0, seq_len=2048)]
+    found = score(runs)
+    assert found.groups == 1
+    assert found.regret == pytest.approx(50.0)
+    assert found.group_spearman is None
+
+
+def test_skipped_runs_are_counted_by_reason() -> None:
+    odd = Judged(gpt(), None, Skipped("architecture not modelled"))
+    found = score([odd, odd, judged(1.0, 1.0)])
+    assert (found.rows, found.scored, found.skipped) == (3, 1, {"architecture not modelled": 2})
+
+
+def test_runs_that_ran_but_are_predicted_to_overflow() -> None:
+    big = Predicted(1.0, 2 * GIB, 5 * GIB, 4 * GIB, TimeBreakdown(), MemoryBreakdown())
+    found = score([judge(gpt(), Measured(1.0, None), big), judge(gpt(oom=True), Measured(None, None), big)])
+    assert (found.overflowing, found.oom, found.oom_foreseen) == (1, 1, 1)
+
+
+def test_macro_average_is_over_families_not_runs() -> None:
+    runs = [judged(1.1, 1.0), judged(1.1, 1.0), judged(1.4, 1.0, family="other")]
+    scores = score_families(runs)
+    assert list(scores) == ["made-up", "other"]
+    mean = macro(scores.values())
+    assert mean["time_mape"] == pytest.approx(25.0)
+    assert mean["rows"] == 3
+    assert mean["memory_mape"] is None
+
+
+@given(st.lists(st.sampled_from([1.0, 2.0, 3.0, 4.5]), min_size=3, max_size=20), st.randoms())
+def test_rank_correlation_is_pearsons_of_the_ranks(values: list[float], chance: random.Random) -> None:
+    other = [chance.choice([0.5, 1.0, 2.0]) for _ in values]
+    found = spearman(list(zip(values, other, strict=True)))
+    if len(set(values)) == 1 or len(set(other)) == 1:
+        assert found is None
+    else:
+        assert found == pytest.approx(np.corrcoef(ranks(values), ranks(other))[0, 1], abs=1e-9)
+    assert sum(ranks(values)) == pytest.approx(len(values) * (len(values) + 1) / 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "seconds"),
+    [
+        ({}, 0.5),
+        ({"iter_time_s": None, "tokens_per_s_per_gpu": 4096.0}, 1.0),  # 32 x 1024 tokens on 8 devices
+        ({"iter_time_s": None, "samples_per_s": 16.0}, 2.0),
+        ({"iter_time_s": None}, None),
+    ],
+)
+def test_step_time_from_what_is_printed(changes: dict[str, object], seconds: float | None) -> None:
+    assert measured_of(gpt(**changes), Batch(32, 4, 8)).step_seconds == seconds
+
+
+def test_memory_is_in_gib_unless_it_was_converted() -> None:
+    batch = Batch(32, 4, 8)
+    assert measured_of(gpt(peak_mem_gb=2), batch).peak_memory == 2 * GIB
+    assert measured_of(gpt(peak_mem_gb=2, derived="peak_mem GiB->GB"), batch).peak_memory == 2_000_000_000
+
+
+def test_a_run_without_figures_is_skipped() -> None:
+    outcome = Predicted(1.0, 2 * GIB, 3 * GIB, 4 * GIB, TimeBreakdown(), MemoryBreakdown())
+    one = judge(replace(gpt(), iter_time_s=None), Measured(None, None), outcome)
+    assert isinstance(one.outcome, Skipped)
