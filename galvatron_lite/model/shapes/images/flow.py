@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from galvatron_lite.model.graph import Operator, OperatorClass
@@ -52,15 +52,30 @@ class Flow:
     def _name(self, what: str) -> str:
         return f"{what}{len(self.tape.records)}"
 
-    def convolve(self, out: int, kernel: int = 1, stride: int = 1, groups: int = 1, *, bias: bool = False) -> Flow:
-        """Convolution with half-kernel padding; a patch embedding (kernel = stride) has none."""
-        padding = 0 if kernel == stride and kernel > 1 else None
+    def convolve(
+        self,
+        out: int,
+        kernel: int = 1,
+        stride: int = 1,
+        groups: int = 1,
+        *,
+        bias: bool = False,
+        padding: int | None = None,
+    ) -> Flow:
+        """Convolution with half-kernel padding where none is given; a patch embedding (kernel = stride) has none."""
+        if padding is None and kernel == stride and kernel > 1:
+            padding = 0
         self.value, self.extent = rules.convolution(
             self.tape, self._name("conv"), self.value, (self.channels, out), self.extent, kernel=kernel, stride=stride,
             padding=padding, groups=groups, bias=bias,
         )  # fmt: skip
         self.channels = out
         return self
+
+    def split(self) -> Flow:
+        """The first half of the channels, a view, on a branch of its own."""
+        half = replace(self.value, items=self.value.items // 2, storage=self.value.held)
+        return Flow(self.tape, half, self.channels // 2, self.extent)
 
     def normalise(self) -> Flow:
         """Batch normalisation."""
@@ -85,9 +100,7 @@ class Flow:
             self.value = ops.activation(self.tape, name, self.value)
         return self
 
-    def unit(
-        self, out: int, kernel: int = 1, stride: int = 1, groups: int = 1, function: Activation = "relu"
-    ) -> Flow:
+    def unit(self, out: int, kernel: int = 1, stride: int = 1, groups: int = 1, function: Activation = "relu") -> Flow:
         """Convolution, batch normalisation, activation."""
         return self.convolve(out, kernel, stride, groups).normalise().activate(function)
 
@@ -131,7 +144,7 @@ class Flow:
         return self
 
     def squeeze(self, hidden: int, *, gates: int = 0) -> Flow:
-        """Squeeze and excitation (Hu et al. 2018): mean of all pixels, two 1 x 1 convolutions, product with the picture.
+        """Squeeze and excitation (Hu et al. 2018): mean of all pixels, two 1 x 1 convolutions, product.
 
         Args:
             hidden: channels between the two; 0: one short convolution over the channels (ECA, Wang et al. 2020).
@@ -172,7 +185,10 @@ class Flow:
         """
         tape, queries, wide = self.tape, self.pixels // windows, value_dim or head_dim
         scores = tape.value(heads * self.pixels * keys, Part.WHOLE)
-        pairs = ((head_dim, keys, self.value.bytes, scores.bytes), (keys, wide, scores.bytes, heads * wide * self.pixels))
+        pairs = (
+            (head_dim, keys, self.value.bytes, scores.bytes),
+            (keys, wide, scores.bytes, heads * wide * self.pixels),
+        )
         for inner, columns, first, second in pairs:
             flops = 2 * heads * self.pixels * inner * columns
             shape = (heads * windows * queries, inner, columns)

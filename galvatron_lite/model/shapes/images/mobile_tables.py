@@ -95,12 +95,14 @@ def mobile_of(name: str) -> Mobile | None:
 def _mobilenet_v2(width: str, deep: str | None) -> Mobile:
     factor = int(width) / 100
     depth = {"110": 1.2, "120": 1.4}.get(width, 1.0) if deep else 1.0
-    return Mobile(rows=_MOBILENET_V2, width=factor, depth=depth, fixed_stem=bool(deep), fixed_head=factor < 1 or bool(deep))
+    return Mobile(
+        rows=_MOBILENET_V2, width=factor, depth=depth, fixed_stem=bool(deep), fixed_head=factor < 1 or bool(deep)
+    )
 
 
 def _mobilenet_v3(size: str, plain: str | None, width: str) -> Mobile:
     large, factor = size == "large", int(width) / 100
-    rows = _V3_LARGE if large else _V3_SMALL
+    rows: tuple[Row, ...] = _V3_LARGE if large else _V3_SMALL
     if plain:
         rows = tuple(replace(row, squeeze=0.0, kernel=min(3, row.kernel)) for row in rows)
     return Mobile(
@@ -116,9 +118,10 @@ def _mnasnet(squeezed: str | None, kind: str) -> Mobile:
     return Mobile(rows=rows, width=int(kind) / 100 if kind.isdigit() else 1.0, fixed_head=True)
 
 
-def _efficientnet(scale: str, group: str | None) -> Mobile:
+def _efficientnet(wide: str | None, scale: str) -> Mobile:
+    """``wide``: squeeze-and-excitation sized by the expanded channels (NVIDIA DeepLearningExamples)."""
     width, depth = SCALES[scale]
-    return Mobile(rows=_EFFICIENTNET, width=width, depth=depth, function="silu")
+    return Mobile(rows=_EFFICIENTNET, width=width, depth=depth, function="silu", squeeze_of_inner=bool(wide))
 
 
 def _lite(size: str) -> Mobile:
@@ -164,7 +167,7 @@ _RULES = (
     (r"mobilenetv2_(\d{3})(d)?", _mobilenet_v2),
     (r"mobilenetv3_(large|small)(_minimal)?_(\d{3})", _mobilenet_v3),
     (r"(se)?mnasnet_(\d{3}|a1|b1|small)", _mnasnet),
-    (r"efficientnet_(b\d|l2)(a?)", _efficientnet),
+    (r"efficientnet_(widese_)?(b\d|l2)a?", _efficientnet),
     (r"efficientnet_lite(\d)", _lite),
     (r"efficientnet_(es|em|el)", _edge),
     (r"efficientnetv2_(b\d)", _v2_base),

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes.fields import ConvNextShape, VitShape
 from galvatron_lite.model.shapes.images.classic import dense_graph, vgg_graph
+from galvatron_lite.model.shapes.images.crossstage import cross_graph, cross_of
+from galvatron_lite.model.shapes.images.detection import detector_graph
 from galvatron_lite.model.shapes.images.mobile import mobile_graph
 from galvatron_lite.model.shapes.images.mobile_tables import mobile_of
 from galvatron_lite.model.shapes.images.normfree import normfree_graph, normfree_of
@@ -29,11 +31,31 @@ _RESNET = (
     r"(?:gluon_|tv_|ssl_|swsl_|ig_|legacy_)?(?P<attention>se|eca)?(?P<wide>wide_)?resne(?P<next>x?)t(?P<blur>aa|blur)?"
     r"(?P<depth>(?:rs)?\d+)(?:_?v?1?(?P<variant>b|c|d|s|t))?(?P<wide2>_2)?(?:_(?P<groups>\d+)x(?P<width>\d+)d)?"
 )
+_STEMS = {"c": (32, 32, 64), "d": (32, 32, 64), "s": (64, 64, 128), "t": (24, 32, 64)}
 Builder = Callable[[int, int, str, int], ModelGraph]
+
+
+def canonical(name: str) -> str:
+    """A name as model zoos write it: lower case, underscores, no spaces, no mark of ResNet's version 1.5."""
+    plain = re.sub(r"v1\.5$", "", name.strip().lower()).replace("-", "_").replace(" ", "_")
+    plain = re.sub(r"^se_resne", "seresne", plain)
+    return re.sub(r"^efficientnet_v2_", "efficientnetv2_", plain)
+
+
+def _preactive_of(name: str) -> Residual | None:
+    found = re.fullmatch(r"resnetv2_(\d+)(?:x(\d)_bit\w*|([dts])\w*)", name)
+    if not found or found[1] not in _DEPTHS:
+        return None
+    stem = _STEMS[found[3]] if found[3] else (64,)
+    return Residual(
+        depths=_DEPTHS[found[1]], preactive=True, wide=int(found[2] or 1), stem=stem, average_down=bool(found[3])
+    )
 
 
 def residual_of(name: str) -> Residual | None:
     """The residual network that a name means; None: none of this family."""
+    if name.startswith("resnetv2"):
+        return _preactive_of(name)
     found = re.fullmatch(_RESNET + _TRAINED, name)
     if not found or found["depth"] not in _DEPTHS:
         return None
@@ -41,11 +63,10 @@ def residual_of(name: str) -> Residual | None:
     variant = "d" if scaled else found["variant"] or ""
     if name.startswith("legacy_") and basic is False and not found["attention"]:
         return None
-    stems = {"c": (32, 32, 64), "d": (32, 32, 64), "s": (64, 64, 128), "t": (24, 32, 64)}
     squeeze = {"se": 1 / 16, "eca": -1.0}.get(found["attention"] or "", 0.0)
     return Residual(
         depths=_DEPTHS[found["depth"]], basic=basic, groups=int(found["groups"] or 1),
-        group_width=128 if found["wide"] else int(found["width"] or 64), stem=stems.get(variant, (64,)),
+        group_width=128 if found["wide"] else int(found["width"] or 64), stem=_STEMS.get(variant, (64,)),
         pool=not scaled, average_down=variant in ("d", "t"), squeeze=0.25 if scaled else squeeze,
         blur=bool(found["blur"]),
     )  # fmt: skip
@@ -68,13 +89,29 @@ def convnext_of(name: str, side: int = 224, classes: int = 1000) -> ConvNextShap
     return ConvNextShape(name=name, depths=depths, widths=widths, image_size=side, classes=classes)
 
 
-_VIT = {"tiny": (192, 3, 12), "small": (384, 6, 12), "base": (768, 12, 12), "large": (1024, 16, 24), "huge": (1280, 16, 32)}
+_TOKENS = re.compile(r"vit|deit|beit|swin|mixer|mlp|cait|xcit|pit|nest|volo|twins|tnt|pvt|former|levit|coat|sequencer")
+
+
+def works_on_tokens(name: str) -> bool:
+    """Whether a name is of a network of linear layers over tokens (transformers, mixers) rather than convolutions."""
+    return _TOKENS.search(name) is not None and not name.startswith(("convmixer", "mobilevit", "semobilevit"))
+
+
+_VIT = {
+    "tiny": (192, 3, 12),
+    "small": (384, 6, 12),
+    "base": (768, 12, 12),
+    "large": (1024, 16, 24),
+    "huge": (1280, 16, 32),
+}
 """Width, heads and blocks (Dosovitskiy et al. 2021, table 1; Touvron et al. 2021, table 1)."""
 
 
 def vit_of(name: str, side: int = 224, classes: int = 1000) -> VitShape | None:
     """The vision transformer that a name means (ViT, DeiT, BEiT); None: none of these."""
-    found = re.fullmatch(r"(?:vit|deit3?|beit)_(\w+?)(?:_distilled)?_patch(\d+)_\d+(?:_(?:in21k|in21ft1k|in22k|sam|dino))*", name)
+    found = re.fullmatch(
+        r"(?:vit|deit3?|beit)_(\w+?)(?:_distilled)?_patch(\d+)_\d+(?:_(?:in21k|in21ft1k|in22k|sam|dino))*", name
+    )
     if not found or found[1] not in _VIT:
         return None
     hidden, heads, layers = _VIT[found[1]]
@@ -96,6 +133,8 @@ def builder_of(name: str) -> Builder | None:
         return lambda side, classes, precision, size: mobile_graph(name, mobile, side, classes, precision, size)
     if free := normfree_of(name):
         return lambda side, classes, precision, size: normfree_graph(name, free, side, classes, precision, size)
+    if cross := cross_of(name):
+        return lambda side, classes, precision, size: cross_graph(name, cross, side, classes, precision, size)
     return _lettered(name)
 
 
@@ -107,6 +146,8 @@ def _lettered(name: str) -> Builder | None:
     if found := re.fullmatch(r"(?:tv_)?vgg(11|13|16|19)(_bn)?", name):
         depth, norm = int(found[1]), bool(found[2])
         return lambda side, classes, precision, size: vgg_graph(name, depth, norm, side, classes, precision, size)
+    if name == "ssd300_resnet50":
+        return lambda side, _, precision, size: detector_graph(name, side, precision, size)
     if found := re.fullmatch(r"(?:tv_)?densenet(121|161|169|201|264)", name):
         layers = int(found[1])
         return lambda side, classes, precision, size: dense_graph(name, layers, side, classes, precision, size)

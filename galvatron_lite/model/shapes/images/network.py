@@ -54,9 +54,7 @@ class Network:
         kind, self.channels, self.extent = self.kinds[key]
         return kind
 
-    def _made(
-        self, name: str, step: Step, settings: dict[str, object], grad: bool
-    ) -> tuple[LayerKind, int, Extent]:
+    def _made(self, name: str, step: Step, settings: dict[str, object], grad: bool) -> tuple[LayerKind, int, Extent]:
         tape = Tape(self.item_bytes)
         x = tape.enter(self.channels * self.extent[0] * self.extent[1], Part.WHOLE, grad=grad)
         flow = Flow(tape, x, self.channels, self.extent)

@@ -87,7 +87,7 @@ def normfree_graph(name: str, spec: NormFree, side: int, classes: int, precision
     net.stem(_stem, spec=spec)
     for stage, (depth, width) in enumerate(zip(spec.depths, spec.widths, strict=True)):
         for index in range(depth):
-            strides = stage or len(spec.strides) == 1 and not spec.pool
+            strides = stage or (len(spec.strides) == 1 and not spec.pool)
             net.block(_block, spec=spec, width=width, stride=2 if strides and not index else 1,
                       wide=spec.regular and not stage and not index)  # fmt: skip
     return net.finish(classes, precision, _end, spec=spec)

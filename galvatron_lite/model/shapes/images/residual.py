@@ -50,15 +50,20 @@ class Residual:
 def residual_graph(name: str, spec: Residual, side: int, classes: int, precision: str, item_bytes: int) -> ModelGraph:
     """Stem, blocks stage by stage, pooling with linear head and loss."""
     net = Network(name, item_bytes, 3, (side, side))
-    net.stem(_stem, spec=spec)
-    step = _basic if spec.basic else _preactive if spec.preactive else _bottleneck
+    net.stem(residual_stem, spec=spec)
+    step = _basic if spec.basic else _preactive if spec.preactive else bottleneck
     for stage, depth in enumerate(spec.depths):
         for index in range(depth):
             net.block(step, spec=spec, stage=stage, first=not index)
-    return net.finish(classes, precision)
+    return net.finish(classes, precision, _last if spec.preactive else None, spec=spec)
 
 
-def _stem(flow: Flow, spec: Residual) -> None:
+def _last(flow: Flow, spec: Residual) -> None:
+    flow.normalise().activate(spec.function)
+
+
+def residual_stem(flow: Flow, spec: Residual) -> None:
+    """One or several convolutions and a pooling window, each of which may halve the picture."""
     kernel, last = (7, len(spec.stem) - 1) if len(spec.stem) == 1 else (3, len(spec.stem) - 1)
     for index, width in enumerate(spec.stem):
         flow.convolve(width * spec.wide, kernel, 1 if index else 2)
@@ -91,8 +96,9 @@ def _strided(flow: Flow, spec: Residual, width: int, stride: int, groups: int) -
         flow.unit(width, 3, stride, groups, spec.function)
 
 
-def _bottleneck(flow: Flow, spec: Residual, stage: int, first: bool) -> None:
-    planes, stride = 64 * 2**stage, 2 if stage and first else 1
+def bottleneck(flow: Flow, spec: Residual, stage: int, first: bool, halves: bool = True) -> None:
+    """1 x 1, 3 x 3 and 1 x 1 convolutions; the first of a later stage halves the picture unless told otherwise."""
+    planes, stride = 64 * 2**stage, 2 if stage and first and halves else 1
     width = planes * spec.group_width // 64 * spec.groups
     x = flow.fork()
     flow.unit(width, function=spec.function)

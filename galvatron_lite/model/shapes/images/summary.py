@@ -31,7 +31,7 @@ LAYERS = 50
 WIDTH = 256
 """Output channels of the mean convolution: tile padding is small from here on."""
 
-BESIDE = (4, 5)
+BESIDE = (3, 4)
 """[Empirical] times that everything besides convolution, norm and activation reads or writes the activations, forward
 and backward: residual sums, gates, pooling, copies, depthwise kernels' repeated reads."""
 
@@ -47,6 +47,7 @@ class ImageTotals:
         parameters: items.
         image_size: pixels along each side.
         channels_last: whether the picture lies channels last in memory.
+        tokens: its layers are linear over tokens, not convolutions: there is no layout to convert.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -58,6 +59,7 @@ class ImageTotals:
     parameters: float
     image_size: int = 224
     channels_last: bool = False
+    tokens: bool = False
 
 
 def summary_graph(totals: ImageTotals, precision: str, item_bytes: int) -> ModelGraph:
@@ -92,7 +94,7 @@ def _mean_layer(flow: Flow, totals: ImageTotals) -> None:
     shape = (inner, WIDTH, 1, *flow.extent, 1, 1, 1, 1)
     operator = Operator(
         "conv", OperatorClass.CONVOLUTION, shape, 1, flops, 2 * flops, 2 * x.bytes, 4 * x.bytes,
-        weight * tape.item_bytes, channels_last=totals.channels_last,
+        weight * tape.item_bytes, channels_last=totals.channels_last or totals.tokens,
     )  # fmt: skip
     flow.value = tape.record(Call((x,), out, saved=(x,), anchor=(out,)), operator)
     flow.normalise().activate().mix("beside", BESIDE)
