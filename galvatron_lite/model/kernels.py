@@ -37,6 +37,8 @@ class Kernels:
         parallel_loss: logits stay split over the tensor group and the loss is computed on the parts; embedding and
             head then take part in sequence parallelism too.
         fused_loss: cross-entropy works in place on the fp32 logits and keeps no copy of them.
+        jit_loss: as ``fused_loss``, but the exponentials take a second fp32 tensor beside the copy (Megatron's
+            ``--cross-entropy-loss-fusion``, TorchScript).
         compiled_loss: cross-entropy reads the logits as they are (no fp32 copy) and keeps them.
         inplace_loss: cross-entropy reads the logits as they are, and their gradient takes their place.
         compiled: chains of element-wise operators run as one kernel (torch.compile, XLA), and what only such chains
@@ -60,6 +62,7 @@ class Kernels:
     merged_projections: bool = False
     parallel_loss: bool = False
     fused_loss: bool = False
+    jit_loss: bool = False
     compiled_loss: bool = False
     inplace_loss: bool = False
     compiled: bool = False

@@ -227,6 +227,7 @@ def logits_of(**kernels: bool) -> tuple[float, float]:
     [
         ({}, 4, 12),  # fp32 log-softmax; in backward two fp32 gradients with it
         ({"fused_loss": True, "parallel_loss": True}, 4, 6),  # the fp32 copy becomes softmax, then gradient
+        ({"jit_loss": True}, 4, 10),  # logits, their fp32 copy and its exponentials in forward
         ({"compiled_loss": True}, 2, 4),  # logits and their gradient
         ({"inplace_loss": True}, 2, 2),  # the gradient takes the logits' place
     ],

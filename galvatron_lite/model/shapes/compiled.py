@@ -2,8 +2,9 @@
 
 Runs of neighbouring element-wise and row-wise calls become one kernel that reads what enters the run and writes what
 leaves it. What such a kernel can make again from tensors that are kept anyway is not kept, unless a matmul or attention
-needs it in backward: then it would have to be written again. This is what the minimum cut of torch.compile's partitioner
-(``min_cut_rematerialization_partition``, with ``ban_recompute_materialized_backward``) finds in a chain of cheap calls.
+needs it in backward: then it would have to be written again. This is what the minimum cut of torch.compile's
+partitioner finds in a chain of cheap calls (``min_cut_rematerialization_partition``, with
+``ban_recompute_materialized_backward``).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from galvatron_lite.model.graph import Operator
 from galvatron_lite.model.shapes.calls import Call, Value
 from galvatron_lite.model.shapes.keeping import Record
 

@@ -25,7 +25,7 @@ def cross_entropy(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
         return _inplace(tape, name, logits, labels)
     if tape.kernels.compiled_loss:
         return _compiled(tape, name, logits, labels)
-    if tape.kernels.fused_loss:
+    if tape.kernels.fused_loss or tape.kernels.jit_loss:
         return _vocabulary_parallel(tape, name, logits, labels)
     return _eager(tape, name, logits, labels)
 
@@ -62,11 +62,16 @@ def _vocabulary_parallel(tape: Tape, name: str, logits: Value, labels: Value) ->
     logits until the loss is there.
     """
     cast = _cast(tape, name, logits)
+    softmax, passes, kernels = cast, 8, 12
+    if tape.kernels.jit_loss:
+        softmax, passes, kernels = tape.value(cast.items, cast.part, FP32), 5, 7
+        operator = memory_operator(f"{name}.exponentials", cast, 3 * cast.bytes, 0, count=2)
+        tape.record(Call((cast,), softmax, shares_gradient=True), operator)
     loss = tape.value(1, Part.WHOLE, FP32)
     masks = tape.value(labels.items, Part.WHOLE, 1, grad=False)
-    operator = memory_operator(f"{name}.softmax", cast, 8 * cast.bytes, 2 * cast.bytes, count=12)
+    operator = memory_operator(f"{name}.softmax", softmax, passes * cast.bytes, 2 * cast.bytes, count=kernels)
     held = replace(logits, grad=False)
-    return tape.record(Call((cast, labels, held), loss, saved=(cast, masks, labels), inplace=True), operator)
+    return tape.record(Call((softmax, labels, held), loss, saved=(softmax, masks, labels), inplace=True), operator)
 
 
 def _compiled(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
