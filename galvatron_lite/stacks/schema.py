@@ -56,6 +56,7 @@ class Stack:
         predicted_share: of a masked language model's tokens, how many logits are computed for.
         early_stop: whether full recomputation ends where backward has what it needs, so that a block's last matmul is
             not run again (``torch.utils.checkpoint`` without reentry: ``set_checkpoint_early_stop``, on by default).
+        scattered_sends: whether tensor groups share the sending of whole boundary tensors between pipeline stages.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -73,3 +74,4 @@ class Stack:
     biases: bool = True
     predicted_share: float = 1.0
     early_stop: bool = False
+    scattered_sends: bool = False

@@ -111,14 +111,15 @@ def strategy_of(run: PublishedRun, stack: Stack) -> Strategy:
     """What every layer does; recomputation is set layer by layer."""
     replicas, context = run.dp or 1, run.cp or 1
     zero_stage = stack.zero_stage if run.zero_stage is None else run.zero_stage
-    zero = 1
-    if zero_stage and replicas > 1:
-        # A group that spans context ranks too shards over data ranks all the same.
-        zero = replicas if run.zero_group is None else gcd(replicas, run.zero_group)
+    if run.zero_group == 1 or replicas * context == 1:
+        zero_stage = 0
+    # States are sharded over context ranks too: what is left of the group after them are data ranks.
+    group = replicas * context if run.zero_group is None else run.zero_group
+    zero = gcd(replicas, max(group // context, 1)) if zero_stage else 1
     return Strategy(
         data=replicas // zero,
         zero=zero,
-        zero_stage=zero_stage if zero > 1 else 0,
+        zero_stage=zero_stage if zero * context > 1 else 0,
         tensor=run.tp or 1,
         sequence_parallel=bool(run.seq_parallel) and (run.tp or 1) > 1,
         context=context,

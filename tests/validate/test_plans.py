@@ -75,6 +75,15 @@ def test_zero_shards_the_replicas_its_group_holds(stage: int, group: int | None,
     assert (strategy.data, strategy.zero, strategy.zero_stage) == expected
 
 
+@pytest.mark.parametrize(("group", "expected"), [(None, (1, 2)), (4, (1, 2)), (2, (2, 1)), (1, (2, 1))])
+def test_context_ranks_share_states_first(group: int | None, expected: tuple[int, int]) -> None:
+    made = plan(gpt(zero_stage=3, zero_group=group, cp=2, tp=1))
+    assert isinstance(made, Plan)
+    strategy = made.stages[0].runs[0].strategy
+    assert (strategy.data, strategy.zero) == expected
+    assert strategy.zero_stage == (0 if group == 1 else 3)
+
+
 def test_every_second_layer_is_recomputed_where_it_says_so() -> None:
     made = plan(gpt(act_ckpt="selective (every 2nd layer)", pp=1, dp=4, global_batch=64))
     assert isinstance(made, Plan)
