@@ -9,6 +9,7 @@ import pytest
 
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, SplitDims
 from galvatron_lite.parallelism.base import Collective, Moment, Strategy
+from galvatron_lite.parallelism.tensor.cost import ASYNC
 from tests.factories import make_kind
 from tests.parallelism.test_states_cost import work
 
@@ -42,10 +43,20 @@ def test_shared_tokens_are_gathered_and_scattered() -> None:
     assert calls(SEQUENCE, Moment.BACKWARD) == {(GATHER, 300): 1, (SCATTER, 100): 2}
 
 
-def test_inputs_kept_as_shares_are_gathered_again_beside_compute() -> None:
-    kind = replace(BLOCK, regathers=2)
-    assert calls(SEQUENCE, Moment.BACKWARD, kind)[GATHER, 100] == 2
-    assert [one.moment for one in work(SEQUENCE, kind).communications if one.overlaps] == [Moment.BACKWARD]
+def test_inputs_kept_as_shares_are_gathered_again() -> None:
+    assert calls(SEQUENCE, Moment.BACKWARD, replace(BLOCK, regathers=2))[GATHER, 100] == 2
+
+
+@pytest.mark.parametrize(
+    ("strategy", "beside"), [(Strategy(tensor=4), {REDUCE: 2}), (SEQUENCE, {SCATTER: 2, GATHER: 2})]
+)
+def test_what_the_gradient_of_inputs_needs_may_run_beside_that_of_weights(
+    strategy: Strategy, beside: dict[Collective, int]
+) -> None:
+    # Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication: neither forward nor row-split matmuls.
+    named = [one for one in work(strategy, replace(BLOCK, regathers=2)).communications if one.cause == ASYNC]
+    assert {one.collective: one.count for one in named} == beside
+    assert {(one.moment, one.size / 64) for one in named} == {(Moment.BACKWARD, 100)}
 
 
 def test_ends_have_half_a_region() -> None:

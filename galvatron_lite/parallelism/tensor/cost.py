@@ -10,8 +10,7 @@ end only. The beginning costs (f of section 4.2.1) and the end (its conjugate g)
     beginning    nothing          all-reduce        all-gather          reduce-scatter
     end          all-reduce       nothing           reduce-scatter      all-gather
 
-so each figure of a pass is an all-reduce a region, or one of each kind. Where only a share of the gathered input is
-kept (section 4.2.2), it is gathered again in backward, beside the matmul of the input's gradient.
+Where only a share of the gathered input is kept (section 4.2.2), it is gathered again in backward.
 """
 
 from __future__ import annotations
@@ -87,26 +86,23 @@ class TensorDimension:
         """The collectives at the ends of regions, see the module, and what is gathered again."""
         entering, leaving = (size * samples for size in boundaries(kind))
         begins, ends = regions(kind)
-        calls: tuple[tuple[Moment, Collective, float, int], ...] = (
-            (Moment.FORWARD, Collective.ALL_REDUCE, leaving, ends),
-            (Moment.BACKWARD, Collective.ALL_REDUCE, entering, begins),
+        calls: tuple[tuple[Moment, Collective, float, int, str], ...] = (
+            (Moment.FORWARD, Collective.ALL_REDUCE, leaving, ends, self.name),
+            (Moment.BACKWARD, Collective.ALL_REDUCE, entering, begins, ASYNC),
         )
         if shared:
             calls = (
-                (Moment.FORWARD, Collective.ALL_GATHER, entering, begins),
-                (Moment.FORWARD, Collective.REDUCE_SCATTER, leaving, ends),
-                (Moment.BACKWARD, Collective.ALL_GATHER, leaving, ends),
-                (Moment.BACKWARD, Collective.REDUCE_SCATTER, entering, begins),
+                (Moment.FORWARD, Collective.ALL_GATHER, entering, begins, self.name),
+                (Moment.FORWARD, Collective.REDUCE_SCATTER, leaving, ends, self.name),
+                (Moment.BACKWARD, Collective.ALL_GATHER, leaving, ends, self.name),
+                (Moment.BACKWARD, Collective.REDUCE_SCATTER, entering, begins, ASYNC),
+                (Moment.BACKWARD, Collective.ALL_GATHER, entering, kind.regathers, ASYNC),
             )
-        blocking = tuple(
-            Communication(sort, size, group, moment, False, count, self.name)
-            for moment, sort, size, count in calls
+        return tuple(
+            Communication(sort, size, group, moment, False, count, cause)
+            for moment, sort, size, count, cause in calls
             if count
         )
-        if not shared or not kind.regathers:
-            return blocking
-        again = Communication(Collective.ALL_GATHER, entering, group, Moment.BACKWARD, True, kind.regathers, REGATHER)
-        return (*blocking, again)
 
     def _gathered_output(self, kind: LayerKind, samples: float, group: RankGroup) -> tuple[Communication, ...]:
         """The output of a column-split last matmul; its gradient is only sliced, which costs nothing."""
@@ -137,8 +133,9 @@ class TensorDimension:
         return (Communication(Collective.ALL_REDUCE, size, group, Moment.STEP, False, 1, self.name),)
 
 
-REGATHER = "regather"
-"""Cause of gathers that are repeated in backward: they overlap where others of the tensor group do not."""
+ASYNC = "tensor-async"
+"""Cause of what may run beside the matmul of weight gradients: all that the input's gradient needs. Software that does
+so says which share it hides (``StackConstants.hidden``); our own runtime waits."""
 
 
 def regions(kind: LayerKind) -> tuple[int, int]:
