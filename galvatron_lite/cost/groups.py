@@ -9,11 +9,11 @@ from itertools import accumulate
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.memory import group_memory
 from galvatron_lite.cost.simulation import Course, group_ends
-from galvatron_lite.cost.stage import Shape, StageCost, hop_of, price_chunk
+from galvatron_lite.cost.stage import Shape, StageCost, price_chunk
 from galvatron_lite.cost.zero_bubble import Run, run_zero_bubble
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import NAME as PIPELINE
-from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight
+from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight, stride_between
 from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, group_of, stage_at
 from galvatron_lite.plans.schema import MemoryBreakdown
 from galvatron_lite.profiler.schema import Profile
@@ -36,18 +36,24 @@ def price_stages(
     keys = _content(pricer, strategies)
     costs: list[StageCost] = []
     for stage, inside in enumerate(ranges):
-        ends_here = (inside.start == 0, inside.stop == len(strategies))
-        key = (
-            keys[max(inside.start - 1, 0) : inside.stop + 1],
-            ends_here,
-            hop_of(shape, stage),
-            hop_of(shape, stage + 1),
-        )
+        around = keys[max(inside.start - 1, 0) : inside.stop + 1]
+        key = (around, inside.start == 0, inside.stop == len(strategies), _neighbours(pricer, shape, stage))
         if key not in known:
             beside = inside if shape.virtual == 1 else _places(shape, stage, ranges)
             known[key] = price_chunk(pricer, shape, stage, inside, strategies, beside)
         costs.append(known[key])
     return _with_memory(pricer, shape, costs)
+
+
+def _neighbours(pricer: LayerPricer, shape: Shape, stage: int) -> tuple[int, int]:
+    """What lies between a stage's devices and those of the stages before and after it."""
+    node = pricer.profile.cluster.levels[0].size
+    groups = [group_of(shape.schedule, shape.stages, other) for other in (stage - 1, stage, stage + 1)]
+    left, right = (
+        0 if other == groups[1] else stride_between(other, groups[1], shape.stage_devices, node)
+        for other in (groups[0], groups[2])
+    )
+    return left, right
 
 
 def _content(pricer: LayerPricer, strategies: Sequence[Strategy]) -> tuple[tuple[object, ...], ...]:

@@ -6,14 +6,22 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, Sharing
 from galvatron_lite.cost.memory import group_memory
 from galvatron_lite.cost.schedule import StageTimes
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import OperatorClass, Sharding
-from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, chunks_in_flight, transfer
+from galvatron_lite.parallelism.base import Collective, Communication, Moment, Strategy
+from galvatron_lite.parallelism.pipeline.cost import (
+    NAME,
+    boundary_bytes,
+    buffer_bytes,
+    chunks_in_flight,
+    stride_between,
+    transfer,
+)
 from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, group_of
 from galvatron_lite.plans.schema import MemoryBreakdown, Schedule
 from galvatron_lite.units import ITEM_BYTES
@@ -176,14 +184,26 @@ def _boundary(
     graph = pricer.profile.graph
     if cut in (0, len(graph.layers)):
         return 0, 0.0
-    hop = hop_of(shape, stage)
-    if hop == 0:
+    groups = [group_of(shape.schedule, shape.stages, side) for side in (stage - 1, stage)]
+    if groups[0] == groups[1]:
         return 0, 0.0
-    size = boundary_bytes(graph.kind_of(graph.layers[cut - 1]).output_bytes, shape.microbatch, strategies[cut - 1])
-    return size, pricer.links.seconds(transfer(size, shape.stage_devices, hop))
+    output = graph.kind_of(graph.layers[cut - 1]).output_bytes
+    size = boundary_bytes(output, shape.microbatch, strategies[cut - 1])
+    return size, transfer_seconds(pricer, size, strategies[cut - 1], shape, (groups[0], groups[1]))
 
 
-def hop_of(shape: Shape, stage: int) -> int:
-    """Groups of devices between the one that runs a stage and the one before it."""
-    before, here = (group_of(shape.schedule, shape.stages, side) for side in (stage - 1, stage))
-    return abs(here - before)
+def transfer_seconds(pricer: LayerPricer, size: int, sender: Strategy, shape: Shape, groups: tuple[int, int]) -> float:
+    """Seconds of one device's send of a boundary tensor from one group of devices to another.
+
+    Where the tensor lies whole on every device of a tensor group and the stack scatters it, each sends its part and
+    the receivers gather the parts among themselves (Narayanan et al. 2021, section 4.1).
+    """
+    profile, links = pricer.profile, pricer.links
+    stride = stride_between(*groups, shape.stage_devices, profile.cluster.levels[0].size)
+    if not profile.scattered_sends or sender.tensor == 1 or sender.sequence_parallel:
+        return links.seconds(transfer(size, shape.stage_devices, stride))
+    gathered = Communication(
+        Collective.ALL_GATHER, size, RankGroup(sender.tensor, 1, shape.stage_devices // sender.tensor), Moment.FORWARD,
+        overlaps=False, cause=NAME,
+    )  # fmt: skip
+    return links.seconds(transfer(-(-size // sender.tensor), shape.stage_devices, stride)) + links.seconds(gathered)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import log2
 
 from galvatron_lite.cost.groups import busy_seconds, groups_of, price_stages
 from galvatron_lite.cost.layer import LayerPricer
@@ -105,18 +106,25 @@ def predict(profile: Profile, plan: Plan, shape: Shape, costs: Sequence[StageCos
     groups = groups_of(shape, costs)
     ends = busy_seconds(profile, shape, costs)
     steps = [sum(cost.step for cost in group) for group in groups]
-    seconds = max(end + step for end, step in zip(ends, steps, strict=True)) + host
+    alone = max(end + step for end, step in zip(ends, steps, strict=True)) + host
+    seconds = alone * straggling(profile, plan.devices)
     samples = plan.global_batch / seconds
     device = profile.cluster.device
     peak = device.peak.get(profile.graph.precision) or max(device.peak.values())
     return Prediction(
         step_seconds=seconds,
-        time=_breakdown(groups, shape.microbatches, seconds, host),
+        time=_breakdown(groups, shape.microbatches, seconds, host + seconds - alone),
         samples_per_second=samples,
         tokens_per_second=samples * profile.graph.sequence,
         mfu=profile.graph.flops * samples / (peak * plan.devices),
         peak_memory=max(cost.memory.total for cost in costs),
     )
+
+
+def straggling(profile: Profile, devices: int) -> float:
+    """Factor on the step time for the slowest of many nodes: it grows with each doubling of their number."""
+    nodes = devices / profile.cluster.levels[0].size
+    return 1.0 + profile.straggling * max(log2(nodes), 0.0)
 
 
 def bound_seconds(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> float:
@@ -126,7 +134,8 @@ def bound_seconds(profile: Profile, shape: Shape, costs: Sequence[StageCost]) ->
     only.
     """
     work = closed_form([cost.times for cost in costs], shape.microbatches, shape.schedule)
-    return work + max(cost.step for cost in costs) + profile.overhead.step
+    alone = work + max(cost.step for cost in costs) + profile.overhead.step
+    return alone * straggling(profile, shape.devices)
 
 
 def _breakdown(groups: Sequence[Sequence[StageCost]], microbatches: int, seconds: float, host: float) -> TimeBreakdown:

@@ -95,6 +95,7 @@ def estimate_profile(
         optimizer=optimizer_cost(machines, optimizer or stack.optimizer, states, host),
         overlap=NVIDIA_OVERLAP,
         hidden=dict(host.hidden),
+        scattered_sends=stack.scattered_sends,
         straggling=host.straggling,
         overhead=_overhead(host),
         gather_precision=_gathered(states.gather, wide),

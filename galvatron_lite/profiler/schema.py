@@ -230,6 +230,8 @@ class Profile:
         reduce_precision: precision in which gradients are reduced and kept.
         parameter_precision: precision in which parameters are held at rest.
         versions: of the software it was made with.
+        scattered_sends: whether pipeline stages send whole boundary tensors in parts, one from each device of a
+            tensor group, and gather them on the other side.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -252,3 +254,4 @@ class Profile:
     reduce_precision: str = "fp32"
     parameter_precision: str = "fp32"
     versions: tuple[tuple[str, str], ...] = ()
+    scattered_sends: bool = False

@@ -75,7 +75,7 @@ def solve_partition(problem: Problem, partition: Partition, seconds: float = 60.
         built = problem.chain(stage, range(*ends), scalar=False)
         if built is None:
             return Certificate(Verdict.INFEASIBLE, float("inf"), "none needed")
-        forward, backward, _ = problem.fixed_costs(range(*ends))
+        forward, backward, _ = problem.fixed_costs(stage, range(*ends))
         sends = [forward + backward, 0] if parts == 1 else [forward, backward, 0]
         stages.append(_Stage(built[0], sends, _add_stage(programme, built[0], tops, sends, unit)))
     answer = solve(programme, seconds)

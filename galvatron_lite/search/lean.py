@@ -171,7 +171,7 @@ def _lean_stage(problem: Problem, stage: int, inside: range, limit: int | None, 
     chain, tables = built
     timeless = tuple(replace(layer, time=np.zeros_like(layer.time)) for layer in chain.layers)
     best: tuple[int, ...] | None = None
-    least, peak = 0, 2**60 if limit is None else limit - problem.fixed_costs(inside)[2]
+    least, peak = 0, 2**60 if limit is None else limit - problem.fixed_costs(stage, inside)[2]
     while least < (1 - slack) * peak or best is None:
         # First whether anything will do, then halves of what is between the bound and the best so far.
         room = peak - 1 if best is None else (least + peak - 1) // 2
@@ -187,4 +187,4 @@ def _lean_stage(problem: Problem, stage: int, inside: range, limit: int | None, 
     if best is None:
         return None
     strategies = tuple(table.strategies[choice] for table, choice in zip(tables, best, strict=True))
-    return LeanStage(peak + problem.fixed_costs(inside)[2], strategies)
+    return LeanStage(peak + problem.fixed_costs(stage, inside)[2], strategies)

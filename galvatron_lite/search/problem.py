@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from galvatron_lite.cost.layer import Sharing
 from galvatron_lite.cost.sharing import sharing_of
-from galvatron_lite.cost.stage import Shape
+from galvatron_lite.cost.stage import Shape, transfer_seconds
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, in_flight, transfer
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, in_flight
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.chain import Chain
 from galvatron_lite.search.frontier import Front, Path, pareto_paths
@@ -131,22 +131,24 @@ class Problem:
             self._sharings[key] = sharing_of(self.graph, inside) if self.graph.ties else {}
         return self._sharings[key]
 
-    def fixed_costs(self, inside: range) -> tuple[int, int, int]:
+    def fixed_costs(self, stage: int, inside: range) -> tuple[int, int, int]:
         """What a stage costs whatever its strategies: ticks of forward and backward sends, bytes throughout."""
         pricer, ends = self.tables.pricer, (inside.start > 0, inside.stop < self._end)
         left, right = (
-            self._boundary(cut) if there else (0, 0.0) for cut, there in zip(_cuts(inside), ends, strict=True)
+            self._boundary(side, cut) if there else (0, 0.0)
+            for side, cut, there in zip((stage, stage + 1), _cuts(inside), ends, strict=True)
         )
-        host = sum(ends) * pricer.profile.overhead.pipeline
+        overhead = pricer.profile.overhead
+        host = sum(ends) * overhead.pipeline + overhead.microbatch / 2
         context = pricer.profile.cluster.device.context
         return ticks(right[1] + host), ticks(left[1] + host), buffer_bytes(left[0], right[0]) + context
 
-    def _boundary(self, cut: int) -> tuple[int, float]:
+    def _boundary(self, stage: int, cut: int) -> tuple[int, float]:
         wire = self.choice.wire or (1, self.shape.stage_devices, True)
         sender = Strategy(data=wire[0], tensor=wire[1], sequence_parallel=wire[2])
         output = self.graph.kind_of(self.graph.layers[cut - 1]).output_bytes
         size = boundary_bytes(output, self.shape.microbatch, sender)
-        return size, self.tables.pricer.links.seconds(transfer(size, self.shape.stage_devices))
+        return size, transfer_seconds(self.tables.pricer, size, sender, self.shape, (stage - 1, stage))
 
     def held(self, stage: int) -> int:
         """Micro-batches in flight in a stage."""
@@ -170,7 +172,7 @@ class Problem:
             layers.append(table.chain_layer(held, self._columns(table, scalar), move))
         moves = [2 * count] if scalar else [2, 0] if self.overlapped else [1, 1, 0]
         weights = (1,) if scalar else self.weights
-        room = self.budget - self.fixed_costs(inside)[2]
+        room = self.budget - self.fixed_costs(stage, inside)[2]
         return Chain(tuple(layers), np.array(moves), np.array(weights), room), tables
 
     def _columns(self, table: Table, scalar: bool) -> Sequence[IntArray]:
@@ -182,7 +184,7 @@ class Problem:
     def key(self, stage: int, inside: range) -> tuple[object, ...]:
         """Equal for stages that pose the same problem."""
         tables = tuple(id(self.layer_table(place, inside)) for place in inside)
-        return (self.held(stage), tables, self.fixed_costs(inside))
+        return (self.held(stage), tables, self.fixed_costs(stage, inside))
 
     def plans(self, stage: int, inside: range, cap: int) -> tuple[list[StagePlan], float]:
         """Every Pareto-best way to run a stage that fits the budget and alone takes at most ``cap`` picoseconds, and a
@@ -193,7 +195,7 @@ class Problem:
         key = self.key(stage, inside)
         if key not in self._plans:
             built = self.chain(stage, inside, scalar=False)
-            sends = self.fixed_costs(inside)[:2]
+            sends = self.fixed_costs(stage, inside)[:2]
             alone = cap - self.shape.microbatches * sum(sends)
             found = Front(()) if built is None else pareto_paths(built[0], alone, widest(built[0]))
             tables = [] if built is None else built[1]
@@ -216,7 +218,7 @@ class Problem:
         self.work += front.work
         if not front.paths:
             return None, front.dropped
-        best, tables, sends = front.paths[0], built[1], self.fixed_costs(inside)[:2]
+        best, tables, sends = front.paths[0], built[1], self.fixed_costs(stage, inside)[:2]
         forward, backward, step = self._times(best.choices, tables)
         time = (forward + backward, step) if self.overlapped else (forward, backward, step)
         return self._stage_plan(Path(time, best.choices), tables, sends), min(front.dropped, best.time[0])

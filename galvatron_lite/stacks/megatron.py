@@ -15,6 +15,7 @@ MEGATRON = Stack(
     optimizer="adam-fused",
     vocab_multiple=128,
     dropout=0.1,
+    scattered_sends=True,  # --no-scatter-gather-tensors-in-pipeline turns it off
 )
 """Megatron-LM with its defaults."""
 

@@ -27,17 +27,22 @@ def boundary_bytes(output_bytes: int, microbatch: int, sender: Strategy) -> int:
     return -(-output_bytes * microbatch // (sender.batch_degree * tokens))
 
 
-def transfer(size: int, stage_devices: int, hop: int = 1) -> Communication:
+def transfer(size: int, stage_devices: int, stride: int | None = None) -> Communication:
     """One device's send to the device of equal place in another stage, while all its neighbours do the same.
 
     Args:
         size: bytes.
         stage_devices: devices of one stage.
-        hop: groups of devices between the two: 1 for neighbours, the pipeline degree less one from the last group
-            back to the first (virtual stages).
+        stride: ranks between the two, see ``stride_between``; None: neighbouring groups.
     """
-    group = RankGroup(2, hop * stage_devices, stage_devices)
+    group = RankGroup(2, stride or stage_devices, stage_devices)
     return Communication(Collective.SEND_RECV, size, group, Moment.FORWARD, overlaps=False, cause=NAME)
+
+
+def stride_between(first: int, second: int, stage_devices: int, node_devices: int) -> int:
+    """The stride that says which links lie between two groups of devices: at least a node where they are in two."""
+    nodes = [group * stage_devices // node_devices for group in (first, second)]
+    return stage_devices if nodes[0] == nodes[1] else max(stage_devices, node_devices)
 
 
 def in_flight(schedule: Schedule, stages: int, stage: int, microbatches: int) -> int:
