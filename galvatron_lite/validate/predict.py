@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 
 from galvatron_lite.calibration.schema import Calibration
-from galvatron_lite.calibration.store import constants_for_stack
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.step import price_plan
@@ -16,7 +15,6 @@ from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.shapes import Shape, build_graph
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan
 from galvatron_lite.profiler.estimate import estimate_profile
-from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.stacks.schema import Stack
 from galvatron_lite.units import ITEM_BYTES
 from galvatron_lite.validate.clusters import cluster_of
@@ -25,6 +23,7 @@ from galvatron_lite.validate.outcome import Predicted, Skipped
 from galvatron_lite.validate.plans import plan_of
 from galvatron_lite.validate.rows import PublishedRun
 from galvatron_lite.validate.said import compute_precision
+from galvatron_lite.validate.software import stack_of
 
 _IMAGES = "galvatron_lite.validate.images"
 Point = tuple[str, int, bool, Recompute, int]
@@ -67,27 +66,6 @@ def _predict(run: PublishedRun, calibration: Calibration, memory: Remembered) ->
     return _outcome(
         run, price_plan(_pricer(graph, cluster, stack, precision, plan, calibration, memory), plan), cluster
     )
-
-
-def stack_of(run: PublishedRun, precision: str, calibration: Calibration) -> Stack:
-    """The run's framework with what the run itself says: attention kernel, precision of states, optimizer."""
-    stack = match_stack(run.framework)
-    kernels = stack.kernels
-    if run.flash_attn is not None:
-        kernels = replace(kernels, flash_attention=run.flash_attn)
-    states = stack.states
-    if ITEM_BYTES.get(precision) == 4:
-        kernels = replace(kernels, autocast=False)
-        states = replace(states, parameters="fp32", gradients="fp32", reduce="fp32", gather="fp32", optimizer_bytes=8)
-    elif "fp32 grad" in (run.precision or "").lower():
-        states = replace(states, gradients="fp32", reduce="fp32")
-    elif "pure" in (run.precision or "").lower():
-        states = replace(states, reduce="bf16")
-    optimizer = stack.optimizer
-    if "sgd" in (run.optimizer or ""):
-        optimizer, states = "sgd", replace(states, optimizer_bytes=states.optimizer_bytes - 4)
-    constants = constants_for_stack(calibration, stack.name)
-    return replace(stack, kernels=kernels, states=states, optimizer=optimizer, constants=constants)
 
 
 def _cluster(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Cluster | Skipped:

@@ -17,11 +17,12 @@ from galvatron_lite.validate.models import dense_layers, shape_of
 from galvatron_lite.validate.outcome import Predicted, Skipped
 from galvatron_lite.validate.plans import plan_of
 from galvatron_lite.validate.plot import scatter
-from galvatron_lite.validate.predict import Remembered, predict_run, stack_of, wanted_points
+from galvatron_lite.validate.predict import Remembered, predict_run, wanted_points
 from galvatron_lite.validate.report import as_data, worst_lines, worst_runs
 from galvatron_lite.validate.rows import PublishedRun, read_runs
 from galvatron_lite.validate.run import validate_runs
 from galvatron_lite.validate.scores import macro, score_families
+from galvatron_lite.validate.software import optimizer_of, stack_of
 
 from .runs import gpt
 
@@ -118,6 +119,9 @@ def test_stacks_by_name_and_what_a_run_says_of_itself() -> None:
     assert match_stack("a framework of tomorrow") is DEFAULT
     plain = stack_of(gpt(precision="fp32", optimizer="sgd"), "fp32", CALIBRATION)
     assert (plain.states.parameters, plain.states.gather, plain.states.optimizer_bytes) == ("fp32", "fp32", 4)
+    assert [optimizer_of(text, DEFAULT) for text in ("decoupled_adamw", "adam", None, "adamw fused")] == [
+        "adamw-loop", DEFAULT.optimizer, DEFAULT.optimizer, "adamw-fused",
+    ]  # fmt: skip
     assert not stack_of(gpt(flash_attn=False), "bf16", CALIBRATION).kernels.flash_attention
 
 

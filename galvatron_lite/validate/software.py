@@ -1,0 +1,72 @@
+"""The software a published run trains with: its framework's stack, changed by what the run says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from galvatron_lite.calibration.schema import Calibration
+from galvatron_lite.calibration.store import constants_for_stack
+from galvatron_lite.model.kernels import Kernels
+from galvatron_lite.stacks.catalog import match_stack
+from galvatron_lite.stacks.schema import Stack, StateLayout
+from galvatron_lite.units import ITEM_BYTES
+from galvatron_lite.validate.rows import PublishedRun
+
+_OPTIMIZERS = (("sgd", "sgd"), ("lamb", "lamb"), ("decoupled", "adamw-loop"), ("fused", "adamw-fused"))
+"""Optimizers by words that name an implementation; Composer's decoupled AdamW goes through the tensors one by one
+(github.com/mosaicml/composer, composer/optim/decoupled_weight_decay.py). Else the stack's own runs."""
+
+
+def stack_of(run: PublishedRun, precision: str, calibration: Calibration) -> Stack:
+    """The run's framework with what the run itself says: attention kernel, precision of states, optimizer.
+
+    Args:
+        run: what was published.
+        precision: of compute.
+        calibration: holds the stack's constants.
+    """
+    stack = match_stack(run.framework)
+    optimizer = optimizer_of(run.optimizer, stack)
+    return replace(
+        stack,
+        kernels=_kernels(run, stack, precision),
+        states=_states(run, stack.states, precision, optimizer),
+        optimizer=optimizer,
+        constants=constants_for_stack(calibration, stack.name),
+    )
+
+
+def optimizer_of(text: str | None, stack: Stack) -> str:
+    """The optimizer's implementation by what a run calls it."""
+    said = (text or "").lower()
+    return next((name for word, name in _OPTIMIZERS if word in said), stack.optimizer)
+
+
+def _kernels(run: PublishedRun, stack: Stack, precision: str) -> Kernels:
+    """Attention as the run says; nothing is cast where compute is in 32 bits."""
+    kernels = stack.kernels
+    if run.flash_attn is not None:
+        kernels = replace(kernels, flash_attention=run.flash_attn)
+    if _whole(precision):
+        kernels = replace(kernels, autocast=False)
+    return kernels
+
+
+def _states(run: PublishedRun, states: StateLayout, precision: str, optimizer: str) -> StateLayout:
+    said = (run.precision or "").lower()
+    if _whole(precision) or "fp32+" in said:
+        gather = "fp32" if _whole(precision) else states.gather
+        states = replace(states, parameters="fp32", gradients="fp32", reduce="fp32", gather=gather, optimizer_bytes=8)
+    elif "fp32 grad" in said:
+        states = replace(states, gradients="fp32", reduce="fp32")
+    elif "pure" in said:
+        # Composer's mixed precision PURE reduces in the precision of compute, DEFAULT in fp32.
+        states = replace(states, reduce="bf16")
+    if optimizer.startswith("sgd"):
+        return replace(states, optimizer_bytes=states.optimizer_bytes - 4)
+    return states
+
+
+def _whole(precision: str) -> bool:
+    """Whether compute is in 32 bits."""
+    return ITEM_BYTES.get(precision) == 4
