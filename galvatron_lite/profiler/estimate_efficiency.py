@@ -75,6 +75,11 @@ costs 19 % where both are equal and 1 % where one is twice the other."""
 BACKWARD_HOST = 0.7
 """[Empirical] host time of a kernel launched by autograd's C++ engine beside one launched from Python's forward."""
 
+SLOWEST_HOST = 0.05
+"""[Empirical] how much longer launches take with each doubling of a tensor group: its blocking collectives make every
+rank wait for the slowest host, and the expected largest of n times grows about as log n (launch-bound Megatron-DeepSpeed
+runs on 8 A100: +0, +10 and +20 % on 2, 4 and 8 ranks, after vTrain's ground truth)."""
+
 BACKWARD_KERNELS = {OperatorClass.MATMUL: 2, OperatorClass.ATTENTION: 3, OperatorClass.CONVOLUTION: 2}
 """Kernels in backward for one in forward: gradients of input and weights; of fused attention the row sums, the main
 kernel and the conversion of the queries' gradient (FlashAttention-2's source); one of memory-bound operators."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import log2
 
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute
 from galvatron_lite.profiler import estimate_efficiency as constants
@@ -93,7 +94,7 @@ def layer_times(
             spared, unlaunched = spared + seconds.forward, unlaunched + there
     summed, sums = _accumulation(machine, kind, states, degree, sequence_parallel, expert)
     shared = kind.tensor_collectives / (1 if sequence_parallel else 2) if degree > 1 else 0
-    host = machine.stack.kernel_host
+    host = machine.stack.kernel_host * (1 + constants.SLOWEST_HOST * log2(degree))
     return LayerTimes(
         forward,
         backward + summed,

@@ -13,7 +13,7 @@ from galvatron_lite.calibration.schema import StackConstants
 from galvatron_lite.cluster.catalog import device_named, load_cluster
 from galvatron_lite.model.graph import LayerKind, OperatorClass, Recompute
 from galvatron_lite.profiler.estimate import estimate_profile
-from galvatron_lite.profiler.estimate_efficiency import BACKWARD_HOST
+from galvatron_lite.profiler.estimate_efficiency import BACKWARD_HOST, SLOWEST_HOST
 from galvatron_lite.profiler.estimate_layer import behind_host, layer_times
 from galvatron_lite.profiler.roofline_machine import machine_of
 from galvatron_lite.profiler.schema import LayerPoint
@@ -56,8 +56,10 @@ def test_a_small_layer_takes_as_long_as_its_launches() -> None:
     assert whole.backward == pytest.approx(14e-3 * BACKWARD_HOST + 8e-3, rel=1e-3)
 
 
-def test_collectives_of_a_tensor_group_are_launched_too() -> None:
-    assert point(stack(1e-3), tensor=2).forward == pytest.approx(10e-3, rel=1e-3)
+def test_collectives_of_a_tensor_group_are_launched_too_and_wait_for_the_slowest_host() -> None:
+    # 8 kernels and 2 all-reduces.
+    assert point(stack(1e-3), tensor=2).forward == pytest.approx(10e-3 * (1 + SLOWEST_HOST), rel=1e-3)
+    assert point(stack(1e-3), tensor=4).forward == pytest.approx(10e-3 * (1 + 2 * SLOWEST_HOST), rel=1e-3)
 
 
 def test_a_large_layer_hides_its_host() -> None:
