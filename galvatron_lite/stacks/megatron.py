@@ -22,7 +22,9 @@ MEGATRON = Stack(
 CI = replace(
     MEGATRON,
     name="megatron-ci",
+    # Transformer Engine chooses the attention kernel (--attention-backend auto) unless a test case says otherwise.
     source="github.com/NVIDIA/Megatron-LM, tests/functional_tests (arguments of each test case)",
+    kernels=CORE_KERNELS,
 )
 """Megatron-LM's functional tests."""
 

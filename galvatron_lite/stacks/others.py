@@ -83,6 +83,8 @@ META = Stack(
     states=SHARDED,
     optimizer="adamw-fused",
     zero_stage=2,
+    # The same section: the first chunk is the embedding alone, the last one the head alone.
+    virtual_stages=0,
 )
 """Meta's own trainer of Llama 3."""
 

@@ -53,6 +53,7 @@ class Stack:
         zero_stage: of data parallelism where a run does not say.
         positions: how plain (not gated) decoders of its recipes tell places.
         biases: whether plain decoders of its recipes have biases.
+        virtual_stages: of interleaved schedules that do not say how many; 0: one block each (2: torchtitan's default).
         predicted_share: of a masked language model's tokens, how many logits are computed for.
         early_stop: whether full recomputation ends where backward has what it needs, so that a block's last matmul is
             not run again (``torch.utils.checkpoint`` without reentry: ``set_checkpoint_early_stop``, on by default).
@@ -73,5 +74,6 @@ class Stack:
     positions: Literal["learned", "rotary", "alibi", "none"] = "learned"
     biases: bool = True
     predicted_share: float = 1.0
+    virtual_stages: int = 2
     early_stop: bool = False
     scattered_sends: bool = False

@@ -20,9 +20,6 @@ from galvatron_lite.validate.outcome import Skipped
 from galvatron_lite.validate.rows import PublishedRun
 from galvatron_lite.validate.said import recompute_choices, schedule_of, whole_argument
 
-UNSTATED_VIRTUAL = 2
-"""Virtual stages of an interleaved schedule that does not say how many: torchtitan's default, the least there are."""
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -77,7 +74,7 @@ def plan_of(run: PublishedRun, graph: ModelGraph, stack: Stack, precision: str) 
         return Skipped("degrees do not multiply to the number of GPUs")
     if (run.spatial or 1) > 1 or (run.filter or 1) > 1:
         return Skipped("spatial or filter parallelism")
-    schedule, virtual = _schedule(run)
+    schedule, virtual = _schedule(run, stack)
     counts = stage_sizes(run, graph, virtual * degrees[2])
     if isinstance(counts, Skipped):
         return counts
@@ -94,17 +91,16 @@ def plan_of(run: PublishedRun, graph: ModelGraph, stack: Stack, precision: str) 
     )
 
 
-def _schedule(run: PublishedRun) -> tuple[Schedule, int]:
+def _schedule(run: PublishedRun, stack: Stack) -> tuple[Schedule, int]:
     """The schedule, and the virtual stages it really has: without a pipeline there is one of each."""
-    if (run.pp or 1) == 1:
+    pipeline = run.pp or 1
+    if pipeline == 1:
         return Schedule.ONE_F_ONE_B, 1
     schedule = schedule_of(run.pp_schedule, run.vpp or 1)
-    virtual = run.vpp or (1 if schedule is Schedule.ONE_F_ONE_B else UNSTATED_VIRTUAL)
-    if schedule is Schedule.ZERO_BUBBLE_V:
-        return schedule, 2
-    if schedule is Schedule.INTERLEAVED and virtual == 1:
-        return Schedule.ONE_F_ONE_B, 1
-    return schedule, virtual if schedule is Schedule.INTERLEAVED else 1
+    if schedule is not Schedule.INTERLEAVED:
+        return schedule, 2 if schedule is Schedule.ZERO_BUBBLE_V else 1
+    virtual = run.vpp or stack.virtual_stages or ((run.layers or 1) + 2) // pipeline
+    return (schedule, virtual) if virtual > 1 else (Schedule.ONE_F_ONE_B, 1)
 
 
 def strategy_of(run: PublishedRun, stack: Stack) -> Strategy:

@@ -84,6 +84,13 @@ def test_context_ranks_share_states_first(group: int | None, expected: tuple[int
     assert strategy.zero_stage == (0 if group == 1 else 3)
 
 
+@pytest.mark.parametrize(("framework", "expected"), [("torchtitan", 2), ("Meta internal 4D", 4)])
+def test_virtual_stages_that_are_not_stated(framework: str, expected: int) -> None:
+    made = plan(gpt(framework=framework, pp_schedule="interleaved-1f1b (custom)", vpp=None, layers=6))
+    assert isinstance(made, Plan)
+    assert (made.virtual_stages, made.pipeline, made.schedule) == (expected, 2, Schedule.INTERLEAVED)
+
+
 def test_every_second_layer_is_recomputed_where_it_says_so() -> None:
     made = plan(gpt(act_ckpt="selective (every 2nd layer)", pp=1, dp=4, global_batch=64))
     assert isinstance(made, Plan)
