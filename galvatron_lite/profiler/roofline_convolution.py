@@ -62,7 +62,7 @@ class Layout:
 FIRST = Layout(conversions=2.0, grouped=0.4, width=24.0)
 FULL = Layout(conversions=0.0, grouped=0.4, width=24.0)
 LAST = Layout(conversions=0.0, grouped=0.13, width=4.0, even=32, uneven=0.085, uneven_ramp=50.0)
-"""16 bits channels first, 32 bits either way (its kernels need no conversion), 16 bits channels last."""
+"""Tensor cores (16 bits, TF32) channels first; plain fp32 (no conversion); 16 bits channels last."""
 
 
 def convolution(machine: Machine, operator: Operator, samples: float, shared: int) -> Seconds:
@@ -82,7 +82,7 @@ def convolution(machine: Machine, operator: Operator, samples: float, shared: in
     seconds = stream(machine, (operator.moved * samples + operator.weight_bytes) / shared)
     if groups > 1 and inputs == groups:
         return _depthwise(machine, operator, samples, seconds)
-    layout = FULL if machine.item_bytes > 2 else LAST if operator.channels_last else FIRST
+    layout = _layout(machine, operator.channels_last)
     if groups > 1:
         rate = _grouped_rate(layout, inputs // groups, groups) * _peak(machine)
         work = operator.flops * samples / shared / rate
@@ -93,6 +93,12 @@ def convolution(machine: Machine, operator: Operator, samples: float, shared: in
     to_weight = _columns(kernel * inputs) * ceil(columns / INNER) * INNER
     unit = 2 * pixels / rate * _waves(machine, pixels, columns)
     return _sums(operator, layout, (forward * unit, to_input * unit, to_weight * unit), seconds)
+
+
+def _layout(machine: Machine, last: bool) -> Layout:
+    if last and machine.item_bytes <= 2:
+        return LAST
+    return FIRST if machine.item_bytes <= 2 or machine.precision == "tf32" else FULL
 
 
 def _sums(operator: Operator, layout: Layout, work: tuple[float, float, float], seconds: float) -> Seconds:

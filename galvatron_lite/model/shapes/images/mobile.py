@@ -29,6 +29,7 @@ class Row:
         kind: inverted bottleneck, ``fused`` (one dense convolution for the first two), ``plain`` (one convolution),
             ``separable`` (no expansion).
         fixed: repeats do not grow with the depth factor.
+        of_output: expansion counts from the output channels.
     """
 
     repeats: int
@@ -39,6 +40,7 @@ class Row:
     squeeze: float = 0.0
     kind: str = "inverted"
     fixed: bool = False
+    of_output: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +130,8 @@ def _inverted(flow: Flow, row: Row, spec: Mobile, stride: int) -> None:
 
 def _fused(flow: Flow, row: Row, spec: Mobile, stride: int) -> None:
     x, enters = flow.fork(), flow.channels
-    flow.unit(rounded(enters * row.expand), row.kernel, stride, 1, spec.function)
+    inner = rounded((spec.scaled(row.channels) if row.of_output else enters) * row.expand)
+    flow.unit(inner, row.kernel, stride, 1, spec.function)
     _squeeze(flow, row, spec, enters)
     flow.convolve(spec.scaled(row.channels)).normalise()
     _close(flow, x, stride)

@@ -61,14 +61,12 @@ def residual_of(name: str) -> Residual | None:
         return None
     scaled, basic = found["depth"].startswith("rs"), found["depth"] in ("18", "34") or found["depth"] == "10"
     variant = "d" if scaled else found["variant"] or ""
-    if name.startswith("legacy_") and basic is False and not found["attention"]:
-        return None
     squeeze = {"se": 1 / 16, "eca": -1.0}.get(found["attention"] or "", 0.0)
     return Residual(
         depths=_DEPTHS[found["depth"]], basic=basic, groups=int(found["groups"] or 1),
         group_width=128 if found["wide"] else int(found["width"] or 64), stem=_STEMS.get(variant, (64,)),
         pool=not scaled, average_down=variant in ("d", "t"), squeeze=0.25 if scaled else squeeze,
-        blur=bool(found["blur"]),
+        blur=bool(found["blur"]), early=name.startswith("legacy_") and not found["next"],
     )  # fmt: skip
 
 

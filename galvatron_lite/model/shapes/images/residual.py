@@ -30,6 +30,7 @@ class Residual:
         blur: anti-aliased downsampling: the convolution keeps the extent, a fixed blur strides after it.
         preactive: normalisation before convolution (ResNet v2).
         wide: factor on all widths (BiT).
+        early: the first 1 x 1 convolution strides, not the 3 x 3 (the original ResNet).
         function: activation.
     """
 
@@ -44,6 +45,7 @@ class Residual:
     blur: bool = False
     preactive: bool = False
     wide: int = 1
+    early: bool = False
     function: Activation = "relu"
 
 
@@ -101,8 +103,8 @@ def bottleneck(flow: Flow, spec: Residual, stage: int, first: bool, halves: bool
     planes, stride = 64 * 2**stage, 2 if stage and first and halves else 1
     width = planes * spec.group_width // 64 * spec.groups
     x = flow.fork()
-    flow.unit(width, function=spec.function)
-    _strided(flow, spec, width, stride, spec.groups)
+    flow.unit(width, 1, stride if spec.early else 1, 1, spec.function)
+    _strided(flow, spec, width, 1 if spec.early else stride, spec.groups)
     flow.convolve(4 * planes).normalise()
     _excite(flow, spec)
     flow.add(_shortcut(x, spec, 4 * planes, stride)).activate(spec.function)

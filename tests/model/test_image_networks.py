@@ -1,0 +1,220 @@
+"""Image networks built from their names against published parameters, multiply-adds and activations."""
+
+from __future__ import annotations
+
+import pytest
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import ModelGraph, OperatorClass, Recompute
+from galvatron_lite.model.shapes.images.flow import rounded
+from galvatron_lite.model.shapes.images.layout import channels_last
+from galvatron_lite.model.shapes.images.names import builder_of, canonical, shape_of_name, works_on_tokens
+from galvatron_lite.model.shapes.images.regular import LINES, widths_of
+from galvatron_lite.model.shapes.images.summary import ImageTotals, summary_graph
+from galvatron_lite.model.shapes.registry import build_graph
+
+# Name, pixels a side, million parameters, multiply-adds in 10^9, million activations, as printed in
+# github.com/huggingface/pytorch-image-models, results/benchmark-infer-amp-nchw-pt112-cu113-rtx3090.csv.
+PUBLISHED = [
+    ("mobilenetv3_small_050", 224, 1.59, 0.03, 0.92),
+    ("tf_mobilenetv3_small_minimal_100", 224, 2.04, 0.06, 1.41),
+    ("tf_mobilenetv3_small_075", 224, 2.04, 0.05, 1.3),
+    ("mobilenetv3_small_100", 224, 2.54, 0.06, 1.42),
+    ("mobilenetv2_050", 224, 1.97, 0.1, 3.64),
+    ("tf_mobilenetv3_large_minimal_100", 224, 3.92, 0.22, 4.4),
+    ("mnasnet_small", 224, 2.03, 0.07, 2.16),
+    ("mnasnet_050", 224, 2.22, 0.11, 3.07),
+    ("mnasnet_075", 224, 3.17, 0.23, 4.77),
+    ("mnasnet_a1", 224, 3.89, 0.32, 6.23),
+    ("cs3darknet_focus_s", 256, 3.27, 0.69, 2.7),
+    ("cs3darknet_s", 256, 3.28, 0.72, 2.97),
+    ("cs3darknet_focus_x", 256, 35.02, 8.03, 10.69),
+    ("resnet18", 224, 11.69, 1.82, 2.48),
+    ("resnet18d", 224, 11.71, 2.06, 3.29),
+    ("resnet26d", 224, 16.01, 2.6, 8.15),
+    ("gluon_resnet50_v1b", 224, 25.56, 4.11, 11.11),
+    ("resnet50", 224, 25.56, 4.11, 11.11),
+    ("resnet50d", 224, 25.58, 4.35, 11.92),
+    ("ssl_resnet18", 224, 11.69, 1.82, 2.48),
+    ("ssl_resnet50", 224, 25.56, 4.11, 11.11),
+    ("swsl_resnet18", 224, 11.69, 1.82, 2.48),
+    ("swsl_resnext101_32x4d", 224, 44.18, 8.01, 21.23),
+    ("swsl_resnext101_32x16d", 224, 194.03, 36.27, 51.18),
+    ("semnasnet_050", 224, 2.08, 0.11, 3.44),
+    ("semnasnet_100", 224, 3.89, 0.32, 6.23),
+    ("semnasnet_140", 224, 6.11, 0.6, 8.87),
+    ("tinynet_b", 188, 3.73, 0.21, 4.44),
+    ("spnasnet_100", 224, 4.42, 0.35, 6.03),
+    ("regnetx_008", 224, 7.26, 0.81, 5.15),
+    ("regnetx_032", 224, 15.3, 3.2, 11.37),
+    ("regnetx_064", 224, 26.21, 6.49, 16.37),
+    ("regnetx_320", 224, 107.81, 31.81, 36.3),
+    ("tf_efficientnet_lite0", 224, 4.65, 0.4, 6.74),
+    ("efficientnet_lite1", 240, 5.42, 0.62, 10.14),
+    ("efficientnet_es", 224, 5.44, 1.81, 8.73),
+    ("tf_efficientnet_es", 224, 5.44, 1.81, 8.73),
+    ("tf_efficientnet_lite2", 260, 6.09, 0.89, 12.9),
+    ("efficientnet_em", 240, 6.9, 3.04, 14.34),
+    ("fbnetc_100", 224, 5.57, 0.4, 6.51),
+    ("legacy_seresnet34", 224, 21.96, 3.67, 3.74),
+    ("legacy_seresnext26_32x4d", 224, 16.79, 2.49, 9.39),
+    ("legacy_seresnext50_32x4d", 224, 27.56, 4.26, 14.42),
+    ("legacy_seresnet101", 224, 49.33, 7.61, 15.74),
+    ("legacy_seresnet152", 224, 66.82, 11.33, 22.08),
+    ("seresnext26d_32x4d", 224, 16.81, 2.73, 10.19),
+    ("ecaresnext26t_32x4d", 224, 15.41, 2.7, 10.09),
+    ("vgg11", 224, 132.86, 7.61, 7.44),
+    ("vgg16", 224, 138.36, 15.47, 13.56),
+    ("vgg16_bn", 224, 138.37, 15.5, 13.56),
+    ("vgg19", 224, 143.67, 19.63, 14.86),
+    ("vgg13", 224, 133.05, 11.31, 12.25),
+    ("resnetv2_50t", 224, 25.57, 4.32, 11.82),
+    ("resnetv2_50d", 224, 25.57, 4.35, 11.92),
+    ("resnetv2_50x1_bit_distilled", 224, 25.55, 4.23, 11.11),
+    ("resnetv2_50d_frn", 224, 25.59, 4.33, 11.92),
+    ("resnetv2_152d", 224, 60.2, 11.8, 23.36),
+    ("resnetv2_152x2_bit_teacher", 224, 236.34, 46.95, 45.11),
+    ("nf_ecaresnet50", 224, 25.56, 4.21, 11.13),
+    ("nf_resnet101", 224, 44.55, 8.01, 16.23),
+    ("nf_seresnet101", 224, 49.33, 8.02, 16.27),
+    ("nf_ecaresnet101", 224, 44.55, 8.01, 16.27),
+    ("resnetblur50d", 224, 25.58, 5.4, 12.82),
+    ("resnetblur101d", 224, 44.57, 9.12, 17.94),
+    ("resnext50_32x4d", 224, 25.03, 4.26, 14.4),
+    ("gluon_resnext50_32x4d", 224, 25.03, 4.26, 14.4),
+    ("resnext50d_32x4d", 224, 25.05, 4.5, 15.2),
+    ("resnext101_32x8d", 224, 88.79, 16.48, 31.21),
+    ("seresnetaa50d", 224, 28.11, 5.4, 12.46),
+    ("tv_resnet101", 224, 44.55, 7.83, 16.23),
+    ("tv_resnet152", 224, 60.19, 11.56, 22.56),
+    ("resnetaa101d", 224, 44.57, 9.12, 17.56),
+    ("wide_resnet101_2", 224, 126.89, 22.8, 21.23),
+    ("densenet264", 224, 72.69, 12.95, 12.8),
+    ("regnety_320", 224, 145.05, 32.34, 30.26),
+    ("seresnet269d", 256, 113.67, 26.59, 53.6),
+    ("ig_resnext101_32x32d", 224, 468.53, 87.29, 91.12),
+]
+
+
+def graph_of(name: str, side: int = 224) -> ModelGraph:
+    builder = builder_of(name)
+    assert builder is not None
+    return builder(side, 1000, "fp16", 2)
+
+
+def totals(graph: ModelGraph) -> tuple[float, float, float]:
+    """Multiply-adds, those counted for normalisation in the published figures, activations."""
+    macs = norms = outputs = 0.0
+    for layer in graph.layers:
+        for operator in graph.kind_of(layer).operators:
+            macs += operator.flops / 2
+            if operator.name.startswith("norm"):
+                norms += 2 * operator.shape[0]
+            if operator.kind is OperatorClass.CONVOLUTION:
+                inner, _, groups, _, _, kernel, other = operator.shape[:7]
+                outputs += operator.flops / (2 * inner // groups * kernel * other)
+            if operator.kind is OperatorClass.MATMUL:
+                outputs += operator.shape[0] * operator.shape[2]
+    return macs, norms, outputs
+
+
+@pytest.mark.parametrize(("name", "side", "parameters", "macs", "activations"), PUBLISHED)
+def test_a_network_has_its_published_size(
+    name: str, side: int, parameters: float, macs: float, activations: float
+) -> None:
+    graph = graph_of(name, side)
+    counted, norms, outputs = totals(graph)
+    assert graph.parameters / 1e6 == pytest.approx(parameters, rel=0.005)
+    # Some figures count normalisation (two a value) or the standardising of weights, some do not.
+    weights = 2 * graph.parameters
+    assert counted / 1e9 <= macs * 1.02 + 0.006
+    assert (counted + norms + weights) / 1e9 >= macs * 0.98 - 0.006
+    assert outputs / 1e6 == pytest.approx(activations, rel=0.02, abs=0.02)
+
+
+def test_the_convnext_and_vit_shapes_have_their_published_parameters() -> None:
+    for name, millions in (("convnext_tiny", 28.59), ("convnext_base", 88.59), ("vit_base_patch16_224", 86.57)):
+        shape = shape_of_name(name, 224)
+        assert shape is not None
+        assert build_graph(shape, precision="fp16").parameters / 1e6 == pytest.approx(millions, rel=0.005)
+
+
+def test_regnet_widths_are_the_papers() -> None:
+    # Radosavovic et al. 2020, figure 16: RegNetX-3.2GF has widths 96, 192, 432, 1008 and depths 2, 6, 15, 2.
+    widths = widths_of(LINES["x_032"])
+    assert sorted(set(widths)) == [96, 192, 432, 1008]
+    assert [widths.count(width) for width in (96, 192, 432, 1008)] == [2, 6, 15, 2]
+
+
+@pytest.mark.parametrize(("channels", "expected"), [(32 * 0.5, 16), (24 * 0.75, 24), (16 * 0.35, 8), (320 * 1.4, 448)])
+def test_channels_are_rounded_as_mobilenet_does(channels: float, expected: int) -> None:
+    assert rounded(channels) == expected
+
+
+def test_equal_blocks_are_one_kind() -> None:
+    graph = graph_of("resnet152")
+    assert len(graph.layers) == 2 + 3 + 8 + 36 + 3
+    assert len(graph.kinds) == 2 + 4 * 2
+
+
+def test_names_of_training_recipes_mean_the_same_network() -> None:
+    for names in (
+        ("resnet50", "gluon_resnet50_v1b", "ssl_resnet50", "tv_resnet50", canonical("ResNet50v1.5")),
+        ("tf_efficientnet_b3", "tf_efficientnet_b3_ns", "efficientnet_b3", canonical("EfficientNet-B3")),
+        ("seresnext101_32x4d", canonical("SE-ResNeXt101-32x4d")),
+    ):
+        sizes = {(graph_of(name).parameters, graph_of(name).flops) for name in names}
+        assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("name", ["", "resnet51", "unheard_of_net", "regnetx_999", "efficientnet_b11", "resnet50x"])
+def test_a_name_that_no_rule_knows_has_no_graph(name: str) -> None:
+    assert builder_of(name) is None
+    assert shape_of_name(name, 224) is None
+
+
+def test_what_works_on_tokens() -> None:
+    assert all(works_on_tokens(name) for name in ("xcit_nano_12_p8", "mixer_b16_224", "swin_tiny"))
+    assert not any(works_on_tokens(name) for name in ("convmixer_768_32", "mobilevit_s", "dla34"))
+
+
+def test_recomputing_a_block_keeps_less() -> None:
+    graph = graph_of("resnet50")
+    for layer in graph.layers[1:-1]:
+        kept = graph.kind_of(layer).kept
+        assert kept[Recompute.FULL].total < kept[Recompute.NONE].total
+
+
+def test_a_larger_picture_costs_its_pixels() -> None:
+    small, large = totals(graph_of("resnet50", 224)), totals(graph_of("resnet50", 448))
+    assert large[0] / small[0] == pytest.approx(4, rel=0.01)
+    assert large[2] / small[2] == pytest.approx(4, rel=0.01)
+
+
+def test_channels_last_turns_every_convolution_and_nothing_else() -> None:
+    graph = graph_of("mobilenetv2_100")
+    for name, kind in channels_last(graph).kinds.items():
+        for before, after in zip(graph.kinds[name].operators, kind.operators, strict=True):
+            assert after.channels_last == (after.kind is OperatorClass.CONVOLUTION)
+            assert (before.shape, before.flops) == (after.shape, after.flops)
+
+
+def test_a_summary_adds_up_to_its_totals() -> None:
+    given = ImageTotals(macs=4.1e9, activations=11.1e6, parameters=25.6e6)
+    graph = summary_graph(given, "fp16", 2)
+    convolutions = [
+        operator
+        for layer in graph.layers
+        for operator in graph.kind_of(layer).operators
+        if operator.kind is OperatorClass.CONVOLUTION
+    ]
+    assert sum(operator.flops for operator in convolutions) == pytest.approx(2 * 4.1e9, rel=0.001)
+    assert sum(operator.moved for operator in convolutions) == pytest.approx(2 * 2 * 11.1e6, rel=0.01)
+    assert graph.parameters == pytest.approx(25.6e6, rel=0.02)
+
+
+@pytest.mark.parametrize("field", ["macs", "activations", "parameters"])
+def test_a_summary_needs_its_totals(field: str) -> None:
+    given = {"macs": 1e9, "activations": 1e6, "parameters": 1e6, field: 0.0}
+    with pytest.raises(InputError, match=field):
+        summary_graph(ImageTotals(**given), "fp16", 2)
