@@ -14,7 +14,6 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
 from galvatron_lite.profiler.estimate_efficiency import (
     ATTENTION_BLOCK,
-    CONVOLUTION,
     KERNEL_TAIL,
     RAMP_INNER,
 )
@@ -126,19 +125,6 @@ def test_heads_folded_into_the_rows_are_what_a_batched_matmul_divides() -> None:
     heads = operator(OperatorClass.MATMUL, (16 * 1024, 64, 1024), flops, Sharding.TENSOR)
     assert operator_seconds(A100, heads, 8, 4) == operator_seconds(A100, heads, 2, 1)
     assert operator_seconds(A100, replace(heads, moved=10**9), 1).forward > 10**9 / A100.bandwidth
-
-
-def test_a_convolution_is_the_matmul_of_its_shape() -> None:
-    flops = 2 * 28 * 28 * 64 * 9 * 128
-    call = operator(OperatorClass.CONVOLUTION, (64, 128, 1, 56, 56, 3, 3, 2, 2), flops)
-    expected = matmul_seconds(A100, 32 * 28 * 28, 64 * 9, 128) / CONVOLUTION
-    assert operator_seconds(A100, call, 32).forward == pytest.approx(expected)
-
-
-def test_a_depthwise_convolution_leaves_tensor_cores_idle() -> None:
-    flops = 2 * 56 * 56 * 49 * 128
-    call = operator(OperatorClass.CONVOLUTION, (128, 128, 128, 56, 56, 7, 7, 1, 1), flops)
-    assert flops * 64 / operator_seconds(A100, call, 64).forward < 0.21 * 19.5e12
 
 
 @pytest.mark.parametrize(("head", "low", "high"), [(128, 200, 225), (64, 165, 195)])
