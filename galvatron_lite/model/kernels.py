@@ -10,13 +10,15 @@ from galvatron_lite.files import STRICT
 if TYPE_CHECKING:
     from pydantic import ConfigDict
 
-Selective = Literal["operators", "alternate", "attention"]
+Selective = Literal["operators", "alternate", "attention", "norms"]
 """What selective recomputation means.
 
 operators: outputs of matmuls and attention are kept, everything else runs again (PyTorch's per-operator policy).
 alternate: as that, but every second matmul of a layer runs again too (torchtitan's policy ``op``).
 attention: scores, softmax, dropout and context run again, everything else is kept (Korthikanti et al. 2022, section 5;
     Megatron's ``--recompute-granularity selective``).
+norms: normalisations and activations run again, everything else is kept (Megatron's ``--recompute-modules layernorm
+    moe_act``).
 """
 
 

@@ -73,6 +73,14 @@ def test_every_second_matmul_of_torchtitan_policy() -> None:
     assert block.kept[Recompute.SELECTIVE].total == 2 * tokens * (h + h + kv + h + ffn + h) + 4 * 32 * tokens
 
 
+def test_norms_and_activations_run_again() -> None:
+    """Spared of Korthikanti's 34 bytes: two norms' outputs (2 each) and the activation's (8)."""
+    block = block_of(replace(MEGATRON, flash_attention=True, selective="norms"))
+    assert block.kept[Recompute.SELECTIVE].total == S * H * (34 - 2 - 2 - 8) + 4 * A * S + STATISTICS
+    again = {operator.name for operator in block.operators if operator.again}
+    assert again == {"norm1", "norm2", "mlp.act"}
+
+
 def test_flops_are_the_same_whatever_runs() -> None:
     plain, merged = block_of(Kernels()), block_of(Kernels(merged_projections=True))
     assert plain.flops == merged.flops

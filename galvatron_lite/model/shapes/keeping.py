@@ -37,6 +37,9 @@ def selected(records: Sequence[Record], inputs: Sequence[Value], meaning: Select
         made = {call.output.key for call, _ in records if call.core}
         outside = saved_by(call for call, _ in records if not call.core)
         return [*outside, *(value for value in entering if value.key not in made)]
+    if meaning == "norms":
+        cheap = {records[index][0].output.key for index in _norms_and_activations(records)}
+        return [value for value in saved_by(call for call, _ in records) if value.key not in cheap]
     dropped = _every_second(records) if meaning == "alternate" else set()
     anchors = [value for index, (call, _) in enumerate(records) if index not in dropped for value in call.anchor]
     return [*inputs, *anchors]
@@ -46,8 +49,18 @@ def runs_again(records: Sequence[Record], meaning: Selective) -> set[int]:
     """Indices of the calls that selective recomputation runs again."""
     if meaning == "attention":
         return {index for index, (call, _) in enumerate(records) if call.core}
+    if meaning == "norms":
+        return _norms_and_activations(records)
     memory = {index for index, (call, _) in enumerate(records) if not call.anchor}
     return memory | (_every_second(records) if meaning == "alternate" else set())
+
+
+def _norms_and_activations(records: Sequence[Record]) -> set[int]:
+    """Indices of normalisations and activations (with a gated MLP's product) of which the sources are kept."""
+    return {
+        index for index, (call, operator) in enumerate(records)
+        if call.fusible and operator.name.rsplit(".")[-1].strip("12345").endswith(("norm", "act", "product"))
+    }  # fmt: skip
 
 
 def _every_second(records: Sequence[Record]) -> set[int]:
