@@ -29,6 +29,7 @@ TITAN = Stack(
     states=SHARDED,
     optimizer="adamw-fused",
     zero_stage=3,
+    gathers_once=True,
     early_stop=True,
 )
 """torchtitan with torch.compile."""
@@ -83,6 +84,7 @@ META = Stack(
     states=SHARDED,
     optimizer="adamw-fused",
     zero_stage=2,
+    gathers_once=True,
     # The same section: the first chunk is the embedding alone, the last one the head alone.
     virtual_stages=0,
 )

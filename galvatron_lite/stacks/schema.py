@@ -54,6 +54,8 @@ class Stack:
         positions: how plain (not gated) decoders of its recipes tell places.
         biases: whether plain decoders of its recipes have biases.
         virtual_stages: of interleaved schedules that do not say how many; 0: one block each (2: torchtitan's default).
+        gathers_once: whether sharded parameters are gathered and gradients reduced once a step under a pipeline, not in
+            every micro-batch (torch.distributed.pipelining, ``backward_maybe_with_nosync``).
         predicted_share: of a masked language model's tokens, how many logits are computed for.
         early_stop: whether full recomputation ends where backward has what it needs, so that a block's last matmul is
             not run again (``torch.utils.checkpoint`` without reentry: ``set_checkpoint_early_stop``, on by default).
@@ -75,5 +77,6 @@ class Stack:
     biases: bool = True
     predicted_share: float = 1.0
     virtual_stages: int = 2
+    gathers_once: bool = False
     early_stop: bool = False
     scattered_sends: bool = False

@@ -109,6 +109,8 @@ def strategy_of(run: PublishedRun, stack: Stack) -> Strategy:
     zero_stage = stack.zero_stage if run.zero_stage is None else run.zero_stage
     if run.zero_group == 1 or replicas * context == 1:
         zero_stage = 0
+    elif gathers_once(run, stack):
+        zero_stage = 1
     # States are sharded over context ranks too: what is left of the group after them are data ranks.
     group = replicas * context if run.zero_group is None else run.zero_group
     zero = gcd(replicas, max(group // context, 1)) if zero_stage else 1
@@ -121,6 +123,12 @@ def strategy_of(run: PublishedRun, stack: Stack) -> Strategy:
         context=context,
         expert=run.ep or 1,
     )
+
+
+def gathers_once(run: PublishedRun, stack: Stack) -> bool:
+    """Whether sharded parameters stay gathered for a whole step, which moves and holds what ZeRO-1 does."""
+    stage = stack.zero_stage if run.zero_stage is None else run.zero_stage
+    return stack.gathers_once and stage > 1 and (run.pp or 1) > 1
 
 
 def stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int) -> list[int] | Skipped:

@@ -10,6 +10,7 @@ from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.stacks.schema import Stack, StateLayout
 from galvatron_lite.units import ITEM_BYTES
+from galvatron_lite.validate.plans import gathers_once
 from galvatron_lite.validate.rows import PublishedRun
 
 _OPTIMIZERS = (("sgd", "sgd"), ("lamb", "lamb"), ("decoupled", "adamw-loop"), ("fused", "adamw-fused"))
@@ -30,7 +31,7 @@ def stack_of(run: PublishedRun, precision: str, calibration: Calibration) -> Sta
     return replace(
         stack,
         kernels=_kernels(run, stack, precision),
-        states=_states(run, stack.states, precision, optimizer),
+        states=_states(run, _kept(run, stack), precision, optimizer),
         optimizer=optimizer,
         constants=constants_for_stack(calibration, stack.name),
     )
@@ -64,6 +65,14 @@ def _states(run: PublishedRun, states: StateLayout, precision: str, optimizer: s
         states = replace(states, reduce="bf16")
     if optimizer.startswith("sgd"):
         return replace(states, optimizer_bytes=states.optimizer_bytes - 4)
+    return states
+
+
+def _kept(run: PublishedRun, stack: Stack) -> StateLayout:
+    """States at rest; parameters that stay gathered for a step are whole in the gathered precision, beside fp32 shards."""
+    states = stack.states
+    if gathers_once(run, stack) and states.parameters == "fp32":
+        return replace(states, parameters=states.gather, optimizer_bytes=states.optimizer_bytes + 4)
     return states
 
 

@@ -91,6 +91,15 @@ def test_virtual_stages_that_are_not_stated(framework: str, expected: int) -> No
     assert (made.virtual_stages, made.pipeline, made.schedule) == (expected, 2, Schedule.INTERLEAVED)
 
 
+def test_a_pipeline_of_sharded_stages_gathers_once_a_step() -> None:
+    made = plan(gpt(framework="torchtitan", zero_stage=3))
+    assert isinstance(made, Plan)
+    assert made.stages[0].runs[0].strategy.zero_stage == 1
+    flat = plan(gpt(framework="torchtitan", zero_stage=3, pp=1, dp=4, global_batch=64))
+    assert isinstance(flat, Plan)
+    assert flat.stages[0].runs[0].strategy.zero_stage == 3
+
+
 def test_every_second_layer_is_recomputed_where_it_says_so() -> None:
     made = plan(gpt(act_ckpt="selective (every 2nd layer)", pp=1, dp=4, global_batch=64))
     assert isinstance(made, Plan)

@@ -122,6 +122,9 @@ def test_stacks_by_name_and_what_a_run_says_of_itself() -> None:
     assert [optimizer_of(text, DEFAULT) for text in ("decoupled_adamw", "adam", None, "adamw fused")] == [
         "adamw-loop", DEFAULT.optimizer, DEFAULT.optimizer, "adamw-fused",
     ]  # fmt: skip
+    # Whole bf16 parameters beside an fp32 shard of them and two moments: 12 bytes an item are sharded.
+    states = stack_of(gpt(framework="torchtitan", zero_stage=3), "bf16", CALIBRATION).states
+    assert (states.parameters, states.optimizer_bytes) == ("bf16", 12)
     assert not stack_of(gpt(flash_attn=False), "bf16", CALIBRATION).kernels.flash_attention
 
 
