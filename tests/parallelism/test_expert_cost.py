@@ -63,6 +63,18 @@ def test_shared_tokens_are_sent_once() -> None:
     assert sizes[0] == 2 * sizes[1]
 
 
+@pytest.mark.parametrize(("expert", "near"), [(4, 2), (8, 1)])
+def test_slices_of_an_expert_gather_the_copies_of_shared_tokens(expert: int, near: int) -> None:
+    # The MLP's own gather and scatter of tokens give way to those of copies; attention's pair stays.
+    done = work(Strategy(data=4, tensor=2, sequence_parallel=True, expert=expert), KIND)
+    pairs = [one for one in done.communications if one.moment is Moment.FORWARD and one.cause == "tensor"]
+    hidden = [one for one in pairs if one.size == 1000 * 64 / 4]
+    copies = [one for one in pairs if one.size == COPIES * 64 / 4]
+    assert [one.count for one in hidden] == [1, 1]
+    assert [one.group.size for one in copies] == [near] * 2 if near > 1 else copies == []
+    assert len(pairs) == len(hidden) + len(copies)
+
+
 def test_a_layer_without_experts_is_untouched() -> None:
     dense = make_kind("before", 100)
     assert work(Strategy(data=8, expert=8), dense) == work(Strategy(data=8), dense)

@@ -3,13 +3,17 @@
 Each rank sends every copy of its tokens to the rank of its expert and takes the result back: two all-to-alls in
 forward, two in backward (Lepikhin et al. 2020, arXiv:2006.16668, section 3.2). A rank then works on tokens of all ranks
 of its group for 1/e of the experts: as many as before where the router is balanced, as its auxiliary loss makes it.
+
+Where tokens are shared (sequence parallelism) and experts sliced, the slices of an expert gather the copies that each
+of them received and scatter the sums of their results (Megatron-Core's ``MoEAlltoAllTokenDispatcher``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, Strategy
 from galvatron_lite.parallelism.ranks import expert_group, expert_slices
@@ -49,13 +53,16 @@ class ExpertDimension:
             communications=(*work.communications, *self._exchanges(kind, strategy, _tokens(work, strategy))),
         )
 
-    def _exchanges(self, kind: LayerKind, strategy: Strategy, share: float) -> tuple[Communication, ...]:
-        group, size = expert_group(strategy), kind.dispatched_bytes * share
-        return tuple(
-            Communication(Collective.ALL_TO_ALL, size, group, moment, False, 2, self.name)
-            for moment in (Moment.FORWARD, Moment.BACKWARD)
-            if size
-        )
+    def _exchanges(self, kind: LayerKind, strategy: Strategy, share: float) -> Iterator[Communication]:
+        size, slices = kind.dispatched_bytes * share, expert_slices(strategy)
+        if not size:
+            return
+        near = RankGroup(slices, 1, strategy.devices // slices)
+        for moment in (Moment.FORWARD, Moment.BACKWARD):
+            yield Communication(Collective.ALL_TO_ALL, size, expert_group(strategy), moment, False, 2, self.name)
+            if strategy.sequence_parallel and slices > 1:
+                for sort in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
+                    yield Communication(sort, size * slices, near, moment, False, 1, "tensor")
 
 
 def _tokens(work: LayerWork, strategy: Strategy) -> float:

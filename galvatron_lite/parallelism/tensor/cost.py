@@ -55,7 +55,7 @@ class TensorDimension:
         items = kind.parameters.at(degree, shared)
         samples = work.samples / strategy.token_degree
         activations = (
-            *self._activations(kind, samples, shared, group),
+            *self._activations(kind, strategy, samples, group),
             *self._gathered_output(kind, samples, group),
             *self._parallel_loss(kind, samples, group),
         )
@@ -81,11 +81,16 @@ class TensorDimension:
         return sum(one.count * (fixed + per_byte * one.size) for one in communications if not one.overlaps)
 
     def _activations(
-        self, kind: LayerKind, samples: float, shared: bool, group: RankGroup
+        self, kind: LayerKind, strategy: Strategy, samples: float, group: RankGroup
     ) -> tuple[Communication, ...]:
-        """The collectives at the ends of regions, see the module, and what is gathered again."""
+        """The collectives at the ends of regions, see the module, and what is gathered again.
+
+        Shares of tokens go to experts as they are; ``expert`` prices how they come together there.
+        """
         entering, leaving = (size * samples for size in boundaries(kind))
-        begins, ends = regions(kind)
+        shared = strategy.sequence_parallel
+        apart = int(shared and strategy.expert > 1 and kind.expert_parameters > 0)
+        begins, ends = (max(count - apart, 0) for count in regions(kind))
         calls: tuple[tuple[Moment, Collective, float, int, str], ...] = (
             (Moment.FORWARD, Collective.ALL_REDUCE, leaving, ends, self.name),
             (Moment.BACKWARD, Collective.ALL_REDUCE, entering, begins, ASYNC),
