@@ -84,7 +84,7 @@ def fit_in_rounds(
     for number in range(1, options.rounds + 1):
 
         def report(step: int, found: Fit, number: int = number, unknowns: Unknowns = unknowns) -> None:
-            error = np.abs(np.expm1(found.residuals)).mean()
+            error = np.abs(np.expm1(found.residuals[rows.problem.fitted])).mean()
             say(f"round {number}, step {step}: objective {found.objective:.2f}, mean error {error:.1%}")
             names = [parameter.name for parameter in unknowns.parameters]
             write_data(options.state, {"places": dict(zip(names, found.places.tolist(), strict=True))})
@@ -212,6 +212,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--without", nargs="*", default=[], help="not these families of runs")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6, help="Gauss-Newton steps a round, at most")
+    parser.add_argument("--most", type=int, default=150, help="rows of a family in the fit; all are scored")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--state", type=Path, default=Path(".galvatron/calibrate.json"), help="where a fit resumes")
     parser.add_argument("--cross-validate", action="store_true")
@@ -225,11 +226,12 @@ def calibrate(options: argparse.Namespace, console: Console) -> None:
     start = load_calibration(options.start)
     runs = chosen(read_runs(options.rows), options.families, options.without)
     with progress_bar("Predicting") as move:
-        rows = rows_of(runs, start, move)
+        rows = rows_of(runs, start, options.most, move)
     console.print(f"{len(rows.judged)} of {len(runs)} rows, {len(fitted_entries(rows))} entries")
     with progress_bar("Fitting") as move, predictor(rows.runs, options.processes, move) as predict:
         calibration, unknowns, found = fit_in_rounds(rows, start, predict, options, console.print)
-        columns = {"in sample": [judged_again(one, r + m) for one, r, m in _fitted(rows, found)]}
+        seconds = predict([(calibration, range(len(rows.judged)))])[0].tolist()
+        columns = {"in sample": [judged_again(one, second) for one, second in zip(rows.judged, seconds, strict=True)]}
         if options.cross_validate:
             without = (rows, calibration, unknowns, found, predict)
             columns["without model"] = cross_validated(*without, lambda run: f"{run.model}", unseen=False)
@@ -237,10 +239,6 @@ def calibrate(options: argparse.Namespace, console: Console) -> None:
     scores = {name: score_families(graded(judged)) for name, judged in columns.items()}
     console.print(moved(start, calibration, unknowns), scores_table(scores, list(scores["in sample"])))
     finish(options, scores, with_origins(calibration, rows, found, f"{options.rows}"), console)
-
-
-def _fitted(rows: Rows, found: Fit) -> list[tuple[Judged, float, float]]:
-    return list(zip(rows.judged, found.residuals.tolist(), rows.problem.measured.tolist(), strict=True))
 
 
 def finish(

@@ -57,21 +57,24 @@ class Rows:
         return tuple(one.run for one in self.judged)
 
 
-def rows_of(runs: Sequence[PublishedRun], calibration: Calibration, progress: Progress) -> Rows:
-    """The runs that can be fitted to."""
+def rows_of(runs: Sequence[PublishedRun], calibration: Calibration, most: int, progress: Progress) -> Rows:
+    """The runs whose time can be scored; of each family so many at most, evenly spread, have weight in the fit."""
     memory, kept = Remembered(), []
     for number, run in enumerate(runs, 1):
         judged = judge_run(run, calibration, memory)
         if judged.time is not None:
             kept.append(judged)
         progress(number, len(runs), run.family)
-    return Rows(tuple(kept), _problem(kept, calibration))
+    return Rows(tuple(kept), _problem(kept, calibration, most))
 
 
-def _problem(kept: Sequence[Judged], calibration: Calibration) -> Problem:
+def _problem(kept: Sequence[Judged], calibration: Calibration, most: int) -> Problem:
     groups = group_numbers([one.run for one in kept])
-    grades = [GRADES.get(one.run.quality or "B", 0.0) for one in kept]
-    weights = family_weights([one.run.family for one in kept], groups, grades, FAMILY)
+    families = [one.run.family for one in kept]
+    fitted = np.array(spread(families, most))
+    grades = [GRADES.get(kept[row].run.quality or "B", 0.0) for row in fitted]
+    weights = np.zeros(len(kept))
+    weights[fitted] = family_weights([families[row] for row in fitted], groups[fitted], grades, FAMILY)
     return Problem(
         measured=np.array([log(measured_seconds(one)) for one in kept]),
         weights=weights,
@@ -79,6 +82,16 @@ def _problem(kept: Sequence[Judged], calibration: Calibration) -> Problem:
         order=ORDER,
         uses=[entries_of(one.run, calibration) for one in kept],
     )
+
+
+def spread(families: Sequence[str], most: int) -> list[int]:
+    """Rows such that no family has more than so many, evenly spread over its own."""
+    chosen: list[int] = []
+    for family in dict.fromkeys(families):
+        rows = [row for row, name in enumerate(families) if name == family]
+        count = min(most, len(rows))
+        chosen += [rows[number * len(rows) // count] for number in range(count)]
+    return sorted(chosen)
 
 
 def measured_seconds(judged: Judged) -> float:

@@ -34,8 +34,8 @@ SMOOTH = 0.02
 NUDGE = 0.02
 """Step of the forward differences on the scale of the fit."""
 
-LARGEST_STEP = 0.5
-"""Most that an unknown may move in one step, on the scale of the fit."""
+LARGEST_STEP = 0.8
+"""Most that an unknown may move before derivatives are computed anew, on the scale of the fit."""
 
 HALVINGS = 4
 """How often a step that does not help is halved."""
@@ -44,7 +44,7 @@ ENOUGH = 1e-3
 """Relative fall of the objective below which the fit ends."""
 
 INNER = 12
-"""Reweighted steps on a linearised problem."""
+"""Reweighted steps on a linearised problem; each goes half its way, for absolute errors have kinks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,14 @@ class Problem:
     order: float
     uses: Sequence[frozenset[str]]
 
+    @property
+    def fitted(self) -> list[int]:
+        """Rows that have weight."""
+        return np.flatnonzero(self.weights > 0).tolist()
+
     def rows_of(self, owner: str) -> list[int]:
-        """Rows that use an entry."""
-        return [row for row, used in enumerate(self.uses) if owner in used]
+        """Rows with weight that use an entry."""
+        return [row for row in self.fitted if owner in self.uses[row]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +144,22 @@ def objective(unknowns: Unknowns, places: Array, residuals: Array, weights: Arra
 
 
 def newton_step(unknowns: Unknowns, places: Array, residuals: Array, jacobian: Array, weights: Array) -> Array:
-    """One reweighted Gauss-Newton step, each unknown's within ``LARGEST_STEP``."""
+    """One reweighted Gauss-Newton step."""
     weighed = weights / np.sqrt(residuals**2 + SMOOTH**2)
     precision = 1 / unknowns.deviation**2
     curvature = (jacobian * weighed[:, None]).T @ jacobian + np.diag(precision)
     slope = jacobian.T @ (weighed * residuals) + precision * (places - unknowns.prior)
-    step: Array = np.clip(-np.linalg.solve(curvature, slope), -LARGEST_STEP, LARGEST_STEP)
+    step: Array = np.asarray(-np.linalg.solve(curvature, slope), dtype=np.float64)
     return step
+
+
+def solved(unknowns: Unknowns, places: Array, residuals: Array, jacobian: Array, weights: Array) -> Array:
+    """Places where the problem linearised at ``places`` is solved, each unknown moved by ``LARGEST_STEP`` at most."""
+    there = places
+    for _ in range(INNER):
+        step = newton_step(unknowns, there, residuals + jacobian @ (there - places), jacobian, weights)
+        there = np.clip(there + step / 2, places - LARGEST_STEP, places + LARGEST_STEP)
+    return there
 
 
 def residuals_of(problem: Problem, predicted: Array) -> Array:
@@ -201,11 +215,12 @@ def fit(
         steps: at most so many Gauss-Newton steps.
         report: called after each with its number and the fit so far.
     """
-    weights, every = stacked_weights(problem), range(len(problem.measured))
+    weights, rows = stacked_weights(problem), problem.fitted
     places = np.array(places_of(calibration, unknowns.parameters))
 
     def at(where: Array) -> tuple[Array, float]:
-        found = predict([(with_places(calibration, unknowns.parameters, where.tolist()), every)])[0]
+        found = np.full(len(problem.measured), np.nan)
+        found[rows] = predict([(with_places(calibration, unknowns.parameters, where.tolist()), rows)])[0]
         residuals = residuals_of(problem, found)
         return residuals, objective(unknowns, where, stacked(problem, residuals), weights)
 
@@ -213,8 +228,8 @@ def fit(
     jacobian = np.zeros((len(residuals), 0))
     for number in range(1, steps + 1):
         jacobian = jacobian_of(problem, unknowns, calibration, places, residuals, predict)
-        step = newton_step(unknowns, places, stacked(problem, residuals), stacked(problem, jacobian), weights)
-        before = least
+        aim = solved(unknowns, places, stacked(problem, residuals), stacked(problem, jacobian), weights)
+        step, before = aim - places, least
         for halving in range(HALVINGS):
             tried = places + step / 2**halving
             there, height = at(tried)
@@ -231,11 +246,7 @@ def fit(
 def refit_without(problem: Problem, unknowns: Unknowns, found: Fit, kept: NDArray[np.bool_]) -> Array:
     """Places of the unknowns refitted to the rows kept, on the problem linearised at the whole fit."""
     jacobian, weights = stacked(problem, found.jacobian), stacked_weights(problem, kept)
-    places = found.places
-    for _ in range(INNER):
-        residuals = stacked(problem, found.residuals + found.jacobian @ (places - found.places))
-        places = places + newton_step(unknowns, places, residuals, jacobian, weights) / 2
-    return places
+    return solved(unknowns, found.places, stacked(problem, found.residuals), jacobian, weights)
 
 
 def family_weights(families: Sequence[str], groups: NDArray[np.int64], grades: Sequence[float], total: float) -> Array:
