@@ -77,8 +77,8 @@ BACKWARD_HOST = 0.7
 
 SLOWEST_HOST = 0.05
 """[Empirical] how much longer launches take with each doubling of a tensor group: its blocking collectives make every
-rank wait for the slowest host, and the expected largest of n times grows about as log n (launch-bound Megatron-DeepSpeed
-runs on 8 A100: +0, +10 and +20 % on 2, 4 and 8 ranks, after vTrain's ground truth)."""
+rank wait for the slowest host, and the expected largest of n times grows about as log n. After vTrain's launch-bound
+runs on 8 A100, where groups of 2 and 4 ranks lie within 5 % of a single one and groups of 8 a fifth above it."""
 
 BACKWARD_KERNELS = {OperatorClass.MATMUL: 2, OperatorClass.ATTENTION: 3, OperatorClass.CONVOLUTION: 2}
 """Kernels in backward for one in forward: gradients of input and weights; of fused attention the row sums, the main

@@ -15,17 +15,15 @@ from galvatron_lite.model.graph import LayerKind, OperatorClass, Recompute
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.estimate_efficiency import BACKWARD_HOST, SLOWEST_HOST
 from galvatron_lite.profiler.estimate_layer import behind_host, layer_times
-from galvatron_lite.profiler.roofline_machine import machine_of
+from galvatron_lite.profiler.roofline_machine import Machine, machine_of
 from galvatron_lite.profiler.schema import LayerPoint
 from galvatron_lite.stacks.catalog import GALVATRON
 from galvatron_lite.stacks.schema import Stack, StateLayout
 from tests.profiler.test_estimate import block, model
 
-HOST = 1e-5
 
-
-def stack(kernel_host: float, **factors: float) -> Stack:
-    return replace(GALVATRON, name="test", constants=StackConstants(kernel_host=kernel_host, step_host=1e-3, **factors))
+def stack(kernel_host: float) -> Stack:
+    return replace(GALVATRON, name="test", constants=StackConstants(kernel_host=kernel_host, step_host=1e-3))
 
 
 def point(own: Stack, samples: int = 1, tensor: int = 1, recompute: Recompute = Recompute.NONE) -> LayerPoint:
@@ -71,12 +69,17 @@ def test_factors_of_a_stack_stretch_what_they_name() -> None:
     kind = block(4096, 32)
     device = device_named("A100-80GB")
 
-    def seconds(**factors: float) -> float:
-        machine = machine_of(device, "bf16", None, StackConstants(**factors))
+    def seconds(own: StackConstants) -> float:
+        machine = machine_of(device, "bf16", None, own)
         return layer_times(machine, kind, StateLayout(), 8).forward
 
-    parts = {"matmul": OperatorClass.MATMUL, "attention": OperatorClass.ATTENTION, "memory": OperatorClass.MEMORY}
-    plain, grown = seconds(), {name: seconds(**{name: 2.0}) - seconds() for name in parts}
+    plain = seconds(StackConstants())
+    doubled = {
+        "matmul": StackConstants(matmul=2.0),
+        "attention": StackConstants(attention=2.0),
+        "memory": StackConstants(memory=2.0),
+    }
+    grown = {name: seconds(own) - plain for name, own in doubled.items()}
     assert sum(grown.values()) == pytest.approx(plain, rel=0.02)
     assert grown["matmul"] > grown["attention"] > 0 < grown["memory"]
 
@@ -90,8 +93,8 @@ def test_only_marked_matmuls_run_in_8_bits() -> None:
     device, kind = device_named("H100"), block(8192, 64)
     wide, narrow = machine_of(device, "bf16"), machine_of(device, "fp8")
 
-    def forward(machine: object, layer: LayerKind) -> float:
-        return layer_times(machine, layer, StateLayout(), 4).forward  # type: ignore[arg-type]
+    def forward(machine: Machine, layer: LayerKind) -> float:
+        return layer_times(machine, layer, StateLayout(), 4).forward
 
     assert forward(narrow, kind) == forward(wide, kind)
     gain = forward(wide, kind) / forward(narrow, marked(kind))
@@ -108,8 +111,9 @@ def test_bf16_activations_and_8_bit_names() -> None:
 def test_only_what_is_wanted_is_estimated() -> None:
     graph, cluster = model(), load_cluster("a100-80gb", 8)
     full = estimate_profile(graph, cluster, precision="bf16", name="x")
-    wanted = [("block", 2, True, Recompute.FULL, 4), ("block", 1, False, Recompute.NONE, 1), ("none", 1, False, "x", 1)]
-    some = estimate_profile(graph, cluster, precision="bf16", name="x", wanted=wanted)  # type: ignore[arg-type]
+    none = Recompute.NONE
+    wanted = [("block", 2, True, Recompute.FULL, 4), ("block", 1, False, none, 1), ("absent", 1, False, none, 1)]
+    some = estimate_profile(graph, cluster, precision="bf16", name="x", wanted=wanted)
     assert len(some.layers) == 2
     assert set(some.layers) <= set(full.layers)
 
