@@ -38,7 +38,7 @@ def validate_command(
     from galvatron_lite.cli.progress import progress_bar
     from galvatron_lite.validate.rows import read_runs
     from galvatron_lite.validate.run import validate_runs
-    from galvatron_lite.validate.scores import macro, score_families
+    from galvatron_lite.validate.scores import macros, score_families
 
     key = _grouping(by)
     chosen = _chosen(read_runs(runs), family or [], quality)
@@ -53,11 +53,11 @@ def validate_command(
     if as_json:
         from galvatron_lite.validate.report import as_data
 
-        _print_json(as_data(scores, macro(scores.values()), judged, worst))
+        _print_json(as_data(scores, macros(judged, key), judged, worst))
     else:
         from galvatron_lite.validate.report import print_scores, print_worst
 
-        print_scores(scores, macro(scores.values()), by)
+        print_scores(scores, macros(judged, key), by)
         print_worst(judged, worst)
 
 

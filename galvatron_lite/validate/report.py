@@ -13,6 +13,9 @@ from galvatron_lite.validate.scores import Judged, Scores
 if TYPE_CHECKING:
     from rich.console import Console
 
+Mean = Mapping[str, float | int | None]
+"""Figures averaged over families."""
+
 _GIB = 2**30
 _WIDE = 200
 _COLUMNS = (
@@ -23,13 +26,11 @@ _COLUMNS = (
 
 
 def as_data(
-    scores: Mapping[str, Scores], mean: Mapping[str, float | int | None], judged: Iterable[Judged], worst: int
+    scores: Mapping[str, Scores], means: Mapping[str, Mean], judged: Iterable[Judged], worst: int
 ) -> dict[str, object]:
-    """Scores as plain data: ``families``, ``macro`` and, where asked for, the ``worst`` runs."""
-    data: dict[str, object] = {
-        "families": {name: _rounded(asdict(family)) for name, family in scores.items()},
-        "macro": _rounded(dict(mean)),
-    }
+    """Scores as plain data: ``families``, the ``means`` by name and, where asked for, the ``worst`` runs."""
+    data: dict[str, object] = {"families": {name: _rounded(asdict(family)) for name, family in scores.items()}}
+    data |= {name: _rounded(mean) for name, mean in means.items()}
     return data | ({"worst": [worst_data(one) for one in worst_runs(judged, worst)]} if worst else {})
 
 
@@ -64,8 +65,8 @@ def worst_data(one: Judged) -> dict[str, object]:
     }
 
 
-def print_scores(scores: Mapping[str, Scores], mean: Mapping[str, float | int | None], by: str) -> None:
-    """A table of families with the macro average below, then what was skipped and why."""
+def print_scores(scores: Mapping[str, Scores], means: Mapping[str, Mean], by: str) -> None:
+    """A table of families with the means below, then what was skipped and why."""
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -76,9 +77,10 @@ def print_scores(scores: Mapping[str, Scores], mean: Mapping[str, float | int | 
         figures = [_number(getattr(family, field)) for _, field in _COLUMNS]
         table.add_row(name, str(family.rows), str(family.scored), *figures, str(family.overflowing or ""))
     table.add_section()
-    figures = [_number(mean.get(field)) for _, field in _COLUMNS]
-    totals = [str(mean.get(field, 0)) for field in ("rows", "scored")]
-    table.add_row("macro average", *totals, *figures, str(mean.get("overflowing", 0)))
+    for name, mean in means.items():
+        figures = [_number(mean.get(field)) for _, field in _COLUMNS]
+        totals = [str(mean.get(field, 0)) for field in ("rows", "scored")]
+        table.add_row(name.replace("_", " "), *totals, *figures, str(mean.get("overflowing", 0)))
     console = _console()
     console.print(table)
     for name, family in scores.items():

@@ -157,6 +157,15 @@ def macro(families: Iterable[Scores]) -> dict[str, float | int | None]:
     return means | {name: sum(getattr(scores, name) for scores in every) for name in counted}
 
 
+def macros(
+    judged: Sequence[Judged], key: Callable[[PublishedRun], str] = lambda run: run.family
+) -> dict[str, dict[str, float | int | None]]:
+    """The macro average over all families, and over the language models' alone (runs with a sequence length)."""
+    language = [one for one in judged if one.run.seq_len is not None]
+    named = {"macro": judged} | ({"macro_language": language} if language else {})
+    return {name: macro(score_families(runs, key).values()) for name, runs in named.items()}
+
+
 Pair = tuple[float, float]
 """Predicted and measured seconds."""
 

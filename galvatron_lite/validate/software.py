@@ -69,7 +69,7 @@ def _states(run: PublishedRun, states: StateLayout, precision: str, optimizer: s
 
 
 def _kept(run: PublishedRun, stack: Stack) -> StateLayout:
-    """States at rest; parameters that stay gathered for a step are whole in the gathered precision, beside fp32 shards."""
+    """States at rest; parameters gathered for a whole step are there in the gathered precision, beside fp32 shards."""
     states = stack.states
     if gathers_once(run, stack) and states.parameters == "fp32":
         return replace(states, parameters=states.gather, optimizer_bytes=states.optimizer_bytes + 4)

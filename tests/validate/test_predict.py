@@ -21,7 +21,7 @@ from galvatron_lite.validate.predict import Remembered, predict_run, wanted_poin
 from galvatron_lite.validate.report import as_data, worst_lines, worst_runs
 from galvatron_lite.validate.rows import PublishedRun, read_runs
 from galvatron_lite.validate.run import validate_runs
-from galvatron_lite.validate.scores import macro, score_families
+from galvatron_lite.validate.scores import macros, score_families
 from galvatron_lite.validate.software import optimizer_of, stack_of
 
 from .runs import gpt
@@ -132,7 +132,7 @@ def test_reports_of_a_few_runs() -> None:
     runs = [gpt(), gpt(tp=1, dp=4, iter_time_s=0.1, peak_mem_gb=4.0), gpt(arch="abacus")]
     judged = validate_runs(runs, CALIBRATION)
     scores = score_families(judged)
-    data = json.loads(json.dumps(as_data(scores, macro(scores.values()), judged, 1)))
+    data = json.loads(json.dumps(as_data(scores, macros(judged), judged, 1)))
     assert data["families"]["made-up"]["skipped"] == {"architecture not modelled": 1}
     needed = {"rows", "scored", "skipped", "time_mape", "time_median", "time_bias", "memory_mape", "memory_bias"}
     assert needed | {"spearman", "regret"} <= data["families"]["made-up"].keys()

@@ -12,7 +12,7 @@ from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
 from galvatron_lite.validate.measured import measured_of
 from galvatron_lite.validate.outcome import Measured, Predicted, Skipped
 from galvatron_lite.validate.plans import Batch
-from galvatron_lite.validate.scores import Judged, judge, macro, ranks, regret, score, score_families, spearman
+from galvatron_lite.validate.scores import Judged, judge, macro, macros, ranks, regret, score, score_families, spearman
 
 from .runs import gpt
 
@@ -73,6 +73,9 @@ def test_macro_average_is_over_families_not_runs() -> None:
     assert mean["time_mape"] == pytest.approx(25.0)
     assert mean["rows"] == 3
     assert mean["memory_mape"] is None
+    means = macros([*runs, judged(3.0, 1.0, family="images", seq_len=None)])
+    assert means["macro"]["time_mape"] == pytest.approx((10 + 40 + 200) / 3)
+    assert means["macro_language"]["time_mape"] == pytest.approx(25.0)
 
 
 @given(st.lists(st.sampled_from([1.0, 2.0, 3.0, 4.5]), min_size=3, max_size=20), st.randoms())
