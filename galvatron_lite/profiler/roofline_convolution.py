@@ -7,9 +7,9 @@ extent to 32 (NVIDIA, "Convolutional Layers User's Guide", sections on channels 
 channels last; a picture that lies channels first is converted on its way in and out (the same guide, "Tensor
 Layouts"). Nothing runs faster than its bytes can be moved.
 
-Grouped convolutions fill such tiles badly, and depthwise ones do not use tensor cores: they are bound by memory, with
-a backward pass for the weights that reads the picture again and again (Lu et al. 2021, arXiv:2104.02636). How badly
-depends on the kernels that cuDNN has for a layout: see ``LAYOUTS``.
+Grouped convolutions fill such tiles badly; how badly depends on the kernels that cuDNN has for a layout (``Layout``).
+Depthwise ones do not use tensor cores at all: they read and write memory, the gradient of the weights more than once
+(Lu et al. 2021, arXiv:2104.02636), and work at a small share of the fp32 units' rate.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ INNER = 32
 RAMP = 64
 """[Empirical] inner items that filling the pipeline and writing a tile cost."""
 
-DEPTHWISE = (1.3, 8.0)
+DEPTHWISE = (1.35, 3.2)
 """[Empirical] times a depthwise convolution moves its input and output, forward and backward: an RTX 3090 under
 PyTorch 1.12, either layout (github.com/huggingface/pytorch-image-models, results/benchmark-train-amp-*)."""
 
-DEPTHWISE_RATE = 0.3
-"""[Empirical] of fp32 peak: what large depthwise kernels are bound by instead."""
+DEPTHWISE_RATE = 0.09
+"""[Empirical] share of fp32 peak at which depthwise kernels work besides, same runs (kernels of 3 x 3 to 7 x 7)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +110,10 @@ def _sums(operator: Operator, layout: Layout, work: tuple[float, float, float], 
 
 
 def _depthwise(machine: Machine, operator: Operator, samples: float, seconds: float) -> Seconds:
-    wide = machine.device.peak.get("fp32", machine.peak) * DEPTHWISE_RATE
-    work = operator.flops * samples / wide
-    forward = max(work, DEPTHWISE[0] * seconds)
-    return Seconds(forward, max(2 * work, DEPTHWISE[1] * seconds) if operator.backward_flops else 0.0)
+    """Bytes and work add up: such kernels do not hide one behind the other."""
+    work = operator.flops * samples / (machine.device.peak.get("fp32", machine.peak) * DEPTHWISE_RATE)
+    forward, backward = DEPTHWISE[0] * seconds + work, DEPTHWISE[1] * seconds + 2 * work
+    return Seconds(forward, backward if operator.backward_flops else 0.0)
 
 
 @lru_cache(maxsize=4096)

@@ -12,7 +12,7 @@ from galvatron_lite.calibration.schema import DeviceConstants
 from galvatron_lite.cluster.catalog import device_named
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
 from galvatron_lite.profiler.roofline import machine_of, operator_seconds
-from galvatron_lite.profiler.roofline_convolution import DEPTHWISE, FIRST, INNER, LAST, RAMP
+from galvatron_lite.profiler.roofline_convolution import DEPTHWISE, DEPTHWISE_RATE, FIRST, INNER, LAST, RAMP
 
 SHARE = 0.6
 REACHED = DeviceConstants({"bf16": 0.8, "fp32": 0.9}, 0.7, 0.6, 0.8, {"bf16": SHARE, "fp32": 0.9, "tf32": SHARE})
@@ -69,16 +69,17 @@ def test_a_frozen_convolution_has_no_backward() -> None:
     assert operator_seconds(A100, replace(convolution(64, 64, 56, 3), backward_flops=0), 64).backward == 0
 
 
-def test_a_depthwise_convolution_is_bound_by_memory() -> None:
+def test_a_depthwise_convolution_moves_memory_and_works_on_the_fp32_units() -> None:
     call = convolution(256, 256, 56, 3, 256)
     seconds, moved = operator_seconds(A100, call, 64), 64 * call.moved / A100.bandwidth
-    assert seconds.forward == pytest.approx(DEPTHWISE[0] * moved, rel=0.03)
-    assert seconds.backward == pytest.approx(DEPTHWISE[1] * moved, rel=0.03)
+    work = 64 * call.flops / (19.5e12 * DEPTHWISE_RATE)
+    assert seconds.forward == pytest.approx(DEPTHWISE[0] * moved + work, rel=0.03)
+    assert seconds.backward == pytest.approx(DEPTHWISE[1] * moved + 2 * work, rel=0.03)
 
 
-def test_a_wide_depthwise_kernel_stays_below_the_fp32_units() -> None:
-    call = convolution(128, 128, 56, 13, 128)
-    assert call.flops * 64 / operator_seconds(A100, call, 64).forward < 0.31 * 19.5e12
+def test_a_wider_depthwise_kernel_costs_more_for_the_same_bytes() -> None:
+    small, wide = (operator_seconds(A100, convolution(128, 128, 56, size, 128), 64) for size in (3, 7))
+    assert small.forward < wide.forward < 49 / 9 * small.forward
 
 
 def test_groups_that_no_kernel_serves_channels_last() -> None:

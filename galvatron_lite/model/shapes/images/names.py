@@ -43,12 +43,17 @@ def canonical(name: str) -> str:
 
 
 def _preactive_of(name: str) -> Residual | None:
-    found = re.fullmatch(r"resnetv2_(\d+)(?:x(\d)_bit\w*|([dts])\w*)", name)
+    found = re.fullmatch(r"resnetv2_(\d+)(?:x(\d)_bit\w*|([dts]?)(_gn)?)", name)
     if not found or found[1] not in _DEPTHS:
         return None
     stem = _STEMS[found[3]] if found[3] else (64,)
     return Residual(
-        depths=_DEPTHS[found[1]], preactive=True, wide=int(found[2] or 1), stem=stem, average_down=bool(found[3])
+        depths=_DEPTHS[found[1]],
+        preactive=True,
+        wide=int(found[2] or 1),
+        stem=stem,
+        average_down=bool(found[3]),
+        grouped_norm=bool(found[2] or found[4]),
     )
 
 

@@ -30,6 +30,7 @@ class Residual:
         blur: anti-aliased downsampling: the convolution keeps the extent, a fixed blur strides after it.
         preactive: normalisation before convolution (ResNet v2).
         wide: factor on all widths (BiT).
+        grouped_norm: group instead of batch normalisation (BiT).
         early: the first 1 x 1 convolution strides, not the 3 x 3 (the original ResNet).
         function: activation.
     """
@@ -45,6 +46,7 @@ class Residual:
     blur: bool = False
     preactive: bool = False
     wide: int = 1
+    grouped_norm: bool = False
     early: bool = False
     function: Activation = "relu"
 
@@ -61,7 +63,7 @@ def residual_graph(name: str, spec: Residual, side: int, classes: int, precision
 
 
 def _last(flow: Flow, spec: Residual) -> None:
-    flow.normalise().activate(spec.function)
+    _normed(flow, spec)
 
 
 def residual_stem(flow: Flow, spec: Residual) -> None:
@@ -122,7 +124,7 @@ def _basic(flow: Flow, spec: Residual, stage: int, first: bool) -> None:
 def _preactive(flow: Flow, spec: Residual, stage: int, first: bool) -> None:
     planes, stride = 64 * 2**stage * spec.wide, 2 if stage and first else 1
     x = flow.fork()
-    flow.normalise().activate(spec.function)
+    _normed(flow, spec)
     if first:
         x.value = flow.value
         if spec.average_down and stride > 1:
@@ -130,6 +132,13 @@ def _preactive(flow: Flow, spec: Residual, stage: int, first: bool) -> None:
             x.convolve(4 * planes)
         else:
             x.convolve(4 * planes, 1, stride)
-    flow.unit(planes, function=spec.function)
-    flow.unit(planes, 3, stride, 1, spec.function)
+    _normed(flow.convolve(planes), spec)
+    _normed(flow.convolve(planes, 3, stride), spec)
     flow.convolve(4 * planes).add(x)
+
+
+def _normed(flow: Flow, spec: Residual) -> None:
+    if spec.grouped_norm:
+        flow.group_norm()
+    else:
+        flow.normalise().activate(spec.function)
