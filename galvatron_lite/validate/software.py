@@ -44,12 +44,21 @@ def optimizer_of(text: str | None, stack: Stack) -> str:
 
 
 def _kernels(run: PublishedRun, stack: Stack, precision: str) -> Kernels:
-    """Attention as the run says; nothing is cast where compute is in 32 bits."""
+    """Attention, selective recomputation and loss as the run says; nothing is cast where compute is in 32 bits.
+
+    What selective recomputation runs again is told by the modules a run names, and Megatron-LM's fused cross-entropy by
+    its argument ``--cross-entropy-loss-fusion`` (native, or Transformer Engine's).
+    """
     kernels = stack.kernels
     if run.flash_attn is not None:
         kernels = replace(kernels, flash_attention=run.flash_attn)
     if _whole(precision):
         kernels = replace(kernels, autocast=False)
+    if "norm" in (run.act_ckpt or "").lower():
+        kernels = replace(kernels, selective="norms")
+    if "cross-entropy-loss-fusion=true" in run.said:
+        te = "cross-entropy-fusion-impl=te" in run.said
+        kernels = replace(kernels, inplace_loss=te, jit_loss=not te)
     return kernels
 
 

@@ -18,6 +18,7 @@ SURFACE = {
     "profile": {
         "--cluster", "--gpus", "--estimate", "--seq", "--precision", "--max-samples", "--name", "--folder", "--json",
     },
+    "validate": {"--by", "--family", "--quality", "--calibration", "--worst", "--plot", "--json"},
 }  # fmt: skip
 
 
@@ -30,7 +31,7 @@ def test_the_commands_and_their_options_are_pinned() -> None:
     assert found == SURFACE
 
 
-@pytest.mark.parametrize("command", [[], ["plan"], ["profile"]])
+@pytest.mark.parametrize("command", [[], ["plan"], ["profile"], ["validate"]])
 def test_every_command_explains_itself(command: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "galvatron_lite", *command, "--help"], capture_output=True, text=True, check=True

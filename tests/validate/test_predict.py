@@ -125,6 +125,8 @@ def test_stacks_by_name_and_what_a_run_says_of_itself() -> None:
     # Whole bf16 parameters beside an fp32 shard of them and two moments: 12 bytes an item are sharded.
     states = stack_of(gpt(framework="torchtitan", zero_stage=3), "bf16", CALIBRATION).states
     assert (states.parameters, states.optimizer_bytes) == ("bf16", 12)
+    fused = stack_of(gpt(act_ckpt="selective (norm, act)", notes="cross-entropy-loss-fusion=True"), "bf16", CALIBRATION)
+    assert (fused.kernels.selective, fused.kernels.jit_loss, fused.kernels.inplace_loss) == ("norms", True, False)
     assert not stack_of(gpt(flash_attn=False), "bf16", CALIBRATION).kernels.flash_attention
 
 
