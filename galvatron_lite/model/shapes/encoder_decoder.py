@@ -15,19 +15,10 @@ from galvatron_lite.model.graph import LayerKind, ModelGraph
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.assemble import assemble, blocks
+from galvatron_lite.model.shapes.edges import edge_kind, embed, head, norm, ties_of
 from galvatron_lite.model.shapes.fields import EncoderDecoderShape
 from galvatron_lite.model.shapes.tape import Tape
-from galvatron_lite.model.shapes.transformer import (
-    attend,
-    block_kind,
-    edge_kind,
-    embed,
-    head,
-    mlp,
-    norm,
-    pre_norm_block,
-    ties_of,
-)
+from galvatron_lite.model.shapes.transformer import attend, block_kind, mlp, pre_norm_block
 
 
 def encoder_decoder_graph(

@@ -16,20 +16,11 @@ from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.assemble import assemble, blocks
 from galvatron_lite.model.shapes.attention import Heads, attention, view
 from galvatron_lite.model.shapes.calls import Part, Value
+from galvatron_lite.model.shapes.edges import embedding_kind, head_kind, masked_head_kind, norm, ties_of
 from galvatron_lite.model.shapes.fields import DecoderShape, EncoderShape, MoeShape, TransformerShape
 from galvatron_lite.model.shapes.latent import latent_attention
 from galvatron_lite.model.shapes.moe import experts
-from galvatron_lite.model.shapes.tape import Tape, narrow, widen
-
-NOT_SPLIT = "nothing in it is split: every device of a tensor group does all of its work"
-_MANY_WAYS = 5040
-
-
-def norm(tape: Tape, shape: TransformerShape, name: str, x: Value) -> Value:
-    """The shape's normalisation over the hidden size."""
-    if shape.norm == "rmsnorm":
-        return ops.rms_norm(tape, name, x, shape.hidden, fused=tape.kernels.fused_norm)
-    return ops.layer_norm(tape, name, x, shape.hidden, bias=shape.biases)
+from galvatron_lite.model.shapes.tape import Tape, narrow
 
 
 def attend(
@@ -119,13 +110,6 @@ def split_degree(shape: TransformerShape) -> int:
     return gcd(shape.heads, shape.kv_heads, width)
 
 
-def many_ways(rows: int = _MANY_WAYS << 6) -> int:
-    """A number with many small divisors, none above ``rows``: the degrees offered where rows may be shared unevenly."""
-    if rows < _MANY_WAYS:
-        return 1 << (rows.bit_length() - 1)
-    return _MANY_WAYS << ((rows // _MANY_WAYS).bit_length() - 1)
-
-
 def block_dims(shape: TransformerShape, tokens: int) -> SplitDims:
     """Extents of a block that can be split."""
     moe = isinstance(shape, MoeShape)
@@ -184,103 +168,6 @@ def post_norm_block(shape: TransformerShape, tokens: int, item_bytes: int, kerne
     x = norm(tape, shape, "norm1", summed)
     summed = ops.residual(tape, "mlp", x, mlp(tape, shape, x), shape.dropout)
     return block_kind(tape, shape, "block", (norm(tape, shape, "norm2", summed),), tokens)
-
-
-def embed(tape: Tape, shape: TransformerShape, tokens: int, *, own: bool = True) -> Value:
-    """Token table, learned positions and dropout: token indices to (tokens, hidden)."""
-    indices = tape.enter(tokens, Part.WHOLE, ops.INDEX, grad=False)
-    part = Part.TENSOR if shape.splits_vocabulary else Part.WHOLE
-    table = shape.entries * shape.hidden * own
-    x = ops.embedding(tape, "embedding", indices, shape.hidden, table=table, part=part)
-    if shape.positions == "learned":
-        x = ops.positions(tape, "positions", x, shape.position_entries * shape.hidden)
-    return x
-
-
-def embedding_kind(shape: TransformerShape, tokens: int, item_bytes: int, kernels: Kernels = EAGER) -> LayerKind:
-    """``before``: token table (split over the vocabulary), positions; a BERT's segment table and norm too."""
-    tape = Tape(item_bytes, kernels)
-    x = embed(tape, shape, tokens)
-    if isinstance(shape, EncoderShape):
-        segments = tape.enter(tokens, Part.WHOLE, ops.INDEX, grad=False)
-        named = ops.embedding(tape, "segments", segments, shape.hidden, table=shape.segments * shape.hidden)
-        x = ops.add(tape, "segments.sum", x, named)
-        x = norm(tape, shape, "norm", x)
-    x = ops.dropout(tape, "dropout", x, shape.dropout)
-    return edge_kind(tape, shape, "before", (x,), tokens)
-
-
-def edge_kind(
-    tape: Tape, shape: TransformerShape, name: str, out: tuple[Value, ...], tokens: int, gathered: Value | None = None
-) -> LayerKind:
-    """Sum up the tape of an embedding (its rows are reduced once a forward pass) or of a head (its logits gathered).
-
-    The vocabulary may be shared unevenly, so degrees need not divide it. Where the loss takes split logits nothing is
-    gathered, and the layer's other work may be shared by tokens (Megatron's sequence parallelism covers both ends).
-    """
-    split, parallel = shape.splits_vocabulary, tape.kernels.parallel_loss
-    return tape.kind(
-        name,
-        out,
-        SplitDims(sequence=tokens, hidden=shape.hidden, vocab=shape.entries),
-        tensor_degrees=many_ways(shape.entries) if split else many_ways(),
-        tensor_reason="" if split else NOT_SPLIT,
-        tensor_collectives=2 if split and not gathered else 0,
-        recomputed=False,
-        sequence_parallel=split and parallel,
-        gathered=gathered if split and not parallel else None,
-        regions=_regions(split, head=gathered is not None),
-    )
-
-
-def _regions(split: bool, *, head: bool) -> tuple[int, int]:
-    """Gathers and scatters of an embedding (its rows are summed once) or a head (its input's gradient is)."""
-    return (int(split and head), int(split and not head))
-
-
-def head(tape: Tape, shape: TransformerShape, x: Value, bias: bool = False) -> tuple[Value, Value]:
-    """Logits split over the vocabulary, gathered, and their cross-entropy: (logits, loss)."""
-    rows = x.items // shape.hidden
-    labels = tape.labels(rows)
-    own = not shape.tied_embeddings
-    part = Part.TENSOR if shape.splits_vocabulary else Part.WHOLE
-    logits = ops.linear(tape, "head", tape.gather(x), shape.hidden, shape.entries, part, bias=bias, own=own)
-    logits = logits if tape.kernels.parallel_loss else widen(logits)
-    return logits, ops.cross_entropy(tape, "loss", logits, labels)
-
-
-def head_kind(shape: TransformerShape, tokens: int, item_bytes: int, kernels: Kernels = EAGER) -> LayerKind:
-    """``after`` of a decoder: final norm, head, loss."""
-    tape = Tape(item_bytes, kernels)
-    x = norm(tape, shape, "norm", tape.enter(tokens * shape.hidden))
-    logits, loss = head(tape, shape, x)
-    return edge_kind(tape, shape, "after", (loss,), tokens, logits)
-
-
-def masked_head_kind(shape: EncoderShape, tokens: int, item_bytes: int, kernels: Kernels = EAGER) -> LayerKind:
-    """``after`` of a BERT: transform, head with a bias over the vocabulary, loss; pooler and next-sentence head."""
-    tape = Tape(item_bytes, kernels)
-    x = tape.enter(tokens * shape.hidden)
-    picked = ops.reshape(tape, "predicted", x, shape.predicted * shape.hidden) if shape.predicted else x
-    transformed = ops.linear(tape, "transform", picked, shape.hidden, shape.hidden, Part.WHOLE, bias=True)
-    transformed = norm(tape, shape, "norm", ops.activation(tape, "transform.act", transformed))
-    logits, loss = head(tape, shape, transformed, bias=True)
-    if shape.head == "pretraining":
-        loss = ops.add(tape, "loss.sum", loss, _next_sentence(tape, shape, x))
-    return edge_kind(tape, shape, "after", (loss,), tokens, logits)
-
-
-def _next_sentence(tape: Tape, shape: EncoderShape, x: Value) -> Value:
-    first = ops.reshape(tape, "pooler.first", x, shape.hidden)
-    pooled = ops.linear(tape, "pooler", first, shape.hidden, shape.hidden, Part.WHOLE, bias=True, keeps=x)
-    pooled = ops.activation(tape, "pooler.act", pooled, keeps_output=True)
-    logits = ops.linear(tape, "next_sentence", pooled, shape.hidden, 2, Part.WHOLE, bias=True)
-    return ops.cross_entropy(tape, "next_sentence.loss", logits, tape.labels(1))
-
-
-def ties_of(shape: TransformerShape, *users: str) -> dict[tuple[str, str], int]:
-    """The token table, shared with each user where embeddings are tied."""
-    return {("before", user): shape.entries * shape.hidden for user in users if shape.tied_embeddings}
 
 
 def decoder_graph(

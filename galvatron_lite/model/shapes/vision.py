@@ -8,9 +8,10 @@ from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.assemble import assemble, blocks
 from galvatron_lite.model.shapes.calls import Part
 from galvatron_lite.model.shapes.convolution import convolution
+from galvatron_lite.model.shapes.edges import NOT_SPLIT, many_ways, norm
 from galvatron_lite.model.shapes.fields import DecoderShape, VitShape
 from galvatron_lite.model.shapes.tape import Tape
-from galvatron_lite.model.shapes.transformer import NOT_SPLIT, many_ways, norm, pre_norm_block
+from galvatron_lite.model.shapes.transformer import pre_norm_block
 
 
 def vit_graph(shape: VitShape, precision: str, item_bytes: int, kernels: Kernels = EAGER) -> ModelGraph:
