@@ -47,8 +47,8 @@ _EFFICIENTNET = (
     Row(3, 3, 2, 6, 80, 0.25), Row(3, 5, 1, 6, 112, 0.25), Row(4, 5, 2, 6, 192, 0.25), Row(1, 3, 1, 6, 320, 0.25),
 )  # fmt: skip
 _EDGE = (
-    Row(1, 3, 1, 4, 24, kind="fused", of_output=True), Row(2, 3, 2, 8, 32, kind="fused"), Row(4, 3, 2, 8, 48, kind="fused"),
-    Row(5, 5, 2, 8, 96), Row(4, 5, 1, 8, 144), Row(2, 5, 2, 8, 192),
+    Row(1, 3, 1, 4, 24, kind="fused", of_output=True), Row(2, 3, 2, 8, 32, kind="fused"),
+    Row(4, 3, 2, 8, 48, kind="fused"), Row(5, 5, 2, 8, 96), Row(4, 5, 1, 8, 144), Row(2, 5, 2, 8, 192),
 )  # fmt: skip
 _V2_BASE = (
     Row(1, 3, 1, 1, 16, kind="plain"), Row(2, 3, 2, 4, 32, kind="fused"), Row(2, 3, 2, 4, 48, kind="fused"),
