@@ -27,6 +27,9 @@ from dataclasses import dataclass, replace
 from galvatron_lite.cost.layer import LayerCost
 from galvatron_lite.plans.schema import MemoryBreakdown
 
+UNUSED_SHARE = 0.15
+"""Share of reserved memory that is lost to fragmentation; see ``reserved``."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryTerms:
@@ -198,6 +201,21 @@ def _beside(memory: MemoryBreakdown, others: Sequence[tuple[_Resting, int]]) -> 
         optimizer=memory.optimizer + sum(rest.states for rest, _ in others),
         activations=memory.activations + sum(held * rest.kept for rest, held in others),
     )
+
+
+def reserved(memory: MemoryBreakdown, capacity: int) -> int:
+    """Bytes that the driver (``nvidia-smi``) shows as used where a device's tensors take ``memory`` at their peak.
+
+    PyTorch's caching allocator keeps freed blocks that no later tensor fits into. Guo et al. 2024 (GMLake,
+    arXiv 2401.08156, abstract) find 15 % of its memory lost to that on average in training of language models. Before
+    it fails it gives them back, so that what is reserved never exceeds the device.
+
+    Args:
+        memory: predicted at the peak; ``context`` included once.
+        capacity: bytes of the device.
+    """
+    tensors = memory.total - memory.context
+    return max(memory.total, min(round(tensors / (1.0 - UNUSED_SHARE)) + memory.context, capacity))
 
 
 def _gradients_at(costs: Sequence[LayerCost], layer: int, microbatches: int) -> int:

@@ -8,10 +8,13 @@ Every stage pays for what it sends: F_s = f_s + x_s, B_s = b_s + x_{s-1}, C_s = 
     1F1B    T = sum_s C_s + (m - 1) max_s C_s
     GPipe   T = sum_s C_s + (m - 1) (max_s F_s + max_s B_s)
 
-is the makespan of the event graph exactly where p = 1, where m = 1, and where all stages are alike and x = 0; it is
-never less than the makespan. For 1F1B: a cycle of the event graph that advances by j micro-batches visits stage s at
-most once forward and once back for each, and each transfer it uses is paid by both of its ends, so that its mean is
-at most max_s C_s; the longest acyclic part is at most sum_s C_s (``tests/cost`` checks it on random pipelines).
+is the makespan of the event graph where sends occupy their sender: exactly for GPipe (a flow shop of equal jobs), and
+for 1F1B where p = 1, where m = 1, and where all stages are alike and x = 0. It is never less than the makespan of 1F1B
+where all stages have one ratio of backward to forward and all boundaries one x. (A cycle of the event graph that
+advances by j micro-batches visits stage s at most once forward and once back for each, and each transfer it uses is
+paid by both of its ends, so that its mean is at most max_s C_s.) Where one stage is slow forward and another one
+backward, few micro-batches can take longer, but never longer than GPipe's form says (``tests/cost`` checks all this on
+random pipelines).
 """
 
 from __future__ import annotations

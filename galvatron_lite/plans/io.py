@@ -58,9 +58,13 @@ def _check_counts(plan: Plan, field: str) -> None:
             raise InputError(f"{field}, {name}", getattr(plan, name), "It is at least 1.")
     if not plan.stages:
         raise InputError(f"{field}, stages", "none", "A plan has at least one stage.")
-    if plan.devices % len(plan.stages):
+    if plan.virtual_stages < 1 or len(plan.stages) % plan.virtual_stages:
         raise InputError(
-            f"{field}, devices", plan.devices, f"It must be a multiple of the number of stages, {len(plan.stages)}."
+            f"{field}, virtual_stages", plan.virtual_stages, f"It must divide the {len(plan.stages)} stages."
+        )
+    if plan.devices % plan.pipeline:
+        raise InputError(
+            f"{field}, devices", plan.devices, f"It must be a multiple of the number of stages, {plan.pipeline}."
         )
     if plan.global_batch % plan.microbatches:
         raise InputError(

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_lite.errors import InputError, LaunchError
 from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.world import join
 
@@ -105,6 +106,7 @@ def build_meshes(plan: Plan, device_type: str) -> Meshes:
         LaunchError: the world has another size than the plan.
         InputError: a strategy does not take exactly the devices of its stage.
     """
+    _check_schedule(plan)
     _check_strategies(plan)
     join(torch.device(device_type))
     world = dist.get_world_size()
@@ -114,6 +116,14 @@ def build_meshes(plan: Plan, device_type: str) -> Meshes:
             f"Launch {plan.devices} (torchrun --nproc-per-node), or make a plan for {world} (--gpus {world})."
         )
     return _build(plan, device_type, dist.get_rank())
+
+
+def _check_schedule(plan: Plan) -> None:
+    if plan.virtual_stages != 1:
+        raise InputError("virtual_stages", plan.virtual_stages, "Plans are trained with one stage a group of devices.")
+    if len(plan.stages) > 1 and plan.schedule not in EXECUTABLE:
+        offered = " or ".join(schedule.value for schedule in EXECUTABLE)
+        raise InputError("schedule", plan.schedule.value, f"It is priced, but not trained with yet; use {offered}.")
 
 
 def _check_strategies(plan: Plan) -> None:

@@ -1,10 +1,12 @@
 """The fastest plan that fits: best-first search over shapes, exact search inside each.
 
-What is proven: the plan has the least step time that ``cost.step.evaluate`` gives to any plan of the space (see
-``problem`` for its rules, ``space`` for the choices), because every shape left unsearched has a lower bound no less
-than the plan's time, and inside a shape ``partition`` and ``frontier`` are exact. Times are compared in whole
-picoseconds. Where a chain needs more labels than ``problem.widest`` allows, or the search more than ``MOST_WORK``, it
-ends early; the plan then says ``feasible`` and, by the bounds of what was left out, how far from the best it may be.
+What is proven: no plan of the space (see ``problem`` for its rules, ``space`` for the choices) has a lesser step time
+by the closed form of ``cost.schedule`` (``cost.step.bound_seconds``), because every shape left unsearched has a lower
+bound no less than the plan's time, and inside a shape ``partition`` and ``frontier`` are exact. The prediction of the
+plan comes from the event simulation of ``cost.step.evaluate``; how far the two lie apart is said in ``cost.schedule``
+(without a pipeline they are equal). Times are compared in whole picoseconds. Where a chain needs more labels than
+``problem.widest`` allows, or the search more than ``MOST_WORK``, it ends early; the plan then says ``feasible`` and,
+by the bounds of what was left out, how far from the best it may be.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from dataclasses import replace
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.step import evaluate
 from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE
 from galvatron_lite.plans.schema import Plan, Proof, Provenance, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.alternatives import alternatives
@@ -118,6 +121,10 @@ def _request(
         raise InputError("--mem", budget, "Give a positive number of bytes.")
     if not schedules:
         raise InputError("schedules", schedules, "Name at least one.")
+    offered = ", ".join(schedule.value for schedule in EXECUTABLE)
+    for schedule in schedules:
+        if schedule not in EXECUTABLE:
+            raise InputError("schedules", schedule.value, f"It is priced, but not trained with yet; use {offered}.")
     space = Space(profile.graph, profile.cluster.levels[0].size)
     request = Request(profile.graph, devices, global_batch, budget, fixed or Fixed(), tuple(schedules), space)
     check_batch(request)

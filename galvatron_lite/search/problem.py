@@ -148,7 +148,8 @@ class Problem:
         sender = Strategy(data=wire[0], tensor=wire[1], sequence_parallel=wire[2])
         output = self.graph.kind_of(self.graph.layers[cut - 1]).output_bytes
         size = boundary_bytes(output, self.shape.microbatch, sender)
-        return size, transfer_seconds(self.tables.pricer, size, sender, self.shape, (stage - 1, stage))
+        before = max(min(stage, self.shape.stages - 1) - 1, 0)  # some bounds ask for ranges that no stage can hold
+        return size, transfer_seconds(self.tables.pricer, size, sender, self.shape, (before, before + 1))
 
     def held(self, stage: int) -> int:
         """Micro-batches in flight in a stage."""

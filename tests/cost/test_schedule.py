@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.cost.schedule import StageTimes, closed_form, makespan, order_of, simulate
+from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE
 from galvatron_lite.plans.schema import Schedule
 
 SECONDS = st.floats(0.01, 10)
 SENDS = st.floats(0, 5)
-SCHEDULES = st.sampled_from(Schedule)
+SCHEDULES = st.sampled_from(EXECUTABLE)
 
 
 @st.composite
@@ -27,11 +28,33 @@ def pipelines(draw: st.DrawFn) -> list[StageTimes]:
 
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(pipelines(), st.integers(1, 12), SCHEDULES)
-def test_closed_form_is_never_below_the_simulation(
+def test_closed_form_of_gpipe_is_never_below_the_simulation(
     stages: list[StageTimes], microbatches: int, schedule: Schedule
 ) -> None:
     simulated = makespan(simulate(stages, microbatches, schedule))
+    assert closed_form(stages, microbatches, Schedule.GPIPE) >= simulated * (1 - 1e-12)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(st.lists(SECONDS, min_size=1, max_size=6), st.floats(0.3, 3), SENDS, st.integers(1, 12), SCHEDULES)
+def test_closed_form_is_never_below_the_simulation_of_one_ratio(
+    forwards: list[float], ratio: float, send: float, microbatches: int, schedule: Schedule
+) -> None:
+    last = len(forwards) - 1
+    stages = [
+        StageTimes(seconds, ratio * seconds, send if place < last else 0.0, send if place else 0.0)
+        for place, seconds in enumerate(forwards)
+    ]
+    simulated = makespan(simulate(stages, microbatches, schedule))
     assert closed_form(stages, microbatches, schedule) >= simulated * (1 - 1e-12)
+
+
+def test_unlike_ratios_can_exceed_the_closed_form_of_1f1b() -> None:
+    """With two micro-batches every stage but the last runs both forwards first, as GPipe does."""
+    stages = [StageTimes(4, 1), StageTimes(1, 4), StageTimes(1, 1)]
+    assert closed_form(stages, 2, Schedule.ONE_F_ONE_B) == 17
+    assert makespan(simulate(stages, 2, Schedule.ONE_F_ONE_B)) == 18
+    assert closed_form(stages, 2, Schedule.GPIPE) == 20
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from time import perf_counter
 
 import pytest
 
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.cost.communication import Links, together
+from galvatron_lite.cost.groups import price_stages
+from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.memory import reserved
 from galvatron_lite.cost.points import figures_at, index_points
-from galvatron_lite.cost.step import evaluate
+from galvatron_lite.cost.stage import Shape, transfer_seconds
+from galvatron_lite.cost.step import device_memory, evaluate, predict, shape_of, straggling, strategies_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import Collective, Communication, Moment, Strategy
+from galvatron_lite.parallelism.pipeline.cost import stride_between
+from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Schedule
 from galvatron_lite.profiler.schema import CollectiveFit, CollectivePoint, LayerPoint, OptimizerCost, Overlap, Profile
 from galvatron_lite.search.result import plan_of
 from tests.factories import make_cluster, make_graph, make_kind, make_profile, random_profile
@@ -51,9 +58,12 @@ def test_pipeline_by_hand() -> None:
     )
     prediction = evaluate(kind, plan).prediction
     assert prediction is not None
+    # With sends: forward 1.1, 1.1, 1.0; backward 2.0, 2.1, 2.1. The middle stage sets the pace: from the first gradient
+    # at 2 * 1.1 + 3.1 = 5.3 on it has no pause until its last forward, two backwards and two forwards later, at
+    # 5.3 + 2 * 2.1 + 2 * 1.1 = 11.7; from there the last micro-batch goes alone, and the first stage updates.
     send = 1000 / 1e4
-    middle = 3 + 2 * send
-    expected = (3 + send) * 2 + middle + 3 * middle + 1
+    last_forward = 2 * (1 + send) + (3 + send) + 2 * (2 + send) + 2 * (1 + send)
+    expected = last_forward + (3 + send) + (2 + send) + 2 + 1
     assert prediction.step_seconds == pytest.approx(expected)
 
 
@@ -119,3 +129,130 @@ def test_points_lie_on_straight_lines() -> None:
     assert figures_at(known, 1).forward == 1.5
     assert figures_at(known, 3).kept == 30
     assert figures_at(known[:1], 4).forward == 4.0
+
+
+def pipelined(schedule: Schedule, groups: int, virtual: int, layers: int, microbatches: int) -> Plan:
+    """Equal layers over ``groups * virtual`` stages, priced."""
+    profile = simple_of(layers, groups)
+    stages = groups * virtual
+    cuts = tuple(range(0, layers + 1, layers // stages))
+    plan = plan_of(
+        profile.graph, devices=groups, global_batch=microbatches, microbatches=microbatches, cuts=cuts,
+        strategies=[Strategy()] * layers, schedule=schedule,
+    )  # fmt: skip
+    return evaluate(profile, replace(plan, virtual_stages=virtual))
+
+
+def simple_of(layers: int, devices: int) -> Profile:
+    """``simple`` with so many layers and transfers that take no time."""
+    kind = make_kind("block", 1000)
+    points = [LayerPoint("block", 1, 1, False, Recompute.NONE, 1.0, 2.0, 100, 150, 100)]
+    return make_profile(
+        make_graph([kind], ["block"] * layers), points, make_cluster(devices, bandwidth=1e15, latency=0.0),
+        optimizer=OptimizerCost("adamw", 8, 1e-3), overlap=Overlap(),
+    )  # fmt: skip
+
+
+def test_virtual_stages_divide_the_bubble_and_hold_more() -> None:
+    plain = pipelined(Schedule.ONE_F_ONE_B, 4, 1, 8, 8)
+    split = pipelined(Schedule.INTERLEAVED, 4, 2, 8, 8)
+    assert plain.prediction is not None
+    assert split.prediction is not None
+    # two layers a group: 6 s a micro-batch, (p - 1) / v of them in the bubble; two layers of 1000 items are updated
+    assert plain.prediction.step_seconds == pytest.approx((8 + 3) * 6 + 2, rel=1e-6)
+    assert split.prediction.step_seconds == pytest.approx((8 + 3 / 2) * 6 + 2, rel=1e-6)
+    assert split.prediction.time.total == pytest.approx(split.prediction.step_seconds)
+    # 4 micro-batches of two layers, or 2 * 3 + 4 + 1 = 11 chunks of one layer; 150 - 100 more in backward
+    states, buffers = 2 * 16000, [stage.memory.communication for stage in (plain.stages[0], split.stages[0])]
+    assert device_memory(plain)[0].total == states + 4 * 2 * 100 + 50 + buffers[0]
+    assert device_memory(split)[0].total == states + 11 * 100 + 50 + buffers[1]
+
+
+def test_stages_of_one_group_say_the_memory_of_its_devices() -> None:
+    plan = pipelined(Schedule.INTERLEAVED, 4, 2, 8, 8)
+    groups = device_memory(plan)
+    assert [stage.memory for stage in plan.stages] == [groups[place % 4] for place in range(8)]
+    assert groups[0].activations > groups[3].activations
+    assert plan.prediction is not None
+    assert plan.prediction.peak_memory == max(memory.total for memory in groups)
+
+
+def test_zero_bubble_is_quicker_and_holds_what_its_limit_says() -> None:
+    steps, kept = {}, {}
+    for schedule in (Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE_1P, Schedule.ZERO_BUBBLE_2P):
+        plan = pipelined(schedule, 4, 1, 4, 12)
+        assert plan.prediction is not None
+        steps[schedule], kept[schedule] = plan.prediction.step_seconds, device_memory(plan)[0].activations
+    assert steps[Schedule.ZERO_BUBBLE_2P] < steps[Schedule.ZERO_BUBBLE_1P] < steps[Schedule.ONE_F_ONE_B]
+    assert steps[Schedule.ZERO_BUBBLE_2P] >= 12 * 3 + 1
+    assert kept[Schedule.ZERO_BUBBLE_1P] == kept[Schedule.ONE_F_ONE_B] == 4 * 100
+    # it may fill its limit of 2 p, and 2 p - 1 are enough to leave no bubble
+    assert 7 * 100 <= kept[Schedule.ZERO_BUBBLE_2P] <= 8 * 100
+
+
+def test_a_step_ends_with_the_last_group_to_be_done() -> None:
+    """The last stage ends its backward first: work of its own once a step hides behind the stages before it."""
+    profile = simple_of(2, 2)
+    plan = plan_of(
+        profile.graph, devices=2, global_batch=4, microbatches=4, cuts=(0, 1, 2), strategies=[Strategy()] * 2
+    )
+    strategies = strategies_of(plan, profile)
+    shape = shape_of(plan, strategies)
+    costs = price_stages(LayerPricer(profile), shape, [1, 1], strategies)
+    late = predict(profile, plan, shape, [costs[0], replace(costs[1], step=costs[1].step + 1.5)])
+    assert late.step_seconds == pytest.approx(predict(profile, plan, shape, costs).step_seconds)
+    first = predict(profile, plan, shape, [replace(costs[0], step=costs[0].step + 1.5), costs[1]])
+    assert first.step_seconds == pytest.approx(late.step_seconds + 1.5)
+
+
+def test_transfers_know_the_links_they_cross_and_what_is_scattered() -> None:
+    assert [stride_between(a, b, 2, 8) for a, b in ((0, 1), (3, 4), (7, 0))] == [2, 8, 8]
+    assert stride_between(0, 1, 16, 8) == 16
+    profile = replace(simple(8), cluster=make_cluster(8, bandwidth=1e4, latency=0.0))
+    shape, sender = Shape(8, 2, 1, 1), Strategy(tensor=4)
+    whole = transfer_seconds(LayerPricer(profile), 1000, sender, shape, (0, 1))
+    pricer = LayerPricer(replace(profile, scattered_sends=True))
+    parts = transfer_seconds(pricer, 1000, sender, shape, (0, 1))
+    gathered = pricer.links.seconds(
+        Communication(Collective.ALL_GATHER, 1000, RankGroup(4, 1, 1), Moment.FORWARD, overlaps=False)
+    )
+    assert parts == pytest.approx(whole / 4 + gathered)
+    shared = replace(sender, sequence_parallel=True)
+    assert transfer_seconds(pricer, 250, shared, shape, (0, 1)) == pytest.approx(whole / 4)
+
+
+def test_stragglers_grow_with_the_doublings_of_nodes() -> None:
+    profile = simple(8)
+    node = profile.cluster.levels[0].size
+    assert straggling(replace(profile, straggling=0.01), 8 * node) == pytest.approx(1.03)
+    assert straggling(replace(profile, straggling=0.01), 1) == 1.0
+
+
+def test_schedules_and_virtual_stages_must_go_together() -> None:
+    with pytest.raises(InputError, match="virtual_stages"):
+        pipelined(Schedule.ONE_F_ONE_B, 2, 2, 4, 4)
+    with pytest.raises(InputError, match="virtual_stages"):
+        pipelined(Schedule.ZERO_BUBBLE_V, 2, 1, 2, 4)
+
+
+def test_reserved_memory_is_above_the_peak_and_within_the_device() -> None:
+    memory = MemoryBreakdown(parameters=850, context=100)
+    assert reserved(memory, 10_000) == 1100
+    assert reserved(memory, 1000) == 1000
+    assert reserved(memory, 900) == 950
+
+
+def test_large_plans_are_priced_within_milliseconds() -> None:
+    profile = simple_of(96, 64)
+    cuts = tuple(round(place * 96 / 64) for place in range(65))
+    plan = plan_of(
+        profile.graph, devices=64, global_batch=128, microbatches=128, cuts=cuts, strategies=[Strategy()] * 96
+    )
+    evaluate(profile, plan)
+    seconds = []
+    for _ in range(5):
+        start = perf_counter()
+        evaluate(profile, plan)
+        seconds.append(perf_counter() - start)
+    # some 3 ms; loose, as machines differ
+    assert min(seconds) < 0.015

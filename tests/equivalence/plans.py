@@ -10,6 +10,7 @@ from itertools import pairwise
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.search.space import Fixed as Free
 from galvatron_lite.search.space import pipeline_degrees, strategies_for
@@ -48,7 +49,7 @@ def sample_plan(graph: ModelGraph, devices: int, batch: int, seed: int) -> Plan:
     strategies = _sample_strategies(graph, devices // count, len(stages), draw)
     unit = math.lcm(*(strategy.batch_degree for strategy in strategies.values()))
     microbatches = draw.choice([number for number in divisors(batch // unit) if number <= 4 * count])
-    schedule = draw.choice(list(Schedule))
+    schedule = draw.choice(EXECUTABLE)
     return write_plan(stages, strategies, devices=devices, batch=batch, microbatches=microbatches, schedule=schedule)
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 
+from galvatron_lite.cost.groups import price_stages
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.stage import Shape, price_stage
-from galvatron_lite.cost.step import predict
+from galvatron_lite.cost.step import bound_seconds, shape_of, strategies_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Role
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.plans.schema import PLAN_VERSION, Plan, Schedule
+from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.space import strategies_for
 
@@ -52,7 +53,6 @@ def every_plan(profile: Profile, devices: int, batch: int, schedule: Schedule) -
                 continue
             order = schedule if stages > 1 else Schedule.ONE_F_ONE_B
             shape = Shape(devices, stages, count, batch // count, order)
-            plan = Plan(PLAN_VERSION, "test", devices, batch, count, order, "fp32", ())
             options = [
                 [s for s in strategies_for(profile.graph.kind_of(layer), devices // stages, node)
                  if shape.microbatch % s.batch_degree == 0]
@@ -60,13 +60,12 @@ def every_plan(profile: Profile, devices: int, batch: int, schedule: Schedule) -
             ]  # fmt: skip
             for inner in combinations(range(1, len(layers)), stages - 1):
                 cuts = (0, *inner, len(layers))
-                yield from _priced(profile, pricer, plan, shape, cuts, options)
+                yield from _priced(profile, pricer, shape, cuts, options)
 
 
 def _priced(
     profile: Profile,
     pricer: LayerPricer,
-    plan: Plan,
     shape: Shape,
     cuts: Sequence[int],
     options: Sequence[Sequence[Strategy]],
@@ -81,5 +80,12 @@ def _priced(
             ]
         except InputError:
             continue
-        prediction = predict(profile, plan, shape, costs)
-        yield prediction.step_seconds, prediction.peak_memory
+        yield bound_seconds(profile, shape, costs), max(cost.memory.total for cost in costs)
+
+
+def bound_of(profile: Profile, plan: Plan) -> float:
+    """What the search minimises, of a whole plan."""
+    strategies = strategies_of(plan, profile)
+    shape = shape_of(plan, strategies)
+    sizes = [sum(run.count for run in stage.runs) for stage in plan.stages]
+    return bound_seconds(profile, shape, price_stages(LayerPricer(profile), shape, sizes, strategies))

@@ -12,7 +12,7 @@ from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.planner import find_plan
 from tests.factories import random_profile
-from tests.search.brute import every_plan
+from tests.search.brute import bound_of, every_plan
 
 QUIET = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "derandomize": True}
 
@@ -29,7 +29,7 @@ def check(seed: int, devices: int, blocks: int, batch: int, tied: bool, schedule
         )
         assert plan.prediction is not None
         assert plan.prediction.peak_memory <= budget
-        assert plan.prediction.step_seconds == pytest.approx(best, rel=1e-9)
+        assert bound_of(profile, plan) == pytest.approx(best, rel=1e-9)
     with pytest.raises(InfeasibleError) as error:
         find_plan(profile, devices=devices, global_batch=batch, budget=peaks[0] - 1, schedules=[schedule])
     assert error.value.smallest_budget == peaks[0]

@@ -10,7 +10,7 @@ import pytest
 
 from galvatron_lite.cost.step import evaluate
 from galvatron_lite.errors import InfeasibleError, InputError
-from galvatron_lite.plans.schema import Plan, Proof
+from galvatron_lite.plans.schema import Plan, Proof, Schedule
 from galvatron_lite.search.planner import compare, find_plan
 from galvatron_lite.search.space import Fixed
 from tests.factories import random_profile
@@ -108,3 +108,9 @@ def test_planning_imports_no_torch() -> None:
     code = "import sys, galvatron_lite.search.planner, galvatron_lite.search.ilp; print('torch' in sys.modules, 'pulp' in sys.modules)"  # noqa: E501
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_schedules_that_are_not_trained_with_are_refused() -> None:
+    for schedule in (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE_1P):
+        with pytest.raises(InputError, match="schedules"):
+            planned(schedules=[schedule])

@@ -23,7 +23,7 @@ def boundary_bytes(output_bytes: int, microbatch: int, sender: Strategy) -> int:
         microbatch: samples of one micro-batch over the whole stage.
         sender: strategy of the last layer of the sending stage.
     """
-    tokens = sender.tensor if sender.sequence_parallel else 1
+    tokens = sender.context * (sender.tensor if sender.sequence_parallel else 1)
     return -(-output_bytes * microbatch // (sender.batch_degree * tokens))
 
 
