@@ -218,11 +218,16 @@ class LayerPricer:
         return figures.forward, passes - again, again, exposed
 
     def _exchange(self, items: int, strategy: Strategy, stages: int) -> float:
-        """Seconds to sum the gradients of shared parameters with the other stage's copy, shard by shard."""
+        """Seconds to sum the gradients of shared parameters with the other stage's copy, shard by shard.
+
+        ZeRO-1 shards optimizer states only: its gradients are whole when they are summed (Megatron-LM's
+        ``finalize_model_grads``).
+        """
         if items == 0 or stages == 1:
             return 0.0
         devices = strategy.devices
-        size = items / (strategy.tensor * strategy.zero) * ITEM_BYTES[self.profile.reduce_precision]
+        shards = 1 if strategy.zero_stage == 1 else strategy.state_shards
+        size = items / (strategy.tensor * shards) * ITEM_BYTES[self.profile.reduce_precision]
         group = RankGroup(2, devices * (stages - 1), devices)
         return self.links.seconds(Communication(Collective.ALL_REDUCE, size, group, Moment.STEP, overlaps=False))
 

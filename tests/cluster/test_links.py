@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron_lite.calibration.schema import Calibration, LinkConstants
-from galvatron_lite.cluster.catalog import device_named, known_clusters, load_cluster
+from galvatron_lite.calibration.store import load_calibration
+from galvatron_lite.cluster.catalog import device_named, load_cluster
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.cluster.collectives import collective_seconds
 from galvatron_lite.cluster.link_types import LINKS
@@ -176,12 +179,29 @@ def test_small_messages_ramp_as_published() -> None:
     assert 200 <= speeds[2] <= 235
 
 
-@pytest.mark.parametrize("name", known_clusters())
+@pytest.mark.parametrize("name", ["a100-40gb", "a100-80gb", "h100", "h200", "b200", "v100"])
 def test_shipped_clusters_agree_with_their_link_types(name: str) -> None:
     """A cluster file and the reference design of its device have the same data-sheet bandwidths."""
     shipped = load_cluster(name, 8 * load_cluster(name).devices)
-    built = cluster_from_links(shipped.device, shipped.devices, load_cluster(name).devices, None, None, None)
-    if name in {"rtx-titan", "rtx3090", "t4", "gb200"}:
-        pytest.skip("servers of cards differ; the rack of the file is priced as one domain")
+    built = cluster_from_links(
+        shipped.device, shipped.devices, load_cluster(name).devices, None, None, None, load_calibration()
+    )
     for file, link in zip(shipped.levels, built.levels, strict=True):
         assert file.bandwidth == pytest.approx(link.bandwidth, rel=0.01)
+        assert (file.latency, file.efficiency, file.half_size) == (link.latency, link.efficiency, link.half_size)
+        assert (file.lanes, file.mesh, file.start) == (link.lanes, link.mesh, link.start)
+
+
+def test_a_level_of_a_file_may_name_its_link(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "name: mine\ndevice: A100\nlevels:\n"
+        "  - {name: node, size: 8, link: nvlink3, efficiency: 0.5}\n"
+        "  - {name: cluster, size: any, link: infiniband-hdr, lanes: 4}\n"
+    )
+    node, network = load_cluster(path, 16).levels
+    assert (node.bandwidth, node.efficiency) == (300e9, 0.5)
+    assert network.bandwidth == pytest.approx(4 * 200 * GBIT)
+    path.write_text("name: mine\ndevice: A100\nlevels:\n  - {name: node, size: 8, link: string}\n")
+    with pytest.raises(InputError, match="nvlink3"):
+        load_cluster(path)
