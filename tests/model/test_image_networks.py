@@ -18,6 +18,9 @@ from galvatron_lite.model.shapes.registry import build_graph
 # Name, pixels a side, million parameters, multiply-adds in 10^9, million activations, as printed in
 # github.com/huggingface/pytorch-image-models, results/benchmark-infer-amp-nchw-pt112-cu113-rtx3090.csv.
 PUBLISHED = [
+    ("xcit_nano_12_p8_224", 224, 3.05, 2.16, 15.71),
+    ("xcit_tiny_12_p16_224", 224, 6.72, 1.24, 6.29),
+    ("xcit_small_24_p16_224", 224, 47.67, 9.10, 23.64),
     ("mobilenetv3_small_050", 224, 1.59, 0.03, 0.92),
     ("tf_mobilenetv3_small_minimal_100", 224, 2.04, 0.06, 1.41),
     ("tf_mobilenetv3_small_075", 224, 2.04, 0.05, 1.3),
@@ -131,6 +134,12 @@ def test_a_network_has_its_published_size(
     assert counted / 1e9 <= macs * 1.02 + 0.006
     assert (counted + norms + weights) / 1e9 >= macs * 0.98 - 0.006
     assert outputs / 1e6 == pytest.approx(activations, rel=0.02, abs=0.02)
+
+
+def test_a_convmixer_has_its_published_parameters() -> None:
+    # Its published multiply-adds leave the depthwise convolutions out.
+    for name, millions in (("convmixer_768_32", 21.11), ("convmixer_1536_20", 51.63)):
+        assert graph_of(name).parameters / 1e6 == pytest.approx(millions, rel=0.001)
 
 
 def test_the_convnext_and_vit_shapes_have_their_published_parameters() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from galvatron_lite.model.graph import Operator, OperatorClass
 from galvatron_lite.model.shapes import convolution as rules
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.calls import Call, Part, Value
@@ -93,8 +94,15 @@ class Flow:
         return self.mix("norm", (16, 20) if narrow else (5, 8), count=4 if narrow else 2)
 
     def layer_norm(self) -> Flow:
-        """LayerNorm over the channels of every pixel."""
-        self.value = ops.layer_norm(self.tape, self._name("norm"), self.value, self.channels)
+        """LayerNorm over the channels of every pixel; autocast runs it in fp32, with a cast before and one after."""
+        x, narrow = self.value, self.tape.item_bytes < ops.FP32
+        self.value = ops.layer_norm(self.tape, self._name("norm"), x, self.channels)
+        if narrow:
+            wide = x.items * ops.FP32
+            # cast in, where it is not fp32 already; the norm itself in fp32 beyond what it is counted with; cast out
+            casts = (x.bytes + wide if x.item_bytes < ops.FP32 else 0) + 2 * wide - x.bytes + wide
+            cast = memory_operator(self._name("cast"), self.value, casts, casts, count=2)
+            self.value = self.tape.record(Call((self.value,), self.tape.value(x.items, Part.WHOLE)), cast)
         return self
 
     def activate(self, function: Activation = "relu") -> Flow:
@@ -111,8 +119,11 @@ class Flow:
         return self.convolve(out, kernel, stride, groups).normalise().activate(function)
 
     def add(self, other: Flow) -> Flow:
-        """Sum with a branch of the same shape."""
-        self.value = ops.add(self.tape, self._name("add"), self.value, other.value)
+        """Sum with a branch of the same shape; in the wider precision of the two."""
+        first, second = self.value, other.value
+        out = self.tape.value(first.items, Part.WHOLE, max(first.item_bytes, second.item_bytes))
+        operator = memory_operator(self._name("add"), out, first.bytes + second.bytes + out.bytes, 0)
+        self.value = self.tape.record(Call((first, second), out, shares_gradient=True), operator)
         return self
 
     def concatenate(self, *others: Flow) -> Flow:
@@ -125,8 +136,16 @@ class Flow:
         return self
 
     def scale(self) -> Flow:
-        """Product with a learned vector of one item a channel (layer scale)."""
-        self.value = ops.scale(self.tape, self._name("scale"), self.value, self.channels)
+        """Product with a learned vector of one item a channel (layer scale).
+
+        The vector is fp32 and a product of mixed precisions is in the wider one: the residual stream turns fp32.
+        """
+        x = self.value
+        self.tape.own(self.channels)
+        out = self.tape.value(x.items, Part.WHOLE, ops.FP32)
+        moved = x.bytes + out.bytes
+        operator = memory_operator(self._name("scale"), x, moved, 2 * moved)
+        self.value = self.tape.record(Call((x,), out, saved=(x,)), operator)
         return self
 
     def linear(self, columns: int, *, bias: bool = True) -> Flow:
@@ -175,4 +194,23 @@ class Flow:
         moved, back = (self.value.bytes * times for times in passes)
         operator = memory_operator(self._name(name), self.value, moved, back, count=count)
         self.value = self.tape.record(Call((self.value,), out, saved=(self.value,)), operator)
+        return self
+
+    def covary(self, heads: int) -> Flow:
+        """Attention between the channels of each head; the picture holds q, k and v side by side.
+
+        Queries and keys are normalised over the tokens; both matmuls have heads x channels a head as rows or columns.
+        """
+        tape, width = self.tape, self.channels // 3
+        size, part = width // heads, self.value.bytes // 3
+        self.mix("normalise", (8, 12), count=6)
+        out = tape.value(width * self.pixels, Part.WHOLE)
+        flops = 2 * width * size * self.pixels
+        shapes = ((width, self.pixels, size), (heads * self.pixels, size, size))
+        for shape, source in zip(shapes, (self.value, out), strict=True):
+            operator = Operator(
+                self._name("covary"), OperatorClass.MATMUL, shape, 1, flops, 2 * flops, 2 * part, 4 * part
+            )  # fmt: skip
+            tape.record(Call((self.value,), out, saved=(source,)), operator)
+        self.value, self.channels = out, width
         return self

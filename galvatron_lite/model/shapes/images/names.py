@@ -19,6 +19,7 @@ from galvatron_lite.model.shapes.images.mobile_tables import mobile_of
 from galvatron_lite.model.shapes.images.normfree import normfree_graph, normfree_of
 from galvatron_lite.model.shapes.images.regular import LINES, regular_graph
 from galvatron_lite.model.shapes.images.residual import Residual, residual_graph
+from galvatron_lite.model.shapes.images.tokens import tokens_graph, tokens_of
 
 _TRAINED = r"(?:_(?:in1k|in21k|in22k|in22ft1k|in21ft1k|384|miil|ra|a1h|tv|hnf|ols|in21k))*"
 _DEPTHS = {
@@ -136,6 +137,8 @@ def builder_of(name: str) -> Builder | None:
         return lambda side, classes, precision, size: mobile_graph(name, mobile, side, classes, precision, size)
     if free := normfree_of(name):
         return lambda side, classes, precision, size: normfree_graph(name, free, side, classes, precision, size)
+    if tokens := tokens_of(name):
+        return lambda side, classes, precision, size: tokens_graph(name, tokens, side, classes, precision, size)
     if cross := cross_of(name):
         return lambda side, classes, precision, size: cross_graph(name, cross, side, classes, precision, size)
     return _lettered(name)
