@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from galvatron_lite.errors import InputError
@@ -223,8 +221,14 @@ def test_a_summary_adds_up_to_its_totals() -> None:
     assert graph.parameters == pytest.approx(25.6e6, rel=0.02)
 
 
-@pytest.mark.parametrize("field", ["macs", "activations", "parameters"])
-def test_a_summary_needs_its_totals(field: str) -> None:
-    given = ImageTotals(macs=1e9, activations=1e6, parameters=1e6)
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("macs", ImageTotals(macs=0, activations=1e6, parameters=1e6)),
+        ("activations", ImageTotals(macs=1e9, activations=-1, parameters=1e6)),
+        ("parameters", ImageTotals(macs=1e9, activations=1e6, parameters=0)),
+    ],
+)
+def test_a_summary_needs_its_totals(field: str, given: ImageTotals) -> None:
     with pytest.raises(InputError, match=field):
-        summary_graph(replace(given, **{field: 0.0}), "fp16", 2)
+        summary_graph(given, "fp16", 2)
