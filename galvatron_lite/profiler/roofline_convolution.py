@@ -146,8 +146,8 @@ def _waves(machine: Machine, pixels: float, columns: float) -> float:
 
 
 def _peak(machine: Machine) -> float:
-    """FLOP/s of dense convolutions in full tiles; where no share is known, that of matmuls times 3/4."""
+    """FLOP/s of dense convolutions in full tiles under this software; where no share is known, matmuls' times 3/4."""
     shares = machine.constants.convolution
     name = {4: "fp32"}.get(machine.item_bytes, "bf16")
     share = shares.get(machine.precision, shares.get(name))
-    return machine.wide * share if share else 0.75 * machine.other.unit * machine.device.units
+    return machine.wide * share / machine.stack.matmul if share else 0.75 * machine.other.unit * machine.device.units
