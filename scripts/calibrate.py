@@ -210,7 +210,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--start", type=Path, default=None, help="folder of constants to start from")
     parser.add_argument("--families", nargs="*", default=[], help="only these families of runs")
     parser.add_argument("--without", nargs="*", default=[], help="not these families of runs")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=6, help="Gauss-Newton steps a round, at most")
     parser.add_argument("--most", type=int, default=150, help="rows of a family in the fit; all are scored")
     parser.add_argument("--processes", type=int, default=2)

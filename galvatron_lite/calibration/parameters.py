@@ -47,12 +47,12 @@ SCALES: Mapping[str, Mapping[str, Scale]] = {
         "convolution": Scale(False, 0.3, 0.05, 1.5),
     },
     "links": {
-        "efficiency": Scale(True, 0.4, 0.2, 0.97),
+        "efficiency": Scale(True, 0.6, 0.2, 0.97),
         "latency": Scale(False, 0.4, 1e-6, 2e-4),
         "half_size": Scale(False, 0.7, 1e3, 1e8),
     },
     "stacks": {
-        "kernel_host": Scale(False, 0.5, 5e-7, 1e-4),
+        "kernel_host": Scale(False, 0.8, 5e-7, 1.5e-4),
         "microbatch_host": Scale(False, 1.0, 1e-6, 5e-2),
         "step_host": Scale(False, 1.0, 1e-4, 1.0),
         "matmul": Scale(False, 0.08, 0.7, 1.6),
