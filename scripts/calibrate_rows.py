@@ -30,7 +30,7 @@ ORDER = 0.5
 """Weight of errors within a group of plans beside errors of time itself: the order of plans is what a planner needs."""
 
 FAMILY = 100.0
-"""Weight of a family of many rows: one per cent of its mean error costs 1, one standard deviation of one constant 0.5."""
+"""Weight of a family of many rows: one per cent of its mean error costs 1, a standard deviation of one constant 0.5."""
 
 CHUNK = 320
 """Rows that one process predicts at once."""
