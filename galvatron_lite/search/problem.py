@@ -3,7 +3,7 @@
 Besides legality, the space is bounded by these rules, which the runtime relies on:
 
 1. Layers that share parameters have the same strategy.
-2. With a single stage, the layers before and after the blocks have equal batch and tensor degrees (the glue layout).
+2. With a single stage, the layers before and after the blocks have equal batch, context and tensor degrees (the glue).
 3. With several stages, all layers next to a stage boundary have one layout, the same at every boundary (the wire).
 """
 
@@ -24,10 +24,9 @@ from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_byte
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.chain import Chain
 from galvatron_lite.search.frontier import Front, Path, pareto_paths
-from galvatron_lite.search.tables import Table, Tables, ticks
+from galvatron_lite.search.tables import Glue, Layout, Table, Tables, glue_of, ticks
 
 IntArray = NDArray[np.int64]
-Layout = tuple[int, int, bool]
 _MOST_CANDIDATES, _LEAST_LABELS = 200_000, 128
 
 
@@ -36,12 +35,12 @@ class Choice:
     """What is chosen once for all layers, besides the shape.
 
     Attributes:
-        glue: batch and tensor degree of the layers before and after the blocks; None: not bound.
+        glue: degrees of the layers before and after the blocks; None: not bound.
         wire: layout at stage boundaries; None without boundaries.
         tied: strategy by place of layers that share parameters.
     """
 
-    glue: tuple[int, int] | None
+    glue: Glue | None
     wire: Layout | None
     tied: tuple[tuple[int, Strategy], ...]
 
@@ -116,9 +115,9 @@ class Problem:
         return self._filtered[key]
 
     @staticmethod
-    def _may(table: Table, row: int, wire: Layout | None, glue: tuple[int, int] | None, tied: Strategy | None) -> bool:
+    def _may(table: Table, row: int, wire: Layout | None, glue: Glue | None, tied: Strategy | None) -> bool:
         own = table.layouts[row]
-        fits = (wire is None or own == wire) and (glue is None or own[:2] == glue)
+        fits = (wire is None or own == wire) and (glue is None or glue_of(own) == glue)
         return fits and (tied is None or table.strategies[row] == tied)
 
     @property
@@ -144,8 +143,8 @@ class Problem:
         return ticks(right[1] + host), ticks(left[1] + host), buffer_bytes(left[0], right[0]) + context
 
     def _boundary(self, stage: int, cut: int) -> tuple[int, float]:
-        wire = self.choice.wire or (1, self.shape.stage_devices, True)
-        sender = Strategy(data=wire[0], tensor=wire[1], sequence_parallel=wire[2])
+        data, context, tensor, shared = self.choice.wire or (1, 1, self.shape.stage_devices, True)
+        sender = Strategy(data=data, context=context, tensor=tensor, sequence_parallel=shared)
         output = self.graph.kind_of(self.graph.layers[cut - 1]).output_bytes
         size = boundary_bytes(output, self.shape.microbatch, sender)
         before = max(min(stage, self.shape.stages - 1) - 1, 0)  # some bounds ask for ranges that no stage can hold

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing
+from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing, layout
 from galvatron_lite.cost.sharing import sharing_of, tied_groups
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.search.problem import Choice, Layout, Problem
+from galvatron_lite.search.problem import Choice, Problem
 from galvatron_lite.search.relax import Relaxed, relaxed
 from galvatron_lite.search.space import Fixed, Space, microbatch_counts, pipeline_degrees
-from galvatron_lite.search.tables import Table, Tables
+from galvatron_lite.search.tables import Glue, Layout, Table, Tables, glue_of
 
 OPEN = Choice(None, None, ())
 """Nothing settled: the widest problem of a shape."""
@@ -69,7 +69,7 @@ def widest_tables(problem: Problem) -> list[Table]:
         return every
     edges = [place for place, layer in enumerate(problem.graph.layers) if layer.role is not Role.BLOCK]
     for place in edges:
-        every[place] = every[place].where(lambda option: (option.batch_degree, option.tensor) == glue)
+        every[place] = every[place].where(lambda option: glue_of(layout(option)) == glue)
     return every
 
 
@@ -87,7 +87,7 @@ def settled(problem: Problem) -> Iterator[Problem]:
     """The problem under every choice of edge layouts and of strategies for tied layers."""
     for tied, edge in product(_tied_choices(problem), _edge_choices(problem)):
         glue, wire = edge
-        if all(glue is None or (s.batch_degree, s.tensor) == glue for place, s in tied if _is_edge(problem, place)):
+        if all(glue is None or glue_of(layout(s)) == glue for place, s in tied if _is_edge(problem, place)):
             yield Problem(problem.graph, problem.shape, problem.tables, Choice(glue, wire, tied), problem.budget)
 
 
@@ -100,7 +100,7 @@ def _is_edge(problem: Problem, place: int) -> bool:
     return problem.graph.layers[place].role is not Role.BLOCK
 
 
-def _edge_choices(problem: Problem) -> list[tuple[tuple[int, int] | None, Layout | None]]:
+def _edge_choices(problem: Problem) -> list[tuple[Glue | None, Layout | None]]:
     """Layouts to try at the edges of the one stage, or at the boundaries between several."""
     layers = problem.graph.layers
     if problem.shape.stages > 1:
@@ -109,7 +109,7 @@ def _edge_choices(problem: Problem) -> list[tuple[tuple[int, int] | None, Layout
     edges = [layer for layer in layers if layer.role is not Role.BLOCK]
     if len(edges) < 2:
         return [(None, None)]
-    offered = [{own[:2] for own in problem.tables.table(layer.kind).layouts} for layer in edges]
+    offered = [{glue_of(own) for own in problem.tables.table(layer.kind).layouts} for layer in edges]
     return [(glue, None) for glue in sorted(set.intersection(*offered))]
 
 

@@ -17,6 +17,10 @@ from galvatron_lite.search.pareto import pareto_rows
 from galvatron_lite.search.space import Fixed, Space
 
 IntArray = NDArray[np.int64]
+Layout = tuple[int, int, int, bool]
+"""How boundary tensors lie on a stage's devices, see ``cost.layer.layout``."""
+Glue = tuple[int, int, int]
+"""A layout without the choice of tensor groups to share tokens."""
 TICKS = 10**12
 """Search counts time in picoseconds, so that sums do not depend on their order."""
 
@@ -24,6 +28,11 @@ TICKS = 10**12
 def ticks(seconds: float) -> int:
     """Seconds as whole picoseconds."""
     return round(seconds * TICKS)
+
+
+def glue_of(own: Layout) -> Glue:
+    """What layouts must have in common to be glued: batch, context and tensor degree."""
+    return own[:3]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +49,7 @@ class Table:
     """
 
     strategies: tuple[Strategy, ...]
-    layouts: tuple[tuple[int, int, bool], ...]
+    layouts: tuple[Layout, ...]
     forward: IntArray
     backward: IntArray
     step: IntArray
@@ -84,9 +93,9 @@ class Table:
             others: tables with the same strategies that must agree (layers with shared parameters).
         """
         keys = np.column_stack([table.keys for table in (self, *others)])
-        groups: dict[tuple[tuple[int, int, bool], ...], list[int]] = {}
+        groups: dict[Layout, list[int]] = {}
         for row, own in enumerate(self.layouts):
-            groups.setdefault((own,), []).append(row)
+            groups.setdefault(own, []).append(row)
         kept = [np.array(rows)[pareto_rows(keys[rows])] for rows in groups.values()]
         return self.at(np.sort(np.concatenate(kept)) if kept else np.array([], dtype=np.int64))
 

@@ -20,11 +20,11 @@ from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.space import strategies_for
 
-Layout = tuple[int, int, bool]
+Layout = tuple[int, int, int, bool]
 
 
 def layout(strategy: Strategy) -> Layout:
-    return strategy.batch_degree, strategy.tensor, strategy.sequence_parallel
+    return strategy.batch_degree, strategy.context, strategy.tensor, strategy.sequence_parallel
 
 
 def allowed(profile: Profile, cuts: Sequence[int], strategies: Sequence[Strategy]) -> bool:
@@ -34,7 +34,7 @@ def allowed(profile: Profile, cuts: Sequence[int], strategies: Sequence[Strategy
     if any(strategies[place[tie.first]] != strategies[place[tie.second]] for tie in profile.graph.ties):
         return False
     if len(cuts) == 2:
-        edges = {layout(s)[:2] for s, layer in zip(strategies, layers, strict=True) if layer.role is not Role.BLOCK}
+        edges = {layout(s)[:3] for s, layer in zip(strategies, layers, strict=True) if layer.role is not Role.BLOCK}
         return len(edges) <= 1
     ends = {layout(strategies[index]) for cut in cuts[1:-1] for index in (cut - 1, cut)}
     return len(ends) == 1
