@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from galvatron_lite.model.graph import Operator, OperatorClass
+from dataclasses import replace
+
+from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, TensorSplit
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.calls import Call, Part, Value
 from galvatron_lite.model.shapes.tape import Tape, memory_operator, sharding_of
@@ -90,6 +92,26 @@ def global_pool(tape: Tape, name: str, x: Value, channels: int) -> Value:
     """Mean over all pixels: keeps nothing."""
     out = tape.value(channels, x.part)
     return tape.record(Call((x,), out), memory_operator(name, x, x.bytes, x.bytes))
+
+
+def handed_on(kind: LayerKind, output: Value, tape: Tape) -> tuple[LayerKind, bool]:
+    """A kind without its output among what it keeps, and whether it kept it.
+
+    An activation in place at a layer's end keeps its output, which the next layer's first convolution keeps too: one
+    tensor, counted with the layer that it enters (``Tape.keep``). While the layer itself computes it is there as well.
+    """
+    if not any(value.key == output.key for call, _ in tape.records for value in call.saved):
+        return kind, False
+    none = kind.kept[Recompute.NONE]
+    kept = kind.kept | {Recompute.NONE: replace(none, whole=none.whole - output.held)}
+    beside = TensorSplit(whole=output.held)
+    return replace(
+        kind, kept=kept, working=_sum(kind.working, beside), forward_working=_sum(kind.forward_working, beside)
+    ), True
+
+
+def _sum(first: TensorSplit, second: TensorSplit) -> TensorSplit:
+    return TensorSplit(first.tensor + second.tensor, first.sequence + second.sequence, first.whole + second.whole)
 
 
 def enter_image(tape: Tape, channels: int, side: int) -> Value:

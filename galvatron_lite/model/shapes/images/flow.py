@@ -12,7 +12,7 @@ from galvatron_lite.model.shapes.calls import Call, Part, Value
 from galvatron_lite.model.shapes.convolution import Extent
 from galvatron_lite.model.shapes.tape import Tape, memory_operator
 
-Activation = Literal["relu", "silu", "gelu", "none"]
+Activation = Literal["relu", "relu6", "silu", "gelu", "none"]
 
 
 def rounded(channels: float, divisor: int = 8, limit: float = 0.9) -> int:
@@ -91,12 +91,20 @@ class Flow:
         """
         self.tape.own(2 * self.channels)
         narrow = self.value.item_bytes < ops.FP32
-        return self.mix("norm", (16, 20) if narrow else (5, 8), count=4 if narrow else 2)
+        if not narrow:
+            return self.mix("norm", (5, 8), count=2)
+        x, tape = self.value, self.tape
+        wide, active = (tape.value(x.items, Part.WHOLE, ops.FP32) for _ in range(2))
+        operator = memory_operator(self._name("norm"), x, 16 * x.bytes, 20 * x.bytes, count=4)
+        self.value = tape.record(Call((x,), tape.value(x.items, Part.WHOLE), saved=(wide, active)), operator)
+        return self
 
     def layer_norm(self) -> Flow:
         """LayerNorm over the channels of every pixel; autocast runs it in fp32, with a cast before and one after."""
         x, narrow = self.value, self.tape.item_bytes < ops.FP32
         self.value = ops.layer_norm(self.tape, self._name("norm"), x, self.channels)
+        if narrow and x.item_bytes < ops.FP32:
+            self._widen_kept(x)
         if narrow:
             wide = x.items * ops.FP32
             # cast in, where it is not fp32 already; the norm itself in fp32 beyond what it is counted with; cast out
@@ -105,8 +113,15 @@ class Flow:
             self.value = self.tape.record(Call((self.value,), self.tape.value(x.items, Part.WHOLE)), cast)
         return self
 
+    def _widen_kept(self, x: Value) -> None:
+        """The norm keeps its input's fp32 copy, not the input itself."""
+        call, operator = self.tape.records[-1]
+        wide = self.tape.value(x.items, Part.WHOLE, ops.FP32)
+        saved = tuple(wide if value.key == x.key else value for value in call.saved)
+        self.tape.records[-1] = (replace(call, saved=saved), operator)
+
     def activate(self, function: Activation = "relu") -> Flow:
-        """An activation: ReLU in place; others keep their input."""
+        """An activation: ReLU in place; others keep their input, in place too (PyTorch keeps a copy for them)."""
         name = self._name(function)
         if function == "relu":
             self.value = rules.relu(self.tape, name, self.value)
@@ -188,12 +203,20 @@ class Flow:
         self.value = tape.record(Call((x, pooled.value), out, saved=(x, pooled.value)), product)
         return self
 
-    def mix(self, name: str, passes: tuple[int, int], count: int = 1) -> Flow:
-        """Element-wise kernels that read and write the picture so many times, forward and backward."""
+    def mix(self, name: str, passes: tuple[int, int], count: int = 1, *, keeps: bool = True) -> Flow:
+        """Element-wise kernels that read and write the picture so many times, forward and backward.
+
+        Args:
+            name: of the operator.
+            passes: times the picture is read or written, forward and backward.
+            count: kernels.
+            keeps: whether the picture as it enters is kept (products with a plain number and copies keep nothing).
+        """
         out = self.tape.value(self.value.items, Part.WHOLE)
         moved, back = (self.value.bytes * times for times in passes)
         operator = memory_operator(self._name(name), self.value, moved, back, count=count)
-        self.value = self.tape.record(Call((self.value,), out, saved=(self.value,)), operator)
+        saved = (self.value,) if keeps else ()
+        self.value = self.tape.record(Call((self.value,), out, saved=saved), operator)
         return self
 
     def covary(self, heads: int) -> Flow:

@@ -96,7 +96,12 @@ def _mobilenet_v2(width: str, deep: str | None) -> Mobile:
     factor = int(width) / 100
     depth = {"110": 1.2, "120": 1.4}.get(width, 1.0) if deep else 1.0
     return Mobile(
-        rows=_MOBILENET_V2, width=factor, depth=depth, fixed_stem=bool(deep), fixed_head=factor < 1 or bool(deep)
+        rows=_MOBILENET_V2,
+        width=factor,
+        depth=depth,
+        fixed_stem=bool(deep),
+        fixed_head=factor < 1 or bool(deep),
+        function="relu6",
     )
 
 
@@ -129,7 +134,7 @@ def _lite(size: str) -> Mobile:
     rows = tuple(
         replace(row, squeeze=0.0, fixed=index in (0, len(_EFFICIENTNET) - 1)) for index, row in enumerate(_EFFICIENTNET)
     )
-    return Mobile(rows=rows, width=width, depth=depth, fixed_stem=True, fixed_head=True)
+    return Mobile(rows=rows, width=width, depth=depth, fixed_stem=True, fixed_head=True, function="relu6")
 
 
 def _edge(size: str) -> Mobile:

@@ -9,13 +9,15 @@ from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Role, Split
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.assemble import assemble
 from galvatron_lite.model.shapes.calls import Part
-from galvatron_lite.model.shapes.convolution import Extent, global_pool
+from galvatron_lite.model.shapes.convolution import Extent, global_pool, handed_on
 from galvatron_lite.model.shapes.images.flow import Flow
 from galvatron_lite.model.shapes.tape import Tape
 
 _REASON = "A convolutional block has no pair of column-split and row-split matmuls."
 Step = Callable[..., object]
 """Passes a ``Flow`` through a layer's operators: ``step(flow, **settings)``."""
+_Picture = tuple[int, Extent, int, bool]
+"""Channels, extent, bytes of an item, and whether it is kept already."""
 
 
 @dataclass(slots=True)
@@ -29,14 +31,18 @@ class Network:
         extent: of the picture as it stands.
         kinds: of the layers so far, by what makes them equal.
         layers: between stem and head, in the order they run.
+        wide: bytes of an item of the picture as it stands.
+        held: whether the picture as it stands is kept for the backward pass of the layer that made it.
     """
 
     name: str
     item_bytes: int
     channels: int
     extent: Extent
-    kinds: dict[tuple[object, ...], tuple[LayerKind, int, Extent]] = field(default_factory=dict)
+    kinds: dict[tuple[object, ...], tuple[LayerKind, _Picture]] = field(default_factory=dict)
     layers: list[Layer] = field(default_factory=list)
+    wide: int = 0
+    held: bool = False
 
     def stem(self, step: Step, **settings: object) -> None:
         """The first layer; no gradient flows to the picture that enters it."""
@@ -48,25 +54,39 @@ class Network:
         self.layers.append(Layer(f"blocks.{len(self.layers)}", kind.name, Role.BLOCK))
 
     def _add(self, name: str, step: Step, settings: dict[str, object], *, grad: bool) -> LayerKind:
-        key = (step, self.channels, self.extent, *settings.items())
+        key = (step, self.channels, self.extent, self.wide, self.held, *settings.items())
         if key not in self.kinds:
             self.kinds[key] = self._made(name or f"block{len(self.kinds)}", step, settings, grad)
-        kind, self.channels, self.extent = self.kinds[key]
+        kind, picture = self.kinds[key]
+        self.channels, self.extent, self.wide, self.held = picture
         return kind
 
-    def _made(self, name: str, step: Step, settings: dict[str, object], grad: bool) -> tuple[LayerKind, int, Extent]:
-        tape = Tape(self.item_bytes)
-        x = tape.enter(self.channels * self.extent[0] * self.extent[1], Part.WHOLE, grad=grad)
-        flow = Flow(tape, x, self.channels, self.extent)
+    def _made(self, name: str, step: Step, settings: dict[str, object], grad: bool) -> tuple[LayerKind, _Picture]:
+        flow = self._enter(grad)
         step(flow, **settings)
-        return self._kind(flow, name), flow.channels, flow.extent
+        kind, held = handed_on(self._kind(flow, name), flow.value, flow.tape)
+        return kind, (flow.channels, flow.extent, flow.value.item_bytes, held)
+
+    def _enter(self, grad: bool) -> Flow:
+        """The picture at the beginning of a layer; under mixed precision the network's own is cast from fp32."""
+        tape = Tape(self.item_bytes)
+        items = self.channels * self.extent[0] * self.extent[1]
+        x = tape.enter(items, Part.WHOLE, self.wide, grad=grad)
+        if self.held:
+            tape.keep(x)
+        if not grad and self.item_bytes < ops.FP32:
+            tape.keep(tape.value(items, Part.WHOLE, ops.FP32, grad=False))
+        return Flow(tape, x, self.channels, self.extent)
 
     def _kind(self, flow: Flow, name: str) -> LayerKind:
         dims = SplitDims(
             in_channels=self.channels, out_channels=flow.channels, height=self.extent[0], width=self.extent[1]
         )
-        block = name not in ("before", "after")
-        return flow.tape.kind(name, (flow.value,), dims, tensor_reason=_REASON, recomputed=block)
+        block, tape = name not in ("before", "after"), flow.tape
+        if self.item_bytes < ops.FP32:
+            # mixed precision keeps the weights' half-precision copies from forward to backward, whatever the batch
+            tape.buffer_bytes += self.item_bytes * tape.weights[Part.WHOLE]
+        return tape.kind(name, (flow.value,), dims, tensor_reason=_REASON, recomputed=block)
 
     def finish(self, classes: int, precision: str, step: Step | None = None, **settings: object) -> ModelGraph:
         """The graph, closed by a head: ``step``, mean of all pixels, linear classifier and loss.
@@ -77,14 +97,12 @@ class Network:
             step: operators before the mean (a last convolution); None: none.
             settings: of the step.
         """
-        tape = Tape(self.item_bytes)
-        flow = Flow(tape, tape.enter(self.channels * self.extent[0] * self.extent[1], Part.WHOLE), self.channels,
-                    self.extent)  # fmt: skip
+        flow = self._enter(grad=True)
         if step is not None:
             step(flow, **settings)
         if flow.pixels > 1:
-            flow.value, flow.extent = global_pool(tape, "pool", flow.value, flow.channels), (1, 1)
+            flow.value, flow.extent = global_pool(flow.tape, "pool", flow.value, flow.channels), (1, 1)
         logits = flow.linear(classes).value
-        flow.value = ops.cross_entropy(tape, "loss", logits, tape.labels(1))
-        kinds = [kind for kind, _, _ in self.kinds.values()]
+        flow.value = ops.cross_entropy(flow.tape, "loss", logits, flow.tape.labels(1))
+        kinds = [kind for kind, _ in self.kinds.values()]
         return assemble(self.name, [*kinds, self._kind(flow, "after")], self.layers, sequence=1, precision=precision)

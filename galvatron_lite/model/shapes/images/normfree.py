@@ -118,7 +118,7 @@ def _inner(spec: NormFree, enters: int, width: int, wide: bool) -> tuple[int, in
 def _block(flow: Flow, spec: NormFree, width: int, stride: int, wide: bool) -> None:
     x, enters = flow.fork(), flow.channels
     inner, groups = _inner(spec, enters, width, wide)
-    flow.activate(spec.function).mix("beta", (2, 2))
+    flow.activate(spec.function).mix("beta", (2, 2), keeps=False)
     if stride > 1 or enters != width:
         x = flow.fork()
         if stride > 1:
@@ -133,10 +133,10 @@ def _block(flow: Flow, spec: NormFree, width: int, stride: int, wide: bool) -> N
     flow.convolve(width, bias=True)
     if not spec.regular:
         _excite(flow, spec)
-    flow.mix("alpha", (2, 2)).add(x)
+    flow.mix("alpha", (2, 2), keeps=False).add(x)
 
 
 def _excite(flow: Flow, spec: NormFree) -> None:
     if spec.squeeze:
         flow.squeeze(0 if spec.squeeze < 0 else rounded(flow.channels * spec.squeeze))
-        flow.mix("gain", (2, 2))
+        flow.mix("gain", (2, 2), keeps=False)

@@ -21,6 +21,7 @@ from galvatron_lite.model.graph import ModelGraph, Operator, OperatorClass
 from galvatron_lite.model.shapes.calls import Call, Part
 from galvatron_lite.model.shapes.images.flow import Flow
 from galvatron_lite.model.shapes.images.network import Network
+from galvatron_lite.model.shapes.tape import memory_operator
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
@@ -97,4 +98,6 @@ def _mean_layer(flow: Flow, totals: ImageTotals) -> None:
         weight * tape.item_bytes, channels_last=totals.channels_last or totals.tokens,
     )  # fmt: skip
     flow.value = tape.record(Call((x,), out, saved=(x,), anchor=(out,)), operator)
-    flow.normalise().activate().mix("beside", BESIDE)
+    flow.normalise().activate()
+    passes = memory_operator("beside", flow.value, *(times * flow.value.bytes for times in BESIDE))
+    flow.tape.extra(passes)

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.model.shapes.images.flow import Flow
+from galvatron_lite.model.shapes.images.flow import Activation, Flow
 from galvatron_lite.model.shapes.images.network import Network
 
 _XCIT = {"nano": (128, 4), "tiny": (192, 4), "small": (384, 8), "medium": (512, 8), "large": (768, 16)}
@@ -44,12 +44,14 @@ class Mixed:
         depth: blocks.
         kernel: of the depthwise convolutions.
         patch: pixels along each side of a patch.
+        function: activation.
     """
 
     width: int
     depth: int
     kernel: int
     patch: int
+    function: Activation = "gelu"
 
 
 def tokens_of(name: str) -> CrossCovariance | Mixed | None:
@@ -59,7 +61,8 @@ def tokens_of(name: str) -> CrossCovariance | Mixed | None:
         return CrossCovariance(width=width, heads=heads, depth=int(found[2]), patch=int(found[3]))
     if found := re.fullmatch(r"convmixer_(\d+)_(\d+)(?:_ks(\d+)_p(\d+))?", name):
         kernel, patch = int(found[3] or 9), int(found[4] or 7)
-        return Mixed(width=int(found[1]), depth=int(found[2]), kernel=7 if found[1] == "768" else kernel, patch=patch)
+        return Mixed(width=int(found[1]), depth=int(found[2]), kernel=7 if found[1] == "768" else kernel, patch=patch,
+                     function="relu" if found[1] == "768" else "gelu")  # fmt: skip
     return None
 
 
@@ -82,14 +85,14 @@ def tokens_graph(
 
 
 def _patches(flow: Flow, spec: Mixed) -> None:
-    flow.convolve(spec.width, spec.patch, spec.patch, bias=True).activate("gelu").normalise()
+    flow.convolve(spec.width, spec.patch, spec.patch, bias=True).activate(spec.function).normalise()
 
 
 def _mixed(flow: Flow, spec: Mixed) -> None:
     x = flow.fork()
     flow.convolve(spec.width, spec.kernel, 1, spec.width, bias=True, padding=spec.kernel // 2)
-    flow.activate("gelu").normalise().add(x)
-    flow.convolve(spec.width, bias=True).activate("gelu").normalise()
+    flow.activate(spec.function).normalise().add(x)
+    flow.convolve(spec.width, bias=True).activate(spec.function).normalise()
 
 
 def _halving(flow: Flow, spec: CrossCovariance) -> None:
@@ -100,7 +103,7 @@ def _halving(flow: Flow, spec: CrossCovariance) -> None:
         if left:
             flow.activate("gelu")
     flow.tape.own(64 * spec.width + spec.width)
-    flow.mix("positions", (3, 1))
+    flow.mix("positions", (3, 1), keeps=False)
 
 
 def _covariance(flow: Flow, spec: CrossCovariance) -> None:
@@ -108,8 +111,8 @@ def _covariance(flow: Flow, spec: CrossCovariance) -> None:
     width, x = spec.width, flow.fork()
     flow.layer_norm().linear(3 * width).covary(spec.heads).linear(width).scale().add(x)
     x = flow.fork()
-    flow.layer_norm().mix("permute", (2, 2)).convolve(width, 3, 1, width, bias=True).activate("gelu").normalise()
-    flow.convolve(width, 3, 1, width, bias=True).mix("permute", (2, 2)).scale().add(x)
+    flow.layer_norm().mix("permute", (2, 2), keeps=False).convolve(width, 3, 1, width, bias=True).activate("gelu")
+    flow.normalise().convolve(width, 3, 1, width, bias=True).mix("permute", (2, 2), keeps=False).scale().add(x)
     x = flow.fork()
     flow.layer_norm().linear(4 * width).activate("gelu").linear(width).scale().add(x)
 
