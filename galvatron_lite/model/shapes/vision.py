@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from galvatron_lite.model.graph import LayerKind, ModelGraph, SplitDims
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
@@ -33,11 +35,16 @@ def vit_graph(shape: VitShape, precision: str, item_bytes: int, kernels: Kernels
     )
     kinds = (
         _patches(shape, tokens, item_bytes),
-        pre_norm_block(stack, tokens, item_bytes, causal=False, kernels=kernels),
+        _unmasked(pre_norm_block(stack, tokens, item_bytes, causal=False, kernels=kernels)),
         _classifier(shape, stack, tokens, item_bytes),
     )
     layers = blocks("layers", "block", shape.layers)
     return assemble(shape.name, kinds, layers, sequence=tokens, precision=precision)
+
+
+def _unmasked(kind: LayerKind) -> LayerKind:
+    """Without plain attention's mask: every patch sees every other."""
+    return replace(kind, operators=tuple(operator for operator in kind.operators if operator.name != "attention.mask"))
 
 
 def _patches(shape: VitShape, tokens: int, item_bytes: int) -> LayerKind:
