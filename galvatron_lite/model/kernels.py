@@ -50,6 +50,7 @@ class Kernels:
         autocast: parameters are fp32 and cast to the precision of compute wherever they are used, and normalisations
             run in fp32; else parameters are in the precision of compute already.
         fp8: matmuls of blocks run in fp8; inputs are cast by kernels of their own.
+        fp8_rows: fp8 casts scale row by row: inputs are gathered over the tensor group before they are cast, not after.
         fp8_kept: such a matmul keeps the fp8 copy of its input instead of the input (TransformerEngine).
         selective: what selective recomputation means.
     """
@@ -72,6 +73,7 @@ class Kernels:
     autocast: bool = False
     fp8: bool = False
     fp8_kept: bool = True
+    fp8_rows: bool = False
     selective: Selective = "operators"
 
 

@@ -39,7 +39,7 @@ def operator_seconds(
     shared = degree if sharding is Sharding.TENSOR or (sequence_parallel and sharding is Sharding.SEQUENCE) else 1
     kind = operator.kind
     if kind is OperatorClass.MEMORY:
-        return _memory(machine, operator, samples / shared)
+        return _memory(machine, operator, samples / shared, shared)
     if kind is OperatorClass.MATMUL:
         return matmul(machine, operator, samples, shared, expert)
     if kind is OperatorClass.ATTENTION:
@@ -47,17 +47,17 @@ def operator_seconds(
     return convolution(machine, operator, samples, shared)
 
 
-def _memory(machine: Machine, operator: Operator, samples: float) -> Seconds:
-    forward = _calls(machine, operator, operator.moved, samples)
-    return Seconds(
-        forward, _calls(machine, operator, operator.backward_moved, samples) if operator.backward_moved else 0.0
-    )
+def _memory(machine: Machine, operator: Operator, samples: float, shared: int) -> Seconds:
+    forward = _calls(machine, operator, operator.moved, samples, shared)
+    if not operator.backward_moved:
+        return Seconds(forward, 0.0)
+    return Seconds(forward, _calls(machine, operator, operator.backward_moved, samples, shared))
 
 
-def _calls(machine: Machine, operator: Operator, moved: float, samples: float) -> float:
-    """Seconds the operator's bytes take, kernel by kernel."""
+def _calls(machine: Machine, operator: Operator, moved: float, samples: float, shared: int = 1) -> float:
+    """Seconds the operator's bytes take, kernel by kernel; each of ``shared`` devices has its slice of the weights."""
     calls = operator.count or 1
-    return calls * stream(machine, (moved * samples + operator.weight_bytes) / calls)
+    return calls * stream(machine, (moved * samples + operator.weight_bytes / shared) / calls)
 
 
 def _attention(machine: Machine, operator: Operator, samples: float) -> Seconds:

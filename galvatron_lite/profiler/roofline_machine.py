@@ -12,7 +12,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.profiler import estimate_efficiency as constants
 from galvatron_lite.units import ITEM_BYTES
 
-NARROW = ("fp8", "mxfp8", "nvfp4", "fp4")
+NARROW = ("fp8", "fp8-rowwise", "mxfp8", "nvfp4", "fp4")
 """Precisions that only linear layers run in; everything else stays in bf16 (NVIDIA Transformer Engine, user guide,
 "Using FP8": attention, norms, embedding and head are left alone)."""
 
@@ -20,6 +20,7 @@ _FALLBACK = {
     "fp16": ("fp16", "fp32"),
     "bf16": ("bf16", "fp32"),
     "fp8": ("fp8", "bf16", "fp16", "fp32"),
+    "fp8-rowwise": ("fp8", "bf16", "fp16", "fp32"),
     "mxfp8": ("fp8", "bf16", "fp16", "fp32"),
     "fp4": ("fp4", "fp8", "bf16", "fp16", "fp32"),
     "nvfp4": ("fp4", "fp8", "bf16", "fp16", "fp32"),
@@ -133,7 +134,8 @@ def _rates(device: Device, precision: str, reached: DeviceConstants, stack: Stac
     else:
         raise InputError("--precision", precision, f"{device.name} has peaks for {', '.join(device.peak)} only.")
     peak, gpu = device.peak[known], not device.name.upper().startswith("CPU")
-    unit = peak * _share(reached, known) / stack.matmul / device.units
+    kernel = constants.NARROW_KERNELS.get(precision, 1.0) if known in NARROW else 1.0
+    unit = peak * _share(reached, known) * kernel / stack.matmul / device.units
     bandwidth = device.memory_bandwidth * reached.memory / stack.memory
     item_bytes = ITEM_BYTES.get(precision, 1)
     return Rates(device.units, unit, bandwidth, device.launch_overhead, constants.KERNEL_TAIL, item_bytes, gpu), peak

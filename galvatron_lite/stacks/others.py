@@ -29,6 +29,9 @@ TITAN = Stack(
     states=SHARDED,
     optimizer="adamw-fused",
     zero_stage=3,
+    # pipeline_parallel_microbatches: "the default value will be the number of pipeline stages, if unspecified"
+    # (torchtitan/config_manager.py; parallelize takes the degree).
+    splits_by_stage=True,
     gathers_once=True,
     early_stop=True,
 )
@@ -57,11 +60,12 @@ FOUNDRY = Stack(
 NANOTRON = Stack(
     name="nanotron",
     source="github.com/huggingface/nanotron: bf16 parameters, fp32 gradient accumulation and master copy",
-    # qkv_proj and gate_up_proj in one each, flash-attn's rotary, tp_recompute_allgather.
-    kernels=Kernels(
-        fused_activation=True, fused_rotary=True, merged_projections=True, parallel_loss=True, regather=True
-    ),
-    states=MIXED,
+    # qkv_proj and gate_up_proj in one each, flash-attn's rotary, an eager GLUActivation, tp_recompute_allgather. The
+    # model casts its logits to fp32, the loss subtracts the largest out of place.
+    kernels=Kernels(fused_rotary=True, merged_projections=True, parallel_loss=True, regather=True, jit_loss=True),
+    # FP32GradientAccumulator: fp32 buffers of all gradients beside those in bf16, which are None again after every
+    # backward pass; DistributedDataParallel's buckets are no views of them (gradient_as_bucket_view is off).
+    states=replace(MIXED, bucket_bytes=2, passing_bytes=2),
     optimizer="adamw-fused",
 )
 """Hugging Face's nanotron."""
@@ -142,8 +146,8 @@ PYTORCH = Stack(
 
 TIMM = Stack(
     name="timm",
-    source="github.com/huggingface/pytorch-image-models, benchmark.py",
-    kernels=EAGER_KERNELS,
+    source="github.com/huggingface/pytorch-image-models, benchmark.py; query, key and value in one",
+    kernels=replace(EAGER_KERNELS, merged_projections=True),
     states=AMP,
     optimizer="sgd",
 )

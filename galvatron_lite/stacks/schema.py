@@ -25,6 +25,9 @@ class StateLayout:
         optimizer_bytes: bytes of optimizer state for one parameter item: two fp32 moments 8, with an fp32 master 12.
         buffered_gradients: whether gradients live in one buffer throughout (data parallel buckets), or form anew in
             every step.
+        bucket_bytes: of further gradient buffers, bytes for one parameter item, where replicas sum gradients.
+        passing_bytes: of gradients that form in every backward pass and are gone at its end, bytes for one parameter
+            item (what is added to the buffers afterwards).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -34,6 +37,8 @@ class StateLayout:
     gather: str = "bf16"
     optimizer_bytes: int = 8
     buffered_gradients: bool = True
+    bucket_bytes: int = 0
+    passing_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,8 @@ class Stack:
         positions: how plain (not gated) decoders of its recipes tell places.
         biases: whether plain decoders of its recipes have biases.
         virtual_stages: of interleaved schedules that do not say how many; 0: one block each (2: torchtitan's default).
+        splits_by_stage: whether a pipelined run that does not say its micro-batch has as many of them as there are
+            pipeline ranks, else one sample each.
         gathers_once: whether sharded parameters are gathered and gradients reduced once a step under a pipeline, not in
             every micro-batch (torch.distributed.pipelining, ``backward_maybe_with_nosync``).
         predicted_share: of a masked language model's tokens, how many logits are computed for.
@@ -77,6 +84,7 @@ class Stack:
     biases: bool = True
     predicted_share: float = 1.0
     virtual_stages: int = 2
+    splits_by_stage: bool = False
     gathers_once: bool = False
     early_stop: bool = False
     scattered_sends: bool = False

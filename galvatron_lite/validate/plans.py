@@ -1,8 +1,8 @@
 """The plan a published run trains with: from a row's degrees to stages and strategies.
 
 What a run does not say is taken so, whatever its source: no recomputation; ZeRO as its framework has it; one sample a
-micro-batch under a pipeline, else the samples that one accumulation step leaves; 1F1B; blocks spread evenly over the
-pipeline.
+micro-batch under a pipeline (or as its framework splits the batch), else the samples that one accumulation step leaves;
+1F1B; blocks spread evenly over the pipeline.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from math import gcd
 from galvatron_lite.model.graph import Layer, ModelGraph, Recompute, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
+from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.stacks.schema import Stack
 from galvatron_lite.validate.outcome import Skipped
 from galvatron_lite.validate.rows import PublishedRun
@@ -57,7 +58,10 @@ def batch_of(run: PublishedRun) -> Batch | Skipped:
 
 def _microbatch(run: PublishedRun, replicas: int) -> int:
     """Samples a replica and micro-batch where a run does not say."""
-    if (run.pp or 1) > 1 or not run.grad_accum or not run.global_batch:
+    stages, each = run.pp or 1, (run.global_batch or 0) // replicas
+    if stages > 1 and each and each % stages == 0 and match_stack(run.framework).splits_by_stage:
+        return each // stages
+    if stages > 1 or not run.grad_accum or not run.global_batch:
         return 1
     return max(int(run.global_batch // (replicas * run.grad_accum)), 1)
 

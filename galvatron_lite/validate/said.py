@@ -30,6 +30,8 @@ def compute_precision(text: str | None, device: Device) -> str:
     if "fp4" in said:
         return "nvfp4"
     if "fp8" in said:
+        if "rowwise" in said:
+            return "fp8-rowwise"
         return "mxfp8" if "mxfp8" in said else "fp8"
     if "bf16" in said and "fp16" not in said:
         return "bf16"

@@ -17,6 +17,10 @@ _OPTIMIZERS = (("sgd", "sgd"), ("lamb", "lamb"), ("decoupled", "adamw-loop"), ("
 """Optimizers by words that name an implementation; Composer's decoupled AdamW goes through the tensors one by one
 (github.com/mosaicml/composer, composer/optim/decoupled_weight_decay.py). Else the stack's own runs."""
 
+_ASYNC_TENSOR = {"tensor": 0.6, "tensor-async": 0.6}
+"""[Empirical] share of gathers and scatters that PyTorch's asynchronous tensor parallelism hides: they run piece by
+piece beside the matmuls that make or take them (discuss.pytorch.org/t/209487: a tenth of the step of Llama 3 70B)."""
+
 
 def stack_of(run: PublishedRun, precision: str, calibration: Calibration) -> Stack:
     """The run's framework with what the run itself says: attention kernel, precision of states, optimizer.
@@ -28,12 +32,16 @@ def stack_of(run: PublishedRun, precision: str, calibration: Calibration) -> Sta
     """
     stack = match_stack(run.framework)
     optimizer = optimizer_of(run.optimizer, stack)
+    constants, overlapped = constants_for_stack(calibration, stack.name), "asynctp" in (run.precision or "").lower()
+    if overlapped:
+        constants = replace(constants, hidden={**constants.hidden, **_ASYNC_TENSOR})
     return replace(
         stack,
+        name=f"{stack.name}, async tensor" if overlapped else stack.name,
         kernels=_kernels(run, stack, precision),
         states=_states(run, _kept(run, stack), precision, optimizer),
         optimizer=optimizer,
-        constants=constants_for_stack(calibration, stack.name),
+        constants=constants,
     )
 
 
@@ -54,6 +62,8 @@ def _kernels(run: PublishedRun, stack: Stack, precision: str) -> Kernels:
         kernels = replace(kernels, flash_attention=run.flash_attn)
     if _whole(precision):
         kernels = replace(kernels, autocast=False)
+    if precision == "fp8-rowwise":
+        kernels = replace(kernels, fp8_rows=True)
     if "norm" in (run.act_ckpt or "").lower():
         kernels = replace(kernels, selective="norms")
     if "cross-entropy-loss-fusion=true" in run.said:

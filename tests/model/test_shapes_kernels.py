@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from galvatron_lite.model.graph import LayerKind, OperatorClass, Recompute
+from galvatron_lite.model.graph import LayerKind, OperatorClass, Recompute, Sharding
 from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.model.shapes import DecoderShape, EncoderShape, MoeShape, build_graph, load_shape
 from tests.model.test_shapes_autograd import SAMPLES, kept_by_block
@@ -98,6 +98,15 @@ def test_fp8_matmuls_keep_one_byte_an_input_item() -> None:
     kernels = replace(MEGATRON, flash_attention=True, fp8=True)
     kept = block_of(kernels).kept[Recompute.NONE].total
     assert kept == S * H * (34 - 1 - 1 - 4 + 1) + 4 * A * S + STATISTICS
+
+
+@pytest.mark.parametrize(("rows", "sharding"), [(False, Sharding.SEQUENCE), (True, Sharding.NONE)])
+def test_inputs_are_cast_before_they_are_gathered_unless_scales_go_by_rows(rows: bool, sharding: Sharding) -> None:
+    block = block_of(replace(MEGATRON, fp8=True, fp8_rows=rows))
+    casts = {o.name: o.sharding for o in block.operators if o.name.endswith(".cast")}
+    split_by_rows = {name for name, found in casts.items() if found is Sharding.TENSOR}
+    assert split_by_rows == {"attention.out.cast", "mlp.down.cast"}
+    assert {casts[name] for name in casts.keys() - split_by_rows} == {sharding}
 
 
 class Layer(nn.Module):

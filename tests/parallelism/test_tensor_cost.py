@@ -47,6 +47,16 @@ def test_inputs_kept_as_shares_are_gathered_again() -> None:
     assert calls(SEQUENCE, Moment.BACKWARD, replace(BLOCK, regathers=2))[GATHER, 100] == 2
 
 
+@pytest.mark.parametrize(("precision", "bytes_an_item"), [("fp8", 1), ("fp8-rowwise", 2), ("", 2)])
+def test_fp8_is_gathered_after_the_cast_and_reduced_wide(precision: str, bytes_an_item: int) -> None:
+    # TransformerEngine and torchao's Float8ColwiseParallel; scales of rows are found on gathered tensors.
+    matmul = Operator("mlp.up", OperatorClass.MATMUL, (8, 4, 4), 1, 1, 2, 1, 1, 1, precision=precision)
+    kind = replace(BLOCK, operators=(matmul,))
+    assert calls(SEQUENCE, Moment.FORWARD, kind) == {(GATHER, 50 * bytes_an_item): 2, (SCATTER, 300): 1}
+    assert calls(SEQUENCE, Moment.BACKWARD, kind) == {(GATHER, 150 * bytes_an_item): 1, (SCATTER, 100): 2}
+    assert calls(Strategy(tensor=4), Moment.FORWARD, kind) == {(REDUCE, 300): 1}
+
+
 @pytest.mark.parametrize(
     ("strategy", "beside"), [(Strategy(tensor=4), {REDUCE: 2}), (SEQUENCE, {SCATTER: 2, GATHER: 2})]
 )

@@ -159,3 +159,14 @@ def test_no_published_row_breaks_it() -> None:
     reasons = [one.outcome.reason for one in judged if isinstance(one.outcome, Skipped)]
     assert not [reason for reason in reasons if "internal error" in reason]
     assert sum(one.scored for one in judged) > 0.6 * len(judged)
+
+
+def test_asynchronous_tensor_parallelism_hides_gathers_and_scatters() -> None:
+    titan = {"framework": "torchtitan FSDP2 torch.compile", "pp": 1, "dp": 1, "tp": 8, "seq_parallel": True}
+    memory = Remembered()
+    waits = predict_run(gpt(**titan), CALIBRATION, memory)
+    hides = predict_run(gpt(**titan, precision="bf16 + AsyncTP"), CALIBRATION, memory)
+    assert isinstance(waits, Predicted)
+    assert isinstance(hides, Predicted)
+    assert hides.time.communication < 0.6 * waits.time.communication
+    assert hides.time.forward == waits.time.forward

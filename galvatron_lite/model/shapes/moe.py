@@ -96,6 +96,7 @@ def _grouped(tape: Tape, shape: MoeShape, name: str, x: Value, extents: tuple[in
     moved = x.bytes + out.bytes
     operator = Operator(
         name, OperatorClass.MATMUL, (max(1, rows // many), inner, columns), many, flops, 2 * flops, moved, 2 * moved,
-        weight * tape.item_bytes, sharding_of(out if part is Part.TENSOR else x), precision="fp8" if fp8 else "",
+        weight * tape.item_bytes, sharding_of(out if part is Part.TENSOR else x),
+        precision=ops.narrow_precision(tape) if fp8 else "",
     )  # fmt: skip
     return tape.record(Call((x,), out, saved=(replace(kept, part=x.part),), anchor=(out,)), operator)

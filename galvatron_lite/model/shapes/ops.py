@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from galvatron_lite.model.graph import Operator, OperatorClass
+from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
 from galvatron_lite.model.shapes.calls import FP32, INDEX, Call, Part, Value
 from galvatron_lite.model.shapes.losses import cross_entropy
 from galvatron_lite.model.shapes.norms import layer_norm, rms_norm
@@ -82,7 +82,7 @@ def linear(
     operator = Operator(
         name, OperatorClass.MATMUL, (rows, inner, columns), 1, flops, 2 * flops if x.grad else flops,
         x.bytes + out.bytes, 2 * (x.bytes + out.bytes) + out.bytes * bias, (weight + columns * bias) * tape.item_bytes,
-        sharding, precision="fp8" if fp8 else "",
+        sharding, precision=narrow_precision(tape) if fp8 else "",
     )  # fmt: skip
     rebuilt = (x,) if tape.regathers(x) else ()
     saved = (_share(tape, kept, x),)
@@ -99,6 +99,8 @@ def cast_input(tape: Tape, name: str, x: Value, out: Value, weight: int) -> Valu
 
     The input is written twice, as it is and transposed (matmuls in fp8 take one layout only on Hopper); the transposed
     copy is kept (TransformerEngine), or the input itself (torchao, which casts it again and the weight each time).
+    Under sequence parallelism each device casts its tokens, and what is gathered has one byte an item
+    (TransformerEngine's linear layers; torchao's ``Float8ColwiseParallel``), unless scales go by rows.
     """
     copy, new = tape.narrow_copy(x)
     if tape.kernels.fp8_kept:
@@ -108,8 +110,16 @@ def cast_input(tape: Tape, name: str, x: Value, out: Value, weight: int) -> Valu
         moved, weights = 2 * x.bytes + x.items, weight * (2 * tape.item_bytes + 1)
         backward_moved = 2 * out.bytes + out.items + moved
     moved = moved if new else 0
-    tape.extra(memory_operator(f"{name}.cast", x, moved, backward_moved, weights, count=2 if new or weights else 1))
+    operator = memory_operator(f"{name}.cast", x, moved, backward_moved, weights, count=2 if new or weights else 1)
+    if operator.sharding is Sharding.NONE and not tape.kernels.fp8_rows:
+        operator = replace(operator, sharding=Sharding.SEQUENCE)
+    tape.extra(operator)
     return copy if tape.kernels.fp8_kept else x
+
+
+def narrow_precision(tape: Tape) -> str:
+    """What an fp8 matmul computes in: scales of tensors and of rows have kernels of their own."""
+    return "fp8-rowwise" if tape.kernels.fp8_rows else "fp8"
 
 
 def _cast_weight(tape: Tape, name: str, out: Value, weight: int) -> None:

@@ -96,12 +96,13 @@ class TensorDimension:
             (Moment.BACKWARD, Collective.ALL_REDUCE, entering, begins, ASYNC),
         )
         if shared:
+            gathered = gathered_share(kind)
             calls = (
-                (Moment.FORWARD, Collective.ALL_GATHER, entering, begins, self.name),
+                (Moment.FORWARD, Collective.ALL_GATHER, entering * gathered, begins, self.name),
                 (Moment.FORWARD, Collective.REDUCE_SCATTER, leaving, ends, self.name),
-                (Moment.BACKWARD, Collective.ALL_GATHER, leaving, ends, self.name),
+                (Moment.BACKWARD, Collective.ALL_GATHER, leaving * gathered, ends, self.name),
                 (Moment.BACKWARD, Collective.REDUCE_SCATTER, entering, begins, ASYNC),
-                (Moment.BACKWARD, Collective.ALL_GATHER, entering, kind.regathers, ASYNC),
+                (Moment.BACKWARD, Collective.ALL_GATHER, entering * gathered, kind.regathers, ASYNC),
             )
         return tuple(
             Communication(sort, size, group, moment, False, count, cause)
@@ -148,6 +149,13 @@ def regions(kind: LayerKind) -> tuple[int, int]:
     half = kind.tensor_collectives // 2
     begins = half if kind.tensor_gathers is None else kind.tensor_gathers
     return begins, half if kind.tensor_scatters is None else kind.tensor_scatters
+
+
+def gathered_share(kind: LayerKind) -> float:
+    """Bytes that sequence parallelism gathers beside those of the tensor: fp8 matmuls' inputs and output gradients are
+    cast before they are gathered (TransformerEngine, ``gather_along_first_dim`` of quantized inputs; torchao's
+    ``Float8ColwiseParallel``), unless their scales go by rows. What is reduced stays wide."""
+    return 0.5 if any(operator.precision == "fp8" for operator in kind.operators) else 1.0
 
 
 def boundaries(kind: LayerKind) -> tuple[int, int]:
