@@ -1,65 +1,111 @@
-"""Runner-ups: what other, well-known shapes of plan would have cost."""
+"""Finalists: the plan of least closed form, and good plans of other, well-known shapes, compared by simulation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.registry import SHAPES
 from galvatron_lite.plans.schema import Alternative, Plan
-from galvatron_lite.search.best_first import finished, search
+from galvatron_lite.search.best_first import Found, finished, search
 from galvatron_lite.search.result import summary
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed
 
 UNBOUNDED = 2**60
+_ROUNDING = 1e-9
 
 
-def alternatives(request: Request, pricer: LayerPricer, plan: Plan, wanted: int) -> tuple[Alternative, ...]:
-    """Up to ``wanted`` runner-ups, quickest of those that fit first; each is a good plan of its shape,
-    not a proven one.
+@dataclass(frozen=True, slots=True, eq=False)
+class Finalist:
+    """A plan whose step has been simulated.
 
-    A shape of which no plan is met that fits is reported with its quickest plan, marked as not fitting.
+    Attributes:
+        name: of its shape.
+        found: what a search ended with.
+        plan: with its prediction.
+        fits: whether that is within the budget.
     """
-    if wanted < 1:
-        return ()
-    found: dict[str, Alternative] = {}
-    for name, fixed in _others(request, plan):
-        option = _best_of(replace(request, fixed=fixed), pricer, name)
-        if option is not None and option.summary.partition(": ")[2] != summary(plan):
-            found.setdefault(option.summary.partition(": ")[2], option)
-    ordered = sorted(found.values(), key=lambda option: (not option.fits, option.step_seconds, option.summary))
-    return tuple(ordered[:wanted])
+
+    name: str
+    found: Found
+    plan: Plan
+    fits: bool
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, simulated."""
+        return self.plan.prediction.step_seconds if self.plan.prediction else float("inf")
+
+    @property
+    def alternative(self) -> Alternative:
+        """What is told of it where another one is the plan."""
+        peak = self.plan.prediction.peak_memory if self.plan.prediction else 0
+        return Alternative(f"{self.name}: {summary(self.plan)}", self.seconds, peak, self.fits)
 
 
-def _others(request: Request, plan: Plan) -> Iterator[tuple[str, Fixed]]:
-    """Named shapes without a pipeline, then the neighbouring pipeline degrees of the plan."""
+def finalists(request: Request, pricer: LayerPricer, found: Found) -> tuple[Finalist, ...]:
+    """What the search found, first, and a good plan of each other shape, not a proven one.
+
+    A shape of which no plan is met that fits has its quickest plan, marked as not fitting.
+    """
+    first = _finalist(request, pricer, _degree_name(found.problem.shape.stages), found)
+    others = (
+        _best_of(replace(request, fixed=fixed), pricer, name)
+        for name, fixed in _others(request, len(first.plan.stages))
+    )
+    return first, *(other for other in others if other is not None)
+
+
+def quickest(options: Sequence[Finalist]) -> Finalist:
+    """The finalist of least simulated step time among those that fit; the first unless another one is really quicker.
+
+    Equal plans differ by a picosecond or so, by which the search rounds.
+    """
+    best = min((option for option in options if option.fits), key=lambda option: option.seconds)
+    return best if best.seconds < options[0].seconds * (1.0 - _ROUNDING) else options[0]
+
+
+def alternatives_to(options: Sequence[Finalist], chosen: Finalist, wanted: int) -> tuple[Alternative, ...]:
+    """Up to ``wanted`` other finalists, quickest of those that fit first; plans that read alike are told once."""
+    told: dict[str, Alternative] = {summary(chosen.plan): chosen.alternative}
+    for option in sorted(options, key=lambda option: (not option.fits, option.seconds)):
+        told.setdefault(summary(option.plan), option.alternative)
+    return tuple(told.values())[1 : 1 + max(wanted, 0)]
+
+
+def _others(request: Request, stages: int) -> Iterator[tuple[str, Fixed]]:
+    """Named shapes without a pipeline, then the pipeline degrees next to so many stages."""
     if request.fixed != Fixed():
         return
     if request.devices > 1:
         for name, fields in SHAPES:
             yield name, Fixed(pipeline=1, strategy=tuple(fields.items()))
     degrees = [degree for degree in divisors(request.devices) if degree <= len(request.graph.layers)]
-    here = degrees.index(len(plan.stages))
+    here = degrees.index(stages)
     for degree in degrees[max(here - 1, 0) : here] + degrees[here + 1 : here + 2]:
-        yield f"pipeline {degree}" if degree > 1 else "no pipeline", Fixed(pipeline=degree)
+        yield _degree_name(degree), Fixed(pipeline=degree)
 
 
-def _best_of(request: Request, pricer: LayerPricer, name: str) -> Alternative | None:
+def _degree_name(stages: int) -> str:
+    return f"pipeline {stages}" if stages > 1 else "no pipeline"
+
+
+def _best_of(request: Request, pricer: LayerPricer, name: str) -> Finalist | None:
     for budget in (request.budget, UNBOUNDED):
         try:
             found = search(replace(request, budget=budget), pricer, exact=False)
         except InputError:
             return None
         if found is not None:
-            break
-    else:
-        return None
+            return _finalist(request, pricer, name, found)
+    return None
+
+
+def _finalist(request: Request, pricer: LayerPricer, name: str, found: Found) -> Finalist:
     plan = finished(request, pricer, found)
-    if plan.prediction is None:
-        return None
-    seconds, peak = plan.prediction.step_seconds, plan.prediction.peak_memory
-    return Alternative(f"{name}: {summary(plan)}", seconds, peak, peak <= request.budget)
+    peak = plan.prediction.peak_memory if plan.prediction else 0
+    return Finalist(name, found, plan, peak <= request.budget)

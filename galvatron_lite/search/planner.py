@@ -1,12 +1,16 @@
-"""The fastest plan that fits: best-first search over shapes, exact search inside each.
+"""The fastest plan that fits: best-first search over shapes, exact search inside each, finalists by simulation.
 
 What is proven: no plan of the space (see ``problem`` for its rules, ``space`` for the choices) has a lesser step time
-by the closed form of ``cost.schedule`` (``cost.step.bound_seconds``), because every shape left unsearched has a lower
-bound no less than the plan's time, and inside a shape ``partition`` and ``frontier`` are exact. The prediction of the
-plan comes from the event simulation of ``cost.step.evaluate``; how far the two lie apart is said in ``cost.schedule``
-(without a pipeline they are equal). Times are compared in whole picoseconds. Where a chain needs more labels than
-``problem.widest`` allows, or the search more than ``MOST_WORK``, it ends early; the plan then says ``feasible`` and,
-by the bounds of what was left out, how far from the best it may be.
+by the closed form of ``cost.schedule`` (``cost.step.bound_seconds``) than the one the search ends with, because every
+shape left unsearched has a lower bound no less than that, and inside a shape ``partition`` and ``frontier`` are exact.
+Times are compared in whole picoseconds. Where a chain needs more labels than ``problem.widest`` allows, or the search
+more than ``MOST_WORK``, it ends early, and knows by the bounds of what was left out how far from the best it may be.
+
+What is shown: the step time of ``cost.step.evaluate``, for the plan and its runner-ups alike. It comes from an event
+simulation and equals the closed form without a pipeline; with one it is mostly a little less. So the plan of least
+closed form and good plans of other shapes (``alternatives``) are simulated, and the quickest that fits is the plan:
+no runner-up that fits is quicker. Where that is not the plan of least closed form, the gap says how much less the
+closed form of a plan can be at the most, and the plan is called feasible.
 """
 
 from __future__ import annotations
@@ -20,8 +24,8 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE
 from galvatron_lite.plans.schema import Plan, Proof, Provenance, Schedule
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.search.alternatives import alternatives
-from galvatron_lite.search.best_first import Progress, finished, search
+from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, quickest
+from galvatron_lite.search.best_first import Progress, search
 from galvatron_lite.search.checks import check_batch, unprofiled
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, Space, reasons
@@ -67,14 +71,20 @@ def find_plan(
         from galvatron_lite.search.ilp import certify as certify_plan
 
         certify_plan(found.problem, found.partition)
-    plan = finished(request, pricer, found)
-
+    options = finalists(request, pricer, found)
+    chosen = quickest(options)
     return replace(
-        plan,
-        alternatives=alternatives(request, pricer, plan, runners_up),
+        chosen.plan,
+        alternatives=alternatives_to(options, chosen, runners_up),
         left_out=(*reasons(profile.graph), *unprofiled(request, pricer)),
-        provenance=provenance(profile, budget, found.gap),
+        provenance=provenance(profile, budget, _gap(options[0], chosen)),
     )
+
+
+def _gap(proven: Finalist, chosen: Finalist) -> float:
+    """Share of the closed form of the chosen plan that some plan of the space may be below it."""
+    least = proven.found.partition.time * (1.0 - proven.found.gap)
+    return max(1.0 - least / chosen.found.partition.time, 0.0) if chosen is not proven else proven.found.gap
 
 
 def compare(profile: Profile, plans: Sequence[Plan]) -> list[Plan]:
