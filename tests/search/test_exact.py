@@ -8,9 +8,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.errors import InfeasibleError
+from galvatron_lite.model.graph import LayerKind
+from galvatron_lite.parallelism.context.cost import ContextDimension
+from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.plans.schema import Schedule
+from galvatron_lite.search.best_first import finished, search
 from galvatron_lite.search.planner import find_plan
+from galvatron_lite.search.shapes import Request
+from galvatron_lite.search.space import Fixed, Space
 from tests.factories import random_profile
 from tests.search.brute import bound_of, every_plan
 
@@ -22,11 +29,14 @@ def check(seed: int, devices: int, blocks: int, batch: int, tied: bool, schedule
     profile = random_profile(draw, devices=devices, blocks=blocks, alike=draw.random() < 0.5, tied=tied)
     plans = list(every_plan(profile, devices, batch, schedule))
     peaks = sorted({peak for _, peak in plans})
+    space, pricer = Space(profile.graph, devices), LayerPricer(profile)
     for budget in {peaks[0], draw.choice(peaks), draw.choice(peaks), peaks[-1]}:
         best = min(seconds for seconds, peak in plans if peak <= budget)
-        plan = find_plan(
-            profile, devices=devices, global_batch=batch, budget=budget, schedules=[schedule], runners_up=0
-        )
+        request = Request(profile.graph, devices, batch, budget, Fixed(), (schedule,), space)
+        found = search(request, pricer)
+        assert found is not None
+        assert found.gap == 0.0
+        plan = finished(request, pricer, found)
         assert plan.prediction is not None
         assert plan.prediction.peak_memory <= budget
         assert bound_of(profile, plan) == pytest.approx(best, rel=1e-9)
@@ -51,3 +61,13 @@ def test_equals_brute_force_on_four_devices(seed: int, tied: bool) -> None:
 @given(st.integers(0, 10**9), st.integers(1, 2), st.booleans())
 def test_equals_brute_force_with_gpipe(seed: int, blocks: int, tied: bool) -> None:
     check(seed, 2, blocks, 4, tied, Schedule.GPIPE)
+
+
+def offered(self: ContextDimension, kind: LayerKind, devices: int) -> list[dict[str, object]]:
+    return [{"context": degree} for degree in divisors(devices)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_equals_brute_force_where_a_dimension_is_added(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ContextDimension, "choices", offered)
+    check(seed, 2, 2, 4, seed % 2 == 0, Schedule.ONE_F_ONE_B)

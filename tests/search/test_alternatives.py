@@ -1,0 +1,79 @@
+"""Which finalist is the plan, and how the others are told of."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.plans.schema import Proof, Schedule
+from galvatron_lite.search import planner
+from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, quickest
+from galvatron_lite.search.best_first import search
+from galvatron_lite.search.shapes import Request
+from galvatron_lite.search.space import Fixed, Space
+from tests.factories import random_profile
+
+
+def some_finalists(seed: int = 5) -> tuple[Finalist, ...]:
+    profile = random_profile(random.Random(seed), devices=4, blocks=4)
+    space = Space(profile.graph, 4)
+    request = Request(profile.graph, 4, 8, 10**9, Fixed(), (Schedule.ONE_F_ONE_B,), space)
+    pricer = LayerPricer(profile)
+    found = search(request, pricer)
+    assert found is not None
+    return finalists(request, pricer, found)
+
+
+def slower(finalist: Finalist, factor: float, fits: bool = True) -> Finalist:
+    """The finalist with another step time."""
+    assert finalist.plan.prediction is not None
+    seconds = finalist.plan.prediction.step_seconds * factor
+    return replace(
+        finalist,
+        plan=replace(finalist.plan, prediction=replace(finalist.plan.prediction, step_seconds=seconds)),
+        fits=fits,
+    )
+
+
+def test_the_search_s_own_plan_comes_first_and_every_shape_once() -> None:
+    options = some_finalists()
+    assert len(options) > 3
+    assert len({option.name for option in options}) == len(options)
+    assert options[0].found.partition.time == min(option.found.partition.time for option in options)
+
+
+def test_the_quickest_that_fits_is_chosen() -> None:
+    first = some_finalists()[0]
+    behind = slower(first, 1.2)
+    assert quickest([first, behind]) is first
+    ahead = slower(first, 0.9)
+    assert quickest([first, ahead, behind]) is ahead
+    assert quickest([first, slower(first, 0.9, fits=False)]) is first
+    assert quickest([first, slower(first, 1.0 - 1e-12)]) is first, "rounding is no reason"
+
+
+def test_others_are_told_quickest_first_and_those_that_do_not_fit_last() -> None:
+    first, *others = some_finalists()
+    heavy, *rest = [slower(other, 1.0 + place, fits=place > 0) for place, other in enumerate(others)]
+    told = alternatives_to([first, *rest, heavy], first, 10)
+    assert [option.fits for option in told] == sorted((option.fits for option in told), reverse=True)
+    times = [option.step_seconds for option in told if option.fits]
+    assert times == sorted(times)
+    assert len(alternatives_to([first, *rest], first, 1)) == 1
+    assert alternatives_to([first, *rest], first, 0) == ()
+
+
+def test_a_plan_chosen_for_its_simulation_is_not_called_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = random_profile(random.Random(5), devices=4, blocks=4)
+    asked = {"devices": 4, "global_batch": 8, "budget": 10**9}
+    usual = planner.find_plan(profile, **asked)
+    assert usual.provenance is not None
+    assert usual.provenance.proof is Proof.PROVEN
+    monkeypatch.setattr(planner, "quickest", lambda options: max(options, key=lambda one: one.found.partition.time))
+    other = planner.find_plan(profile, **asked)
+    assert other.provenance is not None
+    assert other.provenance.proof is Proof.FEASIBLE
+    assert 0.0 < other.provenance.gap < 1.0
