@@ -12,6 +12,7 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.model.shapes.images.layout import channels_last
 from galvatron_lite.model.shapes.images.names import builder_of, canonical, shape_of_name, works_on_tokens
+from galvatron_lite.model.shapes.images.partition import partitioned
 from galvatron_lite.model.shapes.images.summary import ImageTotals, summary_graph
 from galvatron_lite.model.shapes.registry import build_graph
 from galvatron_lite.stacks.schema import Stack
@@ -20,11 +21,16 @@ from galvatron_lite.validate.outcome import Skipped
 from galvatron_lite.validate.rows import PublishedRun
 
 _TOTALS = re.compile(r"fwd gmacs ([\d.]+), m-activations ([\d.]+)")
+_BALANCE = re.compile(r"layer balance \[(\d+(?:, *\d+)*)\]")
 _LAST = re.compile(r"\bnhwc\b|channels[ _-]last")
 
 _LAST_STACKS = ("tensorflow", "mxnet", "paddle", "oneflow", "pytorch-ddp")
 """Software whose mixed-precision recipes keep pictures channels last: NVIDIA DeepLearningExamples (``--memory-format
 nhwc``, ``--data-layout NHWC``, MXNet's NHWC input layout) and TensorFlow's layout optimizer on tensor cores."""
+
+
+_PARTITIONING = ("torchgpipe",)
+"""Software that recomputes a partition of its pipeline as a whole (``partitioned``)."""
 
 
 def image_model(run: PublishedRun, stack: Stack) -> ModelGraph | Skipped:
@@ -40,6 +46,8 @@ def image_model(run: PublishedRun, stack: Stack) -> ModelGraph | Skipped:
     side = run.image_size or 224
     last = _LAST.search(run.said) is not None or (precision == "fp16" and stack.name in _LAST_STACKS)
     graph = _named(canonical(run.model), side, precision, stack.kernels, last)
+    if graph is not None and stack.name in _PARTITIONING and (balance := layer_balance(run.said)):
+        return _partitioned(canonical(run.model), side, precision, stack.kernels, last, balance)
     found = _TOTALS.search(run.said)
     if graph is None and found and run.params_b:
         totals = (float(found[1]) * 1e9, float(found[2]) * 1e6, run.params_b * 1e9)
@@ -47,6 +55,12 @@ def image_model(run: PublishedRun, stack: Stack) -> ModelGraph | Skipped:
     if graph is None:
         return Skipped("image network known neither by name nor by totals")
     return graph
+
+
+def layer_balance(said: str) -> tuple[int, ...]:
+    """Layers a stage where a run says so (``layer balance [9, 15]``); empty where it does not."""
+    found = _BALANCE.search(said)
+    return tuple(int(count) for count in found[1].split(",")) if found else ()
 
 
 def _item_precision(text: str | None) -> str:
@@ -64,6 +78,14 @@ def _named(name: str, side: int, precision: str, kernels: Kernels, last: bool) -
         return build_graph(shape, precision=precision, kernels=kernels)
     builder = builder_of(name)
     return builder(side, 1000, precision, ITEM_BYTES[precision]) if builder else None
+
+
+@lru_cache(maxsize=512)
+def _partitioned(
+    name: str, side: int, precision: str, kernels: Kernels, last: bool, balance: tuple[int, ...]
+) -> ModelGraph | Skipped:
+    graph = _named(name, side, precision, kernels, last)
+    return Skipped("unknown network") if graph is None else partitioned(graph, balance)
 
 
 @lru_cache(maxsize=2048)

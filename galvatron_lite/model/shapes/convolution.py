@@ -19,13 +19,13 @@ def convolution(
     channels: tuple[int, int],
     extent: Extent,
     *,
-    kernel: int,
+    kernel: int | Extent,
     stride: int = 1,
     padding: int | None = None,
     groups: int = 1,
     bias: bool = False,
 ) -> tuple[Value, Extent]:
-    """A square convolution of ``x`` (in, height, width); keeps its input. Returns the output and its extent.
+    """A convolution of ``x`` (in, height, width); keeps its input. Returns the output and its extent.
 
     Args:
         tape: where it is written down.
@@ -33,26 +33,34 @@ def convolution(
         x: input.
         channels: in and out.
         extent: of the input.
-        kernel: pixels along each side.
+        kernel: pixels along each side; (height, width) where it is not square.
         stride: along each side.
         padding: along each side; None: kernel // 2.
         groups: of channels.
         bias: whether a bias is added.
     """
     inner, outer = channels
-    pad = kernel // 2 if padding is None else padding
-    after = pooled_extent(extent, kernel, stride, pad)
+    sides = (kernel, kernel) if isinstance(kernel, int) else kernel
+    after = _after(extent, sides, stride, padding)
     out = tape.value(outer * after[0] * after[1], x.part)
-    weight = outer * (inner // groups) * kernel * kernel
+    weight = outer * (inner // groups) * sides[0] * sides[1]
     flops = 2 * weight * after[0] * after[1]
     tape.own(weight + outer * bias)
     moved = x.bytes + out.bytes
-    shape = (inner, outer, groups, *extent, kernel, kernel, stride, stride)
+    shape = (inner, outer, groups, *extent, *sides, stride, stride)
     operator = Operator(
         name, OperatorClass.CONVOLUTION, shape, 1, flops, 2 * flops if x.grad else flops, moved, 2 * moved,
         (weight + outer * bias) * tape.item_bytes, sharding_of(x),
     )  # fmt: skip
     return tape.record(Call((x,), out, saved=(x,), anchor=(out,)), operator), after
+
+
+def _after(extent: Extent, sides: Extent, stride: int, padding: int | None) -> Extent:
+    pads = (side // 2 if padding is None else padding for side in sides)
+    height, width = (
+        (whole + 2 * pad - side) // stride + 1 for whole, side, pad in zip(extent, sides, pads, strict=True)
+    )
+    return height, width
 
 
 def pooled_extent(extent: Extent, kernel: int, stride: int, padding: int) -> Extent:

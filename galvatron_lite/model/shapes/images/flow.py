@@ -55,7 +55,7 @@ class Flow:
     def convolve(
         self,
         out: int,
-        kernel: int = 1,
+        kernel: int | Extent = 1,
         stride: int = 1,
         groups: int = 1,
         *,
@@ -63,7 +63,7 @@ class Flow:
         padding: int | None = None,
     ) -> Flow:
         """Convolution with half-kernel padding where none is given; a patch embedding (kernel = stride) has none."""
-        if padding is None and kernel == stride and kernel > 1:
+        if padding is None and kernel == stride and stride > 1:
             padding = 0
         self.value, self.extent = rules.convolution(
             self.tape, self._name("conv"), self.value, (self.channels, out), self.extent, kernel=kernel, stride=stride,
@@ -129,6 +129,11 @@ class Flow:
             self.value = ops.activation(self.tape, name, self.value)
         return self
 
+    def rectify(self) -> Flow:
+        """ReLU into a new tensor."""
+        self.value = ops.activation(self.tape, self._name("relu"), self.value, keeps_output=True)
+        return self
+
     def unit(self, out: int, kernel: int = 1, stride: int = 1, groups: int = 1, function: Activation = "relu") -> Flow:
         """Convolution, batch normalisation, activation."""
         return self.convolve(out, kernel, stride, groups).normalise().activate(function)
@@ -148,6 +153,14 @@ class Flow:
         out = self.tape.value(self.channels * self.pixels, Part.WHOLE)
         call = Call(tuple(branch.value for branch in branches), out)
         self.value = self.tape.record(call, memory_operator(self._name("cat"), out, 2 * out.bytes, 2 * out.bytes))
+        return self
+
+    def enlarge(self, beside: int) -> Flow:
+        """The picture copied to the (larger) extent it stands at, with channels of another picture beside it."""
+        self.channels += beside
+        out = self.tape.value(self.channels * self.pixels, Part.WHOLE)
+        operator = memory_operator(self._name("enlarge"), out, 2 * out.bytes, 2 * out.bytes, count=2)
+        self.value = self.tape.record(Call((self.value,), out), operator)
         return self
 
     def scale(self) -> Flow:

@@ -14,6 +14,8 @@ from galvatron_lite.model.shapes.fields import ConvNextShape, VitShape
 from galvatron_lite.model.shapes.images.classic import dense_graph, vgg_graph
 from galvatron_lite.model.shapes.images.crossstage import cross_graph, cross_of
 from galvatron_lite.model.shapes.images.detection import detector_graph
+from galvatron_lite.model.shapes.images.evolved import evolved_graph
+from galvatron_lite.model.shapes.images.mirrored import mirrored_graph
 from galvatron_lite.model.shapes.images.mobile import mobile_graph
 from galvatron_lite.model.shapes.images.mobile_tables import mobile_of
 from galvatron_lite.model.shapes.images.normfree import normfree_graph, normfree_of
@@ -154,6 +156,14 @@ def _lettered(name: str) -> Builder | None:
         return lambda side, classes, precision, size: vgg_graph(name, depth, norm, side, classes, precision, size)
     if name == "ssd300_resnet50":
         return lambda side, _, precision, size: detector_graph(name, side, precision, size)
+    if found := re.fullmatch(r"amoebanet_d_l(\d+)_d(\d+)", name):
+        layers, filters = int(found[1]), int(found[2])
+        return lambda side, classes, precision, size: evolved_graph(
+            name, layers, filters, side, classes, precision, size
+        )
+    if found := re.fullmatch(r"unet_b(\d+)_c(\d+)", name):
+        count, base = int(found[1]), int(found[2])
+        return lambda side, _, precision, size: mirrored_graph(name, count, base, side, precision, size)
     if found := re.fullmatch(r"(?:tv_)?densenet(121|161|169|201|264)", name):
         layers = int(found[1])
         return lambda side, classes, precision, size: dense_graph(name, layers, side, classes, precision, size)

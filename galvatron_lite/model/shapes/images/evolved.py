@@ -1,0 +1,157 @@
+"""AmoebaNet-D, whose cells take the outputs of the two cells before them. No torch here.
+
+Sources: Real et al. 2018 (arXiv:1802.01548, figure 5 and appendix), as GPipe (Huang et al. 2018, arXiv:1811.06965) and
+torchgpipe (Kim et al. 2020, arXiv:2004.09910, section 4) train it: the outputs of a normal cell are its states 0, 3, 4
+and 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Role, SplitDims
+from galvatron_lite.model.shapes import ops
+from galvatron_lite.model.shapes.assemble import assemble
+from galvatron_lite.model.shapes.calls import Part
+from galvatron_lite.model.shapes.convolution import Extent
+from galvatron_lite.model.shapes.images.flow import Flow
+from galvatron_lite.model.shapes.tape import Tape
+
+_REASON = "A convolutional block has no pair of column-split and row-split matmuls."
+
+
+def _narrow(flow: Flow, stride: int, kernels: tuple[Extent, ...]) -> Flow:
+    """Convolutions at a quarter of the channels between two 1 x 1 ones; the first of them strides."""
+    channels = flow.channels
+    _unit(flow, channels // 4, (1, 1))
+    for index, kernel in enumerate(kernels):
+        _unit(flow, channels // 4, kernel, 1 if index else stride)
+    return _unit(flow, channels, (1, 1))
+
+
+def _unit(flow: Flow, out: int, kernel: Extent, stride: int = 1) -> Flow:
+    return flow.rectify().convolve(out, kernel, stride, padding=None if kernel != (1, 1) else 0).normalise()
+
+
+def _average(flow: Flow, stride: int) -> Flow:
+    return flow.pool(3, stride, maximum=False)
+
+
+_OPERATIONS: dict[str, Callable[[Flow, int], Flow]] = {
+    "none": lambda flow, _: flow,
+    "conv": lambda flow, stride: _unit(flow, flow.channels, (1, 1), stride),
+    "conv3": lambda flow, stride: _narrow(flow, stride, ((3, 3),)),
+    "conv7": lambda flow, stride: _narrow(flow, stride, ((1, 7), (7, 1))),
+    "mean": _average,
+    "max": lambda flow, stride: flow.pool(2, stride, padding=0),
+}
+_NORMAL = (
+    ((1, "conv"), (1, "mean")), ((1, "none"), (0, "conv7")), ((0, "conv"), (0, "conv7")), ((2, "mean"), (2, "none")),
+    ((1, "mean"), (5, "conv")),
+)  # fmt: skip
+_REDUCTION = (
+    ((0, "max"), (0, "mean")), ((2, "none"), (1, "conv3")), ((2, "conv7"), (2, "mean")), ((3, "none"), (1, "max")),
+    ((2, "mean"), (3, "conv")),
+)  # fmt: skip
+"""Pairs of operations whose results are summed into a new state, each with the state it takes (3 x 3 maxima are means
+in torchgpipe's port)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What makes cells equal.
+
+    Attributes:
+        before: channels and extent of the output two cells back.
+        last: of the previous cell's output.
+        channels: of the cell's states.
+        reduction: whether it halves the picture.
+        single: whether both inputs are one tensor.
+    """
+
+    before: tuple[int, Extent]
+    last: tuple[int, Extent]
+    channels: int
+    reduction: bool
+    single: bool
+
+
+def evolved_graph(
+    name: str, layers: int, filters: int, side: int, classes: int, precision: str, item_bytes: int
+) -> ModelGraph:
+    """Stem, two reduction cells, three rows of normal cells with reduction cells between them, classifier."""
+    each, channels = layers // 3, filters // 4
+    stem, extent = _stem(side, channels, item_bytes)
+    before = last = (channels, extent)
+    kinds: dict[Cell, LayerKind] = {}
+    blocks: list[Layer] = []
+    for reduction in (True, True, *[False] * each, True, *[False] * each, True, *[False] * each):
+        channels *= 2 if reduction else 1
+        cell = Cell(before, last, channels, reduction, not blocks)
+        if cell not in kinds:
+            kinds[cell] = _cell_kind(cell, f"cell{len(kinds)}", item_bytes)
+        blocks.append(Layer(f"cells.{len(blocks)}", kinds[cell].name, Role.BLOCK))
+        before, last = last, _result(cell)
+    after = _classifier(last, before, classes, item_bytes)
+    return assemble(name, [stem, *kinds.values(), after], blocks, sequence=1, precision=precision)
+
+
+def _result(cell: Cell) -> tuple[int, Extent]:
+    height, width = cell.last[1]
+    return (3 * cell.channels, (height // 2, width // 2)) if cell.reduction else (4 * cell.channels, (height, width))
+
+
+def _stem(side: int, channels: int, item_bytes: int) -> tuple[LayerKind, Extent]:
+    tape = Tape(item_bytes)
+    flow = Flow(tape, tape.enter(3 * side * side, Part.WHOLE, grad=False), 3, (side, side))
+    flow.rectify().convolve(channels, 3, 2).normalise()
+    dims = SplitDims(in_channels=3, out_channels=channels, height=side, width=side)
+    return tape.kind("before", (flow.value,), dims, tensor_reason=_REASON, recomputed=False), flow.extent
+
+
+def _enter(tape: Tape, picture: tuple[int, Extent]) -> Flow:
+    channels, extent = picture
+    return Flow(tape, tape.enter(channels * extent[0] * extent[1], Part.WHOLE), channels, extent)
+
+
+def _cell_kind(cell: Cell, name: str, item_bytes: int) -> LayerKind:
+    tape = Tape(item_bytes)
+    last = _enter(tape, cell.last)
+    before = last.fork() if cell.single else _enter(tape, cell.before)
+    skip = last.value
+    out = _cell(cell, last, before)
+    dims = SplitDims(in_channels=cell.last[0], out_channels=out.channels, height=cell.last[1][0], width=cell.last[1][1])
+    return tape.kind(name, (out.value, skip), dims, tensor_reason=_REASON)
+
+
+def _cell(cell: Cell, last: Flow, before: Flow) -> Flow:
+    states = [_unit(last, cell.channels, (1, 1)), _fitted(before, cell)]
+    for pair in _REDUCTION if cell.reduction else _NORMAL:
+        first, second = (
+            _OPERATIONS[kind](states[source].fork(), 2 if cell.reduction and source < 2 else 1) for source, kind in pair
+        )
+        states.append(first.add(second))
+    chosen = (4, 5, 6) if cell.reduction else (0, 3, 4, 6)
+    return states[chosen[0]].fork().concatenate(*(states[index] for index in chosen[1:]))
+
+
+def _fitted(before: Flow, cell: Cell) -> Flow:
+    """The output two cells back at the cell's channels and extent; halved by two 1 x 1 convolutions side by side."""
+    if before.extent != cell.last[1]:
+        before.rectify()
+        other = before.fork().mix("shift", (2, 2), keeps=False)
+        halves = [half.convolve(cell.channels // 2, 1, 2) for half in (before.fork(), other)]
+        return halves[0].concatenate(halves[1]).normalise()
+    return before if before.channels == cell.channels else _unit(before, cell.channels, (1, 1))
+
+
+def _classifier(last: tuple[int, Extent], skip: tuple[int, Extent], classes: int, item_bytes: int) -> LayerKind:
+    tape = Tape(item_bytes)
+    flow = _enter(tape, last)
+    _enter(tape, skip)
+    flow.pool(last[1][0], last[1][0], maximum=False, padding=0)
+    logits = flow.linear(classes).value
+    loss = ops.cross_entropy(tape, "loss", logits, tape.labels(1))
+    dims = SplitDims(in_channels=last[0], out_channels=classes, height=last[1][0], width=last[1][1])
+    return tape.kind("after", (loss,), dims, tensor_reason=_REASON, recomputed=False)

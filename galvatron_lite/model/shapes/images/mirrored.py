@@ -1,0 +1,54 @@
+"""U-Net (Ronneberger et al. 2015, arXiv:1505.04597) as torchgpipe trains it (Kim et al. 2020, arXiv:2004.09910). No
+torch here.
+"""
+
+from __future__ import annotations
+
+from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.shapes.images.flow import Flow
+from galvatron_lite.model.shapes.images.network import Network
+
+LEVELS = 5
+"""Halvings of the picture."""
+
+
+def mirrored_graph(name: str, convolutions: int, base: int, side: int, precision: str, item_bytes: int) -> ModelGraph:
+    """Levels that halve the picture and double its channels, the way back with the pictures kept on the way down.
+
+    Args:
+        name: of the model.
+        convolutions: a level.
+        base: channels of the first level.
+        side: pixels along each side of the picture.
+        precision: of activations.
+        item_bytes: of an activation item.
+    """
+    net = Network(name, item_bytes, 3, (side, side))
+    widths = [base * 2**level for level in range(LEVELS)]
+    net.stem(_level, inner=base, out=base, count=convolutions, halve=True)
+    for width in widths[1:]:
+        net.block(_level, inner=width, out=width, count=convolutions, halve=True)
+    net.block(_level, inner=2 * widths[-1], out=widths[-1], count=convolutions, halve=False)
+    for width in reversed(widths):
+        net.block(_climb, skip=width, out=width // 2, count=convolutions)
+    return net.finish(1, precision)
+
+
+def _level(flow: Flow, inner: int, out: int, count: int, halve: bool) -> None:
+    """So many convolutions, then maximum pooling; the picture before it is what the way back takes."""
+    for index in range(count):
+        _unit(flow, out if index == count - 1 else inner)
+    if halve:
+        flow.pool(2, 2, padding=0)
+
+
+def _climb(flow: Flow, skip: int, out: int, count: int) -> None:
+    """Every pixel four times, the picture of the same extent on the way down beside it, convolutions."""
+    flow.extent = (2 * flow.extent[0], 2 * flow.extent[1])
+    flow.enlarge(skip)
+    _level(flow, out, out, count, halve=False)
+
+
+def _unit(flow: Flow, out: int) -> None:
+    """Convolution, dropout of whole channels, normalisation of each sample, leaky ReLU: each into a new tensor."""
+    flow.convolve(out, 3).mix("dropout", (2, 2), keeps=False).mix("norm", (3, 5)).mix("relu", (2, 3))

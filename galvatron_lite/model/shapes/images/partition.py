@@ -1,0 +1,71 @@
+"""Layers that software treats as one: each partition of a pipeline that recomputes as a whole. No torch here.
+
+torchgpipe checkpoints a partition of its pipeline, not the layers in it (Kim et al. 2020, arXiv:2004.09910, section 3):
+of every micro-batch only what enters the partition is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Operator, Recompute, Role, TensorSplit
+from galvatron_lite.model.shapes.assemble import assemble
+from galvatron_lite.model.shapes.calls import Part
+from galvatron_lite.model.shapes.tape import Tape
+
+
+def partitioned(graph: ModelGraph, balance: Sequence[int]) -> ModelGraph:
+    """The same network with one block a partition; what stands before the blocks joins the first.
+
+    Args:
+        graph: a chain of layers.
+        balance: layers of each partition; the last layer (the head) is one of the last partition's and stays apart.
+
+    Raises:
+        InputError: a balance that does not add up to the layers.
+    """
+    if sum(balance) != len(graph.layers) or min(balance) < 1 or balance[-1] < 2:
+        raise InputError("balance", list(balance), f"Give layers a partition that add up to {len(graph.layers)}.")
+    kinds = [graph.kind_of(layer) for layer in graph.layers]
+    ends = list(accumulate(balance))
+    ends[-1] -= 1
+    starts = [0, *ends[:-1]]
+    joined = [
+        _joined(f"partition{place}", kinds[start:end])
+        for place, (start, end) in enumerate(zip(starts, ends, strict=True))
+    ]
+    blocks = [Layer(f"partitions.{place}", kind.name, Role.BLOCK) for place, kind in enumerate(joined)]
+    tape = Tape(1)
+    before = tape.kind("before", (tape.enter(kinds[0].input_bytes, Part.WHOLE, grad=False),), kinds[0].dims)
+    whole = [before, *joined, kinds[-1]]
+    return assemble(graph.name, whole, blocks, sequence=graph.sequence, precision=graph.precision)
+
+
+def _joined(name: str, kinds: Sequence[LayerKind]) -> LayerKind:
+    """Layers one after the other as one; recomputed, it keeps what enters the first."""
+    kept = sum(kind.kept[Recompute.NONE].total for kind in kinds)
+    return LayerKind(
+        name=name,
+        parameters=TensorSplit(whole=sum(kind.parameters.total for kind in kinds)),
+        operators=_operators(kinds),
+        kept={Recompute.NONE: TensorSplit(whole=kept), Recompute.FULL: TensorSplit(whole=kinds[0].input_bytes)},
+        working=TensorSplit(whole=_beyond(kept, kinds, [kind.working.total for kind in kinds])),
+        forward_working=TensorSplit(whole=_beyond(kept, kinds, [kind.forward_working.total for kind in kinds])),
+        input_bytes=kinds[0].input_bytes,
+        output_bytes=kinds[-1].output_bytes,
+        dims=kinds[0].dims,
+        buffer_bytes=sum(kind.buffer_bytes for kind in kinds),
+        tensor_reason=kinds[0].tensor_reason,
+    )
+
+
+def _beyond(kept: int, kinds: Sequence[LayerKind], live: Sequence[int]) -> int:
+    """Bytes at the worst moment of any layer, all before it kept, beyond what all keep."""
+    prefixes = accumulate(kind.kept[Recompute.NONE].total for kind in kinds)
+    return max(0, max(prefix + more for prefix, more in zip(prefixes, live, strict=True)) - kept)
+
+
+def _operators(kinds: Sequence[LayerKind]) -> tuple[Operator, ...]:
+    return tuple(operator for kind in kinds for operator in kind.operators)
