@@ -108,7 +108,8 @@ def _pricer(
 ) -> LayerPricer:
     """Prices of the points that a plan needs; those of an equal model on an equal machine are kept."""
     wanted = wanted_points(graph, plan)
-    key = (id(graph), id(cluster), stack.name, stack.kernels, stack.states, stack.optimizer, precision, wanted)
+    expert = max(run.strategy.expert for stage in plan.stages for run in stage.runs)
+    key = (id(graph), id(cluster), stack.name, stack.kernels, stack.states, stack.optimizer, precision, wanted, expert)
     if key not in memory.pricers:
         profile = estimate_profile(
             graph,
@@ -120,6 +121,7 @@ def _pricer(
             stack=stack,
             calibration=calibration,
             wanted=wanted,
+            expert=expert,
         )
         memory.pricers[key] = LayerPricer(profile)
     return memory.pricers[key]
