@@ -108,15 +108,23 @@ def layer_times(
 
 
 def _needed(operators: Sequence[Operator]) -> int:
-    """How many operators make tensors that backward needs: the last weighted matmul keeps but its input, and an
-    addition behind it nothing; whatever has work in backward (a norm, dropout) keeps something."""
+    """How many operators make tensors that backward needs: the last weighted matmul keeps but its input, and a residual
+    addition behind it nothing; whatever else has work in backward (a norm, dropout) keeps something."""
     for place in range(len(operators) - 1, -1, -1):
         operator = operators[place]
         if operator.kind is OperatorClass.MATMUL and operator.weight_bytes:
             return place
-        if operator.kind is not OperatorClass.MEMORY or operator.backward_moved:
+        if operator.kind is not OperatorClass.MEMORY or not _keeps_nothing(operator):
             break
     return len(operators)
+
+
+def _keeps_nothing(operator: Operator) -> bool:
+    """Whether backward needs nothing of a memory-bound operator: it hands gradients on, or adds two of them up as
+    forward added two tensors."""
+    return not operator.backward_moved or (
+        operator.name.endswith(".residual") and operator.backward_moved == operator.moved
+    )
 
 
 def kernels(operator: Operator) -> tuple[int, int]:

@@ -8,15 +8,20 @@ from statistics import fmean
 
 import pytest
 
-from galvatron_lite.cluster.catalog import load_cluster
+from galvatron_lite.cluster.catalog import device_named, load_cluster
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.cluster.collectives import collective_seconds
 from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.model.shapes import DecoderShape, build_graph
 from galvatron_lite.parallelism.base import Collective
 from galvatron_lite.profiler.estimate import estimate_profile
+from galvatron_lite.profiler.estimate_layer import layer_times
+from galvatron_lite.profiler.roofline import operator_seconds
+from galvatron_lite.profiler.roofline_machine import machine_of
 from galvatron_lite.profiler.schema import LayerPoint
 from galvatron_lite.stacks.catalog import match_stack
+from galvatron_lite.stacks.schema import StateLayout
 
 SEQUENCE, HIDDEN, SAMPLES, DEGREE = 2048, 6144, 4, 8
 NONE, SELECTIVE, FULL = Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL
@@ -72,3 +77,14 @@ def test_attention_alone_runs_again_under_selective_recompute() -> None:
     """The paper: 1.3 ms more backward, and 3.9 % of FLOPs for 64 heads of 96 at 2048 tokens."""
     extra = block(True, SELECTIVE).backward - block(True, NONE).backward
     assert extra == pytest.approx(1.3e-3, rel=0.15)
+
+
+def test_full_recompute_stops_before_the_last_matmul_and_the_residual_behind_it() -> None:
+    """Sums of gradients at a residual addition are no reason to run it again (``set_checkpoint_early_stop``)."""
+    shape = DecoderShape(name="g", layers=2, hidden=1024, heads=8, vocab=512, seq_len=512)
+    graph = build_graph(shape, kernels=Kernels(flash_attention=True))
+    machine, kind = machine_of(device_named("A100-80GB"), "bf16"), graph.kinds["block"]
+    tail = [operator_seconds(machine, one, 4).forward for one in kind.operators if one.name.startswith("mlp.")][-2:]
+    whole, stopped = (layer_times(machine, kind, StateLayout(), 4, early_stop=stop).whole for stop in (False, True))
+    assert [one.name for one in kind.operators][-2:] == ["mlp.down", "mlp.residual"]
+    assert stopped == pytest.approx(whole - sum(tail))
