@@ -106,7 +106,7 @@ def _search(problem: Problem, bounds: Relaxed, limit: int | None) -> Answer:
     for stage in range(stages):
         reached: dict[int, list[_Label]] = {}
         for start, labels in sorted(front.items()):
-            for stop in range(start + 1, layers - (stages - stage - 1) + 1):
+            for stop in _stops(start, layers, stages - stage - 1):
                 through = bounds.through(stage, start, stop)
                 if through < top:
                     others = _others(problem, bounds, start, stop)
@@ -121,6 +121,11 @@ def _search(problem: Problem, bounds: Relaxed, limit: int | None) -> Answer:
     ends = [Partition(step_time(label.stages, count), label.cuts, label.stages) for label in front.get(layers, [])]
     best = min(ends, key=lambda plan: (plan.time, plan.cuts), default=None)
     return Answer(best, least if best is None else min(least, best.time))
+
+
+def _stops(start: int, layers: int, later: int) -> range:
+    """Where a stage may end: a layer at least for each later stage; the last stage takes all that is left."""
+    return range(start + 1, layers - later + 1) if later else range(layers, layers + 1)
 
 
 def _others(problem: Problem, bounds: Relaxed, start: int, stop: int) -> int:

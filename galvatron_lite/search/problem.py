@@ -147,8 +147,7 @@ class Problem:
         sender = Strategy(data=data, context=context, tensor=tensor, sequence_parallel=shared)
         output = self.graph.kind_of(self.graph.layers[cut - 1]).output_bytes
         size = boundary_bytes(output, self.shape.microbatch, sender)
-        before = max(min(stage, self.shape.stages - 1) - 1, 0)  # some bounds ask for ranges that no stage can hold
-        return size, transfer_seconds(self.tables.pricer, size, sender, self.shape, (before, before + 1))
+        return size, transfer_seconds(self.tables.pricer, size, sender, self.shape, (stage - 1, stage))
 
     def held(self, stage: int) -> int:
         """Micro-batches in flight in a stage."""

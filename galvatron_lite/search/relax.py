@@ -98,29 +98,39 @@ def relaxed(problem: Problem, tables: list[Table]) -> Relaxed | None:
 
 
 def _excess(tables: list[Table], held: int, count: int, room: float, micro: FloatArray) -> FloatArray:
-    memory, time, local = {}, {}, {}
-    for table in dict.fromkeys(tables):
-        rest = (table.memory[:, 0] + (held - 1) * table.kept).astype(np.float64)
-        memory[table] = rest + table.memory[:, 1]
-        local[table] = rest + table.memory[:, 2:4].max(axis=1)
-        time[table] = (count * (table.forward + table.backward) + table.step).astype(np.float64)
-    spread = [{table: float(np.ptp(values[table])) for table in values} for values in (time, memory)]
-    scale = sum(spread[0][t] for t in tables) / (sum(spread[1][t] for t in tables) + 1.0)
-    lightest = _summed([float(memory[table].min()) for table in tables])
+    kinds = list(dict.fromkeys(tables))
+    which = np.array([kinds.index(table) for table in tables])
+    rest = [(table.memory[:, 0] + (held - 1) * table.kept).astype(np.float64) for table in kinds]
+    memory = [own + table.memory[:, 1] for own, table in zip(rest, kinds, strict=True)]
+    local = [own + table.memory[:, 2:4].max(axis=1) for own, table in zip(rest, kinds, strict=True)]
+    time = [(count * (table.forward + table.backward) + table.step).astype(np.float64) for table in kinds]
+    prices = np.concatenate(([0.0], _PRICES * _spread(time, which) / (_spread(memory, which) + 1.0)))
+    # The last layer of a stage counts with its own peak instead of what it leaves to later ones.
+    total, ends = _ranges(_least(time, memory, prices)[which], _least(time, local, prices)[which])
     bound = np.full((len(tables) + 1, len(tables) + 1), -np.inf)
-    prices = np.concatenate(([0.0], _PRICES * scale))[:, None]
-    least = {table: (time[table] + prices * memory[table]).min(axis=1) for table in time}
-    final = {table: (time[table] + prices * local[table]).min(axis=1) for table in time}
-    for number, price in enumerate(prices[:, 0]):
-        total = _summed([least[table][number] for table in tables])
-        # The last layer of a stage counts with its own peak instead of what it leaves to later ones.
-        ends = np.concatenate(([0.0], total[:-1] + [final[table][number] for table in tables]))
-        bound = np.maximum(bound, ends[None, :] - total[:, None] - price * room)
+    for number, price in enumerate(prices):
+        np.maximum(bound, ends[:, number][None, :] - (total[:, number] + price * room)[:, None], out=bound)
     bound -= micro[None, :] - micro[:, None]
-    heaviest = np.concatenate(([0.0], lightest[:-1] + [float(local[table].min()) for table in tables]))
-    too_much = heaviest[None, :] - lightest[:, None] > room
-    empty = np.tri(len(tables) + 1, dtype=bool)
-    return np.where(too_much | empty, np.inf, bound)
+    lightest, heaviest = _ranges(*(np.array([[values.min()] for values in own])[which] for own in (memory, local)))
+    too_much = heaviest.T - lightest > room
+    return np.where(too_much | np.tri(len(tables) + 1, dtype=bool), np.inf, bound)
+
+
+def _spread(values: list[FloatArray], which: NDArray[np.int64]) -> float:
+    """How far the choices of all layers together lie apart."""
+    return float(np.array([np.ptp(own) for own in values])[which].sum())
+
+
+def _least(time: list[FloatArray], memory: list[FloatArray], prices: FloatArray) -> FloatArray:
+    """(kinds, prices): least time + price * memory."""
+    return np.array([(own + prices[:, None] * size).min(axis=1) for own, size in zip(time, memory, strict=True)])
+
+
+def _ranges(values: FloatArray, last: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """From (L, columns): sums of the layers before each place, and the same with ``last`` for the last of them."""
+    nothing = np.zeros((1, values.shape[1]))
+    total = np.concatenate((nothing, np.cumsum(values, axis=0)))
+    return total, np.concatenate((nothing, total[:-1] + last))
 
 
 def _summed(values: list[float]) -> FloatArray:

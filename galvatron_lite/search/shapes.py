@@ -7,7 +7,7 @@ most promising node first and stop as soon as no bound is below the best plan it
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
 from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing, layout
@@ -37,6 +37,7 @@ class Request:
         fixed: what is not searched.
         schedules: to choose from.
         space: the strategies to choose from.
+        tables: figures by shape and pinned strategy, remembered for all searches of a request.
     """
 
     graph: ModelGraph
@@ -46,6 +47,7 @@ class Request:
     fixed: Fixed
     schedules: tuple[Schedule, ...]
     space: Space
+    tables: dict[tuple[Shape, tuple[tuple[str, object], ...]], Tables] = field(default_factory=dict, compare=False)
 
 
 def shapes_of(request: Request) -> list[Shape]:
@@ -80,7 +82,11 @@ def _lowest(problem: Problem, place: int) -> Table:
 
 def open_problem(request: Request, pricer: LayerPricer, shape: Shape) -> Problem:
     """The problem of a shape with nothing else settled."""
-    return Problem(request.graph, shape, Tables(pricer, shape, request.fixed, request.space), OPEN, request.budget)
+    key = (shape, request.fixed.strategy)
+    known = request.tables.get(key)
+    if known is None or known.pricer is not pricer:
+        known = request.tables[key] = Tables(pricer, shape, request.fixed, request.space)
+    return Problem(request.graph, shape, known, OPEN, request.budget)
 
 
 def settled(problem: Problem) -> Iterator[Problem]:
