@@ -11,7 +11,14 @@ from functools import lru_cache
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.model.shapes.images.layout import channels_last
-from galvatron_lite.model.shapes.images.names import builder_of, canonical, shape_of_name, works_on_tokens
+from galvatron_lite.model.shapes.images.names import (
+    builder_of,
+    canonical,
+    normalises_inplace,
+    once_a_batch,
+    shape_of_name,
+    works_on_tokens,
+)
 from galvatron_lite.model.shapes.images.partition import partitioned
 from galvatron_lite.model.shapes.images.summary import ImageTotals, summary_graph
 from galvatron_lite.model.shapes.registry import build_graph
@@ -91,8 +98,10 @@ def _partitioned(
 @lru_cache(maxsize=2048)
 def _summed(name: str, totals: tuple[float, float, float], side: int, precision: str, last: bool) -> ModelGraph:
     macs, activations, parameters = totals
+    once = once_a_batch(name, side)
+    activations, macs = max(activations - once[0], activations / 10), max(macs - once[1], macs / 10)
     shape = ImageTotals(
         name=name, macs=macs, activations=activations, parameters=parameters, image_size=side, channels_last=last,
-        tokens=works_on_tokens(name),
+        tokens=works_on_tokens(name), inplace=normalises_inplace(name),
     )  # fmt: skip
     return summary_graph(shape, precision, ITEM_BYTES[precision])

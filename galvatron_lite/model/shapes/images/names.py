@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes.fields import ConvNextShape, VitShape
+from galvatron_lite.model.shapes.images.branched import branched_graph, branched_of
 from galvatron_lite.model.shapes.images.classic import dense_graph, vgg_graph
 from galvatron_lite.model.shapes.images.crossstage import cross_graph, cross_of
 from galvatron_lite.model.shapes.images.detection import detector_graph
@@ -103,6 +104,27 @@ def works_on_tokens(name: str) -> bool:
     return _TOKENS.search(name) is not None and not name.startswith(("convmixer", "mobilevit", "semobilevit"))
 
 
+def normalises_inplace(name: str) -> bool:
+    """Whether a name is of a network with activated batch normalisation in place (Ridnik et al. 2020, TResNet)."""
+    return name.startswith("tresnet")
+
+
+_BLOCKS_OF_24 = {"tiny": 12, "small": 24, "base": 24, "large": 24, "huge": 24, "giant": 48}
+
+
+def once_a_batch(name: str, side: int) -> tuple[float, float]:
+    """Activations and multiply-adds that published totals count for every sample but that are made once a batch.
+
+    Swin V2's continuous positions: a small MLP (2, 384, heads) over all pairs of places in a window, a block
+    (Liu et al. 2022, arXiv:2111.09883, section 3.3); the window of these variants is the side / 32.
+    """
+    found = re.fullmatch(r"swinv2_cr_(\w+?)(?:_ns)?_\d+", name)
+    if not found or found[1] not in _BLOCKS_OF_24:
+        return 0.0, 0.0
+    pairs = _BLOCKS_OF_24[found[1]] * (side // 32) ** 4
+    return pairs * 384.0, pairs * 384.0 * 2
+
+
 _VIT = {
     "tiny": (192, 3, 12),
     "small": (384, 6, 12),
@@ -141,6 +163,8 @@ def builder_of(name: str) -> Builder | None:
         return lambda side, classes, precision, size: normfree_graph(name, free, side, classes, precision, size)
     if tokens := tokens_of(name):
         return lambda side, classes, precision, size: tokens_graph(name, tokens, side, classes, precision, size)
+    if branched := branched_of(name):
+        return lambda side, classes, precision, size: branched_graph(name, branched, side, classes, precision, size)
     if cross := cross_of(name):
         return lambda side, classes, precision, size: cross_graph(name, cross, side, classes, precision, size)
     return _lettered(name)
