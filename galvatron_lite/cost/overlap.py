@@ -7,8 +7,8 @@ the layer's compute in forward and backward, H_f, H_b, H_s, H_g the seconds that
 the last backward of a step and in its first forward, and t(c, H) the seconds until both are done
 (``communication.together``):
 
-    forward  = t(c_f, H_f) - c_f + max(0, blocking_f - idle_f)        every micro-batch
-    backward = t(c_b, H_b) - c_b + max(0, blocking_b - idle_b)        every micro-batch
+    forward  = t(c_f, H_f) - c_f + blocking_f        every micro-batch
+    backward = t(c_b, H_b) - c_b + blocking_b        every micro-batch
     step     = t(c_b, H_b + H_s) - t(c_b, H_b) + t(c_f, H_f + H_g) - t(c_f, H_f) + blocking_s
 
 - Gradients of replicas (``step``) hide behind the last micro-batch's backward only. A layer's own backward stands for
@@ -18,8 +18,8 @@ the last backward of a step and in its first forward, and t(c, H) the seconds un
   micro-batch's forward (``zero.gather``).
 - ZeRO-3's gather of layer l+1 hides behind layer l in either pass; the first layer's has nothing before it, and again
   the embedding's own compute, close to none, stands for that.
-- Idle seconds are those in which the device waits for the host: blocking communication of a layer whose kernels are
-  launched late is over before the next kernel comes.
+- Blocking communication counts in full where the device waits for the host too: each rank waits for the slowest host
+  of its group first. vTrain's launch-bound runs (arXiv 2312.12391) grow with the message as others do.
 
 Li et al. 2020 (arXiv:2006.15704, section 3.2) for buckets, Zhao et al. 2023 (arXiv:2304.11277, section 3.3) for
 prefetching; the mutual slow-down after Miao et al. 2022 (Galvatron, arXiv:2211.13878, section 3.4).
@@ -76,7 +76,7 @@ def exposed_by(
 
     Args:
         communications: each with its seconds alone on the device.
-        figures: the layer's compute and idle seconds.
+        figures: the layer's compute seconds.
         hidden: shares by cause.
         overlap: mutual slow-down.
     """
@@ -92,7 +92,7 @@ def exposed_by(
     last = together(backward, hiding["backward"] + hiding["step"], overlap)
     first = together(forward, hiding["forward"] + hiding[GATHER], overlap)
     return Exposed(
-        ahead - forward + max(blocking["forward"] - figures.forward_idle, 0.0),
-        back - backward + max(blocking["backward"] - figures.backward_idle, 0.0),
+        ahead - forward + blocking["forward"],
+        back - backward + blocking["backward"],
         last - back + first - ahead + blocking["step"] + blocking[GATHER],
     )

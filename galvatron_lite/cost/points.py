@@ -20,7 +20,6 @@ class LayerFigures:
     Attributes:
         forward, backward: seconds.
         kept, working, forward_working: bytes.
-        forward_idle, backward_idle: seconds of either pass in which the device waits for the host.
     """
 
     forward: float
@@ -28,8 +27,6 @@ class LayerFigures:
     kept: int
     working: int
     forward_working: int
-    forward_idle: float = 0.0
-    backward_idle: float = 0.0
 
 
 def index_points(points: tuple[LayerPoint, ...]) -> dict[PointKey, tuple[LayerPoint, ...]]:
@@ -68,6 +65,4 @@ def _mix(low: LayerPoint, high: LayerPoint, weight: float, share: float) -> Laye
         ceil(value(low.kept, high.kept) - 1e-6),
         ceil(value(low.working, high.working) - 1e-6),
         ceil(value(low.forward_working, high.forward_working) - 1e-6),
-        value(low.forward_idle, high.forward_idle),
-        value(low.backward_idle, high.backward_idle),
     )

@@ -101,6 +101,8 @@ def estimate_profile(
         gather_precision=_gathered(states.gather, wide),
         reduce_precision=states.reduce,
         parameter_precision=states.parameters,
+        bucket_bytes=states.bucket_bytes,
+        passing_bytes=states.passing_bytes,
     )
 
 
@@ -166,19 +168,15 @@ def _point(
     kept = kind.kept[recompute].at(degree, split) * samples
     plain = kind.kept.get(Recompute.NONE, kind.kept[recompute]).at(degree, split) * samples
     rebuilt = plain + kept if recompute is Recompute.FULL else max(plain, kept)
-    forward, forward_idle = times.forward_with_host
-    backward, backward_idle = times.backward_with_host(recompute)
     return LayerPoint(
         kind=key,
         samples=samples,
         tensor=degree,
         sequence_parallel=split,
         recompute=recompute,
-        forward=forward,
-        backward=backward,
+        forward=times.forward_with_host,
+        backward=times.backward_with_host(recompute),
         kept=round(kept),
         working=round(rebuilt + kind.working.at(degree, split) * samples),
         forward_working=round(max(plain, kept) + kind.forward_working.at(degree, split) * samples),
-        forward_idle=forward_idle,
-        backward_idle=backward_idle,
     )

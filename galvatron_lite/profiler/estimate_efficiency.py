@@ -72,18 +72,19 @@ NVIDIA_OVERLAP = Overlap(1.1256, 1.1256)
 HOST = HostOverhead(pipeline=5e-5)
 """[Empirical] GPUs run behind the host, so hooks hide; what is left besides a stack's own is once a transfer."""
 
-QUEUE = 4.0
-"""Order of the smooth maximum of device and host time. A layer whose kernels wait for the host empties the queue that
-its neighbours filled and the other way round, so a layer near the balance loses part of either: a quarter-power norm
-costs 19 % where both are equal and 1 % where one is twice the other."""
+QUEUE = 2.0
+"""[Empirical] order of the smooth maximum of device and host time. Within a layer some kernels wait for the host and
+others fill its queue, and recomputation and backward begin with an empty one, so a layer loses part of either: 41 %
+where both are equal, 5 % where one is three times the other. vTrain's published steps on A100 (arXiv 2312.12391),
+layers of a third to six times their launches, grow with the micro-batch as this order says."""
 
 BACKWARD_HOST = 0.7
 """[Empirical] host time of a kernel launched by autograd's C++ engine beside one launched from Python's forward."""
 
-SLOWEST_HOST = 0.05
-"""[Empirical] how much longer launches take with each doubling of a tensor group: its blocking collectives make every
-rank wait for the slowest host, and the expected largest of n times grows about as log n. After vTrain's launch-bound
-runs on 8 A100, where groups of 2 and 4 ranks lie within 5 % of a single one and groups of 8 a fifth above it."""
+COLLECTIVE_LAUNCHES = 2.0
+"""[Empirical] host time of a blocking collective in kernel launches: beside its own launch the streams of compute and
+NCCL wait for an event of one another, before and after (torch.distributed, ProcessGroupNCCL). vTrain's launch-bound
+layers take a tenth longer in tensor groups than without, with three collectives for each 22 other launches."""
 
 BACKWARD_KERNELS = {OperatorClass.MATMUL: 2, OperatorClass.ATTENTION: 3, OperatorClass.CONVOLUTION: 2}
 """Kernels in backward for one in forward: gradients of input and weights; of fused attention the row sums, the main
@@ -122,6 +123,7 @@ OPTIMIZERS: dict[str, OptimizerTraffic] = {
     "lamb": OptimizerTraffic(8, 52, 0, 0.4),
     # With momentum: mul 8, add 12 on the buffer, add 12 on the parameter.
     "sgd": OptimizerTraffic(4, 32, 0, 0.5),
+    "sgd-plain": OptimizerTraffic(0, 12, 0, 0.2),
     "sgd-fused": OptimizerTraffic(4, 20, 0, 0.2),
 }
 """What is known of optimizers by name."""

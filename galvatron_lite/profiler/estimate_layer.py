@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log2
 
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute
 from galvatron_lite.profiler import estimate_efficiency as constants
@@ -35,11 +34,11 @@ class LayerTimes:
     whole_host: float
 
     @property
-    def forward_with_host(self) -> tuple[float, float]:
-        """Seconds of forward and those in it that the device waits for the host."""
+    def forward_with_host(self) -> float:
+        """Seconds of forward, of device and host together."""
         return behind_host(self.forward, self.forward_host)
 
-    def backward_with_host(self, recompute: Recompute) -> tuple[float, float]:
+    def backward_with_host(self, recompute: Recompute) -> float:
         """The same of backward with what is computed again."""
         if recompute is Recompute.NONE:
             return behind_host(self.backward, self.backward_host)
@@ -48,13 +47,12 @@ class LayerTimes:
         return behind_host(self.backward + self.again, self.backward_host + self.again_host)
 
 
-def behind_host(device: float, host: float) -> tuple[float, float]:
-    """Smooth maximum of device and host seconds, and how much of it the device waits (see ``QUEUE``)."""
+def behind_host(device: float, host: float) -> float:
+    """Smooth maximum of device and host seconds (see ``QUEUE``)."""
     if not host:
-        return device, 0.0
+        return device
     least, most = sorted((device, host))
-    together = most * (1 + (least / most) ** constants.QUEUE) ** (1 / constants.QUEUE)
-    return together, together - device
+    return float(most * (1 + (least / most) ** constants.QUEUE) ** (1 / constants.QUEUE))
 
 
 def layer_times(
@@ -94,7 +92,8 @@ def layer_times(
             spared, unlaunched = spared + seconds.forward, unlaunched + there
     summed, sums = _accumulation(machine, kind, states, degree, sequence_parallel, expert)
     shared = kind.tensor_collectives / (1 if sequence_parallel else 2) if degree > 1 else 0
-    host = machine.stack.kernel_host * (1 + constants.SLOWEST_HOST * log2(degree))
+    shared *= constants.COLLECTIVE_LAUNCHES
+    host = machine.stack.kernel_host
     return LayerTimes(
         forward,
         backward + summed,

@@ -8,7 +8,7 @@ library takes the cheapest tile. Nothing runs faster than its bytes can be moved
 from __future__ import annotations
 
 from functools import lru_cache
-from math import ceil, prod
+from math import ceil, floor, prod
 
 from galvatron_lite.model.graph import Operator, Sharding
 from galvatron_lite.profiler import estimate_efficiency as constants
@@ -95,7 +95,7 @@ def _alignment(inner: float, columns: float, rates: Rates) -> float:
     """Factor on the time of 16-bit matmuls where rows of a matrix do not begin at multiples of 16 bytes."""
     if not rates.gpu or rates.item_bytes != 2 or not (inner % 8 or columns % 8):
         return 1.0
-    extents = (ceil(inner), ceil(columns))  # an uneven share is rounded up
+    extents = (floor(inner), floor(columns))  # most ranks' share of an uneven split; padded ones are even
     aligned = min(2 * (extent & -extent) for extent in extents)
     return constants.MISALIGNED.get(aligned, 1.0)
 

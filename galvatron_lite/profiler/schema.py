@@ -62,9 +62,6 @@ class LayerPoint:
         forward_working: bytes live at the worst moment of forward beyond parameters and what all earlier layers
             keep; includes this layer's own ``kept``.
         spread: interquartile range / median of forward + backward; 0 for estimates.
-        forward_idle: seconds of ``forward`` in which the device waits for the host to launch; blocking communication
-            of the layer fills them first. 0 where not known.
-        backward_idle: the same of ``backward``.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -79,8 +76,6 @@ class LayerPoint:
     working: int
     forward_working: int
     spread: float = 0.0
-    forward_idle: float = 0.0
-    backward_idle: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +224,8 @@ class Profile:
         gather_precision: precision in which parameters are gathered.
         reduce_precision: precision in which gradients are reduced and kept.
         parameter_precision: precision in which parameters are held at rest.
+        bucket_bytes: bytes for one parameter item of gradient buffers beside the gradients, where replicas sum them.
+        passing_bytes: bytes for one parameter item of gradients that last for one backward pass only.
         versions: of the software it was made with.
         scattered_sends: whether pipeline stages send whole boundary tensors in parts, one from each device of a
             tensor group, and gather them on the other side.
@@ -253,5 +250,7 @@ class Profile:
     gather_precision: str = "bf16"
     reduce_precision: str = "fp32"
     parameter_precision: str = "fp32"
+    bucket_bytes: int = 0
+    passing_bytes: int = 0
     versions: tuple[tuple[str, str], ...] = ()
     scattered_sends: bool = False

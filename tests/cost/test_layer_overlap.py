@@ -27,8 +27,8 @@ def message(
     return Communication(collective, 1.0, GROUP, moment, overlaps, 1, cause)
 
 
-def figures(forward: float = 1.0, backward: float = 2.0, idle: float = 0.0) -> LayerFigures:
-    return LayerFigures(forward, backward, 0, 0, 0, idle, idle)
+def figures(forward: float = 1.0, backward: float = 2.0) -> LayerFigures:
+    return LayerFigures(forward, backward, 0, 0, 0)
 
 
 def simulated(compute: float, communication: float, overlap: Overlap) -> float:
@@ -92,12 +92,6 @@ def test_what_a_micro_batch_hides_leaves_less_room_for_the_step() -> None:
 def test_the_embedding_without_compute_is_the_tail() -> None:
     exposed = exposed_by([(message("data", Moment.STEP), 0.7)], figures(0.0, 0.0), {}, SLOWED)
     assert exposed.step == pytest.approx(0.7)
-
-
-def test_waiting_for_the_host_swallows_blocking_communication_only() -> None:
-    parts = [(message("tensor", overlaps=False), 0.5), (message("tensor", Moment.BACKWARD, overlaps=False), 0.5)]
-    assert exposed_by(parts, figures(idle=0.3), {}, FREE).forward == pytest.approx(0.2)
-    assert exposed_by(parts, figures(idle=0.8), {}, FREE).backward == 0.0
 
 
 def queue_tail(layers: list[tuple[float, float]]) -> float:

@@ -43,6 +43,13 @@ def test_rows_that_begin_between_16_bytes_are_slow(columns: int, factor: float) 
     assert seconds == pytest.approx(factor * matmul_at(A100.linear, 2048, 1024, columns))
 
 
+@pytest.mark.parametrize(("degree", "factor"), [(2, 1.0), (4, MISALIGNED[8]), (8, MISALIGNED[4])])
+def test_an_uneven_share_is_rounded_down(degree: int, factor: float) -> None:
+    # 50257 entries on 2, 4, 8 ranks: 25128, 12564 and 6282, multiples of 8, 4 and 2.
+    seconds = matmul(A100, linear("head", 2048, 1024, 50257), 1, degree).forward
+    assert seconds == pytest.approx(factor * matmul_at(A100.linear, 2048, 1024, 50257 / degree))
+
+
 def test_experts_fill_waves_together() -> None:
     # 64 experts of a few tiles each: together near the device's rate, far faster than one after another.
     grouped = matmul(A100, linear("mlp.experts.up", 256, 4096, 512, 64), 1, 1).forward
