@@ -179,6 +179,7 @@ class LayerKind:
             divides.
         dispatched_bytes: bytes per sample of the copies of tokens that go to experts in one forward pass; as many
             come back, and the same goes both ways in backward.
+        unique_copies: copies of a token among those where a rank is sent only one of them; 0: all are sent.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -203,6 +204,7 @@ class LayerKind:
     regathers: int = 0
     expert_parameters: int = 0
     dispatched_bytes: int = 0
+    unique_copies: int = 0
 
     @property
     def flops(self) -> int:

@@ -42,7 +42,8 @@ def expert_spread_of(strategy: Strategy) -> Spread:
 
 def expert_slices(strategy: Strategy) -> int:
     """Devices that share the matmuls of one expert: the tensor group, or what of it expert parallelism leaves."""
-    return max(min(strategy.tensor, strategy.devices // strategy.expert), 1)
+    wanted = min(strategy.expert_tensor or strategy.tensor, strategy.tensor)
+    return max(min(wanted, strategy.devices // strategy.expert), 1)
 
 
 def expert_group(strategy: Strategy) -> RankGroup:

@@ -126,6 +126,7 @@ def strategy_of(run: PublishedRun, stack: Stack) -> Strategy:
         sequence_parallel=bool(run.seq_parallel) and (run.tp or 1) > 1,
         context=context,
         expert=run.ep or 1,
+        expert_tensor=whole_argument(run.said, "expert-tensor-parallel-size") or 0,
     )
 
 

@@ -13,13 +13,26 @@ from galvatron_lite.units import ITEM_BYTES
 from galvatron_lite.validate.plans import gathers_once
 from galvatron_lite.validate.rows import PublishedRun
 
-_OPTIMIZERS = (("sgd", "sgd"), ("lamb", "lamb"), ("decoupled", "adamw-loop"), ("fused", "adamw-fused"))
+_OPTIMIZERS = (
+    ("momentum", "sgd"),
+    ("sgd", "sgd-plain"),
+    ("lamb", "lamb"),
+    ("decoupled", "adamw-loop"),
+    ("fused", "adamw-fused"),
+)
 """Optimizers by words that name an implementation; Composer's decoupled AdamW goes through the tensors one by one
 (github.com/mosaicml/composer, composer/optim/decoupled_weight_decay.py). Else the stack's own runs."""
 
 _ASYNC_TENSOR = {"tensor": 0.6, "tensor-async": 0.6}
 """[Empirical] share of gathers and scatters that PyTorch's asynchronous tensor parallelism hides: they run piece by
 piece beside the matmuls that make or take them (discuss.pytorch.org/t/209487: a tenth of the step of Llama 3 70B)."""
+
+_HIDDEN_EXPERTS = 0.8
+"""[Empirical] share of the exchange of tokens that Megatron-Core's ``--overlap-moe-expert-parallel-comm`` hides: forward
+of one micro-batch runs beside backward of another (arXiv 2412.19437, section 3.2.1, DualPipe: nearly all of it)."""
+
+_UNIQUE_DISPATCH = ("deepep", "hybridep")
+"""Dispatchers that send a token once to a rank and to a node (github.com/deepseek-ai/DeepEP)."""
 
 
 def stack_of(run: PublishedRun, precision: str, calibration: Calibration) -> Stack:
@@ -35,14 +48,22 @@ def stack_of(run: PublishedRun, precision: str, calibration: Calibration) -> Sta
     constants, overlapped = constants_for_stack(calibration, stack.name), "asynctp" in (run.precision or "").lower()
     if overlapped:
         constants = replace(constants, hidden={**constants.hidden, **_ASYNC_TENSOR})
+    if "a2a overlap" in run.said:
+        constants = replace(constants, hidden={**constants.hidden, "expert": _HIDDEN_EXPERTS})
     return replace(
         stack,
-        name=f"{stack.name}, async tensor" if overlapped else stack.name,
+        name=_name(stack, run, overlapped),
         kernels=_kernels(run, stack, precision),
         states=_states(run, _kept(run, stack), precision, optimizer),
         optimizer=optimizer,
         constants=constants,
     )
+
+
+def _name(stack: Stack, run: PublishedRun, overlapped: bool) -> str:
+    """A name of its own for each variant of the constants: prices are remembered by it."""
+    variants = ["async tensor"] * overlapped + ["expert overlap"] * ("a2a overlap" in run.said)
+    return ", ".join((stack.name, *variants))
 
 
 def optimizer_of(text: str | None, stack: Stack) -> str:
@@ -55,7 +76,8 @@ def _kernels(run: PublishedRun, stack: Stack, precision: str) -> Kernels:
     """Attention, selective recomputation and loss as the run says; nothing is cast where compute is in 32 bits.
 
     What selective recomputation runs again is told by the modules a run names, and Megatron-LM's fused cross-entropy by
-    its argument ``--cross-entropy-loss-fusion`` (native, or Transformer Engine's).
+    its argument ``--cross-entropy-loss-fusion`` (native, or Transformer Engine's). torchtitan compiles its loss since it
+    has ``float8.force_recompute_fp8_weight_in_bwd`` (2025).
     """
     kernels = stack.kernels
     if run.flash_attn is not None:
@@ -66,9 +88,13 @@ def _kernels(run: PublishedRun, stack: Stack, precision: str) -> Kernels:
         kernels = replace(kernels, fp8_rows=True)
     if "norm" in (run.act_ckpt or "").lower():
         kernels = replace(kernels, selective="norms")
+    if "force_recompute_fp8_weight_in_bwd" in run.said:
+        kernels = replace(kernels, compiled_loss=True)
     if "cross-entropy-loss-fusion=true" in run.said:
         te = "cross-entropy-fusion-impl=te" in run.said
         kernels = replace(kernels, inplace_loss=te, jit_loss=not te)
+    if any(word in run.said for word in _UNIQUE_DISPATCH):
+        kernels = replace(kernels, unique_dispatch=True)
     return kernels
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.model.graph import SplitDims, TensorSplit
 from galvatron_lite.parallelism.base import Collective, Moment, Strategy
-from galvatron_lite.parallelism.expert.cost import ExpertDimension
+from galvatron_lite.parallelism.expert.cost import ExpertDimension, reached
 from galvatron_lite.search.space import strategies_for
 from tests.factories import make_kind
 from tests.parallelism.test_states_cost import work
@@ -84,3 +87,32 @@ def test_the_search_does_not_spread_experts_and_says_so() -> None:
     assert {(one.expert, one.context) for one in strategies_for(KIND, 8)} == {(1, 1)}
     assert "experts" in ExpertDimension().reason(KIND)
     assert ExpertDimension().reason(make_kind("block", 10)) == ""
+
+
+def test_copies_that_a_rank_is_sent_once() -> None:
+    # Of 2 copies to 4 ranks both go to the same one in a quarter of all cases: 1.75 of 2 are sent.
+    assert reached(4, 2) == pytest.approx(1.75)
+    done = work(Strategy(data=4, expert=4), replace(KIND, unique_copies=2), samples=64)
+    exchange = next(one for one in done.communications if one.cause == "expert")
+    assert exchange.size == pytest.approx(COPIES * 64 / 4 * 1.75 / 2)
+    assert exchange.group == RankGroup(4, 1, 1)
+
+
+@given(places=st.integers(1, 6), copies=st.integers(1, 5))
+def test_places_reached_are_those_of_all_ways_to_send(places: int, copies: int) -> None:
+    ways = list(product(range(places), repeat=copies))
+    assert reached(places, copies) == pytest.approx(sum(len(set(way)) for way in ways) / len(ways))
+
+
+def test_copies_that_a_node_is_sent_once() -> None:
+    # The factory's context has nodes of 8 devices: 32 ranks lie on 4 nodes, of which 8 copies reach 3.6.
+    done = work(Strategy(data=32, expert=32), replace(KIND, unique_copies=8), samples=64)
+    exchange = next(one for one in done.communications if one.cause == "expert")
+    assert exchange.group == RankGroup(4, 8, 8)
+    assert exchange.size == pytest.approx(COPIES * 64 / 32 * 4 * (1 - 0.75**8) / 8)
+
+
+def test_slices_of_an_expert_may_be_fewer_than_those_of_attention() -> None:
+    done = work(Strategy(data=4, tensor=2, expert=4, expert_tensor=1), KIND)
+    assert done.parameters == EXPERTS / 4 + DENSE / 2 + NORMS
+    assert next(one for one in done.communications if one.cause == "expert").group == RankGroup(4, 1, 2)

@@ -49,6 +49,7 @@ def _dispatch(tape: Tape, shape: MoeShape, x: Value) -> Value:
     items = round(x.items * shape.moe_topk * shape.capacity)
     copies = tape.value(items, Part.WHOLE)
     tape.dispatched_bytes += copies.bytes
+    tape.unique_copies = shape.moe_topk if tape.kernels.unique_dispatch else 0
     moved = x.bytes + copies.bytes
     operator = memory_operator("dispatch", copies, moved, moved, count=_PERMUTE)
     return tape.record(Call((widen(x),), copies), operator)

@@ -45,6 +45,7 @@ class Tape:
         borrowed: keys of inputs that another layer keeps (the encoder's output, read by every decoder block).
         expert_items: parameter items that expert parallelism divides; part of the weights.
         dispatched_bytes: bytes of the copies of tokens that go to experts.
+        unique_copies: copies of a token, where a rank is sent only one.
     """
 
     item_bytes: int
@@ -57,6 +58,7 @@ class Tape:
     borrowed: set[int] = field(default_factory=set)
     expert_items: int = 0
     dispatched_bytes: int = 0
+    unique_copies: int = 0
     _keys: int = 0
     _read: set[int] = field(default_factory=set)
     _gathered: set[int] = field(default_factory=set)
@@ -179,6 +181,7 @@ class Tape:
             regathers=len(self._gathered) if self.kernels.regather else 0,
             expert_parameters=self.expert_items,
             dispatched_bytes=self.dispatched_bytes,
+            unique_copies=self.unique_copies,
         )
 
     def _kept(self, values: Iterable[Value]) -> TensorSplit:
