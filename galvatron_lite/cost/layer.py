@@ -61,6 +61,7 @@ class LayerCost:
         parameters: bytes at rest, buffers included.
         gradients: bytes of persistent gradient buffers.
         formed_gradients: bytes of gradients that exist from this layer's first backward of a step to the update.
+        passing_gradients: bytes of gradients that exist from this layer's backward to the end of the backward pass.
         states: bytes of optimizer state.
         kept: bytes from forward to backward, one micro-batch.
         gathered: bytes of parameters gathered from this layer's forward until its backward ends.
@@ -94,6 +95,7 @@ class LayerCost:
     working: int
     forward_working: int
     updating: int
+    passing_gradients: int = 0
 
     @property
     def forward_seconds(self) -> float:
@@ -190,7 +192,8 @@ class LayerPricer:
         update = self._update_seconds(kind, work)
         return LayerCost(
             forward, backward, again, exposed.forward, exposed.backward, work.microbatch_overhead,
-            exposed.step + exchange, update, work.step_overhead, **self._bytes(kind, work, figures, sharing.grouped),
+            exposed.step + exchange, update, work.step_overhead,
+            **self._bytes(kind, work, figures, strategy, sharing.grouped),
         )  # fmt: skip
 
     def _work(self, kind: LayerKind, strategy: Strategy, microbatch: int) -> LayerWork:
@@ -236,10 +239,13 @@ class LayerPricer:
         tensors = sum(operator.count for operator in kind.operators if operator.weight_bytes)
         return work.state_items * optimizer.seconds_per_item + tensors * optimizer.seconds_per_tensor
 
-    def _bytes(self, kind: LayerKind, work: LayerWork, figures: LayerFigures, grouped: bool) -> dict[str, int]:
+    def _bytes(
+        self, kind: LayerKind, work: LayerWork, figures: LayerFigures, strategy: Strategy, grouped: bool
+    ) -> dict[str, int]:
         profile, optimizer = self.profile, self.profile.optimizer
         gather, summed = ITEM_BYTES[profile.gather_precision], ITEM_BYTES[profile.reduce_precision]
-        gradients = ceil(work.gradient_items * summed)
+        bucket = profile.bucket_bytes if strategy.token_degree > 1 else 0
+        gradients = ceil(work.gradient_items * (summed + bucket))
         whole = ceil(work.reduce_items * gather)
         at_use = work.gathered_items + work.transient_items
         lasting = at_use * gather + whole if grouped else work.gathered_items * gather
@@ -256,6 +262,7 @@ class LayerPricer:
             "reducing": ceil(work.reduce_items * summed),
             "working": max(figures.working, figures.kept),
             "forward_working": figures.forward_working,
+            "passing_gradients": ceil(work.gradient_items * profile.passing_bytes),
             "updating": ceil(work.state_items * optimizer.working_bytes * optimizer.working_share),
         }
 

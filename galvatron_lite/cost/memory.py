@@ -58,8 +58,10 @@ def terms(cost: LayerCost, in_flight: int, microbatches: int) -> MemoryTerms:
     """The memory figures of a layer with so many micro-batches in flight.
 
     With one micro-batch a step, gradients of layer l that only form in backward do not exist yet in the backward of
-    later layers, so they leave the prefix; with more they are counted as there throughout.
+    later layers, so they leave the prefix; with more they are counted as there throughout. Those that last for one
+    backward pass never exist in the backward of later layers, nor when the optimizer runs.
     """
+    passing = cost.passing_gradients
     rest = cost.parameters + cost.gradients + cost.formed_gradients + cost.states
     own = cost.gathered + cost.gather
     middle = own + cost.working + cost.whole_gradients
@@ -67,8 +69,8 @@ def terms(cost: LayerCost, in_flight: int, microbatches: int) -> MemoryTerms:
     forward = own + cost.gathering + cost.forward_working
     prefix = cost.kept + cost.gathered
     return MemoryTerms(
-        rest=rest + (in_flight - 1) * cost.kept,
-        prefix=prefix - (cost.formed_gradients if microbatches == 1 else 0),
+        rest=rest + passing + (in_flight - 1) * cost.kept,
+        prefix=prefix - passing - (cost.formed_gradients if microbatches == 1 else 0),
         peak=max(middle, end, forward, prefix),
         middle=middle,
         prefetched=cost.gather,
@@ -221,4 +223,5 @@ def reserved(memory: MemoryBreakdown, capacity: int) -> int:
 def _gradients_at(costs: Sequence[LayerCost], layer: int, microbatches: int) -> int:
     """Bytes of gradients at rest in the backward of one layer."""
     formed = costs[layer:] if microbatches == 1 else costs
-    return sum(cost.gradients for cost in costs) + sum(cost.formed_gradients for cost in formed)
+    passing = sum(cost.passing_gradients for cost in costs[layer:])
+    return sum(cost.gradients for cost in costs) + sum(cost.formed_gradients for cost in formed) + passing

@@ -25,6 +25,8 @@ CI = replace(
     # Transformer Engine chooses the attention kernel (--attention-backend auto) unless a test case says otherwise.
     source="github.com/NVIDIA/Megatron-LM, tests/functional_tests (arguments of each test case)",
     kernels=CORE_KERNELS,
+    transformer_engine=True,
+    cublas_workspace=8 * 4 * 2**20,  # CUBLAS_WORKSPACE_CONFIG: ":4096:8" in every model_config.yaml
 )
 """Megatron-LM's functional tests."""
 
@@ -43,6 +45,7 @@ CORE = replace(
     kernels=CORE_KERNELS,
     zero_stage=1,
     dropout=0.0,
+    transformer_engine=True,
 )
 """Megatron-Core under NeMo, with its distributed optimizer."""
 

@@ -66,6 +66,10 @@ class Stack:
         predicted_share: of a masked language model's tokens, how many logits are computed for.
         early_stop: whether full recomputation ends where backward has what it needs, so that a block's last matmul is
             not run again (``torch.utils.checkpoint`` without reentry: ``set_checkpoint_early_stop``, on by default).
+        transformer_engine: whether matmuls of blocks go through TransformerEngine.
+        cublas_workspace: bytes of cuBLAS's workspace a handle where ``CUBLAS_WORKSPACE_CONFIG`` is set; 0: PyTorch's.
+        reports_reserved: whether the memory it reports is what PyTorch's allocator reserved, not what it allocated.
+        splits_by_work: whether pipeline stages are cut by the work of their layers, the head's too, not by their number.
         scattered_sends: whether tensor groups share the sending of whole boundary tensors between pipeline stages.
     """
 
@@ -88,3 +92,7 @@ class Stack:
     gathers_once: bool = False
     early_stop: bool = False
     scattered_sends: bool = False
+    splits_by_work: bool = False
+    transformer_engine: bool = False
+    cublas_workspace: int = 0
+    reports_reserved: bool = False

@@ -13,11 +13,12 @@ from galvatron_lite.cost.step import price_plan
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.shapes import Shape, build_graph
-from galvatron_lite.plans.schema import MemoryBreakdown, Plan
+from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.stacks.schema import Stack
 from galvatron_lite.units import ITEM_BYTES
 from galvatron_lite.validate.clusters import cluster_of
+from galvatron_lite.validate.memory import peak_of
 from galvatron_lite.validate.models import shape_of
 from galvatron_lite.validate.outcome import Predicted, Skipped
 from galvatron_lite.validate.plans import plan_of
@@ -63,9 +64,8 @@ def _predict(run: PublishedRun, calibration: Calibration, memory: Remembered) ->
     plan = plan_of(run, graph, stack, precision)
     if isinstance(plan, Skipped):
         return plan
-    return _outcome(
-        run, price_plan(_pricer(graph, cluster, stack, precision, plan, calibration, memory), plan), cluster
-    )
+    pricer = _pricer(graph, cluster, stack, precision, plan, calibration, memory)
+    return _outcome(run, stack, price_plan(pricer, plan), cluster)
 
 
 def _cluster(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Cluster | Skipped:
@@ -142,11 +142,11 @@ def wanted_points(graph: ModelGraph, plan: Plan) -> frozenset[Point]:
     )
 
 
-def _outcome(run: PublishedRun, plan: Plan, cluster: Cluster) -> Predicted | Skipped:
+def _outcome(run: PublishedRun, stack: Stack, plan: Plan, cluster: Cluster) -> Predicted | Skipped:
     prediction = plan.prediction
     if prediction is None:
         return Skipped("not priced")
-    stage, peak = _peak(run, plan)
+    stage, peak = peak_of(run, stack, plan, cluster.device)
     return Predicted(
         step_seconds=prediction.step_seconds,
         peak_memory=peak,
@@ -155,23 +155,6 @@ def _outcome(run: PublishedRun, plan: Plan, cluster: Cluster) -> Predicted | Ski
         time=prediction.time,
         memory=stage,
     )
-
-
-def _peak(run: PublishedRun, plan: Plan) -> tuple[MemoryBreakdown, int]:
-    """Memory as the run measured it: of the last rank, of all together, or of the fullest; without driver context
-    unless nvidia-smi was read."""
-    memories = [stage.memory for stage in plan.stages[-plan.pipeline :]]
-    outside = "nvidia-smi" in run.said
-
-    def counted(memory: MemoryBreakdown) -> int:
-        return memory.total if outside else memory.total - memory.context
-
-    fullest = max(memories, key=counted)
-    if "last rank" in run.said:
-        return memories[-1], counted(memories[-1])
-    if "sum over all gpus" in run.said:
-        return fullest, sum(counted(memory) for memory in memories) * plan.stage_devices
-    return fullest, counted(fullest)
 
 
 def _short(error: GalvatronError) -> str:
