@@ -20,9 +20,17 @@ _GIB = 2**30
 _WIDE = 200
 _COLUMNS = (
     ("time %", "time_mape"), ("median", "time_median"), ("bias", "time_bias"), ("memory %", "memory_mape"),
-    ("bias", "memory_bias"), ("rank", "spearman"), ("in group", "group_spearman"), ("regret %", "regret"),
+    ("bias", "memory_bias"), ("rank", "spearman"), ("in groups", "group_spearman"), ("regret %", "regret"),
     ("worst", "regret_max"),
 )  # fmt: skip
+_CORRELATIONS = ("spearman", "group_spearman")
+_LEGEND = (
+    "time %: mean of |predicted / measured - 1| of step times; median: of the same; bias: mean with sign (+: too slow)",
+    "memory %, bias: the same of peak memory; over: runs that ran but are predicted not to fit their device",
+    "rank: Spearman's correlation of predicted and measured times; in groups: among plans of one model, machine, batch",
+    "regret %: by how much the plan predicted fastest in such a group is slower than its best; worst: of any group",
+)
+"""What the columns mean."""
 
 
 def as_data(
@@ -66,7 +74,7 @@ def worst_data(one: Judged) -> dict[str, object]:
 
 
 def print_scores(scores: Mapping[str, Scores], means: Mapping[str, Mean], by: str) -> None:
-    """A table of families with the means below, then what was skipped and why."""
+    """A table of families with the means below, what was not scored and why, and what the columns mean."""
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -74,18 +82,30 @@ def print_scores(scores: Mapping[str, Scores], means: Mapping[str, Mean], by: st
     for title in ("rows", "scored", *(title for title, _ in _COLUMNS), "over"):
         table.add_column(title, justify="right", no_wrap=True)
     for name, family in scores.items():
-        figures = [_number(getattr(family, field)) for _, field in _COLUMNS]
+        figures = [_number(getattr(family, field), field) for _, field in _COLUMNS]
         table.add_row(name, str(family.rows), str(family.scored), *figures, str(family.overflowing or ""))
     table.add_section()
     for name, mean in means.items():
-        figures = [_number(mean.get(field)) for _, field in _COLUMNS]
+        figures = [_number(mean.get(field), field) for _, field in _COLUMNS]
         totals = [str(mean.get(field, 0)) for field in ("rows", "scored")]
         table.add_row(name.replace("_", " "), *totals, *figures, str(mean.get("overflowing", 0)))
     console = _console()
-    console.print(table)
+    console.print(table, "")
+    for line in (*unscored_lines(scores), "", *_LEGEND):
+        console.print(line, style="dim")
+
+
+def unscored_lines(scores: Mapping[str, Scores]) -> list[str]:
+    """A line for each family with rows that are not scored: how many, and why."""
+    lines = []
     for name, family in scores.items():
-        for reason, count in family.skipped.items():
-            console.print(f"{name}: {count} skipped, {reason}", style="dim")
+        reasons = dict(family.skipped)
+        if (failed := family.rows - family.scored - sum(reasons.values())) > 0:
+            reasons["ran out of memory, so that there is no figure"] = failed
+        if reasons:
+            said = "; ".join(f"{reason} ({count})" for reason, count in reasons.items())
+            lines.append(f"{name}: {family.rows - family.scored} of {family.rows} not scored: {said}")
+    return lines
 
 
 def _console() -> Console:
@@ -96,10 +116,12 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=_WIDE)
 
 
-def _number(value: float | int | None) -> str:
+def _number(value: float | int | None, field: str) -> str:
+    """Percentages with one digit after the point, correlations with two; never a minus before nought."""
     if value is None:
         return ""
-    return f"{value:.1f}" if abs(value) >= 1 or value == 0 else f"{value:.2f}"
+    digits = 2 if field in _CORRELATIONS else 1
+    return f"{round(value, digits) + 0.0:.{digits}f}"
 
 
 def print_worst(judged: Sequence[Judged], count: int) -> None:
@@ -107,6 +129,7 @@ def print_worst(judged: Sequence[Judged], count: int) -> None:
     if not count:
         return
     console = _console()
+    console.print("")
     for one in worst_runs(judged, count):
         for line in worst_lines(one):
             console.print(line)
