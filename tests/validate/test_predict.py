@@ -1,7 +1,6 @@
 """Predictions of published runs take the planner's own path."""
 
 import json
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from galvatron_lite.validate.clusters import cluster_of
 from galvatron_lite.validate.models import dense_layers, shape_of
 from galvatron_lite.validate.outcome import Predicted, Skipped
 from galvatron_lite.validate.plans import plan_of
-from galvatron_lite.validate.plot import scatter
 from galvatron_lite.validate.predict import Remembered, predict_run, wanted_points
 from galvatron_lite.validate.report import as_data, worst_lines, worst_runs
 from galvatron_lite.validate.rows import PublishedRun, read_runs
@@ -132,15 +130,6 @@ def test_reports_of_a_few_runs() -> None:
     (worst,) = worst_runs(judged, 1)
     assert "GiB" in " ".join(worst_lines(judged[1]))
     assert worst.scored
-
-
-def test_the_plot_shows_every_scored_step() -> None:
-    judged = validate_runs([gpt(), gpt(global_batch=64), gpt(arch="abacus"), gpt(family="a <b>")], CALIBRATION)
-    root = ET.fromstring(scatter(judged))
-    circles = [mark for mark in root.iter("{http://www.w3.org/2000/svg}circle") if mark.get("r") == "2.5"]
-    assert len(circles) == 3
-    words = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"made-up (2)", "a <b> (1)"} <= words
 
 
 def test_no_published_row_breaks_it() -> None:
