@@ -52,8 +52,8 @@ class Kernels:
         fp8: matmuls of blocks run in fp8; inputs are cast by kernels of their own.
         fp8_rows: fp8 casts scale row by row: inputs are gathered over the tensor group before they are cast, not after.
         fp8_kept: such a matmul keeps the fp8 copy of its input instead of the input (TransformerEngine).
-        unique_dispatch: a token goes once to a node and once to a rank however many experts it visits there (DeepEP), not
-            once to each expert.
+        unique_dispatch: a token goes once to a node and once to a rank however many experts it visits there, not once to
+            each expert (DeepEP).
         selective: what selective recomputation means.
     """
 

@@ -35,8 +35,8 @@ class Strategy:
         recompute: what is computed again in backward.
         context: devices that share the tokens of each sample, attention included (context parallelism).
         expert: ways that the experts of a mixture are spread over the ranks of (data, zero, context).
-        expert_tensor: devices that share the matmuls of one expert where experts are spread; 0: the tensor group, or what
-            of it expert parallelism leaves.
+        expert_tensor: devices that share the matmuls of one expert where experts are spread; 0: the tensor group, or
+            what of it expert parallelism leaves.
 
     Rank order inside a stage is row-major over (data, zero, context, tensor), tensor innermost (closest).
     """

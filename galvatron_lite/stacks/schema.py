@@ -69,7 +69,7 @@ class Stack:
         transformer_engine: whether matmuls of blocks go through TransformerEngine.
         cublas_workspace: bytes of cuBLAS's workspace a handle where ``CUBLAS_WORKSPACE_CONFIG`` is set; 0: PyTorch's.
         reports_reserved: whether the memory it reports is what PyTorch's allocator reserved, not what it allocated.
-        splits_by_work: whether pipeline stages are cut by the work of their layers, the head's too, not by their number.
+        splits_by_work: whether pipeline stages are cut by the work of their layers, the head's too, not their number.
         scattered_sends: whether tensor groups share the sending of whole boundary tensors between pipeline stages.
     """
 

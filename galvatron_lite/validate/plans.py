@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from math import gcd
 
-from galvatron_lite.model.graph import Layer, ModelGraph, Recompute, Role
+from galvatron_lite.model.graph import Layer, ModelGraph, OperatorClass, Recompute, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.stacks.catalog import match_stack
@@ -79,7 +79,7 @@ def plan_of(run: PublishedRun, graph: ModelGraph, stack: Stack, precision: str) 
     if (run.spatial or 1) > 1 or (run.filter or 1) > 1:
         return Skipped("spatial or filter parallelism")
     schedule, virtual = _schedule(run, stack)
-    counts = stage_sizes(run, graph, virtual * degrees[2])
+    counts = stage_sizes(run, graph, virtual * degrees[2], stack)
     if isinstance(counts, Skipped):
         return counts
     return Plan(
@@ -136,16 +136,19 @@ def gathers_once(run: PublishedRun, stack: Stack) -> bool:
     return stack.gathers_once and stage > 1 and (run.pp or 1) > 1
 
 
-def stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int) -> list[int] | Skipped:
+def stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int, stack: Stack | None = None) -> list[int] | Skipped:
     """Blocks of each stage, in model order.
 
     Where blocks do not divide, embedding and head count as a layer each, or the head alone (Megatron-LM's
     ``--account-for-embedding-in-pipeline-split`` and ``--account-for-loss-in-pipeline-split``), else the first stages
-    take one more. A run that says how its ends are laid out has it so.
+    take one more. A run that says how its ends are laid out has it so, and software that weighs layers by their work
+    (``Stack.splits_by_work``) does that.
     """
     blocks = sum(layer.role is Role.BLOCK for layer in graph.layers)
     said = run.said
     first, last = (whole_argument(said, f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
+    if stack is not None and stack.splits_by_work and stages > 1:
+        return by_work(graph, stages)
     if first is not None and last is not None and stages > 2:
         return [first, *even(blocks - first - last, stages - 2), last]
     counted = "counted as a layer" in said or "counted as layers" in said or "one layer fewer" in said
@@ -161,6 +164,25 @@ def stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int) -> list[int] 
 def _lighter(total: int, stages: int, first: int, last: int) -> list[int]:
     each = total // stages
     return [each - first, *[each] * (stages - 2), each - last]
+
+
+def by_work(graph: ModelGraph, stages: int) -> list[int] | Skipped:
+    """Blocks of each stage where one is filled until it and those before it hold more than their part of all work.
+
+    The work is that of matmuls with weights, the head's among them (nanotron, ``models/base.py``: ``build_model``).
+    """
+    works = [sum(_weighted(graph, layer)) for layer in graph.layers]
+    total, done, stage, counts = sum(works), 0, 0, [0] * stages
+    for layer, work in zip(graph.layers, works, strict=True):
+        counts[stage] += layer.role is Role.BLOCK
+        done += work
+        stage = min(stage + (done * stages > total * (stage + 1)), stages - 1)
+    return counts if min(counts) > 0 else Skipped("more stages than blocks")
+
+
+def _weighted(graph: ModelGraph, layer: Layer) -> Iterator[int]:
+    operators = graph.kind_of(layer).operators
+    return (one.flops for one in operators if one.kind is OperatorClass.MATMUL and one.weight_bytes)
 
 
 def even(blocks: int, stages: int) -> list[int]:

@@ -28,8 +28,9 @@ _ASYNC_TENSOR = {"tensor": 0.6, "tensor-async": 0.6}
 piece beside the matmuls that make or take them (discuss.pytorch.org/t/209487: a tenth of the step of Llama 3 70B)."""
 
 _HIDDEN_EXPERTS = 0.8
-"""[Empirical] share of the exchange of tokens that Megatron-Core's ``--overlap-moe-expert-parallel-comm`` hides: forward
-of one micro-batch runs beside backward of another (arXiv 2412.19437, section 3.2.1, DualPipe: nearly all of it)."""
+"""[Empirical] share of the exchange of tokens that Megatron-Core's ``--overlap-moe-expert-parallel-comm`` hides:
+forward of one micro-batch runs beside backward of another (arXiv 2412.19437, section 3.2.1: DualPipe hides nearly all).
+"""
 
 _UNIQUE_DISPATCH = ("deepep", "hybridep")
 """Dispatchers that send a token once to a rank and to a node (github.com/deepseek-ai/DeepEP)."""
@@ -76,8 +77,8 @@ def _kernels(run: PublishedRun, stack: Stack, precision: str) -> Kernels:
     """Attention, selective recomputation and loss as the run says; nothing is cast where compute is in 32 bits.
 
     What selective recomputation runs again is told by the modules a run names, and Megatron-LM's fused cross-entropy by
-    its argument ``--cross-entropy-loss-fusion`` (native, or Transformer Engine's). torchtitan compiles its loss since it
-    has ``float8.force_recompute_fp8_weight_in_bwd`` (2025).
+    its argument ``--cross-entropy-loss-fusion`` (native, or Transformer Engine's). torchtitan compiles its loss since
+    it has ``float8.force_recompute_fp8_weight_in_bwd`` (2025).
     """
     kernels = stack.kernels
     if run.flash_attn is not None:

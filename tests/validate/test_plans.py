@@ -9,7 +9,7 @@ from galvatron_lite.model.shapes import DecoderShape, build_graph
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.validate.outcome import Skipped
-from galvatron_lite.validate.plans import Batch, batch_of, even, plan_of
+from galvatron_lite.validate.plans import Batch, batch_of, by_work, even, plan_of
 from galvatron_lite.validate.rows import PublishedRun
 
 from .runs import gpt
@@ -54,6 +54,17 @@ def test_degrees_batch_and_schedule() -> None:
 )  # fmt: skip
 def test_blocks_of_each_stage(changes: dict[str, object], expected: list[int]) -> None:
     assert blocks(gpt(**changes)) == expected
+
+
+def test_stages_of_equal_work() -> None:
+    # A block's matmuls have 4 * 2048^2 + 3 * 2048 * 8192 = 2^26 weights, the head's 2048 * 131072 = 2^28: four blocks.
+    # Of 20 blocks' worth the first of two stages goes on until it holds more than 10.
+    shape = DecoderShape(
+        name="g", layers=16, hidden=2048, heads=32, ffn_hidden=8192, gated_mlp=True, vocab=131072, seq_len=64,
+        tied_embeddings=False, biases=False,
+    )  # fmt: skip
+    assert by_work(build_graph(shape), 2) == [11, 5]
+    assert blocks(gpt(framework="nanotron", layers=10, pp=4, dp=1)) == [3, 3, 2, 2]
 
 
 @given(st.integers(1, 200), st.integers(1, 32))
