@@ -1,0 +1,235 @@
+"""What image networks keep for backward, against what autograd keeps of real blocks on this machine (fp32, CPU)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import ModelGraph, Recompute
+from galvatron_lite.model.shapes.convolution import Extent
+from galvatron_lite.model.shapes.images.flow import Flow
+from galvatron_lite.model.shapes.images.mobile import Mobile, Row, mobile_graph
+from galvatron_lite.model.shapes.images.names import builder_of
+from galvatron_lite.model.shapes.images.network import Network
+from galvatron_lite.model.shapes.images.partition import partitioned
+from galvatron_lite.model.shapes.images.residual import Residual, residual_graph
+from galvatron_lite.model.shapes.images.summary import ImageTotals, summary_graph
+
+SAMPLES = 2
+SIDE = 64
+
+
+def kept_bytes(run: Callable[[], Tensor], module: nn.Module) -> int:
+    """Bytes of all storages that autograd keeps; parameters, buffers and batch statistics left out."""
+    weights = {tensor.untyped_storage().data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
+    saved: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = run()
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
+    del output
+    return sum(size for place, size in storages.items() if place not in weights)
+
+
+def kept(graph: ModelGraph) -> int:
+    return SAMPLES * sum(graph.kind_of(layer).kept[Recompute.NONE].total for layer in graph.layers)
+
+
+def whole_loss(module: nn.Module) -> Callable[[], Tensor]:
+    pixels, labels = torch.randn(SAMPLES, 3, SIDE, SIDE), torch.zeros(SAMPLES, dtype=torch.long)
+    return lambda: F.cross_entropy(module(pixels), labels)
+
+
+def normed(inner: int, outer: int, kernel: int = 1, stride: int = 1, groups: int = 1) -> list[nn.Module]:
+    return [nn.Conv2d(inner, outer, kernel, stride, kernel // 2, groups=groups, bias=False), nn.BatchNorm2d(outer)]
+
+
+class Bottleneck(nn.Module):
+    """He et al. 2015, activations in place."""
+
+    def __init__(self, inner: int, planes: int, stride: int) -> None:
+        super().__init__()
+        self.path = nn.Sequential(
+            *normed(inner, planes), nn.ReLU(True), *normed(planes, planes, 3, stride), nn.ReLU(True),
+            *normed(planes, 4 * planes),
+        )  # fmt: skip
+        self.project = nn.Sequential(*normed(inner, 4 * planes, 1, stride)) if inner != 4 * planes else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.path(x)
+        y += self.project(x)
+        return F.relu_(y)
+
+
+class Inverted(nn.Module):
+    """Sandler et al. 2018 with squeeze and excitation and an activation that keeps its input, in place."""
+
+    def __init__(self, inner: int, outer: int, stride: int, function: Callable[[], nn.Module], squeeze: int) -> None:
+        super().__init__()
+        wide = 6 * inner
+        self.first = nn.Sequential(*normed(inner, wide), function(), *normed(wide, wide, 3, stride, wide), function())
+        self.reduce, self.expand = nn.Conv2d(wide, max(squeeze, 1), 1), nn.Conv2d(max(squeeze, 1), wide, 1)
+        self.squeeze = squeeze
+        self.last = nn.Sequential(*normed(wide, outer))
+        self.same = inner == outer and stride == 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x)
+        if self.squeeze:
+            gate = self.expand(F.relu_(self.reduce(y.mean((2, 3), keepdim=True))))
+            y = y * gate.sigmoid()
+        y = self.last(y)
+        return x + y if self.same else y
+
+
+def head(channels: int) -> list[nn.Module]:
+    return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000)]
+
+
+def test_a_residual_network_keeps_every_tensor_once() -> None:
+    """ReLU's output at a block's end and the next block's input are one tensor."""
+    net = nn.Sequential(
+        *normed(3, 64, 7, 2), nn.ReLU(True), nn.MaxPool2d(3, 2, 1), Bottleneck(64, 64, 1), Bottleneck(256, 64, 1),
+        Bottleneck(256, 128, 2), Bottleneck(512, 128, 1), *head(512),
+    )  # fmt: skip
+    graph = residual_graph("made-up", Residual(depths=(2, 2)), SIDE, 1000, "fp32", 4)
+    assert sum(parameter.numel() for parameter in net.parameters()) == graph.parameters
+    assert kept_bytes(whole_loss(net), net) == pytest.approx(kept(graph), rel=0.005)
+
+
+@pytest.mark.parametrize(("function", "name"), [(nn.ReLU, "relu"), (nn.ReLU6, "relu6"), (nn.SiLU, "silu")])
+@pytest.mark.parametrize("squeeze", [0.0, 0.25])
+def test_inverted_bottlenecks_keep_what_their_activation_needs(
+    function: Callable[..., nn.Module], name: str, squeeze: float
+) -> None:
+    """In place ReLU needs its output only; ReLU6 and SiLU a copy of their input."""
+
+    def fresh() -> nn.Module:
+        return function(inplace=True)
+
+    net = nn.Sequential(
+        *normed(3, 32, 3, 2), fresh(), Inverted(32, 32, 1, fresh, round(32 * squeeze)),
+        Inverted(32, 48, 2, fresh, round(32 * squeeze)), *normed(48, 256), fresh(), *head(256),
+    )  # fmt: skip
+    rows = (Row(1, 3, 1, 6, 32, squeeze), Row(1, 3, 2, 6, 48, squeeze))
+    spec = Mobile(rows=rows, head=256, function=name)  # type: ignore[arg-type]
+    graph = mobile_graph("made-up", spec, SIDE, 1000, "fp32", 4)
+    assert kept_bytes(whole_loss(net), net) == pytest.approx(kept(graph), rel=0.01)
+
+
+def test_autocast_keeps_what_the_closed_form_says() -> None:
+    """Half precision: activations at two bytes, the picture also as it came, weights' copies whatever the batch."""
+    net = nn.Sequential(*normed(3, 64, 7, 2), nn.ReLU(True), nn.MaxPool2d(3, 2, 1), Bottleneck(64, 64, 1), *head(256))
+    graph = residual_graph("made-up", Residual(depths=(1,)), SIDE, 1000, "bf16", 2)
+
+    def run() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return whole_loss(net)()
+
+    norms = [module for module in net.modules() if isinstance(module, nn.BatchNorm2d)]
+    copies = 2 * sum(weight.numel() for weight in net.parameters() if weight.dim() > 1)
+    statistics = sum(8 * norm.num_features for norm in norms)
+    # autograd does not keep the fp32 picture (it is the caller's), our count holds it
+    expected = kept(graph) - SAMPLES * 3 * SIDE * SIDE * 4
+    assert kept_bytes(run, net) - copies - statistics == pytest.approx(expected, rel=0.02)
+    buffers = sum(graph.kind_of(layer).buffer_bytes for layer in graph.layers)
+    own = sum(buffer.numel() * buffer.element_size() for buffer in net.buffers())
+    assert buffers == pytest.approx(own + copies, rel=0.01)
+
+
+def _norm(flow: Flow) -> None:
+    flow.layer_norm().linear(48).activate("gelu").linear(16).scale()
+
+
+def test_norms_under_autocast_keep_fp32() -> None:
+    """Layer normalisation runs in fp32; its output is cast again for the linear layer; layer scale makes fp32."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(48, 16)
+            self.gamma = nn.Parameter(torch.ones(16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            wide = self.norm(x.float())
+            y: Tensor = self.down(F.gelu(self.up(wide.to(torch.bfloat16))))
+            return y * self.gamma
+
+    net = Network("made-up", 2, 16, (8, 8))
+    net.stem(lambda flow: None)
+    net.block(_norm)
+    kind = net.finish(10, "bf16").kinds["block1"]
+    block = Block()
+    x = torch.randn(SAMPLES, 8, 8, 16, dtype=torch.bfloat16, requires_grad=True)
+
+    def run() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out: Tensor = block(x)
+        return out
+
+    weights = 2 * (block.up.weight.numel() + block.down.weight.numel())
+    assert kind.output_bytes == 4 * 16 * 64
+    assert kept_bytes(run, block) - weights == pytest.approx(SAMPLES * kind.kept[Recompute.NONE].total, rel=0.02)
+
+
+# Parameters in millions: Kim et al. 2020 (arXiv:2004.09910), tables 2 and 3; Ding et al. 2021, table 4 (training form).
+SIZES = [
+    ("amoebanet_d_l18_d208", 224, 81.5), ("amoebanet_d_l18_d416", 224, 319.0), ("unet_b6_c72", 192, 362.2),
+    ("repvgg_a2", 224, 28.21), ("repvgg_b1", 224, 57.42), ("repvgg_b2", 224, 89.02),
+]  # fmt: skip
+
+
+def built(name: str, side: int, item_bytes: int = 4) -> ModelGraph:
+    builder = builder_of(name)
+    assert builder is not None
+    return builder(side, 1000, "fp32" if item_bytes == 4 else "fp16", item_bytes)
+
+
+@pytest.mark.parametrize(("name", "side", "millions"), SIZES)
+def test_networks_have_their_published_parameters(name: str, side: int, millions: float) -> None:
+    assert built(name, side).parameters / 1e6 == pytest.approx(millions, rel=0.001)
+
+
+def test_cells_hand_two_pictures_on() -> None:
+    graph = built("amoebanet_d_l18_d256", 224)
+    for first, second in zip(graph.layers[1:-2], graph.layers[2:-1], strict=True):
+        assert graph.kind_of(first).output_bytes == graph.kind_of(second).input_bytes
+    extents: list[Extent] = [(kind.dims.height, kind.dims.width) for kind in graph.kinds.values()]
+    assert min(extents) == (7, 7)
+
+
+def test_a_partition_keeps_what_enters_it() -> None:
+    graph, balance = built("amoebanet_d_l18_d256", 224), (3, 4, 5, 12)
+    whole = partitioned(graph, balance)
+    first = [graph.kind_of(graph.layers[place]) for place in (0, 3, 7, 12)]
+    blocks = [whole.kind_of(layer) for layer in whole.layers[1:-1]]
+    assert [block.kept[Recompute.FULL].total for block in blocks] == [kind.input_bytes for kind in first]
+    assert whole.parameters == graph.parameters
+    assert whole.flops == graph.flops
+    assert kept(whole) == kept(graph)
+
+
+@pytest.mark.parametrize("balance", [(3, 4), (24, 0), (23, 1)])
+def test_partitions_must_add_up(balance: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match="balance"):
+        partitioned(built("amoebanet_d_l18_d256", 224), balance)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inplace", "tensors"), [(False, False, 2.0), (True, False, 1.8), (False, True, 1.0)]
+)
+def test_a_summary_keeps_two_tensors_an_output(tokens: bool, inplace: bool, tensors: float) -> None:
+    """Convolution and batch normalisation keep their inputs; networks on tokens a little less, in place one only."""
+    outputs = 10_000_000
+    given = ImageTotals(macs=4e9, activations=outputs, parameters=25e6, tokens=tokens, inplace=inplace)
+    ends = outputs / 50 * (4 + 2)  # the picture as it came in fp32, the last layer's output
+    assert kept(summary_graph(given, "fp16", 2)) / SAMPLES == pytest.approx(tensors * outputs * 2 + ends, rel=0.01)
