@@ -79,6 +79,22 @@ def test_scores_of_plain_attention_are_bound_by_what_they_write() -> None:
     assert matmul(A100, replace(scores, backward_flops=0), 1, 1).backward == 0.0
 
 
+def attention_scores(heads: int, size: int, tokens: int = 2048) -> Operator:
+    flops, moved = 2 * heads * tokens * size * tokens, 2 * heads * (2 * tokens * size + tokens * tokens)
+    shape = (heads * tokens, size, tokens)
+    return Operator("scores", OperatorClass.MATMUL, shape, 1, flops, 2 * flops, moved, 2 * moved, 0, Sharding.TENSOR)
+
+
+def test_heads_that_begin_between_16_bytes_leave_tensor_cores() -> None:
+    even, odd = (matmul(A100, attention_scores(heads, 13824 // heads), 1, 1).forward for heads in (96, 128))
+    # 2 x 2048 x 2048 x 13824 operations at fp32's 19.5 TFLOP/s and more, for 108 inner items hardly fill a tile.
+    least = 2 * 2048**2 * 13824 / 19.5e12
+    assert least < odd < 3 * least
+    assert odd > 3 * even
+    aligned = matmul(A100, attention_scores(128, 104), 1, 1).forward
+    assert aligned < odd / 3
+
+
 def test_a_bias_adds_one_pass_over_its_gradient() -> None:
     plain = linear("mlp.up", 2048, 4096, 16384)
     bias = replace(plain, backward_moved=plain.backward_moved + 2 * 2048 * 16384)
