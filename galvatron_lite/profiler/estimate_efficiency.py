@@ -53,15 +53,6 @@ HEAD_RAMP = (25, 8)
 ATTENTION_BACKWARD_FLOPS = 2.5
 """Backward FLOPs of fused attention over forward's: five matmuls instead of two (arXiv 2307.08691, section 4.1)."""
 
-CONVOLUTION = 0.75
-"""[Empirical] rate of an implicit-GEMM convolution beside a matmul of its shape (cuDNN, channels first)."""
-
-DEPTHWISE_CHANNELS = 8
-"""Fewer input channels a group than this leave tensor cores idle: the kernel runs on the fp32 units."""
-
-DEPTHWISE = 0.2
-"""[Empirical] share of fp32 peak that depthwise convolutions reach."""
-
 KERNEL_TAIL = 1.5e-6
 """[Empirical] seconds between a kernel's start and its memory streaming at full rate."""
 

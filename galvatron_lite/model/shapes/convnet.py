@@ -16,6 +16,7 @@ from galvatron_lite.model.shapes.convolution import (
     convolution,
     enter_image,
     global_pool,
+    handed_on,
     max_pool,
     relu,
 )
@@ -35,7 +36,8 @@ def _enter(tape: Tape, channels: int, extent: Extent) -> Value:
 
 def _finish(tape: Tape, name: str, out: Value, channels: tuple[int, int], extent: Extent) -> LayerKind:
     block = name not in ("before", "after")
-    return tape.kind(name, (out,), _dims(channels, extent), tensor_reason=_REASON, recomputed=block)
+    kind = tape.kind(name, (out,), _dims(channels, extent), tensor_reason=_REASON, recomputed=block)
+    return handed_on(kind, out, tape)[0]
 
 
 def _classifier(tape: Tape, x: Value, channels: int, classes: int, extent: Extent) -> LayerKind:
@@ -60,7 +62,9 @@ def resnet_graph(shape: ResNetShape, precision: str, item_bytes: int) -> ModelGr
             channels = middle * shape.expansion
         layers += _stage_layers(stage, depth)
     tape = Tape(item_bytes)
-    pooled = global_pool(tape, "pool", _enter(tape, channels, extent), channels)
+    last = _enter(tape, channels, extent)
+    tape.keep(last)  # the last block's ReLU needs it
+    pooled = global_pool(tape, "pool", last, channels)
     kinds.append(_classifier(tape, pooled, channels, shape.classes, extent))
     return assemble(shape.name, kinds, layers, sequence=1, precision=precision)
 
