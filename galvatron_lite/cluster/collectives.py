@@ -125,12 +125,13 @@ def tree_all_reduce(size: float, hops: Sequence[Hop]) -> float:
     """Seconds of a pipelined double binary tree all-reduce: 2·ceil(log2 n)·α + bytes/β of the slowest level.
 
     Each half of the tensor has a tree of its own. A member is a leaf of one (sends S/2 up) and has two children in the
-    other (sends S/2 up and twice S/2 down): 2·S. Two members are root of one tree each: S/2 up, S/2 down, together S
-    (P. Sanders, J. Speck, J. Träff, "Two-tree algorithms for full bandwidth broadcast", Parallel Computing 35, 2009;
-    NCCL's tuning.cc counts trees over two nodes at the speed inside a node for the same reason).
+    other (sends S/2 up and twice S/2 down): 2·S (P. Sanders, J. Speck, J. Träff, "Two-tree algorithms for full
+    bandwidth broadcast", Parallel Computing 35, 2009). Two members are root of one tree each and need send S only, but
+    do not reach it: 201 MB over two nodes of 8 V100 on one EDR adapter take 40 ms, as the ring's 1.88·S at 9.5 GB/s do
+    and tensor groups over four nodes (43 ms) too (github.com/Oneflow-Inc/DLPerf, reports/GPT, 2021).
     """
     latency = sum(ceil(log2(hop.members)) * hop.alpha for hop in hops)
-    sent = max((1 if hop.members == 2 else 2) * size / hop.bandwidth for hop in hops)
+    sent = max(2 * size / hop.bandwidth for hop in hops)
     return 2 * latency + sent / TREE_EFFICIENCY
 
 
