@@ -213,14 +213,17 @@ class Problem:
         built = self.chain(stage, inside, scalar=True)
         if built is None:
             return None, np.inf
-        front = pareto_paths(built[0], cap, beam or widest(built[0]))
+        sends = self.fixed_costs(stage, inside)[:2]
+        fixed = self.shape.microbatches * sum(sends)
+        front = pareto_paths(built[0], None if cap is None else cap - fixed, beam or widest(built[0]))
         self.work += front.work
         if not front.paths:
-            return None, front.dropped
-        best, tables, sends = front.paths[0], built[1], self.fixed_costs(stage, inside)[:2]
+            return None, front.dropped + fixed
+        best, tables = front.paths[0], built[1]
         forward, backward, step = self._times(best.choices, tables)
         time = (forward + backward, step) if self.overlapped else (forward, backward, step)
-        return self._stage_plan(Path(time, best.choices), tables, sends), min(front.dropped, best.time[0])
+        least = min(front.dropped, best.time[0]) + fixed
+        return self._stage_plan(Path(time, best.choices), tables, sends), least
 
     def _times(self, choices: Sequence[int], tables: Sequence[Table]) -> tuple[int, int, int]:
         groups = [int(table.groups[choice]) for table, choice in zip(tables, choices, strict=True)]
