@@ -7,6 +7,7 @@ parallelism is not offered: Megatron's column and row pairs do not exist here.
 from __future__ import annotations
 
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Role, SplitDims
+from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.assemble import assemble
 from galvatron_lite.model.shapes.calls import Part, Value
@@ -36,6 +37,8 @@ def _enter(tape: Tape, channels: int, extent: Extent) -> Value:
 
 def _finish(tape: Tape, name: str, out: Value, channels: tuple[int, int], extent: Extent) -> LayerKind:
     block = name not in ("before", "after")
+    if tape.kernels.autocast and tape.item_bytes < ops.FP32:
+        tape.buffer_bytes += tape.item_bytes * tape.weights[Part.WHOLE]  # weights' copies, kept until backward
     kind = tape.kind(name, (out,), _dims(channels, extent), tensor_reason=_REASON, recomputed=block)
     return handed_on(kind, out, tape)[0]
 
@@ -104,30 +107,33 @@ def _bottleneck(
     return _finish(tape, name, out, (inner, outer), extent), after
 
 
-def convnext_graph(shape: ConvNextShape, precision: str, item_bytes: int) -> ModelGraph:
+def convnext_graph(shape: ConvNextShape, precision: str, item_bytes: int, kernels: Kernels = EAGER) -> ModelGraph:
     """Stem, stages of blocks with downsampling layers between, pooling, norm, head and loss (Liu et al. 2022)."""
     side = shape.image_size
-    stem, extent = _shrink(item_bytes, "before", (shape.channels, shape.widths[0]), (side, side), kernel=4, stem=True)
+    stem, extent = _shrink(
+        Tape(item_bytes, kernels), "before", (shape.channels, shape.widths[0]), (side, side), kernel=4, stem=True
+    )
     kinds, layers = [stem], []
     for stage, (depth, width) in enumerate(zip(shape.depths, shape.widths, strict=True)):
         if stage:
             channels = (shape.widths[stage - 1], width)
-            kind, extent = _shrink(item_bytes, f"downsample{stage}", channels, extent, kernel=2, stem=False)
+            kind, extent = _shrink(
+                Tape(item_bytes, kernels), f"downsample{stage}", channels, extent, kernel=2, stem=False
+            )
             kinds.append(kind)
             layers.append(Layer(f"downsample.{stage}", kind.name, Role.BLOCK))
-        kinds.append(_convnext_block(shape, item_bytes, f"stage{stage}_block", width, extent))
+        kinds.append(_convnext_block(shape, Tape(item_bytes, kernels), f"stage{stage}_block", width, extent))
         layers += [Layer(f"stages.{stage}.{index}", f"stage{stage}_block", Role.BLOCK) for index in range(depth)]
-    tape, width = Tape(item_bytes), shape.widths[-1]
+    tape, width = Tape(item_bytes, kernels), shape.widths[-1]
     pooled = global_pool(tape, "pool", _enter(tape, width, extent), width)
     kinds.append(_classifier(tape, ops.layer_norm(tape, "norm", pooled, width), width, shape.classes, extent))
     return assemble(shape.name, kinds, layers, sequence=1, precision=precision)
 
 
 def _shrink(
-    item_bytes: int, name: str, channels: tuple[int, int], extent: Extent, *, kernel: int, stem: bool
+    tape: Tape, name: str, channels: tuple[int, int], extent: Extent, *, kernel: int, stem: bool
 ) -> tuple[LayerKind, Extent]:
     """A convolution whose stride is its kernel; the norm follows it in the stem and goes before it elsewhere."""
-    tape = Tape(item_bytes)
     x = enter_image(tape, channels[0], extent[0]) if stem else _enter(tape, channels[0], extent)
     if not stem:
         x = ops.layer_norm(tape, "norm", x, channels[0])
@@ -137,9 +143,8 @@ def _shrink(
     return _finish(tape, name, x, channels, extent), after
 
 
-def _convnext_block(shape: ConvNextShape, item_bytes: int, name: str, width: int, extent: Extent) -> LayerKind:
+def _convnext_block(shape: ConvNextShape, tape: Tape, name: str, width: int, extent: Extent) -> LayerKind:
     """Depthwise convolution, norm, MLP of four times the width, learned scale, residual."""
-    tape = Tape(item_bytes)
     x = _enter(tape, width, extent)
     y, _ = convolution(tape, "conv", x, (width, width), extent, kernel=shape.kernel, groups=width, bias=True)
     y = ops.layer_norm(tape, "norm", y, width)

@@ -89,7 +89,7 @@ def _graph(shape: Shape, precision: str, item_bytes: int, kernels: Kernels) -> M
         case ResNetShape():
             return resnet_graph(shape, precision, item_bytes)
         case ConvNextShape():
-            return convnext_graph(shape, precision, item_bytes)
+            return convnext_graph(shape, precision, item_bytes, kernels)
 
 
 def model_names() -> tuple[str, ...]:

@@ -33,13 +33,20 @@ def vit_graph(shape: VitShape, precision: str, item_bytes: int, kernels: Kernels
         seq_len=tokens,
         dropout=shape.dropout,
     )
-    kinds = (
+    kinds: tuple[LayerKind, ...] = (
         _patches(shape, tokens, item_bytes),
         _unmasked(pre_norm_block(stack, tokens, item_bytes, causal=False, kernels=kernels)),
         _classifier(shape, stack, tokens, item_bytes),
     )
     layers = blocks("layers", "block", shape.layers)
+    if kernels.autocast and item_bytes < ops.FP32:
+        kinds = tuple(_copied(kind, item_bytes) for kind in kinds)
     return assemble(shape.name, kinds, layers, sequence=tokens, precision=precision)
+
+
+def _copied(kind: LayerKind, item_bytes: int) -> LayerKind:
+    """With the weights' half-precision copies, which autocast keeps from forward to backward whatever the batch."""
+    return replace(kind, buffer_bytes=kind.buffer_bytes + item_bytes * kind.parameters.total)
 
 
 def _unmasked(kind: LayerKind) -> LayerKind:
