@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph, Recompute
+from galvatron_lite.model.shapes import ConvNextShape, VitShape, build_graph
 from galvatron_lite.model.shapes.convolution import Extent
 from galvatron_lite.model.shapes.images.flow import Flow
 from galvatron_lite.model.shapes.images.mobile import Mobile, Row, mobile_graph
@@ -19,6 +21,7 @@ from galvatron_lite.model.shapes.images.network import Network
 from galvatron_lite.model.shapes.images.partition import partitioned
 from galvatron_lite.model.shapes.images.residual import Residual, residual_graph
 from galvatron_lite.model.shapes.images.summary import ImageTotals, summary_graph
+from galvatron_lite.stacks.facts import EAGER_KERNELS
 
 SAMPLES = 2
 SIDE = 64
@@ -233,3 +236,75 @@ def test_a_summary_keeps_two_tensors_an_output(tokens: bool, inplace: bool, tens
     given = ImageTotals(macs=4e9, activations=outputs, parameters=25e6, tokens=tokens, inplace=inplace)
     ends = outputs / 50 * (4 + 2)  # the picture as it came in fp32, the last layer's output
     assert kept(summary_graph(given, "fp16", 2)) / SAMPLES == pytest.approx(tensors * outputs * 2 + ends, rel=0.01)
+
+
+class NextBlock(nn.Module):
+    """Liu et al. 2022 as autocast runs it on a GPU: norm in fp32, everything else in half precision."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 7, padding=3, groups=width)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.gamma = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x).permute(0, 2, 3, 1).contiguous()
+        y = self.norm(y.float()).to(torch.bfloat16)
+        y = self.down(F.gelu(self.up(y))) * self.gamma
+        out: Tensor = x + y.permute(0, 3, 1, 2)
+        return out
+
+
+def test_a_convnext_block_under_autocast() -> None:
+    shape = ConvNextShape(depths=(2,), widths=(16,), image_size=32)
+    kind = build_graph(shape, precision="bf16", kernels=EAGER_KERNELS).kinds["stage0_block"]
+    block, x = NextBlock(16), torch.randn(SAMPLES, 16, 8, 8, dtype=torch.bfloat16, requires_grad=True)
+
+    def run() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out: Tensor = block(x)
+        return out
+
+    copies = 2 * sum(layer.weight.numel() for layer in (block.conv, block.up, block.down))
+    assert kept_bytes(run, block) - copies == pytest.approx(SAMPLES * kind.kept[Recompute.NONE].total, rel=0.03)
+    assert kind.buffer_bytes == 2 * kind.parameters.total
+
+
+class PlainBlock(nn.Module):
+    """A pre-norm block whose attention is scores, softmax and context, in autocast's precisions."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = torch.bfloat16
+        batch, tokens, width = x.shape
+        y = self.qkv(self.norm1(x.float()).to(half))
+        q, k, v = y.view(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = ((q @ k.transpose(-2, -1)) * 0.25).softmax(-1, dtype=torch.float32)
+        y = (scores.to(half) @ v).transpose(1, 2).reshape(batch, tokens, width)
+        x = x + self.out(y)
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x.float()).to(half))))
+        return out
+
+
+def test_a_plain_vit_block_under_autocast() -> None:
+    shape = VitShape(layers=1, hidden=32, heads=4, image_size=32, patch=4)
+    kernels = replace(EAGER_KERNELS, merged_projections=True)
+    kind = build_graph(shape, precision="bf16", kernels=kernels).kinds["block"]
+    block, x = PlainBlock(32, 4), torch.randn(SAMPLES, 65, 32, dtype=torch.bfloat16, requires_grad=True)
+
+    def run() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out: Tensor = block(x)
+        return out
+
+    copies = 2 * sum(layer.weight.numel() for layer in (block.qkv, block.out, block.up, block.down))
+    kept_here = SAMPLES * kind.kept[Recompute.NONE].total
+    assert kept_bytes(run, block) - copies == pytest.approx(kept_here, rel=0.02)
+    assert not any(operator.name.endswith("mask") for operator in kind.operators)
+    assert kind.buffer_bytes == 2 * kind.parameters.total

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from galvatron_lite.calibration.store import load_calibration
-from galvatron_lite.model.graph import ModelGraph, OperatorClass
+from galvatron_lite.model.graph import ModelGraph, Operator, OperatorClass
 from galvatron_lite.stacks.catalog import match_stack
-from galvatron_lite.validate.images import image_model
+from galvatron_lite.validate.images import image_model, layer_balance
 from galvatron_lite.validate.outcome import Predicted, Skipped
 from galvatron_lite.validate.predict import Remembered, predict_run
 from galvatron_lite.validate.rows import PublishedRun
@@ -117,3 +117,87 @@ def test_what_cannot_be_represented_is_skipped(changes: dict[str, Any]) -> None:
 
 def test_equal_runs_share_their_graph() -> None:
     assert graph_of(run()) is graph_of(run(run_id="made-up-2", micro_batch=32))
+
+
+GPIPE = replace(
+    RUN, framework="torchgpipe 0.0.5 (PyTorch 1.3)", model="amoebanet-d-L18-D256", arch="cnn", gpu="Tesla P40-24GB",
+    gpus_per_node=8, intra_link="PCIe 3.0", pp_schedule="gpipe", act_ckpt="full except last micro-batch",
+    precision="fp32", optimizer="sgd",
+)  # fmt: skip
+
+# GPUs, chunks, samples of a chunk, layers a partition, images a second: Kim et al. 2020 (arXiv:2004.09910), table 2,
+# github.com/kakaobrain/torchgpipe, docs/benchmarks.rst.
+PARTITIONED = [
+    (2, 4, 64, "[9, 15]", 41.133), (2, 32, 40, "[9, 15]", 47.386), (4, 32, 36, "[3, 6, 7, 8]", 72.412),
+    (8, 4, 120, "[2, 2, 2, 3, 3, 4, 4, 4]", 70.065), (8, 32, 40, "[2, 2, 2, 3, 3, 4, 4, 4]", 132.413),
+]  # fmt: skip
+
+
+def piped(gpus: int, chunks: int, samples: int, balance: str) -> PublishedRun:
+    return replace(
+        GPIPE, n_gpus=gpus, pp=gpus, micro_batch=samples, global_batch=chunks * samples, grad_accum=chunks,
+        notes=f"flattened-sequential layer balance {balance}; ",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("gpus", "chunks", "samples", "balance", "rate"), PARTITIONED)
+def test_pipelines_of_partitions_are_met(gpus: int, chunks: int, samples: int, balance: str, rate: float) -> None:
+    """What was run fits: of a chunk that waits only what enters its partition is kept."""
+    outcome = predict_run(piped(gpus, chunks, samples, balance), load_calibration(), Remembered())
+    assert isinstance(outcome, Predicted), outcome
+    assert outcome.step_seconds == pytest.approx(chunks * samples / rate, rel=0.2)
+    assert 0.4 * outcome.capacity < outcome.device_memory < outcome.capacity
+
+
+def test_a_balance_is_one_block_a_partition() -> None:
+    graph = graph_of(piped(4, 4, 90, "[3, 6, 7, 8]"))
+    assert [layer.name for layer in graph.layers[1:-1]] == [f"partitions.{place}" for place in range(4)]
+    assert len(graph_of(replace(GPIPE, notes=None)).layers) == 24
+
+
+@pytest.mark.parametrize(
+    ("said", "balance"),
+    [("layer balance [9, 15]; x", (9, 15)), ("layer balance [24]", (24,)), ("layer balance none", ()), ("", ())],
+)
+def test_balances_are_read(said: str, balance: tuple[int, ...]) -> None:
+    assert layer_balance(said) == balance
+
+
+def test_what_is_made_once_a_batch_does_not_grow_with_it() -> None:
+    """Swin V2's positions: 12 blocks x 144^2 pairs x 384 of the published 161 million activations."""
+    given = run(
+        model="swinv2_cr_tiny_384", image_size=384, params_b=0.0283,
+        notes="layout nchw; fwd gmacs 15.340, m-activations 161.01",
+    )  # fmt: skip
+    graph = graph_of(given)
+    outputs = sum(operator.moved for operator in _convolutions_of(graph)) / 4
+    assert outputs / 1e6 == pytest.approx(161.01 - 12 * 144**2 * 384 / 1e6, rel=0.01)
+
+
+def _convolutions_of(graph: ModelGraph) -> list[Operator]:
+    kinds = [graph.kind_of(layer) for layer in graph.layers]
+    return [operator for kind in kinds for operator in kind.operators if operator.kind is OperatorClass.CONVOLUTION]
+
+
+@pytest.mark.parametrize(
+    ("model", "side", "batch"),
+    [("resnet50", 224, 512), ("vgg19", 224, 384), ("convmixer_768_32", 224, 96), ("dm_nfnet_f5", 416, 16)],
+)
+def test_batches_that_ran_are_said_to_fit(model: str, side: int, batch: int) -> None:
+    """The largest batches that did not run out of 24 GB (results/benchmark-train-amp-nchw-pt112-cu113-rtx3090.csv)."""
+    given = run(model=model, image_size=side, micro_batch=batch, global_batch=batch)
+    outcome = predict_run(given, load_calibration(), Remembered())
+    assert isinstance(outcome, Predicted), outcome
+    assert 0.6 * outcome.capacity < outcome.device_memory <= outcome.capacity
+
+
+@pytest.mark.parametrize(
+    ("model", "side", "batch", "more"),
+    [("vit_large_patch14_224", 224, 48, 64), ("convnext_large", 224, 96, 128), ("efficientnet_b5", 456, 32, 48)],
+)
+def test_the_next_batch_is_said_not_to_fit(model: str, side: int, batch: int, more: int) -> None:
+    for samples, fits in ((batch, True), (more, False)):
+        given = run(model=model, image_size=side, micro_batch=samples, global_batch=samples)
+        outcome = predict_run(given, load_calibration(), Remembered())
+        assert isinstance(outcome, Predicted), outcome
+        assert (outcome.device_memory <= outcome.capacity) is fits
