@@ -60,6 +60,7 @@ _NAMES: tuple[tuple[str, Stack], ...] = (
     (r"mxnet", others.MXNET),
     (r"paddle", others.PADDLE),
     (r"galvatron", GALVATRON),
+    (r"deeplearningexamples.*lambda", others.LAMBDA),
     (r"pytorch|\bddp\b|deeplearningexamples", others.PYTORCH),
 )
 """Frameworks by words in their names; the first that fits counts."""

@@ -12,6 +12,7 @@ MEGATRON = Stack(
     source="github.com/NVIDIA/Megatron-LM, megatron/training/arguments.py (defaults)",
     kernels=MEGATRON_KERNELS,
     states=MIXED,
+    fp16_states=HALF_GRADIENTS,  # accumulate_allreduce_grads_in_fp32 is set by --bf16 only
     optimizer="adam-fused",
     vocab_multiple=128,
     dropout=0.1,
@@ -43,6 +44,7 @@ CORE = replace(
     name="megatron-core",
     source="docs.nvidia.com/nemo-framework (performance recipes): Megatron-Core over Transformer Engine",
     kernels=CORE_KERNELS,
+    states=HALF_GRADIENTS,  # grad_reduce_in_fp32 = False (NeMo's scripts/performance, Megatron-Bridge's too)
     zero_stage=1,
     dropout=0.0,
     transformer_engine=True,
@@ -52,13 +54,21 @@ CORE = replace(
 BRIDGE = replace(CORE, name="megatron-bridge", source="github.com/NVIDIA-NeMo/Megatron-Bridge, scripts/performance")
 """Megatron-Bridge's performance recipes."""
 
-NEMO = replace(CORE, name="nemo", source="github.com/NVIDIA/NeMo-Framework-Launcher, conf/training/gpt3")
+NEMO = replace(
+    CORE,
+    name="nemo",
+    source="github.com/NVIDIA/NeMo-Framework-Launcher, conf/training/gpt3",
+    # distributed_fused_adam over bf16 parameters stores the lower halves of the master copy only
+    # (store_param_remainders), and sums in fp32 unless grad_sync_dtype says otherwise.
+    states=replace(MIXED, optimizer_bytes=10),
+)
 """The NeMo launcher's recipes."""
 
 MEGASCALE = replace(
     CORE,
     name="megascale",
     source="Jiang et al. 2024 (arXiv 2402.15627), section 3: parallel block, sliding-window attention, LAMB",
+    states=MIXED,
 )
 """ByteDance's MegaScale."""
 
@@ -78,6 +88,7 @@ BLOOM = replace(
     name="megatron-deepspeed-bloom",
     source="github.com/bigscience-workshop/bigscience, train/tr11-176B-ml: ALiBi, ZeRO-1, padded vocabulary",
     states=MIXED,
+    fp16_states=None,
     zero_stage=1,
     dropout=0.0,
     positions="alibi",

@@ -33,6 +33,7 @@ TITAN = Stack(
     # pipeline_parallel_microbatches: "the default value will be the number of pipeline stages, if unspecified"
     # (torchtitan/config_manager.py; parallelize takes the degree).
     splits_by_stage=True,
+    copies_gathered=True,
     gathers_once=True,
     early_stop=True,
     reports_reserved=True,  # torchtitan/metrics.py: max_reserved_gib
@@ -40,7 +41,10 @@ TITAN = Stack(
 """torchtitan with torch.compile."""
 
 TITAN_EAGER = replace(
-    TITAN, name="torchtitan-eager", kernels=Kernels(parallel_loss=True, fp8_kept=False, selective="alternate")
+    TITAN,
+    name="torchtitan-eager",
+    # norms.py, and torch.nn.RMSNorm before PyTorch 2.8: step by step in fp32.
+    kernels=Kernels(fused_norm=False, parallel_loss=True, fp8_kept=False, selective="alternate"),
 )
 """torchtitan without it, and FSDP2 elsewhere."""
 
@@ -133,19 +137,35 @@ MXNET = Stack(
 )
 """MXNet."""
 
-PADDLE = Stack(name="paddle", source="github.com/PaddlePaddle/Paddle", kernels=EAGER_KERNELS, states=AMP, dropout=0.1)
+PADDLE = Stack(
+    name="paddle",
+    source="github.com/PaddlePaddle/Paddle",
+    kernels=EAGER_KERNELS,
+    states=AMP,
+    dropout=0.1,
+    predicted_share=_MASKED,
+)
 """PaddlePaddle."""
 
 PYTORCH = Stack(
     name="pytorch-ddp",
-    source=f"{_NVIDIA}, PyTorch: DistributedDataParallel, AMP, fused LAMB",
-    kernels=replace(EAGER_KERNELS, fused_activation=True),
-    states=AMP,
+    # apex: opt_level O2 (parameters in half precision beside a master copy), FusedLayerNorm, FusedLAMB; softmax takes
+    # what it is given.
+    source=f"{_NVIDIA}, PyTorch: DistributedDataParallel, apex amp O2 (run_pretraining.py, run_squad.py)",
+    kernels=replace(EAGER_KERNELS, autocast=False, fused_activation=True, fused_softmax=True),
+    states=HALF_GRADIENTS,
     optimizer="adamw-fused",
     dropout=0.1,
     predicted_share=_MASKED,
 )
 """PyTorch's DistributedDataParallel in NVIDIA's examples."""
+
+LAMBDA = replace(
+    PYTORCH,
+    source="github.com/lambdal/deeplearning-benchmark, pytorch/scripts: NVIDIA's examples, BERT fine-tuned on SQuAD",
+    predicted_share=0.0,
+)
+"""The same as Lambda's benchmark runs them."""
 
 TIMM = Stack(
     name="timm",

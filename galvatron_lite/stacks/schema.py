@@ -50,6 +50,7 @@ class Stack:
         source: where the facts below come from (documentation, default arguments).
         kernels: which kernels it runs.
         states: how it holds states.
+        fp16_states: the same under fp16 with loss scaling, where it differs.
         constants: calibrated costs.
         optimizer: name of the optimizer's implementation (a key of ``OPTIMIZERS``).
         vocab_multiple: the vocabulary is padded to a multiple of this times the tensor degree; 1: not padded.
@@ -59,6 +60,8 @@ class Stack:
         positions: how plain (not gated) decoders of its recipes tell places.
         biases: whether plain decoders of its recipes have biases.
         virtual_stages: of interleaved schedules that do not say how many; 0: one block each (2: torchtitan's default).
+        copies_gathered: whether tensors whose tokens are gathered or scattered are copied besides, samples coming
+            first (``all_gather_tensor`` and ``reduce_scatter_tensor`` along any but the first dimension).
         splits_by_stage: whether a pipelined run that does not say its micro-batch has as many of them as there are
             pipeline ranks, else one sample each.
         gathers_once: whether sharded parameters are gathered and gradients reduced once a step under a pipeline, not in
@@ -78,6 +81,7 @@ class Stack:
     source: str = ""
     kernels: Kernels = Kernels()  # noqa: RUF009  frozen
     states: StateLayout = StateLayout()
+    fp16_states: StateLayout | None = None
     constants: StackConstants = StackConstants()  # noqa: RUF009  frozen
     optimizer: str = "adamw"
     vocab_multiple: int = 1
@@ -88,6 +92,7 @@ class Stack:
     biases: bool = True
     predicted_share: float = 1.0
     virtual_stages: int = 2
+    copies_gathered: bool = False
     splits_by_stage: bool = False
     gathers_once: bool = False
     early_stop: bool = False

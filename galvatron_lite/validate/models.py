@@ -63,7 +63,7 @@ def _encoder(run: PublishedRun, stack: Stack) -> Shape:
     """A BERT; heads of fine-tuning are as small as one token's logits."""
     if "fine-tun" in run.said:
         return EncoderShape(**_common(run, stack), predicted=1)  # type: ignore[arg-type]
-    predicted = round((run.seq_len or 0) * stack.predicted_share) if stack.predicted_share < 1 else 0
+    predicted = max(round((run.seq_len or 0) * stack.predicted_share), 1) if stack.predicted_share < 1 else 0
     return EncoderShape(**_common(run, stack), head="pretraining", predicted=predicted)  # type: ignore[arg-type]
 
 

@@ -18,6 +18,7 @@ from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.stacks.schema import Stack
 from galvatron_lite.units import ITEM_BYTES
 from galvatron_lite.validate.clusters import cluster_of
+from galvatron_lite.validate.fitting import fitting
 from galvatron_lite.validate.memory import peak_of
 from galvatron_lite.validate.models import shape_of
 from galvatron_lite.validate.outcome import Predicted, Skipped
@@ -64,8 +65,11 @@ def _predict(run: PublishedRun, calibration: Calibration, memory: Remembered) ->
     plan = plan_of(run, graph, stack, precision)
     if isinstance(plan, Skipped):
         return plan
-    pricer = _pricer(graph, cluster, stack, precision, plan, calibration, memory)
-    return _outcome(run, stack, price_plan(pricer, plan), cluster)
+
+    def price(candidate: Plan) -> Plan:
+        return price_plan(_pricer(graph, cluster, stack, precision, candidate, calibration, memory), candidate)
+
+    return _outcome(run, stack, fitting(run, plan, graph, price, cluster.device.memory), cluster)
 
 
 def _cluster(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Cluster | Skipped:
@@ -108,8 +112,10 @@ def _pricer(
 ) -> LayerPricer:
     """Prices of the points that a plan needs; those of an equal model on an equal machine are kept."""
     wanted = wanted_points(graph, plan)
-    expert = max(run.strategy.expert for stage in plan.stages for run in stage.runs)
-    key = (id(graph), id(cluster), stack.name, stack.kernels, stack.states, stack.optimizer, precision, wanted, expert)
+    strategies = [run.strategy for stage in plan.stages for run in stage.runs]
+    expert, context = (max(getattr(one, name) for one in strategies) for name in ("expert", "context"))
+    software = (stack.name, stack.kernels, stack.states, stack.optimizer, precision)
+    key = (id(graph), id(cluster), *software, wanted, expert, context)
     if key not in memory.pricers:
         profile = estimate_profile(
             graph,
@@ -122,6 +128,7 @@ def _pricer(
             calibration=calibration,
             wanted=wanted,
             expert=expert,
+            context=context,
         )
         memory.pricers[key] = LayerPricer(profile)
     return memory.pricers[key]
