@@ -13,7 +13,6 @@ from math import exp, log
 from typing import Any
 
 from galvatron_lite.calibration.schema import Calibration
-from galvatron_lite.calibration.store import DEFAULT
 from galvatron_lite.errors import InputError
 
 SMALLEST = 1e-9
@@ -55,8 +54,9 @@ SCALES: Mapping[str, Mapping[str, Scale]] = {
         "kernel_host": Scale(False, 0.8, 5e-7, 1.5e-4),
         "microbatch_host": Scale(False, 1.0, 1e-6, 5e-2),
         "step_host": Scale(False, 1.0, 1e-4, 1.0),
-        "matmul": Scale(False, 0.08, 0.7, 1.6),
-        "attention": Scale(False, 0.25, 0.4, 3.0),
+        "matmul": Scale(False, 0.12, 0.7, 1.6),
+        "attention": Scale(False, 0.3, 0.4, 3.0),
+        "ring": Scale(False, 0.2, 0.9, 2.5),
         "memory": Scale(False, 0.25, 0.5, 3.0),
         "optimizer": Scale(False, 0.3, 0.5, 4.0),
         "hidden": Scale(True, 1.0, 0.01, 0.99),
@@ -183,44 +183,3 @@ def _replaced(entries: Mapping[str, Any], changed: Mapping[str, Mapping[str, Any
             },
         )
     return whole
-
-
-def with_default(
-    calibration: Calibration, kind: str, among: Collection[str], apart: Collection[str] = ()
-) -> Calibration:
-    """A calibration whose default entry holds, number by number, the median of some entries.
-
-    Args:
-        calibration: the constants.
-        kind: ``stacks`` (or another kind) whose default is made.
-        among: names of the entries the median is taken of.
-        apart: names of entries that shall have the default's numbers themselves, as if they had never been seen.
-    """
-    entries = getattr(calibration, kind)
-    made = _median([entries[name] for name in among if name not in apart], kind, entries[DEFAULT])
-    whole: dict[str, Any] = {kind: dict(entries) | {DEFAULT: made} | dict.fromkeys(apart, made)}
-    return replace(calibration, **whole)
-
-
-def _median(constants: Sequence[Any], kind: str, otherwise: Any) -> Any:
-    """Field by field the median; of a mapping over the entries that have the key."""
-    if not constants:
-        return otherwise
-    made: dict[str, Any] = {}
-    for field in fields(otherwise):
-        values = [getattr(one, field.name) for one in constants]
-        if field.name not in SCALES[kind]:
-            continue
-        if isinstance(values[0], dict):
-            keys = dict.fromkeys(key for value in values for key in value)
-            made[field.name] = {key: _middle([value[key] for value in values if key in value]) for key in keys}
-        else:
-            made[field.name] = _middle(values)
-    return replace(otherwise, **made)
-
-
-def _middle(values: Sequence[float]) -> float:
-    """The median; of an even number of positive values the geometric mean of the two in the middle."""
-    ordered = sorted(values)
-    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
-    return low if low == high else (low * high) ** 0.5 if low > 0 else (low + high) / 2

@@ -40,6 +40,8 @@ class StackConstants:
         step_host: seconds once a step.
         matmul: factor on the time of matmuls beside the device's own efficiency.
         attention: the same for attention kernels.
+        ring: further factor on attention where a sample's tokens are spread over devices: it runs piece by piece, and
+            the pieces' results are merged.
         memory: the same for memory-bound kernels.
         optimizer: the same for the optimizer's update.
         hidden: share of a dimension's communication that compute may hide, by the dimension's name.
@@ -52,6 +54,7 @@ class StackConstants:
     step_host: float = 0.0
     matmul: float = 1.0
     attention: float = 1.0
+    ring: float = 1.0
     memory: float = 1.0
     optimizer: float = 1.0
     hidden: dict[str, float] = field(default_factory=dict)
@@ -87,6 +90,8 @@ class Origin:
         date: of the fit (ISO), empty where nothing was fitted.
         rows: how many published runs the fit of this entry rests on.
         residual: mean absolute relative error of step times on those rows after the fit.
+        deviations: of priors: how far a field is expected from its value, on the scale of the fit, where that is not
+            what fields of its name have.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -94,6 +99,7 @@ class Origin:
     date: str = ""
     rows: int = 0
     residual: float = 0.0
+    deviations: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

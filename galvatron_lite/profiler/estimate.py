@@ -8,6 +8,7 @@ that of the operators it runs again. Communication is not in the layers: the cos
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 from galvatron_lite.calibration.schema import Calibration, StackConstants
 from galvatron_lite.calibration.store import constants_for_device, constants_for_stack, load_calibration
@@ -55,6 +56,7 @@ def estimate_profile(
     calibration: Calibration | None = None,
     wanted: Collection[Wanted] | None = None,
     expert: int = 1,
+    context: int = 1,
 ) -> Profile:
     """A profile of a model on a cluster from data sheets.
 
@@ -71,12 +73,15 @@ def estimate_profile(
         calibration: constants; None: the shipped ones.
         wanted: the only points to estimate; None: all legal choices. Points that a kind does not offer are left out.
         expert: devices that the experts of a mixture are spread over.
+        context: devices that share the tokens of a sample.
 
     Raises:
         InputError: an unknown precision or optimizer, or a graph of another precision.
     """
     stack, calibration = stack or GALVATRON, calibration or load_calibration()
     host = stack_constants(stack, calibration)
+    if context > 1:
+        host = replace(host, attention=host.attention * host.ring)
     devices = _devices(cluster)
     machines = [machine_of(item, precision, constants_for_device(calibration, item), host) for item in devices]
     wide = wide_precision(precision)
@@ -97,7 +102,7 @@ def estimate_profile(
         hidden=dict(host.hidden),
         scattered_sends=stack.scattered_sends,
         straggling=host.straggling,
-        overhead=_overhead(host),
+        overhead=_overhead(host, _copying(machines) if stack.copies_gathered else 0.0),
         gather_precision=_gathered(states.gather, wide),
         reduce_precision=states.reduce,
         parameter_precision=states.parameters,
@@ -127,8 +132,15 @@ def _gathered(precision: str, wide: str) -> str:
     return wide if ITEM_BYTES[wide] == 4 or ITEM_BYTES.get(precision, 1) == ITEM_BYTES[wide] else precision
 
 
-def _overhead(host: StackConstants) -> HostOverhead:
-    return HostOverhead(step=host.step_host, pipeline=HOST.pipeline, microbatch=host.microbatch_host)
+def _overhead(host: StackConstants, copying: float) -> HostOverhead:
+    return HostOverhead(
+        step=host.step_host, pipeline=HOST.pipeline, gathered_per_byte=copying, microbatch=host.microbatch_host
+    )
+
+
+def _copying(machines: Sequence[Machine]) -> float:
+    """Seconds of the slowest device to copy a byte, which is read and written."""
+    return 2 / min(machine.bandwidth for machine in machines)
 
 
 def _every(graph: ModelGraph, devices: int, samples: Sequence[int]) -> Iterator[Wanted]:

@@ -186,6 +186,8 @@ class HostOverhead:
         pipeline: one send or receive of one micro-batch beside the transfer.
         tensor: one blocking collective of a tensor group beside the transfer: waiting for the others, waking up.
         tensor_per_byte: what that grows by with each byte of the tensor.
+        gathered_per_byte: seconds a byte of a tensor whose tokens are gathered or scattered: copying it into, or
+            out of, the order of its tokens on the device (0 in a measured profile, whose ``tensor_per_byte`` holds it).
         microbatch: once a micro-batch and stage, outside all layers.
     """
 
@@ -196,6 +198,7 @@ class HostOverhead:
     pipeline: float = 0.0
     tensor: float = 0.0
     tensor_per_byte: float = 0.0
+    gathered_per_byte: float = 0.0
     microbatch: float = 0.0
 
 

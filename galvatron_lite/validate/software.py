@@ -23,9 +23,10 @@ _OPTIMIZERS = (
 """Optimizers by words that name an implementation; Composer's decoupled AdamW goes through the tensors one by one
 (github.com/mosaicml/composer, composer/optim/decoupled_weight_decay.py). Else the stack's own runs."""
 
-_ASYNC_TENSOR = {"tensor": 0.6, "tensor-async": 0.6}
-"""[Empirical] share of gathers and scatters that PyTorch's asynchronous tensor parallelism hides: they run piece by
-piece beside the matmuls that make or take them (discuss.pytorch.org/t/209487: a tenth of the step of Llama 3 70B)."""
+_ASYNC_TENSOR = {"tensor": 0.2, "tensor-async": 0.2}
+"""[Empirical] share of gathers and scatters that PyTorch's asynchronous tensor parallelism hides, what smaller matmuls
+lose taken off: they run piece by piece beside the matmuls that make or take them, and no copy into the order of tokens
+follows (discuss.pytorch.org/t/209487; a tenth of the step of Llama 3 8B and 70B all told)."""
 
 _HIDDEN_EXPERTS = 0.8
 """[Empirical] share of the exchange of tokens that Megatron-Core's ``--overlap-moe-expert-parallel-comm`` hides:
@@ -55,6 +56,7 @@ def stack_of(run: PublishedRun, precision: str, calibration: Calibration) -> Sta
         stack,
         name=_name(stack, run, overlapped),
         kernels=_kernels(run, stack, precision),
+        copies_gathered=stack.copies_gathered and not overlapped,
         states=_states(run, _kept(run, stack), precision, optimizer),
         optimizer=optimizer,
         constants=constants,
@@ -116,7 +118,8 @@ def _states(run: PublishedRun, states: StateLayout, precision: str, optimizer: s
 
 def _kept(run: PublishedRun, stack: Stack) -> StateLayout:
     """States at rest; parameters gathered for a whole step are there in the gathered precision, beside fp32 shards."""
-    states = stack.states
+    halves = stack.fp16_states if (run.precision or "").lower() == "fp16" else None
+    states = halves or stack.states
     if gathers_once(run, stack) and states.parameters == "fp32":
         return replace(states, parameters=states.gather, optimizer_bytes=states.optimizer_bytes + 4)
     return states

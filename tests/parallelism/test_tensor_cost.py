@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import reduce
 
 import pytest
 
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, SplitDims
-from galvatron_lite.parallelism.base import Collective, Moment, Strategy
+from galvatron_lite.parallelism.base import Collective, DimensionContext, LayerWork, Moment, Strategy
+from galvatron_lite.parallelism.registry import DIMENSIONS
 from galvatron_lite.parallelism.tensor.cost import ASYNC
 from tests.factories import make_kind
 from tests.parallelism.test_states_cost import work
@@ -110,3 +112,18 @@ def test_full_recomputation_repeats_all_of_forward() -> None:
 def test_context_shares_the_tokens_of_every_collective() -> None:
     strategy = replace(SEQUENCE, context=2)
     assert calls(strategy, Moment.FORWARD)[GATHER, 50] == 2
+
+
+@pytest.mark.parametrize(("recompute", "forwards"), [(Recompute.NONE, 1), (Recompute.FULL, 2)])
+def test_gathered_and_scattered_tensors_are_copied_where_software_does_so(recompute: Recompute, forwards: int) -> None:
+    # Of one sample: 2 x 100 gathered and 300 scattered in forward, 300 gathered and 2 x 100 scattered in backward.
+    per_byte = 1e-3
+    strategy = replace(SEQUENCE, recompute=recompute)
+    seconds = {}
+    for host in (0.0, per_byte):
+        context = DimensionContext(4, 8, 2, 2, 2, 1, host={"gathered_per_byte": host})
+        start = LayerWork(1.0, 1, False, Recompute.NONE, 1200.0, 1200.0, 1200.0, 1200.0)
+        done = reduce(lambda known, one, seen=context: one.apply(known, BLOCK, strategy, seen), DIMENSIONS, start)
+        seconds[host] = done.microbatch_overhead
+    assert seconds[0.0] == 0
+    assert seconds[per_byte] == pytest.approx(per_byte * 500 * (forwards + 1))

@@ -8,10 +8,12 @@ from statistics import fmean
 
 import pytest
 
+from galvatron_lite.calibration.schema import StackConstants
+from galvatron_lite.calibration.store import constants_for_stack, load_calibration
 from galvatron_lite.cluster.catalog import device_named, load_cluster
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.cluster.collectives import collective_seconds
-from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.graph import OperatorClass, Recompute
 from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.model.shapes import DecoderShape, build_graph
 from galvatron_lite.parallelism.base import Collective
@@ -88,3 +90,34 @@ def test_full_recompute_stops_before_the_last_matmul_and_the_residual_behind_it(
     whole, stopped = (layer_times(machine, kind, StateLayout(), 4, early_stop=stop).whole for stop in (False, True))
     assert [one.name for one in kind.operators][-2:] == ["mlp.down", "mlp.residual"]
     assert stopped == pytest.approx(whole - sum(tail))
+
+
+def test_attention_in_a_ring_takes_longer_by_the_factor_of_the_stack() -> None:
+    shape = DecoderShape(name="long", layers=2, hidden=4096, heads=32, vocab=512, seq_len=65536)
+    graph = build_graph(shape, kernels=Kernels(flash_attention=True))
+    stack = replace(match_stack("torchtitan"), constants=StackConstants(ring=1.5))
+
+    def forward(context: int) -> float:
+        wanted = [("block", 1, False, NONE, 1)]
+        cluster = load_cluster("a100-80gb", 8)
+        made = estimate_profile(
+            graph, cluster, precision="bf16", name="long", stack=stack, wanted=wanted, context=context
+        )
+        return made.layers[0].forward
+
+    (core,) = (one for one in graph.kinds["block"].operators if one.kind is OperatorClass.ATTENTION)
+    alone = operator_seconds(machine_of(device_named("A100-80GB"), "bf16"), core, 1).forward
+    assert forward(2) - forward(1) == pytest.approx(0.5 * alone)
+    assert forward(8) == forward(2)
+
+
+def test_torch_copies_gathered_tokens_and_asynchronous_tensor_parallelism_does_not() -> None:
+    shape = DecoderShape(name="g", layers=2, hidden=1024, heads=8, vocab=512, seq_len=512)
+    cluster, graph = load_cluster("a100-80gb", 8), build_graph(shape)
+    stack = match_stack("torchtitan FSDP2 torch.compile")
+    a, b = (
+        estimate_profile(graph, cluster, precision="bf16", name="g", stack=one, wanted=[]).overhead.gathered_per_byte
+        for one in (stack, replace(stack, copies_gathered=False))
+    )
+    machine = machine_of(device_named("A100-80GB"), "bf16", None, constants_for_stack(load_calibration(), "torchtitan"))
+    assert (a, b) == (pytest.approx(2 / machine.bandwidth), 0)

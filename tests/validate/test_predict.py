@@ -118,6 +118,15 @@ def test_stacks_by_name_and_what_a_run_says_of_itself() -> None:
     assert not stack_of(gpt(flash_attn=False), "bf16", CALIBRATION).kernels.flash_attention
 
 
+def test_megatron_adds_gradients_up_in_half_precision_under_fp16() -> None:
+    # Data groups of 2 exchange 2 bytes an item instead of 4, and keep as many less.
+    half, whole = (predict_run(gpt(precision=precision), CALIBRATION, Remembered()) for precision in ("fp16", "bf16"))
+    assert isinstance(half, Predicted)
+    assert isinstance(whole, Predicted)
+    assert half.time.communication < whole.time.communication
+    assert half.memory.gradients == pytest.approx(whole.memory.gradients / 2, rel=1e-6)
+
+
 def test_reports_of_a_few_runs() -> None:
     runs = [gpt(), gpt(tp=1, dp=4, iter_time_s=0.1, peak_mem_gb=4.0), gpt(arch="abacus")]
     judged = validate_runs(runs, CALIBRATION)
@@ -147,5 +156,7 @@ def test_asynchronous_tensor_parallelism_hides_gathers_and_scatters() -> None:
     hides = predict_run(gpt(**titan, precision="bf16 + AsyncTP"), CALIBRATION, memory)
     assert isinstance(waits, Predicted)
     assert isinstance(hides, Predicted)
-    assert hides.time.communication < 0.6 * waits.time.communication
+    # What is hidden slows compute down by an eighth while it runs; what is gathered is not copied.
+    assert hides.time.communication == pytest.approx((0.8 + 0.2 / 8) * waits.time.communication, rel=0.02)
+    assert hides.time.other < waits.time.other
     assert hides.time.forward == waits.time.forward

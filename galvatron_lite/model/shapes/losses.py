@@ -49,7 +49,7 @@ def _eager(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
     softmax = memory_operator(f"{name}.log_softmax", cast, 2 * cast.bytes, 3 * cast.bytes)
     tape.record(Call((cast,), log_softmax, saved=(log_softmax,)), softmax)
     loss = tape.value(1, Part.WHOLE, FP32)
-    likelihood = memory_operator(f"{name}.nll", loss, labels.bytes, 2 * cast.bytes + labels.bytes, items=labels.items)
+    likelihood = memory_operator(f"{name}.nll", cast, labels.bytes, 2 * cast.bytes + labels.bytes, items=labels.items)
     held = replace(logits, grad=False)
     return tape.record(Call((log_softmax, labels, held), loss, saved=(log_softmax, labels)), likelihood)
 

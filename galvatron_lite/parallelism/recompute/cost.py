@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute
 from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, Strategy
+from galvatron_lite.parallelism.tensor.cost import copying
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class RecomputeDimension:
         missing = [choice.value for choice in Recompute if choice not in kind.kept]
         return f"recompute: {kind.name} offers no {' or '.join(missing)} recomputation" if missing else ""
 
-    def apply(self, work: LayerWork, kind: LayerKind, strategy: Strategy, context: DimensionContext) -> LayerWork:  # noqa: ARG002
+    def apply(self, work: LayerWork, kind: LayerKind, strategy: Strategy, context: DimensionContext) -> LayerWork:
         """Forward's communication so far happens again in backward; its compute is part of the profile's points.
 
         Must run after the dimensions whose communication is part of the layer's own forward (tensor, context,
@@ -50,7 +51,12 @@ class RecomputeDimension:
             for one in work.communications
             if one.moment is Moment.FORWARD and repeats(one)
         )
-        return replace(work, recompute=strategy.recompute, communications=(*work.communications, *again))
+        return replace(
+            work,
+            recompute=strategy.recompute,
+            communications=(*work.communications, *again),
+            microbatch_overhead=work.microbatch_overhead + copying(again, context),
+        )
 
 
 Repeats = Callable[[Communication], bool]

@@ -78,7 +78,8 @@ class TensorDimension:
     def _waiting(self, communications: Sequence[Communication], context: DimensionContext) -> float:
         """Seconds that blocking collectives cost beside their transfers."""
         fixed, per_byte = (context.host.get(name, 0.0) for name in (self.name, f"{self.name}_per_byte"))
-        return sum(one.count * (fixed + per_byte * one.size) for one in communications if not one.overlaps)
+        waiting = sum(one.count * (fixed + per_byte * one.size) for one in communications if not one.overlaps)
+        return waiting + copying(communications, context)
 
     def _activations(
         self, kind: LayerKind, strategy: Strategy, samples: float, group: RankGroup
@@ -142,6 +143,13 @@ class TensorDimension:
 ASYNC = "tensor-async"
 """Cause of what may run beside the matmul of weight gradients: all that the input's gradient needs. Software that does
 so says which share it hides (``StackConstants.hidden``); our own runtime waits."""
+
+
+def copying(communications: Sequence[Communication], context: DimensionContext) -> float:
+    """Seconds of copying what is gathered or scattered, see ``HostOverhead.gathered_per_byte``."""
+    per_byte = context.host.get("gathered_per_byte", 0.0)
+    ordered = (one for one in communications if one.collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER))
+    return per_byte * sum(one.count * one.size for one in ordered) if per_byte else 0.0
 
 
 def regions(kind: LayerKind) -> tuple[int, int]:
