@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import numpy as np
 
 from galvatron_lite.calibration.fit import Array, PredictMany, Problem, Task, family_weights
 from galvatron_lite.calibration.schema import Calibration
+from galvatron_lite.calibration.stages import Mask, Setup, Staged, calibrated_without, common_without
 from galvatron_lite.calibration.store import entry_for
 from galvatron_lite.cluster.links import link_matching
 from galvatron_lite.stacks.catalog import match_stack
@@ -32,7 +34,7 @@ ORDER = 0.5
 FAMILY = 100.0
 """Weight of a family of many rows: one per cent of its mean error costs 1, a standard deviation of one constant 0.5."""
 
-CHUNK = 320
+CHUNK = 160
 """Rows that one process predicts at once."""
 
 Progress = Callable[[int, int, str], None]
@@ -121,6 +123,44 @@ def entries_of(run: PublishedRun, calibration: Calibration) -> frozenset[str]:
     return frozenset(used)
 
 
+def model_of(run: PublishedRun) -> str:
+    """The model's name as rows are left out by it: however it is spelled, and however many of its layers were kept."""
+    return re.sub(r"[^a-z0-9.]", "", re.sub(r"-L\d+$", "", run.model or "").lower())
+
+
+def model_folds(runs: Sequence[PublishedRun], most: int) -> list[list[str]]:
+    """Models to leave out together, no two of one family where ``most`` folds allow it; families with most go first."""
+    families: dict[str, list[str]] = {}
+    for run in runs:
+        families.setdefault(run.family, [])
+        if model_of(run) not in families[run.family]:
+            families[run.family].append(model_of(run))
+    folds: list[list[str]] = [[] for _ in range(min(most, max(map(len, families.values()), default=1)))]
+    placed: dict[str, int] = {}
+    for _, models in sorted(families.items(), key=lambda item: -len(item[1])):
+        for model in models:
+            if model not in placed:
+                beside = [sum(other in fold for other in models) for fold in folds]
+                placed[model] = min(range(len(folds)), key=lambda n: (beside[n], len(folds[n])))
+                folds[placed[model]].append(model)
+    return folds
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Rows to predict with constants that other rows' measurements may not enter.
+
+    Attributes:
+        rows: to predict.
+        left_out: of all rows, which are not fitted to.
+        unseen: whether the rows' stacks count as never seen.
+    """
+
+    rows: tuple[int, ...]
+    left_out: Mask
+    unseen: bool
+
+
 # What a worker process works on; set once when it starts.
 _RUNS: list[PublishedRun] = []
 _MEMORY = Remembered()
@@ -140,9 +180,31 @@ def _log_seconds(outcome: Predicted | Skipped) -> float:
     return log(outcome.step_seconds) if isinstance(outcome, Predicted) else nan
 
 
+def _predict_here(tasks: Sequence[Task]) -> list[Array]:
+    return [np.array(_predict(task)) for task in tasks]
+
+
+def _fold(fold: Fold, problem: Problem, setup: Setup, whole: Staged) -> list[float]:
+    made = common_without if fold.unseen else calibrated_without
+    return _predict((made(fold.left_out, problem, setup, whole, _predict_here), fold.rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """The cost model on several processes.
+
+    Attributes:
+        predict: as the fit wants it.
+        folds: logarithms of predicted seconds of each fold's rows.
+    """
+
+    predict: PredictMany
+    folds: Callable[[Sequence[Fold], Problem, Setup, Staged], list[list[float]]]
+
+
 @contextmanager
-def predictor(runs: Sequence[PublishedRun], processes: int, progress: Progress) -> Iterator[PredictMany]:
-    """The cost model as the fit wants it, on several processes."""
+def workers(runs: Sequence[PublishedRun], processes: int, progress: Progress) -> Iterator[Workers]:
+    """Processes that predict these runs."""
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(processes, context, _start, (tuple(runs),)) as pool:
 
@@ -159,7 +221,15 @@ def predictor(runs: Sequence[PublishedRun], processes: int, progress: Progress) 
                 progress(done, len(pieces), "")
             return [np.array(one) for one in found]
 
-        yield predict
+        def folds(each: Sequence[Fold], problem: Problem, setup: Setup, whole: Staged) -> list[list[float]]:
+            waiting = [pool.submit(_fold, fold, problem, setup, whole) for fold in each]
+            found = []
+            for done, one in enumerate(waiting, 1):
+                found.append(one.result())
+                progress(done, len(waiting), "folds")
+            return found
+
+        yield Workers(predict, folds)
 
 
 def judged_again(judged: Judged, seconds: float) -> Judged:

@@ -1,14 +1,19 @@
 """Fits calibrated constants to measured step times: robust least squares with priors. No torch here.
 
-With residuals r_i = log(predicted_i / measured_i), weights w_i and unknowns x (``parameters``) it minimises
+With e_i = predicted_i / measured_i - 1 (what is scored), weights w_i, and unknowns x on a scale without bounds
+(``parameters``) it minimises
 
-    sum_i w_i |r_i|  +  1/2 sum_k ((x_k - prior_k) / deviation_k)^2,
+    sum_i w_i |e_i|  +  q sum_i w_i |d_i|  +  1/2 sum_k ((x_k - prior_k) / deviation_k)^2,
 
-|r| smoothed to sqrt(r^2 + d^2) - d (d = ``SMOOTH``), because the score is a mean of absolute errors, which outliers
-must not govern. The steps are Gauss-Newton on iteratively reweighted squares (P. Huber, "Robust Statistics", 1981,
-section 7.8) with a bound on each unknown's step and halving while the objective does not fall (J. Nocedal, S. Wright,
-"Numerical Optimization", 2006, sections 10.3 and 3.1). Derivatives are forward differences, one unknown at a time,
-of those rows only that use its entry.
+d_i being log(predicted_i / measured_i) less its mean over the plans that row i is chosen among (their order), and |.|
+smoothed to sqrt(.^2 + s^2) - s (s = ``SMOOTH``): the score is a mean of absolute errors, which outliers must not
+govern. The steps are Gauss-Newton on iteratively reweighted squares (P. Huber, "Robust Statistics", 1981, section 7.8),
+halved while the objective does not fall (J. Nocedal, S. Wright, "Numerical Optimization", 2006, section 3.1).
+Derivatives are forward differences once, then Broyden's update by the predictions made since (the same, section 11.1):
+a prediction of all rows costs a thirtieth of their derivatives.
+
+A fit without some rows starts from the priors, and derivatives say nothing of any measurement: what it finds does not
+depend on the rows left out.
 """
 
 from __future__ import annotations
@@ -29,22 +34,25 @@ PredictMany = Callable[[Sequence[Task]], Sequence[Array]]
 """Logarithms of predicted seconds of each task's rows; not a number where a row cannot be predicted."""
 
 SMOOTH = 0.02
-"""Residual below which the error counts by its square: published figures repeat within some two per cent."""
+"""Error below which it counts by its square: published figures repeat within some two per cent."""
 
 NUDGE = 0.02
 """Step of the forward differences on the scale of the fit."""
 
-LARGEST_STEP = 0.8
-"""Most that an unknown may move before derivatives are computed anew, on the scale of the fit."""
+LARGEST_STEP = 1.5
+"""Most that an unknown may move in one step, on the scale of the fit."""
 
-HALVINGS = 4
+HALVINGS = 3
 """How often a step that does not help is halved."""
 
 ENOUGH = 1e-3
 """Relative fall of the objective below which the fit ends."""
 
-INNER = 12
-"""Reweighted steps on a linearised problem; each goes half its way, for absolute errors have kinks."""
+INNER = 25
+"""Reweighted steps on a linearised problem; they go part of their way, for absolute errors have kinks."""
+
+LIMITS = (-3.0, 1.5)
+"""Logarithms of predicted over measured are cut here, so that e stays finite on the way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +61,9 @@ class Problem:
 
     Attributes:
         measured: logarithm of each row's measured seconds.
-        weights: w of the formula above.
+        weights: w of the formula above; 0: the row is not fitted to.
         groups: number of the group of rows that a choice is made among, -1 for a row on its own.
-        order: weight of a row's residual beside its group's mean residual (what ranks rows within a group), as a
-            factor on its own weight.
+        order: q of the formula above.
         uses: entries (``devices/A100``) that each row's prediction depends on.
     """
 
@@ -75,6 +82,15 @@ class Problem:
         """Rows with weight that use an entry."""
         return [row for row in self.fitted if owner in self.uses[row]]
 
+    def without(self, left_out: NDArray[np.bool_]) -> Problem:
+        """The same rows, some of which have no weight any more."""
+        return replace(self, weights=np.where(left_out, 0.0, self.weights))
+
+
+def as_it_is(calibration: Calibration) -> Calibration:
+    """Nothing is arranged."""
+    return calibration
+
 
 @dataclass(frozen=True, slots=True)
 class Unknowns:
@@ -84,21 +100,29 @@ class Unknowns:
         parameters: the numbers.
         prior: their places before any data.
         deviation: how far from there they are expected.
+        base: the other numbers.
+        arranged: what is predicted with, of the calibration that has the unknowns' values.
     """
 
     parameters: tuple[Parameter, ...]
     prior: Array
     deviation: Array
+    base: Calibration
+    arranged: Callable[[Calibration], Calibration] = as_it_is
+
+    def at(self, places: Array) -> Calibration:
+        """The calibration with the unknowns at these places."""
+        return self.arranged(with_places(self.base, self.parameters, places.tolist()))
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A fit, with what is needed to refit without some rows.
+    """A fit.
 
     Attributes:
         places: of the unknowns.
-        residuals: logarithms of predicted over measured seconds.
-        jacobian: derivative of each residual (rows) by each unknown (columns); empty until computed.
+        residuals: logarithms of predicted over measured seconds; 0 for rows without weight.
+        jacobian: derivative of each residual (rows) by each unknown (columns).
         objective: what was minimised.
     """
 
@@ -108,86 +132,108 @@ class Fit:
     objective: float
 
 
-def unknowns_of(calibration: Calibration, parameters: Sequence[Parameter]) -> Unknowns:
+def unknowns_of(
+    calibration: Calibration,
+    parameters: Sequence[Parameter],
+    arranged: Callable[[Calibration], Calibration] = as_it_is,
+) -> Unknowns:
     """Unknowns whose prior is a calibration's own values."""
-    deviations = np.array([parameter.scale.deviation for parameter in parameters])
-    return Unknowns(tuple(parameters), np.array(places_of(calibration, parameters)), deviations)
+    deviations = np.array([deviation_of(calibration, parameter) for parameter in parameters])
+    prior = np.array(places_of(calibration, parameters))
+    return Unknowns(tuple(parameters), prior, deviations, calibration, arranged)
+
+
+def deviation_of(calibration: Calibration, parameter: Parameter) -> float:
+    """How far a number is expected from its prior: as its entry says, else as numbers of its kind."""
+    origin = calibration.origins.get(parameter.owner)
+    own = origin.deviations.get(parameter.field) if origin is not None else None
+    return parameter.scale.deviation if own is None else own
+
+
+def errors_of(residuals: Array) -> Array:
+    """Predicted over measured less 1, of logarithms."""
+    return np.asarray(np.expm1(np.clip(residuals, *LIMITS)))
 
 
 def centred(problem: Problem, values: Array) -> Array:
-    """Values less the weighted mean of their group; 0 for rows on their own. Works on rows of matrices too."""
+    """Values less the mean over the fitted rows of their group; 0 for other rows. Works on rows of matrices too."""
     made: Array = np.zeros_like(values)
     for group in np.unique(problem.groups[problem.groups >= 0]):
-        rows = np.flatnonzero(problem.groups == group)
-        made[rows] = values[rows] - values[rows].mean(axis=0)
+        rows = np.flatnonzero((problem.groups == group) & (problem.weights > 0))
+        if len(rows) > 1:
+            made[rows] = values[rows] - values[rows].mean(axis=0)
     return made
 
 
-def stacked(problem: Problem, values: Array) -> Array:
-    """Residuals (or their derivatives) and below them the same within groups."""
-    return np.concatenate([values, centred(problem, values)]) if problem.order > 0 else values
-
-
-def stacked_weights(problem: Problem, kept: NDArray[np.bool_] | None = None) -> Array:
-    """Weights of ``stacked``; 0 for rows not kept."""
-    weights = problem.weights if kept is None else np.where(kept, problem.weights, 0.0)
-    if problem.order <= 0:
-        return weights
-    return np.concatenate([weights, np.where(problem.groups >= 0, weights * problem.order, 0.0)])
-
-
-def objective(unknowns: Unknowns, places: Array, residuals: Array, weights: Array) -> float:
-    """The formula above, of stacked residuals."""
-    errors = np.sqrt(residuals**2 + SMOOTH**2) - SMOOTH
+def objective(problem: Problem, unknowns: Unknowns, places: Array, residuals: Array) -> float:
+    """The formula above."""
     surprise = ((places - unknowns.prior) / unknowns.deviation) ** 2
-    return float(weights @ errors + surprise.sum() / 2)
+    value = problem.weights @ _smooth(errors_of(residuals)) + surprise.sum() / 2
+    if problem.order > 0:
+        value += problem.order * (problem.weights @ _smooth(centred(problem, residuals)))
+    return float(value)
 
 
-def newton_step(unknowns: Unknowns, places: Array, residuals: Array, jacobian: Array, weights: Array) -> Array:
+def _smooth(values: Array) -> Array:
+    return np.asarray(np.sqrt(values**2 + SMOOTH**2) - SMOOTH)
+
+
+def newton_step(problem: Problem, unknowns: Unknowns, places: Array, residuals: Array, jacobian: Array) -> Array:
     """One reweighted Gauss-Newton step."""
-    weighed = weights / np.sqrt(residuals**2 + SMOOTH**2)
     precision = 1 / unknowns.deviation**2
-    curvature = (jacobian * weighed[:, None]).T @ jacobian + np.diag(precision)
-    slope = jacobian.T @ (weighed * residuals) + precision * (places - unknowns.prior)
-    step: Array = np.asarray(-np.linalg.solve(curvature, slope), dtype=np.float64)
-    return step
+    curvature, slope = np.diag(precision), precision * (places - unknowns.prior)
+    errors = errors_of(residuals)
+    terms = [(problem.weights, errors, jacobian * (errors + 1)[:, None])]
+    if problem.order > 0:
+        terms.append((problem.order * problem.weights, centred(problem, residuals), centred(problem, jacobian)))
+    for weights, values, derivatives in terms:
+        weighed = weights / np.sqrt(values**2 + SMOOTH**2)
+        curvature = curvature + (derivatives * weighed[:, None]).T @ derivatives
+        slope = slope + derivatives.T @ (weighed * values)
+    return np.asarray(-np.linalg.solve(curvature, slope), dtype=np.float64)
 
 
-def solved(unknowns: Unknowns, places: Array, residuals: Array, jacobian: Array, weights: Array) -> Array:
-    """Places where the problem linearised at ``places`` is solved, each unknown moved by ``LARGEST_STEP`` at most."""
-    there = places
-    for _ in range(INNER):
-        step = newton_step(unknowns, there, residuals + jacobian @ (there - places), jacobian, weights)
-        there = np.clip(there + step / 2, places - LARGEST_STEP, places + LARGEST_STEP)
-    return there
+def solved(problem: Problem, unknowns: Unknowns, found: Fit, reach: float = LARGEST_STEP) -> Array:
+    """Where the problem linearised at a fit has its least objective, no unknown moved by more than ``reach``."""
+    there, least, best = found.places, np.inf, found.places
+    for number in range(INNER):
+        residuals = found.residuals + found.jacobian @ (there - found.places)
+        height = objective(problem, unknowns, there, residuals)
+        if height < least:
+            least, best = height, there
+        step = newton_step(problem, unknowns, there, residuals, found.jacobian)
+        part = 0.7 if number < INNER // 3 else 0.4
+        there = np.clip(there + part * step, found.places - reach, found.places + reach)
+    return best
 
 
-def residuals_of(problem: Problem, predicted: Array) -> Array:
+def residuals_at(problem: Problem, unknowns: Unknowns, places: Array, predict: PredictMany) -> Array:
     """Logarithms of predicted over measured; rows that cannot be predicted have none and count nothing."""
-    known: Array = np.nan_to_num(predicted - problem.measured, nan=0.0)
-    return known
+    rows, made = problem.fitted, np.zeros(len(problem.measured))
+    found = predict([(unknowns.at(places), rows)])[0]
+    made[rows] = np.nan_to_num(found - problem.measured[rows], nan=0.0)
+    return made
 
 
-def jacobian_of(
-    problem: Problem,
-    unknowns: Unknowns,
-    calibration: Calibration,
-    places: Array,
-    residuals: Array,
-    predict: PredictMany,
-) -> Array:
-    """Forward differences; a step towards the values allowed where a value is at its bound."""
-    steps = np.array([_nudge(parameter, place) for parameter, place in zip(unknowns.parameters, places, strict=True)])
+def jacobian_of(problem: Problem, unknowns: Unknowns, places: Array, predict: PredictMany) -> Array:
+    """Forward differences of the predictions of rows with weight; no measurement enters.
+
+    A step goes towards the values allowed where a value is at its bound.
+    """
+    rows = problem.fitted
+    here = np.zeros(len(problem.measured))
+    steps = [_nudge(parameter, place) for parameter, place in zip(unknowns.parameters, places, strict=True)]
     touched = [problem.rows_of(parameter.owner) for parameter in unknowns.parameters]
-    tasks: list[Task] = []
-    for column, rows in enumerate(touched):
+    tasks: list[Task] = [(unknowns.at(places), rows)]
+    for column, step in enumerate(steps):
         moved = places.copy()
-        moved[column] += steps[column]
-        tasks.append((with_places(calibration, unknowns.parameters, moved.tolist()), rows))
-    jacobian: Array = np.zeros((len(residuals), len(steps)))
-    for column, (rows, found) in enumerate(zip(touched, predict(tasks), strict=True)):
-        change = (found - problem.measured[rows] - residuals[rows]) / steps[column]
-        jacobian[rows, column] = np.nan_to_num(change, nan=0.0)
+        moved[column] += step
+        tasks.append((unknowns.at(moved), touched[column]))
+    answers = predict(tasks)
+    here[rows] = answers[0]
+    jacobian: Array = np.zeros((len(here), len(steps)))
+    for column, found in enumerate(answers[1:]):
+        jacobian[touched[column], column] = np.nan_to_num((found - here[touched[column]]) / steps[column], nan=0.0)
     return jacobian
 
 
@@ -196,57 +242,65 @@ def _nudge(parameter: Parameter, place: float) -> float:
     return NUDGE if inside > place + NUDGE / 2 else -NUDGE
 
 
+def updated(unknowns: Unknowns, jacobian: Array, moved: Array, change: Array) -> Array:
+    """Broyden's update: the least change of the derivatives that explains how the residuals changed.
+
+    Distances are in deviations of the priors.
+    """
+    scaled = moved / unknowns.deviation**2
+    length = float(moved @ scaled)
+    if length == 0:
+        return jacobian
+    return np.asarray(jacobian + np.outer(change - jacobian @ moved, scaled / length))
+
+
 def fit(
     problem: Problem,
     unknowns: Unknowns,
-    calibration: Calibration,
     predict: PredictMany,
     *,
+    start: Array | None = None,
+    jacobian: Array | None = None,
     steps: int = 8,
     report: Callable[[int, Fit], None] | None = None,
 ) -> Fit:
-    """The unknowns that fit best, from where a calibration has them.
+    """The unknowns that fit best.
 
     Args:
         problem: rows.
         unknowns: what is fitted.
-        calibration: start; entries and fields that are not unknown stay as they are.
         predict: the cost model.
-        steps: at most so many Gauss-Newton steps.
+        start: places to start from; None: the priors.
+        jacobian: derivatives to begin with; None: those at the start.
+        steps: at most so many.
         report: called after each with its number and the fit so far.
     """
-    weights, rows = stacked_weights(problem), problem.fitted
-    places = np.array(places_of(calibration, unknowns.parameters))
-
-    def at(where: Array) -> tuple[Array, float]:
-        found = np.full(len(problem.measured), np.nan)
-        found[rows] = predict([(with_places(calibration, unknowns.parameters, where.tolist()), rows)])[0]
-        residuals = residuals_of(problem, found)
-        return residuals, objective(unknowns, where, stacked(problem, residuals), weights)
-
-    residuals, least = at(places)
-    jacobian = np.zeros((len(residuals), 0))
+    places = unknowns.prior.copy() if start is None else start
+    if jacobian is None:
+        jacobian = jacobian_of(problem, unknowns, places, predict)
+    residuals = residuals_at(problem, unknowns, places, predict)
+    found = Fit(places, residuals, jacobian, objective(problem, unknowns, places, residuals))
     for number in range(1, steps + 1):
-        jacobian = jacobian_of(problem, unknowns, calibration, places, residuals, predict)
-        aim = solved(unknowns, places, stacked(problem, residuals), stacked(problem, jacobian), weights)
-        step, before = aim - places, least
-        for halving in range(HALVINGS):
-            tried = places + step / 2**halving
-            there, height = at(tried)
-            if height < least:
-                places, residuals, least = tried, there, height
-                break
+        before = found.objective
+        found = _step(problem, unknowns, found, predict)
         if report is not None:
-            report(number, Fit(places, residuals, jacobian, least))
-        if before - least < ENOUGH * before:
+            report(number, found)
+        if before - found.objective < ENOUGH * before:
             break
-    return Fit(places, residuals, jacobian, least)
+    return found
 
 
-def refit_without(problem: Problem, unknowns: Unknowns, found: Fit, kept: NDArray[np.bool_]) -> Array:
-    """Places of the unknowns refitted to the rows kept, on the problem linearised at the whole fit."""
-    jacobian, weights = stacked(problem, found.jacobian), stacked_weights(problem, kept)
-    return solved(unknowns, found.places, stacked(problem, found.residuals), jacobian, weights)
+def _step(problem: Problem, unknowns: Unknowns, found: Fit, predict: PredictMany) -> Fit:
+    """One step, halved where it does not help; the derivatives learn from each try."""
+    whole, jacobian = solved(problem, unknowns, found) - found.places, found.jacobian
+    for halving in range(HALVINGS):
+        places = found.places + whole / 2**halving
+        residuals = residuals_at(problem, unknowns, places, predict)
+        jacobian = updated(unknowns, jacobian, places - found.places, residuals - found.residuals)
+        height = objective(problem, unknowns, places, residuals)
+        if height < found.objective:
+            return Fit(places, residuals, jacobian, height)
+    return replace(found, jacobian=jacobian)
 
 
 def family_weights(families: Sequence[str], groups: NDArray[np.int64], grades: Sequence[float], total: float) -> Array:
@@ -271,8 +325,3 @@ def family_weights(families: Sequence[str], groups: NDArray[np.int64], grades: S
         weights[rows] = total * len(rows) / (len(rows) + 2) * share
     graded: Array = weights * np.array(grades)
     return graded
-
-
-def with_prior(unknowns: Unknowns, calibration: Calibration) -> Unknowns:
-    """The same unknowns with another calibration's values as prior."""
-    return replace(unknowns, prior=np.array(places_of(calibration, unknowns.parameters)))

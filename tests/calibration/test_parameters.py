@@ -13,10 +13,8 @@ from galvatron_lite.calibration.parameters import (
     places_of,
     to_scale,
     value_of,
-    with_default,
     with_places,
 )
-from galvatron_lite.calibration.schema import StackConstants
 from galvatron_lite.calibration.store import load_calibration
 from galvatron_lite.errors import InputError
 
@@ -74,26 +72,3 @@ def test_places_are_those_of_the_values() -> None:
     assert [from_scale(p, x) for p, x in zip(every, places_of(SHIPPED, every), strict=True)] == pytest.approx(
         [value_of(SHIPPED, p) for p in every]
     )
-
-
-def _stacks(**hosts: float) -> dict[str, StackConstants]:
-    return {name: StackConstants(kernel_host=host, hidden={name: host}) for name, host in hosts.items()}
-
-
-def test_the_default_is_the_median_of_those_seen() -> None:
-    calibration = replace(SHIPPED, stacks=_stacks(default=9.0, a=1.0, b=2.0, c=8.0))
-    assert with_default(calibration, "stacks", ["a", "b", "c"]).stacks["default"].kernel_host == 2.0
-    assert with_default(calibration, "stacks", ["b", "c"]).stacks["default"].kernel_host == pytest.approx(4.0)
-    assert with_default(calibration, "stacks", ["a"]).stacks["default"].hidden == {"a": 1.0}
-
-
-def test_a_stack_set_apart_counts_as_unseen() -> None:
-    calibration = replace(SHIPPED, stacks=_stacks(default=9.0, a=1.0, b=2.0, c=8.0))
-    made = with_default(calibration, "stacks", ["a", "b", "c"], ["c"]).stacks
-    assert made["c"] == made["default"]
-    assert made["c"].kernel_host == pytest.approx(2.0**0.5)
-    assert made["a"] == calibration.stacks["a"]
-
-
-def test_without_any_seen_the_default_stays() -> None:
-    assert with_default(SHIPPED, "stacks", []).stacks == SHIPPED.stacks
