@@ -61,9 +61,9 @@ def _microbatch(run: PublishedRun, replicas: int) -> int:
     stages, each = run.pp or 1, (run.global_batch or 0) // replicas
     if stages > 1 and each and each % stages == 0 and match_stack(run.framework).splits_by_stage:
         return each // stages
-    if stages > 1 or not run.grad_accum or not run.global_batch:
+    if stages > 1 or not run.global_batch:
         return 1
-    return max(int(run.global_batch // (replicas * run.grad_accum)), 1)
+    return max(int(run.global_batch // (replicas * (run.grad_accum or 1))), 1)
 
 
 def plan_of(run: PublishedRun, graph: ModelGraph, stack: Stack, precision: str) -> Plan | Skipped:
