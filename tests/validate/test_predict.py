@@ -120,9 +120,7 @@ def test_stacks_by_name_and_what_a_run_says_of_itself() -> None:
 
 def test_megatron_adds_gradients_up_in_half_precision_under_fp16() -> None:
     # Data groups of 2 exchange 2 bytes an item instead of 4, and keep as many less.
-    half, whole = (predict_run(gpt(precision=precision), CALIBRATION, Remembered()) for precision in ("fp16", "bf16"))
-    assert isinstance(half, Predicted)
-    assert isinstance(whole, Predicted)
+    half, whole = (predicted(gpt(precision=precision)) for precision in ("fp16", "bf16"))
     assert half.time.communication < whole.time.communication
     assert half.memory.gradients == pytest.approx(whole.memory.gradients / 2, rel=1e-6)
 
