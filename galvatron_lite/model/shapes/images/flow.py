@@ -167,12 +167,15 @@ class Flow:
         """Product with a learned vector of one item a channel (layer scale).
 
         The vector is fp32 and a product of mixed precisions is in the wider one: the residual stream turns fp32.
+        Backward takes two products, the cast of one where the input is narrower, and the sum of the other over all
+        pixels for the vector's gradient.
         """
         x = self.value
         self.tape.own(self.channels)
         out = self.tape.value(x.items, Part.WHOLE, ops.FP32)
         moved = x.bytes + out.bytes
-        operator = memory_operator(self._name("scale"), x, moved, 2 * moved)
+        cast = moved if x.item_bytes < out.item_bytes else 0
+        operator = memory_operator(self._name("scale"), x, moved, 4 * out.bytes + moved + cast)
         self.value = self.tape.record(Call((x,), out, saved=(x,)), operator)
         return self
 
@@ -235,11 +238,12 @@ class Flow:
     def covary(self, heads: int) -> Flow:
         """Attention between the channels of each head; the picture holds q, k and v side by side.
 
-        Queries and keys are normalised over the tokens; both matmuls have heads x channels a head as rows or columns.
+        Queries and keys are normalised over the tokens in fp32; both matmuls have heads x channels a head as rows or
+        columns. Values and the result are copied into matmuls' layout, the three gradients into one tensor and back.
         """
         tape, width = self.tape, self.channels // 3
         size, part = width // heads, self.value.bytes // 3
-        self.mix("normalise", (8, 12), count=6)
+        self.mix("normalise", (9, 17), count=8)
         out = tape.value(width * self.pixels, Part.WHOLE)
         flops = 2 * width * size * self.pixels
         shapes = ((width, self.pixels, size), (heads * self.pixels, size, size))
