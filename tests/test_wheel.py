@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -46,3 +47,29 @@ def test_it_plans_a_named_model_on_a_named_cluster(installed: Path) -> None:
 def test_it_carries_its_licence_and_type_marker(installed: Path) -> None:
     assert (installed / "galvatron_lite" / "py.typed").is_file()
     assert list(installed.glob("galvatron_lite-*.dist-info/licenses/LICENSE"))
+
+
+def test_it_carries_the_calibrated_constants(installed: Path) -> None:
+    code = (
+        "from galvatron_lite.calibration.store import load_calibration\n"
+        "from galvatron_lite.configs_path import config_folder\n"
+        "calibration = load_calibration()\n"
+        "print(config_folder('calibration'))\n"
+        "print(sorted(calibration.devices), sorted(calibration.links), sorted(calibration.stacks))"
+    )
+    where, entries = _run(installed, "-c", code).splitlines()
+    assert Path(where).is_relative_to(installed)
+    source = json.loads((ROOT / "configs" / "calibration" / "stacks.json").read_text(encoding="utf-8"))
+    own = [name for name, entry in source["entries"].items() if "constants" in entry]
+    assert all(f"'{name}'" in entries for name in own)
+    assert "'A100'" in entries
+    assert "'nvlink3'" in entries
+
+
+def test_it_validates_published_runs(installed: Path) -> None:
+    assert "Usage" in _run(installed, "-m", "galvatron_lite", "validate", "--help")
+    runs = (ROOT / "profiles" / "published" / "runs.jsonl").read_text(encoding="utf-8").splitlines()
+    (installed / "few.jsonl").write_text("\n".join(runs[::400]) + "\n", encoding="utf-8")
+    data = json.loads(_run(installed, "-m", "galvatron_lite", "validate", "few.jsonl", "--json"))
+    assert data["macro"]["rows"] == len(runs[::400])
+    assert data["macro"]["scored"] > 0

@@ -91,7 +91,8 @@ def print_scores(scores: Mapping[str, Scores], means: Mapping[str, Mean], by: st
         table.add_row(name.replace("_", " "), *totals, *figures, str(mean.get("overflowing", 0)))
     console = _console()
     console.print(table, "")
-    for line in (*unscored_lines(scores), "", *_LEGEND):
+    missing = unscored_lines(scores)
+    for line in (*missing, *([""] if missing else []), *_LEGEND):
         console.print(line, style="dim")
 
 

@@ -1,0 +1,93 @@
+"""What the pages say of the code, against the code."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from galvatron_lite.calibration.fit import ENOUGH
+from galvatron_lite.cli.validate import _GROUPINGS
+from galvatron_lite.cluster.collectives import TREE_EFFICIENCY
+from galvatron_lite.cost.memory import UNUSED_SHARE
+from galvatron_lite.plans.schema import Schedule
+from galvatron_lite.profiler import estimate_efficiency as constants
+from galvatron_lite.validate.scores import Scores
+
+from .pages import ROOT, text_of
+
+COSTS, VALIDATE = text_of("docs/costs.md"), text_of("docs/validate.md")
+PACKAGE = ROOT / "galvatron_lite"
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("1.7 to 3.4 times", f"{min(constants.MISALIGNED.values())} to {max(constants.MISALIGNED.values())} times"),
+        ("cheapest of six tile sizes", {6: "cheapest of six tile sizes"}.get(len(constants.GPU_TILES))),
+        ("waves of 128 query", f"waves of {constants.ATTENTION_BLOCK} query"),
+        ("2.5 times the FLOPs", f"{constants.ATTENTION_BACKWARD_FLOPS} times the FLOPs"),
+        ("backward ones at 0.7", f"backward ones at {constants.BACKWARD_HOST}"),
+        ("a blocking collective as two", {2.0: "a blocking collective as two"}.get(constants.COLLECTIVE_LAUNCHES)),
+        ("sqrt(device² + host²)", {2.0: "sqrt(device² + host²)"}.get(constants.QUEUE)),
+        ("a factor of 1.13 each", f"a factor of {constants.NVIDIA_OVERLAP.compute_slowdown:.2f} each"),
+        ("fused AdamW 28", f"fused AdamW {constants.OPTIMIZERS['adamw-fused'].moved}"),
+        ("default one of PyTorch 80", f"default one of PyTorch {constants.OPTIMIZERS['adamw'].moved}"),
+        ("2·S/(0.92 β)", f"2·S/({TREE_EFFICIENCY} β)"),
+        ("15 % of reserved memory", f"{100 * UNUSED_SHARE:.0f} % of reserved memory"),
+    ],
+)
+def test_constants_on_the_page_are_those_of_the_code(words: str, value: str | None) -> None:
+    assert words == value
+    assert words in " ".join(COSTS.split())
+
+
+def reasons() -> set[str]:
+    """Reasons for which rows are skipped, up to what depends on the row."""
+    found: set[str] = set()
+    for path in (PACKAGE / "validate").glob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        for call in re.findall(r"Skipped\(([^\n]*)\)", source):
+            found |= {text.split("{")[0].strip(" :") for text in re.findall(r'"([^"]+)"', call)}
+        found |= {text.split("{")[0].strip(" :") for text in re.findall(r'return f"(does not fit[^"]*)"', source)}
+    return found - {"unknown", ""}
+
+
+def test_every_reason_is_explained() -> None:
+    told = " ".join(VALIDATE.split())
+    known = reasons()
+    assert len(known) > 10
+    # A row that is not priced or breaks something is a mistake of ours; the tests say that there is none.
+    missing = [reason for reason in known if reason.partition(":")[0] not in told and reason not in OURS]
+    assert not missing
+
+
+OURS = {"internal error", "not priced", "models of images", "no model named", "global batch not stated"}
+
+
+def test_the_fields_of_the_scores_are_listed() -> None:
+    block = next(text for text in VALIDATE.split("```") if '"families"' in text)
+    listed = set(re.findall(r'"(\w+)"', block)) - {"families", "macro", "macro_language", "worst"}
+    assert listed == {item.name for item in fields(Scores)}
+
+
+def test_groupings_and_schedules_are_listed() -> None:
+    row = next(line for line in VALIDATE.splitlines() if line.startswith("| `--by`"))
+    assert set(re.findall(r"`(\w+)`", row)) == set(_GROUPINGS)
+    for schedule in Schedule:
+        assert schedule.value.removeprefix("interleaved-") in VALIDATE or schedule.value in VALIDATE
+
+
+def test_the_calibration_page_names_what_the_script_takes() -> None:
+    script = (ROOT / "scripts" / "calibrate.py").read_text(encoding="utf-8")
+    page = text_of("docs/calibrate.md")
+    for option in set(re.findall(r"`?(--[a-z-]+)", page)) - {"--calibration", "--worst"}:
+        assert f'"{option}"' in script, option
+    assert 0 < ENOUGH < 0.1
+
+
+def test_no_page_is_long() -> None:
+    """Ten minutes are some 2,500 words."""
+    for page in (ROOT / "docs").glob("*.md"):
+        words = re.sub(r"^\|.*$", "", Path(page).read_text(encoding="utf-8"), flags=re.MULTILINE).split()
+        assert len(words) < 2500, page

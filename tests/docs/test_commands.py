@@ -1,0 +1,80 @@
+"""Commands that the pages show: their options exist, and those that take seconds are run as they stand."""
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from galvatron_lite.cli import app
+
+from .pages import PAGES, ROOT, commands, text_of
+
+RUNS = "profiles/published/runs.jsonl"
+EVERY = sorted({command for page in PAGES for command in commands(page.read_text(encoding="utf-8"))})
+RUN = [
+    command for command in EVERY
+    if command.startswith(("galvatron validate ", "galvatron plan --model ")) and "…" not in command
+]  # fmt: skip
+
+
+def options_of(command: str) -> set[str]:
+    every = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
+    return {option for parameter in every for option in parameter.opts}
+
+
+def test_there_are_commands() -> None:
+    assert {words.split()[0] for words in EVERY} >= {"galvatron", "scripts/calibrate", "scripts/test"}
+    assert sum(words.startswith("galvatron validate") for words in RUN) >= 5
+
+
+@pytest.mark.parametrize("words", EVERY)
+def test_options_exist(words: str) -> None:
+    first, *rest = shlex.split(words)
+    given = {word.partition("=")[0] for word in rest if word.startswith("-")}
+    if first == "galvatron":
+        assert given <= options_of(rest[0])
+        return
+    script = ROOT / first
+    source = script.read_text(encoding="utf-8") + "".join(
+        path.read_text(encoding="utf-8") for path in (script.with_suffix(".py"),) if path.exists()
+    )
+    for option in given:
+        assert re.search(rf'["\']{option}["\']', source), option
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a few of the published rows, the row of the page, and constants of one's own."""
+    folder = tmp_path_factory.mktemp("place")
+    lines = text_of(RUNS).splitlines()
+    few = [line for number, line in enumerate(lines) if number % 90 == 0 or '"nanotron-' in line]
+    (folder / RUNS).parent.mkdir(parents=True)
+    (folder / RUNS).write_text("\n".join(few) + "\n")
+    row = json.loads(text_of("docs/validate.md").split("```json\n")[1].split("```")[0])
+    (folder / "mine.jsonl").write_text(json.dumps(row) + "\n")
+    shutil.copytree(ROOT / "configs" / "calibration", folder / "constants")
+    return folder
+
+
+@pytest.mark.parametrize("words", RUN)
+def test_commands_run(words: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    done = CliRunner().invoke(app, shlex.split(words)[1:])
+    assert done.exit_code == 0, done.output
+    assert "family" in done.output or "samples/s" in done.output or '"families"' in done.output
+    for path in re.findall(r"(?:--plot|-o) (\S+)", words):
+        assert (place / path).stat().st_size > 0
+
+
+def test_the_row_of_the_page_is_scored(place: Path) -> None:
+    done = CliRunner().invoke(app, ["validate", str(place / "mine.jsonl"), "--json"])
+    mine = json.loads(done.output)["families"]["mine"]
+    assert (mine["rows"], mine["timed"], mine["weighed"]) == (1, 1, 1)
+    # Its figures are made up, but as such a run might measure them.
+    assert mine["time_mape"] < 50
+    assert mine["memory_mape"] < 50

@@ -1,0 +1,93 @@
+"""The errors that the pages show are those of the scores file, and that is what the shipped constants give."""
+
+import importlib.util
+import json
+import sys
+import xml.etree.ElementTree as ET
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from galvatron_lite.validate.outcome import Skipped
+from galvatron_lite.validate.scores import Judged, macro, score_families
+
+from .pages import ROOT, text_of
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """``scripts/docs_scores.py``, which writes the tables."""
+    spec = importlib.util.spec_from_file_location("docs_scores", ROOT / "scripts" / "docs_scores.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def data() -> dict[str, Any]:
+    return dict(json.loads(text_of("profiles/published/scores.json")))
+
+
+@pytest.fixture(scope="module")
+def judged(script: ModuleType) -> list[Judged]:
+    """Every published run, priced with the shipped constants."""
+    return list(script.judged())
+
+
+def test_the_tables_are_those_of_the_scores_file(script: ModuleType, data: dict[str, Any]) -> None:
+    for page, name, table in script.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert script.replaced(text, name, table(data)) == text, f"{page}: run scripts/docs_scores"
+
+
+def test_figures_of_the_table_by_hand(script: ModuleType, data: dict[str, Any]) -> None:
+    """One row and one mean, without the script's own code."""
+    shipped = data["shipped"]
+    line = next(row for row in text_of("docs/costs.md").splitlines() if row.startswith("| vtrain-single |"))
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    one = shipped["vtrain-single"]
+    assert cells[1:6] == ["720", "720", *(f"{one[name]:.1f}" for name in ("time_mape", "time_median", "time_bias"))]
+    means = [scores["time_mape"] for scores in shipped.values() if scores["time_mape"] is not None]
+    total = next(row for row in text_of("docs/costs.md").splitlines() if row.startswith("| **mean of all"))
+    assert total.split("|")[4].strip() == f"{sum(means) / len(means):.1f}"
+    # Vacant cells are where nothing is scored, not lost figures.
+    folds = [data["families"]["vtrain-single"].get(way, {}) for way in ("without model", "without family")]
+    known = [
+        *(fold.get("time_mape") for fold in folds),
+        *(one[name] for name in ("memory_mape", "group_spearman", "regret")),
+    ]
+    assert sum(not cell for cell in cells) == known.count(None)
+
+
+def test_every_published_row_is_counted(judged: list[Judged]) -> None:
+    rows = len(text_of("profiles/published/runs.jsonl").splitlines())
+    reasons = [one.outcome.reason for one in judged if isinstance(one.outcome, Skipped)]
+    assert not [reason for reason in reasons if "internal error" in reason or "does not fit" in reason]
+    scores = score_families(judged)
+    failed = sum(bool(one.run.oom) and not one.scored and not isinstance(one.outcome, Skipped) for one in judged)
+    assert len(judged) == rows == sum(family.rows for family in scores.values())
+    assert sum(family.scored + sum(family.skipped.values()) for family in scores.values()) + failed == rows
+
+
+def test_the_scores_file_is_of_the_shipped_constants(judged: list[Judged], data: dict[str, Any]) -> None:
+    scores = score_families(judged)
+    assert list(data["shipped"]) == list(scores)
+    assert {name: one["rows"] for name, one in data["shipped"].items()} == {n: one.rows for n, one in scores.items()}
+    told = [one["time_mape"] for one in data["shipped"].values() if one["time_mape"] is not None]
+    found = macro(scores.values())["time_mape"]
+    assert found is not None
+    assert sum(told) / len(told) == pytest.approx(found, abs=0.5), "run scripts/docs_scores --refresh"
+
+
+def test_the_figure_is_of_these_runs() -> None:
+    path = ROOT / "docs" / "predicted-vs-measured.svg"
+    assert path.stat().st_size < 400_000
+    root = ET.fromstring(path.read_text(encoding="utf-8"))
+    words = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
+    shipped = json.loads(text_of("profiles/published/scores.json"))["shipped"]
+    assert {f"{name} ({one['timed']})" for name, one in shipped.items() if one["timed"]} <= words
+    assert {f"{one['time_median']:.1f} %" for one in shipped.values() if one["timed"]} <= words
