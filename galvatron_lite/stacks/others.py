@@ -48,7 +48,13 @@ TITAN_EAGER = replace(
 )
 """torchtitan without it, and FSDP2 elsewhere."""
 
-AUTOMODEL = replace(TITAN, name="automodel", source="docs.nvidia.com/nemo/automodel (FSDP2)", reports_reserved=False)
+AUTOMODEL = replace(
+    TITAN,
+    name="automodel",
+    source="docs.nvidia.com/nemo/automodel/performance/performance-summary.md (FSDP2; mixtures: TE + DeepEP)",
+    kernels=replace(TITAN.kernels, unique_dispatch=True),
+    reports_reserved=False,
+)
 """NeMo AutoModel."""
 
 FOUNDRY = Stack(
@@ -91,7 +97,7 @@ JAX = Stack(
 META = Stack(
     name="meta",
     source="Grattafiori et al. 2024 (arXiv 2407.21783), section 3.3.2: FSDP without resharding, fp32 reduction",
-    kernels=CORE_KERNELS,
+    kernels=replace(CORE_KERNELS, remade=True),
     states=SHARDED,
     optimizer="adamw-fused",
     zero_stage=2,

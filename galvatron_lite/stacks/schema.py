@@ -72,6 +72,7 @@ class Stack:
         transformer_engine: whether matmuls of blocks go through TransformerEngine.
         cublas_workspace: bytes of cuBLAS's workspace a handle where ``CUBLAS_WORKSPACE_CONFIG`` is set; 0: PyTorch's.
         reports_reserved: whether the memory it reports is what PyTorch's allocator reserved, not what it allocated.
+        expert_tensor: devices that share the matmuls of one expert where experts are spread; 0: the tensor group.
         splits_by_work: whether pipeline stages are cut by the work of their layers, the head's too, not their number.
         scattered_sends: whether tensor groups share the sending of whole boundary tensors between pipeline stages.
     """
@@ -98,6 +99,7 @@ class Stack:
     early_stop: bool = False
     scattered_sends: bool = False
     splits_by_work: bool = False
+    expert_tensor: int = 1
     transformer_engine: bool = False
     cublas_workspace: int = 0
     reports_reserved: bool = False

@@ -6,6 +6,7 @@ import re
 
 from galvatron_lite.model.shapes import DecoderShape, EncoderDecoderShape, EncoderShape, MoeShape, Shape
 from galvatron_lite.stacks.schema import Stack
+from galvatron_lite.validate.named import named_figures
 from galvatron_lite.validate.outcome import Skipped
 from galvatron_lite.validate.rows import PublishedRun
 from galvatron_lite.validate.said import argument, whole_argument
@@ -40,15 +41,15 @@ def shape_of(run: PublishedRun, stack: Stack) -> Shape | Skipped:
 
 def _common(run: PublishedRun, stack: Stack) -> dict[str, object]:
     """Fields that all transformers share; the vocabulary is padded as the stack pads it."""
-    gated = bool(run.gated_mlp)
+    gated, named = bool(run.gated_mlp), named_figures(run.model)
     return {
         "name": "published",
         "layers": run.layers,
         "hidden": run.hidden,
         "heads": run.heads,
         "kv_heads": run.kv_heads or 0,
-        "head_dim": whole_argument(run.said, "kv-channels") or 0,
-        "ffn_hidden": run.ffn_hidden or 0,
+        "head_dim": whole_argument(run.said, "kv-channels") or named.get("head_dim", 0),
+        "ffn_hidden": run.ffn_hidden or named.get("ffn_hidden", 0),
         "gated_mlp": gated,
         "vocab": run.vocab,
         "vocab_multiple": stack.vocab_multiple * (run.tp or 1) if stack.vocab_multiple > 1 else 1,
@@ -100,13 +101,14 @@ def _mixture(run: PublishedRun, stack: Stack) -> Shape | Skipped:
     experts, ways = run.n_experts, run.moe_topk or 2
     if experts is None:
         return Skipped("model figures missing: n_experts")
+    named = named_figures(run.model)
     width = run.moe_ffn or whole_argument(run.said, "moe-ffn-hidden-size") or 0
     fields = _causal(run, stack) | {
         "n_experts": experts,
         "moe_topk": min(ways, experts),
         "moe_ffn": width,
-        "shared_ffn": whole_argument(run.said, "moe-shared-expert-intermediate-size") or 0,
-        "dense_layers": dense_layers(argument(run.said, "moe-layer-freq")),
+        "shared_ffn": whole_argument(run.said, "moe-shared-expert-intermediate-size") or named.get("shared_ffn", 0),
+        "dense_layers": dense_layers(argument(run.said, "moe-layer-freq")) or named.get("dense_layers", 0),
     }
     return MoeShape(**fields)  # type: ignore[arg-type]
 

@@ -2,7 +2,8 @@
 
 What a run does not say is taken so, whatever its source: no recomputation; ZeRO as its framework has it; one sample a
 micro-batch under a pipeline (or as its framework splits the batch), else the samples that one accumulation step leaves;
-1F1B; blocks spread evenly over the pipeline.
+1F1B; blocks spread evenly over the pipeline; experts that are spread not sliced (``--expert-tensor-parallel-size 1``,
+as in Megatron-Core's recipes for mixtures).
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def strategy_of(run: PublishedRun, stack: Stack) -> Strategy:
         sequence_parallel=bool(run.seq_parallel) and (run.tp or 1) > 1,
         context=context,
         expert=run.ep or 1,
-        expert_tensor=whole_argument(run.said, "expert-tensor-parallel-size") or 0,
+        expert_tensor=whole_argument(run.said, "expert-tensor-parallel-size") or stack.expert_tensor,
     )
 
 
