@@ -219,6 +219,30 @@ class Flow:
         self.value = tape.record(Call((x, pooled.value), out, saved=(x, pooled.value)), product)
         return self
 
+    def choose(self, ways: int, hidden: int, groups: int) -> Flow:
+        """Weighted sum of pictures that lie side by side in the channels; two 1 x 1 convolutions find the weights.
+
+        Args:
+            ways: pictures.
+            hidden: channels between the two convolutions.
+            groups: of the two convolutions.
+        """
+        x, tape, whole = self.value, self.tape, self.channels
+        channels = whole // ways
+        pooled = Flow(tape, rules.global_pool(tape, self._name("gap"), x, channels), channels, (1, 1))
+        pooled.convolve(hidden, 1, 1, groups, bias=True).normalise().activate()
+        pooled.convolve(whole, 1, 1, groups, bias=True)
+        gate = memory_operator(self._name("gate"), pooled.value, 1, 1, count=4)
+        tape.record(Call((pooled.value,), pooled.value), gate)
+        product = tape.value(x.items, Part.WHOLE)
+        operator = memory_operator(self._name("weigh"), x, 2 * x.bytes, 5 * x.bytes)
+        tape.record(Call((x, pooled.value), product, saved=(x, pooled.value)), operator)
+        out = tape.value(x.items // ways, Part.WHOLE)
+        moved = product.bytes + out.bytes
+        operator = memory_operator(self._name("sum"), x, moved, moved)
+        self.value, self.channels = tape.record(Call((product,), out), operator), channels
+        return self
+
     def mix(self, name: str, passes: tuple[int, int], count: int = 1, *, keeps: bool = True) -> Flow:
         """Element-wise kernels that read and write the picture so many times, forward and backward.
 

@@ -61,10 +61,23 @@ def _preactive_of(name: str) -> Residual | None:
     )
 
 
+def _split_of(name: str) -> Residual | None:
+    """ResNeSt: ``resnest50d``, or with ``_4s2x40d`` splits, groups and width."""
+    found = re.fullmatch(r"resnest(\d+)(d|e)(?:_(\d)s(\d)x(\d+)d)?", name)
+    if not found or found[1] not in _DEPTHS:
+        return None
+    return Residual(
+        depths=_DEPTHS[found[1]], groups=int(found[4] or 1), group_width=int(found[5] or 64), average_down=True,
+        stem=(64, 64, 128) if found[2] == "e" else (32, 32, 64), splits=int(found[3] or 2), pool_first=bool(found[3]),
+    )  # fmt: skip
+
+
 def residual_of(name: str) -> Residual | None:
     """The residual network that a name means; None: none of this family."""
     if name.startswith("resnetv2"):
         return _preactive_of(name)
+    if name.startswith("resnest"):
+        return _split_of(name)
     found = re.fullmatch(_RESNET + _TRAINED, name)
     if not found or found["depth"] not in _DEPTHS:
         return None

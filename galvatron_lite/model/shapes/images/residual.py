@@ -33,6 +33,9 @@ class Residual:
         grouped_norm: group instead of batch normalisation (BiT).
         early: the first 1 x 1 convolution strides, not the 3 x 3 (the original ResNet).
         function: activation.
+        splits: pictures that split attention chooses among (ResNeSt, Zhang et al. 2020, arXiv:2004.08955, radix);
+            0: a plain 3 x 3 convolution.
+        pool_first: where it halves, the mean pooling goes before it.
     """
 
     depths: tuple[int, ...]
@@ -49,6 +52,8 @@ class Residual:
     grouped_norm: bool = False
     early: bool = False
     function: Activation = "relu"
+    splits: int = 0
+    pool_first: bool = False
 
 
 def residual_graph(name: str, spec: Residual, side: int, classes: int, precision: str, item_bytes: int) -> ModelGraph:
@@ -106,10 +111,24 @@ def bottleneck(flow: Flow, spec: Residual, stage: int, first: bool, halves: bool
     width = planes * spec.group_width // 64 * spec.groups
     x = flow.fork()
     flow.unit(width, 1, stride if spec.early else 1, 1, spec.function)
-    _strided(flow, spec, width, 1 if spec.early else stride, spec.groups)
+    if spec.splits:
+        _chosen(flow, spec, width, stride)
+    else:
+        _strided(flow, spec, width, 1 if spec.early else stride, spec.groups)
     flow.convolve(4 * planes).normalise()
     _excite(flow, spec)
     flow.add(_shortcut(x, spec, 4 * planes, stride)).activate(spec.function)
+
+
+def _chosen(flow: Flow, spec: Residual, width: int, stride: int) -> None:
+    """Split attention: a grouped convolution makes several pictures, whose weighted sum goes on; pooling halves."""
+    if stride > 1 and spec.pool_first:
+        flow.pool(3, 2, maximum=False)
+    flow.unit(spec.splits * width, 3, 1, spec.groups * spec.splits, spec.function)
+    hidden = max(32, rounded(width * spec.splits / 4, 8))
+    flow.choose(spec.splits, hidden, spec.groups)
+    if stride > 1 and not spec.pool_first:
+        flow.pool(3, 2, maximum=False)
 
 
 def _basic(flow: Flow, spec: Residual, stage: int, first: bool) -> None:
