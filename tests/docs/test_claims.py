@@ -86,6 +86,14 @@ def test_the_calibration_page_names_what_the_script_takes() -> None:
     assert 0 < ENOUGH < 0.1
 
 
+def test_constants_that_are_named_exist() -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
+    names = set(re.findall(r"`(_?[A-Z]{4}[A-Z_]*)`", COSTS))
+    assert len(names) > 5
+    for name in names:
+        assert re.search(rf"^{name}\b.*=", sources, re.MULTILINE), name
+
+
 def test_no_page_is_long() -> None:
     """Ten minutes are some 2,500 words."""
     for page in (ROOT / "docs").glob("*.md"):
