@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
-from calibrate_report import changes_table, scores_file, scores_table, with_origins
+from calibrate_report import changes_table, families_of_grade_a, scores_file, scores_table, with_origins
 from calibrate_rows import Fold, Rows, Workers, judged_again, model_folds, model_of, rows_of, workers
 from rich.console import Console
 
@@ -47,12 +48,13 @@ def folds_by_model(rows: Rows) -> list[Fold]:
 
 
 def folds_by_family(rows: Rows, seen: bool) -> list[Fold]:
-    """Rows left out by their family, and with it all rows of its stacks; or the family alone, its stacks being known
-    where other families have them."""
+    """Rows left out by their family (of those with rows of grade A), and with it all rows of its stacks; or the family
+    alone, its stacks being known where other families have them."""
     families = np.array([run.family for run in rows.runs])
+    best = families_of_grade_a(rows.judged)
     stacks = np.array([match_stack(run.framework).name for run in rows.runs])
     folds = []
-    for family in dict.fromkeys(families.tolist()):
+    for family in (name for name in dict.fromkeys(families.tolist()) if name in best):
         own = families == family
         same: Mask = np.isin(stacks, stacks[own])
         if not seen or bool((same & ~own).any()):
@@ -75,9 +77,15 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--families", nargs="*", default=[], help="only these families of runs")
     parser.add_argument("--without", nargs="*", default=[FINE_TUNING], help="not these families of runs")
     parser.add_argument("--steps", type=int, default=8, help="steps of a fit, at most")
-    parser.add_argument("--most", type=int, default=60, help="rows of a family in the fit; all are scored")
+    parser.add_argument(
+        "--most",
+        type=int,
+        default=30,
+        help="rows of a family in the fit; of n more the root of n times as many. All are scored",
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--cross-validate", action="store_true")
+    parser.add_argument("--seen", action="store_true", help="leave families out once more, keeping their stacks")
     parser.add_argument("--json", type=Path, default=None, help="write the scores here")
     parser.add_argument("--write", action="store_true", help="replace the package's constants")
     parser.add_argument("--output", type=Path, default=None, help="write the constants to this folder instead")
@@ -91,19 +99,28 @@ def calibrate(options: argparse.Namespace, console: Console) -> None:
     with progress_bar("Predicting") as move:
         rows = rows_of(runs, priors, options.most, move)
     setup = setup_of(rows.problem, priors)
+    begun = monotonic()
+
+    def say(text: str) -> None:
+        console.print(f"{monotonic() - begun:5.0f} s  {text}")
+
     console.print(
         f"{len(rows.judged)} of {len(runs)} rows scored, {len(rows.problem.fitted)} fitted to; "
         f"{len(setup.common.parameters)} common constants, {len(setup.own)} of stacks"
     )
     with progress_bar("Fitting") as move, workers(rows.runs, options.processes, move) as machine:
-        whole = calibrated(rows.problem, setup, machine.predict, steps=options.steps)
+        whole = calibrated(rows.problem, setup, machine.predict, steps=options.steps, report=say)
         seconds = machine.predict([(whole.calibration, range(len(rows.judged)))])[0].tolist()
         ways = {"in sample": [judged_again(one, second) for one, second in zip(rows.judged, seconds, strict=True)]}
         if options.cross_validate:
             fitted = (setup, whole, machine)
+            say("leaving models out")
             ways["without model"] = cross_validated(rows, folds_by_model(rows), *fitted)
+            say("leaving families out")
             ways["without family"] = cross_validated(rows, folds_by_family(rows, seen=False), *fitted)
-            ways["without family, stack seen"] = cross_validated(rows, folds_by_family(rows, seen=True), *fitted)
+            if options.seen:
+                say("leaving families out, whose stacks others have")
+                ways["without family, stack seen"] = cross_validated(rows, folds_by_family(rows, seen=True), *fitted)
     console.print(changes_table(setup, whole), scores_table(ways))
     finish(options, ways, with_origins(whole, setup, rows, options.rows), console)
 

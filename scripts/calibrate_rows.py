@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import exp, log, nan
+from math import exp, isqrt, log, nan
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class Rows:
 
 
 def rows_of(runs: Sequence[PublishedRun], calibration: Calibration, most: int, progress: Progress) -> Rows:
-    """The runs whose time can be scored; of each family so many at most, evenly spread, have weight in the fit."""
+    """The runs whose time can be scored; of each family some (``spread``) have weight in the fit."""
     memory, kept = Remembered(), []
     for number, run in enumerate(runs, 1):
         judged = judge_run(run, calibration, memory)
@@ -86,11 +86,14 @@ def _problem(kept: Sequence[Judged], calibration: Calibration, most: int) -> Pro
 
 
 def spread(families: Sequence[str], most: int) -> list[int]:
-    """Rows such that no family has more than so many, evenly spread over its own."""
+    """Rows to fit to, evenly spread over each family: all of up to ``most``, of n more the root of n times ``most``.
+
+    A family's rows count alike in total, however many they are; more of them cost time and add little.
+    """
     chosen: list[int] = []
     for family in dict.fromkeys(families):
         rows = [row for row, name in enumerate(families) if name == family]
-        count = min(most, len(rows))
+        count = len(rows) if len(rows) <= most else isqrt(len(rows) * most)
         chosen += [rows[number * len(rows) // count] for number in range(count)]
     return sorted(chosen)
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
@@ -21,6 +22,7 @@ from galvatron_lite.calibration.fit import (
     PredictMany,
     Problem,
     Unknowns,
+    errors_of,
     fit,
     jacobian_of,
     unknowns_of,
@@ -28,6 +30,9 @@ from galvatron_lite.calibration.fit import (
 from galvatron_lite.calibration.parameters import Parameter, parameters_of, places_of
 from galvatron_lite.calibration.schema import Calibration, StackConstants
 from galvatron_lite.calibration.store import DEFAULT
+
+FOLD_STEPS = 5
+"""Steps of a fit that leaves rows out, at most; its derivatives are good from the start."""
 
 LEAST_ROWS = 3
 """Rows that must use an entry for its constants to be fitted."""
@@ -127,17 +132,33 @@ _ELSEWHERE = ("hidden", "convolution")
 """Not fitted in the first stage: documented, and fitted to runs of image models."""
 
 
-def calibrated(problem: Problem, setup: Setup, predict: PredictMany, *, steps: int = 8) -> Staged:
+Report = Callable[[str], None]
+"""Is told of each step."""
+
+
+def _silent(_: str) -> None:
+    """Tells nobody."""
+
+
+def calibrated(
+    problem: Problem, setup: Setup, predict: PredictMany, *, steps: int = 8, report: Report | None = None
+) -> Staged:
     """Both stages, from the priors on, with derivatives taken twice."""
-    found = _fitted(common_problem(problem), setup.common, predict, steps)
+    say = report or _silent
+    found = _fitted(common_problem(problem), setup.common, predict, steps, lambda text: say(f"stage 1, {text}"))
     own = setup.own_unknowns(setup.common.at(found.places))
-    return Staged(setup.common, found, own, _fitted(problem, own, predict, steps))
+    last = _fitted(problem, own, predict, steps, lambda text: say(f"stage 2, {text}"))
+    return Staged(setup.common, found, own, last)
 
 
-def _fitted(problem: Problem, unknowns: Unknowns, predict: PredictMany, steps: int) -> Fit:
-    first = fit(problem, unknowns, predict, steps=steps)
+def _fitted(problem: Problem, unknowns: Unknowns, predict: PredictMany, steps: int, report: Report) -> Fit:
+    def told(number: int, found: Fit) -> None:
+        error = float(np.abs(errors_of(found.residuals[problem.fitted])).mean())
+        report(f"step {number}: objective {found.objective:.2f}, mean error {error:.1%}")
+
+    first = fit(problem, unknowns, predict, steps=steps, report=told)
     slopes = jacobian_of(problem, unknowns, first.places, predict)
-    again = fit(problem, unknowns, predict, start=first.places, jacobian=slopes, steps=steps)
+    again = fit(problem, unknowns, predict, start=first.places, jacobian=slopes, steps=steps, report=told)
     return replace(again, jacobian=slopes)
 
 
@@ -147,7 +168,9 @@ def common_without(left_out: Mask, problem: Problem, setup: Setup, whole: Staged
     The fit starts from the priors; derivatives are those of the whole fit, which only guide the steps.
     """
     kept = common_problem(problem).without(left_out)
-    return setup.common.at(fit(kept, setup.common, predict, jacobian=whole.common_fit.jacobian).places)
+    return setup.common.at(
+        fit(kept, setup.common, predict, jacobian=whole.common_fit.jacobian, steps=FOLD_STEPS).places
+    )
 
 
 def calibrated_without(
@@ -155,4 +178,4 @@ def calibrated_without(
 ) -> Calibration:
     """Both stages without some rows; see ``common_without``."""
     own = setup.own_unknowns(common_without(left_out, problem, setup, whole, predict))
-    return own.at(fit(problem.without(left_out), own, predict, jacobian=whole.fit.jacobian).places)
+    return own.at(fit(problem.without(left_out), own, predict, jacobian=whole.fit.jacobian, steps=FOLD_STEPS).places)

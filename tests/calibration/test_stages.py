@@ -127,4 +127,4 @@ def test_shipped_priors_are_the_same_of_all_stacks_but_for_what_is_documented() 
         if name != "galvatron":
             bare = replace(constants, hidden={}, attention=1.0)
             assert bare == replace(priors.stacks["default"], hidden={}), name
-        assert constants.attention == 1.0 or "arXiv" in priors.origins[f"stacks/{name}"].source
+        assert constants.attention == 1.0 or "; attention: " in priors.origins[f"stacks/{name}"].source
