@@ -219,6 +219,26 @@ class Flow:
         self.value = tape.record(Call((x, pooled.value), out, saved=(x, pooled.value)), product)
         return self
 
+    def part(self, channels: int) -> Flow:
+        """Some of the channels, a view, on a branch of its own; convolutions copy it to read it, and in backward."""
+        items = self.value.items * channels // self.channels
+        view = replace(self.value, items=items, storage=self.value.held)
+        self.tape.extra(memory_operator(self._name("part"), view, 2 * view.bytes, 4 * view.bytes))
+        return Flow(self.tape, view, channels, self.extent)
+
+    def mixed(self, out: int, kernels: tuple[int, ...], stride: int = 1, *, depthwise: bool = False) -> Flow:
+        """Convolutions of several kernels, each on its share of the channels, side by side (Tan and Le 2019)."""
+        if len(kernels) == 1:
+            return self.convolve(out, kernels[0], stride, self.channels if depthwise else 1)
+        shares, outs = _shares(self.channels, len(kernels)), _shares(out, len(kernels))
+        branches = [
+            self.part(share).convolve(width, kernel, stride, share if depthwise else 1)
+            for share, width, kernel in zip(shares, outs, kernels, strict=True)
+        ]
+        joined = branches[0].concatenate(*branches[1:])
+        self.value, self.channels, self.extent = joined.value, joined.channels, joined.extent
+        return self
+
     def choose(self, ways: int, hidden: int, groups: int) -> Flow:
         """Weighted sum of pictures that lie side by side in the channels; two 1 x 1 convolutions find the weights.
 
@@ -278,3 +298,8 @@ class Flow:
             tape.record(Call((self.value,), out, saved=(source,)), operator)
         self.value, self.channels = out, width
         return self
+
+
+def _shares(channels: int, count: int) -> list[int]:
+    """Equal shares, what is left over in the first."""
+    return [channels // count + (0 if index else channels % count) for index in range(count)]

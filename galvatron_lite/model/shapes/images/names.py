@@ -17,6 +17,7 @@ from galvatron_lite.model.shapes.images.crossstage import cross_graph, cross_of
 from galvatron_lite.model.shapes.images.detection import detector_graph
 from galvatron_lite.model.shapes.images.evolved import evolved_graph
 from galvatron_lite.model.shapes.images.mirrored import mirrored_graph
+from galvatron_lite.model.shapes.images.mixnet import mixnet_graph, mixnet_of
 from galvatron_lite.model.shapes.images.mobile import mobile_graph
 from galvatron_lite.model.shapes.images.mobile_tables import mobile_of
 from galvatron_lite.model.shapes.images.normfree import normfree_graph, normfree_of
@@ -176,6 +177,8 @@ def builder_of(name: str) -> Builder | None:
         return lambda side, classes, precision, size: normfree_graph(name, free, side, classes, precision, size)
     if tokens := tokens_of(name):
         return lambda side, classes, precision, size: tokens_graph(name, tokens, side, classes, precision, size)
+    if mixnet := mixnet_of(name):
+        return lambda side, classes, precision, size: mixnet_graph(name, mixnet, side, classes, precision, size)
     if branched := branched_of(name):
         return lambda side, classes, precision, size: branched_graph(name, branched, side, classes, precision, size)
     if cross := cross_of(name):
