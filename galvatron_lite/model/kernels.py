@@ -52,8 +52,13 @@ class Kernels:
         fp8: matmuls of blocks run in fp8; inputs are cast by kernels of their own.
         fp8_rows: fp8 casts scale row by row: inputs are gathered over the tensor group before they are cast, not after.
         fp8_kept: such a matmul keeps the fp8 copy of its input instead of the input (TransformerEngine).
-        unique_dispatch: a token goes once to a node and once to a rank however many experts it visits there, not once to
-            each expert (DeepEP).
+        folded_experts: tokens stay shared over the tensor group on their way through the experts, each of which one
+            device holds whole (Megatron-Core's ``--expert-tensor-parallel-size 1``); else every device of the group
+            works on all their tokens with its slice of each expert.
+        remade: outputs of normalisations and activations are not kept but made again in backward, whatever is
+            recomputed (a backward pass written by hand: Touvron et al. 2023, arXiv 2302.13971, section 2.4).
+        unique_dispatch: a token goes once to a node and once to a rank however many experts it visits there, not once
+            to each expert (DeepEP).
         selective: what selective recomputation means.
     """
 
@@ -76,6 +81,8 @@ class Kernels:
     fp8: bool = False
     fp8_kept: bool = True
     fp8_rows: bool = False
+    folded_experts: bool = False
+    remade: bool = False
     unique_dispatch: bool = False
     selective: Selective = "operators"
 

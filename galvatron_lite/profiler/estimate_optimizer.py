@@ -35,7 +35,8 @@ def optimizer_cost(
     moved = traffic.moved + handling_bytes(states or StateLayout())
     seconds = stack.optimizer * max(moved / machine.bandwidth for machine in machines)
     share = 1.0 if traffic.working else 0.0
-    held = states.optimizer_bytes if states and states.optimizer_bytes > _FP32 + _FP32 else traffic.state
+    # Where parameters are narrow the stack says what is held beside them, masters among it.
+    held = states.optimizer_bytes if states and ITEM_BYTES[states.parameters] < _FP32 else traffic.state
     return OptimizerCost(name, held, seconds, traffic.launches * stack.kernel_host, float(traffic.working), share)
 
 

@@ -53,6 +53,8 @@ AUTOMODEL = replace(
     name="automodel",
     source="docs.nvidia.com/nemo/automodel/performance/performance-summary.md (FSDP2; mixtures: TE + DeepEP)",
     kernels=replace(TITAN.kernels, unique_dispatch=True),
+    # TransformerEngine's FusedAdam with store_param_remainders and both moments in bf16, as its recipes set it.
+    states=replace(SHARDED, parameters="bf16", optimizer_bytes=6),
     reports_reserved=False,
 )
 """NeMo AutoModel."""

@@ -12,6 +12,7 @@ from galvatron_lite.stacks.schema import Stack, StateLayout
 from galvatron_lite.units import ITEM_BYTES
 from galvatron_lite.validate.plans import gathers_once
 from galvatron_lite.validate.rows import PublishedRun
+from galvatron_lite.validate.said import whole_argument
 
 _OPTIMIZERS = (
     ("momentum", "sgd"),
@@ -96,9 +97,19 @@ def _kernels(run: PublishedRun, stack: Stack, precision: str) -> Kernels:
     if "cross-entropy-loss-fusion=true" in run.said:
         te = "cross-entropy-fusion-impl=te" in run.said
         kernels = replace(kernels, inplace_loss=te, jit_loss=not te)
+    if (run.n_experts or 0) > 1:
+        kernels = replace(kernels, folded_experts=folds_experts(run))
     if any(word in run.said for word in _UNIQUE_DISPATCH):
         kernels = replace(kernels, unique_dispatch=True)
     return kernels
+
+
+def folds_experts(run: PublishedRun) -> bool:
+    """Whether experts are whole on their devices: as a run says, else where its devices leave no other way."""
+    tensor, spread = run.tp or 1, run.ep or 1
+    said = whole_argument(run.said, "expert-tensor-parallel-size")
+    left = (run.n_gpus or 1) // ((run.pp or 1) * spread)
+    return tensor > 1 and min(said or tensor, max(left, 1)) == 1
 
 
 def _states(run: PublishedRun, states: StateLayout, precision: str, optimizer: str) -> StateLayout:

@@ -322,3 +322,24 @@ def test_graphs_are_built_fast() -> None:
             build_graph(shape, kernels=MEGATRON)
             spent.append(time.process_time() - start)
         assert min(spent) < 5e-3
+
+
+def test_a_backward_written_by_hand_keeps_no_normalised_or_activated_tensor() -> None:
+    """Two normalised inputs (2 s b h bytes each) and GELU's output (8 s b h) of Korthikanti et al.'s 34 s b h."""
+    flash = replace(MEGATRON, flash_attention=True)
+    plain, remade = block_of(flash).kept, block_of(replace(flash, remade=True)).kept
+    assert remade[Recompute.NONE].total == S * H * (34 - 2 - 2 - 8) + 4 * A * S + STATISTICS
+    assert remade[Recompute.FULL] == plain[Recompute.FULL]
+
+
+@pytest.mark.parametrize("degree", [2, 8])
+def test_folded_experts_keep_a_share_of_the_copies_and_of_the_outputs(degree: int) -> None:
+    """Copies and outputs take 2 k s b h bytes each; whole on every device of a tensor group, or shared among them."""
+    ways = 4
+    shape = MoeShape(layers=1, hidden=H, heads=A, vocab=51200, seq_len=S, n_experts=16, moe_topk=ways, moe_ffn=H)
+    whole, folded = (
+        build_graph(shape, kernels=replace(MEGATRON, folded_experts=one)).kinds["block"].kept[Recompute.NONE]
+        for one in (False, True)
+    )
+    assert whole.at(1, False) == folded.at(1, False)
+    assert whole.at(degree, True) - folded.at(degree, True) == 2 * 2 * ways * S * H * (degree - 1) / degree

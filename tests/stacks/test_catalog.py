@@ -37,9 +37,10 @@ def test_every_stack_has_sources_and_known_precisions() -> None:
         states = stack.states
         assert {states.parameters, states.gradients, states.reduce, states.gather} <= ITEM_BYTES.keys()
         # A master copy is kept where, and only where, parameters are in half precision: moments alone take 8 bytes.
-        # NeMo 1's optimizer keeps of it what the bf16 parameters lack, their lower 16 bits.
-        master = 2 if name == "nemo" else 4
-        assert states.optimizer_bytes == 8 + (master if ITEM_BYTES[states.parameters] == 2 else 0)
+        # NeMo's optimizers keep of it what the bf16 parameters lack, their lower 16 bits; AutoModel's moments are bf16.
+        master = 2 if name in ("nemo", "automodel") else 4
+        moments = 4 if name == "automodel" else 8
+        assert states.optimizer_bytes == moments + (master if ITEM_BYTES[states.parameters] == 2 else 0)
         assert from_data(Stack, to_data(stack), name) == stack
 
 

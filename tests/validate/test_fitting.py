@@ -15,6 +15,7 @@ from galvatron_lite.validate.outcome import Predicted, Skipped
 from galvatron_lite.validate.plans import plan_of
 from galvatron_lite.validate.predict import Remembered, predict_run
 from galvatron_lite.validate.rows import PublishedRun
+from galvatron_lite.validate.software import folds_experts
 
 from .runs import gpt
 
@@ -97,3 +98,16 @@ def test_only_the_first_blocks_of_each_stage_run_again() -> None:
     # The embedding stands before the blocks of the first stage and never runs again.
     assert changed.stages[0].runs[0].strategy.recompute is Recompute.NONE
     assert changed.stages[1].runs[0].strategy.recompute is Recompute.FULL
+
+
+@pytest.mark.parametrize(
+    ("changes", "folded"),
+    [
+        ({"tp": 2, "ep": 4}, False),
+        ({"tp": 2, "ep": 4, "notes": "special args: expert-tensor-parallel-size=1"}, True),
+        ({"tp": 2, "ep": 8}, True),  # each expert has one device only
+        ({"tp": 1, "ep": 4}, False),
+    ],
+)
+def test_experts_are_whole_where_said_or_where_nothing_else_is_left(changes: dict[str, object], folded: bool) -> None:
+    assert folds_experts(gpt(n_gpus=16, pp=2, n_experts=8, **changes)) is folded

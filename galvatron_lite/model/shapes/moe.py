@@ -47,12 +47,17 @@ def experts(tape: Tape, shape: MoeShape, x: Value) -> Value:
 def _dispatch(tape: Tape, shape: MoeShape, x: Value) -> Value:
     """Tokens copied to the experts they visit, sorted by expert."""
     items = round(x.items * shape.moe_topk * shape.capacity)
-    copies = tape.value(items, Part.WHOLE)
+    copies = tape.value(items, _part(tape))
     tape.dispatched_bytes += copies.bytes
     tape.unique_copies = shape.moe_topk if tape.kernels.unique_dispatch else 0
     moved = x.bytes + copies.bytes
     operator = memory_operator("dispatch", copies, moved, moved, count=_PERMUTE)
-    return tape.record(Call((widen(x),), copies), operator)
+    return tape.record(Call((x if tape.kernels.folded_experts else widen(x),), copies), operator)
+
+
+def _part(tape: Tape) -> Part:
+    """How the tokens on their way through the experts lie on a tensor group."""
+    return Part.TENSOR if tape.kernels.folded_experts else Part.WHOLE
 
 
 def _activated(tape: Tape, shape: MoeShape, x: Value) -> Value:
@@ -88,7 +93,7 @@ def _grouped(tape: Tape, shape: MoeShape, name: str, x: Value, extents: tuple[in
     """One matmul an expert over its share of the rows of ``x`` (rows, inner); tokens spread evenly."""
     inner, columns = extents
     rows, many = x.items // inner, shape.n_experts
-    out = tape.value(rows * columns, Part.TENSOR if part is Part.TENSOR else Part.WHOLE)
+    out = tape.value(rows * columns, Part.TENSOR if part is Part.TENSOR else _part(tape))
     flops, weight = 2 * rows * inner * columns, many * inner * columns
     tape.own(weight, Part.TENSOR)
     tape.expert_items += weight

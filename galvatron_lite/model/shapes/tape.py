@@ -156,7 +156,8 @@ class Tape:
         """
         records = compile_records(self.records, self.inputs, outputs) if self.kernels.compiled else self.records
         calls = [call for call, _ in records]
-        saved = self._kept([*saved_by(calls), *self.lent])
+        lasting = selected(records, self.inputs, "norms") if self.kernels.remade else saved_by(calls)
+        saved = self._kept([*lasting, *self.lent])
         forward, backward = forward_peak(calls, self.inputs, outputs), backward_peak(calls, outputs)
         kept = {Recompute.NONE: saved} | (self._recomputed(records, saved) if recomputed else {})
         operators = merged(records, self.kernels if recomputed else None)
