@@ -82,6 +82,8 @@ NANOTRON = Stack(
     # backward pass; DistributedDataParallel's buckets are no views of them (gradient_as_bucket_view is off).
     states=replace(MIXED, bucket_bytes=2, passing_bytes=2),
     optimizer="adamw-fused",
+    # parallelism.tp_recompute_allgather: [Empirical] the memory of published runs that fit without it says it is off.
+    regathers_at_need=True,
 )
 """Hugging Face's nanotron."""
 

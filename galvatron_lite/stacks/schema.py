@@ -71,6 +71,8 @@ class Stack:
             not run again (``torch.utils.checkpoint`` without reentry: ``set_checkpoint_early_stop``, on by default).
         transformer_engine: whether matmuls of blocks go through TransformerEngine.
         cublas_workspace: bytes of cuBLAS's workspace a handle where ``CUBLAS_WORKSPACE_CONFIG`` is set; 0: PyTorch's.
+        regathers_at_need: whether inputs gathered over the tensor group are kept, but gathered again in backward by
+            runs that would not fit otherwise (an option of the software that runs do not state).
         reports_reserved: whether the memory it reports is what PyTorch's allocator reserved, not what it allocated.
         expert_tensor: devices that share the matmuls of one expert where experts are spread; 0: the tensor group.
         splits_by_work: whether pipeline stages are cut by the work of their layers, the head's too, not their number.
@@ -102,4 +104,5 @@ class Stack:
     expert_tensor: int = 1
     transformer_engine: bool = False
     cublas_workspace: int = 0
+    regathers_at_need: bool = False
     reports_reserved: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -59,6 +59,17 @@ def _predict(run: PublishedRun, calibration: Calibration, memory: Remembered) ->
         return cluster
     precision = compute_precision(run.precision, cluster.device)
     stack = stack_of(run, precision, calibration)
+    outcome = _with(run, stack, precision, cluster, calibration, memory)
+    if isinstance(outcome, Skipped) or outcome.device_memory <= outcome.capacity or not stack.regathers_at_need:
+        return outcome
+    lean = replace(stack, kernels=replace(stack.kernels, regather=True))
+    return _with(run, lean, precision, cluster, calibration, memory)
+
+
+def _with(
+    run: PublishedRun, stack: Stack, precision: str, cluster: Cluster, calibration: Calibration, memory: Remembered
+) -> Predicted | Skipped:
+    """``predict_run`` on a known machine with known software."""
     graph = _graph(run, stack, precision, memory)
     if isinstance(graph, Skipped):
         return graph
