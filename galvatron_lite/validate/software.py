@@ -34,6 +34,11 @@ _HIDDEN_EXPERTS = 0.8
 forward of one micro-batch runs beside backward of another (arXiv 2412.19437, section 3.2.1: DualPipe hides nearly all).
 """
 
+_SHARDED = {"zero": 0.9}
+"""[Empirical] share that Megatron-FSDP hides, which prefetches parameters and reduces gradients beside compute whatever
+the options of Megatron-LM's own data parallelism say (Megatron-Core's user guide, "Megatron FSDP"), as PyTorch's
+does."""
+
 _UNIQUE_DISPATCH = ("deepep", "hybridep")
 """Dispatchers that send a token once to a rank and to a node (github.com/deepseek-ai/DeepEP)."""
 
@@ -53,6 +58,8 @@ def stack_of(run: PublishedRun, precision: str, calibration: Calibration) -> Sta
         constants = replace(constants, hidden={**constants.hidden, **_ASYNC_TENSOR})
     if "a2a overlap" in run.said:
         constants = replace(constants, hidden={**constants.hidden, "expert": _HIDDEN_EXPERTS})
+    if _megatron_fsdp(run, stack):
+        constants = replace(constants, hidden={**constants.hidden, **_SHARDED})
     return replace(
         stack,
         name=_name(stack, run, overlapped),
@@ -67,7 +74,15 @@ def stack_of(run: PublishedRun, precision: str, calibration: Calibration) -> Sta
 def _name(stack: Stack, run: PublishedRun, overlapped: bool) -> str:
     """A name of its own for each variant of the constants: prices are remembered by it."""
     variants = ["async tensor"] * overlapped + ["expert overlap"] * ("a2a overlap" in run.said)
+    variants += ["sharded"] * _megatron_fsdp(run, stack)
     return ", ".join((stack.name, *variants))
+
+
+def _megatron_fsdp(run: PublishedRun, stack: Stack) -> bool:
+    """Whether Megatron-LM shards parameters, which its distributed optimizer (stage 1) does not."""
+    return (
+        stack.name in ("megatron-lm", "megatron-ci", "megatron-core", "megatron-bridge") and (run.zero_stage or 0) > 1
+    )
 
 
 def optimizer_of(text: str | None, stack: Stack) -> str:
