@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,15 @@ def test_it_validates_published_runs(installed: Path) -> None:
     data = json.loads(_run(installed, "-m", "galvatron_lite", "validate", "few.jsonl", "--json"))
     assert data["macro"]["rows"] == len(runs[::400])
     assert data["macro"]["scored"] > 0
+
+
+def test_the_source_distribution_carries_the_constants(tmp_path: Path) -> None:
+    """A wheel built from it has all that the checkout's has."""
+    code = f"import hatchling.build; print(hatchling.build.build_sdist({str(tmp_path)!r}))"
+    made = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    with tarfile.open(tmp_path / made.split()[-1]) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    folder = ROOT / "configs" / "calibration"
+    wanted = {str(path.relative_to(ROOT)) for path in folder.rglob("*.json")}
+    assert len(wanted) >= 3
+    assert wanted | {"pyproject.toml", "README.md", "LICENSE"} <= inside
