@@ -88,8 +88,10 @@ BLOOM = replace(
     DEEPSPEED,
     name="megatron-deepspeed-bloom",
     source="github.com/bigscience-workshop/bigscience, train/tr11-176B-ml: ALiBi, ZeRO-1, padded vocabulary",
-    states=MIXED,
-    fp16_states=None,
+    # DeepSpeed's first BF16_Optimizer adds up in fp32 beside each pass's own gradients, and its partitions are views of
+    # a whole fp32 copy (bf16_optimizer.py: "TODO: Need to only track fp32 params of this partition").
+    states=replace(MIXED, bucket_bytes=4, passing_bytes=2),
+    fp16_states=MIXED,
     zero_stage=1,
     dropout=0.0,
     positions="alibi",
