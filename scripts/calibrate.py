@@ -88,6 +88,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seen", action="store_true", help="leave families out once more, keeping their stacks")
     parser.add_argument("--json", type=Path, default=None, help="write the scores here")
     parser.add_argument("--write", action="store_true", help="replace the package's constants")
+    parser.add_argument("--keep", nargs="*", default=[], help="entries (stacks/mxnet) to leave as they are shipped")
     parser.add_argument("--output", type=Path, default=None, help="write the constants to this folder instead")
     return parser.parse_args()
 
@@ -122,7 +123,7 @@ def calibrate(options: argparse.Namespace, console: Console) -> None:
                 say("leaving families out, whose stacks others have")
                 ways["without family, stack seen"] = cross_validated(rows, folds_by_family(rows, seen=True), *fitted)
     console.print(changes_table(setup, whole), scores_table(ways))
-    finish(options, ways, with_origins(whole, setup, rows, options.rows), console)
+    finish(options, ways, with_origins(whole, setup, rows, options.rows, options.keep), console)
 
 
 def finish(options: argparse.Namespace, ways: dict[str, list[Judged]], made: Calibration, console: Console) -> None:

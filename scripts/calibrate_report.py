@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -118,13 +118,13 @@ def _changes(table: Table, unknowns: Unknowns, change: np.ndarray, calibration: 
             table.add_row(parameter.name, *values, f"{change[index]:+.1f}")
 
 
-def with_origins(whole: Staged, setup: Setup, rows: Rows, source: Path) -> Calibration:
+def with_origins(whole: Staged, setup: Setup, rows: Rows, source: Path, keep: Collection[str] = ()) -> Calibration:
     """The calibration to ship, with the provenance of every entry that was fitted.
 
-    Entries that were not, and shares of convolutions, stay as they are shipped.
+    Entries that were not or are to be kept, and shares of convolutions, stay as they are shipped.
     """
     shipped, made, today = load_calibration(), whole.calibration, date.today().isoformat()
-    fitted = entries_fitted(rows.problem) | {f"stacks/{DEFAULT}"}
+    fitted = (entries_fitted(rows.problem) | {f"stacks/{DEFAULT}"}) - set(keep)
     origins = dict(shipped.origins)
     kinds = {}
     for kind in ("devices", "links", "stacks"):
@@ -139,9 +139,11 @@ def with_origins(whole: Staged, setup: Setup, rows: Rows, source: Path) -> Calib
         name: replace(value, convolution=shipped.devices[name].convolution) if name in shipped.devices else value
         for name, value in kinds["devices"].items()
     }
+    shared = (shipped.like | setup.priors.like).items()
+    like = {name: other for name, other in shared if name.split("/")[1] not in kinds[name.split("/")[0]]}
     families = len({run.family for run in rows.runs})
     text = f"{today}: {len(rows.problem.fitted)} of {len(rows.judged)} language rows of {source}, {families} families"
-    return replace(shipped, **kinds, origins=origins, provenance=(text,))
+    return replace(shipped, **kinds, like=like, origins=origins, provenance=(text,))
 
 
 def _origin(owner: str, setup: Setup, rows: Rows, whole: Staged, source: Path, today: str) -> Origin:
