@@ -18,7 +18,7 @@ from galvatron_lite.calibration.parameters import value_of
 from galvatron_lite.calibration.schema import Calibration, Origin
 from galvatron_lite.calibration.stages import Setup, Staged, entries_fitted
 from galvatron_lite.calibration.store import DEFAULT, load_calibration
-from galvatron_lite.files import write_data
+from galvatron_lite.files import read_data, write_data
 from galvatron_lite.validate.scores import Judged, Scores, score_families
 
 Ways = dict[str, list[Judged]]
@@ -73,7 +73,7 @@ def _text(scores: Scores | None, field: str, digits: int) -> str:
 
 
 def scores_file(ways: Ways, path: Path) -> None:
-    """Scores of every way by family, with macro averages, date and commit."""
+    """Scores of every way by family, with macro averages, date and commit; what else the file holds stays."""
     scores = {way: score_families(graded(judged)) for way, judged in ways.items()}
     best = families_of_grade_a(ways["in sample"])
     names = {"grade A": sorted(best), "all": sorted(scores["in sample"])}
@@ -87,7 +87,8 @@ def scores_file(ways: Ways, path: Path) -> None:
             for family in scores["in sample"]
         },
     }
-    write_data(path, data)
+    others = dict(read_data(path)) if path.exists() else {}
+    write_data(path, data | {key: value for key, value in others.items() if key not in data})
 
 
 def _figures(scores: Scores) -> dict[str, float | None]:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
@@ -147,8 +147,58 @@ def calibrated(
     say = report or _silent
     found = _fitted(common_problem(problem), setup.common, predict, steps, lambda text: say(f"stage 1, {text}"))
     own = setup.own_unknowns(setup.common.at(found.places))
-    last = _fitted(problem, own, predict, steps, lambda text: say(f"stage 2, {text}"))
-    return Staged(setup.common, found, own, last)
+    parts = []
+    for part in parts_of(problem, own):
+        parts.append(_fitted(part.problem, part.unknowns, predict, steps, partial(_prefixed, say, part.stack)))
+    return Staged(setup.common, found, own, joined(problem, own, parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One stack of the second stage, with which no other has a number in common.
+
+    Attributes:
+        stack: its entry (``stacks/nemo``).
+        problem: its rows.
+        unknowns: its numbers.
+        columns: which of all unknowns these are.
+    """
+
+    stack: str
+    problem: Problem
+    unknowns: Unknowns
+    columns: list[int]
+
+
+def parts_of(problem: Problem, own: Unknowns) -> list[Part]:
+    """The second stage by stack."""
+    parts = []
+    for stack in dict.fromkeys(parameter.owner for parameter in own.parameters):
+        columns = [number for number, parameter in enumerate(own.parameters) if parameter.owner == stack]
+        unknowns = replace(
+            own,
+            parameters=tuple(own.parameters[column] for column in columns),
+            prior=own.prior[columns],
+            deviation=own.deviation[columns],
+        )
+        parts.append(Part(stack, problem.without(np.array([stack not in u for u in problem.uses])), unknowns, columns))
+    return parts
+
+
+def joined(problem: Problem, own: Unknowns, fits: Sequence[Fit]) -> Fit:
+    """The fits of all stacks as one."""
+    parts = parts_of(problem, own)
+    places, residuals = own.prior.copy(), np.zeros(len(problem.measured))
+    jacobian = np.zeros((len(residuals), len(places)))
+    for part, fitted in zip(parts, fits, strict=True):
+        places[part.columns] = fitted.places
+        residuals += fitted.residuals
+        jacobian[:, part.columns] = fitted.jacobian
+    return Fit(places, residuals, jacobian, sum(fitted.objective for fitted in fits))
+
+
+def _prefixed(say: Report, stack: str, text: str) -> None:
+    say(f"{stack}, {text}")
 
 
 def _fitted(problem: Problem, unknowns: Unknowns, predict: PredictMany, steps: int, report: Report) -> Fit:
@@ -177,5 +227,9 @@ def calibrated_without(
     left_out: Mask, problem: Problem, setup: Setup, whole: Staged, predict: PredictMany
 ) -> Calibration:
     """Both stages without some rows; see ``common_without``."""
-    own = setup.own_unknowns(common_without(left_out, problem, setup, whole, predict))
-    return own.at(fit(problem.without(left_out), own, predict, jacobian=whole.fit.jacobian, steps=FOLD_STEPS).places)
+    own, kept = setup.own_unknowns(common_without(left_out, problem, setup, whole, predict)), problem.without(left_out)
+    fits = [
+        fit(part.problem, part.unknowns, predict, jacobian=whole.fit.jacobian[:, part.columns], steps=FOLD_STEPS)
+        for part in parts_of(kept, own)
+    ]
+    return own.at(joined(kept, own, fits).places)
