@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.units import format_bytes, parse_budget
+from galvatron_lite.units import format_budget, parse_budget
 
 if TYPE_CHECKING:
     from galvatron_lite.cluster.cluster import Cluster
@@ -36,7 +36,7 @@ def plan(
     mem: str | int = DEFAULT_BUDGET,
     batch: int | None = None,
     sequence: int | None = None,
-    precision: str = "bf16",
+    precision: str | None = None,
     certify: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
@@ -51,12 +51,14 @@ def plan(
         mem: budget a device: ``40GB``, ``40GiB``, ``80%`` of the device's memory, or bytes.
         batch: samples a step over all devices; 8 a device if not given.
         sequence: tokens a sample, for a model by name.
-        precision: of compute, for a model by name.
+        precision: of compute, for a model by name; the best that the devices train in if not given: bf16, else fp16,
+            else fp32.
         certify: also solve the problem as an integer programme and compare.
         progress: called with (done, total, label) while the search runs.
 
     Raises:
-        InputError: an unknown name, an unreadable file, a batch that cannot be divided.
+        InputError: an unknown name, an unreadable file, a batch that cannot be divided, a precision that the devices
+            have no units for.
         InfeasibleError: no plan fits; names the smallest budget that would.
     """
     from galvatron_lite.search.planner import find_plan
@@ -66,7 +68,7 @@ def plan(
     device = known.cluster.device
     budget = mem if isinstance(mem, int) else parse_budget(mem, device.memory)
     if budget > device.memory:
-        raise InputError("--mem", mem, f"{device.name} has {format_bytes(device.memory)} ({device.memory} bytes).")
+        raise InputError("--mem", mem, f"{device.name} has {format_budget(device.memory)} ({device.memory} bytes).")
     return find_plan(
         known,
         devices=devices,
@@ -85,12 +87,13 @@ def find_profile(
     cluster: Cluster | str | Path | None = None,
     gpus: int | None = None,
     sequence: int | None = None,
-    precision: str = "bf16",
+    precision: str | None = None,
 ) -> Profile:
     """The profile that ``plan`` works from; see there for the arguments.
 
     Raises:
-        InputError: nothing to plan from, or a cluster that does not have the devices asked for.
+        InputError: nothing to plan from, a cluster that does not have the devices asked for, or a precision that its
+            devices have no units for.
     """
     if profile is not None and model is not None:
         raise InputError("--model", str(model), "Give a profile or a model, not both.")
@@ -104,19 +107,44 @@ def _estimate(
     cluster: Cluster | str | Path | None,
     gpus: int | None,
     sequence: int | None,
-    precision: str,
+    precision: str | None,
 ) -> Profile:
-    from galvatron_lite.cluster.catalog import load_cluster
-    from galvatron_lite.cluster.cluster import Cluster
+    from galvatron_lite.cluster.precisions import check_precision
     from galvatron_lite.model.graph import ModelGraph
     from galvatron_lite.model.shapes import load_model
     from galvatron_lite.profiler.estimate import estimate_profile
 
+    machine = _machine(cluster, gpus)
+    if isinstance(model, ModelGraph):
+        check_precision(model.precision, machine)
+        graph = model
+    else:
+        graph = load_model(str(model), sequence=sequence, precision=precision_on(machine, precision))
+    return estimate_profile(graph, machine, precision=graph.precision, name=graph.name)
+
+
+def precision_on(cluster: Cluster | str | Path | None, precision: str | None, gpus: int | None = None) -> str:
+    """The precision that a model's costs are estimated in; see ``plan``.
+
+    Raises:
+        InputError: no such cluster, or a precision that its devices have no units for.
+    """
+    from galvatron_lite.cluster.precisions import best_precision, check_precision
+
+    machine = _machine(cluster, gpus)
+    if precision is None:
+        return best_precision(machine)
+    check_precision(precision, machine)
+    return precision
+
+
+def _machine(cluster: Cluster | str | Path | None, gpus: int | None) -> Cluster:
+    from galvatron_lite.cluster.catalog import load_cluster
+    from galvatron_lite.cluster.cluster import Cluster
+
     if cluster is None:
         raise InputError("--cluster", None, "Say where the model is to run: a name such as a100-80gb, or a YAML file.")
-    machine = cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster), gpus)
-    graph = model if isinstance(model, ModelGraph) else load_model(str(model), sequence=sequence, precision=precision)
-    return estimate_profile(graph, machine, precision=graph.precision, name=graph.name)
+    return cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster), gpus)
 
 
 def _read(profile: Profile | str | Path | None) -> Profile:
@@ -129,12 +157,8 @@ def _read(profile: Profile | str | Path | None) -> Profile:
 
 
 def _on_cluster(profile: Profile, cluster: Cluster | str | Path | None, gpus: int | None) -> Profile:
-    from galvatron_lite.cluster.catalog import load_cluster
-    from galvatron_lite.cluster.cluster import Cluster
-
     if cluster is not None:
-        machine = cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster), gpus)
-        return replace(profile, cluster=machine, fits=(), collectives=())
+        return replace(profile, cluster=_machine(cluster, gpus), fits=(), collectives=())
     if gpus is not None and gpus != profile.cluster.devices:
         raise InputError(
             "--gpus",
@@ -171,20 +195,22 @@ def profile(
         loss_fn: ``loss_fn(output, batch)``, for a model whose output is not or does not hold its loss.
         blocks: where the repeated blocks are, if they are not found.
         sequence: tokens a sample, for a model by name.
-        precision: of compute; that of the parameters if not given (``bf16`` for a model by name).
+        precision: of compute; that of the parameters if not given; for a model by name the best that the
+            devices train in: bf16, else fp16, else fp32.
         name: of the profile; made from the model's name if not given.
         folder: where profiles are kept.
         max_samples: the largest number of samples on one device to measure.
         progress: called with (done, total, label).
 
     Raises:
-        InputError: a model that cannot be captured, an unknown name.
+        InputError: a model that cannot be captured, an unknown name; for estimates, a precision that the devices have
+            no units for.
     """
     from galvatron_lite.profiler.store import save_profile
 
     if estimate or isinstance(model, (str, Path)):
         graph = model if isinstance(model, (str, Path)) else _trace(model, batch, loss_fn, blocks, precision, name)
-        known = _estimate(graph, cluster, gpus, sequence, precision or "bf16")
+        known = _estimate(graph, cluster, gpus, sequence, precision)
         named = replace(known, name=name or known.name)
         save_profile(named, Path(folder), named.cluster.name)
         return named

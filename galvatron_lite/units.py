@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 
 from galvatron_lite.errors import UnitError
 
@@ -54,6 +55,18 @@ def format_bytes(size: float) -> str:
             return f"{sign}{value:.0f} B" if unit == "B" else f"{sign}{value:.1f} {unit}"
         value /= 1024
     return f"{sign}{value:.1f} TiB"
+
+
+def format_budget(size: int, *, up: bool = False) -> str:
+    """A size as ``parse_bytes`` reads it, in decimal units with two places: ``17.76GB``.
+
+    Args:
+        size: bytes, 0 or more.
+        up: round up, for the least that is enough; else down, for the most that there is.
+    """
+    unit = next((each for each in "TGMK" if size >= _DECIMAL[each]), "")
+    value = (Decimal(size) / _DECIMAL[unit]).quantize(Decimal("0.01"), ROUND_CEILING if up else ROUND_FLOOR)
+    return f"{value:f}".rstrip("0").rstrip(".") + f"{unit}B"
 
 
 def format_seconds(seconds: float) -> str:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron_lite.errors import UnitError
-from galvatron_lite.units import format_bytes, format_count, format_seconds, parse_budget, parse_bytes
+from galvatron_lite.units import format_budget, format_bytes, format_count, format_seconds, parse_budget, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,17 @@ def test_formatted_bytes_read_back(size: int) -> None:
     assert parse_bytes(text.replace(" ", "")) == pytest.approx(size, rel=0.05, abs=52)
 
 
+@given(st.integers(0, 10**15), st.booleans())
+def test_budgets_read_back_on_the_side_they_were_rounded_to(size: int, up: bool) -> None:
+    read = parse_bytes(format_budget(size, up=up))
+    assert read >= size if up else read <= size
+    assert abs(read - size) <= size / 100
+
+
 def test_formats() -> None:
+    assert format_budget(17_754_046_464, up=True) == "17.76GB"
+    assert format_budget(17_754_046_464) == "17.75GB"
+    assert format_budget(40 * 10**9) == "40GB"
     assert format_bytes(40 * 2**30) == "40.0 GiB"
     assert format_seconds(1.42) == "1.42 s"
     assert format_seconds(0.3184) == "318 ms"

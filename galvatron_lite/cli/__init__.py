@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -10,6 +11,9 @@ from galvatron_lite.cli.plan import plan_command
 from galvatron_lite.cli.profile import profile_command
 from galvatron_lite.cli.validate import validate_command
 from galvatron_lite.errors import GalvatronError
+
+_CLOSED_PIPE = 128 + 13
+"""Exit status of a program that SIGPIPE ended."""
 
 app = typer.Typer(
     name="galvatron",
@@ -34,12 +38,34 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 
 def main() -> None:
-    """Entry point of ``galvatron``: errors of ours end in one line on standard error and exit status 1."""
+    """Entry point of ``galvatron``: errors of ours end in one line on standard error and exit status 1.
+
+    Output that nobody reads on (``| head -1``) ends quietly, as a shell's tools do.
+    """
     try:
-        app()
+        _run()
+    except BrokenPipeError:
+        _leave_quietly()
     except GalvatronError as error:
         print(f"galvatron: {error}", file=sys.stderr)
         sys.exit(1)
     except OSError as error:
         print(f"galvatron: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def _run() -> None:
+    """Run the command; a closed pipe is a BrokenPipeError, also where typer and rich end with status 1 for it."""
+    try:
+        app()
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):
+            raise ended.__context__ from None
+        sys.stdout.flush()
+        raise
+
+
+def _leave_quietly() -> None:
+    """End as SIGPIPE would have; what is still buffered goes nowhere, so that the interpreter's last flush succeeds."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(_CLOSED_PIPE)

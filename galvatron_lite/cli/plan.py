@@ -10,6 +10,7 @@ import typer
 from galvatron_lite.cli import shapes
 
 if TYPE_CHECKING:
+    from galvatron_lite.model.graph import ModelGraph
     from galvatron_lite.plans.schema import Plan
     from galvatron_lite.profiler.schema import Profile
 
@@ -32,7 +33,10 @@ def plan_command(
         Path | None, typer.Option("--profile", help="Profile to plan from; the last one made here if not given.")
     ] = None,
     sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a sample, with --model.")] = None,
-    precision: Annotated[str, typer.Option("--precision", help="Of compute, with --model.")] = "bf16",
+    precision: Annotated[
+        str | None,
+        typer.Option("--precision", help="Of compute, with --model; if not given bf16, or the best the devices have."),
+    ] = None,
     certify: Annotated[
         bool, typer.Option("--certify", help="Solve it as an integer programme too, and compare.")
     ] = False,
@@ -62,7 +66,11 @@ def plan_command(
     flags = shapes.given(**shape, **kind)
     if flags and model is not None:
         raise InputError("--model", model, f"Give a model or its shape (--{', --'.join(flags)}), not both.")
-    graph = shapes.graph(flags | shapes.given(seq=sequence), precision) if flags else model
+    if flags:
+        flags |= shapes.given(seq=sequence)
+        graph: ModelGraph | str | None = shapes.graph(flags, api.precision_on(cluster, precision, gpus))
+    else:
+        graph = model
     known = api.find_profile(
         profile,
         model=graph,
@@ -78,17 +86,29 @@ def plan_command(
     if as_json:
         _print_json(found)
     else:
-        print_plan(found, _source(known, profile, model))
+        print_plan(
+            found,
+            _source(known, _named(known, bool(flags), profile, model), best=graph is not None and precision is None),
+        )
         if certify:
             typer.echo("Certified: an integer programme of the winning shape has the same optimum.")
         _say_where(output)
 
 
-def _source(known: Profile, profile: Path | None, model: str | None) -> str:
+def _named(known: Profile, by_shape: bool, profile: Path | None, model: str | None) -> str:
+    """What was planned from, in words."""
+    if by_shape:
+        return "the shape given"
+    last = " (the last profile made here)" if profile is None and model is None else ""
+    return f"{known.name}{last}"
+
+
+def _source(known: Profile, named: str, *, best: bool) -> str:
+    """Where the costs come from; ``best``: in the best precision of the devices, as none was asked for."""
     origin = known.origin
     dated = f", {origin.date}" if origin.date else ""
-    last = " (the last profile made here)" if profile is None and model is None else ""
-    return f"{known.name}{last}: {origin.kind.value}, {origin.source}{dated}"
+    chosen = ", the best it trains in (--precision for another)" if best else ""
+    return f"{named}: {origin.kind.value}, {origin.source}{dated}{chosen}"
 
 
 def _print_json(found: Plan) -> None:

@@ -25,7 +25,7 @@ from galvatron_lite.search.frontier import pareto_paths
 from galvatron_lite.search.problem import Problem, widest
 from galvatron_lite.search.result import plan_of, summary
 from galvatron_lite.search.shapes import Request, open_problem, settled, shapes_of, widest_tables
-from galvatron_lite.units import format_bytes
+from galvatron_lite.units import format_budget
 
 FloatArray = NDArray[np.float64]
 
@@ -82,8 +82,8 @@ def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
     peak = price_plan(pricer, plan).prediction
     needed = lean.peak if peak is None else peak.peak_memory
     return InfeasibleError(
-        f"No plan of {request.graph.name} fits {format_bytes(request.budget)} a device on {request.devices} devices. "
-        f"The smallest budget that fits is {needed} bytes ({format_bytes(needed)}"
+        f"No plan of {request.graph.name} fits {format_budget(request.budget)} a device on {request.devices} devices. "
+        f"The smallest budget that fits is {format_budget(needed, up=True)} ({needed} bytes"
         f"{f', to {slack:.0%}' if slack else ''}), with {summary(plan)}. "
         "What would have to give: more memory a device, more devices, shorter samples, or a smaller model.",
         needed,

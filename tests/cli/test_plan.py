@@ -12,6 +12,7 @@ from galvatron_lite.cli import main
 from galvatron_lite.files import from_data
 from galvatron_lite.plans.io import check_plan, read_plan
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.units import parse_bytes
 
 SMALL = ["--model", "gpt2", "--cluster", "a100-40gb", "--gpus", "8", "--batch", "64"]
 LLAMA = ["--model", "llama2-7b", *SMALL[2:]]
@@ -49,9 +50,15 @@ def test_json_is_the_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert max(stage.memory.total for stage in plan.stages) == plan.prediction.peak_memory
 
 
-def test_a_model_can_be_given_by_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_can_be_given_by_its_shape(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--layers", "4", "--hidden", "512", "--heads", "8", "--vocab", "1000", "--seq", "128", "--gated"]
     assert run(monkeypatch, "plan", *shape, "--cluster", "v100", "--gpus", "4", "--mem", "80%") == 0
+    said = capsys.readouterr().out
+    assert "From the shape given: estimated" in said
+    assert "made here" not in said
+    assert "fp16, the best it trains in" in said
+    assert run(monkeypatch, "plan", *shape, "--cluster", "v100", "--gpus", "4", "--precision", "bf16") == 1
+    assert "Precisions of V100-SXM2-32GB: fp32, fp16." in capsys.readouterr().err
 
 
 def test_a_saved_profile_is_planned_without_torch(tmp_path: Path) -> None:
@@ -69,11 +76,26 @@ def test_a_saved_profile_is_planned_without_torch(tmp_path: Path) -> None:
     assert "gpt2" in said
 
 
+@pytest.mark.parametrize(("cluster", "best"), [("a100-40gb", "bf16"), ("v100", "fp16")])
+def test_without_a_precision_the_best_of_the_devices_is_taken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cluster: str, best: str
+) -> None:
+    options = ["plan", "--model", "gpt2", "--cluster", cluster, "--gpus", "8", "--batch", "64"]
+    assert run(monkeypatch, *options) == 0
+    said = capsys.readouterr().out
+    assert f"{best}, the best it trains in (--precision for another)" in said
+    assert run(monkeypatch, *options, "--precision", best) == 0
+    asked = capsys.readouterr().out
+    assert "the best it trains in" not in asked
+    assert said.splitlines()[2:] == asked.splitlines()[2:]
+
+
 def smallest_budget(capsys: pytest.CaptureFixture[str]) -> int:
-    """The budget in bytes that the error on standard error names."""
-    named = re.search(r"smallest budget that fits is (\d+) bytes", capsys.readouterr().err)
+    """The budget in bytes that the error on standard error names, beside the same as --mem takes it."""
+    named = re.search(r"smallest budget that fits is (\S+) \((\d+) bytes", capsys.readouterr().err)
     assert named is not None
-    return int(named[1])
+    assert int(named[2]) <= parse_bytes(named[1]) < 1.01 * int(named[2])
+    return int(named[2])
 
 
 def test_a_budget_too_small_names_the_smallest_that_fits(
@@ -97,7 +119,9 @@ def test_a_budget_too_small_names_the_smallest_that_fits(
         (["--profile", "none.yaml"], "no such file"),
         (["--layers", "4", "--hidden", "64", *SMALL[2:]], "--heads, --vocab, --seq is missing"),
         (["--layers", "4", *SMALL], "not both"),
-        ([*SMALL, "--mem", "200GB"], "A100-SXM4-40GB has"),
+        ([*SMALL, "--mem", "200GB"], "A100-SXM4-40GB has 42.28GB"),
+        ([*SMALL, "--precision", "fp8"], "--precision: 'fp8' cannot be used. Precisions of A100-SXM4-40GB: fp32, tf32"),
+        ([*SMALL, "--precision", "int4"], "Precisions of A100-SXM4-40GB"),
         ([*SMALL, "--mem", "40GB", "-o", "/dev/null/plan.yaml"], "/dev/null"),
         (["--model", "gpt2", "--profile", "none.yaml", *SMALL[2:]], "not both"),
         (["--layers", "4", "--hidden", "100", "--heads", "7", "--vocab", "90", "--seq", "64", *SMALL[2:]], "heads"),
