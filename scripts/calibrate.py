@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 
 import numpy as np
-from calibrate_report import changes_table, families_of_grade_a, scores_file, scores_table, with_origins
+from calibrate_report import changes_table, expected_error, families_of_grade_a, scores_file, scores_table, with_origins
 from calibrate_rows import Fold, Rows, Workers, judged_again, model_folds, model_of, rows_of, workers
 from rich.console import Console
 
@@ -133,7 +134,7 @@ def finish(options: argparse.Namespace, ways: dict[str, list[Judged]], made: Cal
         console.print(f"Wrote {options.json}")
     folder = options.output or (config_folder("calibration") if options.write else None)
     if folder is not None:
-        write_calibration(made, folder)
+        write_calibration(replace(made, expected_error=expected_error(ways)), folder)
         console.print(f"Wrote {folder}")
 
 

@@ -80,7 +80,9 @@ def scores_file(ways: Ways, path: Path) -> None:
     data = {
         "date": date.today().isoformat(),
         "commit": _commit(),
-        "macro": {part: {way: round(v, 2) for way, v in means(scores, some).items()} for part, some in names.items()},
+        "macro": {
+            part: {way: round(v, 2) for way, v in means(scores, some).items()} for part, some in names.items() if some
+        },
         "families": {
             family: {"grade": "A" if family in best else "B", "rows": scores["in sample"][family].timed}
             | {way: _figures(by[family]) for way, by in scores.items() if family in by}
@@ -89,6 +91,19 @@ def scores_file(ways: Ways, path: Path) -> None:
     }
     others = dict(read_data(path)) if path.exists() else {}
     write_data(path, data | {key: value for key, value in others.items() if key not in data})
+
+
+def expected_error(ways: Ways) -> dict[str, float]:
+    """Mean over families of grade A of their mean absolute errors, as shares, by what the fits left out.
+
+    Empty where nothing was left out, or no family is of grade A.
+    """
+    best = sorted(families_of_grade_a(ways["in sample"]))
+    if not best:
+        return {}
+    found = means({way: score_families(graded(judged)) for way, judged in ways.items()}, best)
+    named = {"without_model": "without model", "without_family": "without family"}
+    return {name: round(found[way] / 100, 4) for name, way in named.items() if way in found}
 
 
 def _figures(scores: Scores) -> dict[str, float | None]:
@@ -144,7 +159,7 @@ def with_origins(whole: Staged, setup: Setup, rows: Rows, source: Path, keep: Co
     like = {name: other for name, other in shared if name.split("/")[1] not in kinds[name.split("/")[0]]}
     families = len({run.family for run in rows.runs})
     text = f"{today}: {len(rows.problem.fitted)} of {len(rows.judged)} language rows of {source}, {families} families"
-    return replace(shipped, **kinds, like=like, origins=origins, provenance=(text,))
+    return replace(shipped, **kinds, like=like, origins=origins, provenance=(text,), expected_error={})
 
 
 def _origin(owner: str, setup: Setup, rows: Rows, whole: Staged, source: Path, today: str) -> Origin:

@@ -113,6 +113,8 @@ class Calibration:
         like: entries without constants of their own, as ``devices/A800``, and the entry of the same kind they share.
         origins: where the constants of an entry come from, by kind and name: ``devices/A100``.
         provenance: what the whole was calibrated on, for people.
+        expected_error: mean absolute relative error of step times of published runs by what the fit left out:
+            ``without_model``, ``without_family`` (and their software); empty where it was not cross-validated.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -122,3 +124,4 @@ class Calibration:
     like: dict[str, str] = field(default_factory=dict)
     origins: dict[str, Origin] = field(default_factory=dict)
     provenance: tuple[str, ...] = ()
+    expected_error: dict[str, float] = field(default_factory=dict)

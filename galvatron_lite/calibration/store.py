@@ -5,7 +5,7 @@ One file a kind of constants; the format is described in ``configs/calibration/R
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,6 +45,7 @@ class _File:
     __pydantic_config__ = STRICT
     entries: dict[str, _Entry]
     provenance: tuple[str, ...] = ()
+    expected_error: dict[str, float] = field(default_factory=dict)
 
 
 def load_calibration(path: Path | None = None) -> Calibration:
@@ -70,6 +71,7 @@ def _load(folder: Path) -> Calibration:
         like={name: entry.like for name, entry in named if entry.like is not None},
         origins={name: entry.origin for name, entry in named if entry.origin is not None},
         provenance=files["stacks"].provenance,
+        expected_error=files["stacks"].expected_error,
     )
 
 
@@ -105,8 +107,12 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
             if name.startswith(f"{kind}/")
         }
         entries = {name: entry | _origin(calibration, f"{kind}/{name}") for name, entry in (own | shared).items()}
-        data: dict[str, Any] = {"provenance": list(calibration.provenance)} if kind == "stacks" else {}
-        write_data(path / f"{kind}.json", data | {"entries": entries})
+        write_data(path / f"{kind}.json", (_whole(calibration) if kind == "stacks" else {}) | {"entries": entries})
+
+
+def _whole(calibration: Calibration) -> dict[str, Any]:
+    """What is said of all three files together; in the file of stacks."""
+    return {"provenance": list(calibration.provenance), "expected_error": dict(calibration.expected_error)}
 
 
 def _origin(calibration: Calibration, name: str) -> dict[str, Any]:

@@ -86,10 +86,10 @@ def plan_command(
     if as_json:
         _print_json(found)
     else:
-        print_plan(
-            found,
-            _source(known, _named(known, bool(flags), profile, model), best=graph is not None and precision is None),
+        source = _source(
+            known, _named(known, bool(flags), profile, model), best=graph is not None and precision is None
         )
+        print_plan(found, source, _accuracy(known))
         if certify:
             typer.echo("Certified: an integer programme of the winning shape has the same optimum.")
         _say_where(output)
@@ -109,6 +109,19 @@ def _source(known: Profile, named: str, *, best: bool) -> str:
     dated = f", {origin.date}" if origin.date else ""
     chosen = ", the best it trains in (--precision for another)" if best else ""
     return f"{named}: {origin.kind.value}, {origin.source}{dated}{chosen}"
+
+
+def _accuracy(known: Profile) -> str:
+    """How far off estimated costs are, as the constants' cross-validation found; nothing of measured ones."""
+    from galvatron_lite.calibration.store import load_calibration
+    from galvatron_lite.profiler.schema import OriginKind
+
+    if known.origin.kind is not OriginKind.ESTIMATED:
+        return ""
+    error = load_calibration().expected_error.get("without_family")
+    if error is None:
+        return "estimated from data sheets, error not known"
+    return f"estimated step times are off by {error:.0%} on average (published runs of software not fitted to)"
 
 
 def _print_json(found: Plan) -> None:

@@ -16,8 +16,14 @@ if TYPE_CHECKING:
 _MANY_STAGES = 8
 
 
-def print_plan(plan: Plan, source: str) -> None:
-    """The plan, memory against the budget, where the time goes, and the runner-ups."""
+def print_plan(plan: Plan, source: str, accuracy: str = "") -> None:
+    """The plan, memory against the budget, where the time goes, and the runner-ups.
+
+    Args:
+        plan: what to print.
+        source: what its costs come from.
+        accuracy: how far off they may be; nothing is said where it is empty.
+    """
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
@@ -25,7 +31,7 @@ def print_plan(plan: Plan, source: str) -> None:
     console.print(f"From {source}.\n")
     _print_layers(console, plan)
     _print_memory(console, plan)
-    _print_time(console, plan)
+    _print_time(console, plan, accuracy)
     _print_alternatives(console, plan)
     for reason in plan.left_out:
         if not _expected(reason):
@@ -60,7 +66,7 @@ def _print_memory(console: Console, plan: Plan) -> None:
     console.print(f"  fullest: {parts}\n")
 
 
-def _print_time(console: Console, plan: Plan) -> None:
+def _print_time(console: Console, plan: Plan, accuracy: str) -> None:
     if plan.prediction is None:
         return
     prediction = plan.prediction
@@ -73,6 +79,8 @@ def _print_time(console: Console, plan: Plan) -> None:
     console.print(f"  {format_count(prediction.samples_per_second)} samples/s{tokens}{mfu}")
     if plan.provenance is not None:
         console.print(f"  search: {_proof(plan.provenance)}; costs {plan.provenance.profile_origin}")
+    if accuracy:
+        console.print(f"  {accuracy}")
     console.print()
 
 

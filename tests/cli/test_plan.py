@@ -4,14 +4,20 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from galvatron_lite import api
+from galvatron_lite.calibration import store
+from galvatron_lite.calibration.store import load_calibration
 from galvatron_lite.cli import main
 from galvatron_lite.files import from_data
 from galvatron_lite.plans.io import check_plan, read_plan
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.profiler.schema import OriginKind
+from galvatron_lite.profiler.store import last_profile, save_profile
 from galvatron_lite.units import parse_bytes
 
 SMALL = ["--model", "gpt2", "--cluster", "a100-40gb", "--gpus", "8", "--batch", "64"]
@@ -88,6 +94,31 @@ def test_without_a_precision_the_best_of_the_devices_is_taken(
     asked = capsys.readouterr().out
     assert "the best it trains in" not in asked
     assert said.splitlines()[2:] == asked.splitlines()[2:]
+
+
+def accuracy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
+    """The lines that say how far off the costs are."""
+    assert run(monkeypatch, "plan", *options) == 0
+    return [line for line in capsys.readouterr().out.splitlines() if "off by" in line or "error not known" in line]
+
+
+def test_estimates_say_how_far_off_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    scores = json.loads((Path(__file__).parents[2] / "profiles" / "published" / "scores.json").read_text())
+    error = scores["macro"]["grade A"]["without family"]
+    (said,) = accuracy(monkeypatch, capsys, *SMALL)
+    assert f"estimated step times are off by {error:.0f}% on average" in said
+
+    shipped = load_calibration()
+    monkeypatch.setattr(store, "load_calibration", lambda path=None: replace(shipped, expected_error={}))
+    (said,) = accuracy(monkeypatch, capsys, *SMALL)
+    assert said.strip() == "estimated from data sheets, error not known"
+
+    measured = api.find_profile(model="gpt2", cluster="a100-40gb", gpus=8)
+    measured = replace(measured, origin=replace(measured.origin, kind=OriginKind.MEASURED))
+    save_profile(measured, tmp_path, "here")
+    assert accuracy(monkeypatch, capsys, "--profile", str(last_profile(tmp_path))) == []
 
 
 def smallest_budget(capsys: pytest.CaptureFixture[str]) -> int:
