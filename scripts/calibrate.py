@@ -9,12 +9,13 @@ never seen.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from time import monotonic
 
 import numpy as np
+from calibrate_options import check_places, parsed, wanted_runs
 from calibrate_report import changes_table, expected_error, families_of_grade_a, scores_file, scores_table, with_origins
 from calibrate_rows import Fold, Rows, Workers, judged_again, model_folds, model_of, rows_of, workers
 from rich.console import Console
@@ -24,21 +25,12 @@ from galvatron_lite.calibration.stages import Mask, Setup, Staged, calibrated, s
 from galvatron_lite.calibration.store import load_calibration, write_calibration
 from galvatron_lite.cli.progress import progress_bar
 from galvatron_lite.configs_path import config_folder
+from galvatron_lite.errors import GalvatronError
 from galvatron_lite.stacks.catalog import match_stack
-from galvatron_lite.validate.rows import PublishedRun, read_runs
 from galvatron_lite.validate.scores import Judged
 
 MODEL_FOLDS = 12
 """Fits that leave models out."""
-
-FINE_TUNING = "lambda-bench"
-"""Fine-tuning on consumer devices, whose constants image models calibrate."""
-
-
-def chosen(runs: Sequence[PublishedRun], families: Collection[str], without: Collection[str]) -> list[PublishedRun]:
-    """Language models' runs of grades A and B."""
-    language = [run for run in runs if run.seq_len is not None and run.quality in ("A", "B")]
-    return [run for run in language if (not families or run.family in families) and run.family not in without]
 
 
 def folds_by_model(rows: Rows) -> list[Fold]:
@@ -71,33 +63,11 @@ def cross_validated(rows: Rows, folds: Sequence[Fold], setup: Setup, whole: Stag
     return judged
 
 
-def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=Path, default=Path("profiles/published/runs.jsonl"))
-    parser.add_argument("--priors", type=Path, default=None, help="folder of constants before any fit")
-    parser.add_argument("--families", nargs="*", default=[], help="only these families of runs")
-    parser.add_argument("--without", nargs="*", default=[FINE_TUNING], help="not these families of runs")
-    parser.add_argument("--steps", type=int, default=8, help="steps of a fit, at most")
-    parser.add_argument(
-        "--most",
-        type=int,
-        default=30,
-        help="rows of a family in the fit; of n more the root of n times as many. All are scored",
-    )
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--cross-validate", action="store_true")
-    parser.add_argument("--seen", action="store_true", help="leave families out once more, keeping their stacks")
-    parser.add_argument("--json", type=Path, default=None, help="write the scores here")
-    parser.add_argument("--write", action="store_true", help="replace the package's constants")
-    parser.add_argument("--keep", nargs="*", default=[], help="entries (stacks/mxnet) to leave as they are shipped")
-    parser.add_argument("--output", type=Path, default=None, help="write the constants to this folder instead")
-    return parser.parse_args()
-
-
 def calibrate(options: argparse.Namespace, console: Console) -> None:
     """Fit, cross-validate, print and write."""
     priors = load_calibration(options.priors or config_folder("calibration") / "priors")
-    runs = chosen(read_runs(options.rows), options.families, options.without)
+    runs = wanted_runs(options)
+    check_places(options)
     with progress_bar("Predicting") as move:
         rows = rows_of(runs, priors, options.most, move)
     setup = setup_of(rows.problem, priors)
@@ -138,5 +108,13 @@ def finish(options: argparse.Namespace, ways: dict[str, list[Judged]], made: Cal
         console.print(f"Wrote {folder}")
 
 
+def main() -> None:
+    """Calibrate; errors of ours end in one line and exit status 1."""
+    try:
+        calibrate(parsed(__doc__), Console(highlight=False))
+    except (GalvatronError, OSError) as error:
+        sys.exit(f"calibrate: {error}")
+
+
 if __name__ == "__main__":
-    calibrate(parsed(), Console(highlight=False))
+    main()

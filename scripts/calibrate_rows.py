@@ -17,6 +17,7 @@ from galvatron_lite.calibration.schema import Calibration
 from galvatron_lite.calibration.stages import Mask, Setup, Staged, calibrated_without, common_without
 from galvatron_lite.calibration.store import entry_for
 from galvatron_lite.cluster.links import link_matching
+from galvatron_lite.errors import InputError
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.validate.clusters import cluster_of, device_of
 from galvatron_lite.validate.outcome import Predicted, Skipped
@@ -63,13 +64,21 @@ class Rows:
 
 
 def rows_of(runs: Sequence[PublishedRun], calibration: Calibration, most: int, progress: Progress) -> Rows:
-    """The runs whose time can be scored; of each family some (``spread``) have weight in the fit."""
+    """The runs whose time can be scored; of each family some (``spread``) have weight in the fit.
+
+    Raises:
+        InputError: no run whose time can be scored.
+    """
     memory, kept = Remembered(), []
     for number, run in enumerate(runs, 1):
         judged = judge_run(run, calibration, memory)
         if judged.time is not None:
             kept.append(judged)
         progress(number, len(runs), run.family)
+    if not kept:
+        raise InputError(
+            "--rows", f"{len(runs)} runs", "None has a time that can be scored: galvatron validate says why."
+        )
     return Rows(tuple(kept), _problem(kept, calibration, most))
 
 

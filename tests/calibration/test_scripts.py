@@ -1,6 +1,7 @@
 """scripts/calibrate on a few published runs, and how it forms the folds."""
 
 import json
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -78,3 +79,68 @@ def test_a_small_calibration_from_priors_to_files(tmp_path: Path) -> None:
     assert fitted.devices["A100"].convolution == shipped.devices["A100"].convolution
     assert fitted.origins["devices/A100"].rows > 0
     assert "priors" not in fitted.stacks
+    left_out = found["macro"]["grade A"]
+    assert fitted.expected_error == {
+        "without_model": pytest.approx(left_out["without model"] / 100, abs=1e-4),
+        "without_family": pytest.approx(left_out["without family"] / 100, abs=1e-4),
+    }
+
+
+def test_the_shipped_constants_tell_the_error_of_the_shipped_scores() -> None:
+    macro = json.loads((RUNS.parent / "scores.json").read_text())["macro"]["grade A"]
+    told = load_calibration().expected_error
+    assert told["without_model"] == pytest.approx(macro["without model"] / 100, abs=1e-4)
+    assert told["without_family"] == pytest.approx(macro["without family"] / 100, abs=1e-4)
+
+
+def calibrate(*options: str) -> subprocess.CompletedProcess[str]:
+    """The script with these options, wherever they lead."""
+    return subprocess.run(
+        [sys.executable, "scripts/calibrate.py", *options], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+UNSCORED = '{"family": "f", "run_id": "r", "framework": "x", "quality": "A", "seq_len": 512}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        ("", (), "no language model's run"),
+        (UNSCORED, (), "None has a time that can be scored"),
+        (UNSCORED, ("--families", "nosuch"), "'nosuch' cannot be used. Families of"),
+        (UNSCORED, ("--without", "nosuch"), ": f."),
+        (UNSCORED, ("--keep", "stacks/nosuch"), "stacks/default"),
+        (UNSCORED, ("--output", "/nonexistent"), "There is no such folder"),
+        (UNSCORED, ("--json", "/nonexistent/scores.json"), "There is no such folder"),
+        (UNSCORED, ("--priors", "/nonexistent"), "There is no such file"),
+        (None, (), "There is no such file"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_said_in_one_line(
+    tmp_path: Path, text: str | None, options: tuple[str, ...], said: str
+) -> None:
+    sample = tmp_path / "runs.jsonl"
+    if text is not None:
+        sample.write_text(text)
+    done = calibrate("--rows", str(sample), *options)
+    assert done.returncode == 1
+    assert done.stderr.startswith("calibrate: ")
+    assert done.stderr.count("\n") == 1
+    assert said in done.stderr
+
+
+def test_every_option_has_its_text_and_its_default() -> None:
+    text = calibrate("--help").stdout
+    options = re.findall(r"^  (--[a-z-]+)(.*?)(?=^  --|\Z)", text.partition("options:")[2], re.MULTILINE | re.DOTALL)
+    assert len(options) == 13
+    for option, said in options:
+        assert "default:" in " ".join(said.split()), option
+
+
+@pytest.mark.parametrize("option", ["--steps", "--most", "--processes"])
+def test_counts_are_whole_and_positive(option: str) -> None:
+    for given in ("0", "-1", "two"):
+        done = calibrate(f"{option}={given}")
+        assert done.returncode == 2
+        assert "Give a whole number" in done.stderr
