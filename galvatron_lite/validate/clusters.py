@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 
 from galvatron_lite.calibration.schema import Calibration
-from galvatron_lite.cluster.catalog import match_device
+from galvatron_lite.cluster.catalog import known_devices, match_device
 from galvatron_lite.cluster.cluster import Cluster, Device
 from galvatron_lite.cluster.links import cluster_from_links
+from galvatron_lite.errors import InputError
 from galvatron_lite.validate.outcome import Skipped
 from galvatron_lite.validate.rows import PublishedRun
 
@@ -57,13 +59,23 @@ def device_of(text: str | None) -> Device | None:
     return next((device for device in map(match_device, named) if device is not None), None)
 
 
+def unknown_device(text: str) -> str:
+    """What to say of a GPU without data sheet: names near it, or all."""
+    names = {name.lower(): name for name in known_devices()}
+    near = [names[name] for name in get_close_matches(text.lower(), names, 3, 0.5)]
+    remedy = f"Near it: {', '.join(near)}." if near else f"Known: {', '.join(known_devices())}."
+    return str(InputError("gpu", text, remedy))
+
+
 def cluster_of(run: PublishedRun, calibration: Calibration) -> Cluster | Skipped:
     """The cluster of a run; links that it does not state are those of the device's reference design."""
     device = device_of(run.gpu)
+    if device is None and "unknown" in (run.gpu or "unknown").lower():
+        return Skipped("GPU not stated", f"Known: {', '.join(known_devices())}.")
     if device is None:
-        return Skipped("GPU not stated" if "unknown" in (run.gpu or "unknown").lower() else "no data sheet of the GPU")
+        return Skipped("no data sheet of the GPU", unknown_device(run.gpu or ""))
     if run.n_gpus is None:
-        return Skipped("number of GPUs not stated")
+        return Skipped("number of GPUs not stated", "Give n_gpus.")
     return cluster_from_links(
         device,
         run.n_gpus,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from galvatron_lite.errors import InputError
 from galvatron_lite.model.shapes import DecoderShape, EncoderDecoderShape, EncoderShape, MoeShape, Shape
 from galvatron_lite.stacks.schema import Stack
 from galvatron_lite.validate.named import named_figures
@@ -22,12 +23,13 @@ def shape_of(run: PublishedRun, stack: Stack) -> Shape | Skipped:
     """
     arch = (run.arch or "decoder").lower()
     if "memory" in arch or "hybrid" in arch or "mamba" in run.said or "hybrid-layer-pattern" in run.said:
-        return Skipped("architecture not modelled")
+        return Skipped("architecture not modelled", _unknown(run))
     missing = [name for name in _NEEDED if getattr(run, name) is None]
     if missing:
-        return Skipped(f"model figures missing: {', '.join(missing)}")
+        return Skipped(f"model figures missing: {', '.join(missing)}", f"Give {', '.join(missing)}.")
     if run.heads and run.hidden and run.hidden % run.heads and whole_argument(run.said, "kv-channels") is None:
-        return Skipped("head size not stated")
+        said = f"heads: {run.heads} does not divide hidden ({run.hidden}). Mend it, or say kv-channels=... in notes."
+        return Skipped("head size not stated", said)
     if "moe" in arch or (run.n_experts or 0) > 1:
         return _mixture(run, stack)
     if arch.startswith("encoder-decoder") or arch in ("t5", "bart"):
@@ -36,7 +38,12 @@ def shape_of(run: PublishedRun, stack: Stack) -> Shape | Skipped:
         return _encoder(run, stack)
     if arch.startswith("decoder"):
         return DecoderShape(**_causal(run, stack))  # type: ignore[arg-type]
-    return Skipped("architecture not modelled")
+    return Skipped("architecture not modelled", _unknown(run))
+
+
+def _unknown(run: PublishedRun) -> str:
+    """What to give instead of an architecture that is not modelled."""
+    return str(InputError("arch", run.arch, "Known: decoder, moe, encoder, encoder-decoder, cnn, vit, unet."))
 
 
 def _common(run: PublishedRun, stack: Stack) -> dict[str, object]:

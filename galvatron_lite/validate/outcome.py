@@ -13,9 +13,11 @@ class Skipped:
 
     Attributes:
         reason: short; one of few.
+        detail: the field, its value and what to give instead, for people; empty where the reason says all.
     """
 
     reason: str
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ def batch_of(run: PublishedRun) -> Batch | Skipped:
     """The batch of a run: ``global_batch = dp x micro_batch x count``."""
     replicas = run.dp or 1
     if run.grad_accum is not None and run.grad_accum < 1:
-        return Skipped("batch does not divide")
+        return Skipped("batch does not divide", f"grad_accum: {run.grad_accum:g} is less than one micro-batch a step.")
     samples, assumed = run.micro_batch, ""
     if samples is None:
         samples, assumed = _microbatch(run, replicas), "micro-batch not stated"
@@ -53,7 +53,8 @@ def batch_of(run: PublishedRun) -> Batch | Skipped:
         count = int(run.grad_accum or 1)
         return Batch(each * count, each, count, "global batch not stated")
     if run.global_batch % each:
-        return Skipped("batch does not divide")
+        said = f"global_batch: {run.global_batch} is no multiple of dp x micro_batch ({replicas} x {samples})."
+        return Skipped("batch does not divide", said)
     return Batch(run.global_batch, each, run.global_batch // each, assumed)
 
 
@@ -73,10 +74,13 @@ def plan_of(run: PublishedRun, graph: ModelGraph, stack: Stack, precision: str) 
     if isinstance(batch, Skipped):
         return batch
     if devices is None:
-        return Skipped("number of GPUs not stated")
+        return Skipped("number of GPUs not stated", "Give n_gpus.")
     degrees = (run.dp or 1, run.tp or 1, run.pp or 1, run.cp or 1)
     if degrees[0] * degrees[1] * degrees[2] * degrees[3] != devices:
-        return Skipped("degrees do not multiply to the number of GPUs")
+        product = " x ".join(map(str, degrees))
+        return Skipped(
+            "degrees do not multiply to the number of GPUs", f"dp x tp x pp x cp: {product}, n_gpus: {devices}."
+        )
     if (run.spatial or 1) > 1 or (run.filter or 1) > 1:
         return Skipped("spatial or filter parallelism")
     schedule, virtual = _schedule(run, stack)
@@ -158,7 +162,7 @@ def stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int, stack: Stack 
     if blocks % stages and (blocks + 1) % stages == 0:
         return _lighter(blocks + 1, stages, 0, 1)
     if blocks < stages:
-        return Skipped("more stages than blocks")
+        return Skipped("more stages than blocks", f"pp x vpp: {stages} stages, layers: {blocks}.")
     return even(blocks, stages)
 
 
@@ -178,7 +182,7 @@ def by_work(graph: ModelGraph, stages: int) -> list[int] | Skipped:
         counts[stage] += layer.role is Role.BLOCK
         done += work
         stage = min(stage + (done * stages > total * (stage + 1)), stages - 1)
-    return counts if min(counts) > 0 else Skipped("more stages than blocks")
+    return counts if min(counts) > 0 else Skipped("more stages than blocks", f"pp: {stages} stages.")
 
 
 def _weighted(graph: ModelGraph, layer: Layer) -> Iterator[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
+from math import inf
 
 from galvatron_lite.calibration.schema import Calibration
 from galvatron_lite.cluster.cluster import Cluster
@@ -26,6 +27,7 @@ from galvatron_lite.validate.plans import plan_of
 from galvatron_lite.validate.rows import PublishedRun
 from galvatron_lite.validate.said import compute_precision
 from galvatron_lite.validate.software import stack_of
+from galvatron_lite.validate.understood import not_understood
 
 _IMAGES = "galvatron_lite.validate.images"
 Point = tuple[str, int, bool, Recompute, int]
@@ -44,13 +46,13 @@ class Remembered:
 def predict_run(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Predicted | Skipped:
     """Step time and peak memory of a run, or why it cannot be represented."""
     if run.problem is not None:
-        return Skipped("a field cannot be read")
+        return Skipped("a field cannot be read", run.problem)
     try:
-        return _predict(run, calibration, memory)
+        return not_understood(run) or _predict(run, calibration, memory)
     except GalvatronError as error:
-        return Skipped(_short(error))
+        return Skipped(_short(error), str(error))
     except Exception as error:  # one odd row must not cost the scores of the others; it is counted by what broke
-        return Skipped(f"internal error: {type(error).__name__}")
+        return Skipped(f"internal error: {type(error).__name__}", str(error))
 
 
 def _predict(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Predicted | Skipped:
@@ -162,7 +164,7 @@ def wanted_points(graph: ModelGraph, plan: Plan) -> frozenset[Point]:
 
 def _outcome(run: PublishedRun, stack: Stack, plan: Plan, cluster: Cluster) -> Predicted | Skipped:
     prediction = plan.prediction
-    if prediction is None:
+    if prediction is None or not 0 < prediction.step_seconds < inf:
         return Skipped("not priced")
     stage, peak = peak_of(run, stack, plan, cluster.device)
     return Predicted(

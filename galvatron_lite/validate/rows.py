@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from galvatron_lite.errors import FileFormatError
+from galvatron_lite.validate.ranges import checked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +18,8 @@ class PublishedRun:
     """One published run; a field that its source does not state is None.
 
     Fields are those of ``profiles/published/README.md``. ``family``, ``run_id`` and ``source`` say where the run comes
-    from; nothing is predicted from them. ``problem`` says which field could not be read; such a run is not predicted.
+    from; nothing is predicted from them. ``line`` is that of its file. ``problem`` says which field could not be read;
+    such a run is not predicted.
     """
 
     family: str
@@ -73,6 +76,7 @@ class PublishedRun:
     derived: str | None = None
     quality: str | None = None
     notes: str | None = None
+    line: int | None = None
     problem: str | None = None
 
     @property
@@ -81,83 +85,100 @@ class PublishedRun:
         return f"{self.notes or ''}; {self.derived or ''}".lower()
 
 
-_KINDS = {item.name: str(item.type).removesuffix(" | None") for item in fields(PublishedRun) if item.name != "problem"}
+KINDS = {
+    item.name: str(item.type).removesuffix(" | None")
+    for item in fields(PublishedRun)
+    if item.name not in ("line", "problem")
+}
+"""The kind of every field that a row may have: a key of ``ranges.WANTED``."""
+
 _NEEDED = ("family", "run_id", "framework")
-_AT_LEAST_ONE = {
-    "layers", "hidden", "heads", "kv_heads", "seq_len", "image_size", "n_experts", "moe_topk", "gpus_per_node",
-    "n_gpus", "dp", "tp", "pp", "cp", "ep", "vpp", "micro_batch", "global_batch",
-}  # fmt: skip
-_WANTED = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false"}
+_NO_RUN = "a line that is no run"
 
 
 def read_runs(path: Path) -> tuple[PublishedRun, ...]:
     """All runs of a file, in order; fields that are not known here are passed over, empty lines too.
 
-    A run with a field of the wrong kind stays, with its ``problem``, so that it is counted.
+    A line that cannot be read, or a field with a value that cannot be, makes a run with a ``problem``: it is counted.
 
     Raises:
-        FileFormatError: no such file, not text, or a line that is not a run at all (names the line).
+        FileFormatError: no such file, or not text.
+    """
+    return tuple(parse_runs(read_lines(path), str(path)))
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a file; of standard input where the path is ``-``.
+
+    Raises:
+        FileFormatError: no such file, or not text.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise FileFormatError("file", str(path), "There is no such file.") from error
     except (OSError, UnicodeDecodeError) as error:
         raise FileFormatError("file", str(path), f"It cannot be read ({error}).") from error
-    return tuple(parse_runs(text.splitlines(), str(path)))
+    return text.split("\n")
 
 
 def parse_runs(lines: Iterable[str], place: str = "runs") -> Iterator[PublishedRun]:
     """The runs that lines of JSON hold; see ``read_runs``."""
+    for number, data in parse_lines(lines, place):
+        yield data if isinstance(data, PublishedRun) else readable(data, number, place)
+
+
+def parse_lines(lines: Iterable[str], place: str) -> Iterator[tuple[int, dict[str, Any] | PublishedRun]]:
+    """The objects of lines that are not empty, with their numbers from 1; a run with its problem for others."""
     for number, line in enumerate(lines, 1):
         if line.strip():
-            yield _readable(_object(line, f"{place}, line {number}"), f"{place}, line {number}")
+            try:
+                yield number, _object(line, f"{place}, line {number}")
+            except FileFormatError as error:
+                yield number, _unread(number, error)
 
 
-def _readable(data: dict[str, Any], place: str) -> PublishedRun:
-    named = [str(data[name]) for name in _NEEDED if data.get(name) is not None]
+def _unread(number: int, error: FileFormatError) -> PublishedRun:
+    """What stands for a line that holds no run, so that it is counted."""
+    named = {"family": _NO_RUN, "run_id": f"line {number}", "framework": ""}
+    return PublishedRun(**named, line=number, problem=str(error))  # type: ignore[arg-type]
+
+
+def readable(data: dict[str, Any], number: int, place: str) -> PublishedRun:
+    """A run from the object of a line: the fields that can be read and the ``problem`` of the first that cannot."""
     try:
-        return run_from_data(data, place)
+        return run_from_data(data, f"{place}, line {number}", number)
     except FileFormatError as error:
-        if len(named) < len(_NEEDED):
-            raise
-        return PublishedRun(family=named[0], run_id=named[1], framework=named[2], problem=str(error))
+        good = {name: data[name] for name in KINDS.keys() & data.keys() if _good(name, data[name])}
+        named = {"family": _NO_RUN, "run_id": f"line {number}", "framework": ""} | good
+        return PublishedRun(**named, line=number, problem=str(error))
+
+
+def _good(name: str, value: Any) -> bool:
+    try:
+        return value is not None and checked(name, value, KINDS[name], "") is not None
+    except FileFormatError:
+        return False
 
 
 def _object(line: str, place: str) -> dict[str, Any]:
     try:
         data = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FileFormatError(place, line[:40], f"It is not JSON ({error}).") from error
     if not isinstance(data, dict):
         raise FileFormatError(place, line[:40], "Give one JSON object a line.")
     return data
 
 
-def run_from_data(data: dict[str, Any], place: str = "run") -> PublishedRun:
+def run_from_data(data: dict[str, Any], place: str = "run", line: int | None = None) -> PublishedRun:
     """A run from the object of one line.
 
     Raises:
-        FileFormatError: a field is missing or of the wrong kind.
+        FileFormatError: a field is missing, of the wrong kind or out of range.
     """
     for name in _NEEDED:
         if data.get(name) is None:
             raise FileFormatError(f"{place}, {name}", None, "Every run needs it.")
-    known = {name: data[name] for name in _KINDS.keys() & data.keys() if data[name] is not None}
-    return PublishedRun(**{name: _value(name, value, place) for name, value in known.items()})
-
-
-def _value(name: str, value: Any, place: str) -> Any:
-    """The value as its field's kind."""
-    kind = _KINDS[name]
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    fits = {
-        "str": isinstance(value, str),
-        "bool": isinstance(value, bool),
-        "float": number,
-        "int": number and float(value).is_integer(),
-    }[kind]
-    if not fits or (name in _AT_LEAST_ONE and value < 1):
-        least = " of 1 or more" if name in _AT_LEAST_ONE else ""
-        raise FileFormatError(f"{place}, {name}", value, f"Give {_WANTED[kind]}{least}, or leave it out.")
-    return int(value) if kind == "int" else value
+    known = {name: data[name] for name in KINDS if data.get(name) is not None}
+    return PublishedRun(**{name: checked(name, value, KINDS[name], place) for name, value in known.items()}, line=line)

@@ -36,8 +36,8 @@ def validate_runs(
 
 def judge_run(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Judged:
     """One run with its prediction; those of grade C are not predicted."""
-    if run.quality == "C":
-        return Judged(run, None, Skipped("grade C is not scored"))
+    if run.quality == "C" and run.problem is None:
+        return Judged(run, None, Skipped("grade C is not scored", "quality: 'C'."))
     outcome, batch = predict_run(run, calibration, memory), batch_of(run)
     if isinstance(outcome, Skipped):
         return Judged(run, None, outcome)

@@ -49,6 +49,12 @@ class Judged:
         return not self.run.oom and self.measured is not None
 
 
+_WANTED = (
+    "Give iter_time_s (with global_batch), tokens_per_s_per_gpu (with seq_len), samples_per_s or peak_mem_gb; "
+    "of grade A-mem memory alone counts."
+)
+
+
 def judge(run: PublishedRun, measured: Measured, outcome: Predicted) -> Judged:
     """A prediction beside its measurement; a run of a grade that does not count is skipped."""
     time = memory = None
@@ -57,7 +63,7 @@ def judge(run: PublishedRun, measured: Measured, outcome: Predicted) -> Judged:
     if measured.peak_memory and scored_for_memory(run):
         memory = outcome.peak_memory / measured.peak_memory
     if time is None and memory is None and not run.oom:
-        return Judged(run, measured, Skipped("nothing measured that counts"))
+        return Judged(run, measured, Skipped("nothing measured that counts", _WANTED))
     return Judged(run, measured, outcome, time, memory)
 
 
