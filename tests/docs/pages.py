@@ -50,3 +50,10 @@ def commands(text: str) -> Iterator[str]:
         words = line.strip().removeprefix("$ ").split(" #")[0].strip()
         if re.match(r"(galvatron|scripts/\w+)( |$)", words):
             yield words
+
+
+def script_source(name: str) -> str:
+    """A script with the modules that go by its name (``calibrate``, ``calibrate_rows.py``)."""
+    script = ROOT / "scripts" / name
+    modules = sorted((ROOT / "scripts").glob(f"{name}*.py"))
+    return "".join(path.read_text(encoding="utf-8") for path in (script, *modules))

@@ -14,7 +14,7 @@ from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler import estimate_efficiency as constants
 from galvatron_lite.validate.scores import Scores
 
-from .pages import ROOT, text_of
+from .pages import ROOT, script_source, text_of
 
 COSTS, VALIDATE = text_of("docs/costs.md"), text_of("docs/validate.md")
 PACKAGE = ROOT / "galvatron_lite"
@@ -79,7 +79,7 @@ def test_groupings_and_schedules_are_listed() -> None:
 
 
 def test_the_calibration_page_names_what_the_script_takes() -> None:
-    script = (ROOT / "scripts" / "calibrate.py").read_text(encoding="utf-8")
+    script = script_source("calibrate")
     page = text_of("docs/calibrate.md")
     for option in set(re.findall(r"`?(--[a-z-]+)", page)) - {"--calibration", "--worst"}:
         assert f'"{option}"' in script, option

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from galvatron_lite.cli import app
 
-from .pages import PAGES, ROOT, commands, text_of
+from .pages import PAGES, ROOT, commands, script_source, text_of
 
 RUNS = "profiles/published/runs.jsonl"
 EVERY = sorted({command for page in PAGES for command in commands(page.read_text(encoding="utf-8"))})
@@ -39,10 +39,7 @@ def test_options_exist(words: str) -> None:
     if first == "galvatron":
         assert given <= options_of(rest[0])
         return
-    script = ROOT / first
-    source = script.read_text(encoding="utf-8") + "".join(
-        path.read_text(encoding="utf-8") for path in (script.with_suffix(".py"),) if path.exists()
-    )
+    source = script_source(first.removeprefix("scripts/"))
     for option in given:
         assert re.search(rf'["\']{option}["\']', source), option
 
