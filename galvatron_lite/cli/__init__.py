@@ -11,6 +11,7 @@ from galvatron_lite.cli.plan import plan_command
 from galvatron_lite.cli.profile import profile_command
 from galvatron_lite.cli.validate import validate_command
 from galvatron_lite.errors import GalvatronError
+from galvatron_lite.validate.legend import EPILOG
 
 _CLOSED_PIPE = 128 + 13
 """Exit status of a program that SIGPIPE ended."""
@@ -24,7 +25,7 @@ app = typer.Typer(
 )
 app.command("profile")(profile_command)
 app.command("plan")(plan_command)
-app.command("validate")(validate_command)
+app.command("validate", epilog=EPILOG)(validate_command)
 
 
 @app.callback(invoke_without_command=True)

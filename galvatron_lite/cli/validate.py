@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sized
 
     from galvatron_lite.validate.rows import PublishedRun
+    from galvatron_lite.validate.scores import Judged
 
 _GROUPINGS = ("family", "framework", "gpu", "model", "arch", "precision", "quality")
 
 
 def validate_command(
-    runs: Annotated[Path, typer.Argument(help="Published runs, one JSON object a line.")],
+    runs: Annotated[Path, typer.Argument(help="Published runs, one JSON object a line; - reads standard input.")],
     by: Annotated[str, typer.Option("--by", help=f"Score by: {', '.join(_GROUPINGS)}.")] = "family",
     family: Annotated[
         list[str] | None, typer.Option("--family", help="Only runs of this family; may be given again.")
@@ -31,34 +32,87 @@ def validate_command(
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw predicted against measured step times (SVG).")
     ] = None,
+    skipped: Annotated[
+        int,
+        typer.Option("--skipped", min=0, help="Show so many rows that are not scored, and why."),
+    ] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:
     """Predict every published run with the planner's cost model and say how far off it is."""
     from galvatron_lite.calibration.store import load_calibration
     from galvatron_lite.cli.progress import progress_bar
-    from galvatron_lite.validate.rows import read_runs
+    from galvatron_lite.validate.notes import implausible, read_file
     from galvatron_lite.validate.run import validate_runs
-    from galvatron_lite.validate.scores import macros, score_families
+    from galvatron_lite.validate.target import check_target
 
     key = _grouping(by)
-    chosen = _chosen(read_runs(runs), family or [], quality)
+    if plot is not None:
+        check_target(plot)
+    file = read_file(runs)
+    chosen = _chosen(file.runs, family or [], quality)
+    _at_least_one(chosen, str(runs), "It holds no row to score.")
     with progress_bar("Predicting") as move:
         judged = validate_runs(chosen, load_calibration(calibration), _sparing(move))
-    scores = score_families(judged, key)
-    if plot is not None:
-        from galvatron_lite.files import write_text
-        from galvatron_lite.validate.plot import scatter
-
-        write_text(plot, scatter(judged, key))
+    notes = [*file.notes, *implausible(judged)]
     if as_json:
-        from galvatron_lite.validate.report import as_data
-
-        _print_json(as_data(scores, macros(judged, key), judged, worst))
+        _print_json(judged, key, worst, notes)
     else:
-        from galvatron_lite.validate.report import print_scores, print_worst
+        _print_lines(judged, by, key, worst, skipped, notes)
+    _at_least_one([one for one in judged if one.scored], str(runs), "None of its rows is scored; see why above.")
+    if plot is not None:
+        _draw(plot, judged, key)
 
-        print_scores(scores, macros(judged, key), by)
-        print_worst(judged, worst)
+
+def _print_json(judged: list[Judged], key: Callable[[PublishedRun], str], worst: int, notes: list[str]) -> None:
+    import json
+
+    from galvatron_lite.validate.notes import assumed, unscored
+    from galvatron_lite.validate.report import as_data
+    from galvatron_lite.validate.scores import macros, score_families
+
+    data = as_data(score_families(judged, key), macros(judged, key), judged, worst)
+    more = {"unscored": unscored(judged), "assumed": assumed(judged), "notes": notes}
+    typer.echo(json.dumps(data | more, allow_nan=False))
+
+
+def _print_lines(
+    judged: list[Judged], by: str, key: Callable[[PublishedRun], str], worst: int, skipped: int, notes: list[str]
+) -> None:
+    from galvatron_lite.validate.notes import passed_over, unscored_rows
+    from galvatron_lite.validate.report import print_scores, print_worst
+    from galvatron_lite.validate.scores import macros, score_families
+
+    print_scores(score_families(judged, key), macros(judged, key), by)
+    for line in (*notes, *passed_over(judged), *unscored_rows(judged, skipped)):
+        typer.echo(line)
+    print_worst(judged, worst)
+
+
+def _draw(path: Path, judged: list[Judged], key: Callable[[PublishedRun], str]) -> None:
+    """The figure.
+
+    Raises:
+        InputError: there is nothing to draw.
+    """
+    from galvatron_lite.errors import InputError
+    from galvatron_lite.files import write_text
+    from galvatron_lite.validate.plot import scatter
+
+    if all(one.time is None for one in judged):
+        raise InputError("--plot", str(path), "No step time is scored, so that there is nothing to draw.")
+    write_text(path, scatter(judged, key))
+
+
+def _at_least_one(rows: Sized, path: str, remedy: str) -> None:
+    """Refuses a file that leaves nothing.
+
+    Raises:
+        InputError: no rows.
+    """
+    from galvatron_lite.errors import InputError
+
+    if not len(rows):
+        raise InputError("runs", path, remedy)
 
 
 def _grouping(by: str) -> Callable[[PublishedRun], str]:
@@ -99,9 +153,3 @@ def _sparing(move: Callable[[int, int, str], None]) -> Callable[[int, int, str],
             move(done, total, label)
 
     return progress
-
-
-def _print_json(data: object) -> None:
-    import json
-
-    typer.echo(json.dumps(data))

@@ -155,6 +155,8 @@ def stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int, stack: Stack 
     if stack is not None and stack.splits_by_work and stages > 1:
         return by_work(graph, stages)
     if first is not None and last is not None and stages > 2:
+        if first + last + stages - 2 > blocks or min(first, last) < 1:
+            return Skipped("more stages than blocks", f"notes: {first} and {last} at the ends, layers: {blocks}.")
         return [first, *even(blocks - first - last, stages - 2), last]
     counted = "counted as a layer" in said or "counted as layers" in said or "one layer fewer" in said
     if stages > 1 and (blocks + 2) % stages == 0 and (counted or blocks % stages):

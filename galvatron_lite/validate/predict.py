@@ -30,6 +30,9 @@ from galvatron_lite.validate.software import stack_of
 from galvatron_lite.validate.understood import not_understood
 
 _IMAGES = "galvatron_lite.validate.images"
+MOST_PASSES = 1_000_000
+"""Micro-batches of a step times stages of its pipeline that are gone through; more cost minutes a row."""
+
 Point = tuple[str, int, bool, Recompute, int]
 """Kind, tensor degree, sequence parallel, recomputation, samples on a device: what is estimated."""
 
@@ -78,11 +81,19 @@ def _with(
     plan = plan_of(run, graph, stack, precision)
     if isinstance(plan, Skipped):
         return plan
+    if plan.pipeline > 1 and len(plan.stages) * plan.microbatches > MOST_PASSES:
+        return Skipped("does not fit: global_batch", _too_long(plan))
 
     def price(candidate: Plan) -> Plan:
         return price_plan(_pricer(graph, cluster, stack, precision, candidate, calibration, memory), candidate)
 
     return _outcome(run, stack, fitting(run, plan, graph, price, cluster.device.memory), cluster)
+
+
+def _too_long(plan: Plan) -> str:
+    """What to say of a pipeline that would take minutes to go through."""
+    passes = f"{plan.microbatches:,} micro-batches in {len(plan.stages):,} stages"
+    return f"global_batch: {plan.global_batch} makes {passes}. Their product may be {MOST_PASSES:,} at most."
 
 
 def _cluster(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Cluster | Skipped:

@@ -7,8 +7,10 @@ from dataclasses import asdict, fields
 from math import log
 from typing import TYPE_CHECKING
 
+from galvatron_lite.validate.legend import POINTER
 from galvatron_lite.validate.outcome import Predicted
 from galvatron_lite.validate.scores import Judged, Scores
+from galvatron_lite.validate.understood import assumptions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,13 +26,6 @@ _COLUMNS = (
     ("worst", "regret_max"),
 )  # fmt: skip
 _CORRELATIONS = ("spearman", "group_spearman")
-_LEGEND = (
-    "time %: mean of |predicted / measured - 1| of step times; median: of the same; bias: mean with sign (+: too slow)",
-    "memory %, bias: the same of peak memory; over: runs that ran but are predicted not to fit their device",
-    "rank: Spearman's correlation of predicted and measured times; in groups: among plans of one model, machine, batch",
-    "regret %: by how much the plan predicted fastest in such a group is slower than its best; worst: of any group",
-)
-"""What the columns mean."""
 
 
 def as_data(
@@ -63,18 +58,20 @@ def worst_data(one: Judged) -> dict[str, object]:
     assert one.measured is not None
     return {
         "run_id": one.run.run_id,
+        "line": one.run.line,
+        "family": one.run.family,
         "measured_s": one.measured.step_seconds,
         "predicted_s": one.outcome.step_seconds,
         "measured_bytes": one.measured.peak_memory,
         "predicted_bytes": one.outcome.peak_memory,
         "time": _rounded(asdict(one.outcome.time)),
         "memory": asdict(one.outcome.memory),
-        "assumed": one.measured.assumed,
+        "assumed": assumptions(one.run),
     }
 
 
 def print_scores(scores: Mapping[str, Scores], means: Mapping[str, Mean], by: str) -> None:
-    """A table of families with the means below, what was not scored and why, and what the columns mean."""
+    """A table of families with the means below, what was not scored and why, and where the columns are explained."""
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -85,14 +82,15 @@ def print_scores(scores: Mapping[str, Scores], means: Mapping[str, Mean], by: st
         figures = [_number(getattr(family, field), field) for _, field in _COLUMNS]
         table.add_row(name, str(family.rows), str(family.scored), *figures, str(family.overflowing or ""))
     table.add_section()
-    for name, mean in means.items():
+    # Means over one family are that family's own figures.
+    for name, mean in means.items() if len(scores) > 1 else ():
         figures = [_number(mean.get(field), field) for _, field in _COLUMNS]
         totals = [str(mean.get(field, 0)) for field in ("rows", "scored")]
         table.add_row(name.replace("_", " "), *totals, *figures, str(mean.get("overflowing", 0)))
     console = _console()
     console.print(table, "")
     missing = unscored_lines(scores)
-    for line in (*missing, *([""] if missing else []), *_LEGEND):
+    for line in (*missing, *([""] if missing else []), POINTER):
         console.print(line, style="dim")
 
 
@@ -149,7 +147,8 @@ def worst_lines(one: Judged) -> list[str]:
         predicted, measured = one.outcome.peak_memory / _GIB, one.measured.peak_memory / _GIB
         held = f"  memory {predicted:.2f} GiB, measured {measured:.2f} GiB{_off(one.memory)}: "
         lines.append(held + _parts(one.outcome.memory, _GIB, ""))
-    return lines
+    taken = assumptions(one.run)
+    return [*lines, *(["  assumed: " + "; ".join(taken)] if taken else [])]
 
 
 def _off(ratio: float | None) -> str:
@@ -162,8 +161,9 @@ def plan_words(one: Judged) -> str:
     degrees = " ".join(
         f"{name}{value}" for name in ("dp", "tp", "pp", "cp", "ep") if (value := getattr(run, name) or 1) > 1
     )
-    batch = f"micro {run.micro_batch}, batch {run.global_batch}"
-    return f"{run.model}, {run.n_gpus} x {run.gpu}, {degrees or 'one device'}, {batch}, {run.framework}"
+    batch = f"micro {run.micro_batch or 'not stated'}, batch {run.global_batch or 'not stated'}"
+    model = run.model or "model not named"
+    return f"{model}, {run.n_gpus} x {run.gpu}, {degrees or 'one device'}, {batch}, {run.framework}"
 
 
 def _parts(breakdown: object, unit: float, suffix: str) -> str:

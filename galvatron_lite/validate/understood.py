@@ -19,7 +19,7 @@ from galvatron_lite.validate.outcome import Skipped
 from galvatron_lite.validate.rows import PublishedRun
 
 _PRECISION = re.compile(r"(?<![a-z0-9])(?:bf16|fp16|fp32|tf32|fp8|mxfp8|fp4|nvfp4|mxfp4)(?![0-9])")
-_RECOMPUTE = re.compile(r"none|selective|full|unknown|.*every \d+(?:st|nd|rd|th)? layer")
+_RECOMPUTE = re.compile(r"none|selective|full|unknown|.*every [1-9]\d*(?:st|nd|rd|th)? layer")
 _SCHEDULE = re.compile(r"1f1b|gpipe|interleaved|zb-?v|zb-[12]p|zb-h[12]")
 _OPTIMIZER = re.compile(r"adam|sgd|momentum|lamb")
 _GENERIC = {

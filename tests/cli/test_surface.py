@@ -18,7 +18,7 @@ SURFACE = {
     "profile": {
         "--cluster", "--gpus", "--estimate", "--seq", "--precision", "--max-samples", "--name", "--folder", "--json",
     },
-    "validate": {"--by", "--family", "--quality", "--calibration", "--worst", "--plot", "--json"},
+    "validate": {"--by", "--family", "--quality", "--calibration", "--worst", "--plot", "--json", "--skipped"},
 }  # fmt: skip
 
 

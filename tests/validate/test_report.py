@@ -3,8 +3,9 @@
 import pytest
 
 from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
+from galvatron_lite.validate.legend import LEGEND
 from galvatron_lite.validate.outcome import Measured, Predicted, Skipped
-from galvatron_lite.validate.report import print_scores, unscored_lines
+from galvatron_lite.validate.report import print_scores, unscored_lines, worst_data, worst_lines
 from galvatron_lite.validate.scores import Judged, judge, macros, score_families
 
 from .runs import gpt
@@ -45,7 +46,23 @@ def test_the_table_has_a_row_a_family_and_says_what_its_columns_mean(capsys: pyt
     heading = lines[0]
     for title in ("time %", "median", "bias", "memory %", "rank", "in groups", "regret %", "worst", "over"):
         assert title in heading
-        assert any(line.startswith(title) or f" {title}:" in line or f"{title}," in line for line in lines[1:]), title
+        assert any(line.startswith(title) or f" {title}:" in line or f"{title}," in line for line in LEGEND), title
+    assert "--help" in lines[-1]
+
+
+def test_one_family_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    few = [judged(1.0, 1.1)]
+    print_scores(score_families(few), macros(few), "family")
+    assert "macro" not in capsys.readouterr().out
+
+
+def test_a_worst_run_without_a_model_is_said_so_with_what_was_assumed() -> None:
+    one = judged(1.0, 2.0, model=None, micro_batch=None, framework="mine")
+    lines = worst_lines(one)
+    assert "None" not in " ".join(lines)
+    assert any("framework 'mine' is not known" in line for line in lines)
+    assert worst_data(one)["family"] == "made-up"
+    assert "micro_batch not stated: what grad_accum leaves, or 1 under a pipeline" in worst_data(one)["assumed"]
 
 
 def test_a_small_negative_figure_is_nought(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,8 @@ RUNS = Path(__file__).parents[2] / "profiles" / "published" / "runs.jsonl"
     ("field", "value", "remedy"),
     [
         ("precision", "bf17", "nvfp4"), ("precision", "", "bf16"), ("precision", "int8", "bf16"),
-        ("act_ckpt", "sometimes", "selective"), ("act_ckpt", "", "none"), ("pp_schedule", "dual-pipe", "gpipe"),
+        ("act_ckpt", "sometimes", "selective"), ("act_ckpt", "", "none"), ("act_ckpt", "every 0th layer", "Nth"),
+        ("pp_schedule", "dual-pipe", "gpipe"),
     ],
 )  # fmt: skip
 def test_a_word_that_decides_the_cost_and_is_not_known_leaves_the_run_unscored(
@@ -99,3 +100,16 @@ def test_published_rows_are_understood_and_of_known_frameworks() -> None:
 
 def test_frameworks_that_are_named_are_known() -> None:
     assert [name for name in FRAMEWORKS if match_stack(name) is DEFAULT] == []
+
+
+def test_a_step_that_would_take_minutes_to_go_through_is_not_priced() -> None:
+    found = predict_run(gpt(global_batch=100_000_000), load_calibration(), Remembered())
+    assert isinstance(found, Skipped)
+    assert "25,000,000 micro-batches in 2 stages" in found.detail
+
+
+def test_ends_with_more_layers_than_the_model_has() -> None:
+    said = "decoder-first-pipeline-num-layers=99,decoder-last-pipeline-num-layers=9"
+    found = predict_run(gpt(pp=4, tp=1, notes=said), load_calibration(), Remembered())
+    assert isinstance(found, Skipped)
+    assert found.reason == "more stages than blocks"
