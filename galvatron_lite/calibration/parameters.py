@@ -52,15 +52,15 @@ SCALES: Mapping[str, Mapping[str, Scale]] = {
     },
     "stacks": {
         "kernel_host": Scale(False, 0.8, 5e-7, 1.5e-4),
-        "microbatch_host": Scale(False, 1.0, 1e-6, 5e-2),
-        "step_host": Scale(False, 1.0, 1e-4, 1.0),
+        "microbatch_host": Scale(False, 2.0, 1e-6, 5e-2),
+        "step_host": Scale(False, 2.0, 1e-4, 1.0),
         "matmul": Scale(False, 0.16, 0.7, 1.6),
         "attention": Scale(False, 0.3, 0.4, 3.0),
         "ring": Scale(False, 0.2, 0.9, 2.5),
-        "memory": Scale(False, 0.35, 0.5, 3.0),
+        "memory": Scale(False, 0.35, 0.3, 3.0),
         "optimizer": Scale(False, 0.3, 0.5, 4.0),
         "hidden": Scale(True, 1.0, 0.01, 0.99),
-        "straggling": Scale(False, 1.0, 1e-5, 0.1),
+        "straggling": Scale(False, 2.0, 1e-5, 0.1),
     },
 }
 """Fields that are fitted, by kind of constants."""
