@@ -10,10 +10,16 @@ from galvatron_lite.calibration.fit import ENOUGH
 from galvatron_lite.cli.validate import _GROUPINGS
 from galvatron_lite.cluster.collectives import TREE_EFFICIENCY
 from galvatron_lite.cost.memory import UNUSED_SHARE
-from galvatron_lite.plans.schema import Schedule
+from galvatron_lite.plans.schema import MemoryBreakdown, Schedule, TimeBreakdown
 from galvatron_lite.profiler import estimate_efficiency as constants
-from galvatron_lite.validate.scores import Scores
+from galvatron_lite.validate.notes import unscored
+from galvatron_lite.validate.outcome import Measured, Predicted, Skipped
+from galvatron_lite.validate.ranges import REAL, WHOLE
+from galvatron_lite.validate.report import worst_data
+from galvatron_lite.validate.scores import Judged, Scores, judge
+from galvatron_lite.validate.understood import FRAMEWORKS
 
+from ..validate.runs import GPT
 from .pages import ROOT, script_source, text_of
 
 COSTS, VALIDATE = text_of("docs/costs.md"), text_of("docs/validate.md")
@@ -69,6 +75,29 @@ def test_the_fields_of_the_scores_are_listed() -> None:
     block = next(text for text in VALIDATE.split("```") if '"families"' in text)
     listed = set(re.findall(r'"(\w+)"', block)) - {"families", "macro", "macro_language", "worst"}
     assert listed == {item.name for item in fields(Scores)}
+
+
+def test_the_fields_of_the_entries_are_listed() -> None:
+    block = next(text for text in VALIDATE.split("```") if text.lstrip().startswith('{"unscored"'))
+    outcome = Predicted(1.0, 1, 1, 2, TimeBreakdown(), MemoryBreakdown())
+    one = judge(GPT, Measured(2.0, 1), outcome)
+    skipped = Judged(GPT, None, Skipped("GPU not stated"))
+    assert {*worst_data(one), *unscored([skipped])[0], "unscored", "notes", "worst"} == set(
+        re.findall(r'"(\w+)"', block)
+    )
+
+
+def test_ranges_of_fields_are_those_that_are_read() -> None:
+    found: dict[str, str] = {}
+    for names, said in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ((?:\d+|up) to [\d,]+) \|$", VALIDATE, re.MULTILINE):
+        found |= dict.fromkeys(re.findall(r"\w+", names), said)
+    whole = {name: f"{least} to {largest:,}" for name, (least, largest) in WHOLE.items()}
+    assert found == whole | {name: f"up to {largest:,.0f}" for name, largest in REAL.items()}
+
+
+def test_known_frameworks_are_listed() -> None:
+    told = " ".join(VALIDATE.split())
+    assert f"Known are {', '.join(FRAMEWORKS[:-1])} and {FRAMEWORKS[-1]};" in told
 
 
 def test_groupings_and_schedules_are_listed() -> None:

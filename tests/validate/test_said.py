@@ -77,6 +77,8 @@ def test_devices_by_what_publications_call_them(text: str, expected: str) -> Non
     assert device.name == expected
 
 
-@pytest.mark.parametrize("text", [None, "unknown (32GB-class; rates consistent with V100-32GB or A100-40)", "TPU v4"])
+@pytest.mark.parametrize(
+    "text", [None, "unknown (32GB-class; rates consistent with V100-32GB or A100-40)", "TPU v4", "H1000", "A1000"]
+)
 def test_devices_that_are_not_known(text: str | None) -> None:
     assert device_of(text) is None
