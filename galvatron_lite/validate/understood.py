@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 
+from galvatron_lite.cluster.catalog import known_devices
 from galvatron_lite.cluster.links import link_matching
 from galvatron_lite.errors import InputError
 from galvatron_lite.stacks.catalog import DEFAULT, match_stack
@@ -22,6 +23,9 @@ _PRECISION = re.compile(r"(?<![a-z0-9])(?:bf16|fp16|fp32|tf32|fp8|mxfp8|fp4|nvfp
 _RECOMPUTE = re.compile(r"none|selective|full|unknown|.*every [1-9]\d*(?:st|nd|rd|th)? layer")
 _SCHEDULE = re.compile(r"1f1b|gpipe|interleaved|zb-?v|zb-[12]p|zb-h[12]")
 _OPTIMIZER = re.compile(r"adam|sgd|momentum|lamb")
+_MEMORY_SLACK = 0.2
+"""Share by which stated and real memory may differ: GB for GiB (7 %), and what firmware and ECC keep."""
+
 _GENERIC = {
     False: re.compile(r"nvlink|nvswitch|\bnvl|pci"),
     True: re.compile(r"infiniband|\bib\b|dgx|nvl72|nvl36"),
@@ -83,7 +87,20 @@ def taken_otherwise(run: PublishedRun) -> Iterator[str]:
         text = getattr(run, name)
         if text is not None and not link_known(text, between):
             yield f"{name} {text!r} is not known: the reference design's"
+    yield from _machine(run)
     yield from _contradicted(run)
+
+
+def _machine(run: PublishedRun) -> Iterator[str]:
+    """A GPU that is made in several forms of which none is told, or with another memory than is stated."""
+    device, text = device_of(run.gpu), (run.gpu or "").lower()
+    if device is None:
+        return
+    alike = [name for name in known_devices() if name.split("-")[0] == device.name.split("-")[0]]
+    if len(alike) > 1 and run.gpu_mem_gb is None and not re.search(r"gb|sxm|pcie|nvl", text):
+        yield f"gpu {run.gpu!r} is one of {', '.join(alike)}: {device.name}"
+    if run.gpu_mem_gb is not None and abs(run.gpu_mem_gb * 1e9 / device.memory - 1) > _MEMORY_SLACK:
+        yield f"gpu_mem_gb {run.gpu_mem_gb:g} contradicts gpu {run.gpu!r}: {device.name}"
 
 
 def _contradicted(run: PublishedRun) -> Iterator[str]:

@@ -61,6 +61,8 @@ def test_the_schedule_of_no_pipeline_decides_nothing() -> None:
         ({"intra_link": "string and tin"}, "intra_link 'string and tin' is not known"),
         ({"inter_net": "Infinibend"}, "inter_net 'Infinibend' is not known"),
         ({"n_gpus": 64, "dp": 16, "gpus_per_node": 7}, "gpus_per_node 7 does not divide n_gpus 64"),
+        ({"gpu": "A100"}, "gpu 'A100' is one of A100-SXM4-40GB, A100-SXM4-80GB, A100-PCIE-40GB, A100-PCIE-80GB: "),
+        ({"gpu_mem_gb": 40}, "gpu_mem_gb 40 contradicts gpu 'A100-SXM4-80GB'"),
         ({"grad_accum": 5}, "grad_accum 5 contradicts the batch: 8 micro-batches"),
         ({"global_batch": None}, "iter_time_s without global_batch"),
     ],
