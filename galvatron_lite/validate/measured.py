@@ -17,7 +17,7 @@ def measured_of(run: PublishedRun, batch: Batch) -> Measured:
     """
     memory = run.peak_mem_gb
     unit = _GB if "gib->gb" in run.said or "x1.0737" in run.said else _GIB
-    return Measured(_seconds(run, batch), None if memory is None else round(memory * unit), batch.assumed)
+    return Measured(_seconds(run, batch), None if memory is None else round(memory * unit))
 
 
 def _seconds(run: PublishedRun, batch: Batch) -> float | None:

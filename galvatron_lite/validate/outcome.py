@@ -27,12 +27,10 @@ class Measured:
     Attributes:
         step_seconds: of one optimizer step.
         peak_memory: on the device, or devices, that the run speaks of.
-        assumed: what had to be assumed to compare, for people; empty where nothing.
     """
 
     step_seconds: float | None
     peak_memory: int | None
-    assumed: str = ""
 
 
 @dataclass(frozen=True, slots=True)

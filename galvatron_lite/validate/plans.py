@@ -31,13 +31,11 @@ class Batch:
         size: samples a step.
         microbatch: samples of one micro-batch over all replicas.
         count: micro-batches.
-        assumed: what was assumed, for people.
     """
 
     size: int
     microbatch: int
     count: int
-    assumed: str = ""
 
 
 def batch_of(run: PublishedRun) -> Batch | Skipped:
@@ -45,17 +43,15 @@ def batch_of(run: PublishedRun) -> Batch | Skipped:
     replicas = run.dp or 1
     if run.grad_accum is not None and run.grad_accum < 1:
         return Skipped("batch does not divide", f"grad_accum: {run.grad_accum:g} is less than one micro-batch a step.")
-    samples, assumed = run.micro_batch, ""
-    if samples is None:
-        samples, assumed = _microbatch(run, replicas), "micro-batch not stated"
+    samples = _microbatch(run, replicas) if run.micro_batch is None else run.micro_batch
     each = replicas * samples
     if run.global_batch is None:
         count = int(run.grad_accum or 1)
-        return Batch(each * count, each, count, "global batch not stated")
+        return Batch(each * count, each, count)
     if run.global_batch % each:
         said = f"global_batch: {run.global_batch} is no multiple of dp x micro_batch ({replicas} x {samples})."
         return Skipped("batch does not divide", said)
-    return Batch(run.global_batch, each, run.global_batch // each, assumed)
+    return Batch(run.global_batch, each, run.global_batch // each)
 
 
 def _microbatch(run: PublishedRun, replicas: int) -> int:
