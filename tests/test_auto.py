@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.profiler.store import read_profile, write_profile
+from galvatron_lite.units import parse_bytes
 from tests.auto_jobs import alone, error_of, warnings_of, with_nothing_else
 from tests.pool import JobError, WorkerPool
 
@@ -71,7 +73,9 @@ def test_a_budget_too_small_is_an_error_on_every_rank(pool: WorkerPool, measured
     profile = str(next(measured[0].glob("*/*.yaml")))
     for message in pool.run(2, error_of, plan=None, mem="1.1MB", profile=profile):
         assert message.startswith("InfeasibleError")
-        assert "iB" in message
+        named = re.search(r"smallest budget that fits is (\S+B) ", message)
+        assert named is not None
+        assert parse_bytes(named[1]) > parse_bytes("1.1MB")
 
 
 def test_a_profile_from_other_hardware_warns(
