@@ -17,6 +17,11 @@ ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 """Bytes of one item (tensor element) by precision."""
 
 
+def activation_bytes(precision: str) -> int:
+    """Bytes of one activation item under a precision of compute: fp8 is of matmuls only, what flows between is bf16."""
+    return ITEM_BYTES["bf16" if precision == "fp8" else precision]
+
+
 def parse_bytes(text: str, field: str = "size") -> int:
     """Bytes in a size such as ``40GB`` (decimal), ``40GiB`` (binary) or ``512MB``.
 

@@ -245,8 +245,3 @@ def _between(
         "cluster", nodes, total, constants.latency, link.contention, constants.efficiency, link.source, lanes,
         half_size=constants.half_size, start=START,
     )  # fmt: skip
-
-
-def starting_constants() -> Mapping[str, LinkConstants]:
-    """The sourced starting values of all link types, from which a calibration may begin."""
-    return {name: link.constants for name, link in LINKS.items()}

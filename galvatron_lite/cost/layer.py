@@ -24,7 +24,7 @@ from galvatron_lite.parallelism.base import (
 )
 from galvatron_lite.parallelism.registry import DIMENSIONS
 from galvatron_lite.profiler.schema import LayerPoint, Profile
-from galvatron_lite.units import ITEM_BYTES
+from galvatron_lite.units import ITEM_BYTES, activation_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class LayerPricer:
         context = DimensionContext(
             devices=strategy.devices,
             node_devices=self.profile.cluster.levels[0].size,
-            activation_item_bytes=ITEM_BYTES[self.profile.graph.precision],
+            activation_item_bytes=activation_bytes(self.profile.graph.precision),
             gather_item_bytes=ITEM_BYTES[self.profile.gather_precision],
             reduce_item_bytes=ITEM_BYTES[self.profile.reduce_precision],
             microbatches=1,

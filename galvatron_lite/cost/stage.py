@@ -24,7 +24,7 @@ from galvatron_lite.parallelism.pipeline.cost import (
 )
 from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, group_of
 from galvatron_lite.plans.schema import MemoryBreakdown, Schedule
-from galvatron_lite.units import ITEM_BYTES
+from galvatron_lite.units import activation_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ def _pending(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy) 
             rows, inner, columns = operator.shape
             split = 1 if operator.sharding is Sharding.NONE else strategy.tensor
             items += operator.count * rows * (inner + columns) / split
-    return round(items * shape.microbatch / strategy.batch_degree * ITEM_BYTES[graph.precision])
+    return round(items * shape.microbatch / strategy.batch_degree * activation_bytes(graph.precision))
 
 
 def _layer_cost(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy, sharing: Sharing) -> LayerCost:

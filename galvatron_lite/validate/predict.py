@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from importlib import import_module
-from importlib.util import find_spec
 from math import inf
 
 from galvatron_lite.calibration.schema import Calibration
@@ -20,6 +18,7 @@ from galvatron_lite.stacks.schema import Stack
 from galvatron_lite.units import ITEM_BYTES
 from galvatron_lite.validate.clusters import cluster_of
 from galvatron_lite.validate.fitting import fitting
+from galvatron_lite.validate.images import image_model
 from galvatron_lite.validate.memory import peak_of
 from galvatron_lite.validate.models import shape_of
 from galvatron_lite.validate.outcome import Predicted, Skipped
@@ -29,7 +28,6 @@ from galvatron_lite.validate.said import compute_precision
 from galvatron_lite.validate.software import stack_of
 from galvatron_lite.validate.understood import not_understood
 
-_IMAGES = "galvatron_lite.validate.images"
 MOST_PASSES = 1_000_000
 """Micro-batches of a step times stages of its pipeline that are gone through; more cost minutes a row."""
 
@@ -119,10 +117,7 @@ def _shape(run: PublishedRun, stack: Stack) -> Shape | ModelGraph | Skipped:
     arch = (run.arch or "").lower()
     if not any(word in arch for word in ("cnn", "vit", "unet", "image")):
         return shape_of(run, stack)
-    if find_spec(_IMAGES) is None:
-        return Skipped("models of images")
-    found: Shape | ModelGraph | Skipped = import_module(_IMAGES).image_model(run, stack)
-    return found
+    return image_model(run, stack)
 
 
 def _pricer(

@@ -9,7 +9,6 @@ from galvatron_lite.cluster.cluster import Device
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.plans.schema import Schedule
 
-GIB = 2**30
 _SCHEDULES = {
     "zb-v": Schedule.ZERO_BUBBLE_V,
     "zbv": Schedule.ZERO_BUBBLE_V,

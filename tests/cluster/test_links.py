@@ -20,7 +20,6 @@ from galvatron_lite.cluster.links import (
     constants_of,
     link_matching,
     link_named,
-    starting_constants,
 )
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.base import Collective
@@ -144,7 +143,7 @@ def test_calibrated_constants_replace_the_starting_ones() -> None:
     node, network = cluster_from_links(device_named("A100"), 16, 8, None, "RoCE", None, calibration).levels
     assert (node.efficiency, node.latency, node.half_size) == (0.5, 1e-5, 1e6)
     assert (network.efficiency, network.latency) == (0.6, 2e-5)
-    assert constants_of("nvlink3", None) == starting_constants()["nvlink3"]
+    assert constants_of("nvlink3", None) == LINKS["nvlink3"].constants
 
 
 def bus_bandwidth(device: str, gpus: int, collective: Collective, size: float, ranks: int) -> float:

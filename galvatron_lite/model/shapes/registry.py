@@ -30,7 +30,7 @@ from galvatron_lite.model.shapes.fields import (
 )
 from galvatron_lite.model.shapes.transformer import decoder_graph, encoder_graph
 from galvatron_lite.model.shapes.vision import vit_graph
-from galvatron_lite.units import ITEM_BYTES
+from galvatron_lite.units import ITEM_BYTES, activation_bytes
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 _FLAGS = {"seq": "seq_len", "sequence": "seq_len", "ffn": "ffn_hidden", "experts": "n_experts", "topk": "moe_topk"}
@@ -62,9 +62,7 @@ def build_graph(
 
 def _running(precision: str, kernels: Kernels) -> tuple[int, Kernels]:
     """Bytes of an activation item and the kernels at a precision."""
-    if precision == "fp8":
-        return ITEM_BYTES["bf16"], replace(kernels, fp8=True)
-    return ITEM_BYTES[precision], kernels
+    return activation_bytes(precision), replace(kernels, fp8=True) if precision == "fp8" else kernels
 
 
 def _with_sequence(shape: Shape, sequence: int) -> Shape:

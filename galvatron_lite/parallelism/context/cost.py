@@ -43,8 +43,7 @@ class ContextDimension:
         degree = strategy.context
         if degree == 1:
             return work
-        # Attention works on two bytes an item at the least: narrower matmuls read their inputs from those.
-        whole = key_value_items(kind, strategy.tensor) * max(context.activation_item_bytes, 2)
+        whole = key_value_items(kind, strategy.tensor) * context.activation_item_bytes
         block = whole * work.samples / strategy.token_degree
         group = RankGroup(degree, strategy.tensor, context.devices // degree)
         hops = tuple(
