@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from pydantic import ConfigDict
 
 
+class Offload(StrEnum):
+    """What a layer keeps in host memory instead of on its device."""
+
+    NONE = "none"
+    STATES = "states"
+    ACTIVATIONS = "activations"
+    ALL = "all"
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Strategy:
     """What one layer does with the devices of its stage.
@@ -37,6 +46,9 @@ class Strategy:
         expert: ways that the experts of a mixture are spread over the ranks of (data, zero, context).
         expert_tensor: devices that share the matmuls of one expert where experts are spread; 0: the tensor group, or
             what of it expert parallelism leaves.
+        ulysses: whether context ranks exchange heads for tokens around attention (all-to-all; Jacobs et al. 2023,
+            arXiv:2309.14509) instead of passing keys and values around a ring.
+        offload: what is kept in host memory.
 
     Rank order inside a stage is row-major over (data, zero, context, tensor), tensor innermost (closest).
     """
@@ -51,6 +63,8 @@ class Strategy:
     context: int = 1
     expert: int = 1
     expert_tensor: int = 0
+    ulysses: bool = False
+    offload: Offload = Offload.NONE
 
     @property
     def devices(self) -> int:
@@ -80,13 +94,15 @@ class Strategy:
         if self.zero > 1:
             parts.append(f"zero{self.zero_stage}x{self.zero}")
         if self.context > 1:
-            parts.append(f"context{self.context}")
+            parts.append(("ulysses" if self.ulysses else "context") + str(self.context))
         if self.expert > 1:
             parts.append(f"expert{self.expert}")
         if self.tensor > 1:
             parts.append(f"tensor{self.tensor}" + ("+sp" if self.sequence_parallel else ""))
         if self.recompute is not Recompute.NONE:
             parts.append("recompute" if self.recompute is Recompute.FULL else "selective")
+        if self.offload is not Offload.NONE:
+            parts.append("offload" + ("" if self.offload is Offload.ALL else f"-{self.offload.value}"))
         return " ".join(parts) or "whole"
 
 

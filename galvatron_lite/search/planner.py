@@ -21,6 +21,7 @@ from dataclasses import replace
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.step import evaluate
 from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.backends import backend_named
 from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE
 from galvatron_lite.plans.schema import Plan, Proof, Provenance, Schedule
 from galvatron_lite.profiler.schema import Profile
@@ -39,6 +40,7 @@ def find_plan(
     budget: int,
     fixed: Fixed | None = None,
     schedules: Sequence[Schedule] = (Schedule.ONE_F_ONE_B,),
+    backend: str = "galvatron",
     certify: bool = False,
     runners_up: int = 3,
     progress: Progress | None = None,
@@ -52,6 +54,7 @@ def find_plan(
         budget: bytes a device.
         fixed: what is not left to the search.
         schedules: to choose from where there is a pipeline.
+        backend: what is to run the plan (``parallelism.backends``).
         certify: also solve the winning shape as an integer programme; an unequal optimum is an error.
         runners_up: how many other plans to report.
         progress: called with (shapes done, shapes in all, what is being looked at).
@@ -60,6 +63,7 @@ def find_plan(
         InputError: a batch or a pinned value that cannot be used.
         InfeasibleError: nothing fits; names the smallest budget that would.
     """
+    runner = backend_named(backend)
     request = _request(profile, devices, global_batch, budget, fixed, schedules)
     pricer = LayerPricer(profile)
     found = search(request, pricer, progress)
@@ -76,7 +80,7 @@ def find_plan(
     return replace(
         chosen.plan,
         alternatives=alternatives_to(options, chosen, runners_up),
-        left_out=(*reasons(profile.graph), *unprofiled(request, pricer)),
+        left_out=(*runner.missing, *reasons(profile.graph), *unprofiled(request, pricer)),
         provenance=provenance(profile, budget, _gap(options[0], chosen)),
     )
 

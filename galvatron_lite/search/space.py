@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import reduce
 
 from galvatron_lite.errors import InputError
@@ -21,6 +22,7 @@ from galvatron_lite.model.graph import LayerKind, ModelGraph
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.registry import DIMENSIONS
+from galvatron_lite.plans.schema import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +32,59 @@ class Fixed:
     Attributes:
         pipeline: stages; None: searched.
         microbatches: a step; None: searched.
+        schedule: of the pipeline, where there is one; None: searched.
+        virtual: virtual stages of each group of devices; None: searched.
         strategy: fields of ``Strategy`` and the value each must have in every layer, where a stage has more than one
-            device; ``recompute`` also where it has one.
+            device; ``recompute`` and ``offload`` also where it has one.
+        layers: (name or glob of layers, field of ``Strategy``, value): the same for some layers.
+        forbidden: names of dimensions (``tensor``, ``pipeline``, ``recompute`` ...) that no layer may use.
     """
 
     pipeline: int | None = None
     microbatches: int | None = None
+    schedule: Schedule | None = None
+    virtual: int | None = None
     strategy: tuple[tuple[str, object], ...] = ()
+    layers: tuple[tuple[str, str, object], ...] = ()
+    forbidden: tuple[str, ...] = ()
 
     def allows(self, strategy: Strategy) -> bool:
-        """Whether a strategy has the pinned values."""
-        pinned = ((name, value) for name, value in self.strategy if strategy.devices > 1 or name == "recompute")
-        return all(getattr(strategy, name) == value for name, value in pinned)
+        """Whether a strategy has the values pinned for every layer and uses nothing forbidden."""
+        pinned = ((name, value) for name, value in self.strategy if strategy.devices > 1 or name in _ALWAYS)
+        plain = (pair for dimension in self.forbidden for pair in _off(dimension))
+        unused = all(getattr(strategy, name) == value for name, value in plain)
+        return unused and all(getattr(strategy, name) == value for name, value in pinned)
+
+    def allows_in(self, layer: str, strategy: Strategy) -> bool:
+        """Whether a strategy also has the values pinned for one layer."""
+        pinned = ((name, value) for names, name, value in self.layers if fnmatchcase(layer, names))
+        return all(getattr(strategy, name) == value for name, value in pinned if strategy.devices > 1 or name in _ALWAYS)
+
+
+_ALWAYS = ("recompute", "offload")
+"""Fields that mean something on a single device."""
+
+
+def _off(dimension: str) -> tuple[tuple[str, object], ...]:
+    """The fields of ``Strategy`` that a dimension sets, with the values that mean it is not used."""
+    if dimension not in STRATEGY_FIELDS:
+        return ()
+    plain = Strategy()
+    return tuple((name, getattr(plain, name)) for name in STRATEGY_FIELDS[dimension])
+
+
+STRATEGY_FIELDS: dict[str, tuple[str, ...]] = {
+    "data": ("data",),
+    "zero": ("zero", "zero_stage"),
+    "tensor": ("tensor",),
+    "sequence": ("sequence_parallel",),
+    "context": ("context",),
+    "ulysses": ("ulysses",),
+    "expert": ("expert",),
+    "recompute": ("recompute",),
+    "offload": ("offload",),
+}
+"""What forbidding a dimension means for a strategy."""
 
 
 def strategies_for(kind: LayerKind, devices: int, node_devices: int | None = None) -> tuple[Strategy, ...]:
