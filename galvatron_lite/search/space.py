@@ -58,7 +58,9 @@ class Fixed:
     def allows_in(self, layer: str, strategy: Strategy) -> bool:
         """Whether a strategy also has the values pinned for one layer."""
         pinned = ((name, value) for names, name, value in self.layers if fnmatchcase(layer, names))
-        return all(getattr(strategy, name) == value for name, value in pinned if strategy.devices > 1 or name in _ALWAYS)
+        return all(
+            getattr(strategy, name) == value for name, value in pinned if strategy.devices > 1 or name in _ALWAYS
+        )
 
 
 _ALWAYS = ("recompute", "offload")
