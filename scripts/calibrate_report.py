@@ -19,6 +19,7 @@ from galvatron_lite.calibration.schema import Calibration, Origin
 from galvatron_lite.calibration.stages import Setup, Staged, entries_fitted
 from galvatron_lite.calibration.store import DEFAULT, load_calibration
 from galvatron_lite.files import read_data, write_data
+from galvatron_lite.stacks.catalog import GALVATRON
 from galvatron_lite.validate.scores import Judged, Scores, score_families
 
 Ways = dict[str, list[Judged]]
@@ -141,12 +142,14 @@ def with_origins(whole: Staged, setup: Setup, rows: Rows, source: Path, keep: Co
     """
     shipped, made, today = load_calibration(), whole.calibration, date.today().isoformat()
     fitted = (entries_fitted(rows.problem) | {f"stacks/{DEFAULT}"}) - set(keep)
+    # No row ran the project's own runtime: it follows the default.
+    taken = fitted | {f"stacks/{GALVATRON.name}"} - set(keep)
     origins = dict(shipped.origins)
     kinds = {}
     for kind in ("devices", "links", "stacks"):
         before, after = getattr(shipped, kind), getattr(made, kind)
         kinds[kind] = {
-            name: after[name] if f"{kind}/{name}" in fitted or name not in before else before[name]
+            name: after[name] if f"{kind}/{name}" in taken or name not in before else before[name]
             for name in dict.fromkeys([*before, *after])
         }
     for owner in sorted(fitted):

@@ -37,8 +37,8 @@ FOLD_STEPS = 5
 LEAST_ROWS = 3
 """Rows that must use an entry for its constants to be fitted."""
 
-APART = frozenset({DEFAULT, "galvatron"})
-"""Stacks that are not predicted as the default's: itself, and the project's own runtime, which no row ran."""
+APART = frozenset({DEFAULT})
+"""Stacks that are not predicted as the default's: itself."""
 
 Mask = NDArray[np.bool_]
 

@@ -75,7 +75,7 @@ def test_a_small_calibration_from_priors_to_files(tmp_path: Path) -> None:
         assert {"without model", "without family"} <= set(family)
     fitted, shipped = load_calibration(made), load_calibration()
     assert set(fitted.stacks) == set(shipped.stacks)
-    assert fitted.stacks["galvatron"] == shipped.stacks["galvatron"]
+    assert fitted.stacks["galvatron"].matmul == fitted.stacks["default"].matmul  # no row ran it
     assert fitted.devices["A100"].convolution == shipped.devices["A100"].convolution
     assert fitted.origins["devices/A100"].rows > 0
     assert "priors" not in fitted.stacks
