@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from galvatron_lite.cli.plan import plan_command
+from galvatron_lite.cli.plan import plan_app
 from galvatron_lite.cli.profile import profile_command
 from galvatron_lite.cli.validate import validate_command
 from galvatron_lite.errors import GalvatronError
@@ -24,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("profile")(profile_command)
-app.command("plan")(plan_command)
+app.add_typer(plan_app, name="plan")
 app.command("validate", epilog=EPILOG)(validate_command)
 
 

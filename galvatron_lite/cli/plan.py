@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from galvatron_lite.profiler.schema import Profile
 
 
+plan_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+"""The command and its sub-commands; without one of these it plans."""
+
+
+@plan_app.callback(invoke_without_command=True)
 def plan_command(
+    context: typer.Context,
     mem: Annotated[
         str, typer.Option("--mem", help="Memory budget a device: 40GB (decimal), 40GiB (binary) or 80%.")
     ] = "95%",
@@ -55,6 +61,8 @@ def plan_command(
     topk: shapes.Topk = None,
 ) -> None:
     """Choose how every layer is split, so that a step is as fast as the memory budget allows."""
+    if context.invoked_subcommand is not None:
+        return
     from galvatron_lite import api
     from galvatron_lite.cli.progress import search_progress
     from galvatron_lite.cli.tables import print_plan
