@@ -1,86 +1,396 @@
-"""Every plan of a small space, priced one by one: the independent check of the search.
+"""Every plan of a small space, priced: the independent check of the search.
 
-Written from the rules of the space alone; shares no code with the search beyond the pricing of a given plan and the
-list of legal strategies.
+Written from the rules of the space alone; shares no code with the search beyond the list of legal strategies and the
+pricing of a layer. Each (layer, strategy) is priced once; then every combination of a stage's layers is added up by
+numpy, and every combination of stages. ``priced`` has the evaluator itself price a plan, to hold the sums against.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations, product
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations, pairwise, product
+
+import numpy as np
+from numpy.typing import NDArray
 
 from galvatron_lite.cost.groups import price_stages
-from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.stage import Shape, price_stage
-from galvatron_lite.cost.step import bound_seconds, shape_of, strategies_of
+from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, layout
+from galvatron_lite.cost.memory import terms
+from galvatron_lite.cost.sharing import sharing_of
+from galvatron_lite.cost.stage import Shape, transfer_seconds
+from galvatron_lite.cost.step import bound_seconds, shape_of, straggling, strategies_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Role
 from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.search.space import strategies_for
+from galvatron_lite.search.space import Fixed, Space
 
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 Layout = tuple[int, int, int, bool]
+Key = tuple[Layout | None, tuple[tuple[int, Strategy], ...]]
+"""What the stages of a plan must agree on: the layout at boundaries, and strategies of layers that share parameters."""
 
 
-def layout(strategy: Strategy) -> Layout:
-    return strategy.batch_degree, strategy.context, strategy.tensor, strategy.sequence_parallel
+@dataclass(frozen=True)
+class Options:
+    """Ways to run a stage, or several: figures of n of them.
+
+    Attributes:
+        ramp: (n,) seconds that add up over stages.
+        parts: (n, parts) seconds of which the greatest of all stages counts.
+        step: (n,) seconds once a step, of which the greatest counts.
+        peak: (n,) bytes.
+        rows: (n, layers) the strategy of each layer, by its number.
+    """
+
+    ramp: Floats
+    parts: Floats
+    step: Floats
+    peak: Ints
+    rows: Ints
+
+    def at(self, rows: NDArray[np.int64]) -> Options:
+        return Options(self.ramp[rows], self.parts[rows], self.step[rows], self.peak[rows], self.rows[rows])
+
+    @property
+    def seconds(self) -> Floats:
+        return self.ramp + self.parts.sum(axis=1) + self.step
+
+    def within(self, budget: int) -> Options:
+        """Those that fit, without any that another one equals or beats in every figure of time."""
+        fit = self.at(np.flatnonzero(self.peak <= budget))
+        figures = np.column_stack((fit.ramp, fit.parts, fit.step))
+        kept: list[int] = []
+        for row in np.lexsort(figures.T[::-1]):
+            if not kept or not (figures[kept] <= figures[row]).all(axis=1).any():
+                kept.append(int(row))
+        return fit.at(np.array(kept, dtype=np.int64))
+
+    def then(self, after: Options) -> Options:
+        """Every one of these before every one of the others."""
+        a, b = (grid.ravel() for grid in np.indices((len(self.ramp), len(after.ramp))))
+        return Options(
+            self.ramp[a] + after.ramp[b],
+            np.maximum(self.parts[a], after.parts[b]),
+            np.maximum(self.step[a], after.step[b]),
+            np.maximum(self.peak[a], after.peak[b]),
+            np.concatenate((self.rows[a], after.rows[b]), axis=1),
+        )
 
 
-def allowed(profile: Profile, cuts: Sequence[int], strategies: Sequence[Strategy]) -> bool:
-    """The rules of the space for one complete choice."""
-    layers = profile.graph.layers
-    place = {layer.name: index for index, layer in enumerate(layers)}
-    if any(strategies[place[tie.first]] != strategies[place[tie.second]] for tie in profile.graph.ties):
-        return False
-    if len(cuts) == 2:
-        edges = {layout(s)[:3] for s, layer in zip(strategies, layers, strict=True) if layer.role is not Role.BLOCK}
-        return len(edges) <= 1
-    ends = {layout(strategies[index]) for cut in cuts[1:-1] for index in (cut - 1, cut)}
-    return len(ends) == 1
+@dataclass(frozen=True)
+class BrutePlan:
+    """One plan: its shape, layers of each stage, strategies, and what it costs by this module's sums."""
+
+    shape: Shape
+    sizes: tuple[int, ...]
+    strategies: tuple[Strategy, ...]
+    seconds: float
+    peak: int
 
 
-def every_plan(profile: Profile, devices: int, batch: int, schedule: Schedule) -> Iterator[tuple[float, int]]:
-    """Step seconds and peak bytes of every plan of the space."""
-    layers = profile.graph.layers
-    pricer = LayerPricer(profile)
-    node = profile.cluster.levels[0].size
-    for stages in range(1, min(devices, len(layers)) + 1):
-        if devices % stages:
-            continue
-        for count in range(1, batch + 1):
-            if batch % count:
+@dataclass
+class Brute:
+    """Every plan of a question.
+
+    Attributes:
+        profile, devices, batch, schedules, fixed, space: as the search is asked.
+    """
+
+    profile: Profile
+    devices: int
+    batch: int
+    schedules: Sequence[Schedule]
+    fixed: Fixed
+    space: Space
+    _stages: dict[tuple[Shape, int, int, int], dict[Key, Options]] = field(default_factory=dict)
+
+    @cached_property
+    def pricer(self) -> LayerPricer:
+        return LayerPricer(self.profile)
+
+    @cached_property
+    def shapes(self) -> list[Shape]:
+        return [shape for shape in self._every_shape() if self._wanted(shape)]
+
+    def _every_shape(self) -> Iterator[Shape]:
+        for stages, count in product(range(1, self.devices + 1), range(1, self.batch + 1)):
+            if self.devices % stages or self.batch % count or stages > len(self.profile.graph.layers):
                 continue
-            order = schedule if stages > 1 else Schedule.ONE_F_ONE_B
-            shape = Shape(devices, stages, count, batch // count, order)
-            options = [
-                [s for s in strategies_for(profile.graph.kind_of(layer), devices // stages, node)
-                 if shape.microbatch % s.batch_degree == 0]
-                for layer in layers
-            ]  # fmt: skip
-            for inner in combinations(range(1, len(layers)), stages - 1):
-                cuts = (0, *inner, len(layers))
-                yield from _priced(profile, pricer, shape, cuts, options)
+            for schedule in self.schedules if stages > 1 else (Schedule.ONE_F_ONE_B,):
+                yield Shape(self.devices, stages, count, self.batch // count, schedule)
+
+    def _wanted(self, shape: Shape) -> bool:
+        fixed = self.fixed
+        if "pipeline" in fixed.forbidden and shape.stages > 1:
+            return False
+        if shape.stages > 1 and fixed.schedule not in (None, shape.schedule):
+            return False
+        return fixed.pipeline in (None, shape.stages) and fixed.microbatches in (None, shape.microbatches)
+
+    @cached_property
+    def number(self) -> dict[Strategy, int]:
+        every = (s for shape in self.shapes for kind in self.profile.graph.kinds for s in self.offered(shape, kind))
+        return {strategy: number for number, strategy in enumerate(sorted(set(every)))}
+
+    def offered(self, shape: Shape, kind: str) -> list[Strategy]:
+        offered = self.space.strategies(kind, shape.stage_devices, self.fixed)
+        return [strategy for strategy in offered if shape.microbatch % strategy.batch_degree == 0]
+
+    @cached_property
+    def ties(self) -> list[set[int]]:
+        """Places of layers that share parameters, directly or not."""
+        place = {layer.name: index for index, layer in enumerate(self.profile.graph.layers)}
+        groups: list[set[int]] = []
+        for tie in self.profile.graph.ties:
+            own = {place[tie.first], place[tie.second]}
+            for group in [group for group in groups if group & own]:
+                groups.remove(group)
+                own |= group
+            groups.append(own)
+        return groups
+
+    def peaks(self) -> list[int]:
+        """Every peak of a stage at which a plan may just fit, from the least of any plan on."""
+        every = {int(peak) for shape in self.shapes for peak in self._peaks(shape)}
+        low, high = 0, max(every, default=0)
+        ordered = sorted(every)
+        if self.best(high) is None:
+            return []
+        low, top = 0, len(ordered) - 1
+        while low < top:
+            middle = (low + top) // 2
+            low, top = (low, middle) if self.best(ordered[middle]) is not None else (middle + 1, top)
+        return ordered[low:]
+
+    def _peaks(self, shape: Shape) -> Iterator[int]:
+        layers = len(self.profile.graph.layers)
+        for stage, (start, stop) in product(range(shape.stages), combinations(range(layers + 1), 2)):
+            if (start == 0) == (stage == 0) and (stop == layers) == (stage == shape.stages - 1):
+                for options in self.stage(shape, stage, start, stop).values():
+                    yield from np.unique(options.peak).tolist()
+
+    def best(self, budget: int) -> BrutePlan | None:
+        """The quickest plan that fits."""
+        plans = [plan for shape in self.shapes for plan in self._best_of(shape, budget)]
+        return min(plans, key=lambda plan: plan.seconds, default=None)
+
+    def _best_of(self, shape: Shape, budget: int) -> Iterator[BrutePlan]:
+        layers = len(self.profile.graph.layers)
+        for inner in combinations(range(1, layers), shape.stages - 1):
+            cuts = (0, *inner, layers)
+            for options in self._whole(shape, cuts, budget).values():
+                row = int(np.argmin(options.seconds))
+                yield self._plan(shape, cuts, options.at(np.array([row])))
+
+    def _plan(self, shape: Shape, cuts: Sequence[int], option: Options) -> BrutePlan:
+        names = list(self.number)
+        alone = float(option.seconds[0]) + self.profile.overhead.step
+        return BrutePlan(
+            shape,
+            tuple(b - a for a, b in pairwise(cuts)),
+            tuple(names[number] for number in option.rows[0]),
+            alone * straggling(self.profile, self.devices),
+            int(option.peak[0]),
+        )
+
+    def _whole(self, shape: Shape, cuts: Sequence[int], budget: int) -> dict[Key, Options]:
+        """All stages together, by what they agree on."""
+        known: dict[Key, Options] = {}
+        for stage in range(shape.stages):
+            own = {
+                key: fit
+                for key, options in self.stage(shape, stage, cuts[stage], cuts[stage + 1]).items()
+                if len((fit := options.within(budget)).ramp)
+            }
+            known = own if stage == 0 else _joined(known, own)
+        return known
+
+    def stage(self, shape: Shape, stage: int, start: int, stop: int) -> dict[Key, Options]:
+        """Every way to run a stage that keeps the rules, by what it must agree on with others."""
+        key = (shape, stage, start, stop)
+        if key not in self._stages:
+            self._stages[key] = self._stage(shape, stage, range(start, stop))
+        return self._stages[key]
+
+    def _stage(self, shape: Shape, stage: int, inside: range) -> dict[Key, Options]:
+        layers = [self._layer(shape, place, inside) for place in inside]
+        if not all(layers):
+            return {}
+        grid = np.indices([len(layer) for layer in layers]).reshape(len(layers), -1)
+        names = [[strategy for strategy, _ in layer] for layer in layers]
+        result: dict[Key, Options] = {}
+        for key, columns in self._by_key(shape, inside, names, grid):
+            result[key] = self._figures(shape, stage, inside, layers, columns, key[0])
+        return result
+
+    def _layer(self, shape: Shape, place: int, inside: range) -> list[tuple[Strategy, LayerCost]]:
+        layer = self.profile.graph.layers[place]
+        sharing = sharing_of(self.profile.graph, inside).get(place, ALONE)
+        found = []
+        for strategy in self.offered(shape, layer.kind):
+            cost = self.pricer.price(layer.kind, strategy, shape.microbatch, shape.stages, sharing)
+            if cost is not None and self.fixed.allows_in(layer.name, strategy):
+                found.append((strategy, cost))
+        return found
+
+    def _by_key(
+        self, shape: Shape, inside: range, names: list[list[Strategy]], grid: Ints
+    ) -> Iterator[tuple[Key, Ints]]:
+        """The combinations that keep the rules, by what stages must agree on."""
+        end = len(self.profile.graph.layers)
+        ends = [place for place, there in ((0, inside.start > 0), (-1, inside.stop < end)) if there]
+        groups = [sorted(group & {*inside}) for group in self.ties]
+        groups = [group for group in groups if group]
+        glued = [place for place in inside if self.profile.graph.layers[place].role is not Role.BLOCK]
+        if shape.stages > 1:
+            glued = []
+        keys: dict[Key, list[int]] = {}
+        for column, choice in enumerate(grid.T.tolist()):
+            own = [names[place][row] for place, row in enumerate(choice)]
+            wires = {layout(own[place]) for place in ends}
+            glue = {(s.batch_degree, s.context, s.tensor) for s in (own[place - inside.start] for place in glued)}
+            tied = [{own[place - inside.start] for place in group} for group in groups]
+            if len(wires) <= 1 and len(glue) <= 1 and all(len(one) == 1 for one in tied):
+                same = tuple((group[0], one.pop()) for group, one in zip(self._whole_groups(groups), tied, strict=True))
+                keys.setdefault((wires.pop() if wires else None, same), []).append(column)
+        for key, columns in keys.items():
+            yield key, grid[:, columns]
+
+    def _whole_groups(self, groups: list[list[int]]) -> list[list[int]]:
+        """The first place of the whole group names it in every stage."""
+        return [sorted(next(whole for whole in self.ties if group[0] in whole)) for group in groups]
+
+    def _figures(
+        self, shape: Shape, stage: int, inside: range, layers: list[list[tuple[Strategy, LayerCost]]],
+        grid: Ints, wire: Layout | None,
+    ) -> Options:  # fmt: skip
+        def summed(figure: str) -> Floats:
+            columns = [np.array([getattr(cost, figure) for _, cost in layer]) for layer in layers]
+            return np.sum([column[own] for column, own in zip(columns, grid, strict=True)], axis=0)
+
+        moving = self._moving(shape, inside, layers, grid)
+        sends, buffers = self._sends(shape, stage, inside, wire)
+        host = (inside.start > 0) + (inside.stop < len(self.profile.graph.layers))
+        fixed = moving + host * self.profile.overhead.pipeline + self.profile.overhead.microbatch / 2
+        forward = summed("forward_seconds") + fixed + sends[1]
+        backward = summed("backward_seconds") + fixed + sends[0]
+        ramp, parts = _closed(shape, forward, backward, _weights(layers, grid))
+        names = [np.array([self.number[strategy] for strategy, _ in layer]) for layer in layers]
+        rows = np.column_stack([name[own] for name, own in zip(names, grid, strict=True)])
+        peak = _peak(shape, stage, layers, grid) + buffers + self.profile.cluster.device.context
+        return Options(ramp, parts, summed("step_seconds"), peak, rows)
+
+    def _moving(
+        self, shape: Shape, inside: range, layers: list[list[tuple[Strategy, LayerCost]]], grid: Ints
+    ) -> Floats:
+        total = np.zeros(grid.shape[1])
+        for place in range(1, len(layers)):
+            output = self.profile.graph.kind_of(self.profile.graph.layers[inside[place - 1]]).output_bytes
+            table = np.array(
+                [
+                    [self.pricer.redistribution(output, shape.microbatch, a, b) for b, _ in layers[place]]
+                    for a, _ in layers[place - 1]
+                ]
+            )
+            total += table[grid[place - 1], grid[place]]
+        return total
+
+    def _sends(self, shape: Shape, stage: int, inside: range, wire: Layout | None) -> tuple[tuple[float, float], int]:
+        """Seconds of the gradient sent back and of the output sent on, and bytes of the buffers for both."""
+        sizes, seconds = [0, 0], [0.0, 0.0]
+        if wire is not None:
+            batch, context, tensor, shared = wire
+            sender = Strategy(data=batch, context=context, tensor=tensor, sequence_parallel=shared)
+            for side, cut in enumerate((inside.start, inside.stop)):
+                if 0 < cut < len(self.profile.graph.layers):
+                    output = self.profile.graph.kind_of(self.profile.graph.layers[cut - 1]).output_bytes
+                    sizes[side] = boundary_bytes(output, shape.microbatch, sender)
+                    ends = (stage - 1 + side, stage + side)
+                    seconds[side] = transfer_seconds(self.pricer, sizes[side], sender, shape, ends)
+        return (seconds[0], seconds[1]), buffer_bytes(*sizes)
+
+    def allowed(self, cuts: Sequence[int], strategies: Sequence[Strategy]) -> bool:
+        """Whether one complete choice keeps the rules: pins, one strategy a tied group, one glue, one wire."""
+        layers = self.profile.graph.layers
+        if not all(self.fixed.allows_in(layer.name, own) for layer, own in zip(layers, strategies, strict=True)):
+            return False
+        if any(len({strategies[place] for place in group}) > 1 for group in self.ties):
+            return False
+        if len(cuts) == 2:
+            edges = [own for own, layer in zip(strategies, layers, strict=True) if layer.role is not Role.BLOCK]
+            return len({(own.batch_degree, own.context, own.tensor) for own in edges}) <= 1
+        return len({layout(strategies[index]) for cut in cuts[1:-1] for index in (cut - 1, cut)}) == 1
+
+    def priced(self, plan: BrutePlan) -> tuple[float, int]:
+        """Seconds and peak of a plan by the evaluator."""
+        costs = price_stages(self.pricer, plan.shape, plan.sizes, plan.strategies)
+        return bound_seconds(self.profile, plan.shape, costs), max(cost.memory.total for cost in costs)
 
 
-def _priced(
-    profile: Profile,
-    pricer: LayerPricer,
-    shape: Shape,
-    cuts: Sequence[int],
-    options: Sequence[Sequence[Strategy]],
-) -> Iterator[tuple[float, int]]:
-    for strategies in product(*options):
-        if not allowed(profile, cuts, strategies):
-            continue
-        try:
-            costs = [
-                price_stage(pricer, shape, stage, range(cuts[stage], cuts[stage + 1]), strategies)
-                for stage in range(shape.stages)
-            ]
-        except InputError:
-            continue
-        yield bound_seconds(profile, shape, costs), max(cost.memory.total for cost in costs)
+def _joined(known: dict[Key, Options], own: dict[Key, Options]) -> dict[Key, Options]:
+    """Every pair of entries that agree."""
+    result: dict[Key, list[Options]] = {}
+    for (wire, tied), options in known.items():
+        for (other, also), after in own.items():
+            both = {**dict(tied), **dict(also)}
+            agree = both == {**dict(also), **dict(tied)}
+            if agree and (wire is None or other is None or wire == other):
+                key = (wire if other is None else other, tuple(sorted(both.items())))
+                result.setdefault(key, []).append(options.then(after))
+    return {key: _stacked(options) for key, options in result.items()}
+
+
+def _stacked(options: list[Options]) -> Options:
+    if len(options) == 1:
+        return options[0]
+    names = ("ramp", "parts", "step", "peak", "rows")
+    return Options(*(np.concatenate([getattr(one, name) for one in options]) for name in names))
+
+
+def _weights(layers: list[list[tuple[Strategy, LayerCost]]], grid: Ints) -> Floats:
+    """Seconds of the gradients of weights: what backward takes longer than forward, at most as long as forward."""
+    columns = [np.array([min(max(c.backward - c.forward, 0.0), c.forward) for _, c in layer]) for layer in layers]
+    return np.sum([column[own] for column, own in zip(columns, grid, strict=True)], axis=0)
+
+
+def _closed(shape: Shape, forward: Floats, backward: Floats, weight: Floats) -> tuple[Floats, Floats]:
+    """What of a stage adds up, and the parts whose greatest counts: T = sum ramp + sum of max parts (+ max step)."""
+    count, both = shape.microbatches, forward + backward
+    if shape.schedule is Schedule.GPIPE:
+        return both, (count - 1) * np.column_stack((forward, backward))
+    saved = {Schedule.ZERO_BUBBLE_1P: 1, Schedule.ZERO_BUBBLE_2P: 2}.get(shape.schedule, 0)
+    ramp = np.maximum(both - saved * weight, 0.0)
+    return ramp, (count * both - ramp)[:, None]
+
+
+def _peak(shape: Shape, stage: int, layers: list[list[tuple[Strategy, LayerCost]]], grid: Ints) -> Ints:
+    """Bytes at the worst moment: of every layer's own passes, and of the optimizer."""
+    held = shape.microbatches
+    if shape.schedule is not Schedule.GPIPE:
+        held = min(held, shape.stages - stage)
+    figures = [[terms(cost, held, shape.microbatches) for _, cost in layer] for layer in layers]
+
+    def of(name: str, place: int) -> Ints:
+        return np.array([getattr(one, name) for one in figures[place]])[grid[place]]
+
+    places = range(len(layers))
+    everything = np.sum([of("rest", place) for place in places], axis=0)
+    worst = np.sum([of("updated", place) for place in places], axis=0)
+    before = np.zeros(grid.shape[1], dtype=np.int64)
+    for place in places:
+        after = of("pending", place + 1) if place + 1 < len(layers) else 0
+        beside = of("prefetched", place - 1) if place else 0
+        moment = everything + before + beside + np.maximum(of("peak", place), of("middle", place) + after)
+        worst = np.maximum(worst, moment)
+        before = before + of("prefix", place)
+    return worst
 
 
 def bound_of(profile: Profile, plan: Plan) -> float:
@@ -89,3 +399,19 @@ def bound_of(profile: Profile, plan: Plan) -> float:
     shape = shape_of(plan, strategies)
     sizes = [sum(run.count for run in stage.runs) for stage in plan.stages]
     return bound_seconds(profile, shape, price_stages(LayerPricer(profile), shape, sizes, strategies))
+
+
+def every_plan(brute: Brute) -> Iterator[tuple[float, int]]:
+    """Seconds and peak of every plan, each priced as a whole by the evaluator: what the sums are checked against."""
+    layers = brute.profile.graph.layers
+    for shape in brute.shapes:
+        options = [brute.offered(shape, layer.kind) for layer in layers]
+        for inner in combinations(range(1, len(layers)), shape.stages - 1):
+            cuts = (0, *inner, len(layers))
+            for strategies in product(*options):
+                if brute.allowed(cuts, strategies):
+                    sizes = [b - a for a, b in pairwise(cuts)]
+                    with suppress(InputError):
+                        costs = price_stages(brute.pricer, shape, sizes, strategies)
+                        peak = max(cost.memory.total for cost in costs)
+                        yield bound_seconds(brute.profile, shape, costs), peak
