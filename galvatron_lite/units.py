@@ -10,6 +10,10 @@ from galvatron_lite.errors import UnitError
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*$", re.IGNORECASE)
+_COUNT = re.compile(r"^\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMBGT]?)\s*$", re.IGNORECASE)
+_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+_DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(us|ms|s|min|h|d|w)\s*$", re.IGNORECASE)
+_DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _SHARE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
 _SMALLEST_BUDGET = 2**20
 
@@ -52,6 +56,30 @@ def parse_budget(text: str, capacity: int, field: str = "--mem") -> int:
     return budget
 
 
+def parse_count(text: str, field: str) -> float:
+    """A number above 0 such as ``1000``, ``1.5M``, ``2B`` (or ``2G``) or ``1T``.
+
+    Raises:
+        UnitError: an unknown unit, not a number, or 0.
+    """
+    match = _COUNT.match(text)
+    if match is None or float(match[1]) == 0:
+        raise UnitError(field, text, "Give a number above 0, with K, M, B or T if you like: 1000, 1.5M, 300B.")
+    return float(match[1]) * _COUNTS[match[2].upper()]
+
+
+def parse_seconds(text: str, field: str) -> float:
+    """Seconds of a duration such as ``300ms``, ``2s``, ``10min``, ``12h`` or ``30d``.
+
+    Raises:
+        UnitError: no unit, an unknown unit, not a number, or 0.
+    """
+    match = _DURATION.match(text)
+    if match is None or float(match[1]) == 0:
+        raise UnitError(field, text, "Give a number above 0 and a unit: 300ms, 2s, 10min, 12h, 30d.")
+    return float(match[1]) * _DURATIONS[match[2].lower()]
+
+
 def format_bytes(size: float) -> str:
     """A size for people, in binary units: ``37.3 GiB``."""
     value, sign = abs(float(size)), "-" if size < 0 else ""
@@ -81,6 +109,14 @@ def format_seconds(seconds: float) -> str:
             value = seconds / factor
             return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
     return f"{seconds * 1e6:.2g} us"
+
+
+def format_duration(seconds: float) -> str:
+    """A long time for people: ``3.2 days``, ``12 hours``, ``5.1 minutes``, else as ``format_seconds``."""
+    for factor, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
+        if seconds >= 2 * factor:
+            return f"{seconds / factor:.3g} {unit}" if seconds < 1000 * factor else f"{seconds / factor:,.0f} {unit}"
+    return format_seconds(seconds)
 
 
 def format_count(number: float) -> str:

@@ -34,9 +34,8 @@ class Fixed:
         microbatches: a step; None: searched.
         schedule: of the pipeline, where there is one; None: searched.
         virtual: virtual stages of each group of devices; None: searched.
-        strategy: fields of ``Strategy`` and the value each must have in every layer, where a stage has more than one
-            device; ``recompute`` and ``offload`` also where it has one.
-        layers: (name or glob of layers, field of ``Strategy``, value): the same for some layers.
+        strategy: attributes of ``Strategy`` (fields, or ``batch_degree``) and the value each must have in every layer.
+        layers: (name or glob of layers, attribute of ``Strategy``, value): the same for some layers.
         forbidden: names of dimensions (``tensor``, ``pipeline``, ``recompute`` ...) that no layer may use.
     """
 
@@ -50,21 +49,13 @@ class Fixed:
 
     def allows(self, strategy: Strategy) -> bool:
         """Whether a strategy has the values pinned for every layer and uses nothing forbidden."""
-        pinned = ((name, value) for name, value in self.strategy if strategy.devices > 1 or name in _ALWAYS)
         plain = (pair for dimension in self.forbidden for pair in _off(dimension))
-        unused = all(getattr(strategy, name) == value for name, value in plain)
-        return unused and all(getattr(strategy, name) == value for name, value in pinned)
+        return all(getattr(strategy, name) == value for name, value in (*plain, *self.strategy))
 
     def allows_in(self, layer: str, strategy: Strategy) -> bool:
         """Whether a strategy also has the values pinned for one layer."""
         pinned = ((name, value) for names, name, value in self.layers if fnmatchcase(layer, names))
-        return all(
-            getattr(strategy, name) == value for name, value in pinned if strategy.devices > 1 or name in _ALWAYS
-        )
-
-
-_ALWAYS = ("recompute", "offload")
-"""Fields that mean something on a single device."""
+        return all(getattr(strategy, name) == value for name, value in pinned)
 
 
 def _off(dimension: str) -> tuple[tuple[str, object], ...]:

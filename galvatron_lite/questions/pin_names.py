@@ -1,0 +1,144 @@
+"""The names a pin may have: ours, and those that Megatron, DeepSpeed and torchtitan use for the same things."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Recompute
+from galvatron_lite.parallelism.base import Offload
+from galvatron_lite.plans.schema import Schedule
+
+Reader = Callable[[str, str], object]
+"""From (name, text) to a value; raises InputError."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinName:
+    """A thing that can be pinned.
+
+    Attributes:
+        name: as the project calls it.
+        aliases: what else it is called.
+        read: reads a value.
+        field: of ``Fixed`` or ``Pins`` for what is chosen once; of ``Strategy`` for what every layer chooses.
+        once: whether it is chosen once for the whole plan.
+        splits: whether its value multiplies into the devices of a stage.
+        means: for people.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    read: Reader
+    field: str
+    once: bool = False
+    splits: bool = False
+    means: str = ""
+
+
+def _number(name: str, text: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise InputError(f"--fix {name}", text, f"Give a whole number, {least} or more.")
+    return int(text)
+
+
+def _stage(name: str, text: str) -> int:
+    number = _number(name, text, 0)
+    if number > 3:
+        raise InputError(f"--fix {name}", text, "ZeRO has stages 0 (off), 1, 2 and 3.")
+    return number
+
+
+def _switch(name: str, text: str) -> bool:
+    words = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
+    if text not in words:
+        raise InputError(f"--fix {name}", text, "Give on or off.")
+    return words[text]
+
+
+def _word(words: dict[str, object]) -> Reader:
+    def read(name: str, text: str) -> object:
+        if text not in words:
+            raise InputError(f"--fix {name}", text, f"{near(text, words)}Give one of {', '.join(words)}.")
+        return words[text]
+
+    return read
+
+
+_SCHEDULES: dict[str, object] = {
+    **{schedule.value: schedule for schedule in Schedule},
+    "interleaved": Schedule.INTERLEAVED, "zb1p": Schedule.ZERO_BUBBLE_1P, "zb2p": Schedule.ZERO_BUBBLE_2P,
+    "zbv": Schedule.ZERO_BUBBLE_V,
+}  # fmt: skip
+_RECOMPUTE: dict[str, object] = {choice.value: choice for choice in Recompute}
+_RECOMPUTE |= {"off": Recompute.NONE, "on": Recompute.FULL}
+_OFFLOAD: dict[str, object] = {choice.value: choice for choice in Offload}
+_OFFLOAD |= {"off": Offload.NONE, "on": Offload.ALL, "optimizer": Offload.STATES}
+
+NAMES: tuple[PinName, ...] = (
+    PinName("pipeline", ("pp", "stages"), _number, "pipeline", once=True, means="pipeline stages (groups of devices)"),
+    PinName("microbatches", ("m", "ga", "gradient_accumulation", "num_microbatches"), _number, "microbatches",
+            once=True, means="micro-batches a step"),
+    PinName("microbatch", ("micro_batch",), _number, "microbatch", once=True,
+            means="samples of a micro-batch over all devices of a stage"),
+    PinName("mbs", ("micro_batch_size",), _number, "device_samples", once=True,
+            means="samples of a micro-batch on one data-parallel rank; needs dp, or pp, tp and cp"),
+    PinName("schedule", (), _word(_SCHEDULES), "schedule", once=True, means="order of micro-batches in the pipeline"),
+    PinName("virtual", ("vpp", "virtual_stages"), _number, "virtual", once=True, means="stages each group runs"),
+    PinName("dp", ("batch_degree",), _number, "batch_degree", splits=True, means="replicas times shards"),
+    PinName("data", ("ddp", "replicas"), _number, "data", means="replicas that hold all states"),
+    PinName("zero", ("zero_stage",), _stage, "zero_stage", means="ZeRO stage, 0 to 3"),
+    PinName("shards", ("fsdp", "zero_degree"), _number, "zero", means="devices that share states"),
+    PinName("tensor", ("tp",), _number, "tensor", splits=True, means="tensor-parallel degree"),
+    PinName("sequence", ("sp", "sequence_parallel"), _switch, "sequence_parallel", means="on or off, beside tensor"),
+    PinName("context", ("cp",), _number, "context", splits=True, means="context-parallel degree"),
+    PinName("ulysses", (), _switch, "ulysses", means="on or off: heads for tokens instead of a ring"),
+    PinName("expert", ("ep",), _number, "expert", means="expert-parallel degree"),
+    PinName("expert_tensor", ("etp",), _number, "expert_tensor", means="tensor degree of experts"),
+    PinName("recompute", ("ckpt", "checkpointing", "ac"), _word(_RECOMPUTE), "recompute",
+            means="none, selective or full"),
+    PinName("offload", (), _word(_OFFLOAD), "offload", means="none, states, activations or all"),
+)  # fmt: skip
+"""Everything that ``--fix`` takes."""
+
+FORBIDDEN: dict[str, tuple[str, ...]] = {
+    "pipeline": ("pipeline",), "pp": ("pipeline",), "data": ("data",), "ddp": ("data",), "zero": ("zero",),
+    "fsdp": ("zero",), "dp": ("data", "zero"), "tensor": ("tensor",), "tp": ("tensor",), "sequence": ("sequence",),
+    "sp": ("sequence",), "context": ("context",), "cp": ("context",), "ulysses": ("ulysses",), "expert": ("expert",),
+    "ep": ("expert",), "recompute": ("recompute",), "ckpt": ("recompute",), "offload": ("offload",),
+}  # fmt: skip
+"""What ``--forbid`` takes, and the dimensions that it leaves out."""
+
+
+def pin_named(given: str) -> PinName:
+    """The pin of a name; case and ``-`` for ``_`` do not matter.
+
+    Raises:
+        InputError: there is none; names the nearest, and all.
+    """
+    known = {alias: pin for pin in NAMES for alias in (pin.name, *pin.aliases)}
+    name = given.lower().replace("-", "_")
+    if name not in known:
+        every = ", ".join("/".join((pin.name, *pin.aliases[:1])) for pin in NAMES)
+        raise InputError("--fix", given, f"{near(name, known)}Known: {every}.")
+    return known[name]
+
+
+def dimensions_named(given: str) -> tuple[str, ...]:
+    """The dimensions that forbidding a name leaves out.
+
+    Raises:
+        InputError: there is no such name; names the nearest, and all.
+    """
+    name = given.lower()
+    if name not in FORBIDDEN:
+        raise InputError("--forbid", given, f"{near(name, FORBIDDEN)}Known: {', '.join(FORBIDDEN)}.")
+    return FORBIDDEN[name]
+
+
+def near(given: str, known: Iterable[str]) -> str:
+    """``Did you mean X?`` and a space; empty where nothing known is like it."""
+    close = get_close_matches(given, list(known), n=1)
+    return f"Did you mean {close[0]}? " if close else ""

@@ -1,0 +1,177 @@
+"""What a user pins (``pp=4``, ``layers.3.recompute=full``) or forbids (``tp``), read and checked.
+
+A pin is ``NAME=VALUE`` for the whole plan, or ``LAYERS.NAME=VALUE`` for some layers: the name of one, or a pattern with
+``*`` and ``?`` (``layers.*.tensor=2``). Names are those of ``pin_names``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from math import prod
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.questions.pin_names import NAMES, PinName, dimensions_named, near, pin_named
+from galvatron_lite.search.space import STRATEGY_FIELDS, Fixed
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """What is not left to the search, before the devices and the batch are known.
+
+    Attributes:
+        fixed: what depends on neither.
+        microbatch: samples of a micro-batch over all devices of a stage; None: searched.
+        device_samples: samples of a micro-batch on one rank that works on whole samples; None: searched.
+    """
+
+    fixed: Fixed = field(default_factory=Fixed)
+    microbatch: int | None = None
+    device_samples: int | None = None
+
+    def at(self, devices: int, batch: int) -> Fixed:
+        """What is fixed for so many devices and samples a step.
+
+        Raises:
+            InputError: a degree that does not divide the devices, or samples that do not divide the batch.
+        """
+        self._check_degrees(devices)
+        samples = self._samples(devices)
+        if samples is None:
+            return self.fixed
+        if batch % samples:
+            near_by = " or ".join(str(d) for d in _around(divisors(batch), samples))
+            raise InputError(
+                "--fix microbatch", samples, f"It must divide the batch of {batch} samples; the nearest: {near_by}."
+            )
+        return replace(self.fixed, microbatches=batch // samples)
+
+    def _samples(self, devices: int) -> int | None:
+        """Samples of a micro-batch over all devices of a stage."""
+        if self.device_samples is None:
+            return self.microbatch
+        degree = self._batch_degree(devices)
+        if degree is None:
+            raise InputError(
+                "--fix mbs", self.device_samples, "How many ranks share a micro-batch is open: fix dp too, or pp, tp "
+                "and cp; or fix microbatch, the samples over all devices of a stage.",
+            )  # fmt: skip
+        return self.device_samples * degree
+
+    def _batch_degree(self, devices: int) -> int | None:
+        known = dict(self.fixed.strategy)
+        if "batch_degree" in known:
+            return int(str(known["batch_degree"]))
+        off = {name for dimension in self.fixed.forbidden for name in STRATEGY_FIELDS.get(dimension, ())}
+        degrees = [1 if name in off else known.get(name) for name in ("tensor", "context")]
+        if self.fixed.pipeline is None or None in degrees:
+            return None
+        return devices // prod([self.fixed.pipeline, *(int(str(degree)) for degree in degrees)])
+
+    def _check_degrees(self, devices: int) -> None:
+        """Degrees that are pinned for every layer must multiply to a divisor of the devices."""
+        splitting = {pin.field: pin.name for pin in NAMES if pin.splits}
+        degrees = {splitting[name]: int(str(value)) for name, value in self.fixed.strategy if name in splitting}
+        if self.fixed.pipeline is not None:
+            degrees = {"pipeline": self.fixed.pipeline, **degrees}
+        whole = prod(degrees.values())
+        if degrees and devices % whole:
+            said = " ".join(f"--fix {name}={value}" for name, value in degrees.items())
+            offered = ", ".join(map(str, divisors(devices)))
+            raise InputError(
+                said.partition("=")[0] if len(degrees) == 1 else said, whole,
+                f"It must divide the {devices} devices: one of {offered}.",
+            )  # fmt: skip
+
+
+NOTHING = Pins()
+"""Everything is left to the search."""
+
+
+def read_pins(fix: Sequence[str], forbid: Sequence[str], graph: ModelGraph) -> Pins:
+    """The pins and forbidden dimensions that a user wrote.
+
+    Args:
+        fix: ``NAME=VALUE`` or ``LAYERS.NAME=VALUE``.
+        forbid: names of dimensions.
+        graph: whose layers may be named.
+
+    Raises:
+        InputError: an unknown name (the nearest is named), a value out of range, a layer that there is not, two values
+            for one thing, or a thing that is both fixed and forbidden.
+    """
+    forbidden = tuple(dict.fromkeys(name for given in forbid for name in dimensions_named(given)))
+    once: dict[str, object] = {"pipeline": 1} if "pipeline" in forbidden else {}
+    every: dict[str, object] = {}
+    some: dict[tuple[str, str], object] = {}
+    for given in fix:
+        layers, pin, value = _read(given, graph)
+        if layers is not None:
+            _put(some, (layers, pin.field), value, given)
+        else:
+            _put(once if pin.once else every, pin.field, value, given)
+    _check_forbidden(forbidden, [*every.items(), *((name, value) for (_, name), value in some.items())])
+    _check_counts(once)
+    own = {name: once.pop(name, None) for name in ("microbatch", "device_samples")}
+    fixed = Fixed(
+        **once,  # type: ignore[arg-type]
+        strategy=tuple(every.items()),
+        layers=tuple((layers, name, value) for (layers, name), value in some.items()),
+        forbidden=forbidden,
+    )
+    return Pins(fixed, **own)  # type: ignore[arg-type]
+
+
+def _read(given: str, graph: ModelGraph) -> tuple[str | None, PinName, object]:
+    """The layers that one pin names (None: all), its name and its value."""
+    left, equals, text = given.partition("=")
+    if not equals or not text.strip():
+        raise InputError("--fix", given, "Write NAME=VALUE or LAYERS.NAME=VALUE: pp=4, layers.3.recompute=full.")
+    layers, _, name = left.strip().rpartition(".")
+    pin = pin_named(name)
+    value = pin.read(pin.name, text.strip().lower())
+    if not layers:
+        return None, pin, value
+    if pin.once:
+        raise InputError("--fix", given, f"{pin.name} is chosen once for the whole plan: write {name}={text}.")
+    names = [layer.name for layer in graph.layers]
+    if not any(fnmatchcase(one, layers) for one in names):
+        raise InputError("--fix", given, f"{near(layers, names)}Layers of {graph.name}: {_few(names)}.")
+    return layers, pin, value
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:3])}, …, {', '.join(names[-2:])}"
+
+
+def _put(known: dict[str, object] | dict[tuple[str, str], object], key: object, value: object, given: str) -> None:
+    table: dict[object, object] = known  # type: ignore[assignment]
+    if table.setdefault(key, value) != value:
+        raise InputError("--fix", given, f"It is also fixed to {table[key]}, or forbidden: give one of them.")
+
+
+def _check_forbidden(forbidden: Sequence[str], pinned: Sequence[tuple[str, object]]) -> None:
+    """A pin must not ask for what is forbidden."""
+    plain = Strategy()
+    for name, value in pinned:
+        for dimension in forbidden:
+            if name in STRATEGY_FIELDS.get(dimension, ()) and value != getattr(plain, name):
+                raise InputError("--forbid", dimension, f"It is also fixed to {value}: give one of them.")
+
+
+def _check_counts(once: dict[str, object]) -> None:
+    """The micro-batches are told by one of three pins."""
+    told = [pin.name for pin in NAMES if pin.field in once and pin.field in _COUNTED]
+    if len(told) > 1:
+        raise InputError("--fix", told[1], f"It says the same as {told[0]}: give one of them.")
+
+
+_COUNTED = ("microbatches", "microbatch", "device_samples")
+
+
+def _around(numbers: Sequence[int], wanted: int) -> list[int]:
+    return sorted(sorted(numbers, key=lambda number: abs(number - wanted))[:2])

@@ -1,0 +1,161 @@
+"""What the points of a question share, and how one of them is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from galvatron_lite.errors import InfeasibleError, InputError
+from galvatron_lite.plans.schema import Plan, Prediction, Schedule
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.questions.counts import first_devices
+from galvatron_lite.questions.pins import NOTHING, Pins
+from galvatron_lite.search.planner import find_plan
+
+SAMPLES_PER_DEVICE = 8
+"""Samples a step and device where no batch is given."""
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What does not change from point to point.
+
+    Attributes:
+        profile: of the largest cluster that is asked about.
+        budget: bytes a device.
+        pins: what is not left to the search.
+        schedules: to choose from where there is a pipeline; None: those that the search takes by itself.
+        backend: what is to run the plans.
+    """
+
+    profile: Profile
+    budget: int
+    pins: Pins = NOTHING
+    schedules: tuple[Schedule, ...] | None = None
+    backend: str = "galvatron"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The fastest plan for a number of devices, a batch and a budget; or why there is none.
+
+    Attributes:
+        devices: how many.
+        batch: samples a step.
+        budget: bytes a device.
+        plan: the fastest; None where there is none, or where it was not looked for.
+        reason: why there is no plan; empty where there is one.
+        needs: bytes a device that would be enough, where that is known and the reason.
+    """
+
+    devices: int
+    batch: int
+    budget: int
+    plan: Plan | None = None
+    reason: str = ""
+    needs: int | None = None
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """Of the plan; None where there is none."""
+        return None if self.plan is None else self.plan.prediction
+
+    @property
+    def seconds(self) -> float:
+        """Of a step; infinite without a plan."""
+        return float("inf") if self.prediction is None else self.prediction.step_seconds
+
+    @property
+    def rate(self) -> float:
+        """Samples a second, 0 without a plan."""
+        return self.batch / self.seconds
+
+    @property
+    def peak(self) -> int:
+        """Bytes on the fullest device, 0 without a plan."""
+        return 0 if self.prediction is None else self.prediction.peak_memory
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """What a sweep has looked at.
+
+    Attributes:
+        points: in the order they were looked at.
+        complete: False where it was interrupted: what was not looked at may hold better ones.
+    """
+
+    points: tuple[Point, ...] = ()
+    complete: bool = True
+
+
+def batch_for(devices: int, batch: int | None) -> int:
+    """Samples a step: those given, else 8 a device."""
+    return SAMPLES_PER_DEVICE * devices if batch is None else batch
+
+
+def ask(
+    setting: Setting,
+    devices: int,
+    batch: int,
+    *,
+    budget: int | None = None,
+    certify: bool = False,
+    runners_up: int = 0,
+    progress: Progress | None = None,
+) -> Plan:
+    """The fastest plan on the first devices of the setting's cluster; see ``search.planner.find_plan``.
+
+    Raises:
+        InputError: a batch or a pinned value that cannot be used.
+        InfeasibleError: nothing fits.
+    """
+    profile = replace(setting.profile, cluster=first_devices(setting.profile.cluster, devices))
+    chosen = {} if setting.schedules is None else {"schedules": setting.schedules}
+    return find_plan(
+        profile,
+        devices=devices,
+        global_batch=batch,
+        budget=setting.budget if budget is None else budget,
+        fixed=setting.pins.at(devices, batch),
+        backend=setting.backend,
+        certify=certify,
+        runners_up=runners_up,
+        progress=progress,
+        **chosen,
+    )
+
+
+def look(setting: Setting, devices: int, batch: int, budget: int | None = None) -> Point:
+    """A point of a sweep: one without a plan says why."""
+    point = Point(devices, batch, setting.budget if budget is None else budget)
+    try:
+        return replace(point, plan=ask(setting, devices, batch, budget=point.budget))
+    except InfeasibleError as error:
+        return replace(point, reason=str(error), needs=error.smallest_budget)
+    except InputError as error:
+        return replace(point, reason=str(error))
+
+
+def gathered(points: Iterator[Point]) -> Points:
+    """The points of a sweep; those so far where it is interrupted (Ctrl-C)."""
+    done: list[Point] = []
+    try:
+        for point in points:
+            done.append(point)  # one by one: what an interrupt leaves must be there
+    except KeyboardInterrupt:
+        return Points(tuple(done), complete=False)
+    return Points(tuple(done))
+
+
+def require_plan(points: Points) -> None:
+    """Raise where no point has a plan.
+
+    Raises:
+        InfeasibleError: with the reason of the last point.
+    """
+    if points.points and all(point.plan is None for point in points.points):
+        last = points.points[-1]
+        raise InfeasibleError(last.reason, last.needs)
