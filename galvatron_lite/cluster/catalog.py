@@ -12,6 +12,7 @@ from typing import Any
 from galvatron_lite.cluster.catalog_devices import SHEETS
 from galvatron_lite.cluster.cluster import Cluster, Device, Level
 from galvatron_lite.cluster.links import level_of_link
+from galvatron_lite.cluster.unlike import check_sizes, slower_levels
 from galvatron_lite.configs_path import config_folder
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import from_data, read_data, to_data
@@ -99,17 +100,54 @@ def _find(name_or_path: str | Path) -> Path:
 def _expand(data: dict[str, Any], gpus: int | None, field: str) -> dict[str, Any]:
     """A cluster file's mapping with device names, ``size: any`` and the number of devices worked out."""
     data.pop("description", None)
-    levels = data.get("levels")
-    if not isinstance(levels, list) or not levels or not all(isinstance(level, dict) for level in levels):
-        raise FileFormatError(f"{field}, levels", levels, "Give a list of levels, innermost first.")
     groups = _groups(data, field)
-    if gpus is None and groups and "count" in groups[-1]:
+    if any("levels" in group for group in groups):
+        return _unlike(data, groups, gpus, field)
+    if gpus is None and "count" in groups[-1]:
         gpus = sum(int(group["count"]) for group in groups)
-    linked = [level_of_link(level, f"{field}, levels.{number}") for number, level in enumerate(levels)]
-    data["levels"] = _sized(linked, gpus, field)
+    data["levels"] = _levels(data.get("levels"), gpus, f"{field}, levels", field)
     devices = prod(level["size"] for level in data["levels"])
     data["groups"] = _first_devices(groups, devices, field)
     return data
+
+
+def _levels(given: Any, gpus: int | None, place: str, field: str) -> list[dict[str, Any]]:
+    """A file's levels with what their links imply, cut to so many devices."""
+    if not isinstance(given, list) or not given or not all(isinstance(level, dict) for level in given):
+        raise FileFormatError(place, given, "Give a list of levels, innermost first.")
+    linked = [level_of_link(level, f"{place}.{number}") for number, level in enumerate(given)]
+    return _sized(linked, gpus, field)
+
+
+def _unlike(data: dict[str, Any], groups: list[dict[str, Any]], gpus: int | None, field: str) -> dict[str, Any]:
+    """``_expand`` where types of devices have links of their own: a node is of one type; above it the slower counts."""
+    common, there = data.pop("levels", None), sum(int(group["count"]) for group in groups)
+    devices = gpus or there
+    if devices > there:
+        raise InputError("--gpus", gpus, f"{field} has {there} devices.")
+    kept = _first_devices(groups, devices, field)
+    for number, group in enumerate(kept):
+        place = f"{field}, groups.{number}.levels"
+        own = _levels(group.get("levels", common), devices, place, place)
+        if group["count"] % own[0]["size"]:
+            raise FileFormatError(place, group["count"], f"A node has {own[0]['size']} devices: give whole nodes.")
+        group["levels"] = [_level(level, place) for level in own]
+    check_sizes([group["levels"] for group in kept], field)
+    whole = common is not None and len(kept) > 1
+    shared = [_level(level, field) for level in _levels(common, devices, f"{field}, levels", field)] if whole else None
+    levels = shared or slower_levels([group["levels"] for group in kept])
+    alone = all(tuple(group["levels"]) == tuple(levels) for group in kept)
+    data["levels"] = [to_data(level) for level in levels]
+    links = [{} if alone else {"levels": [to_data(level) for level in group["levels"]]} for group in kept]
+    runs = [{"device": group["device"], "count": group["count"]} for group in kept]
+    data["groups"] = [run | own for run, own in zip(runs, links, strict=True)]
+    return data
+
+
+def _level(given: dict[str, Any], place: str) -> Level:
+    level = from_data(Level, given, place)
+    _check_level(level, f"{place}, level {level.name}")
+    return level
 
 
 def _groups(data: dict[str, Any], field: str) -> list[dict[str, Any]]:
@@ -196,8 +234,11 @@ def _check(cluster: Cluster, field: str) -> None:
     """Refuse figures no cost can be computed from."""
     for level in cluster.levels:
         _check_level(level, f"{field}, level {level.name}")
+    figures = {group.device.name: group.device for group in cluster.groups}
     for group in cluster.groups:
         device = group.device
+        if device != figures[device.name]:
+            raise FileFormatError(f"{field}, groups", device.name, "Give devices of other figures another name.")
         place = f"{field}, device {device.name}"
         _positive(f"{place}.memory", device.memory)
         _positive(f"{place}.memory_bandwidth", device.memory_bandwidth)

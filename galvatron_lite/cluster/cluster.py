@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
@@ -79,11 +79,18 @@ class DeviceGroup:
     Attributes:
         device: what they are.
         count: how many follow one another.
+        levels: their own links, innermost first, as many levels of the same sizes as the cluster's; empty where they
+            are the cluster's.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     device: Device
     count: int
+    levels: tuple[Level, ...] = ()
+
+    def like(self, other: DeviceGroup) -> bool:
+        """Whether both are of one type: equal devices with equal links."""
+        return self.device == other.device and self.levels == other.levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +100,8 @@ class Cluster:
     Attributes:
         name: for people.
         groups: runs of equal devices in rank order; one run where all are alike.
-        levels: innermost first; the product of their sizes is the number of devices.
+        levels: innermost first; the product of their sizes is the number of devices. Where devices are unlike, what
+            counts among devices of several types: of each level the slower of their own.
         fingerprint: what identifies the machine a measurement was made on; empty for data-sheet clusters.
     """
 
@@ -110,8 +118,53 @@ class Cluster:
 
     @property
     def device(self) -> Device:
-        """The device with the least memory (the only one where all are alike)."""
-        return min((group.device for group in self.groups), key=lambda device: device.memory)
+        """The device with the least memory (the only one where all are alike), with the largest of their contexts."""
+        least = min((group.device for group in self.groups), key=lambda device: device.memory)
+        context = max(group.device.context for group in self.groups)
+        return least if context == least.context else replace(least, context=context)
+
+    @property
+    def alike(self) -> bool:
+        """Whether all devices are of one type."""
+        return len(self.groups) == 1 or len(self.types) == 1
+
+    @property
+    def types(self) -> tuple[DeviceGroup, ...]:
+        """A run of each type of device, in rank order of the first of each; one where all are alike."""
+        first: list[DeviceGroup] = []
+        for group in self.groups:
+            if not any(group.like(known) for known in first):
+                first.append(group)
+        return tuple(first)
+
+    def type_of(self, ranks: range) -> int | None:
+        """Place in ``types`` of the type of some devices; None where all of the cluster are alike or these are not."""
+        if self.alike:
+            return None
+        types, place, found = self.types, 0, set[int]()
+        for group in self.groups:
+            if place < ranks.stop and place + group.count > ranks.start:
+                found.add(next(number for number, known in enumerate(types) if group.like(known)))
+            place += group.count
+        return found.pop() if len(found) == 1 else None
+
+    def of_one_type(self, size: int, devices: int) -> bool:
+        """Whether none of the runs of ``size`` that the first ``devices`` ranks make has devices of several types."""
+        return self.alike or all(self.type_of(range(at, at + size)) is not None for at in range(0, devices, size))
+
+    def only(self, kind: int) -> Cluster:
+        """A cluster of as many devices, all of one type (a place in ``types``)."""
+        own = self.types[kind]
+        group = replace(own, count=self.devices, levels=())
+        return replace(self, groups=(group,), levels=own.levels or self.levels)
+
+    def peak(self, precision: str, devices: int) -> float:
+        """FLOP/s of the first so many devices together, in a precision; the best they have where they lack it."""
+        total, left = 0.0, devices
+        for group in self.groups:
+            own = group.device.peak.get(precision) or max(group.device.peak.values())
+            total, left = total + own * min(group.count, left), max(left - group.count, 0)
+        return total
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,15 +45,16 @@ def price_stages(
     return _with_memory(pricer, shape, costs)
 
 
-def _neighbours(pricer: LayerPricer, shape: Shape, stage: int) -> tuple[int, int]:
-    """What lies between a stage's devices and those of the stages before and after it."""
+def _neighbours(pricer: LayerPricer, shape: Shape, stage: int) -> tuple[object, ...]:
+    """What lies between a stage's devices and those of the stages before and after it, and of which types they are."""
     node = pricer.profile.cluster.levels[0].size
     groups = [group_of(shape.schedule, shape.stages, other) for other in (stage - 1, stage, stage + 1)]
     left, right = (
         0 if other == groups[1] else stride_between(other, groups[1], shape.stage_devices, node)
         for other in (groups[0], groups[2])
     )
-    return left, right
+    size, cluster = shape.stage_devices, pricer.profile.cluster
+    return left, right, *(cluster.type_of(range(group * size, (group + 1) * size)) for group in groups)
 
 
 def _content(pricer: LayerPricer, strategies: Sequence[Strategy]) -> tuple[tuple[object, ...], ...]:
@@ -80,7 +81,6 @@ def _places(shape: Shape, stage: int, ranges: Sequence[range]) -> frozenset[int]
 def _with_memory(pricer: LayerPricer, shape: Shape, costs: Sequence[StageCost]) -> list[StageCost]:
     """With the memory of the devices that run each stage."""
     result = list(costs)
-    context = pricer.profile.cluster.device.context
     run = zero_bubble_of(pricer.profile, shape, costs) if shape.schedule in ZERO_BUBBLE else None
     known: dict[object, MemoryBreakdown] = {}
     for group in range(shape.stages):
@@ -88,6 +88,7 @@ def _with_memory(pricer: LayerPricer, shape: Shape, costs: Sequence[StageCost]) 
         held = _held(shape, group) if run is None else (run.held[group].whole,) * shape.virtual
         pending = (0,) * shape.virtual if run is None else run.held[group].pending
         key = (held, pending, tuple(id(costs[stage]) for stage in own))
+        context = pricer.of_group(shape.stage_devices, group).profile.cluster.device.context
         if key not in known:
             buffers = sum(costs[stage].buffers for stage in own)
             layers = [costs[stage].layers for stage in own]

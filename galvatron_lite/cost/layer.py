@@ -119,15 +119,18 @@ class LayerPricer:
 
     Attributes:
         profile: what was measured or estimated.
+        common: prices communication with devices of other types; None: there are none.
         links: prices communication.
     """
 
     profile: Profile
+    common: Links | None = None
     links: Links = field(init=False)
     _points: dict[PointKey, tuple[LayerPoint, ...]] = field(init=False)
     _host: dict[str, float] = field(init=False)
     _known: dict[tuple[str, Sharing, Strategy, int, int], LayerCost | None] = field(default_factory=dict)
     _moves: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    _types: dict[int, LayerPricer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Indexes the profile."""
@@ -135,6 +138,19 @@ class LayerPricer:
         self._points = index_points(self.profile.layers)
         overhead = self.profile.overhead
         self._host = {item.name: getattr(overhead, item.name) for item in fields(overhead)}
+
+    def of_group(self, stage_devices: int, group: int) -> LayerPricer:
+        """The pricer of the devices of a group of a pipeline; this one where all of the cluster are alike.
+
+        Where a group has devices of several types, this one too: it holds the slowest figures.
+        """
+        ranks = range(group * stage_devices, (group + 1) * stage_devices)
+        kind = self.profile.cluster.type_of(ranks)
+        if kind is None:
+            return self
+        if kind not in self._types:
+            self._types[kind] = LayerPricer(self.profile.only(kind), self.links)
+        return self._types[kind]
 
     def price(
         self, kind: str, strategy: Strategy, microbatch: int, stages: int, sharing: Sharing = ALONE
@@ -224,7 +240,7 @@ class LayerPricer:
         """Seconds to sum the gradients of shared parameters with the other stage's copy, shard by shard.
 
         ZeRO-1 shards optimizer states only: its gradients are whole when they are summed (Megatron-LM's
-        ``finalize_model_grads``).
+        ``finalize_model_grads``). In a cluster of several types of devices the slower links count.
         """
         if items == 0 or stages == 1:
             return 0.0
@@ -232,7 +248,8 @@ class LayerPricer:
         shards = 1 if strategy.zero_stage == 1 else strategy.state_shards
         size = items / (strategy.tensor * shards) * ITEM_BYTES[self.profile.reduce_precision]
         group = RankGroup(2, devices * (stages - 1), devices)
-        return self.links.seconds(Communication(Collective.ALL_REDUCE, size, group, Moment.STEP, overlaps=False))
+        links = self.common or self.links
+        return links.seconds(Communication(Collective.ALL_REDUCE, size, group, Moment.STEP, overlaps=False))
 
     def _update_seconds(self, kind: LayerKind, work: LayerWork) -> float:
         optimizer = self.profile.optimizer

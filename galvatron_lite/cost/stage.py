@@ -83,7 +83,7 @@ def price_stage(
     """Cost of stage ``stage`` that holds the layers at ``inside``, with its memory if its devices run no other.
 
     Args:
-        pricer: of one profile.
+        pricer: of the profile; the stage's own devices are asked for (``LayerPricer.of_group``).
         shape: of the plan.
         stage: its number in the order of the model, 0 first.
         inside: places of its layers in the graph.
@@ -94,7 +94,7 @@ def price_stage(
     """
     cost = price_chunk(pricer, shape, stage, inside, strategies, inside)
     held = chunks_in_flight(shape.schedule, shape.stages, stage, shape.microbatches, 1)
-    context = pricer.profile.cluster.device.context
+    context = pricer.of_group(shape.stage_devices, stage).profile.cluster.device.context
     return replace(cost, memory=group_memory([cost.layers], held, shape.microbatches, cost.buffers, context))
 
 
@@ -108,11 +108,12 @@ def price_chunk(
 ) -> StageCost:
     """``price_stage`` without memory; ``beside``: places of all layers of the same devices."""
     shared = sharing_of(pricer.profile.graph, beside)
-    costs = tuple(_layer_cost(pricer, shape, place, strategies[place], shared.get(place, ALONE)) for place in inside)
-    moving = _moving(pricer, shape, inside, strategies)
+    own = pricer.of_group(shape.stage_devices, group_of(shape.schedule, shape.stages, stage))
+    costs = tuple(_layer_cost(own, shape, place, strategies[place], shared.get(place, ALONE)) for place in inside)
+    moving = _moving(own, shape, inside, strategies)
     left = _boundary(pricer, shape, stage, inside.start, strategies)
     right = _boundary(pricer, shape, stage + 1, inside.stop, strategies)
-    overhead = pricer.profile.overhead
+    overhead = own.profile.overhead
     host = (inside.start > 0) + (inside.stop < len(strategies))
     fixed = moving + host * overhead.pipeline + overhead.microbatch / 2
     times = StageTimes(
@@ -196,9 +197,12 @@ def transfer_seconds(pricer: LayerPricer, size: int, sender: Strategy, shape: Sh
     """Seconds of one device's send of a boundary tensor from one group of devices to another.
 
     Where the tensor lies whole on every device of a tensor group and the stack scatters it, each sends its part and
-    the receivers gather the parts among themselves (Narayanan et al. 2021, section 4.1).
+    the receivers gather the parts among themselves (Narayanan et al. 2021, section 4.1). Between devices of two types
+    the slower links count.
     """
-    profile, links = pricer.profile, pricer.links
+    profile = pricer.profile
+    left, right = (pricer.of_group(shape.stage_devices, group) for group in groups)
+    links = left.links if left is right else pricer.links
     stride = stride_between(*groups, shape.stage_devices, profile.cluster.levels[0].size)
     if not profile.scattered_sends or sender.tensor == 1 or sender.sequence_parallel:
         return links.seconds(transfer(size, shape.stage_devices, stride))
@@ -206,4 +210,6 @@ def transfer_seconds(pricer: LayerPricer, size: int, sender: Strategy, shape: Sh
         Collective.ALL_GATHER, size, RankGroup(sender.tensor, 1, shape.stage_devices // sender.tensor), Moment.FORWARD,
         overlaps=False, cause=NAME,
     )  # fmt: skip
-    return links.seconds(transfer(-(-size // sender.tensor), shape.stage_devices, stride)) + links.seconds(gathered)
+    return links.seconds(transfer(-(-size // sender.tensor), shape.stage_devices, stride)) + right.links.seconds(
+        gathered
+    )

@@ -12,7 +12,7 @@ from galvatron_lite.cost.schedule import closed_form
 from galvatron_lite.cost.stage import Shape, StageCost
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.parallelism.pipeline.schedule import stage_at
+from galvatron_lite.parallelism.pipeline.schedule import group_of, stage_at
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, Schedule, TimeBreakdown
 from galvatron_lite.profiler.schema import Profile
 
@@ -36,10 +36,21 @@ def price_plan(pricer: LayerPricer, plan: Plan) -> Plan:
     sizes = [sum(run.count for run in stage.runs) for stage in plan.stages]
     costs = price_stages(pricer, shape, sizes, strategies)
     stages = tuple(
-        replace(stage, memory=cost.memory, microbatch_seconds=cost.times.forward + cost.times.backward)
-        for stage, cost in zip(plan.stages, costs, strict=True)
+        replace(
+            stage,
+            memory=cost.memory,
+            microbatch_seconds=cost.times.forward + cost.times.backward,
+            device=device_of(pricer, shape, number),
+        )
+        for number, (stage, cost) in enumerate(zip(plan.stages, costs, strict=True))
     )
     return replace(plan, stages=stages, prediction=predict(pricer.profile, plan, shape, costs))
+
+
+def device_of(pricer: LayerPricer, shape: Shape, stage: int) -> str:
+    """Name of a stage's devices in a cluster of several types; empty where all are alike or it has several."""
+    own = pricer.of_group(shape.stage_devices, group_of(shape.schedule, shape.stages, stage))
+    return "" if own is pricer else own.profile.cluster.device.name
 
 
 def device_memory(plan: Plan) -> tuple[MemoryBreakdown, ...]:
@@ -109,14 +120,12 @@ def predict(profile: Profile, plan: Plan, shape: Shape, costs: Sequence[StageCos
     alone = max(end + step for end, step in zip(ends, steps, strict=True)) + host
     seconds = alone * straggling(profile, plan.devices)
     samples = plan.global_batch / seconds
-    device = profile.cluster.device
-    peak = device.peak.get(profile.graph.precision) or max(device.peak.values())
     return Prediction(
         step_seconds=seconds,
         time=_breakdown(groups, shape.microbatches, seconds, host + seconds - alone),
         samples_per_second=samples,
         tokens_per_second=samples * profile.graph.sequence,
-        mfu=profile.graph.flops * samples / (peak * plan.devices),
+        mfu=profile.graph.flops * samples / profile.cluster.peak(profile.graph.precision, plan.devices),
         peak_memory=max(cost.memory.total for cost in costs),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
@@ -124,12 +124,14 @@ class Stage:
         runs: its layers, in order.
         memory: predicted bytes on each of its devices.
         microbatch_seconds: predicted forward + backward of one micro-batch.
+        device: name of its devices in a cluster of several types; empty where all are alike or a stage has several.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     runs: tuple[LayerRun, ...]
     memory: MemoryBreakdown = MemoryBreakdown()
     microbatch_seconds: float = 0.0
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +185,10 @@ class Provenance:
         profile_origin: ``measured`` or ``estimated`` and from what.
         cluster: its name.
         fingerprint: of the machine the profile was measured on; empty for data-sheet clusters.
-        budget: bytes a device.
+        budget: bytes a device; the least of them where ``budgets`` are unlike.
         proof: whether the search proved the plan optimal in its space.
         gap: where it did not: by the closed form of ``cost.schedule`` no plan takes less than (1 - gap) of this one.
+        budgets: bytes on each type of device by its name, where they are unlike.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -198,6 +201,11 @@ class Provenance:
     budget: int
     proof: Proof
     gap: float = 0.0
+    budgets: dict[str, int] = field(default_factory=dict)
+
+    def budget_of(self, stage: Stage) -> int:
+        """Bytes that a device of a stage may take."""
+        return self.budgets.get(stage.device, self.budget)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,15 @@ from galvatron_lite.profiler.estimate_efficiency import HOST, NVIDIA_OVERLAP
 from galvatron_lite.profiler.estimate_layer import LayerTimes, layer_times
 from galvatron_lite.profiler.estimate_optimizer import optimizer_cost
 from galvatron_lite.profiler.roofline_machine import Machine, machine_of, wide_precision
-from galvatron_lite.profiler.schema import PROFILE_VERSION, HostOverhead, LayerPoint, Origin, OriginKind, Profile
+from galvatron_lite.profiler.schema import (
+    PROFILE_VERSION,
+    DeviceFigures,
+    HostOverhead,
+    LayerPoint,
+    Origin,
+    OriginKind,
+    Profile,
+)
 from galvatron_lite.stacks.catalog import GALVATRON
 from galvatron_lite.stacks.schema import Stack
 from galvatron_lite.units import ITEM_BYTES
@@ -60,7 +68,7 @@ def estimate_profile(
 ) -> Profile:
     """A profile of a model on a cluster from data sheets.
 
-    In a cluster of unlike devices every figure is the slowest device's.
+    In a cluster of unlike devices every figure is the slowest device's; ``types`` holds those of each.
 
     Args:
         graph: the model; its byte figures must be of the item size of ``precision`` (of bf16 for fp8 and narrower).
@@ -87,8 +95,18 @@ def estimate_profile(
     wide = wide_precision(precision)
     if ITEM_BYTES[wide] != ITEM_BYTES.get(wide_precision(graph.precision)):
         raise InputError("--precision", precision, f"The model was captured in {graph.precision}; capture it anew.")
-    asked = _every(graph, cluster.devices, samples) if wanted is None else _offered(graph, wanted)
+    asked = tuple(_every(graph, cluster.devices, samples) if wanted is None else _offered(graph, wanted))
     states = stack.states
+
+    def figures(machines: Sequence[Machine], device: str) -> DeviceFigures:
+        return DeviceFigures(
+            device,
+            tuple(_points(graph, machines, stack, asked, expert)),
+            optimizer_cost(machines, optimizer or stack.optimizer, states, host),
+            _overhead(host, _copying(machines) if stack.copies_gathered else 0.0),
+        )
+
+    slowest, unlike = figures(machines, ""), zip(machines, devices, strict=True) if len(devices) > 1 else ()
     return Profile(
         version=PROFILE_VERSION,
         name=name,
@@ -96,13 +114,14 @@ def estimate_profile(
         cluster=cluster,
         origin=Origin(OriginKind.ESTIMATED, f"data sheet of {', '.join(d.name for d in devices)}, {precision}"),
         communication_origin=Origin(OriginKind.ESTIMATED, f"levels of cluster {cluster.name}"),
-        layers=tuple(_points(graph, machines, stack, asked, expert)),
-        optimizer=optimizer_cost(machines, optimizer or stack.optimizer, states, host),
+        layers=slowest.layers,
+        optimizer=slowest.optimizer,
         overlap=NVIDIA_OVERLAP,
         hidden=dict(host.hidden),
         scattered_sends=stack.scattered_sends,
         straggling=host.straggling,
-        overhead=_overhead(host, _copying(machines) if stack.copies_gathered else 0.0),
+        overhead=slowest.overhead,
+        types=tuple(figures([machine], device.name) for machine, device in unlike),
         gather_precision=_gathered(states.gather, wide),
         reduce_precision=states.reduce,
         parameter_precision=states.parameters,
@@ -161,7 +180,7 @@ def _offered(graph: ModelGraph, wanted: Collection[Wanted]) -> Iterator[Wanted]:
 
 
 def _points(
-    graph: ModelGraph, machines: Sequence[Machine], stack: Stack, asked: Iterator[Wanted], expert: int
+    graph: ModelGraph, machines: Sequence[Machine], stack: Stack, asked: Sequence[Wanted], expert: int
 ) -> Iterator[LayerPoint]:
     stop, known = stack.early_stop, dict[tuple[str, int, bool, int], LayerTimes]()
     for key, degree, split, recompute, samples in asked:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
@@ -203,6 +203,22 @@ class HostOverhead:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceFigures:
+    """What layers cost on one type of device in a cluster of several.
+
+    Attributes:
+        device: its name.
+        layers, optimizer, overhead: as in ``Profile``.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    device: str
+    layers: tuple[LayerPoint, ...]
+    optimizer: OptimizerCost
+    overhead: HostOverhead = HostOverhead()
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """Everything the planner needs: the model, the cluster, and what each layer and transfer costs there.
 
@@ -232,6 +248,8 @@ class Profile:
         versions: of the software it was made with.
         scattered_sends: whether pipeline stages send whole boundary tensors in parts, one from each device of a
             tensor group, and gather them on the other side.
+        types: where the cluster has devices of several types, the figures of each; ``layers``, ``optimizer`` and
+            ``overhead`` are then those of the slowest at each point, which paces layers that all of them work on.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -257,3 +275,15 @@ class Profile:
     passing_bytes: int = 0
     versions: tuple[tuple[str, str], ...] = ()
     scattered_sends: bool = False
+    types: tuple[DeviceFigures, ...] = ()
+
+    def only(self, kind: int) -> Profile:
+        """The profile of a cluster of as many devices of one type (a place in ``cluster.types``)."""
+        cluster = self.cluster.only(kind)
+        found = (figures for figures in self.types if figures.device == cluster.device.name)
+        own = next(found, None)
+        if own is None:
+            return replace(self, cluster=cluster, types=())
+        return replace(
+            self, cluster=cluster, types=(), layers=own.layers, optimizer=own.optimizer, overhead=own.overhead
+        )

@@ -1,0 +1,47 @@
+"""How much memory a plan may take on each device. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from galvatron_lite.cluster.cluster import Cluster
+from galvatron_lite.errors import InputError
+from galvatron_lite.units import format_budget, parse_budget
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes that a plan may take on one device.
+
+    Attributes:
+        least: on any device.
+        own: (name of a device, bytes on it) where types of devices have unlike budgets; none is below ``least``.
+    """
+
+    least: int
+    own: tuple[tuple[str, int], ...] = ()
+
+    def of(self, device: str) -> int:
+        """Bytes on a device by name; on devices of several types together (no name) the least."""
+        return dict(self.own).get(device, self.least)
+
+
+def budget_on(cluster: Cluster, given: str | int, field: str = "--mem") -> Budget:
+    """A budget on the devices of a cluster.
+
+    Args:
+        cluster: the devices.
+        given: bytes on every device, or a text: a size (``40GB``), or a share of each device's own memory (``80%``).
+        field: what to call it in an error.
+
+    Raises:
+        InputError: a text that cannot be read, or more than a device has.
+    """
+    own: dict[str, int] = {}
+    for device in (group.device for group in cluster.groups):
+        size = given if isinstance(given, int) else parse_budget(given, device.memory, field)
+        if size > device.memory:
+            raise InputError(field, given, f"{device.name} has {format_budget(device.memory)} ({device.memory} bytes).")
+        own[device.name] = size
+    least = min(own.values())
+    return Budget(least, () if least == max(own.values()) else tuple(own.items()))
