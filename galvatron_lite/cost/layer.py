@@ -5,10 +5,15 @@ Communication that compute may hide runs beside it, the rest before or after it;
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from math import ceil, lcm
+from typing import Any
 
+import numpy as np
+
+from galvatron_lite.arrays import BoolArray, FloatArray, IntArray, Real
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.cost.communication import Links
 from galvatron_lite.cost.overlap import Exposed, exposed_by
@@ -47,8 +52,38 @@ ALONE = Sharing()
 """A layer that shares no parameters."""
 
 
+class _Seconds:
+    """Sums of a layer's seconds."""
+
+    __slots__ = ()
+    forward: Real
+    backward: Real
+    recompute: Real
+    forward_exposed: Real
+    backward_exposed: Real
+    host: Real
+    step_exposed: Real
+    update: Real
+    step_host: Real
+
+    @property
+    def forward_seconds(self) -> Real:
+        """Seconds of one micro-batch's forward."""
+        return self.forward + self.forward_exposed + self.host / 2
+
+    @property
+    def backward_seconds(self) -> Real:
+        """Seconds of one micro-batch's backward."""
+        return self.backward + self.recompute + self.backward_exposed + self.host / 2
+
+    @property
+    def step_seconds(self) -> Real:
+        """Seconds once a step."""
+        return self.step_exposed + self.update + self.step_host
+
+
 @dataclass(frozen=True, slots=True)
-class LayerCost:
+class LayerCost(_Seconds):
     """One layer on one device.
 
     Attributes:
@@ -97,20 +132,53 @@ class LayerCost:
     updating: int
     passing_gradients: int = 0
 
-    @property
-    def forward_seconds(self) -> float:
-        """Seconds of one micro-batch's forward."""
-        return self.forward + self.forward_exposed + self.host / 2
 
-    @property
-    def backward_seconds(self) -> float:
-        """Seconds of one micro-batch's backward."""
-        return self.backward + self.recompute + self.backward_exposed + self.host / 2
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerCosts(_Seconds):
+    """One kind of layer under each of n strategies: arrays (n,) of what ``LayerCost`` holds.
 
-    @property
-    def step_seconds(self) -> float:
-        """Seconds once a step."""
-        return self.step_exposed + self.update + self.step_host
+    Attributes:
+        valid: whether the profile holds points for the strategy; the other figures mean nothing where it does not.
+    """
+
+    valid: BoolArray
+    forward: FloatArray
+    backward: FloatArray
+    recompute: FloatArray
+    forward_exposed: FloatArray
+    backward_exposed: FloatArray
+    host: FloatArray
+    step_exposed: FloatArray
+    update: FloatArray
+    step_host: FloatArray
+    parameters: IntArray
+    gradients: IntArray
+    formed_gradients: IntArray
+    states: IntArray
+    kept: IntArray
+    gathered: IntArray
+    gather: IntArray
+    gathering: IntArray
+    whole_gradients: IntArray
+    reducing: IntArray
+    working: IntArray
+    forward_working: IntArray
+    updating: IntArray
+    passing_gradients: IntArray
+
+
+_REALS = 9
+"""The first fields of ``LayerCost`` are seconds, the others bytes."""
+
+
+def layer_costs(costs: Sequence[LayerCost | None]) -> LayerCosts:
+    """Costs of single strategies as arrays; zeros where there is none."""
+    names = [item.name for item in fields(LayerCost)]
+    columns: dict[str, Any] = {
+        name: np.array([0 if cost is None else getattr(cost, name) for cost in costs], dtype=kind)
+        for name, kind in zip(names, [np.float64] * _REALS + [np.int64] * (len(names) - _REALS), strict=True)
+    }
+    return LayerCosts(np.array([cost is not None for cost in costs], dtype=np.bool_), **columns)
 
 
 @dataclass(slots=True)
@@ -172,6 +240,12 @@ class LayerPricer:
             figures = self._figures(kind, strategy, microbatch)
             self._known[key] = None if figures is None else self._priced(figures, key)
         return self._known[key]
+
+    def price_many(
+        self, kind: str, strategies: Sequence[Strategy], microbatch: int, stages: int, sharing: Sharing = ALONE
+    ) -> LayerCosts:
+        """``price`` of many strategies, each of all devices of a stage."""
+        return layer_costs([self.price(kind, strategy, microbatch, stages, sharing) for strategy in strategies])
 
     def covers(self, kind: str, strategy: Strategy) -> bool:
         """Whether the profile holds points for a strategy."""

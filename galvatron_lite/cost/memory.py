@@ -24,7 +24,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from galvatron_lite.cost.layer import LayerCost
+from galvatron_lite.arrays import Whole, largest
+from galvatron_lite.cost.layer import LayerCost, LayerCosts
 from galvatron_lite.plans.schema import MemoryBreakdown
 
 UNUSED_SHARE = 0.15
@@ -45,17 +46,17 @@ class MemoryTerms:
         updated: r + u: adds to the optimizer's moment.
     """
 
-    rest: int
-    prefix: int
-    peak: int
-    middle: int
-    prefetched: int
-    pending: int
-    updated: int
+    rest: Whole
+    prefix: Whole
+    peak: Whole
+    middle: Whole
+    prefetched: Whole
+    pending: Whole
+    updated: Whole
 
 
-def terms(cost: LayerCost, in_flight: int, microbatches: int) -> MemoryTerms:
-    """The memory figures of a layer with so many micro-batches in flight.
+def terms(cost: LayerCost | LayerCosts, in_flight: int, microbatches: int) -> MemoryTerms:
+    """The memory figures of a layer with so many micro-batches in flight; arrays where the costs are.
 
     With one micro-batch a step, gradients of layer l that only form in backward do not exist yet in the backward of
     later layers, so they leave the prefix; with more they are counted as there throughout. Those that last for one
@@ -65,13 +66,13 @@ def terms(cost: LayerCost, in_flight: int, microbatches: int) -> MemoryTerms:
     rest = cost.parameters + cost.gradients + cost.formed_gradients + cost.states
     own = cost.gathered + cost.gather
     middle = own + cost.working + cost.whole_gradients
-    end = max(cost.gathered - cost.gathering, 0) + cost.whole_gradients + cost.reducing
+    end = largest(cost.gathered - cost.gathering, 0) + cost.whole_gradients + cost.reducing
     forward = own + cost.gathering + cost.forward_working
     prefix = cost.kept + cost.gathered
     return MemoryTerms(
         rest=rest + passing + (in_flight - 1) * cost.kept,
         prefix=prefix - passing - (cost.formed_gradients if microbatches == 1 else 0),
-        peak=max(middle, end, forward, prefix),
+        peak=largest(middle, end, forward, prefix),
         middle=middle,
         prefetched=cost.gather,
         pending=cost.reducing,

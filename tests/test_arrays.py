@@ -1,0 +1,36 @@
+"""The same formula for one figure and for an array of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from galvatron_lite.arrays import every, is_option, largest, least, never, up, where
+from galvatron_lite.model.graph import Recompute
+
+FIGURES = [0.0, 0.25, 1.0, 1.75, 3.0]
+
+
+@pytest.mark.parametrize("function", [largest, least])
+def test_extremes(function) -> None:
+    whole = function(np.array(FIGURES), 1.0)
+    assert list(whole) == [function(figure, 1.0) for figure in FIGURES]
+
+
+def test_rounding_and_choices() -> None:
+    assert list(up(np.array(FIGURES))) == [up(figure) for figure in FIGURES] == [0, 1, 1, 2, 3]
+    assert up(np.array(FIGURES)).dtype == np.int64
+    mask = np.array(FIGURES) > 1
+    assert list(where(mask, np.array(FIGURES), -1.0)) == [where(f > 1, f, -1.0) for f in FIGURES]
+
+
+def test_masks() -> None:
+    mask = np.array([False, True])
+    assert (never(mask), every(mask), never(mask[:1]), every(mask[1:])) == (False, False, True, True)
+    assert (never(False), every(True)) == (True, True)
+
+
+def test_options_of_an_enum_are_their_places() -> None:
+    codes = np.arange(len(Recompute))
+    for option in Recompute:
+        assert list(is_option(codes, option)) == [is_option(choice, option) for choice in Recompute]
