@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import inf
 from typing import Any
 
 Expression = Mapping[int, float]
@@ -49,15 +50,25 @@ class Answer:
         verdict: how sure it is.
         values: of every variable; empty without a solution.
         solver: which.
+        bound: no solution's objective is less, as far as the solver knows.
     """
 
     verdict: Verdict
     values: Sequence[float]
     solver: str
+    bound: float = -inf
+
+    def unsure(self) -> Answer:
+        """The answer where its values turn out not to be a solution; its bound holds."""
+        return replace(self, verdict=Verdict.UNKNOWN, values=())
 
 
-def solve(programme: Programme, seconds: float = 60.0) -> Answer:
-    """Solve a programme within a time limit.
+HIGHS, CBC = "HiGHS", ("PULP_CBC_CMD", "COIN_CMD")
+"""Solvers by PuLP's names; CBC as PuLP 3 brings it, and as PuLP 4 or the machine does."""
+
+
+def solve(programme: Programme, seconds: float = 60.0, solver: str | None = None) -> Answer:
+    """Solve a programme within a time limit; by HiGHS where it is installed, if not said otherwise.
 
     ``LpStatus`` says "Optimal" when the limit was hit; only ``sol_status`` tells a proven optimum from a good solution.
     """
@@ -70,12 +81,30 @@ def solve(programme: Programme, seconds: float = 60.0) -> Answer:
         problem += _sum(pulp, variables, expression) <= bound
     for expression, bound in programme.equal:
         problem += _sum(pulp, variables, expression) == bound
-    name = "HiGHS" if "HiGHS" in pulp.listSolvers(onlyAvailable=True) else "PULP_CBC_CMD"
+    name = solver or _offered(pulp)[0]
     outcome = problem.solve(pulp.getSolver(name, msg=False, timeLimit=seconds, gapRel=0.0))
     verdict = _verdict(pulp, problem, outcome)
     known = verdict in (Verdict.PROVEN, Verdict.FEASIBLE)
     values = [float(variable.varValue or 0.0) for variable in variables] if known else []
-    return Answer(verdict, values, name)
+    found = pulp.value(problem.objective) if verdict is Verdict.PROVEN else None
+    bound = float(found) if found is not None else _bound(problem, outcome)
+    return Answer(verdict, values, name, bound)
+
+
+def _bound(problem: Any, outcome: Any) -> float:
+    """What HiGHS says of solutions it has not met (PuLP 3: its model; 4: its statistics); CBC keeps it to itself."""
+    for owner, name in ((outcome, "best_bound"), (getattr(problem, "solverModel", None), "getInfo")):
+        value = getattr(owner, name, None)
+        value = value().mip_dual_bound if callable(value) else value
+        if value is not None:
+            return float(value)
+    return -inf
+
+
+def _offered(pulp: Any) -> list[str]:
+    """The solvers that can be used here, the best first."""
+    there = pulp.listSolvers(onlyAvailable=True)
+    return [name for name in (HIGHS, *CBC) if name in there] or [CBC[0]]
 
 
 def _variable(pulp: Any, problem: Any, number: int, binary: bool) -> Any:

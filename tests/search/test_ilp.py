@@ -1,35 +1,97 @@
-"""The integer programme and the frontier agree on mid-size models."""
+"""The integer programme of a whole shape and the search agree on mid-size models."""
 
 from __future__ import annotations
 
+import importlib.util
 import random
+from dataclasses import replace
+from itertools import pairwise
+from math import inf
 
 import pytest
 
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.search.best_first import search
+from galvatron_lite.errors import GalvatronError
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.search.best_first import Found, finished, search
 from galvatron_lite.search.ilp import certify
-from galvatron_lite.search.pulp_adapter import Programme, Verdict, solve
+from galvatron_lite.search.ilp_model import SCALE, ShapeModel
+from galvatron_lite.search.pulp_adapter import CBC, HIGHS, Programme, Verdict, solve
 from galvatron_lite.search.shapes import Request
-from galvatron_lite.search.space import Fixed, Space
+from galvatron_lite.search.space import Fixed
 from tests.factories import random_profile
+from tests.search.instances import FREE, Few, varied
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_certificate_agrees(seed: int) -> None:
+def mid_size(seed: int) -> tuple[Request, Profile]:
+    """8 to 24 layers, up to 40 strategies each, on 4 or 8 devices, 1 to 4 stages."""
     draw = random.Random(seed)
-    profile = random_profile(draw, devices=4, blocks=8, alike=seed % 2 == 0, tied=seed % 3 == 0)
-    stages = [None, 2, 1][seed % 3]
-    order = (Schedule.GPIPE,) if seed == 4 else (Schedule.ONE_F_ONE_B,)
-    for budget in (10**9, 150_000, 90_000):
-        request = Request(profile.graph, 4, 8, budget, Fixed(pipeline=stages), order, Space(profile.graph, 2))
-        found = search(request, LayerPricer(profile))
-        if found is None:
-            continue
-        certificate = certify(found.problem, found.partition)
-        assert certificate.verdict is Verdict.PROVEN
-        assert certificate.seconds == pytest.approx(found.partition.time / 1e12, rel=1e-6)
+    devices, blocks = draw.choice([4, 8]), draw.choice([6, 10, 14, 22])
+    profile = random_profile(draw, devices=devices, blocks=blocks, alike=seed % 2 == 0, tied=seed % 3 == 0)
+    profile = varied(profile, draw) if draw.random() < 0.5 else profile
+    space = Few(profile.graph, profile.cluster.levels[0].size, seed=seed, most=40)
+    fixed = Fixed(pipeline=[1, 2, 4][seed % 3 if blocks < 20 else 0])
+    return Request(profile.graph, devices, 8, 10**9, fixed, (draw.choice(FREE),), space), profile
+
+
+def tighter(request: Request, pricer: LayerPricer, share: float) -> Found | None:
+    """What is found where only some of the memory that the fastest plan takes is there."""
+    found = search(request, pricer)
+    if found is None:
+        return None
+    prediction = finished(request, pricer, found).prediction
+    assert prediction is not None
+    tight = replace(request, budget=int(prediction.peak_memory * share))
+    return search(tight, pricer) or found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("highspy") is None, reason="mid-size programmes take CBC minutes")
+@pytest.mark.parametrize("seed", range(30))
+def test_certificate_agrees(seed: int) -> None:
+    request, profile = mid_size(seed)
+    found = tighter(request, LayerPricer(profile), random.Random(seed).choice([0.6, 0.75, 0.9]))
+    if found is None:
+        return
+    certificate = certify(found.problem, found.partition)
+    assert certificate.verdict is Verdict.PROVEN
+    assert certificate.boundaries
+    assert certificate.seconds == pytest.approx(certificate.found, rel=1e-6)
+    assert certificate.gap <= 1e-6
+
+
+@pytest.mark.parametrize("seed", [1, 15, 18])
+def test_both_solvers_agree(seed: int) -> None:
+    request, profile = mid_size(seed)
+    found = tighter(request, LayerPricer(profile), 0.75)
+    assert found is not None
+    model = ShapeModel(found.problem, found.partition.time / 1e12 / SCALE)
+    answers = [solve(model.programme, solver=name) for name in (HIGHS, CBC[0])]
+    assert [answer.verdict for answer in answers] == [Verdict.PROVEN] * 2
+    assert answers[0].bound == pytest.approx(answers[1].bound, rel=1e-6)
+    assert model.path(answers[0].values)[0] == [b - a for a, b in pairwise(found.partition.cuts)]
+
+
+def test_a_plan_that_is_not_the_best_is_an_error_that_tells_both() -> None:
+    request, profile = mid_size(18)
+    pricer = LayerPricer(profile)
+    best, worse = search(request, pricer), tighter(request, pricer, 0.6)
+    assert best is not None
+    assert worse is not None
+    assert worse.partition.time > best.partition.time
+    wide = replace(worse.problem, budget=request.budget)
+    with pytest.raises(GalvatronError, match=r"search [\d.]+ s, integer programme [\d.]+ s \(proven\)"):
+        certify(wide, worse.partition)
+
+
+def test_a_solver_s_limit_is_no_error_and_says_how_much_is_open() -> None:
+    request, profile = mid_size(13)
+    found = search(request, LayerPricer(profile))
+    assert found is not None
+    certificate = certify(found.problem, found.partition, seconds=0.05)
+    assert certificate.verdict in (Verdict.FEASIBLE, Verdict.UNKNOWN)
+    assert certificate.bound < certificate.found
+    assert 0.0 < certificate.gap <= inf
+    assert "gap" in str(certificate)
 
 
 def test_infeasible_programme_has_no_values() -> None:

@@ -1,0 +1,313 @@
+"""One shape of plan as an integer programme: stage boundaries, layouts at them, and strategies all at once.
+
+A plan is a path through nodes (layer l, stage g, layout a), one layer a step. Variables:
+
+    w[l, g, s] in {0, 1}     layer l lies in stage g and takes strategy s
+    f[l, g, a, b] >= 0       layers l-1 and l both lie in stage g, with layouts a and b
+    e[l, g, v] >= 0          stage g ends before layer l, with layout v on both sides (the wire)
+    rho_g, T_part, U >= 0    what stage g adds to the ramp, the slowest stage in each part, the longest step
+
+    minimise   sum_g rho_g + sum_parts T_part + U                         (``cost.schedule``, as ``cost.step`` adds up)
+    subject to the flow of f and e through every node (l, g, a) = sum of w[l, g, s] over the strategies of that layout;
+               the path starts in stage 0 and ends in the last; sum_l e[l, g, v] is the same for every g (one wire);
+               T_part >= the part of every stage, U >= its step;
+               constraints (2) and (3) of ``frontier`` for every (l, g): moments are linear in w but for the parameters
+               prefetched for a layer of another stage, which e takes away again;
+               layers that share parameters have one strategy, edges of a single stage one glue.
+
+Where layer l is not in stage g, its moment is one that l's neighbours have too, or less (see ``MemoryTerms``: peak is
+at least prefix and pending), so that the constraints of every (l, g) hold together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from galvatron_lite.cost.layer import ALONE
+from galvatron_lite.cost.sharing import sharing_of, tied_groups
+from galvatron_lite.cost.stage import transfer_seconds
+from galvatron_lite.model.graph import Role
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes
+from galvatron_lite.plans.schema import Schedule
+from galvatron_lite.search.problem import Problem
+from galvatron_lite.search.pulp_adapter import Programme
+from galvatron_lite.search.tables import Layout, Table, glue_of
+
+Terms = dict[int, float]
+SCALE = 1e4
+"""Objective and memory are scaled to this, far above solvers' absolute tolerances (1e-6)."""
+
+
+@dataclass(slots=True)
+class _Stage:
+    """Sums over one stage: seconds of a micro-batch's passes, of the step, bytes of buffers."""
+
+    forward: Terms = field(default_factory=dict)
+    backward: Terms = field(default_factory=dict)
+    step: Terms = field(default_factory=dict)
+    buffers: Terms = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ShapeModel:
+    """The programme of a shape.
+
+    Attributes:
+        problem: its shape, tables and budget; what it has settled otherwise is not looked at.
+        unit: seconds that stand for one of the objective.
+        cuts: stage boundaries, where they are given; None: chosen.
+        programme: what a solver takes.
+        layers: per (layer, stage) its table and the variable of each of its rows.
+    """
+
+    problem: Problem
+    unit: float
+    cuts: Sequence[int] | None = None
+    programme: Programme = field(default_factory=Programme)
+    layers: dict[tuple[int, int], tuple[Table, list[int]]] = field(default_factory=dict)
+    _edges: dict[tuple[int, int, Layout], int] = field(default_factory=dict)
+    _flows: dict[tuple[int, int, Layout, Layout], int] = field(default_factory=dict)
+    _stages: list[_Stage] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Builds the programme."""
+        for place in range(self.count):
+            table = self._table(place)
+            for stage in self._stages_of(place):
+                self.layers[place, stage] = (table, [self.programme.variable(binary=True) for _ in table.strategies])
+        self._stages = [_Stage() for _ in range(self.problem.shape.stages)]
+        self._add_flows()
+        self._add_agreements()
+        self._add_times()
+        self._add_objective()
+        for stage in range(self.problem.shape.stages):
+            self._add_memory(stage)
+
+    @property
+    def count(self) -> int:
+        """Layers of the model."""
+        return len(self.problem.graph.layers)
+
+    def path(self, values: Sequence[float]) -> tuple[list[int], list[Strategy]]:
+        """Layers of each stage and the strategy of every layer, from the greatest variable of each layer.
+
+        Solvers return 0.9999999 for 1.
+        """
+        sizes, strategies = [0] * self.problem.shape.stages, []
+        for place in range(self.count):
+            options = [
+                (values[number], stage, strategy)
+                for stage in self._stages_of(place)
+                for number, strategy in zip(self.layers[place, stage][1], self._table(place).strategies, strict=True)
+            ]
+            _, stage, strategy = max(options, key=lambda option: option[0])
+            sizes[stage] += 1
+            strategies.append(strategy)
+        return sizes, strategies
+
+    def _stages_of(self, place: int) -> Iterator[int]:
+        """The stages that a layer may lie in: every stage has a layer at least."""
+        stages = self.problem.shape.stages
+        for stage in range(stages):
+            if self.cuts is None:
+                within = stage <= place <= self.count - (stages - stage)
+            else:
+                within = self.cuts[stage] <= place < self.cuts[stage + 1]
+            if within:
+                yield stage
+
+    def _table(self, place: int) -> Table:
+        """The figures of a layer, which must not depend on the boundaries that are chosen (see ``choosable``)."""
+        layer = self.problem.graph.layers[place]
+        inside = range(place, place + 1) if self.problem.shape.stages > 1 else range(self.count)
+        if self.cuts is not None:
+            inside = next(range(*ends) for ends in pairwise(self.cuts) if ends[0] <= place < ends[1])
+        whole = self.problem.tables.table(layer.kind, sharing_of(self.problem.graph, inside).get(place, ALONE))
+        return whole.where(lambda strategy: self.problem.tables.fixed.allows_in(layer.name, strategy))
+
+    def _add_flows(self) -> None:
+        """The path, and what its steps cost."""
+        programme, rows = self.programme, self._by_layout
+        for place, stage in self.layers:
+            for a, held in rows(place, stage).items():
+                leaving = dict.fromkeys(held, -1.0)
+                for b in rows(place + 1, stage):
+                    leaving[self._flow(place + 1, stage, a, b)] = 1.0
+                if a in rows(place + 1, stage + 1):
+                    leaving[self._edge(place + 1, stage, a)] = 1.0
+                if place + 1 < self.count:
+                    programme.equal.append((leaving, 0.0))
+            for b, held in rows(place, stage).items():
+                coming = dict.fromkeys(held, -1.0)
+                for a in rows(place - 1, stage):
+                    coming[self._flow(place, stage, a, b)] = 1.0
+                if b in rows(place - 1, stage - 1):
+                    coming[self._edge(place, stage - 1, b)] = 1.0
+                if place:
+                    programme.equal.append((coming, 0.0))
+        programme.equal.append((dict.fromkeys(self.layers[0, 0][1], 1.0), 1.0))
+
+    def _by_layout(self, place: int, stage: int) -> dict[Layout, list[int]]:
+        """The variables of a layer in a stage by layout; empty where it cannot lie there."""
+        result: dict[Layout, list[int]] = {}
+        if (place, stage) in self.layers:
+            table, own = self.layers[place, stage]
+            for number, layout in zip(own, table.layouts, strict=True):
+                result.setdefault(layout, []).append(number)
+        return result
+
+    def _flow(self, place: int, stage: int, a: Layout, b: Layout) -> int:
+        key = (place, stage, a, b)
+        if key not in self._flows:
+            self._flows[key] = self.programme.variable(binary=False)
+            seconds = self._moved(place, a, b)
+            for terms in (self._stages[stage].forward, self._stages[stage].backward):
+                terms[self._flows[key]] = seconds
+        return self._flows[key]
+
+    def _moved(self, place: int, a: Layout, b: Layout) -> float:
+        output = self.problem.graph.kind_of(self.problem.graph.layers[place - 1]).output_bytes
+        left, right = (Strategy(data=d, context=c, tensor=t, sequence_parallel=shared) for d, c, t, shared in (a, b))
+        return self.problem.tables.pricer.redistribution(output, self.problem.shape.microbatch, left, right)
+
+    def _edge(self, place: int, stage: int, wire: Layout) -> int:
+        """The boundary before a layer: both sides pay for what they send, and hold its buffers."""
+        key = (place, stage, wire)
+        if key not in self._edges:
+            number = self._edges[key] = self.programme.variable(binary=False)
+            data, context, tensor, shared = wire
+            sender = Strategy(data=data, context=context, tensor=tensor, sequence_parallel=shared)
+            shape, pricer = self.problem.shape, self.problem.tables.pricer
+            output = self.problem.graph.kind_of(self.problem.graph.layers[place - 1]).output_bytes
+            size = boundary_bytes(output, shape.microbatch, sender)
+            seconds = transfer_seconds(pricer, size, sender, shape, (stage, stage + 1))
+            seconds += pricer.profile.overhead.pipeline
+            self._stages[stage].forward[number] = seconds
+            self._stages[stage].backward[number] = pricer.profile.overhead.pipeline
+            self._stages[stage + 1].backward[number] = seconds
+            self._stages[stage + 1].forward[number] = pricer.profile.overhead.pipeline
+            self._stages[stage].buffers[number] = buffer_bytes(0, size)
+            self._stages[stage + 1].buffers[number] = buffer_bytes(size, 0)
+        return self._edges[key]
+
+    def _add_agreements(self) -> None:
+        """One wire; one strategy for layers that share parameters; one glue."""
+        graph, stages = self.problem.graph, self.problem.shape.stages
+        for first, second in pairwise(range(stages - 1)):
+            for wire in sorted({key[2] for key in self._edges}):
+                every = {n: 1.0 for (_, stage, own), n in self._edges.items() if (stage, own) == (first, wire)}
+                every |= {n: -1.0 for (_, stage, own), n in self._edges.items() if (stage, own) == (second, wire)}
+                self.programme.equal.append((every, 0.0))
+        for group in tied_groups(graph):
+            self._agree(group, lambda table, row: table.strategies[row])
+        edges = [place for place, layer in enumerate(graph.layers) if layer.role is not Role.BLOCK]
+        if stages == 1:
+            self._agree(edges, lambda table, row: glue_of(table.layouts[row]))
+
+    def _agree(self, places: Iterable[int], what: object) -> None:
+        """Layers that must have something of their strategies in common."""
+        sums: list[dict[object, Terms]] = []
+        for place in places:
+            own: dict[object, Terms] = {}
+            for stage in self._stages_of(place):
+                table, numbers = self.layers[place, stage]
+                for row, number in enumerate(numbers):
+                    own.setdefault(what(table, row), {})[number] = 1.0  # type: ignore[operator]
+            sums.append(own)
+        for left, right in pairwise(sums):
+            for value in dict.fromkeys((*left, *right)):
+                minus = dict.fromkeys(right.get(value, {}), -1.0)
+                self.programme.equal.append((left.get(value, {}) | minus, 0.0))
+
+    def _add_times(self) -> None:
+        for (_, stage), (table, own) in self.layers.items():
+            sums = self._stages[stage]
+            for row, number in enumerate(own):
+                sums.forward[number] = float(table.forward[row]) / 1e12
+                sums.backward[number] = float(table.backward[row]) / 1e12
+                sums.step[number] = float(table.step[row]) / 1e12
+
+    def _add_objective(self) -> None:
+        """The ramp of every stage, and the slowest of each part."""
+        programme, count = self.programme, self.problem.shape.microbatches
+        parts = 2 if self.problem.shape.schedule is Schedule.GPIPE else 1
+        tops = [programme.variable(binary=False) for _ in range(parts + 1)]
+        programme.objective.update(dict.fromkeys(tops, 1.0))
+        # Host time of a micro-batch, half in each pass, is all that no variable stands for.
+        host = self.problem.tables.pricer.profile.overhead.microbatch / self.unit
+        for stage in self._stages:
+            both = _added((stage.forward, 1.0), (stage.backward, 1.0))
+            for number, seconds in both.items():
+                programme.objective[number] = programme.objective.get(number, 0.0) + seconds / self.unit
+            columns = [stage.forward, stage.backward] if parts == 2 else [both]
+            for top, column in zip(tops, columns, strict=False):
+                below = {number: (count - 1) * seconds / self.unit for number, seconds in column.items()}
+                programme.at_most.append((below | {top: -1.0}, -(count - 1) * host / parts))
+            below = {number: seconds / self.unit for number, seconds in stage.step.items()}
+            programme.at_most.append((below | {tops[-1]: -1.0}, 0.0))
+
+    def _add_memory(self, stage: int) -> None:
+        """Every moment of a stage within its room."""
+        problem, places = self.problem, [place for place, own in self.layers if own == stage]
+        room = problem.budget - problem.tables.pricer.profile.cluster.device.context
+        more, buffers = problem.held(stage) - 1, self._stages[stage].buffers
+        rest: Terms = {}
+        for place in places:
+            table, own = self.layers[place, stage]
+            rest |= _row(own, table.memory[:, 0] + more * table.kept)
+        everything = _added((rest, 1.0), (buffers, 1.0))
+        self._within([buffers, *(self._column(place, stage, 6) for place in places)], room)
+        start = everything
+        for place in places:
+            table, own = self.layers[place, stage]
+            beside = self._prefetched(place, stage)
+            peak = table.memory[:, 2:4].max(axis=1)
+            self._within([start, beside, _row(own, peak)], room)
+            if (place + 1, stage) in self.layers:
+                middle, pending = self._column(place, stage, 3), self._column(place + 1, stage, 5)
+                self._within([start, beside, middle, pending], room)
+            start = _added((start, 1.0), (self._column(place, stage, 1), 1.0))
+
+    def _column(self, place: int, stage: int, column: int) -> Terms:
+        table, own = self.layers[place, stage]
+        return _row(own, table.memory[:, column])
+
+    def _prefetched(self, place: int, stage: int) -> Terms:
+        """What the layer before has gathered ahead, if it lies in the same stage."""
+        if (place - 1, stage) not in self.layers:
+            return {}
+        table, own = self.layers[place - 1, stage]
+        result = _row(own, table.memory[:, 4])
+        for layout in dict.fromkeys(table.layouts):
+            number = self._edges.get((place, stage, layout))
+            if number is not None:
+                rows = [row for row, other in enumerate(table.layouts) if other == layout]
+                result[number] = -float(table.memory[rows, 4].max())
+        return result
+
+    def _within(self, terms: Sequence[Terms], room: int) -> None:
+        """In ten-thousandths of the room: the solver's tolerance is then about a ten-billionth of it."""
+        unit = max(room, 1) / SCALE
+        total = _added(*((term, 1.0) for term in terms))
+        self.programme.at_most.append(({n: v / unit for n, v in total.items() if v}, room / unit))
+
+
+def choosable(problem: Problem) -> bool:
+    """Whether the figures of layers do not depend on boundaries: no two that share parameters may meet in a stage."""
+    far = (0, len(problem.graph.layers) - 1)
+    return problem.shape.stages == 1 or all(group == far for group in tied_groups(problem.graph))
+
+
+def _row(own: Sequence[int], values: Iterable[float]) -> Terms:
+    return {number: float(value) for number, value in zip(own, values, strict=True)}
+
+
+def _added(*terms: tuple[Terms, float]) -> Terms:
+    total: Terms = {}
+    for term, factor in terms:
+        for number, value in term.items():
+            total[number] = total.get(number, 0.0) + factor * value
+    return total
