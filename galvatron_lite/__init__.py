@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from galvatron_lite.api import plan, profile
+    from galvatron_lite.api import best_batch, cheapest, fewest_devices, pareto_front, plan, profile
     from galvatron_lite.auto import auto_parallelize
     from galvatron_lite.cluster.cluster import Cluster
     from galvatron_lite.model.graph import ModelGraph
@@ -24,11 +24,27 @@ _HOMES = {
     "Plan": "galvatron_lite.plans.schema",
     "Profile": "galvatron_lite.profiler.schema",
     "auto_parallelize": "galvatron_lite.auto",
+    "best_batch": "galvatron_lite.api",
+    "cheapest": "galvatron_lite.api",
+    "fewest_devices": "galvatron_lite.api",
+    "pareto_front": "galvatron_lite.api",
     "plan": "galvatron_lite.api",
     "profile": "galvatron_lite.api",
 }
 
-__all__ = ["Cluster", "ModelGraph", "Plan", "Profile", "auto_parallelize", "plan", "profile"]
+__all__ = [
+    "Cluster",
+    "ModelGraph",
+    "Plan",
+    "Profile",
+    "auto_parallelize",
+    "best_batch",
+    "cheapest",
+    "fewest_devices",
+    "pareto_front",
+    "plan",
+    "profile",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,255 +1,244 @@
-"""The entry points ``profile`` and ``plan`` as functions; ``auto_parallelize`` is in ``auto.py``, which needs torch.
-
-``plan`` never imports torch.
+"""The entry points as functions: ``profile``, ``plan``, and the other questions one can ask of the planner
+(``best_batch``, ``fewest_devices``, ``cheapest``, ``pareto_front``). ``auto_parallelize`` is in ``auto.py``, which
+needs torch; planning never imports it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
+from galvatron_lite.api_profile import find_profile, precision_on, profile
 from galvatron_lite.errors import InputError
 from galvatron_lite.units import format_budget, parse_budget
 
 if TYPE_CHECKING:
     from galvatron_lite.cluster.cluster import Cluster
     from galvatron_lite.model.graph import ModelGraph
-    from galvatron_lite.plans.schema import Plan
+    from galvatron_lite.plans.schema import Plan, Schedule
     from galvatron_lite.profiler.schema import Profile
+    from galvatron_lite.questions.batches import BestBatch
+    from galvatron_lite.questions.cheapest import Cheapest
+    from galvatron_lite.questions.fewest import Fewest
+    from galvatron_lite.questions.front import Front
+    from galvatron_lite.questions.pins import Pins
+    from galvatron_lite.questions.setting import Setting
 
-PROFILES = Path("profiles")
 DEFAULT_BUDGET = "95%"
-SAMPLES_PER_DEVICE = 8
 RUNNERS_UP = 5
 
+__all__ = [
+    "best_batch",
+    "cheapest",
+    "fewest_devices",
+    "find_profile",
+    "pareto_front",
+    "plan",
+    "precision_on",
+    "profile",
+]
+
 Progress = Callable[[int, int, str], None]
+
+
+class Setup(TypedDict, total=False):
+    """What every question may be told besides the profile; see ``plan``."""
+
+    model: ModelGraph | str | Path | None
+    cluster: Cluster | str | Path | None
+    gpus: int | None
+    mem: str | int
+    batch: int | None
+    sequence: int | None
+    precision: str | None
+    fix: Sequence[str] | Pins
+    forbid: Sequence[str]
+    schedules: Sequence[Schedule | str] | None
+    backend: str
+    progress: Progress | None
 
 
 def plan(
     profile: Profile | str | Path | None = None,
     *,
-    model: ModelGraph | str | Path | None = None,
-    cluster: Cluster | str | Path | None = None,
-    gpus: int | None = None,
-    mem: str | int = DEFAULT_BUDGET,
-    batch: int | None = None,
-    sequence: int | None = None,
-    precision: str | None = None,
     certify: bool = False,
-    progress: Progress | None = None,
+    runners_up: int = RUNNERS_UP,
+    **setup: Unpack[Setup],
 ) -> Plan:
     """The fastest plan that fits the memory budget.
 
     Args:
         profile: what layers and communication cost, or the file that holds it. With neither a profile nor a model, the
             last profile made in this folder.
-        model: instead of a profile: a model by name (``gpt3-175b``), YAML file or graph; its costs are estimated.
-        cluster: name (``a100-80gb``) or YAML file; needed with ``model``, and replaces the profile's links otherwise.
-        gpus: how many devices; the whole cluster if not given.
-        mem: budget a device: ``40GB``, ``40GiB``, ``80%`` of the device's memory, or bytes.
-        batch: samples a step over all devices; 8 a device if not given.
-        sequence: tokens a sample, for a model by name.
-        precision: of compute, for a model by name; the best that the devices train in if not given: bf16, else fp16,
-            else fp32.
         certify: also solve the problem as an integer programme and compare.
-        progress: called with (done, total, label) while the search runs.
+        runners_up: how many other plans to report.
+        setup: by name:
+
+            - ``model``: instead of a profile: a model by name (``gpt3-175b``), YAML file or graph; its costs are
+              estimated.
+            - ``cluster``: name (``a100-80gb``) or YAML file; needed with ``model``, and replaces the profile's links
+              otherwise.
+            - ``gpus``: how many devices; the whole cluster if not given.
+            - ``mem``: budget a device: ``40GB``, ``40GiB``, ``80%`` of the device's memory, or bytes; 95 % if not
+              given.
+            - ``batch``: samples a step over all devices; 8 a device if not given.
+            - ``sequence``: tokens a sample, for a model by name.
+            - ``precision``: of compute, for a model by name; the best that the devices train in if not given: bf16,
+              else fp16, else fp32.
+            - ``fix``: what is not left to the search: ``pp=4``, ``layers.3.recompute=full`` (``questions.pins``).
+            - ``forbid``: dimensions that no layer may use: ``tp``, ``pipeline``.
+            - ``schedules``: of the pipeline, to choose from.
+            - ``backend``: what is to run the plan: ``galvatron``, or ``any`` for all that is priced.
+            - ``progress``: called with (done, total, label) while the search runs.
 
     Raises:
         InputError: an unknown name, an unreadable file, a batch that cannot be divided, a precision that the devices
-            have no units for.
+            have no units for, a pin that cannot be kept.
         InfeasibleError: no plan fits; names the smallest budget that would.
     """
-    from galvatron_lite.search.planner import find_plan
+    from galvatron_lite.questions.setting import ask, batch_for
 
-    known = find_profile(profile, model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision)
-    devices = known.cluster.devices
+    setting, batch, progress = _setting(profile, setup)
+    devices = setting.profile.cluster.devices
+    return ask(
+        setting, devices, batch_for(devices, batch), certify=certify, runners_up=runners_up, progress=progress
+    )  # fmt: skip
+
+
+def best_batch(
+    profile: Profile | str | Path | None = None, *, max_batch: int | None = None, **setup: Unpack[Setup]
+) -> BestBatch:
+    """The batch of the greatest throughput; see ``questions.batches``.
+
+    Args:
+        profile: see ``plan``.
+        max_batch: samples a step up to which batches are looked at; 64 a device if not given.
+        setup: see ``plan``; without ``batch``.
+
+    Raises:
+        InputError: see ``plan``; a batch is given.
+        InfeasibleError: no batch has a plan that fits.
+    """
+    from galvatron_lite.questions import batches
+
+    setting, batch, progress = _setting(profile, setup)
+    if batch is not None:
+        raise InputError("--batch", batch, "The best one is looked for; --max-batch limits it.")
+    return batches.best_batch(setting, max_batch, progress)
+
+
+def fewest_devices(
+    profile: Profile | str | Path | None = None,
+    *,
+    step: float | None = None,
+    samples: float | None = None,
+    tokens: float | None = None,
+    **setup: Unpack[Setup],
+) -> Fewest:
+    """The fewest devices that reach a step time or a throughput, or that fit the model; see ``questions.fewest``.
+
+    Args:
+        profile: see ``plan``.
+        step: seconds of a step at most, of ``batch`` samples.
+        samples: a second at least.
+        tokens: a second at least.
+        setup: see ``plan``; ``gpus`` is the most devices to look at.
+
+    Raises:
+        InputError: see ``plan``; more than one target.
+    """
+    from galvatron_lite.questions import fewest
+
+    wanted = {fewest.Goal.STEP: step, fewest.Goal.SAMPLES: samples, fewest.Goal.TOKENS: tokens}
+    targets = [fewest.Target(goal, value) for goal, value in wanted.items() if value is not None]
+    if len(targets) > 1:
+        raise InputError("target", ", ".join(one.goal for one in targets), "Give one of them.")
+    setting, batch, progress = _setting(profile, setup)
+    return fewest.fewest_devices(setting, targets[0] if targets else fewest.Target(fewest.Goal.FIT), batch, progress)
+
+
+def cheapest(
+    profile: Profile | str | Path | None = None,
+    *,
+    price: float,
+    samples: float | None = None,
+    tokens: float | None = None,
+    steps: float | None = None,
+    within: float | None = None,
+    **setup: Unpack[Setup],
+) -> Cheapest:
+    """What a run costs by the number of devices, and the cheapest; see ``questions.cheapest``.
+
+    Args:
+        profile: see ``plan``.
+        price: of a device for an hour, in any currency.
+        samples: in the run.
+        tokens: in the run; a million if neither samples nor tokens nor steps are given.
+        steps: in the run, of ``batch`` samples.
+        within: seconds in which the run must end.
+        setup: see ``plan``; ``gpus`` is the most devices to look at.
+
+    Raises:
+        InputError: see ``plan``; more than one size of the run.
+        InfeasibleError: no number of devices has a plan that fits.
+    """
+    from galvatron_lite.questions import cheapest as asked
+
+    if samples is tokens is steps is None:
+        tokens = asked.MILLION
+    setting, batch, progress = _setting(profile, setup)
+    run = asked.Run(samples, tokens, steps)
+    return asked.cheapest(setting, run, price, batch=batch, deadline=within, progress=progress)
+
+
+def pareto_front(
+    profile: Profile | str | Path | None = None, *, memory_step: int | None = None, **setup: Unpack[Setup]
+) -> Front:
+    """The fastest plan for every budget from ``mem`` down; see ``questions.front``.
+
+    Args:
+        profile: see ``plan``.
+        memory_step: bytes that budgets differ by at the least; 1/32 of the budget if not given.
+        setup: see ``plan``.
+
+    Raises:
+        InputError: see ``plan``.
+        InfeasibleError: no plan fits.
+    """
+    from galvatron_lite.questions import front
+
+    setting, batch, progress = _setting(profile, setup)
+    return front.pareto_front(setting, batch, step=memory_step, progress=progress)
+
+
+def _setting(profile: Profile | str | Path | None, setup: Setup) -> tuple[Setting, int | None, Progress | None]:
+    """What the points of a question share, the batch where one is given, and who is told of progress."""
+    from galvatron_lite.parallelism.backends import backend_named
+    from galvatron_lite.questions.pins import Pins, read_pins
+    from galvatron_lite.questions.schedules import schedules_named
+    from galvatron_lite.questions.setting import Setting
+
+    known = find_profile(
+        profile, model=setup.get("model"), cluster=setup.get("cluster"), gpus=setup.get("gpus"),
+        sequence=setup.get("sequence"), precision=setup.get("precision"),
+    )  # fmt: skip
+    fix = setup.get("fix", ())
+    pins = fix if isinstance(fix, Pins) else read_pins(fix, setup.get("forbid", ()), known.graph)
+    backend = backend_named(setup.get("backend", "galvatron"))
+    schedules = schedules_named(setup.get("schedules"), pins.fixed.schedule)
+    budget = _budget(setup.get("mem", DEFAULT_BUDGET), known)
+    return Setting(known, budget, pins, schedules, backend.name), setup.get("batch"), setup.get("progress")
+
+
+def _budget(mem: str | int, known: Profile) -> int:
+    """Bytes a device.
+
+    Raises:
+        InputError: unreadable, or more than the device has.
+    """
     device = known.cluster.device
     budget = mem if isinstance(mem, int) else parse_budget(mem, device.memory)
     if budget > device.memory:
         raise InputError("--mem", mem, f"{device.name} has {format_budget(device.memory)} ({device.memory} bytes).")
-    return find_plan(
-        known,
-        devices=devices,
-        global_batch=batch if batch is not None else SAMPLES_PER_DEVICE * devices,
-        budget=budget,
-        certify=certify,
-        runners_up=RUNNERS_UP,
-        progress=progress,
-    )
-
-
-def find_profile(
-    profile: Profile | str | Path | None = None,
-    *,
-    model: ModelGraph | str | Path | None = None,
-    cluster: Cluster | str | Path | None = None,
-    gpus: int | None = None,
-    sequence: int | None = None,
-    precision: str | None = None,
-) -> Profile:
-    """The profile that ``plan`` works from; see there for the arguments.
-
-    Raises:
-        InputError: nothing to plan from, a cluster that does not have the devices asked for, or a precision that its
-            devices have no units for.
-    """
-    if profile is not None and model is not None:
-        raise InputError("--model", str(model), "Give a profile or a model, not both.")
-    if model is not None:
-        return _estimate(model, cluster, gpus, sequence, precision)
-    return _on_cluster(_read(profile), cluster, gpus)
-
-
-def _estimate(
-    model: ModelGraph | str | Path,
-    cluster: Cluster | str | Path | None,
-    gpus: int | None,
-    sequence: int | None,
-    precision: str | None,
-) -> Profile:
-    from galvatron_lite.cluster.precisions import check_precision
-    from galvatron_lite.model.graph import ModelGraph
-    from galvatron_lite.model.shapes import load_model
-    from galvatron_lite.profiler.estimate import estimate_profile
-
-    machine = _machine(cluster, gpus)
-    if isinstance(model, ModelGraph):
-        check_precision(model.precision, machine)
-        graph = model
-    else:
-        graph = load_model(str(model), sequence=sequence, precision=precision_on(machine, precision))
-    return estimate_profile(graph, machine, precision=graph.precision, name=graph.name)
-
-
-def precision_on(cluster: Cluster | str | Path | None, precision: str | None, gpus: int | None = None) -> str:
-    """The precision that a model's costs are estimated in; see ``plan``.
-
-    Raises:
-        InputError: no such cluster, or a precision that its devices have no units for.
-    """
-    from galvatron_lite.cluster.precisions import best_precision, check_precision
-
-    machine = _machine(cluster, gpus)
-    if precision is None:
-        return best_precision(machine)
-    check_precision(precision, machine)
-    return precision
-
-
-def _machine(cluster: Cluster | str | Path | None, gpus: int | None) -> Cluster:
-    from galvatron_lite.cluster.catalog import load_cluster
-    from galvatron_lite.cluster.cluster import Cluster
-
-    if cluster is None:
-        raise InputError("--cluster", None, "Say where the model is to run: a name such as a100-80gb, or a YAML file.")
-    return cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster), gpus)
-
-
-def _read(profile: Profile | str | Path | None) -> Profile:
-    from galvatron_lite.profiler.schema import Profile
-    from galvatron_lite.profiler.store import last_profile, read_profile
-
-    if isinstance(profile, Profile):
-        return profile
-    return read_profile(Path(profile) if profile is not None else last_profile(PROFILES))
-
-
-def _on_cluster(profile: Profile, cluster: Cluster | str | Path | None, gpus: int | None) -> Profile:
-    if cluster is not None:
-        return replace(profile, cluster=_machine(cluster, gpus), fits=(), collectives=())
-    if gpus is not None and gpus != profile.cluster.devices:
-        raise InputError(
-            "--gpus",
-            gpus,
-            f"This profile is of {profile.cluster.devices} devices. Profile on {gpus}, or name a --cluster.",
-        )
-    return profile
-
-
-def profile(
-    model: Any,
-    batch: Any = None,
-    *,
-    cluster: Cluster | str | Path | None = None,
-    gpus: int | None = None,
-    estimate: bool = False,
-    loss_fn: Callable[[Any, Any], Any] | None = None,
-    blocks: Any = None,
-    sequence: int | None = None,
-    precision: str | None = None,
-    name: str | None = None,
-    folder: Path | str = PROFILES,
-    max_samples: int | None = None,
-    progress: Progress | None = None,
-) -> Profile:
-    """What a model's layers and this cluster's links cost: measured here, or estimated from data sheets.
-
-    Args:
-        model: an ``nn.Module``; or, with ``estimate``, also a model's name, YAML file or graph.
-        batch: an example batch; not needed for a model that can make its own or is named.
-        cluster: for estimates: where it is to run. Measurements are of the machine at hand.
-        gpus: for estimates: how many devices.
-        estimate: from data sheets, without running anything.
-        loss_fn: ``loss_fn(output, batch)``, for a model whose output is not or does not hold its loss.
-        blocks: where the repeated blocks are, if they are not found.
-        sequence: tokens a sample, for a model by name.
-        precision: of compute; that of the parameters if not given; for a model by name the best that the
-            devices train in: bf16, else fp16, else fp32.
-        name: of the profile; made from the model's name if not given.
-        folder: where profiles are kept.
-        max_samples: the largest number of samples on one device to measure.
-        progress: called with (done, total, label).
-
-    Raises:
-        InputError: a model that cannot be captured, an unknown name; for estimates, a precision that the devices have
-            no units for.
-    """
-    from galvatron_lite.profiler.store import save_profile
-
-    if estimate or isinstance(model, (str, Path)):
-        graph = model if isinstance(model, (str, Path)) else _trace(model, batch, loss_fn, blocks, precision, name)
-        known = _estimate(graph, cluster, gpus, sequence, precision)
-        named = replace(known, name=name or known.name)
-        save_profile(named, Path(folder), named.cluster.name)
-        return named
-    return _measure(model, batch, loss_fn, blocks, precision, name, Path(folder), max_samples, progress)
-
-
-def _trace(model: Any, batch: Any, loss_fn: Any, blocks: Any, precision: str | None, name: str | None) -> ModelGraph:
-    from galvatron_lite.model.example import example_batch
-    from galvatron_lite.model.graph import ModelGraph
-    from galvatron_lite.model.trace import trace
-
-    if isinstance(model, ModelGraph):
-        return model
-    given = batch if batch is not None else example_batch(model)
-    return trace(model, given, loss_fn=loss_fn, blocks=blocks, precision=precision, name=name)
-
-
-def _measure(
-    model: Any,
-    batch: Any,
-    loss_fn: Any,
-    blocks: Any,
-    precision: str | None,
-    name: str | None,
-    folder: Path,
-    max_samples: int | None,
-    progress: Progress | None,
-) -> Profile:
-    from galvatron_lite.model.example import example_batch
-    from galvatron_lite.profiler.measure import measure_profile
-
-    return measure_profile(
-        model,
-        batch if batch is not None else example_batch(model),
-        loss_fn=loss_fn,
-        blocks=blocks,
-        precision=precision,
-        name=name,
-        folder=folder,
-        max_samples=max_samples,
-        progress=progress,
-    )
+    return budget

@@ -18,6 +18,8 @@ from galvatron_lite.questions.setting import (
 )
 
 HOUR = 3600.0
+MILLION = 1e6
+"""Tokens that a run trains where nothing is said."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,212 @@
+"""The profile that plans are made from: measured, estimated or read. No torch until something is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from galvatron_lite.errors import InputError
+
+if TYPE_CHECKING:
+    from galvatron_lite.cluster.cluster import Cluster
+    from galvatron_lite.model.graph import ModelGraph
+    from galvatron_lite.profiler.schema import Profile
+
+PROFILES = Path("profiles")
+
+Progress = Callable[[int, int, str], None]
+
+
+def find_profile(
+    profile: Profile | str | Path | None = None,
+    *,
+    model: ModelGraph | str | Path | None = None,
+    cluster: Cluster | str | Path | None = None,
+    gpus: int | None = None,
+    sequence: int | None = None,
+    precision: str | None = None,
+) -> Profile:
+    """The profile that ``plan`` works from; see there for the arguments.
+
+    Raises:
+        InputError: nothing to plan from, a cluster that does not have the devices asked for, or a precision that its
+            devices have no units for.
+    """
+    if profile is not None and model is not None:
+        raise InputError("--model", str(model), "Give a profile or a model, not both.")
+    if model is not None:
+        return _estimate(model, cluster, gpus, sequence, precision)
+    known = _read(profile)
+    _check_as_profiled(known, sequence, precision)
+    return _on_cluster(known, cluster, gpus)
+
+
+def _check_as_profiled(known: Profile, sequence: int | None, precision: str | None) -> None:
+    """What a profile was made of cannot be had otherwise from it.
+
+    Raises:
+        InputError: another length of samples, or another precision.
+    """
+    for option, wanted, has in (
+        ("--seq", sequence, known.graph.sequence),
+        ("--precision", precision, known.graph.precision),
+    ):
+        if wanted is not None and wanted != has:
+            raise InputError(option, wanted, f"Profile {known.name} is of {has}: profile anew, or give a --model.")
+
+
+def _estimate(
+    model: ModelGraph | str | Path,
+    cluster: Cluster | str | Path | None,
+    gpus: int | None,
+    sequence: int | None,
+    precision: str | None,
+) -> Profile:
+    from galvatron_lite.cluster.precisions import check_precision
+    from galvatron_lite.model.graph import ModelGraph
+    from galvatron_lite.model.shapes import load_model
+    from galvatron_lite.profiler.estimate import estimate_profile
+
+    machine = _machine(cluster, gpus)
+    if isinstance(model, ModelGraph):
+        check_precision(model.precision, machine)
+        if precision not in (None, model.precision):
+            raise InputError("--precision", precision, f"The model was captured in {model.precision}; capture it anew.")
+        graph = model
+    else:
+        graph = load_model(str(model), sequence=sequence, precision=precision_on(machine, precision))
+    return estimate_profile(graph, machine, precision=graph.precision, name=graph.name)
+
+
+def precision_on(cluster: Cluster | str | Path | None, precision: str | None, gpus: int | None = None) -> str:
+    """The precision that a model's costs are estimated in; see ``plan``.
+
+    Raises:
+        InputError: no such cluster, or a precision that its devices have no units for.
+    """
+    from galvatron_lite.cluster.precisions import best_precision, check_precision
+
+    machine = _machine(cluster, gpus)
+    if precision is None:
+        return best_precision(machine)
+    check_precision(precision, machine)
+    return precision
+
+
+def _machine(cluster: Cluster | str | Path | None, gpus: int | None) -> Cluster:
+    from galvatron_lite.cluster.catalog import load_cluster
+    from galvatron_lite.cluster.cluster import Cluster
+
+    if cluster is None:
+        raise InputError("--cluster", None, "Say where the model is to run: a name such as a100-80gb, or a YAML file.")
+    return cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster), gpus)
+
+
+def _read(profile: Profile | str | Path | None) -> Profile:
+    from galvatron_lite.profiler.schema import Profile
+    from galvatron_lite.profiler.store import last_profile, read_profile
+
+    if isinstance(profile, Profile):
+        return profile
+    return read_profile(Path(profile) if profile is not None else last_profile(PROFILES))
+
+
+def _on_cluster(profile: Profile, cluster: Cluster | str | Path | None, gpus: int | None) -> Profile:
+    if cluster is not None:
+        return replace(profile, cluster=_machine(cluster, gpus), fits=(), collectives=())
+    if gpus is not None and gpus != profile.cluster.devices:
+        raise InputError(
+            "--gpus",
+            gpus,
+            f"This profile is of {profile.cluster.devices} devices. Profile on {gpus}, or name a --cluster.",
+        )
+    return profile
+
+
+def profile(
+    model: Any,
+    batch: Any = None,
+    *,
+    cluster: Cluster | str | Path | None = None,
+    gpus: int | None = None,
+    estimate: bool = False,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    blocks: Any = None,
+    sequence: int | None = None,
+    precision: str | None = None,
+    name: str | None = None,
+    folder: Path | str = PROFILES,
+    max_samples: int | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """What a model's layers and this cluster's links cost: measured here, or estimated from data sheets.
+
+    Args:
+        model: an ``nn.Module``; or, with ``estimate``, also a model's name, YAML file or graph.
+        batch: an example batch; not needed for a model that can make its own or is named.
+        cluster: for estimates: where it is to run. Measurements are of the machine at hand.
+        gpus: for estimates: how many devices.
+        estimate: from data sheets, without running anything.
+        loss_fn: ``loss_fn(output, batch)``, for a model whose output is not or does not hold its loss.
+        blocks: where the repeated blocks are, if they are not found.
+        sequence: tokens a sample, for a model by name.
+        precision: of compute; that of the parameters if not given; for a model by name the best that the
+            devices train in: bf16, else fp16, else fp32.
+        name: of the profile; made from the model's name if not given.
+        folder: where profiles are kept.
+        max_samples: the largest number of samples on one device to measure.
+        progress: called with (done, total, label).
+
+    Raises:
+        InputError: a model that cannot be captured, an unknown name; for estimates, a precision that the devices have
+            no units for.
+    """
+    from galvatron_lite.profiler.store import save_profile
+
+    if estimate or isinstance(model, (str, Path)):
+        graph = model if isinstance(model, (str, Path)) else _trace(model, batch, loss_fn, blocks, precision, name)
+        known = _estimate(graph, cluster, gpus, sequence, precision)
+        named = replace(known, name=name or known.name)
+        save_profile(named, Path(folder), named.cluster.name)
+        return named
+    return _measure(model, batch, loss_fn, blocks, precision, name, Path(folder), max_samples, progress)
+
+
+def _trace(model: Any, batch: Any, loss_fn: Any, blocks: Any, precision: str | None, name: str | None) -> ModelGraph:
+    from galvatron_lite.model.example import example_batch
+    from galvatron_lite.model.graph import ModelGraph
+    from galvatron_lite.model.trace import trace
+
+    if isinstance(model, ModelGraph):
+        return model
+    given = batch if batch is not None else example_batch(model)
+    return trace(model, given, loss_fn=loss_fn, blocks=blocks, precision=precision, name=name)
+
+
+def _measure(
+    model: Any,
+    batch: Any,
+    loss_fn: Any,
+    blocks: Any,
+    precision: str | None,
+    name: str | None,
+    folder: Path,
+    max_samples: int | None,
+    progress: Progress | None,
+) -> Profile:
+    from galvatron_lite.model.example import example_batch
+    from galvatron_lite.profiler.measure import measure_profile
+
+    return measure_profile(
+        model,
+        batch if batch is not None else example_batch(model),
+        loss_fn=loss_fn,
+        blocks=blocks,
+        precision=precision,
+        name=name,
+        folder=folder,
+        max_samples=max_samples,
+        progress=progress,
+    )
