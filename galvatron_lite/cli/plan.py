@@ -98,8 +98,8 @@ def plan_command(
             known, _named(known, bool(flags), profile, model), best=graph is not None and precision is None
         )
         print_plan(found, source, _accuracy(known))
-        if certify:
-            typer.echo("Certified: an integer programme of the winning shape has the same optimum.")
+        if found.provenance is not None and found.provenance.certificate:
+            typer.echo(f"Certificate: {found.provenance.certificate}")
         _say_where(output)
 
 

@@ -189,6 +189,7 @@ class Provenance:
         proof: whether the search proved the plan optimal in its space.
         gap: where it did not: by the closed form of ``cost.schedule`` no plan takes less than (1 - gap) of this one.
         budgets: bytes on each type of device by its name, where they are unlike.
+        certificate: what an integer programme of the same shape said (``search.ilp``); empty where none was asked.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -201,6 +202,7 @@ class Provenance:
     budget: int
     proof: Proof
     gap: float = 0.0
+    certificate: str = ""
     budgets: dict[str, int] = field(default_factory=dict)
 
     def budget_of(self, stage: Stage) -> int:

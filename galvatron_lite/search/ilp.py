@@ -56,13 +56,13 @@ class Certificate:
         return max(1.0 - self.bound / self.found, 0.0)
 
     def __str__(self) -> str:
-        """For people, in a line."""
+        """For people, in a line; without the time it took, so that it repeats."""
         own = "no solution" if self.seconds == inf else f"{self.seconds:.9g} s"
         what = "" if self.boundaries else ", stage boundaries as found"
         sure = "" if self.verdict is Verdict.PROVEN else f", bound {self.bound:.9g} s"
         return (
             f"search {self.found:.9g} s, integer programme {own} ({self.verdict.value}{sure}), gap {self.gap:.2g}; "
-            f"{self.solver}, {self.taken:.1f} s{what}"
+            f"{self.solver}{what}"
         )
 
 

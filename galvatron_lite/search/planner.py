@@ -26,7 +26,7 @@ from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE
 from galvatron_lite.plans.schema import Plan, Proof, Provenance, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, quickest
-from galvatron_lite.search.best_first import Progress, search
+from galvatron_lite.search.best_first import Found, Progress, search
 from galvatron_lite.search.checks import check_batch, unprofiled
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, Space, reasons
@@ -55,7 +55,8 @@ def find_plan(
         fixed: what is not left to the search.
         schedules: to choose from where there is a pipeline.
         backend: what is to run the plan (``parallelism.backends``).
-        certify: also solve the winning shape as an integer programme; an unequal optimum is an error.
+        certify: also solve the winning shape as an integer programme; an unequal optimum is an error. What it says is
+            kept in the plan's provenance.
         runners_up: how many other plans to report.
         progress: called with (shapes done, shapes in all, what is being looked at).
 
@@ -71,18 +72,25 @@ def find_plan(
         from galvatron_lite.search.lean import infeasible
 
         raise infeasible(request, pricer)
-    if certify:
-        from galvatron_lite.search.ilp import certify as certify_plan
-
-        certify_plan(found.problem, found.partition)
+    certificate = _certificate(found, progress) if certify else ""
     options = finalists(request, pricer, found)
     chosen = quickest(options)
     return replace(
         chosen.plan,
         alternatives=alternatives_to(options, chosen, runners_up),
         left_out=(*runner.missing, *reasons(profile.graph), *unprofiled(request, pricer)),
-        provenance=provenance(profile, budget, _gap(options[0], chosen)),
+        provenance=replace(provenance(profile, budget, _gap(options[0], chosen)), certificate=certificate),
     )
+
+
+def _certificate(found: Found, progress: Progress | None) -> str:
+    """What an integer programme of the same shape says, without the seconds it took: plans repeat."""
+    from galvatron_lite.search.ilp import certify
+
+    certificate = certify(found.problem, found.partition)
+    if progress is not None:
+        progress(1, 1, f"certified in {certificate.taken:.1f} s")
+    return str(certificate)
 
 
 def _gap(proven: Finalist, chosen: Finalist) -> float:

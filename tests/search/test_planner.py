@@ -53,6 +53,9 @@ def test_pinned_values_hold() -> None:
     assert plan.microbatches == 4
     assert {run.strategy.tensor for stage in plan.stages for run in stage.runs} == {1}
     assert plan.alternatives == ()
+    assert plan.provenance is not None
+    assert "integer programme" in plan.provenance.certificate
+    assert "(proven), gap 0" in plan.provenance.certificate
 
 
 def test_progress_reaches_its_end() -> None:
