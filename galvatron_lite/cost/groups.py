@@ -10,7 +10,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.memory import group_memory
 from galvatron_lite.cost.simulation import Course, group_ends
 from galvatron_lite.cost.stage import Shape, StageCost, price_chunk
-from galvatron_lite.cost.zero_bubble import Run, run_zero_bubble
+from galvatron_lite.cost.zero_bubble import Held, Run, run_zero_bubble
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import NAME as PIPELINE
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight, stride_between
@@ -85,19 +85,31 @@ def _with_memory(pricer: LayerPricer, shape: Shape, costs: Sequence[StageCost]) 
     known: dict[object, MemoryBreakdown] = {}
     for group in range(shape.stages):
         own = _own_stages(shape, group)
-        held = _held(shape, group) if run is None else (run.held[group].whole,) * shape.virtual
-        pending = (0,) * shape.virtual if run is None else run.held[group].pending
-        key = (held, pending, tuple(id(costs[stage]) for stage in own))
         context = pricer.of_group(shape.stage_devices, group).profile.cluster.device.context
+        key = (_held(shape, group), None if run is None else run.held[group], tuple(id(costs[stage]) for stage in own))
         if key not in known:
-            buffers = sum(costs[stage].buffers for stage in own)
-            layers = [costs[stage].layers for stage in own]
-            memory = group_memory(layers, held, shape.microbatches, buffers, context)
-            waiting = sum(count * costs[stage].pending for count, stage in zip(pending, own, strict=True))
-            known[key] = replace(memory, activations=memory.activations + waiting)
+            known[key] = memory = limit_memory(shape, group, [costs[stage] for stage in own], context)
+            if run is not None:
+                shown = _held_memory(shape, run.held[group], [costs[stage] for stage in own], context)
+                known[key] = min(shown, memory, key=lambda one: one.total)
         for stage in own:
             result[stage] = replace(costs[stage], memory=known[key])
     return result
+
+
+def limit_memory(shape: Shape, group: int, costs: Sequence[StageCost], context: int) -> MemoryBreakdown:
+    """Memory of a group that runs these stages, with as many micro-batches in flight as its schedule allows."""
+    buffers = sum(cost.buffers for cost in costs)
+    return group_memory([cost.layers for cost in costs], _held(shape, group), shape.microbatches, buffers, context)
+
+
+def _held_memory(shape: Shape, held: Held, costs: Sequence[StageCost], context: int) -> MemoryBreakdown:
+    """The same with what a simulation held at its worst moment."""
+    buffers = sum(cost.buffers for cost in costs)
+    layers = [cost.layers for cost in costs]
+    memory = group_memory(layers, (held.whole,) * shape.virtual, shape.microbatches, buffers, context)
+    waiting = sum(count * cost.pending for count, cost in zip(held.pending, costs, strict=True))
+    return replace(memory, activations=memory.activations + waiting)
 
 
 def _held(shape: Shape, group: int) -> tuple[tuple[int, ...], ...]:

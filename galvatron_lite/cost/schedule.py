@@ -15,13 +15,34 @@ advances by j micro-batches visits stage s at most once forward and once back fo
 paid by both of its ends, so that its mean is at most max_s C_s.) Where one stage is slow forward and another one
 backward, few micro-batches can take longer, but never longer than GPipe's form says (``tests/cost`` checks all this on
 random pipelines).
+
+The other schedules, with W_g the seconds that group g of p makes gradients of weights in, and C_g, W_g summed over the
+v stages that a group runs:
+
+    T = sum_g R_g + max_g (m C_g - R_g)
+
+    1F1B                 R = C
+    interleaved          R = C / v, m rounded up to a multiple of p           (Narayanan et al. 2021, section 2.2)
+    zero-bubble 1p, V    R = C - (1 + min(1, (m - 1) / (p - 1))) W            (Qi et al. 2023, table 2: ZB-H1)
+    zero-bubble 2p       R = C - (1 + min(2, (m - 1) / (p - 1))) W            (the same: ZB-H2)
+
+R is what one more group delays the step by. Zero-bubble steps follow one another without waiting for all groups, so
+T is the span of the busiest group, as in ``cost.zero_bubble``. On equal stages without sends T equals the simulation
+for interleaved, and for zero-bubble where the gradients of input and weights take a forward each; elsewhere the two
+differ by what the greedy order of the simulation makes of it (``tests/cost``). ZB-V is given the bubble of ZB-H1, at
+half its memory: its bubble has no closed form where passes are unlike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, group_of
 from galvatron_lite.plans.schema import Schedule
 
 
@@ -59,13 +80,80 @@ class StageTimes:
         return self.forward_total + self.backward_total
 
 
-def closed_form(stages: Sequence[StageTimes], microbatches: int, schedule: Schedule) -> float:
-    """Seconds from the first forward to the last backward; see the module."""
-    ramp, rounds = sum(stage.total for stage in stages), microbatches - 1
-    if schedule is Schedule.ONE_F_ONE_B:
-        return ramp + rounds * max(stage.total for stage in stages)
-    slowest = max(stage.forward_total for stage in stages) + max(stage.backward_total for stage in stages)
-    return ramp + rounds * slowest
+Figure = TypeVar("Figure", float, int, NDArray[np.int64])
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The closed form of a schedule, over parts c_1..c_K of the time of one micro-batch on each group of devices:
+
+        T = sum_k (ramp_k sum_g c_gk + rounds_k max_g c_gk)
+
+    Attributes:
+        microbatches: a step, rounded up to whole rounds.
+        ramp, rounds: per part.
+        freed: how much of W leaves R; 0 where backward is not split.
+        apart: whether forward and backward count apart (GPipe).
+    """
+
+    microbatches: int
+    ramp: tuple[float, ...]
+    rounds: tuple[float, ...]
+    freed: float = 0.0
+    apart: bool = False
+
+    def parts(self, forward: Figure, backward: Figure, saved: Figure) -> tuple[Figure, ...]:
+        """The parts of a group, a stage or a layer; they add up over layers.
+
+        Args:
+            forward, backward: time of one micro-batch, backward with the gradients of weights.
+            saved: ``freed`` times that of the gradients of weights.
+        """
+        if self.apart:
+            return forward, backward
+        both = forward + backward
+        if self.freed == 0.0:
+            return (both,)
+        return both - saved, (self.microbatches - 1) * both + saved
+
+    @property
+    def alone(self) -> tuple[float, ...]:
+        """Per part, how often it counts for a group that is the slowest."""
+        return tuple(ramp + rounds for ramp, rounds in zip(self.ramp, self.rounds, strict=True))
+
+
+def form_of(schedule: Schedule, groups: int, microbatches: int, virtual: int = 1) -> Form:
+    """The closed form of a schedule on so many groups of devices with so many stages each; see the module."""
+    rounds = microbatches - 1
+    if schedule is Schedule.GPIPE:
+        return Form(microbatches, (1, 1), (rounds, rounds), apart=True)
+    if schedule is Schedule.INTERLEAVED:
+        padded = -(-microbatches // groups) * groups
+        return Form(padded, (1 / virtual,), (padded - 1 / virtual,))
+    if schedule in ZERO_BUBBLE:
+        most = 2.0 if schedule is Schedule.ZERO_BUBBLE_2P else 1.0
+        return Form(microbatches, (1, 0), (0, 1), 1.0 + min(most, rounds / max(groups - 1, 1)))
+    return Form(microbatches, (1,), (rounds,))
+
+
+def closed_form(stages: Sequence[StageTimes], microbatches: int, schedule: Schedule, virtual: int = 1) -> float:
+    """Seconds from the first forward to the last backward, or of the busiest group's span; see the module.
+
+    Args:
+        stages: in the order of the model, ``virtual`` for each group of devices.
+        microbatches: a step.
+        schedule: order of passes.
+        virtual: stages of each group.
+    """
+    groups = len(stages) // virtual
+    form = form_of(schedule, groups, microbatches, virtual)
+    totals = [[0.0] * len(form.ramp) for _ in range(groups)]
+    for index, stage in enumerate(stages):
+        own = totals[group_of(schedule, groups, index)]
+        for part, value in enumerate(form.parts(stage.forward_total, stage.backward_total, form.freed * stage.weight)):
+            own[part] += value
+    by_part = zip(form.ramp, form.rounds, zip(*totals, strict=True), strict=True)
+    return sum((ramp * sum(values) + rounds * max(values) for ramp, rounds, values in by_part), 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ def price_chunk(
         sum(cost.backward_seconds for cost in costs) + fixed,
         right[1],
         left[1],
-        sum(_weight_seconds(cost) for cost in costs),
+        sum(weight_seconds(cost.forward, cost.backward) for cost in costs),
     )
     split = shape.schedule in ZERO_BUBBLE
     pending = sum(_pending(pricer, shape, place, strategies[place]) for place in inside) if split else 0
@@ -130,13 +130,13 @@ def price_chunk(
     return StageCost(costs, times, step, 2 * moving, MemoryBreakdown(), buffer_bytes(left[0], right[0]), pending)
 
 
-def _weight_seconds(cost: LayerCost) -> float:
-    """Seconds of the gradients of weights.
+def weight_seconds(forward: float, backward: float) -> float:
+    """Seconds of the gradients of weights of a layer, from its compute (``backward`` without recomputation).
 
     Every matmul with weights runs once in forward and twice in backward, all else about as long in both, so the
     weights' share is what backward takes longer (Qi et al. 2023, table 5: within 5 % of their measurements).
     """
-    return min(max(cost.backward - cost.forward, 0.0), cost.forward)
+    return min(max(backward - forward, 0.0), forward)
 
 
 def _pending(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy) -> int:

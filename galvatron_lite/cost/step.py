@@ -139,11 +139,11 @@ def straggling(profile: Profile, devices: int) -> float:
 def bound_seconds(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> float:
     """What the search optimises: the closed form of ``cost.schedule`` plus the longest work once a step.
 
-    Equal to the step time that ``predict`` gives without a pipeline, else mostly a little more, see ``cost.schedule``;
-    for ``gpipe`` and ``1f1b`` only.
+    Equal to the step time that ``predict`` gives without a pipeline, else mostly a little more, see ``cost.schedule``.
     """
-    work = closed_form([cost.times for cost in costs], shape.microbatches, shape.schedule)
-    alone = work + max(cost.step for cost in costs) + profile.overhead.step
+    work = closed_form([cost.times for cost in costs], shape.microbatches, shape.schedule, shape.virtual)
+    longest = max(sum(cost.step for cost in group) for group in groups_of(shape, costs))
+    alone = work + longest + profile.overhead.step
     return alone * straggling(profile, shape.devices)
 
 

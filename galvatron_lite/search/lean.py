@@ -120,12 +120,13 @@ def _lightest(problem: Problem) -> list[FloatArray]:
     for stage in range(problem.shape.stages):
         extra = problem.held(stage) - 1
         least = [
-            float((t.memory[:, 0] + t.memory[:, 1] + extra * t.kept).min()) if t.strategies else np.inf for t in tables
+            float((t.figures.memory[:, :2].sum(axis=1) + extra * t.figures.kept).min()) if len(t) else np.inf
+            for t in tables
         ]
         total = np.concatenate(([0.0], np.cumsum(least)))
         if not np.isfinite(total[-1]):
             return [np.full((len(tables) + 1, len(tables) + 1), np.inf)] * problem.shape.stages
-        ranges = total[None, :] - total[:, None] + problem.tables.pricer.profile.cluster.device.context
+        ranges = total[None, :] - total[:, None] + problem.tables[0].pricer.profile.cluster.device.context
         bounds.append(np.where(np.tri(len(tables) + 1, dtype=bool), np.inf, ranges))
     return bounds
 

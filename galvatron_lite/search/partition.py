@@ -1,22 +1,24 @@
 """Stage boundaries: the exact best way to cut the chain of layers into stages of any lengths.
 
-Symbols: stages 0..p-1 hold layers [e_s, e_{s+1}); a stage has bottleneck parts c_s (one for 1F1B, forward and backward
-for GPipe) and work once a step u_s, from its Pareto set. With m micro-batches
+Symbols: stages 0..p-1 hold layers [e_s, e_{s+1}); a stage has bottleneck parts c_sk and work once a step u_s, from its
+Pareto set. With the closed form of the schedule (``cost.schedule.Form``)
 
-    minimise   sum_s |c_s| + (m - 1) sum_parts max_s c_s + max_s u_s          (|.|: sum of the parts)
+    minimise   sum_k (ramp_k sum_s c_sk + rounds_k max_s c_sk) + max_s u_s
     subject to 0 = e_0 < e_1 < ... < e_p = L, and every stage within the memory of its device.
 
-A label for (stages so far, layers so far) is (sum, max of each part, max step); all updates are monotone, so labels
+A label for (stages so far, layers so far) is (ramp, max of each part, max step); all updates are monotone, so labels
 that another one equals or beats go, and so do labels whose bound (``relax``) reaches the best plan known.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
+from galvatron_lite.cost.schedule import Form
 from galvatron_lite.search.pareto import pareto_rows
 from galvatron_lite.search.problem import Problem, StagePlan
 from galvatron_lite.search.relax import Relaxed
@@ -46,11 +48,15 @@ class _Label:
     stages: tuple[StagePlan, ...]
 
 
-def step_time(stages: tuple[StagePlan, ...], microbatches: int) -> int:
+def step_time(stages: tuple[StagePlan, ...], form: Form) -> int:
     """Picoseconds of a step; see the module."""
-    slowest: list[int] = [max(parts) for parts in zip(*(stage.bottleneck for stage in stages), strict=True)]
-    ramp = sum(sum(stage.bottleneck) for stage in stages)
-    return ramp + (microbatches - 1) * sum(slowest) + max(stage.step for stage in stages)
+    slowest = [max(parts) for parts in zip(*(stage.bottleneck for stage in stages), strict=True)]
+    ramp = sum(_weighted(form.ramp, stage.bottleneck) for stage in stages)
+    return ramp + _weighted(form.rounds, slowest) + max(stage.step for stage in stages)
+
+
+def _weighted(weights: Sequence[float], values: Sequence[int]) -> int:
+    return sum(int(weight) * value for weight, value in zip(weights, values, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,7 @@ def quick_partition(problem: Problem, bounds: Relaxed, limit: int | None) -> Ans
     found = tuple(stage for stage in stages if stage is not None)
     if len(found) < len(stages):
         return Answer(None, bounds.bound)
-    time = step_time(found, problem.shape.microbatches)
+    time = step_time(found, problem.form)
     better = limit is None or time < limit
     return Answer(Partition(time, tuple(cuts), found) if better else None, bounds.bound)
 
@@ -94,12 +100,12 @@ def _whole(problem: Problem, limit: int | None, beam: int | None = None) -> Answ
     stage, least = problem.quickest(0, range(layers), None if limit is None else limit - 1, beam)
     if stage is None:
         return Answer(None, least)
-    return Answer(Partition(step_time((stage,), problem.shape.microbatches), (0, layers), (stage,)), least)
+    return Answer(Partition(step_time((stage,), problem.form), (0, layers), (stage,)), least)
 
 
 def _search(problem: Problem, bounds: Relaxed, limit: int | None) -> Answer:
     layers, least = len(problem.graph.layers), float("inf")
-    stages, count = problem.shape.stages, problem.shape.microbatches
+    stages, form = problem.shape.stages, problem.form
     top = float("inf") if limit is None else float(limit)
     parts = len(problem.weights) - 1
     front: dict[int, list[_Label]] = {0: [_Label((0,) * (parts + 2), (0,), ())]}
@@ -109,16 +115,16 @@ def _search(problem: Problem, bounds: Relaxed, limit: int | None) -> Answer:
             for stop in _stops(start, layers, stages - stage - 1):
                 through = bounds.through(stage, start, stop)
                 if through < top:
-                    others = _others(problem, bounds, start, stop)
+                    others = bounds.others(start, stop)
                     cap = _UNBOUNDED if limit is None else limit - others
                     options, dropped = problem.plans(stage, range(start, stop), cap)
                     # A plan with an option left out takes that option's time alone and what other layers need.
                     least = min(least, max(through, dropped + others))
-                    reached.setdefault(stop, []).extend(_joined(labels, options, stop))
+                    reached.setdefault(stop, []).extend(_joined(labels, options, stop, form))
         front = {
-            stop: _best(labels, count, top - bounds.least_after(stop)) for stop, labels in reached.items() if labels
+            stop: _best(labels, form, top - bounds.least_after(stop)) for stop, labels in reached.items() if labels
         }
-    ends = [Partition(step_time(label.stages, count), label.cuts, label.stages) for label in front.get(layers, [])]
+    ends = [Partition(step_time(label.stages, form), label.cuts, label.stages) for label in front.get(layers, [])]
     best = min(ends, key=lambda plan: (plan.time, plan.cuts), default=None)
     return Answer(best, least if best is None else min(least, best.time))
 
@@ -128,34 +134,24 @@ def _stops(start: int, layers: int, later: int) -> range:
     return range(start + 1, layers - later + 1) if later else range(layers, layers + 1)
 
 
-def _others(problem: Problem, bounds: Relaxed, start: int, stop: int) -> int:
-    """The least time of one micro-batch of the layers outside a stage, rounded down."""
-    own = sum(
-        int((table.forward + table.backward).min())
-        for table in (problem.layer_table(place, range(start, stop)) for place in range(start, stop))
-        if table.strategies
-    )
-    return max(int(bounds.least) - own - 1, 0)
-
-
-def _joined(labels: list[_Label], options: list[StagePlan], stop: int) -> list[_Label]:
+def _joined(labels: list[_Label], options: list[StagePlan], stop: int, form: Form) -> list[_Label]:
     joined = []
     for label in labels:
         total, *slowest, step = label.figures
         for option in options:
             parts = tuple(max(pair) for pair in zip(slowest, option.bottleneck, strict=True))
-            figures = (total + sum(option.bottleneck), *parts, max(step, option.step))
+            figures = (total + _weighted(form.ramp, option.bottleneck), *parts, max(step, option.step))
             joined.append(_Label(figures, (*label.cuts, stop), (*label.stages, option)))
     return joined
 
 
-def _best(labels: list[_Label], count: int, limit: float) -> list[_Label]:
+def _best(labels: list[_Label], form: Form, limit: float) -> list[_Label]:
     """Labels that are not beaten and so far take less than the limit."""
     figures = np.array([label.figures for label in labels], dtype=np.int64).reshape(len(labels), -1)
     kept = [labels[row] for row in pareto_rows(figures)]
-    return [label for label in kept if _time_so_far(label, count) < limit]
+    return [label for label in kept if _time_so_far(label, form) < limit]
 
 
-def _time_so_far(label: _Label, count: int) -> int:
+def _time_so_far(label: _Label, form: Form) -> int:
     total, *slowest, step = label.figures
-    return total + (count - 1) * sum(slowest) + step
+    return total + _weighted(form.rounds, slowest) + step

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.cost.layer import Sharing
+from galvatron_lite.cost.layer import ALONE, Sharing
+from galvatron_lite.cost.schedule import Form
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.cost.stage import Shape, transfer_seconds
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, in_flight
-from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.search.chain import Chain
+from galvatron_lite.search.chain import Chain, ChainLayer
 from galvatron_lite.search.frontier import Front, Path, pareto_paths
 from galvatron_lite.search.tables import Glue, Layout, Table, Tables, glue_of, ticks
 
@@ -50,7 +50,7 @@ class StagePlan:
     """A way to run one stage.
 
     Attributes:
-        bottleneck: picoseconds a micro-batch, in as many parts as the schedule tells apart.
+        bottleneck: picoseconds a micro-batch, in the parts of the schedule's ``Form``.
         step: picoseconds once a step.
         strategies: of its layers.
     """
@@ -67,17 +67,17 @@ class Problem:
     Attributes:
         graph: the model.
         shape: of the plan.
-        tables: figures under that shape.
+        tables: figures under that shape, by stage; the same for all stages where all devices are alike.
         choice: what is settled.
-        budget: bytes a device.
+        budgets: bytes a device, by stage.
         work: labels looked at so far.
     """
 
     graph: ModelGraph
     shape: Shape
-    tables: Tables
+    tables: tuple[Tables, ...]
     choice: Choice
-    budget: int
+    budgets: tuple[int, ...]
     work: int = 0
     _tied: Mapping[int, Strategy] = field(init=False)
     _filtered: dict[tuple[int, object], Table] = field(default_factory=dict)
@@ -89,19 +89,19 @@ class Problem:
         self._tied = dict(self.choice.tied)
 
     @property
-    def overlapped(self) -> bool:
-        """Whether forward and backward passes of a stage take turns (one bottleneck) or not (two)."""
-        return self.shape.schedule is Schedule.ONE_F_ONE_B
+    def form(self) -> Form:
+        """The closed form of the shape's schedule."""
+        return self.tables[0].form
 
     @property
     def weights(self) -> tuple[int, ...]:
         """What turns a stage's figures into the time it needs alone: (micro-batch parts..., step)."""
-        return (self.shape.microbatches,) * (1 if self.overlapped else 2) + (1,)
+        return (*(int(weight) for weight in self.form.alone), 1)
 
-    def layer_table(self, place: int, inside: range) -> Table:
+    def layer_table(self, stage: int, place: int, inside: range) -> Table:
         """The strategies one layer of a stage may take, and their figures."""
         layer = self.graph.layers[place]
-        whole = self.tables.table(layer.kind, self._sharing(inside).get(place, Sharing()))
+        whole = self.tables[stage].table(layer.kind, layer.name, self._sharing(inside).get(place, ALONE))
         ends = (inside.start > 0 and place == inside.start) or (inside.stop < self._end and place == inside.stop - 1)
         wire = self.choice.wire if ends else None
         glue = self.choice.glue if layer.role is not Role.BLOCK else None
@@ -110,15 +110,8 @@ class Problem:
             return whole
         key = (id(whole), (wire, glue, tied))
         if key not in self._filtered:
-            rows = [row for row in range(len(whole.strategies)) if self._may(whole, row, wire, glue, tied)]
-            self._filtered[key] = whole.at(np.array(rows, dtype=np.int64))
+            self._filtered[key] = _fitting(whole, wire, glue, tied)
         return self._filtered[key]
-
-    @staticmethod
-    def _may(table: Table, row: int, wire: Layout | None, glue: Glue | None, tied: Strategy | None) -> bool:
-        own = table.layouts[row]
-        fits = (wire is None or own == wire) and (glue is None or glue_of(own) == glue)
-        return fits and (tied is None or table.strategies[row] == tied)
 
     @property
     def _end(self) -> int:
@@ -132,7 +125,7 @@ class Problem:
 
     def fixed_costs(self, stage: int, inside: range) -> tuple[int, int, int]:
         """What a stage costs whatever its strategies: ticks of forward and backward sends, bytes throughout."""
-        pricer, ends = self.tables.pricer, (inside.start > 0, inside.stop < self._end)
+        pricer, ends = self.tables[stage].pricer, (inside.start > 0, inside.stop < self._end)
         left, right = (
             self._boundary(side, cut) if there else (0, 0.0)
             for side, cut, there in zip((stage, stage + 1), _cuts(inside), ends, strict=True)
@@ -143,11 +136,37 @@ class Problem:
         return ticks(right[1] + host), ticks(left[1] + host), buffer_bytes(left[0], right[0]) + context
 
     def _boundary(self, stage: int, cut: int) -> tuple[int, float]:
+        return self._send(stage, self.graph.kind_of(self.graph.layers[cut - 1]).output_bytes)
+
+    def _send(self, stage: int, output: int) -> tuple[int, float]:
+        """Bytes of a boundary tensor on a device before a stage, and the seconds of sending it."""
         data, context, tensor, shared = self.choice.wire or (1, 1, self.shape.stage_devices, True)
         sender = Strategy(data=data, context=context, tensor=tensor, sequence_parallel=shared)
-        output = self.graph.kind_of(self.graph.layers[cut - 1]).output_bytes
         size = boundary_bytes(output, self.shape.microbatch, sender)
-        return size, transfer_seconds(self.tables.pricer, size, sender, self.shape, (stage - 1, stage))
+        return size, transfer_seconds(self.tables[stage].pricer, size, sender, self.shape, (stage - 1, stage))
+
+    def least_sends(self) -> list[int]:
+        """Picoseconds that sends and host work add to a micro-batch of each stage at the least."""
+        smallest = min(self.graph.kinds[layer.kind].output_bytes for layer in self.graph.layers)
+        sends = []
+        for stage in range(self.shape.stages):
+            ends = (stage > 0, stage + 1 < self.shape.stages)
+            overhead = self.tables[stage].pricer.profile.overhead
+            total = ticks(sum(ends) * overhead.pipeline + overhead.microbatch / 2) * 2 - 2
+            if self.choice.wire is not None:
+                total += sum(
+                    ticks(self._send(side, smallest)[1]) - 1
+                    for side, there in zip((stage, stage + 1), ends, strict=True)
+                    if there
+                )
+            sends.append(max(total, 0))
+        return sends
+
+    def least_move(self, stage: int) -> int:
+        """Picoseconds in one pass of the cheapest move away from the wire's layout or back to it."""
+        if self.choice.wire is None:
+            return 0
+        return self.tables[stage].least_move(self.choice.wire, self.graph)
 
     def held(self, stage: int) -> int:
         """Micro-batches in flight in a stage."""
@@ -161,29 +180,29 @@ class Problem:
             inside: places of its layers.
             scalar: one time criterion (what the stage needs alone) instead of one a bottleneck and the step's.
         """
-        tables = [self.layer_table(place, inside) for place in inside]
-        if any(not table.strategies for table in tables):
+        tables = [self.layer_table(stage, place, inside) for place in inside]
+        if not all(len(table) for table in tables):
             return None
-        held, count = self.held(stage), self.shape.microbatches
+        known: dict[tuple[int, int], ChainLayer] = {}
         layers = []
-        for place, table in enumerate(tables):
-            move = self.tables.moves(tables[max(place - 1, 0)], table)
-            layers.append(table.chain_layer(held, self._columns(table, scalar), move))
-        moves = [2 * count] if scalar else [2, 0] if self.overlapped else [1, 1, 0]
+        for before, table in zip([tables[0], *tables], tables, strict=False):
+            key = (id(before), id(table))
+            if key not in known:
+                move = self.tables[stage].moves(before, table)
+                known[key] = table.chain_layer(self.held(stage), self._columns(table, scalar), move)
+            layers.append(known[key])
+        moves = [2 * self.shape.microbatches] if scalar else [*self.form.parts(1, 1, 0), 0]
         weights = (1,) if scalar else self.weights
-        room = self.budget - self.fixed_costs(stage, inside)[2]
+        room = self.budgets[stage] - self.fixed_costs(stage, inside)[2]
         return Chain(tuple(layers), np.array(moves), np.array(weights), room), tables
 
     def _columns(self, table: Table, scalar: bool) -> Sequence[IntArray]:
-        both = table.forward + table.backward
-        if scalar:
-            return (self.shape.microbatches * both + table.step,)
-        return (both, table.step) if self.overlapped else (table.forward, table.backward, table.step)
+        return (table.theta(self.form),) if scalar else (*table.parts(self.form), table.figures.step)
 
     def key(self, stage: int, inside: range) -> tuple[object, ...]:
         """Equal for stages that pose the same problem."""
-        tables = tuple(id(self.layer_table(place, inside)) for place in inside)
-        return (self.held(stage), tables, self.fixed_costs(stage, inside))
+        tables = tuple(id(self.layer_table(stage, place, inside)) for place in inside)
+        return (self.held(stage), tables, self.fixed_costs(stage, inside), self.budgets[stage])
 
     def plans(self, stage: int, inside: range, cap: int) -> tuple[list[StagePlan], float]:
         """Every Pareto-best way to run a stage that fits the budget and alone takes at most ``cap`` picoseconds, and a
@@ -220,27 +239,35 @@ class Problem:
         if not front.paths:
             return None, front.dropped + fixed
         best, tables = front.paths[0], built[1]
-        forward, backward, step = self._times(best.choices, tables)
-        time = (forward + backward, step) if self.overlapped else (forward, backward, step)
         least = min(front.dropped, best.time[0]) + fixed
-        return self._stage_plan(Path(time, best.choices), tables, sends), least
+        return self._stage_plan(Path(self._times(built[0], best.choices, tables), best.choices), tables, sends), least
 
-    def _times(self, choices: Sequence[int], tables: Sequence[Table]) -> tuple[int, int, int]:
-        groups = [int(table.groups[choice]) for table, choice in zip(tables, choices, strict=True)]
-        moving = sum(
-            int(self.tables.moves(tables[place - 1], tables[place])[groups[place - 1], groups[place]])
-            for place in range(1, len(tables))
-        )
-        pairs = list(zip(choices, tables, strict=True))
-        forward = sum(int(table.forward[choice]) for choice, table in pairs)
-        backward = sum(int(table.backward[choice]) for choice, table in pairs)
-        return forward + moving, backward + moving, sum(int(table.step[choice]) for choice, table in pairs)
+    def _times(self, chain: Chain, choices: Sequence[int], tables: Sequence[Table]) -> tuple[int, ...]:
+        """The criteria of a path of a scalar chain."""
+        forward = backward = saved = step = 0
+        before: tuple[ChainLayer, int] | None = None
+        for layer, table, choice in zip(chain.layers, tables, choices, strict=True):
+            moved = 0 if before is None else int(layer.move[before[0].group[before[1]], layer.group[choice]])
+            forward += int(table.figures.forward[choice]) + moved
+            backward += int(table.figures.backward[choice]) + moved
+            saved += round(self.form.freed * int(table.figures.weight[choice]))
+            step += int(table.figures.step[choice])
+            before = layer, choice
+        return (*self.form.parts(forward, backward, saved), step)
 
     def _stage_plan(self, path: Path, tables: Sequence[Table], sends: tuple[int, int]) -> StagePlan:
-        own = path.time[:-1]
-        bottleneck = (own[0] + sum(sends),) if self.overlapped else (own[0] + sends[0], own[1] + sends[1])
+        pairs = zip(path.time[:-1], self.form.parts(*sends, 0), strict=True)
+        bottleneck = tuple(own + sent for own, sent in pairs)
         strategies = tuple(table.strategies[choice] for table, choice in zip(tables, path.choices, strict=True))
         return StagePlan(bottleneck, path.time[-1], strategies)
+
+
+def _fitting(table: Table, wire: Layout | None, glue: Glue | None, tied: Strategy | None) -> Table:
+    """The strategies with the layout and degrees that are settled."""
+    found = table.laid_out(
+        lambda own: (wire is None or own == wire) and (glue is None or glue_of(own) == glue)
+    )  # fmt: skip
+    return found if tied is None else found.where(lambda strategy: strategy == tied)
 
 
 def widest(chain: Chain) -> int:

@@ -6,12 +6,17 @@ For a stage that holds layers i..j-1 with k micro-batches in flight, and any pri
 
 bounds the time theta = m c + step that the stage needs alone (c: one micro-batch, y: rest + prefix, M: bytes),
 because every feasible choice has sum y <= M; for the last layer y is its own peak (rest + w). The step time of a plan
-is at least, for every stage s, theta_s + sum of c over the other stages. Moves between layouts are left out (they cost
-no less than nothing).
+is at least, for every stage s, theta_s + the sum over the other stages of r, by which a stage that is not the slowest
+delays the step (R of ``cost.schedule``; c for 1F1B).
+
+Where the layout at the boundaries is settled (the wire), the layers next to them must have it, and the layers between
+either all have it too, or the stage pays for leaving it and for coming back: two of the cheapest moves (one in the
+first and the last stage). Other moves are left out (they cost no less than nothing).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,8 +26,11 @@ from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.tables import Table
 
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 _PRICES = 2.0 ** np.arange(-12, 13, 2)
 _TINY = 1e-9
+_EVERY, _BEST = 8, 3
+"""So many micro-batches in flight are told apart one by one; the best so many prices are kept for all ranges."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,26 +38,32 @@ class Relaxed:
     """Bounds of one shape of plan.
 
     Attributes:
-        micro: (L + 1,): least time of one micro-batch of the layers before each place.
-        excess: per stage (L + 1, L + 1): bound on theta of layers i..j-1 less their least time of one micro-batch;
+        micro: (L + 1,): least r of the layers before each place.
+        sends: r of all stages' sends and host work.
+        excess: per stage (L + 1, L + 1): bound on theta of layers i..j-1 less their least r and that of its sends;
             infinite where nothing fits or the range is empty.
         ahead: per stage (L + 1,): the least greatest excess of the stages up to it when it ends at j.
         behind: per stage (L + 1,): the same of the stages from it on when it starts at i.
     """
 
     micro: FloatArray
+    sends: float
     excess: tuple[FloatArray, ...]
     ahead: tuple[FloatArray, ...]
     behind: tuple[FloatArray, ...]
 
     @property
     def least(self) -> float:
-        """Least time of one micro-batch over all layers."""
-        return float(self.micro[-1])
+        """Least r of all layers and sends."""
+        return float(self.micro[-1]) + self.sends
 
     def least_after(self, place: int) -> float:
-        """Least time of one micro-batch of the layers from a place on, rounded down."""
+        """Least r of the layers from a place on, rounded down."""
         return float(self.micro[-1] - self.micro[place]) * (1 - _TINY) - 1.0
+
+    def others(self, start: int, stop: int) -> int:
+        """Least r of the layers outside a range, rounded down."""
+        return max(int(float(self.micro[-1] - self.micro[stop] + self.micro[start]) * (1 - _TINY)) - 1, 0)
 
     @property
     def bound(self) -> float:
@@ -73,78 +87,169 @@ class Relaxed:
         return [0, *reversed(cuts)]
 
 
-def relaxed(problem: Problem, tables: list[Table]) -> Relaxed | None:
+def relaxed(problem: Problem, tables: Sequence[Sequence[Table]]) -> Relaxed | None:
     """Bounds of a problem; None where they show that nothing fits.
 
     Args:
-        problem: gives the shape, the budget and the micro-batches in flight.
-        tables: of every layer of the model, the widest that any stage may use.
+        problem: gives the shape, the budgets and the micro-batches in flight.
+        tables: by stage, of every layer of the model, the widest that the stage may use.
     """
-    if any(not table.strategies for table in tables):
+    if any(not len(table) for own in tables for table in own):
         return None
-    count, stages = problem.shape.microbatches, problem.shape.stages
-    room = float(problem.budget - problem.tables.pricer.profile.cluster.device.context)
-    micro = _summed([float((table.forward + table.backward).min()) for table in tables])
-    excess: dict[int, FloatArray] = {}
-    for stage in range(stages):
-        held = problem.held(stage)
-        if held not in excess:
-            excess[held] = _excess(tables, held, count, room, micro)
-    every = tuple(excess[problem.held(stage)] for stage in range(stages))
+    form, stages = problem.form, problem.shape.stages
+    micro = _summed(np.min([[float(table.ramp(form).min()) for table in own] for own in _distinct(tables)], axis=0))
+    levels = _levels([problem.held(stage) for stage in range(stages)])
+    sends = problem.least_sends()
+    known: dict[tuple[object, ...], FloatArray] = {}
+    every = []
+    for stage, own in enumerate(tables):
+        ends = (stage > 0, stage + 1 < stages) if problem.choice.wire is not None else (False, False)
+        room = float(problem.budgets[stage] - problem.tables[stage].pricer.profile.cluster.device.context)
+        key = (levels[stage], id(own), room, ends, sends[stage])
+        if key not in known:
+            layers = _layers_of(problem, stage, own)
+            bound = _theta(layers, levels[stage], room, ends) + (form.microbatches - 1) * sends[stage]
+            known[key] = bound - (micro[None, :] - micro[:, None])
+        every.append(known[key])
     ahead, behind = _ahead(every), _behind(every)
     if not np.isfinite(ahead[-1][-1]):
         return None
-    return Relaxed(micro, every, ahead, behind)
+    return Relaxed(micro, float(sum(sends)), tuple(every), ahead, behind)
 
 
-def _excess(tables: list[Table], held: int, count: int, room: float, micro: FloatArray) -> FloatArray:
-    kinds = list(dict.fromkeys(tables))
-    which = np.array([kinds.index(table) for table in tables])
-    rest = [(table.memory[:, 0] + (held - 1) * table.kept).astype(np.float64) for table in kinds]
-    memory = [own + table.memory[:, 1] for own, table in zip(rest, kinds, strict=True)]
-    local = [own + table.memory[:, 2:4].max(axis=1) for own, table in zip(rest, kinds, strict=True)]
-    time = [(count * (table.forward + table.backward) + table.step).astype(np.float64) for table in kinds]
-    prices = np.concatenate(([0.0], _PRICES * _spread(time, which) / (_spread(memory, which) + 1.0)))
-    # The last layer of a stage counts with its own peak instead of what it leaves to later ones.
-    total, ends = _ranges(_least(time, memory, prices)[which], _least(time, local, prices)[which])
-    bound = np.full((len(tables) + 1, len(tables) + 1), -np.inf)
-    for number, price in enumerate(prices):
-        np.maximum(bound, ends[:, number][None, :] - (total[:, number] + price * room)[:, None], out=bound)
-    bound -= micro[None, :] - micro[:, None]
-    lightest, heaviest = _ranges(*(np.array([[values.min()] for values in own])[which] for own in (memory, local)))
-    too_much = heaviest.T - lightest > room
-    return np.where(too_much | np.tri(len(tables) + 1, dtype=bool), np.inf, bound)
+def _distinct(tables: Sequence[Sequence[Table]]) -> list[Sequence[Table]]:
+    return list({id(own): own for own in tables}.values())
 
 
-def _spread(values: list[FloatArray], which: NDArray[np.int64]) -> float:
-    """How far the choices of all layers together lie apart."""
-    return float(np.array([np.ptp(own) for own in values])[which].sum())
+def _levels(held: Sequence[int]) -> list[int]:
+    """Micro-batches in flight, rounded down to few levels where there are many: less memory bounds more."""
+    if len(set(held)) <= _EVERY:
+        return list(held)
+    steps = sorted({1, *(base << shift for base in (2, 3) for shift in range(40))})
+    return [max(step for step in steps if step <= own) for own in held]
 
 
-def _least(time: list[FloatArray], memory: list[FloatArray], prices: FloatArray) -> FloatArray:
-    """(kinds, prices): least time + price * memory."""
-    return np.array([(own + prices[:, None] * size).min(axis=1) for own, size in zip(time, memory, strict=True)])
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layers:
+    """What bounds take from a stage's tables.
+
+    Attributes:
+        which: (L,) the kind of each layer.
+        kinds: of each kind theta, bytes with one micro-batch in flight as (rest + prefix, rest + own peak), kept bytes,
+            and which choices have the wire's layout.
+        move: theta of the cheapest move away from the wire's layout or back.
+    """
+
+    which: IntArray
+    kinds: list[tuple[FloatArray, FloatArray, FloatArray, FloatArray, NDArray[np.bool_]]]
+    move: float
 
 
-def _ranges(values: FloatArray, last: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """From (L, columns): sums of the layers before each place, and the same with ``last`` for the last of them."""
-    nothing = np.zeros((1, values.shape[1]))
-    total = np.concatenate((nothing, np.cumsum(values, axis=0)))
-    return total, np.concatenate((nothing, total[:-1] + last))
+def _layers_of(problem: Problem, stage: int, tables: Sequence[Table]) -> _Layers:
+    numbers: dict[int, int] = {}
+    which = np.array([numbers.setdefault(id(table), len(numbers)) for table in tables])
+    first = {number: table for table in tables for number in (numbers[id(table)],)}
+    kinds = []
+    for number in range(len(numbers)):
+        table = first[number]
+        memory = table.figures.memory
+        laid = np.array([own == problem.choice.wire for own in table.options.layouts], dtype=bool)[table.codes]
+        kinds.append((
+            table.theta(problem.form).astype(np.float64),
+            (memory[:, 0] + memory[:, 1]).astype(np.float64),
+            (memory[:, 0] + memory[:, 2:4].max(axis=1)).astype(np.float64),
+            table.figures.kept.astype(np.float64),
+            laid,
+        ))  # fmt: skip
+    return _Layers(which, kinds, 2.0 * problem.shape.microbatches * problem.least_move(stage))
 
 
-def _summed(values: list[float]) -> FloatArray:
+def _theta(layers: _Layers, held: int, room: float, ends: tuple[bool, bool]) -> FloatArray:
+    """(L + 1, L + 1): bound on theta of the layers i..j-1."""
+    count = len(layers.which)
+    extra = float(held - 1)
+    time = [own[0] for own in layers.kinds]
+    memory = [own[1] + extra * own[3] for own in layers.kinds]
+    local = [own[2] + extra * own[3] for own in layers.kinds]
+    prices = _best_prices(layers, time, memory, room)
+    free, last = _least(time, memory, prices)[layers.which], _least(time, local, prices)[layers.which]
+    bound = np.full((count + 1, count + 1), -np.inf)
+    if any(ends):
+        laid = [own[4] for own in layers.kinds]
+        kept = _least(time, memory, prices, laid)[layers.which]
+        kept_last = _least(time, local, prices, laid)[layers.which]
+        for number, price in enumerate(prices):
+            own = _wired(
+                free[:, number], last[:, number], kept[:, number], kept_last[:, number], ends, layers.move
+            )  # fmt: skip
+            np.maximum(bound, own - price * room, out=bound)
+    else:
+        for number, price in enumerate(prices):
+            np.maximum(bound, _ranges(free[:, number], last[:, number]) - price * room, out=bound)
+    lightest = [np.array([values.min() for values in own])[layers.which] for own in (memory, local)]
+    too_much = _ranges(*lightest) > room
+    return np.where(too_much | np.tri(count + 1, dtype=bool), np.inf, bound)
+
+
+def _best_prices(layers: _Layers, time: list[FloatArray], memory: list[FloatArray], room: float) -> FloatArray:
+    """No price, and those that bound best where a stage needs about as much memory as there is."""
+    spreads = [float(np.array([np.ptp(own) for own in values])[layers.which].sum()) for values in (time, memory)]
+    prices = np.concatenate(([0.0], _PRICES * spreads[0] / (spreads[1] + 1.0)))
+    summed = np.concatenate((np.zeros((1, len(prices))), np.cumsum(_least(time, memory, prices)[layers.which], axis=0)))
+    bounds = []
+    for length in sorted({max(len(layers.which) // share, 1) for share in (1, 2, 4, 8, 16, 32, 64)}):
+        bounds.append((summed[length:] - summed[:-length]).mean(axis=0) - prices * room)
+    best = {int(number) for own in bounds for number in (np.argmax(own),)}
+    kept = sorted({0, *sorted(best)[: _BEST * 2]})
+    return np.asarray(prices[kept])
+
+
+def _least(
+    time: list[FloatArray], memory: list[FloatArray], prices: FloatArray, among: list[NDArray[np.bool_]] | None = None
+) -> FloatArray:
+    """(kinds, prices): least time + price * memory; infinite where nothing is among the wanted."""
+    rows = []
+    for number, (own, size) in enumerate(zip(time, memory, strict=True)):
+        if among is not None:
+            own, size = own[among[number]], size[among[number]]
+        rows.append((own + prices[:, None] * size).min(axis=1) if len(own) else np.full(len(prices), np.inf))
+    return np.array(rows)
+
+
+def _ranges(values: FloatArray, last: FloatArray) -> FloatArray:
+    """(L + 1, L + 1): sums over the layers i..j-1, with ``last`` for the last of them."""
+    total = _summed(values)
+    ends = np.concatenate(([0.0], total[:-1] + last))
+    result: FloatArray = ends[None, :] - total[:, None]
+    return result
+
+
+def _wired(
+    free: FloatArray, last: FloatArray, kept: FloatArray, kept_last: FloatArray, ends: tuple[bool, bool], move: float
+) -> FloatArray:
+    """``_ranges`` of a stage with boundaries at these ends; ``kept``: least of the choices in the wire's layout."""
+    never = ~np.isfinite(kept)
+    whole = _ranges(np.where(never, 0.0, kept), np.where(never, 0.0, kept_last))
+    missing = np.concatenate(([0], np.cumsum(never)))
+    whole = np.where(missing[None, :] - missing[:, None] > 0, np.inf, whole)
+    mixed = _ranges(free, kept_last if ends[1] else last)
+    if ends[0]:
+        mixed = mixed + np.concatenate((kept - free, [0.0]))[:, None]
+    return np.minimum(whole, mixed + sum(ends) * move)
+
+
+def _summed(values: FloatArray) -> FloatArray:
     return np.concatenate(([0.0], np.cumsum(values)))
 
 
-def _ahead(excess: tuple[FloatArray, ...]) -> tuple[FloatArray, ...]:
+def _ahead(excess: Sequence[FloatArray]) -> tuple[FloatArray, ...]:
     best = [excess[0][0]]
     for stage in excess[1:]:
         best.append(np.maximum(best[-1][:, None], stage).min(axis=0))
     return tuple(best)
 
 
-def _behind(excess: tuple[FloatArray, ...]) -> tuple[FloatArray, ...]:
+def _behind(excess: Sequence[FloatArray]) -> tuple[FloatArray, ...]:
     best = [excess[-1][:, -1]]
     for stage in reversed(excess[:-1]):
         best.append(np.maximum(best[-1][None, :], stage).min(axis=1))

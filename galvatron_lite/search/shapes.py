@@ -13,13 +13,13 @@ from itertools import product
 from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing, layout
 from galvatron_lite.cost.sharing import sharing_of, tied_groups
 from galvatron_lite.cost.stage import Shape
-from galvatron_lite.model.graph import ModelGraph, Role
+from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.problem import Choice, Problem
 from galvatron_lite.search.relax import Relaxed, relaxed
 from galvatron_lite.search.space import Fixed, Space, microbatch_counts, pipeline_degrees
-from galvatron_lite.search.tables import Glue, Layout, Table, Tables, glue_of
+from galvatron_lite.search.tables import Glue, Layout, Store, Table, Tables, glue_of
 
 OPEN = Choice(None, None, ())
 """Nothing settled: the widest problem of a shape."""
@@ -37,7 +37,7 @@ class Request:
         fixed: what is not searched.
         schedules: to choose from.
         space: the strategies to choose from.
-        tables: figures by shape and pinned strategy, remembered for all searches of a request.
+        tables: figures by shape and pins, remembered for all searches of a request.
     """
 
     graph: ModelGraph
@@ -47,7 +47,7 @@ class Request:
     fixed: Fixed
     schedules: tuple[Schedule, ...]
     space: Space
-    tables: dict[tuple[Shape, tuple[tuple[str, object], ...]], Tables] = field(default_factory=dict, compare=False)
+    tables: dict[tuple[Shape, Fixed], Tables] = field(default_factory=dict, compare=False)
 
 
 def shapes_of(request: Request) -> list[Shape]:
@@ -60,33 +60,29 @@ def shapes_of(request: Request) -> list[Shape]:
     return shapes
 
 
-def widest_tables(problem: Problem) -> list[Table]:
-    """A table of every layer of the model that bounds all that its stages may use."""
+def widest_tables(problem: Problem, stage: int = 0) -> list[Table]:
+    """A table of every layer of the model that bounds all that a stage may use."""
     tied = dict(problem.choice.tied)
-    every = [problem.tables.table(layer.kind) for layer in problem.graph.layers]
+    every = [problem.tables[stage].whole(layer.kind, layer.name) for layer in problem.graph.layers]
     for place, strategy in tied.items():
-        every[place] = _lowest(problem, place).where(lambda option, wanted=strategy: option == wanted)  # type: ignore[misc]
+        every[place] = every[place].where(lambda option, wanted=strategy: option == wanted)  # type: ignore[misc]
     glue = problem.choice.glue
     if glue is None:
         return every
     edges = [place for place, layer in enumerate(problem.graph.layers) if layer.role is not Role.BLOCK]
     for place in edges:
-        every[place] = every[place].where(lambda option: glue_of(layout(option)) == glue)
+        every[place] = every[place].laid_out(lambda own: glue_of(own) == glue)
     return every
-
-
-def _lowest(problem: Problem, place: int) -> Table:
-    """The table of a tied layer that no table of another stage's layers undercuts: nothing shared, nothing left out."""
-    return problem.tables.table(problem.graph.layers[place].kind, ALONE, thinned=False)
 
 
 def open_problem(request: Request, pricer: LayerPricer, shape: Shape) -> Problem:
     """The problem of a shape with nothing else settled."""
-    key = (shape, request.fixed.strategy)
+    key = (shape, request.fixed)
     known = request.tables.get(key)
     if known is None or known.pricer is not pricer:
-        known = request.tables[key] = Tables(pricer, shape, request.fixed, request.space)
-    return Problem(request.graph, shape, known, OPEN, request.budget)
+        known = request.tables[key] = Tables(Store(pricer, request.space), shape, request.fixed)
+    stages = shape.stages
+    return Problem(request.graph, shape, (known,) * stages, OPEN, (request.budget,) * stages)
 
 
 def settled(problem: Problem) -> Iterator[Problem]:
@@ -94,12 +90,17 @@ def settled(problem: Problem) -> Iterator[Problem]:
     for tied, edge in product(_tied_choices(problem), _edge_choices(problem)):
         glue, wire = edge
         if all(glue is None or glue_of(layout(s)) == glue for place, s in tied if _is_edge(problem, place)):
-            yield Problem(problem.graph, problem.shape, problem.tables, Choice(glue, wire, tied), problem.budget)
+            yield Problem(problem.graph, problem.shape, problem.tables, Choice(glue, wire, tied), problem.budgets)
 
 
 def bounds_of(problem: Problem) -> Relaxed | None:
     """Lower bounds of a problem; None where nothing fits."""
-    return relaxed(problem, widest_tables(problem))
+    first = widest_tables(problem)
+    own = [
+        first if problem.tables[stage] is problem.tables[0] else widest_tables(problem, stage)
+        for stage in range(problem.shape.stages)
+    ]
+    return relaxed(problem, own)
 
 
 def _is_edge(problem: Problem, place: int) -> bool:
@@ -110,13 +111,18 @@ def _edge_choices(problem: Problem) -> list[tuple[Glue | None, Layout | None]]:
     """Layouts to try at the edges of the one stage, or at the boundaries between several."""
     layers = problem.graph.layers
     if problem.shape.stages > 1:
-        wires = {own for layer in layers for own in problem.tables.table(layer.kind).layouts}
+        wires = {own for layer in layers for own in _layouts(problem, layer)}
         return [(None, wire) for wire in sorted(wires)]
     edges = [layer for layer in layers if layer.role is not Role.BLOCK]
     if len(edges) < 2:
         return [(None, None)]
-    offered = [{glue_of(own) for own in problem.tables.table(layer.kind).layouts} for layer in edges]
+    offered = [{glue_of(own) for own in _layouts(problem, layer)} for layer in edges]
     return [(glue, None) for glue in sorted(set.intersection(*offered))]
+
+
+def _layouts(problem: Problem, layer: Layer) -> list[Layout]:
+    table = problem.tables[0].whole(layer.kind, layer.name)
+    return [table.options.layouts[code] for code in table.present]
 
 
 def _tied_choices(problem: Problem) -> list[tuple[tuple[int, Strategy], ...]]:
@@ -128,13 +134,15 @@ def _tied_choices(problem: Problem) -> list[tuple[tuple[int, Strategy], ...]]:
 def _group_choices(problem: Problem, group: tuple[int, ...]) -> list[tuple[tuple[int, Strategy], ...]]:
     """Strategies that all layers of a group offer, without those that another one beats for all of them at once."""
     tables = [
-        problem.tables.table(problem.graph.layers[place].kind, sharing)
+        problem.tables[0].whole(problem.graph.layers[place].kind, problem.graph.layers[place].name, sharing)
         for place in group
         for sharing in _sharings(problem, group, place)
     ]
     common = set.intersection(*({*table.strategies} for table in tables))
     first, *others = (table.where(lambda strategy: strategy in common) for table in tables)
-    return [tuple((place, strategy) for place in group) for strategy in first.undominated(others).strategies]
+    return [
+        tuple((place, strategy) for place in group) for strategy in first.undominated(problem.form, others).strategies
+    ]
 
 
 def _sharings(problem: Problem, group: tuple[int, ...], place: int) -> list[Sharing]:

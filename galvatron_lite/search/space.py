@@ -54,8 +54,11 @@ class Fixed:
 
     def allows_in(self, layer: str, strategy: Strategy) -> bool:
         """Whether a strategy also has the values pinned for one layer."""
-        pinned = ((name, value) for names, name, value in self.layers if fnmatchcase(layer, names))
-        return all(getattr(strategy, name) == value for name, value in pinned)
+        return all(getattr(strategy, name) == value for name, value in self.pins_of(layer))
+
+    def pins_of(self, layer: str) -> tuple[tuple[str, object], ...]:
+        """Fields and values pinned for one layer besides those for every layer."""
+        return tuple((name, value) for names, name, value in self.layers if fnmatchcase(layer, names))
 
 
 def _off(dimension: str) -> tuple[tuple[str, object], ...]:

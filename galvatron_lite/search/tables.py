@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, Sharing, layout
-from galvatron_lite.cost.memory import terms
+from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing, layout
+from galvatron_lite.cost.schedule import Form, form_of
 from galvatron_lite.cost.stage import Shape
+from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.search.chain import ChainLayer
+from galvatron_lite.search.figures import TICKS, Figures, figures_of, ticks
 from galvatron_lite.search.pareto import pareto_rows
 from galvatron_lite.search.space import Fixed, Space
+
+__all__ = ["TICKS", "Glue", "Layout", "Options", "Store", "Table", "Tables", "glue_of", "ticks"]
 
 IntArray = NDArray[np.int64]
 Layout = tuple[int, int, int, bool]
 """How boundary tensors lie on a stage's devices, see ``cost.layer.layout``."""
 Glue = tuple[int, int, int]
 """A layout without the choice of tensor groups to share tokens."""
-TICKS = 10**12
-"""Search counts time in picoseconds, so that sums do not depend on their order."""
-
-
-def ticks(seconds: float) -> int:
-    """Seconds as whole picoseconds."""
-    return round(seconds * TICKS)
 
 
 def glue_of(own: Layout) -> Glue:
@@ -36,76 +34,186 @@ def glue_of(own: Layout) -> Glue:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Table:
-    """What every strategy of one kind of layer costs under one shape of plan.
+class Options:
+    """Strategies that tables choose from, with what does not depend on the micro-batch.
 
     Attributes:
         strategies: S of them.
-        layouts: of their boundary tensors.
-        forward, backward, step: (S,) picoseconds a micro-batch and a step.
-        kept: (S,) bytes.
-        memory: (S, 7) bytes with one micro-batch in flight, columns as ``MemoryTerms``.
-        output_bytes: of the layer, per sample.
+        batch: (S,) batch degrees.
+        codes: (S,) the number of the layout of each.
+        layouts: by number.
+        samples: a strategy of each layout.
     """
 
     strategies: tuple[Strategy, ...]
+    batch: IntArray
+    codes: IntArray
     layouts: tuple[Layout, ...]
-    forward: IntArray
-    backward: IntArray
-    step: IntArray
-    kept: IntArray
-    memory: IntArray
+    samples: tuple[Strategy, ...]
+
+
+def options_of(strategies: Sequence[Strategy]) -> Options:
+    """Strategies as options."""
+    own = [layout(strategy) for strategy in strategies]
+    samples = dict(zip(reversed(own), reversed(strategies), strict=True))
+    names = sorted(samples)
+    numbers = {name: number for number, name in enumerate(names)}
+    return Options(
+        tuple(strategies),
+        np.array([strategy.batch_degree for strategy in strategies], dtype=np.int64),
+        np.array([numbers[name] for name in own], dtype=np.int64),
+        tuple(names),
+        tuple(samples[name] for name in names),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """What strategies of one kind of layer cost under one shape of plan.
+
+    Attributes:
+        options: that the strategies are among.
+        rows: (S,) which of them.
+        figures: of each.
+        output_bytes: of the layer, per sample.
+    """
+
+    options: Options
+    rows: IntArray
+    figures: Figures
     output_bytes: int
+
+    @cached_property
+    def strategies(self) -> tuple[Strategy, ...]:
+        """S of them."""
+        return tuple(self.options.strategies[row] for row in self.rows)
+
+    @cached_property
+    def codes(self) -> IntArray:
+        """(S,): number of each layout among the options."""
+        return self.options.codes[self.rows]
+
+    @cached_property
+    def layouts(self) -> tuple[Layout, ...]:
+        """(S,): of their boundary tensors."""
+        return tuple(self.options.layouts[code] for code in self.codes)
+
+    @cached_property
+    def present(self) -> IntArray:
+        """Numbers of the layouts that occur, ascending."""
+        return np.unique(self.codes)
+
+    @cached_property
+    def groups(self) -> IntArray:
+        """(S,): place of each layout among those present."""
+        return np.searchsorted(self.present, self.codes)
+
+    @cached_property
+    def both(self) -> IntArray:
+        """(S,): picoseconds of both passes of a micro-batch."""
+        return self.figures.forward + self.figures.backward
+
+    def __len__(self) -> int:
+        """How many strategies."""
+        return len(self.rows)
 
     def where(self, wanted: Callable[[Strategy], bool]) -> Table:
         """Only the strategies that are wanted."""
-        rows = np.array([row for row, strategy in enumerate(self.strategies) if wanted(strategy)], dtype=np.int64)
-        return self.at(rows)
+        rows = [row for row, strategy in enumerate(self.strategies) if wanted(strategy)]
+        return self.at(np.array(rows, dtype=np.int64))
+
+    def laid_out(self, wanted: Callable[[Layout], bool]) -> Table:
+        """Only the strategies whose layout is wanted."""
+        known = np.array([wanted(own) for own in self.options.layouts], dtype=bool)
+        return self.at(np.flatnonzero(known[self.codes]))
 
     def at(self, rows: IntArray) -> Table:
         """Only some of the strategies."""
-        return Table(
-            tuple(self.strategies[row] for row in rows),
-            tuple(self.layouts[row] for row in rows),
-            self.forward[rows],
-            self.backward[rows],
-            self.step[rows],
-            self.kept[rows],
-            self.memory[rows],
-            self.output_bytes,
-        )
+        return Table(self.options, self.rows[rows], self.figures.at(rows), self.output_bytes)
 
-    @property
-    def groups(self) -> IntArray:
-        """(S,): a number for each layout."""
-        numbers = {own: number for number, own in enumerate(dict.fromkeys(self.layouts))}
-        return np.array([numbers[own] for own in self.layouts], dtype=np.int64)
+    def saved(self, form: Form) -> IntArray:
+        """(S,): picoseconds that a schedule frees of a micro-batch, see ``Form.parts``."""
+        return np.rint(form.freed * self.figures.weight).astype(np.int64)
 
-    @property
-    def keys(self) -> IntArray:
+    def parts(self, form: Form) -> tuple[IntArray, ...]:
+        """The parts of a micro-batch's time under a schedule, (S,) each."""
+        return form.parts(self.figures.forward, self.figures.backward, self.saved(form))
+
+    def ramp(self, form: Form) -> IntArray:
+        """(S,): picoseconds by which a layer delays the step if its stage is not the slowest."""
+        return self.both - self.saved(form)
+
+    def theta(self, form: Form) -> IntArray:
+        """(S,): picoseconds a step of a stage that is the slowest."""
+        time: IntArray = form.microbatches * self.both + self.figures.step
+        return time
+
+    def keys(self, form: Form) -> IntArray:
         """Everything a strategy is judged by, apart from its layout: (S, figures)."""
-        return np.column_stack((self.forward, self.backward, self.step, self.kept, self.memory))
+        own = self.figures
+        return np.column_stack((*self.parts(form), own.step, own.kept, own.memory))
 
-    def undominated(self, others: Sequence[Table] = ()) -> Table:
+    def undominated(self, form: Form, others: Sequence[Table] = ()) -> Table:
         """Without strategies that another one of the same layout equals or beats in every figure.
 
         Args:
+            form: of the schedule.
             others: tables with the same strategies that must agree (layers with shared parameters).
         """
-        keys = np.column_stack([table.keys for table in (self, *others)])
-        groups: dict[Layout, list[int]] = {}
-        for row, own in enumerate(self.layouts):
-            groups.setdefault(own, []).append(row)
-        kept = [np.array(rows)[pareto_rows(keys[rows])] for rows in groups.values()]
+        keys = np.column_stack([table.keys(form) for table in (self, *others)])
+        kept = []
+        for code in self.present:
+            rows = np.flatnonzero(self.codes == code)
+            kept.append(rows[pareto_rows(keys[rows])])
         return self.at(np.sort(np.concatenate(kept)) if kept else np.array([], dtype=np.int64))
 
     def chain_layer(self, in_flight: int, columns: Sequence[IntArray], move: IntArray) -> ChainLayer:
         """The layer as the frontier takes it, with so many micro-batches in flight and these time criteria."""
-        rest, prefix, peak, middle, prefetched, pending, updated = self.memory.T
-        held = rest + (in_flight - 1) * self.kept
+        rest, prefix, peak, middle, prefetched, pending, updated = self.figures.memory.T
+        held = rest + (in_flight - 1) * self.figures.kept
         return ChainLayer(
             np.column_stack(list(columns)), held, prefix, peak, middle, prefetched, pending, updated, move, self.groups
         )
+
+
+@dataclass(slots=True)
+class Store:
+    """Figures of all strategies of all kinds of layers, whatever the schedule; made when asked for.
+
+    Attributes:
+        pricer: of the profile.
+        space: the strategies to choose from.
+    """
+
+    pricer: LayerPricer
+    space: Space
+    _options: dict[tuple[str, int, Fixed], Options] = field(default_factory=dict)
+    _same: dict[tuple[Strategy, ...], Options] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], Table] = field(default_factory=dict)
+
+    def options(self, kind: str, devices: int, fixed: Fixed) -> Options:
+        """What a kind of layer may do on a stage of so many devices."""
+        key = (kind, devices, fixed)
+        if key not in self._options:
+            own = options_of(self.space.strategies(kind, devices, fixed))
+            self._options[key] = self._same.setdefault(own.strategies, own)
+        return self._options[key]
+
+    def table(self, kind: str, shape: Shape, fixed: Fixed, sharing: Sharing = ALONE) -> Table:
+        """Every strategy of a kind of layer under a shape; its schedule makes no difference."""
+        key = (kind, shape.stage_devices, shape.stages, shape.microbatch, shape.microbatches == 1, fixed, sharing)
+        if key not in self._known:
+            self._known[key] = self._table(kind, shape, fixed, sharing)
+        return self._known[key]
+
+    def _table(self, kind: str, shape: Shape, fixed: Fixed, sharing: Sharing) -> Table:
+        options = self.options(kind, shape.stage_devices, fixed)
+        rows = np.flatnonzero(shape.microbatch % options.batch == 0)
+        asked = [options.strategies[row] for row in rows]
+        valid, figures = figures_of(
+            self.pricer, kind, asked, shape.microbatch, shape.stages, sharing, shape.microbatches == 1
+        )
+        return Table(options, rows[valid], figures, self.pricer.profile.graph.kinds[kind].output_bytes)
 
 
 @dataclass(slots=True)
@@ -113,75 +221,81 @@ class Tables:
     """Tables of all kinds of layers under one shape of plan; made when asked for.
 
     Attributes:
-        pricer: of the profile.
+        store: of figures.
         shape: of the plan.
         fixed: what the user pinned.
-        space: the strategies to choose from.
     """
 
-    pricer: LayerPricer
+    store: Store
     shape: Shape
     fixed: Fixed
-    space: Space
-    _known: dict[tuple[str, Sharing, bool], Table] = field(default_factory=dict)
-    _moves: dict[tuple[int, int], IntArray] = field(default_factory=dict)
-    _alive: list[Table] = field(default_factory=list)
+    form: Form = field(init=False)
+    _plain: Fixed = field(init=False)
+    _known: dict[tuple[object, ...], Table] = field(default_factory=dict)
+    _moves: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
+    _least_moves: dict[Layout, int] = field(default_factory=dict)
 
-    def table(self, kind: str, sharing: Sharing = ALONE, thinned: bool = True) -> Table:
-        """The table of a kind of layer.
+    def __post_init__(self) -> None:
+        """Remembers the closed form of the shape."""
+        self.form = form_of(self.shape.schedule, self.shape.stages, self.shape.microbatches, self.shape.virtual)
+        self._plain = Fixed(strategy=self.fixed.strategy, forbidden=self.fixed.forbidden)
+
+    @property
+    def pricer(self) -> LayerPricer:
+        """Prices the layers."""
+        return self.store.pricer
+
+    def whole(self, kind: str, layer: str, sharing: Sharing = ALONE) -> Table:
+        """Every strategy that a layer may take.
 
         Args:
             kind: key into the graph's kinds.
-            sharing: of parameters; with any, no strategy is left out, because another layer has a say.
-            thinned: whether strategies that never help are left out where nothing is shared.
+            layer: name, for what is pinned for it.
+            sharing: of parameters.
         """
-        key = (kind, sharing, thinned and sharing == ALONE)
+        every = self.store.table(kind, self.shape, self._plain, sharing)
+        pins = self.fixed.pins_of(layer)
+        if not pins:
+            return every
+        key = (kind, pins, sharing)
         if key not in self._known:
-            whole = self._whole(kind, sharing)
-            self._known[key] = whole.undominated() if key[2] else whole
+            self._known[key] = every.where(lambda strategy: self.fixed.allows_in(layer, strategy))
         return self._known[key]
 
-    def _whole(self, kind: str, sharing: Sharing) -> Table:
-        known, microbatch = self.pricer.profile.graph.kinds[kind], self.shape.microbatch
-        every = self.space.strategies(kind, self.shape.stage_devices, self.fixed)
-        options = [strategy for strategy in every if microbatch % strategy.batch_degree == 0]
-        priced = [(s, self.pricer.price(kind, s, microbatch, self.shape.stages, sharing)) for s in options]
-        offered = [(strategy, cost) for strategy, cost in priced if cost is not None]
-        return _table(offered, self.shape.microbatches, known.output_bytes)
+    def table(self, kind: str, layer: str, sharing: Sharing = ALONE) -> Table:
+        """The same without strategies that never help; with any sharing none is left out: another layer has a say."""
+        whole = self.whole(kind, layer, sharing)
+        if sharing != ALONE:
+            return whole
+        key = (kind, self.fixed.pins_of(layer))
+        if key not in self._known:
+            self._known[key] = whole.undominated(self.form)
+        return self._known[key]
 
     def moves(self, left: Table, right: Table) -> IntArray:
-        """Picoseconds of redistribution in one pass between every layout of one table and of the next, in the
-        order in which the tables' strategies first show them."""
-        key = (id(left), id(right))
+        """Picoseconds of redistribution in one pass between the layouts present in one table and in the next."""
+        key = (id(left.options), id(right.options), left.output_bytes)
         if key not in self._moves:
-            self._alive += [left, right]
             self._moves[key] = self._moved(left, right)
-        return self._moves[key]
+        return self._moves[key][np.ix_(left.present, right.present)]
+
+    def least_move(self, wire: Layout, graph: ModelGraph) -> int:
+        """Picoseconds in one pass of the cheapest move between a layout and another one, wherever it may be."""
+        if wire not in self._least_moves:
+            smallest = min(graph.kinds[layer.kind].output_bytes for layer in graph.layers)
+            every = {id(own): own for own in (self.whole(one.kind, one.name).options for one in graph.layers)}
+            samples = {name: s for own in every.values() for name, s in zip(own.layouts, own.samples, strict=True)}
+            there = samples.pop(wire, None)
+            price, size = self.store.pricer.redistribution, self.shape.microbatch
+            both = [(there, own) for own in samples.values()] + [(own, there) for own in samples.values()]
+            known = [ticks(price(smallest, size, one, other)) for one, other in both if one and other]
+            self._least_moves[wire] = max(min(known, default=0) - 1, 0)
+        return self._least_moves[wire]
 
     def _moved(self, left: Table, right: Table) -> IntArray:
-        samples = dict(zip(left.layouts, left.strategies, strict=True))
-        others = dict(zip(right.layouts, right.strategies, strict=True))
-        seconds = {
-            (a, b): ticks(self.pricer.redistribution(left.output_bytes, self.shape.microbatch, x, y))
-            for a, x in samples.items()
-            for b, y in others.items()
-        }
-        rows = [[seconds[a, b] for b in others] for a in samples]
-        return np.array(rows, dtype=np.int64).reshape(len(samples), len(others))
-
-
-def _table(offered: Sequence[tuple[Strategy, LayerCost]], microbatches: int, output_bytes: int) -> Table:
-    memory = [terms(cost, 1, microbatches) for _, cost in offered]
-    columns = [
-        (t.rest, t.prefix, t.peak, t.middle, t.prefetched, t.pending, t.updated) for t in memory
-    ]  # fmt: skip
-    return Table(
-        tuple(strategy for strategy, _ in offered),
-        tuple(layout(strategy) for strategy, _ in offered),
-        np.array([ticks(cost.forward_seconds) for _, cost in offered], dtype=np.int64),
-        np.array([ticks(cost.backward_seconds) for _, cost in offered], dtype=np.int64),
-        np.array([ticks(cost.step_seconds) for _, cost in offered], dtype=np.int64),
-        np.array([cost.kept for _, cost in offered], dtype=np.int64),
-        np.array(columns, dtype=np.int64).reshape(len(offered), 7),
-        output_bytes,
-    )
+        pricer, size, microbatch = self.store.pricer, left.output_bytes, self.shape.microbatch
+        rows = [
+            [ticks(pricer.redistribution(size, microbatch, one, other)) for other in right.options.samples]
+            for one in left.options.samples
+        ]
+        return np.array(rows, dtype=np.int64).reshape(len(rows), len(right.options.samples))

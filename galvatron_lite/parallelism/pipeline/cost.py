@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.parallelism.base import Collective, Communication, Moment, Strategy
-from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE, most_held, stage_actions
+from galvatron_lite.parallelism.pipeline.schedule import most_held, stage_actions
 from galvatron_lite.plans.schema import Schedule
 
 NAME = "pipeline"
@@ -49,8 +49,11 @@ def in_flight(schedule: Schedule, stages: int, stage: int, microbatches: int) ->
     """The most micro-batches whose activations a stage holds at once, where every group runs one stage.
 
     1F1B: the stage may run ahead of its own backward by the stages that follow it (Narayanan et al. 2021). GPipe: all.
+    Zero-bubble: what the schedule limits it to, waiting gradients of weights included: as many as there are stages
+    (``zb-1p``) or twice that (``zb-2p``; Qi et al. 2023, section 3.1).
     """
-    return microbatches if schedule is Schedule.GPIPE else min(microbatches, stages - stage)
+    ahead = {Schedule.GPIPE: microbatches, Schedule.ZERO_BUBBLE_1P: stages, Schedule.ZERO_BUBBLE_2P: 2 * stages}
+    return min(microbatches, ahead.get(schedule, stages - stage))
 
 
 @lru_cache(maxsize=4096)
@@ -60,9 +63,12 @@ def chunks_in_flight(
     """Micro-batches of each virtual stage that a group holds at its worst moments; see ``schedule.most_held``.
 
     The most are held when warm-up ends, so a step of three rounds shows them. Interleaved 1F1B: up to
-    ``2 (p - group - 1) + (v - 1) p + 1`` in all (Narayanan et al. 2021, section 2.2).
+    ``2 (p - group - 1) + (v - 1) p + 1`` in all (Narayanan et al. 2021, section 2.2). ``zb-v``: up to 2p half stages in
+    all; group g holds 2p - g - 1 of its first and g + 1 of its second.
     """
-    if virtual == 1 and schedule in EXECUTABLE:
+    if schedule is Schedule.ZERO_BUBBLE_V:
+        return ((min(microbatches, 2 * pipeline - group - 1), min(microbatches, group + 1)),) * 2
+    if virtual == 1 and schedule is not Schedule.INTERLEAVED:
         return ((in_flight(schedule, pipeline, group, microbatches),),)
     shown = min(microbatches, 3 * pipeline)
     return most_held(stage_actions(schedule, pipeline, group, shown, virtual), virtual)
