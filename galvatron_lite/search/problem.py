@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.cost.layer import ALONE, Sharing
+from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing
 from galvatron_lite.cost.schedule import Form
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.cost.stage import Shape, transfer_seconds
@@ -66,6 +66,7 @@ class Problem:
 
     Attributes:
         graph: the model.
+        pricer: of the profile, for what lies between stages.
         shape: of the plan.
         tables: figures under that shape, by stage; the same for all stages where all devices are alike.
         choice: what is settled.
@@ -74,6 +75,7 @@ class Problem:
     """
 
     graph: ModelGraph
+    pricer: LayerPricer
     shape: Shape
     tables: tuple[Tables, ...]
     choice: Choice
@@ -135,6 +137,10 @@ class Problem:
         context = pricer.profile.cluster.device.context
         return ticks(right[1] + host), ticks(left[1] + host), buffer_bytes(left[0], right[0]) + context
 
+    def room(self, stage: int, inside: range) -> int:
+        """Bytes that the layers of a stage may take on each of its devices."""
+        return self.budgets[stage] - self.fixed_costs(stage, inside)[2]
+
     def _boundary(self, stage: int, cut: int) -> tuple[int, float]:
         return self._send(stage, self.graph.kind_of(self.graph.layers[cut - 1]).output_bytes)
 
@@ -143,7 +149,7 @@ class Problem:
         data, context, tensor, shared = self.choice.wire or (1, 1, self.shape.stage_devices, True)
         sender = Strategy(data=data, context=context, tensor=tensor, sequence_parallel=shared)
         size = boundary_bytes(output, self.shape.microbatch, sender)
-        return size, transfer_seconds(self.tables[stage].pricer, size, sender, self.shape, (stage - 1, stage))
+        return size, transfer_seconds(self.pricer, size, sender, self.shape, (stage - 1, stage))
 
     def least_sends(self) -> list[int]:
         """Picoseconds that sends and host work add to a micro-batch of each stage at the least."""
@@ -193,7 +199,7 @@ class Problem:
             layers.append(known[key])
         moves = [2 * self.shape.microbatches] if scalar else [*self.form.parts(1, 1, 0), 0]
         weights = (1,) if scalar else self.weights
-        room = self.budgets[stage] - self.fixed_costs(stage, inside)[2]
+        room = self.room(stage, inside)
         return Chain(tuple(layers), np.array(moves), np.array(weights), room), tables
 
     def _columns(self, table: Table, scalar: bool) -> Sequence[IntArray]:

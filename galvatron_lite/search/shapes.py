@@ -25,6 +25,19 @@ OPEN = Choice(None, None, ())
 """Nothing settled: the widest problem of a shape."""
 
 
+@dataclass(slots=True)
+class Known:
+    """Figures by pricer, and by pricer, shape and pins.
+
+    Attributes:
+        stores: by the pricer they hold, which they keep alive.
+        tables: by pricer, shape and pins.
+    """
+
+    stores: dict[int, Store] = field(default_factory=dict)
+    tables: dict[tuple[int, Shape, Fixed], Tables] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What is planned.
@@ -37,7 +50,7 @@ class Request:
         fixed: what is not searched.
         schedules: to choose from.
         space: the strategies to choose from.
-        tables: figures by shape and pins, remembered for all searches of a request.
+        known: figures, remembered for all searches with one space.
     """
 
     graph: ModelGraph
@@ -47,7 +60,7 @@ class Request:
     fixed: Fixed
     schedules: tuple[Schedule, ...]
     space: Space
-    tables: dict[tuple[Shape, Fixed], Tables] = field(default_factory=dict, compare=False)
+    known: Known = field(default_factory=Known, compare=False)
 
 
 def shapes_of(request: Request) -> list[Shape]:
@@ -77,12 +90,12 @@ def widest_tables(problem: Problem, stage: int = 0) -> list[Table]:
 
 def open_problem(request: Request, pricer: LayerPricer, shape: Shape) -> Problem:
     """The problem of a shape with nothing else settled."""
-    key = (shape, request.fixed)
-    known = request.tables.get(key)
-    if known is None or known.pricer is not pricer:
-        known = request.tables[key] = Tables(Store(pricer, request.space), shape, request.fixed)
-    stages = shape.stages
-    return Problem(request.graph, shape, (known,) * stages, OPEN, (request.budget,) * stages)
+    known, every = request.known, []
+    for group in range(shape.stages):
+        own = pricer.of_group(shape.stage_devices, group)
+        store = known.stores.setdefault(id(own), Store(own, request.space))
+        every.append(known.tables.setdefault((id(own), shape, request.fixed), Tables(store, shape, request.fixed)))
+    return Problem(request.graph, pricer, shape, tuple(every), OPEN, (request.budget,) * shape.stages)
 
 
 def settled(problem: Problem) -> Iterator[Problem]:
@@ -90,7 +103,8 @@ def settled(problem: Problem) -> Iterator[Problem]:
     for tied, edge in product(_tied_choices(problem), _edge_choices(problem)):
         glue, wire = edge
         if all(glue is None or glue_of(layout(s)) == glue for place, s in tied if _is_edge(problem, place)):
-            yield Problem(problem.graph, problem.shape, problem.tables, Choice(glue, wire, tied), problem.budgets)
+            choice = Choice(glue, wire, tied)
+            yield Problem(problem.graph, problem.pricer, problem.shape, problem.tables, choice, problem.budgets)
 
 
 def bounds_of(problem: Problem) -> Relaxed | None:

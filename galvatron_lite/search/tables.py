@@ -111,7 +111,8 @@ class Table:
     @cached_property
     def both(self) -> IntArray:
         """(S,): picoseconds of both passes of a micro-batch."""
-        return self.figures.forward + self.figures.backward
+        both: IntArray = self.figures.forward + self.figures.backward
+        return both
 
     def __len__(self) -> int:
         """How many strategies."""
@@ -141,7 +142,8 @@ class Table:
 
     def ramp(self, form: Form) -> IntArray:
         """(S,): picoseconds by which a layer delays the step if its stage is not the slowest."""
-        return self.both - self.saved(form)
+        left: IntArray = self.both - self.saved(form)
+        return left
 
     def theta(self, form: Form) -> IntArray:
         """(S,): picoseconds a step of a stage that is the slowest."""
