@@ -102,14 +102,14 @@ def solve_shape(problem: Problem, partition: Partition, seconds: float = SECONDS
 
 def _priced(problem: Problem, sizes: Sequence[int], strategies: Sequence[Strategy]) -> tuple[float, bool]:
     """Seconds of a step by the evaluator, and whether every stage fits."""
-    pricer = problem.tables.pricer
+    pricer = problem.pricer
     costs = price_stages(pricer, problem.shape, sizes, strategies)
     seconds = bound_seconds(pricer.profile, problem.shape, costs)
-    return seconds, all(cost.memory.total <= problem.budget for cost in costs)
+    return seconds, all(cost.memory.total <= min(problem.budgets) for cost in costs)
 
 
 def _whole(problem: Problem, model: ShapeModel, objective: float) -> float:
     """Seconds of a step from a value of the objective: what no variable stands for comes on top."""
-    profile, shape = problem.tables.pricer.profile, problem.shape
+    profile, shape = problem.pricer.profile, problem.shape
     alone = objective * model.unit + shape.stages * profile.overhead.microbatch + profile.overhead.step
     return alone * straggling(profile, shape.devices)

@@ -125,8 +125,8 @@ class ShapeModel:
         inside = range(place, place + 1) if self.problem.shape.stages > 1 else range(self.count)
         if self.cuts is not None:
             inside = next(range(*ends) for ends in pairwise(self.cuts) if ends[0] <= place < ends[1])
-        whole = self.problem.tables.table(layer.kind, sharing_of(self.problem.graph, inside).get(place, ALONE))
-        return whole.where(lambda strategy: self.problem.tables.fixed.allows_in(layer.name, strategy))
+        sharing = sharing_of(self.problem.graph, inside).get(place, ALONE)
+        return self.problem.tables[0].table(layer.kind, layer.name, sharing)
 
     def _add_flows(self) -> None:
         """The path, and what its steps cost."""
@@ -171,7 +171,7 @@ class ShapeModel:
     def _moved(self, place: int, a: Layout, b: Layout) -> float:
         output = self.problem.graph.kind_of(self.problem.graph.layers[place - 1]).output_bytes
         left, right = (Strategy(data=d, context=c, tensor=t, sequence_parallel=shared) for d, c, t, shared in (a, b))
-        return self.problem.tables.pricer.redistribution(output, self.problem.shape.microbatch, left, right)
+        return self.problem.pricer.redistribution(output, self.problem.shape.microbatch, left, right)
 
     def _edge(self, place: int, stage: int, wire: Layout) -> int:
         """The boundary before a layer: both sides pay for what they send, and hold its buffers."""
@@ -180,7 +180,7 @@ class ShapeModel:
             number = self._edges[key] = self.programme.variable(binary=False)
             data, context, tensor, shared = wire
             sender = Strategy(data=data, context=context, tensor=tensor, sequence_parallel=shared)
-            shape, pricer = self.problem.shape, self.problem.tables.pricer
+            shape, pricer = self.problem.shape, self.problem.pricer
             output = self.problem.graph.kind_of(self.problem.graph.layers[place - 1]).output_bytes
             size = boundary_bytes(output, shape.microbatch, sender)
             seconds = transfer_seconds(pricer, size, sender, shape, (stage, stage + 1))
@@ -226,9 +226,9 @@ class ShapeModel:
         for (_, stage), (table, own) in self.layers.items():
             sums = self._stages[stage]
             for row, number in enumerate(own):
-                sums.forward[number] = float(table.forward[row]) / 1e12
-                sums.backward[number] = float(table.backward[row]) / 1e12
-                sums.step[number] = float(table.step[row]) / 1e12
+                sums.forward[number] = float(table.figures.forward[row]) / 1e12
+                sums.backward[number] = float(table.figures.backward[row]) / 1e12
+                sums.step[number] = float(table.figures.step[row]) / 1e12
 
     def _add_objective(self) -> None:
         """The ramp of every stage, and the slowest of each part."""
@@ -237,7 +237,7 @@ class ShapeModel:
         tops = [programme.variable(binary=False) for _ in range(parts + 1)]
         programme.objective.update(dict.fromkeys(tops, 1.0))
         # Host time of a micro-batch, half in each pass, is all that no variable stands for.
-        host = self.problem.tables.pricer.profile.overhead.microbatch / self.unit
+        host = self.problem.pricer.profile.overhead.microbatch / self.unit
         for stage in self._stages:
             both = _added((stage.forward, 1.0), (stage.backward, 1.0))
             for number, seconds in both.items():
@@ -252,19 +252,19 @@ class ShapeModel:
     def _add_memory(self, stage: int) -> None:
         """Every moment of a stage within its room."""
         problem, places = self.problem, [place for place, own in self.layers if own == stage]
-        room = problem.budget - problem.tables.pricer.profile.cluster.device.context
+        room = problem.budgets[stage] - problem.pricer.profile.cluster.device.context
         more, buffers = problem.held(stage) - 1, self._stages[stage].buffers
         rest: Terms = {}
         for place in places:
             table, own = self.layers[place, stage]
-            rest |= _row(own, table.memory[:, 0] + more * table.kept)
+            rest |= _row(own, table.figures.memory[:, 0] + more * table.figures.kept)
         everything = _added((rest, 1.0), (buffers, 1.0))
         self._within([buffers, *(self._column(place, stage, 6) for place in places)], room)
         start = everything
         for place in places:
             table, own = self.layers[place, stage]
             beside = self._prefetched(place, stage)
-            peak = table.memory[:, 2:4].max(axis=1)
+            peak = table.figures.memory[:, 2:4].max(axis=1)
             self._within([start, beside, _row(own, peak)], room)
             if (place + 1, stage) in self.layers:
                 middle, pending = self._column(place, stage, 3), self._column(place + 1, stage, 5)
@@ -273,19 +273,19 @@ class ShapeModel:
 
     def _column(self, place: int, stage: int, column: int) -> Terms:
         table, own = self.layers[place, stage]
-        return _row(own, table.memory[:, column])
+        return _row(own, table.figures.memory[:, column])
 
     def _prefetched(self, place: int, stage: int) -> Terms:
         """What the layer before has gathered ahead, if it lies in the same stage."""
         if (place - 1, stage) not in self.layers:
             return {}
         table, own = self.layers[place - 1, stage]
-        result = _row(own, table.memory[:, 4])
+        result = _row(own, table.figures.memory[:, 4])
         for layout in dict.fromkeys(table.layouts):
             number = self._edges.get((place, stage, layout))
             if number is not None:
                 rows = [row for row, other in enumerate(table.layouts) if other == layout]
-                result[number] = -float(table.memory[rows, 4].max())
+                result[number] = -float(table.figures.memory[rows, 4].max())
         return result
 
     def _within(self, terms: Sequence[Terms], room: int) -> None:

@@ -134,7 +134,8 @@ class Table:
 
     def saved(self, form: Form) -> IntArray:
         """(S,): picoseconds that a schedule frees of a micro-batch, see ``Form.parts``."""
-        return np.rint(form.freed * self.figures.weight).astype(np.int64)
+        saved: IntArray = np.rint(form.freed * self.figures.weight).astype(np.int64)
+        return saved
 
     def parts(self, form: Form) -> tuple[IntArray, ...]:
         """The parts of a micro-batch's time under a schedule, (S,) each."""

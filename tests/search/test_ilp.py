@@ -78,7 +78,7 @@ def test_a_plan_that_is_not_the_best_is_an_error_that_tells_both() -> None:
     assert best is not None
     assert worse is not None
     assert worse.partition.time > best.partition.time
-    wide = replace(worse.problem, budget=request.budget)
+    wide = replace(worse.problem, budgets=(request.budget,) * worse.problem.shape.stages)
     with pytest.raises(GalvatronError, match=r"search [\d.]+ s, integer programme [\d.]+ s \(proven\)"):
         certify(wide, worse.partition)
 
