@@ -1,4 +1,4 @@
-"""``galvatron plan``: the fastest plan that fits."""
+"""``galvatron plan``: the fastest plan that fits, and the other questions one can ask of the planner."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from galvatron_lite.cli import shapes
+from galvatron_lite.cli import questions, shapes
 
 if TYPE_CHECKING:
+    from galvatron_lite.api import Setup
+    from galvatron_lite.cli.questions import Options
     from galvatron_lite.model.graph import ModelGraph
     from galvatron_lite.plans.schema import Plan
     from galvatron_lite.profiler.schema import Profile
@@ -43,11 +45,32 @@ def plan_command(
         str | None,
         typer.Option("--precision", help="Of compute, with --model; if not given bf16, or the best the devices have."),
     ] = None,
+    best: Annotated[
+        int | None, typer.Option("--best", min=0, help="How many other plans to show; 5 if not given.")
+    ] = None,
     certify: Annotated[
         bool, typer.Option("--certify", help="Solve it as an integer programme too, and compare.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
+    fix: questions.Fix = None,
+    forbid: questions.Forbid = None,
+    schedule: questions.Schedule = None,
+    backend: questions.Backend = "galvatron",
+    best_batch: questions.BestBatch = False,
+    max_batch: questions.MaxBatch = None,
+    fewest: questions.Fewest = False,
+    step: questions.Step = None,
+    rate: questions.Rate = None,
+    tokens: questions.Tokens = None,
+    price: questions.Price = None,
+    tokens_total: questions.TokensTotal = None,
+    samples_total: questions.SamplesTotal = None,
+    steps: questions.Steps = None,
+    within: questions.Within = None,
+    pareto: questions.Pareto = False,
+    memory_step: questions.MemoryStep = None,
+    plot: questions.Plot = None,
     layers: shapes.Layers = None,
     hidden: shapes.Hidden = None,
     heads: shapes.Heads = None,
@@ -64,43 +87,111 @@ def plan_command(
     if context.invoked_subcommand is not None:
         return
     from galvatron_lite import api
-    from galvatron_lite.cli.progress import search_progress
-    from galvatron_lite.cli.tables import print_plan
-    from galvatron_lite.errors import InputError
-    from galvatron_lite.plans.io import write_plan
 
+    options = questions.Options(
+        best_batch, max_batch, fewest, step, rate, tokens, price, tokens_total, samples_total, steps, within, pareto,
+        memory_step, plot,
+    )  # fmt: skip
+    _check(options, certify, best, output)
     shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "vocab": vocab}
     kind = {"gated_mlp": gated, "tied_embeddings": tied, "arch": arch, "experts": experts, "topk": topk}
     flags = shapes.given(**shape, **kind)
-    if flags and model is not None:
-        raise InputError("--model", model, f"Give a model or its shape (--{', --'.join(flags)}), not both.")
-    if flags:
-        flags |= shapes.given(seq=sequence)
-        graph: ModelGraph | str | None = shapes.graph(flags, api.precision_on(cluster, precision, gpus))
-    else:
-        graph = model
+    graph = _model(model, flags, sequence, cluster, precision, gpus)
     known = api.find_profile(
-        profile,
-        model=graph,
-        cluster=cluster,
-        gpus=gpus,
-        sequence=sequence,
-        precision=precision,
-    )
+        profile, model=graph, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision
+    )  # fmt: skip
+    named = _named(known, bool(flags), profile, model)
+    source = _source(known, named, best=graph is not None and precision is None)
+    setup: Setup = {
+        "mem": mem, "batch": batch, "fix": fix or (), "forbid": forbid or (), "schedules": schedule, "backend": backend
+    }  # fmt: skip
+    if options.question:
+        _answer(options, known, setup, source, output, as_json)
+    else:
+        _plan(known, setup, source, output, as_json, certify, best)
+
+
+def _check(options: Options, certify: bool, best: int | None, output: Path | None) -> None:
+    """Refuse options that do not go together, and files that cannot be written, before anything is searched.
+
+    Raises:
+        InputError: names the first.
+    """
+    from galvatron_lite.cli.answers import check_output
+    from galvatron_lite.errors import InputError
+    from galvatron_lite.validate.target import check_target
+
+    question = options.question
+    check_output(output, question)
+    if options.plot is not None:
+        check_target(options.plot)
+    for option, value in (("--certify", certify or None), ("--best", best)):
+        if question and value is not None:
+            raise InputError(option, value, "It belongs to a single plan: not with another question.")
+
+
+def _model(
+    model: str | None,
+    flags: dict[str, str],
+    sequence: int | None,
+    cluster: str | None,
+    precision: str | None,
+    gpus: int | None,
+) -> ModelGraph | str | None:
+    """The model by its name, or by the shape that flags give.
+
+    Raises:
+        InputError: both.
+    """
+    from galvatron_lite import api
+    from galvatron_lite.errors import InputError
+
+    if not flags:
+        return model
+    if model is not None:
+        raise InputError("--model", model, f"Give a model or its shape (--{', --'.join(flags)}), not both.")
+    return shapes.graph(flags | shapes.given(seq=sequence), api.precision_on(cluster, precision, gpus))
+
+
+def _plan(
+    known: Profile, setup: Setup, source: str, output: Path | None, as_json: bool, certify: bool, best: int | None
+) -> None:
+    """The fastest plan."""
+    from galvatron_lite import api
+    from galvatron_lite.cli.progress import search_progress
+    from galvatron_lite.cli.tables import print_plan
+    from galvatron_lite.plans.io import write_plan
+
     with search_progress(quiet=as_json) as progress:
-        found = api.plan(known, mem=mem, batch=batch, certify=certify, progress=progress)
+        asked: Setup = {**setup, "progress": progress}
+        found = api.plan(known, certify=certify, runners_up=api.RUNNERS_UP if best is None else best, **asked)
     if output is not None:
         write_plan(found, output)
     if as_json:
         _print_json(found)
+        return
+    print_plan(found, source, _accuracy(known))
+    if found.provenance is not None and found.provenance.certificate:
+        typer.echo(f"Certificate: {found.provenance.certificate}")
+    _say_where(output)
+
+
+def _answer(options: Options, known: Profile, setup: Setup, source: str, output: Path | None, as_json: bool) -> None:
+    """The answer to another question."""
+    from galvatron_lite.cli.answers import print_answer, print_answer_json, require_answer, write_answer
+    from galvatron_lite.cli.progress import search_progress
+
+    with search_progress(quiet=as_json) as progress:
+        found = options.ask(known, {**setup, "progress": progress})
+    write_answer(found, output, options.plot)
+    if as_json:
+        print_answer_json(found)
     else:
-        source = _source(
-            known, _named(known, bool(flags), profile, model), best=graph is not None and precision is None
-        )
-        print_plan(found, source, _accuracy(known))
-        if found.provenance is not None and found.provenance.certificate:
-            typer.echo(f"Certificate: {found.provenance.certificate}")
+        print_answer(found, source, _accuracy(known))
+    require_answer(found)
+    if not as_json:
         _say_where(output)
+        _say_where(options.plot)
 
 
 def _named(known: Profile, by_shape: bool, profile: Path | None, model: str | None) -> str:

@@ -1,26 +1,35 @@
-"""Progress bars: nothing where there is no terminal."""
+"""Progress bars: nothing where there is no terminal, nor for what takes less than two seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
+
+PATIENCE = 2.0
+"""Seconds before a bar is shown."""
 
 
 @contextmanager
 def progress_bar(title: str, quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on standard error, and the function (done, total, label) that moves it."""
+    """A bar on standard error from the third second on, and the function (done, total, label) that moves it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
-        task = bar.add_task(title, total=None)
+    bar = Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
+    task, begun = bar.add_task(title, total=None), monotonic()
 
-        def move(done: int, total: int, label: str) -> None:
-            bar.update(task, completed=done, total=total, description=f"{title}: {label}" if label else title)
+    def move(done: int, total: int, label: str) -> None:
+        bar.update(task, completed=done, total=total, description=f"{title}: {label}" if label else title)
+        if not bar.live.is_started and monotonic() - begun >= PATIENCE:
+            bar.start()
 
+    try:
         yield move
+    finally:
+        bar.stop()
 
 
 @contextmanager

@@ -1,0 +1,176 @@
+"""Options that ask something else than the fastest plan for a batch, and options that pin what is not to be chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from galvatron_lite.api import Setup
+    from galvatron_lite.profiler.schema import Profile
+    from galvatron_lite.questions.answers import Answer
+
+ASK = "Other questions (one at a time)"
+KEEP = "What is not left to the search"
+
+BestBatch = Annotated[
+    bool, typer.Option("--best-batch", help="Which batch has the greatest throughput?", rich_help_panel=ASK)
+]
+MaxBatch = Annotated[
+    int | None,
+    typer.Option("--max-batch", help="With --best-batch: the largest; 64 a device if not given.", rich_help_panel=ASK),
+]
+Fewest = Annotated[
+    bool, typer.Option("--fewest", help="How few GPUs, up to --gpus, fit the model?", rich_help_panel=ASK)
+]
+Step = Annotated[
+    str | None, typer.Option("--step", help="How few GPUs take so long a step? 2s, 300ms.", rich_help_panel=ASK)
+]
+Rate = Annotated[
+    str | None, typer.Option("--rate", help="How few GPUs train so many samples/s? 1000, 2K.", rich_help_panel=ASK)
+]
+Tokens = Annotated[
+    str | None, typer.Option("--tokens", help="How few GPUs train so many tokens/s? 1M.", rich_help_panel=ASK)
+]
+Price = Annotated[
+    float | None,
+    typer.Option("--price", help="How many GPUs are cheapest at so much a GPU-hour?", rich_help_panel=ASK),
+]
+TokensTotal = Annotated[
+    str | None,
+    typer.Option("--tokens-total", help="With --price: tokens of the run; 1M if not given.", rich_help_panel=ASK),
+]
+SamplesTotal = Annotated[
+    str | None, typer.Option("--samples-total", help="With --price: samples of the run.", rich_help_panel=ASK)
+]
+Steps = Annotated[
+    str | None, typer.Option("--steps", help="With --price: steps of the run, of --batch samples.", rich_help_panel=ASK)
+]
+Within = Annotated[
+    str | None, typer.Option("--within", help="With --price: the run must end in this time: 30d.", rich_help_panel=ASK)
+]
+Pareto = Annotated[
+    bool, typer.Option("--pareto", help="Which is the fastest plan for every budget below --mem?", rich_help_panel=ASK)
+]
+MemoryStep = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-step", help="With --pareto: least step of the budget; 1/32 of it if not given.", rich_help_panel=ASK
+    ),
+]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", help="Draw the answer of any of these (SVG).", rich_help_panel=ASK)
+]
+Fix = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fix", help="Keep this: pp=4, zero=3, layers.3.recompute=full; may be given again.", rich_help_panel=KEEP
+    ),
+]
+Forbid = Annotated[
+    list[str] | None,
+    typer.Option("--forbid", help="Do without: tp, pipeline, recompute …; may be given again.", rich_help_panel=KEEP),
+]
+Schedule = Annotated[
+    list[str] | None,
+    typer.Option("--schedule", help="Of the pipeline: 1f1b, gpipe …; may be given again.", rich_help_panel=KEEP),
+]
+Backend = Annotated[
+    str,
+    typer.Option("--backend", help="What runs the plan: galvatron, or any: all that is priced.", rich_help_panel=KEEP),
+]
+
+_BELONG = {
+    "max_batch": ("best_batch",),
+    "tokens_total": ("price",), "samples_total": ("price",), "steps": ("price",), "within": ("price",),
+    "memory_step": ("pareto",),
+    "plot": ("best_batch", "fewest", "step", "rate", "tokens", "price", "pareto"),
+}  # fmt: skip
+"""Options that say more about a question, and the questions."""
+_ASK = _BELONG["plot"]
+_ALIKE = ("fewest", "step", "rate", "tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of this module as they were given, by their names."""
+
+    best_batch: bool
+    max_batch: int | None
+    fewest: bool
+    step: str | None
+    rate: str | None
+    tokens: str | None
+    price: float | None
+    tokens_total: str | None
+    samples_total: str | None
+    steps: str | None
+    within: str | None
+    pareto: bool
+    memory_step: str | None
+    plot: Path | None
+
+    @property
+    def question(self) -> str:
+        """The one question that is asked, by its option; empty: the fastest plan.
+
+        Raises:
+            InputError: two questions, or an option that belongs to another one.
+        """
+        from galvatron_lite.errors import InputError
+
+        given = self._given()
+        # --fewest beside a target says the same as the target alone.
+        asked = [name for name in _ASK if name in given and not (name == "fewest" and given.keys() & set(_ALIKE[1:]))]
+        if len(asked) > 1:
+            raise InputError(
+                _flag(asked[1]), str(given[asked[1]]), f"{_flag(asked[0])} asks something else: ask one thing."
+            )
+        for name, questions in _BELONG.items():
+            if name in given and not set(asked) & set(questions):
+                raise InputError(_flag(name), given[name], f"It belongs to {' or '.join(map(_flag, questions))}.")
+        return asked[0] if asked else ""
+
+    def ask(self, known: Profile, setup: Setup) -> Answer:
+        """The answer.
+
+        Raises:
+            InputError: an unreadable figure; see also ``api``.
+            InfeasibleError: see ``api``.
+        """
+        from galvatron_lite import api
+        from galvatron_lite.units import parse_bytes, parse_count, parse_seconds
+
+        question = self.question
+        if question == "best_batch":
+            return api.best_batch(known, max_batch=self.max_batch, **setup)
+        if question == "pareto":
+            gap = None if self.memory_step is None else parse_bytes(self.memory_step, "--memory-step")
+            return api.pareto_front(known, memory_step=gap, **setup)
+        if question == "price":
+            within = None if self.within is None else parse_seconds(self.within, "--within")
+            totals = {"samples": self.samples_total, "tokens": self.tokens_total, "steps": self.steps}
+            sizes = {name: parse_count(text, _total(name)) for name, text in totals.items() if text is not None}
+            return api.cheapest(known, price=self.price or 0.0, within=within, **sizes, **setup)
+        step = None if self.step is None else parse_seconds(self.step, "--step")
+        rates = {"samples": self.rate, "tokens": self.tokens}
+        wanted = {name: parse_count(text, f"--{name}") for name, text in rates.items() if text is not None}
+        return api.fewest_devices(known, step=step, **wanted, **setup)
+
+    def _given(self) -> Mapping[str, object]:
+        every = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = {name: value for name, value in every.items() if value is not None and value is not False}
+        return {name: "on" if value is True else value for name, value in given.items()}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _total(name: str) -> str:
+    return "--steps" if name == "steps" else f"--{name}-total"
