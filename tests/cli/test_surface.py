@@ -13,7 +13,9 @@ SURFACE = {
     "plan": {
         "--mem", "--batch", "--gpus", "--cluster", "--model", "--profile", "--seq", "--precision", "--certify",
         "--json", "-o", "--output", "--layers", "--hidden", "--heads", "--kv-heads", "--ffn", "--vocab", "--gated",
-        "--tied", "--arch", "--experts", "--topk",
+        "--tied", "--arch", "--experts", "--topk", "--best", "--fix", "--forbid", "--schedule", "--backend",
+        "--best-batch", "--max-batch", "--fewest", "--step", "--rate", "--tokens", "--price", "--tokens-total",
+        "--samples-total", "--steps", "--within", "--pareto", "--memory-step", "--plot",
     },
     "profile": {
         "--cluster", "--gpus", "--estimate", "--seq", "--precision", "--max-samples", "--name", "--folder", "--json",
