@@ -25,6 +25,9 @@ class Device:
         launch_overhead: seconds a kernel launch costs at the least.
         context: bytes taken before the first tensor: driver context, library workspaces.
         source: address of the data sheet, or ``measured``.
+        host_bandwidth: bytes per second that it can send to host memory while it receives as much; 0: not known, so
+            that nothing is kept there.
+        host_memory_bandwidth: bytes per second of host memory, its even part where devices of a node share it.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -36,6 +39,8 @@ class Device:
     launch_overhead: float = 0.0
     context: int = 0
     source: str = ""
+    host_bandwidth: float = 0.0
+    host_memory_bandwidth: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

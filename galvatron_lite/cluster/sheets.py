@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from galvatron_lite.cluster.cluster import Device
+from galvatron_lite.cluster.host_links import host_link
 
 _GIB = 2**30
 _MIB = 2**20
@@ -37,4 +38,8 @@ def sheet(
     """A sheet from the units data sheets use: GiB, bytes per second, TFLOP/s, MiB."""
     peak = {precision: tera * 1e12 for precision, tera in peak_tflops.items()}
     memory = round(memory_gib * _GIB)
-    return Sheet(Device(name, memory, bandwidth, peak, units, _LAUNCH, context_mib * _MIB, source), aliases)
+    host = host_link(name)
+    device = Device(
+        name, memory, bandwidth, peak, units, _LAUNCH, context_mib * _MIB, source, host.bandwidth, host.memory
+    )
+    return Sheet(device, aliases)

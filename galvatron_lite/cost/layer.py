@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from galvatron_lite.arrays import BoolArray, FloatArray, IntArray, Real
+from galvatron_lite.arrays import BoolArray, FloatArray, IntArray, Real, where
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.cost.communication import Links
 from galvatron_lite.cost.overlap import Exposed, exposed_by
@@ -25,8 +25,10 @@ from galvatron_lite.parallelism.base import (
     DimensionContext,
     LayerWork,
     Moment,
+    Offload,
     Strategy,
 )
+from galvatron_lite.parallelism.offload.cost import HostItem, HostTraffic, host_traffic
 from galvatron_lite.parallelism.registry import DIMENSIONS
 from galvatron_lite.profiler.schema import LayerPoint, Profile
 from galvatron_lite.units import ITEM_BYTES, activation_bytes
@@ -98,7 +100,7 @@ class LayerCost(_Seconds):
         formed_gradients: bytes of gradients that exist from this layer's first backward of a step to the update.
         passing_gradients: bytes of gradients that exist from this layer's backward to the end of the backward pass.
         states: bytes of optimizer state.
-        kept: bytes from forward to backward, one micro-batch.
+        kept: bytes from forward to backward, one micro-batch; 0 where they wait in host memory.
         gathered: bytes of parameters gathered from this layer's forward until its backward ends.
         gather: bytes of parameters gathered only while this layer computes.
         gathering: bytes of one copy of the gathered parameters: the buffer the collective fills.
@@ -106,6 +108,8 @@ class LayerCost(_Seconds):
         reducing: bytes of the buffer that is reduced; it lives on during the next layer's backward.
         working, forward_working: bytes, see ``LayerPoint``.
         updating: temporary bytes of the optimizer for this layer's items.
+        returning: bytes kept in host memory: on the device while the layer itself computes (part of ``working`` and
+            ``forward_working``) and beside the layer after it, on their way in either pass.
     """
 
     forward: float
@@ -131,6 +135,7 @@ class LayerCost(_Seconds):
     forward_working: int
     updating: int
     passing_gradients: int = 0
+    returning: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,6 +170,7 @@ class LayerCosts(_Seconds):
     forward_working: IntArray
     updating: IntArray
     passing_gradients: IntArray
+    returning: IntArray
 
 
 _REALS = 9
@@ -233,12 +239,15 @@ class LayerPricer:
             sharing: with other layers.
 
         Returns:
-            None where the profile holds no point for the strategy's tensor and recompute choice.
+            None where the profile holds no point for the strategy's tensor and recompute choice, or where it uses host
+            memory and the device's link to it is not known.
         """
         key = (kind, sharing, strategy, microbatch, stages)
         if key not in self._known:
             figures = self._figures(kind, strategy, microbatch)
-            self._known[key] = None if figures is None else self._priced(figures, key)
+            self._known[key] = (
+                None if figures is None or not self.covers(kind, strategy) else self._priced(figures, key)
+            )
         return self._known[key]
 
     def price_many(
@@ -249,6 +258,8 @@ class LayerPricer:
 
     def covers(self, kind: str, strategy: Strategy) -> bool:
         """Whether the profile holds points for a strategy."""
+        if strategy.offload is not Offload.NONE and not self.profile.cluster.device.host_bandwidth:
+            return False
         return (kind, strategy.tensor, strategy.sequence_parallel, strategy.recompute) in self._points
 
     def redistribution(self, output_bytes: int, microbatch: int, left: Strategy, right: Strategy) -> float:
@@ -280,9 +291,10 @@ class LayerPricer:
         forward, backward, again, exposed = self._seconds(figures, plain, work)
         exchange = self._exchange(sharing.exchanged, strategy, stages)
         update = self._update_seconds(kind, work)
+        host = self._host_traffic(work, (forward, backward + again), figures.kept)
         return LayerCost(
-            forward, backward, again, exposed.forward, exposed.backward, work.microbatch_overhead,
-            exposed.step + exchange, update, work.step_overhead,
+            forward, backward, again, exposed.forward + host.forward, exposed.backward + host.backward,
+            work.microbatch_overhead, exposed.step + exchange + host.step, update + host.update, work.step_overhead,
             **self._bytes(kind, work, figures, strategy, sharing.grouped),
         )  # fmt: skip
 
@@ -328,7 +340,15 @@ class LayerPricer:
     def _update_seconds(self, kind: LayerKind, work: LayerWork) -> float:
         optimizer = self.profile.optimizer
         tensors = sum(operator.count for operator in kind.operators if operator.weight_bytes)
-        return work.state_items * optimizer.seconds_per_item + tensors * optimizer.seconds_per_tensor
+        return (
+            work.state_items - work.host_items
+        ) * optimizer.seconds_per_item + tensors * optimizer.seconds_per_tensor
+
+    def _host_traffic(self, work: LayerWork, seconds: tuple[float, float], kept: int) -> HostTraffic:
+        profile = self.profile
+        gradient, parameter = ITEM_BYTES[profile.reduce_precision], ITEM_BYTES[profile.parameter_precision]
+        item = HostItem(gradient, parameter, profile.optimizer.state_bytes)
+        return host_traffic(profile.cluster.device, work, seconds, kept, item)
 
     def _bytes(
         self, kind: LayerKind, work: LayerWork, figures: LayerFigures, strategy: Strategy, grouped: bool
@@ -340,12 +360,14 @@ class LayerPricer:
         whole = ceil(work.reduce_items * gather)
         at_use = work.gathered_items + work.transient_items
         lasting = at_use * gather + whole if grouped else work.gathered_items * gather
+        own = work.state_items - work.host_items
         return {
             "parameters": ceil(work.parameter_items * ITEM_BYTES[profile.parameter_precision]) + kind.buffer_bytes,
             "gradients": gradients if work.gradients_persist else 0,
             "formed_gradients": 0 if work.gradients_persist else gradients,
-            "states": ceil(work.state_items * optimizer.state_bytes),
-            "kept": figures.kept,
+            "states": ceil(own * optimizer.state_bytes),
+            "kept": where(work.host_kept > 0, 0, figures.kept),
+            "returning": where(work.host_kept > 0, figures.kept, 0),
             "gathered": ceil(lasting),
             "gather": 0 if grouped else ceil(work.transient_items * gather),
             "gathering": ceil(at_use * gather),
@@ -354,7 +376,7 @@ class LayerPricer:
             "working": max(figures.working, figures.kept),
             "forward_working": figures.forward_working,
             "passing_gradients": ceil(work.gradient_items * profile.passing_bytes),
-            "updating": ceil(work.state_items * optimizer.working_bytes * optimizer.working_share),
+            "updating": ceil(own * optimizer.working_bytes * optimizer.working_share),
         }
 
 

@@ -6,7 +6,8 @@ Symbols, for layers 1..L of the stage in running order, k micro-batches in fligh
     a_l   kept from forward to backward, one micro-batch
     p_l   parameters gathered from forward until the layer's own backward ends
     w_l   live while the layer itself computes, beyond all of the above of earlier layers (its own a_l, p_l included)
-    g_l   parameters gathered for this layer alone; the layer after it prefetches them in backward
+    g_l   parameters gathered for this layer alone; the layer after it prefetches them in backward; and activations that
+          wait in host memory, on their way beside the layer after it in either pass
     d_l   the buffer its gradients are reduced from; lives on in the backward of the layer before it
     u_l   temporary bytes of the optimizer
 
@@ -74,7 +75,7 @@ def terms(cost: LayerCost | LayerCosts, in_flight: int, microbatches: int) -> Me
         prefix=prefix - passing - (cost.formed_gradients if microbatches == 1 else 0),
         peak=largest(middle, end, forward, prefix),
         middle=middle,
-        prefetched=cost.gather,
+        prefetched=cost.gather + cost.returning,
         pending=cost.reducing,
         updated=rest + cost.updating,
     )
@@ -129,7 +130,8 @@ def stage_memory(
     gradients = _gradients_at(costs, peak.layer, microbatches)
     parameters += sum(cost.gathered for cost in costs[: peak.layer + 1]) + costs[peak.layer].gather
     activations = (in_flight - 1) * sum(cost.kept for cost in costs) + sum(c.kept for c in costs[: peak.layer + 1])
-    beside = costs[peak.layer - 1].gather if peak.layer else 0
+    before = costs[peak.layer - 1] if peak.layer else None
+    beside = 0 if before is None else before.gather + before.returning
     rest = peak.size - parameters - gradients - states - activations
     collective = min(max(rest, 0), beside + costs[peak.layer].reducing + costs[peak.layer].gathering)
     return MemoryBreakdown(parameters, gradients, states, activations, rest - collective, collective + buffers, context)

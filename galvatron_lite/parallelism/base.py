@@ -29,6 +29,14 @@ class Offload(StrEnum):
     ALL = "all"
 
 
+class Strided(StrEnum):
+    """The dimension whose ranks lie farthest apart, instead of in the usual order."""
+
+    NONE = ""
+    ZERO = "zero"
+    CONTEXT = "context"
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Strategy:
     """What one layer does with the devices of its stage.
@@ -49,8 +57,10 @@ class Strategy:
         ulysses: whether context ranks exchange heads for tokens around attention (all-to-all; Jacobs et al. 2023,
             arXiv:2309.14509) instead of passing keys and values around a ring.
         offload: what is kept in host memory.
+        strided: the dimension whose ranks lie farthest apart.
 
-    Rank order inside a stage is row-major over (data, zero, context, tensor), tensor innermost (closest).
+    Rank order inside a stage is row-major over (data, zero, context, tensor), tensor innermost (closest); where one is
+    strided, it comes first: (zero, data, context, tensor), whose replicas are near, or (context, data, zero, tensor).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -65,6 +75,7 @@ class Strategy:
     expert_tensor: int = 0
     ulysses: bool = False
     offload: Offload = Offload.NONE
+    strided: Strided = Strided.NONE
 
     @property
     def devices(self) -> int:
@@ -86,6 +97,16 @@ class Strategy:
         """How many ways the states are sharded: over zero and context ranks where there is sharding at all."""
         return self.zero * self.context if self.zero_stage or self.zero > 1 else 1
 
+    @property
+    def offloads_states(self) -> bool:
+        """Whether optimizer states are kept and updated in host memory."""
+        return self.offload in (Offload.STATES, Offload.ALL)
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether activations wait in host memory between forward and backward."""
+        return self.offload in (Offload.ACTIVATIONS, Offload.ALL)
+
     def __str__(self) -> str:
         """Short name for people: ``data4 zero3x2 tensor2+sp recompute``; ``whole`` where nothing is split."""
         parts = []
@@ -103,6 +124,8 @@ class Strategy:
             parts.append("recompute" if self.recompute is Recompute.FULL else "selective")
         if self.offload is not Offload.NONE:
             parts.append("offload" + ("" if self.offload is Offload.ALL else f"-{self.offload.value}"))
+        if self.strided is not Strided.NONE:
+            parts.append(f"{self.strided.value}-strided")
         return " ".join(parts) or "whole"
 
 
@@ -171,6 +194,8 @@ class LayerWork:
         microbatch_overhead: host seconds once a micro-batch, half in forward, half in backward.
         step_overhead: host seconds once a step.
         expert_items: the part of ``parameters`` that belongs to experts which are spread over ranks.
+        host_items: items of ``state_items`` whose optimizer state lies and is updated in host memory.
+        host_kept: share (0 or 1) of what is kept from forward to backward that waits in host memory.
     """
 
     samples: float
@@ -189,6 +214,8 @@ class LayerWork:
     microbatch_overhead: float = 0.0
     step_overhead: float = 0.0
     expert_items: float = 0.0
+    host_items: float = 0.0
+    host_kept: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from galvatron_lite.parallelism.base import Dimension
 from galvatron_lite.parallelism.context.cost import ContextDimension
 from galvatron_lite.parallelism.data.cost import DataDimension
 from galvatron_lite.parallelism.expert.cost import ExpertDimension
+from galvatron_lite.parallelism.offload.cost import OffloadDimension
 from galvatron_lite.parallelism.recompute.cost import RecomputeDimension
 from galvatron_lite.parallelism.tensor.cost import TensorDimension
 from galvatron_lite.parallelism.zero.cost import ZeroDimension
@@ -17,6 +18,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
     RecomputeDimension(),
     ZeroDimension(),
     DataDimension(),
+    OffloadDimension(),
 )
 """In the order they are applied: what slices the layer first, what wraps the slices later."""
 

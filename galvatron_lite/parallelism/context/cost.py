@@ -6,6 +6,11 @@ again, and so do its gradients. All hops run beside attention of the block befor
 same work, as each takes one early and one late piece of the sequence (Megatron-Core; Brandon et al. 2023, striped
 attention, arXiv:2311.09431).
 
+Ulysses (Jacobs et al. 2023, arXiv:2309.14509, section 3): before attention the devices exchange tokens for heads, so
+that each has all tokens of 1/c of the heads, and the output goes back: all-to-alls of queries, keys, values and output
+in forward, the same of their gradients in backward. Of N tokens and h items each, a device sends N h / c in each: the
+4 N h / c of section 3.2, which falls with c at a fixed N, where a ring's 2 N h (c - 1) / c does not.
+
 Everything else is linear in the tokens of a device, so a device works on ``samples`` / c samples; attention too: 1/c
 of the queries with all keys.
 """
@@ -35,23 +40,89 @@ class ContextDimension:
         return ""
 
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Strategy, context: DimensionContext) -> LayerWork:
-        """Fewer tokens, and the hops of keys and values in both passes.
+        """Fewer tokens, and what brings queries, keys and values together in both passes.
 
-        Must run after tensor (each slice passes its own heads) and before recompute (the ring runs again with
-        attention).
+        Must run after tensor (each slice has its own heads) and before recompute (attention's communication runs again
+        with it).
         """
         degree = strategy.context
         if degree == 1:
             return work
-        whole = key_value_items(kind, strategy.tensor) * context.activation_item_bytes
-        block = whole * work.samples / strategy.token_degree
+        share = work.samples / strategy.token_degree * context.activation_item_bytes
         group = RankGroup(degree, strategy.tensor, context.devices // degree)
-        hops = tuple(
-            Communication(Collective.SEND_RECV, block, group, moment, True, times * (degree - 1), self.name)
-            for moment, times in ((Moment.FORWARD, 1), (Moment.BACKWARD, 2))
-            if block
-        )
-        return replace(work, samples=work.samples / degree, communications=(*work.communications, *hops))
+        moved = exchanges(kind, strategy, share, group) if strategy.ulysses else hops(kind, strategy, share, group)
+        return replace(work, samples=work.samples / degree, communications=(*work.communications, *moved))
+
+
+def hops(kind: LayerKind, strategy: Strategy, share: float, group: RankGroup) -> tuple[Communication, ...]:
+    """The ring's: a block of keys and values goes round once in forward, twice in backward.
+
+    Args:
+        kind: of layer.
+        strategy: its degrees.
+        share: samples whose tokens a device has, times bytes of an item.
+        group: the context ranks.
+    """
+    block = key_value_items(kind, strategy.tensor) * share
+    return tuple(
+        Communication(Collective.SEND_RECV, block, group, moment, True, times * (strategy.context - 1), "context")
+        for moment, times in ((Moment.FORWARD, 1), (Moment.BACKWARD, 2))
+        if block
+    )
+
+
+def exchanges(kind: LayerKind, strategy: Strategy, share: float, group: RankGroup) -> tuple[Communication, ...]:
+    """Ulysses': all-to-alls of queries, keys, values and the output in either pass; arguments as for ``hops``.
+
+    Each device's share of queries and of the output is N h / P items (section 3.2). Where a slice has fewer heads of
+    keys and values than there are devices, each device gets a copy of the head that its query heads ask.
+    """
+    queries = sum(one.count * one.heads * one.queries * one.size for one in attention_of(kind)) / strategy.tensor
+    keys = sum(
+        one.count * max(one.kv_heads / strategy.tensor, strategy.context) * one.keys * one.size
+        for one in attention_of(kind)
+    )
+    return tuple(
+        Communication(Collective.ALL_TO_ALL, items * share, group, moment, False, 2, ULYSSES)
+        for moment in (Moment.FORWARD, Moment.BACKWARD)
+        for items in (queries, keys)
+        if items
+    )
+
+
+ULYSSES = "ulysses"
+"""Cause of the all-to-alls around attention: they block, unlike the ring's hops."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """An attention of a layer.
+
+    Attributes:
+        count: how many such there are.
+        heads, kv_heads: of queries, and of keys and values.
+        queries, keys: tokens.
+        size: items of a head.
+    """
+
+    count: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    size: float
+
+
+def attention_of(kind: LayerKind) -> tuple[Attention, ...]:
+    """The attentions of a kind of layer, from its fused operators or else its extents; empty where it has none."""
+    fused = [one for one in kind.operators if one.kind is OperatorClass.ATTENTION]
+    if fused:
+        return tuple(Attention(one.count, *one.shape) for one in fused)
+    dims = kind.dims
+    if not dims.heads or not dims.sequence:
+        return ()
+    kv_heads = dims.kv_heads or dims.heads
+    return (Attention(1, dims.heads, kv_heads, dims.sequence, dims.sequence, dims.hidden / dims.heads),)
 
 
 def key_value_items(kind: LayerKind, tensor: int) -> float:
@@ -59,11 +130,4 @@ def key_value_items(kind: LayerKind, tensor: int) -> float:
 
     Heads fewer than slices are copied. 0 for a kind without attention.
     """
-    fused = [one for one in kind.operators if one.kind is OperatorClass.ATTENTION]
-    if fused:
-        return sum(2 * one.count * max(one.shape[1] / tensor, 1.0) * one.shape[3] * one.shape[4] for one in fused)
-    dims = kind.dims
-    if not dims.heads or not dims.sequence:
-        return 0.0
-    heads = max((dims.kv_heads or dims.heads) / tensor, 1.0)
-    return 2 * heads * dims.sequence * dims.hidden / dims.heads
+    return sum(2 * one.count * max(one.kv_heads / tensor, 1.0) * one.keys * one.size for one in attention_of(kind))

@@ -6,7 +6,7 @@ Communication inside what runs again runs again too:
 - selective that runs attention's core again (Korthikanti et al. 2022, section 5): the ring of context parallelism,
   which is inside the core; no collective of tensor parallelism is.
 - selective that runs matmuls with weights again (torchtitan's per-operator policy, whose list of what is kept holds
-  reduce-scatters): gathers of their inputs, and the ring where the core is not kept.
+  reduce-scatters): gathers of their inputs, and the ring (or Ulysses' all-to-alls) where the core is not kept.
 - selective that runs all but matmuls and attention again (PyTorch's per-operator policy, no collective on its list):
   all of forward's but the ring, whose kernel is kept.
 """
@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute
 from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, Strategy
+from galvatron_lite.parallelism.context.cost import ULYSSES
 from galvatron_lite.parallelism.tensor.cost import copying
 
 
@@ -71,7 +72,8 @@ def _selective(kind: LayerKind) -> Repeats:
     again = [operator for operator in kind.operators if operator.again]
     core = any(_is_core(operator) for operator in again)
     if any(operator.kind is OperatorClass.MATMUL and operator.weight_bytes for operator in again):
-        return lambda one: core if _is_ring(one) else one.collective is Collective.ALL_GATHER
+        around = ("context", ULYSSES)
+        return lambda one: core if one.cause in around else one.collective is Collective.ALL_GATHER
     if core:
         return _is_ring
     return lambda one: not _is_ring(one)

@@ -1,0 +1,1 @@
+"""Optimizer states and activations in host memory."""
