@@ -1,0 +1,285 @@
+"""Reads Hetu-Galvatron's profile files: computation, memory and hardware JSON of its main branch and of v2.4.0."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.files import read_data
+from galvatron_lite.peers.hetu.model import EdgeMemory, Engine, HetuHardware, HetuModel, LayerType, Line, Table
+
+LAYER_TIME = re.compile(r"^layertype_(\d+)_bsz(\d+)_seq(\d+)$")
+EDGE_TIME = re.compile(r"^layertype_other(?:_\d+)?_bsz(\d+)_seq(\[[\d,]+\]|\d+)$")
+COLLECTIVE_TIME = re.compile(r"^(allreduce|all2all)_size_(\d+)_(\d+)MB_time$")
+BANDWIDTH = re.compile(r"^allreduce_size_(\d+)_consec_([01])$")
+FIXED: dict[Engine, dict[str, float]] = {
+    Engine.MAIN: {"off": 0.0, "on_first": 0.0, "on_last": 0.0},
+    Engine.V240: {"off": 2 / 3, "on_first": 1.0, "on_last": 0.0},
+}
+"""Share of the activations of embedding and head that does not grow with the sequence, by stage."""
+BATCH_POINTS = 8
+"""Batch sizes from which its engine fits a line through a layer's times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the profile files do not hold of one layer type.
+
+    Attributes:
+        layers: how many of it the model has.
+        hidden: its hidden size.
+        sequence: tokens a sample; 0: the one that was profiled.
+    """
+
+    layers: int
+    hidden: int
+    sequence: int = 0
+
+
+def read_model(
+    folder: Path,
+    sizes: Sequence[Sizes],
+    mode: str = "",
+    sequence_parallel: bool = True,
+    engine: Engine = Engine.MAIN,
+) -> HetuModel:
+    """A model's profile from a folder with one ``computation_profiling_*`` and one ``memory_profiling_*`` file.
+
+    Args:
+        folder: where they are.
+        sizes: of each layer type, in order.
+        mode: ``static``, ``batch`` or ``sequence``; by what the files hold if empty, as its engine would be told.
+        sequence_parallel: which of the memory file's two kinds of entries is wanted, where it holds both.
+        engine: whose rule for activations of embedding and head at lengths that were not profiled.
+
+    Raises:
+        InputError: a file or key that is missing or not a number; names file, key and remedy.
+    """
+    time_path, memory_path = (_only(folder, f"{kind}_profiling_*.json") for kind in ("computation", "memory"))
+    times, memory = _entries(time_path), _entries(memory_path)
+    ends = _ending(memory, memory_path, sequence_parallel)
+    types = tuple(
+        _layer_type(times, memory, place, size, (time_path, memory_path), mode, ends)
+        for place, size in enumerate(sizes)
+    )
+    key = _edge_key(types)
+    edges = [
+        _edge_memory(memory, f"other_memory_pp_{part}{ends}", key, memory_path, FIXED[engine][part])
+        for part in ("off", "on_first", "on_last")
+    ]
+    _, precision, name = time_path.stem.removesuffix("_all").replace("_profiling", "").split("_", 2)
+    line = _edge_line(times, types, key, time_path, mode)
+    return HetuModel(name, types, *edges, line, precision, ends == "_sp", f"{time_path.name}, {memory_path.name}")
+
+
+def read_hardware(folder: Path, nodes: int, gpus: int) -> HetuHardware:
+    """A cluster's profile from a folder of ``hardware_configs``.
+
+    The latency tables of one node stand in where there are none of several: its tensor groups lie within a node.
+
+    Raises:
+        InputError: a file or key that is missing or not a number.
+    """
+    shape = f"{nodes}nodes_{gpus}gpus_per_node.json"
+    reduce_path, send_path = folder / f"allreduce_bandwidth_{shape}", folder / f"p2p_bandwidth_{shape}"
+    bandwidths = [
+        (BANDWIDTH.match(key), value) for key, value in _entries(reduce_path).items()
+    ]
+    near, far = (
+        {int(found[1]): _number(value, reduce_path, found[0]) for found, value in bandwidths if found and found[2] == c}
+        for c in "10"
+    )
+    send = {
+        int(key.removeprefix("pp_size_")): _number(value, send_path, key)
+        for key, value in _entries(send_path).items()
+        if key.startswith("pp_size_")
+    }
+    overlap_path = folder / "overlap_coefficient.json"
+    overlap = _number(_get(_entries(overlap_path), "overlap_coe", overlap_path), overlap_path, "overlap_coe")
+    gather, exchange = _latencies(_latency_file(folder, shape, gpus))
+    _check_groups(near, nodes * gpus, reduce_path)
+    return HetuHardware(nodes, gpus, near, far, send, max(overlap, 1.0), gather, exchange, str(folder))
+
+
+def _check_groups(near: Mapping[int, float], devices: int, path: Path) -> None:
+    if devices not in near:
+        raise InputError(f"{path}, allreduce_size_{devices}_consec_1", None, "Profile all-reduces over all GPUs.")
+
+
+def _latency_file(folder: Path, shape: str, gpus: int) -> Path:
+    own = folder / f"sp_time_{shape}"
+    nearby = [folder / f"sp_time_1nodes_{size}gpus_per_node.json" for size in (gpus, *range(gpus + 1, 65))]
+    return next((path for path in (own, *nearby) if path.exists()), own)
+
+
+def _latencies(path: Path) -> tuple[dict[int, Table], dict[int, Table]]:
+    tables: dict[str, dict[int, dict[int, float]]] = {"allreduce": {}, "all2all": {}}
+    for key, value in _entries(path).items():
+        found = COLLECTIVE_TIME.match(key)
+        if found:
+            share = 0.5 if found[1] == "allreduce" else 1.0
+            tables[found[1]].setdefault(int(found[2]), {})[int(found[3])] = share * _number(value, path, key)
+    gather, exchange = (
+        {ranks: Table(points, _line(points, path, f"{name}_size_{ranks}_*MB_time")) for ranks, points in by.items()}
+        for name, by in tables.items()
+    )
+    return gather, exchange
+
+
+def _line(points: Mapping[int, float], path: Path, key: str) -> Line:
+    """The straight line of least squares through (x, y)."""
+    if len(points) < 2:
+        raise InputError(f"{path}, {key}", len(points), "A line needs two sizes or more; profile others too.")
+    slope, start = np.polyfit(np.array(list(points), dtype=float), np.array(list(points.values())), 1)
+    return Line(float(slope), float(start))
+
+
+def _only(folder: Path, pattern: str) -> Path:
+    found = sorted(folder.glob(pattern))
+    if not found:
+        raise InputError(str(folder), pattern, "There is no such file; give the folder of the model's configs.")
+    whole = [path for path in found if path.stem.endswith("_all")] or found
+    if len(whole) > 1:
+        raise InputError(str(folder), pattern, f"Several match ({', '.join(path.name for path in whole)}); keep one.")
+    return whole[0]
+
+
+def _entries(path: Path) -> dict[str, Any]:
+    data = read_data(path)
+    if not isinstance(data, dict):
+        raise InputError(str(path), type(data).__name__, "It must hold a JSON object of profiled figures.")
+    return data
+
+
+def _get(data: Mapping[str, Any], key: str, path: Path) -> Any:
+    if key not in data:
+        known = ", ".join(name for name in data if not name.startswith("layernum"))
+        raise InputError(f"{path}, {key}", None, f"It holds {known[:200] or 'nothing'}. Profile it, or give its name.")
+    return data[key]
+
+
+def _number(value: object, path: Path, key: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+        raise InputError(f"{path}, {key}", value, "It must be a number. Profile it anew.")
+    return float(value)
+
+
+def _ending(memory: Mapping[str, Any], path: Path, sequence_parallel: bool) -> str:
+    """Of the memory file's keys: ``_sp`` where tokens were shared in tensor groups."""
+    endings = [ending for ending in ("_sp", "") if f"layertype_0{ending}" in memory]
+    if not endings:
+        raise InputError(f"{path}, layertype_0_sp", None, "It holds no layer's memory. Run its memory profiler.")
+    wanted = "_sp" if sequence_parallel else ""
+    return wanted if wanted in endings else endings[0]
+
+
+def _layer_type(
+    times: Mapping[str, Any],
+    memory: Mapping[str, Any],
+    place: int,
+    size: Sizes,
+    paths: tuple[Path, Path],
+    mode: str,
+    ends: str,
+) -> LayerType:
+    time_path, memory_path = paths
+    found = [(LAYER_TIME.match(key), value) for key, value in times.items()]
+    own = {
+        (int(hit[2]), int(hit[3])): _number(value, time_path, hit[0])
+        for hit, value in found
+        if hit and int(hit[1]) == place
+    }
+    if not own:
+        raise InputError(f"{time_path}, layertype_{place}_bsz*", None, "Profile that layer type, or give fewer --layers.")
+    sequence = size.sequence or min(length for _, length in own)
+    forward = _time_line(own, sequence, mode, time_path, f"layertype_{place}")
+    name = f"layertype_{place}{ends}"
+    by_length = _get(memory, name, memory_path)
+    figures, scale = _at_length(by_length, sequence, memory_path, name)
+    first = _get(by_length, min(by_length, key=int), memory_path) if scale != 1.0 or mode == "sequence" else figures
+    activation = _get(figures, "tp_activation_per_bsz_dict", memory_path)
+    checkpoint = _number(_get(activation, "checkpoint", memory_path), memory_path, f"{name}.checkpoint")
+    degrees = {
+        int(key): scale * _number(value, memory_path, f"{name}.{key}")
+        for key, value in activation.items()
+        if key.isdigit()
+    }
+    parameters = _number(_get(first, "parameter_size", memory_path), memory_path, f"{name}.parameter_size")
+    return LayerType(size.layers, size.hidden, sequence, parameters, degrees, scale * checkpoint, forward)
+
+
+def _at_length(by_length: Mapping[str, Any], sequence: int, path: Path, name: str) -> tuple[Any, float]:
+    """Figures at a sequence length: what was profiled, or the longest in proportion (its ``sequence`` mode)."""
+    if len(by_length) == 1:
+        return _get(by_length, str(sequence), path), 1.0
+    longest = max(by_length, key=int)
+    return _get(by_length, longest, path), sequence / int(longest)
+
+
+def _time_line(
+    own: Mapping[tuple[int, int], float], sequence: int, mode: str, path: Path, name: str
+) -> Line:
+    """Milliseconds of all samples by samples: a line through batches, a parabola through lengths, or one figure."""
+    batches = {batch: time * batch for (batch, length), time in own.items() if length == sequence}
+    lengths = {length: time for (batch, length), time in own.items() if batch == 1}
+    chosen = mode or ("batch" if len(batches) >= BATCH_POINTS else "sequence" if len(lengths) > 2 else "static")
+    if chosen == "batch":
+        return _line(batches, path, f"{name}_bsz*_seq{sequence}")
+    if chosen == "sequence":
+        return Line(_parabola(lengths, sequence, 2 if "other" not in name else 1))
+    if not batches:
+        known = ", ".join(str(length) for length in sorted({length for _, length in own}))
+        raise InputError(f"{path}, {name}_bsz*_seq{sequence}", None, f"Lengths profiled: {known}. Give one as --seq.")
+    most = max(batches)
+    return Line(batches[most] / most)
+
+
+def _parabola(points: Mapping[int, float], x: float, degree: int) -> float:
+    fitted = np.polyfit(np.array(list(points), dtype=float), np.array(list(points.values())), degree)
+    return float(np.polyval(fitted, x))
+
+
+def _edge_key(types: Iterable[LayerType]) -> str:
+    lengths = [kind.sequence for kind in types]
+    return str(lengths[0]) if len(lengths) == 1 else f"[{','.join(map(str, lengths))}]"
+
+
+def _edge_line(
+    times: Mapping[str, Any], types: Sequence[LayerType], key: str, path: Path, mode: str
+) -> Line:
+    found = [(EDGE_TIME.match(name), value) for name, value in times.items()]
+    if len(types) > 1:
+        own = {(int(hit[1]), 0): _number(value, path, hit[0]) for hit, value in found if hit and hit[2] == key}
+        if own:
+            return _time_line(own, 0, mode, path, "layertype_other")
+    own = {
+        (int(hit[1]), int(hit[2])): _number(value, path, hit[0]) for hit, value in found if hit and hit[2].isdigit()
+    }
+    if not own:
+        raise InputError(f"{path}, layertype_other_bsz*_seq{key}", None, "Profile embedding and head too.")
+    return _time_line(own, types[0].sequence, mode, path, "layertype_other")
+
+
+def _edge_memory(memory: Mapping[str, Any], name: str, key: str, path: Path, fixed: float) -> EdgeMemory:
+    """Memory of embedding and head; ``fixed``: the share of activations that does not grow with the sequence."""
+    by_length = _get(memory, name, path)
+    figures, scale = (by_length[key], 1.0) if key in by_length and len(by_length) == 1 else _longest(by_length, key, path)
+    parts = [_get(figures, part, path) for part in ("model_states", "activation")]
+    states, activation = (
+        {int(degree): _number(value, path, f"{name}.{degree}") for degree, value in part.items()} for part in parts
+    )
+    share = fixed + (1.0 - fixed) * scale
+    return EdgeMemory(states, {degree: share * value for degree, value in activation.items()})
+
+
+def _longest(by_length: Mapping[str, Any], key: str, path: Path) -> tuple[Any, float]:
+    if not key.isdigit():
+        return _get(by_length, key, path), 1.0
+    longest = max(by_length, key=int)
+    return _get(by_length, longest, path), int(key) / int(longest)

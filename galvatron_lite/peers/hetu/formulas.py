@@ -1,0 +1,205 @@
+"""What a plan costs by Hetu-Galvatron's own formulas; ``formulas_layer`` has those of one layer.
+
+Iteration time (``pipeline_costmodel``): with c_i the milliseconds of one micro-batch of stage i without the sum of
+gradients, embedding and head included, r_i the layers' with it, p stages and m micro-batches,
+
+    A = sum c + (m - 1) c_last
+    B = max(min(p - 1, m - 1) c_0, sum of c_1..) + max(0, m + 1 - p) c_0
+    T = max(A, B) + max(0, max_i (r_i - sum of c_0..c_i))
+
+Stages in the middle count in sum c alone, so it means something for even splits only. The optimizer's time and what
+moves between unlike layers are not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.peers.hetu.formulas_layer import in_flight, layer_mb, layer_ms, overlapped, states_ratio
+from galvatron_lite.peers.hetu.model import EdgeMemory, Engine, HetuHardware, HetuModel
+from galvatron_lite.peers.hetu.strategy import DataType, HetuPlan
+
+CONTEXT_MB = 1024
+"""What it counts for the driver's context."""
+RESERVE_ABOVE_MB, RESERVE = 20 * 1024, 0.2
+"""Budgets above keep a share back for PyTorch's allocator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What its command line says once for a search.
+
+    Attributes:
+        engine: whose formulas.
+        async_reduce: whether gradients are summed behind the last micro-batch only.
+        tables: whether collectives of tensor groups come from the latency tables (``--sp_space tp+sp``).
+        least_tensor: v2.4.0's ``min_tp`` of the search that found a plan; 0: the least degree in it.
+    """
+
+    engine: Engine = Engine.MAIN
+    async_reduce: bool = True
+    tables: bool = True
+    least_tensor: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HetuCost:
+    """A plan priced by its formulas.
+
+    Attributes:
+        seconds: of one step.
+        memory: MB of each stage, as it compares them with its budget.
+    """
+
+    seconds: float
+    memory: tuple[int, ...]
+
+
+def usable_mb(budget_gb: float) -> int:
+    """MB of a budget in GB that its search fills: all of it up to 20 GB, four fifths above."""
+    whole = int(budget_gb * 1024)
+    return whole - int(whole * RESERVE) if whole // 1024 > RESERVE_ABOVE_MB // 1024 else whole
+
+
+def price(model: HetuModel, hardware: HetuHardware, plan: HetuPlan, rules: Rules | None = None) -> HetuCost:
+    """Step time and memory of a plan by its formulas.
+
+    Raises:
+        InputError: the plan is not the model's, or needs a figure that was not profiled.
+    """
+    known = rules or Rules()
+    _check(model, hardware, plan)
+    try:
+        return HetuCost(step_ms(model, hardware, plan, known) / 1000, memory_mb(model, plan, known))
+    except KeyError as missing:
+        raise InputError("plan", missing.args[0], "Nothing was profiled for groups of so many ranks.") from None
+
+
+def _check(model: HetuModel, hardware: HetuHardware, plan: HetuPlan) -> None:
+    if len(plan.layers) != model.layers:
+        raise InputError("tp_sizes_enc", len(plan.layers), f"The model {model.name} has {model.layers} layers.")
+    if plan.devices != hardware.devices:
+        raise InputError("world_size", plan.devices, f"The hardware profile is of {hardware.devices} GPUs.")
+
+
+def step_ms(model: HetuModel, hardware: HetuHardware, plan: HetuPlan, rules: Rules) -> float:
+    """Milliseconds of one step; see the module."""
+    pairs = [layer_ms(model, hardware, plan, place, rules.engine, rules.tables) for place in range(len(plan.layers))]
+    edges = edges_ms(model, hardware, plan, rules)
+    summed, plain, start = [], [], 0
+    for stage, count in enumerate(plan.division):
+        own = pairs[start : start + count]
+        summed.append(sum(pair[0] for pair in own))
+        plain.append(sum(pair[1] for pair in own) + edges[stage])
+        start += count
+    return iteration(summed, plain, plan.chunks)
+
+
+def iteration(summed: Sequence[float], plain: Sequence[float], chunks: int) -> float:
+    """``pipeline_costmodel``: the time of all micro-batches from r and c of each stage."""
+    stages = len(plain)
+    forth = sum(plain) + plain[-1] * (chunks - 1)
+    ahead = max(min(stages - 1, chunks - 1) * plain[0], sum(plain[1:])) + plain[0] * max(0, chunks + 1 - stages)
+    late = max(gradient - sum(plain[: stage + 1]) for stage, gradient in enumerate(summed))
+    return max(forth, ahead) + max(late, 0.0)
+
+
+def edges_ms(model: HetuModel, hardware: HetuHardware, plan: HetuPlan, rules: Rules) -> list[float]:
+    """Milliseconds of embedding and head in each stage, one micro-batch, gradients not summed.
+
+    Under ZeRO-3 parameters are gathered twice; that slows compute but is not slowed by it.
+    """
+    edge, result = plan.edges, [0.0] * plan.pipeline
+    ranks = edge.shards
+    rate = hardware.ms_per_mb(ranks, apart=edge.tensor > 1) * (ranks - 1) / ranks
+    sharded = edge.kind is DataType.ZERO3 and (edge.data > 1 or rules.engine is Engine.V240)
+    held = plan.batch / plan.chunks / (edge.data * edge.sharing)
+    size = _edge_samples(plan, rules)
+    forward = model.edges.at(size / edge.sharing if rules.engine is Engine.MAIN else held) / min(plan.pipeline, 2)
+    messages = _edge_messages(model, hardware, plan, rules)
+    half = 0.5 if model.mixed and rules.engine is Engine.MAIN else 1.0
+    for place, stage in enumerate(sorted({0, plan.pipeline - 1})):
+        states = _edge_memory(model, plan, stage, rules).states[edge.tensor]
+        gathered = states / 4 * half * rate * (0.5 if sharded else 0.0)
+        both = _hidden(gathered, forward, hardware.overlap) + _hidden(gathered, 2 * forward, hardware.overlap)
+        result[stage] = both + (sum(messages) if plan.pipeline == 1 else messages[place])
+    return result
+
+
+def _hidden(traffic: float, compute: float, slow: float) -> float:
+    """Only compute is slowed: it takes ``slow`` times as long beside the traffic."""
+    return traffic + max(compute - traffic / slow, 0.0)
+
+
+def _edge_memory(model: HetuModel, plan: HetuPlan, stage: int, rules: Rules) -> EdgeMemory:
+    if plan.pipeline == 1:
+        return model.whole
+    if rules.engine is Engine.V240:  # it reads the first stage's for both, under Ulysses the last one's
+        return model.last if plan.edges.ulysses > 1 else model.first
+    return model.first if stage == 0 else model.last
+
+
+def _edge_samples(plan: HetuPlan, rules: Rules) -> float:
+    """Samples of one micro-batch over the ranks that share embedding and head; v2.4.0: over ``min_tp`` ranks."""
+    if rules.engine is Engine.MAIN:
+        return plan.batch // plan.chunks // plan.edges.data
+    least = rules.least_tensor or min(layer.sharing for layer in plan.layers)
+    return plan.batch / plan.chunks / (plan.devices / plan.pipeline / least)
+
+
+def _edge_messages(model: HetuModel, hardware: HetuHardware, plan: HetuPlan, rules: Rules) -> tuple[float, float]:
+    """Milliseconds of the collectives of a vocabulary that is split, at the model's two ends."""
+    ranks = plan.edges.tensor
+    if ranks == 1:
+        return 0.0, 0.0
+    unit = _edge_samples(plan, rules) * (2 if model.mixed else 4) / 2**20
+    sizes = [unit * kind.sequence * model.types[0].hidden for kind in model.types]
+    if rules.engine is Engine.MAIN:
+        times = [hardware.gather[ranks].at(size) for size in sizes]
+        return times[0], times[-1]
+    if rules.tables:
+        times = [hardware.gather[ranks].line.at(size) for size in sizes]
+    else:
+        rate = hardware.ms_per_mb(ranks, apart=plan.edges.data > 1)
+        times = [(ranks - 1) / ranks * size * rate for size in sizes]
+    return (sum(times), times[-1]) if plan.pipeline == 1 else (times[0], times[-1])
+
+
+def memory_mb(model: HetuModel, plan: HetuPlan, rules: Rules) -> tuple[int, ...]:
+    """MB of each stage as its search adds them up: layers rounded up one by one, embedding and head, buffer."""
+    start, result = 0, []
+    buffer = int(buffer_mb(model, plan))
+    for stage, count in enumerate(plan.division):
+        places = range(start, start + count)
+        layers = sum(ceil(layer_mb(model, plan, p, stage, rules.engine, rules.async_reduce)) for p in places)
+        result.append(layers + ceil(edges_mb(model, plan, stage, rules)) + buffer)
+        start += count
+    return tuple(result)
+
+
+def edges_mb(model: HetuModel, plan: HetuPlan, stage: int, rules: Rules) -> float:
+    """MB of embedding, head and context in a stage."""
+    if stage not in (0, plan.pipeline - 1):
+        return CONTEXT_MB
+    memory = model.whole if plan.pipeline == 1 else model.first if stage == 0 else model.last
+    edge = plan.edges
+    size = plan.batch / plan.chunks / edge.data if rules.engine is Engine.V240 else plan.batch // plan.chunks // edge.data
+    ratio = states_ratio(model, plan, edge, rules.engine, rules.async_reduce, edges=True)
+    return memory.states[edge.tensor] * ratio + memory.activation[edge.sharing] * size * in_flight(plan, stage) + CONTEXT_MB
+
+
+def buffer_mb(model: HetuModel, plan: HetuPlan, degree: int = 0) -> float:
+    """MB of the buffer that tensor groups gather tokens in; ``degree``: the largest group the search allowed.
+
+    None for plans with Ulysses and without tensor groups, which its search of Ulysses alone finds.
+    """
+    own = (*plan.layers, plan.edges)
+    most = degree or max(layer.sharing for layer in own)
+    if not model.sequence_parallel or (most > 1 and all(layer.tensor == 1 for layer in own)):
+        return 0.0
+    size = plan.batch / plan.chunks / (plan.devices // plan.pipeline // most)
+    longest = max(kind.sequence for kind in model.types)
+    return size * model.types[0].hidden * longest * (2 if model.mixed else 4) / 2**20

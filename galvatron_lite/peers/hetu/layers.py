@@ -1,0 +1,151 @@
+"""A model's profile of Hetu-Galvatron as our model graph and layer points.
+
+Its facts are carried over as they are: backward takes twice forward, checkpointed three times; a checkpointed layer
+needs no more than its input while it is computed again; a transformer layer's tensor group gathers or scatters its
+boundary tensor six times a micro-batch (v2.4.0: four times), half of them in forward, which here are regions that end
+(``LayerKind.tensor_scatters``); embedding and head have half of their common time each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import ceil
+
+from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Recompute, Role, SplitDims, TensorSplit
+from galvatron_lite.peers.hetu.model import EdgeMemory, Engine, HetuModel, LayerType, Line
+from galvatron_lite.profiler.schema import LayerPoint
+from galvatron_lite.units import ITEM_BYTES
+
+MB = 2**20
+STATE_BYTES = 16
+"""Bytes of states for one parameter item that its memory figures hold: fp32 or half precision, Adam."""
+SAMPLES = (1, 64)
+"""Samples of the points that stand for its straight lines."""
+ENDS = {Engine.MAIN: 3, Engine.V240: 2}
+"""Collectives of the boundary tensor in one forward pass of a layer."""
+
+
+def to_graph(model: HetuModel, engine: Engine = Engine.MAIN) -> ModelGraph:
+    """The model: an embedding, every layer, a head."""
+    item = ITEM_BYTES[model.precision]
+    kinds = {"embed": _edge_kind("embed", model.first, model, item), "head": _edge_kind("head", model.last, model, item)}
+    layers = [Layer("embed", "embed", Role.BEFORE)]
+    for place, kind in enumerate(model.types):
+        name = block_name(model, place)
+        kinds[name] = _block_kind(name, kind, model, item, engine)
+        taken = len(layers) - 1
+        layers += [Layer(f"layers.{number}", name, Role.BLOCK) for number in range(taken, taken + kind.layers)]
+    layers.append(Layer("head", "head", Role.AFTER))
+    notes = ("As its cost model has it, a checkpointed layer is computed again without working memory.",)
+    return ModelGraph(
+        model.name, tuple(layers), kinds, max(kind.sequence for kind in model.types), model.precision,
+        source=f"Hetu-Galvatron: {model.source}", notes=notes,
+    )  # fmt: skip
+
+
+def block_name(model: HetuModel, place: int) -> str:
+    """Key of a layer type's kind."""
+    return "block" if len(model.types) == 1 else f"block{place}"
+
+
+def to_points(model: HetuModel) -> tuple[LayerPoint, ...]:
+    """Points of every kind at every tensor degree that was profiled."""
+    half = Line(model.edges.slope / 2, model.edges.start / 2)
+    points = [*_edge_points("embed", model.first, half, model), *_edge_points("head", model.last, half, model)]
+    for place, kind in enumerate(model.types):
+        points += _block_points(block_name(model, place), kind, model)
+    return tuple(points)
+
+
+def _block_kind(name: str, kind: LayerType, model: HetuModel, item: int, engine: Engine) -> LayerKind:
+    degree, boundary = max(kind.activation), kind.sequence * kind.hidden * item
+    kept = {
+        Recompute.NONE: TensorSplit(tensor=ceil(kind.activation[1] * MB)),
+        Recompute.FULL: TensorSplit(sequence=ceil(kind.checkpoint * MB)),
+    }
+    return LayerKind(
+        name=name,
+        parameters=TensorSplit(tensor=round(kind.parameters * MB / ITEM_BYTES["fp32"])),
+        operators=(),
+        kept=kept,
+        working=TensorSplit(),
+        forward_working=TensorSplit(),
+        input_bytes=boundary,
+        output_bytes=boundary,
+        dims=SplitDims(sequence=kind.sequence, heads=degree, kv_heads=degree, hidden=kind.hidden),
+        tensor_degrees=degree,
+        tensor_collectives=2 * ENDS[engine],
+        sequence_parallel=model.sequence_parallel,
+        tensor_gathers=0,
+        tensor_scatters=ENDS[engine],
+    )
+
+
+def _edge_kind(name: str, memory: EdgeMemory, model: HetuModel, item: int) -> LayerKind:
+    """Embedding or head; its formulas count one collective of the boundary tensor that waits."""
+    ends = model.types[0] if name == "embed" else model.types[-1]
+    boundary = ends.sequence * ends.hidden * item
+    return LayerKind(
+        name=name,
+        parameters=_edge_parameters(memory.states),
+        operators=(),
+        kept={Recompute.NONE: TensorSplit(tensor=ceil(memory.activation[1] * MB))},
+        working=TensorSplit(),
+        forward_working=TensorSplit(),
+        input_bytes=boundary,
+        output_bytes=boundary,
+        dims=SplitDims(sequence=ends.sequence, hidden=ends.hidden),
+        tensor_degrees=max(memory.activation),
+        tensor_collectives=2,
+        sequence_parallel=model.sequence_parallel,
+        tensor_gathers=1,
+        tensor_scatters=0,
+    )
+
+
+def _edge_parameters(states: Mapping[int, float]) -> TensorSplit:
+    """Parameter items in a part that tensor parallelism divides and one that it does not.
+
+    The two add up to what one device holds whole; of all such splits this one has the least squares at other degrees.
+    """
+    total = states[1]
+    gaps = [(1 - 1 / degree, figure - total / degree) for degree, figure in states.items() if degree > 1]
+    weight = sum(share * share for share, _ in gaps)
+    whole = sum(share * gap for share, gap in gaps) / weight if weight else 0.0
+    whole = min(max(whole, 0.0), total)
+    return TensorSplit(tensor=round((total - whole) * MB / STATE_BYTES), whole=round(whole * MB / STATE_BYTES))
+
+
+def _block_points(name: str, kind: LayerType, model: HetuModel) -> Iterator[LayerPoint]:
+    for degree, figure in sorted(kind.activation.items()):
+        kept = {
+            Recompute.NONE: figure,
+            Recompute.FULL: kind.checkpoint / (degree if model.sequence_parallel else 1),
+        }
+        buffer = _buffer(kind, model) if degree > 1 else 0.0
+        for choice, size in kept.items():
+            yield from _points(name, degree, choice, kind.forward, size, buffer, model)
+
+
+def _buffer(kind: LayerType, model: HetuModel) -> float:
+    """MB a sample of the tokens that a tensor group gathers."""
+    item = ITEM_BYTES[model.precision]
+    return kind.sequence * kind.hidden * item / MB if model.sequence_parallel else 0.0
+
+
+def _edge_points(name: str, memory: EdgeMemory, line: Line, model: HetuModel) -> Iterator[LayerPoint]:
+    for degree, figure in sorted(memory.activation.items()):
+        yield from _points(name, degree, Recompute.NONE, line, figure, 0.0, model)
+
+
+def _points(
+    name: str, degree: int, choice: Recompute, line: Line, kept: float, buffer: float, model: HetuModel
+) -> Iterator[LayerPoint]:
+    """Points on the straight lines of one choice; ``kept`` and ``buffer`` in MB a sample."""
+    for samples in SAMPLES:
+        forward = max(line.at(samples / degree), 0.0) / 1000
+        held = ceil(kept * samples * MB)
+        working = held + ceil(buffer * samples * MB)
+        times = 3 if choice is Recompute.FULL else 2
+        shared = degree > 1 and model.sequence_parallel
+        yield LayerPoint(name, samples, degree, shared, choice, forward, times * forward, held, working, working)
