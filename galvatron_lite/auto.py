@@ -15,6 +15,7 @@ from galvatron_lite.errors import FileFormatError
 from galvatron_lite.model.batch import batch_size
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.example import example_batch
+from galvatron_lite.parallelism.backends import check_runs
 from galvatron_lite.plans.io import check_plan, read_plan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.world import join, pick_device, world_size
@@ -86,9 +87,9 @@ def auto_parallelize(
 
 
 def _given_plan(plan: Plan | str | Path | None) -> Plan | None:
-    if plan is None or isinstance(plan, Plan):
-        return plan if plan is None else check_plan(plan)
-    return read_plan(Path(plan))
+    if plan is None:
+        return None
+    return check_runs(check_plan(plan) if isinstance(plan, Plan) else read_plan(Path(plan)))
 
 
 def _agreed_plan(profile: Profile, mem: str | int, global_batch: int) -> Plan:

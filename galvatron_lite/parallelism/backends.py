@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.base import Offload, Strategy
 from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE
-from galvatron_lite.plans.schema import Schedule
+from galvatron_lite.plans.schema import Plan, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +49,20 @@ def backend_named(name: str) -> Backend:
     if name not in BACKENDS:
         raise InputError("--backend", name, f"Give one of {', '.join(BACKENDS)}.")
     return BACKENDS[name]
+
+
+def check_runs(plan: Plan, backend: Backend = GALVATRON) -> Plan:
+    """The plan itself, once the backend can train with it.
+
+    Raises:
+        InputError: a strategy or schedule that it does not run.
+    """
+    if len(plan.stages) > 1 and plan.schedule not in backend.schedules:
+        known = ", ".join(schedule.value for schedule in backend.schedules)
+        raise InputError("plan, schedule", plan.schedule.value, f"{backend.name} trains with {known}.")
+    for index, stage in enumerate(plan.stages):
+        for run in stage.runs:
+            if not backend.runs(run.strategy):
+                field = f"plan, stages.{index}, strategy of {run.first}"
+                raise InputError(field, str(run.strategy), f"{backend.name} cannot train with it, only price it.")
+    return plan

@@ -83,14 +83,14 @@ def _check_run(plan: Plan, run: LayerRun, field: str) -> None:
     strategy = run.strategy
     if run.count < 1:
         raise InputError(f"{field}.count", run.count, "It is at least 1.")
-    for name in ("data", "zero", "tensor"):
+    for name in ("data", "zero", "tensor", "context", "expert"):
         if getattr(strategy, name) < 1:
             raise InputError(f"{field}.strategy.{name}", getattr(strategy, name), "A degree is at least 1.")
     if strategy.devices != plan.stage_devices:
         raise InputError(
             f"{field}.strategy",
             str(strategy),
-            f"data x zero x tensor is {strategy.devices}, but each stage has {plan.stage_devices} devices.",
+            f"data x zero x context x tensor is {strategy.devices}, but each stage has {plan.stage_devices} devices.",
         )
     if plan.microbatch % strategy.batch_degree:
         raise InputError(
@@ -98,7 +98,7 @@ def _check_run(plan: Plan, run: LayerRun, field: str) -> None:
             str(strategy),
             f"A micro-batch has {plan.microbatch} samples, which {strategy.batch_degree} replicas cannot share evenly.",
         )
-    if strategy.zero > 1 and strategy.zero_stage not in (2, 3):
-        raise InputError(f"{field}.strategy.zero_stage", strategy.zero_stage, "It is 2 or 3 where zero is above 1.")
+    if strategy.zero > 1 and strategy.zero_stage not in (1, 2, 3):
+        raise InputError(f"{field}.strategy.zero_stage", strategy.zero_stage, "It is 1, 2 or 3 where zero is above 1.")
     if strategy.sequence_parallel and strategy.tensor == 1:
         raise InputError(f"{field}.strategy.sequence_parallel", True, "It needs a tensor degree above 1.")

@@ -69,13 +69,15 @@ def read_model(
         for place, size in enumerate(sizes)
     )
     key = _edge_key(types)
-    edges = [
+    whole, first, last = (
         _edge_memory(memory, f"other_memory_pp_{part}{ends}", key, memory_path, FIXED[engine][part])
         for part in ("off", "on_first", "on_last")
-    ]
+    )
     _, precision, name = time_path.stem.removesuffix("_all").replace("_profiling", "").split("_", 2)
     line = _edge_line(times, types, key, time_path, mode)
-    return HetuModel(name, types, *edges, line, precision, ends == "_sp", f"{time_path.name}, {memory_path.name}")
+    return HetuModel(
+        name, types, whole, first, last, line, precision, ends == "_sp", f"{time_path.name}, {memory_path.name}"
+    )
 
 
 def read_hardware(folder: Path, nodes: int, gpus: int) -> HetuHardware:
@@ -88,9 +90,7 @@ def read_hardware(folder: Path, nodes: int, gpus: int) -> HetuHardware:
     """
     shape = f"{nodes}nodes_{gpus}gpus_per_node.json"
     reduce_path, send_path = folder / f"allreduce_bandwidth_{shape}", folder / f"p2p_bandwidth_{shape}"
-    bandwidths = [
-        (BANDWIDTH.match(key), value) for key, value in _entries(reduce_path).items()
-    ]
+    bandwidths = [(BANDWIDTH.match(key), value) for key, value in _entries(reduce_path).items()]
     near, far = (
         {int(found[1]): _number(value, reduce_path, found[0]) for found, value in bandwidths if found and found[2] == c}
         for c in "10"
@@ -196,12 +196,14 @@ def _layer_type(
         if hit and int(hit[1]) == place
     }
     if not own:
-        raise InputError(f"{time_path}, layertype_{place}_bsz*", None, "Profile that layer type, or give fewer --layers.")
+        raise InputError(
+            f"{time_path}, layertype_{place}_bsz*", None, "Profile that layer type, or give fewer --layers."
+        )
     sequence = size.sequence or min(length for _, length in own)
     forward = _time_line(own, sequence, mode, time_path, f"layertype_{place}")
     name = f"layertype_{place}{ends}"
     by_length = _get(memory, name, memory_path)
-    figures, scale = _at_length(by_length, sequence, memory_path, name)
+    figures, scale = _at_length(by_length, sequence, memory_path)
     first = _get(by_length, min(by_length, key=int), memory_path) if scale != 1.0 or mode == "sequence" else figures
     activation = _get(figures, "tp_activation_per_bsz_dict", memory_path)
     checkpoint = _number(_get(activation, "checkpoint", memory_path), memory_path, f"{name}.checkpoint")
@@ -214,7 +216,7 @@ def _layer_type(
     return LayerType(size.layers, size.hidden, sequence, parameters, degrees, scale * checkpoint, forward)
 
 
-def _at_length(by_length: Mapping[str, Any], sequence: int, path: Path, name: str) -> tuple[Any, float]:
+def _at_length(by_length: Mapping[str, Any], sequence: int, path: Path) -> tuple[Any, float]:
     """Figures at a sequence length: what was profiled, or the longest in proportion (its ``sequence`` mode)."""
     if len(by_length) == 1:
         return _get(by_length, str(sequence), path), 1.0
@@ -222,9 +224,7 @@ def _at_length(by_length: Mapping[str, Any], sequence: int, path: Path, name: st
     return _get(by_length, longest, path), sequence / int(longest)
 
 
-def _time_line(
-    own: Mapping[tuple[int, int], float], sequence: int, mode: str, path: Path, name: str
-) -> Line:
+def _time_line(own: Mapping[tuple[int, int], float], sequence: int, mode: str, path: Path, name: str) -> Line:
     """Milliseconds of all samples by samples: a line through batches, a parabola through lengths, or one figure."""
     batches = {batch: time * batch for (batch, length), time in own.items() if length == sequence}
     lengths = {length: time for (batch, length), time in own.items() if batch == 1}
@@ -250,17 +250,13 @@ def _edge_key(types: Iterable[LayerType]) -> str:
     return str(lengths[0]) if len(lengths) == 1 else f"[{','.join(map(str, lengths))}]"
 
 
-def _edge_line(
-    times: Mapping[str, Any], types: Sequence[LayerType], key: str, path: Path, mode: str
-) -> Line:
+def _edge_line(times: Mapping[str, Any], types: Sequence[LayerType], key: str, path: Path, mode: str) -> Line:
     found = [(EDGE_TIME.match(name), value) for name, value in times.items()]
     if len(types) > 1:
         own = {(int(hit[1]), 0): _number(value, path, hit[0]) for hit, value in found if hit and hit[2] == key}
         if own:
             return _time_line(own, 0, mode, path, "layertype_other")
-    own = {
-        (int(hit[1]), int(hit[2])): _number(value, path, hit[0]) for hit, value in found if hit and hit[2].isdigit()
-    }
+    own = {(int(hit[1]), int(hit[2])): _number(value, path, hit[0]) for hit, value in found if hit and hit[2].isdigit()}
     if not own:
         raise InputError(f"{path}, layertype_other_bsz*_seq{key}", None, "Profile embedding and head too.")
     return _time_line(own, types[0].sequence, mode, path, "layertype_other")
@@ -269,7 +265,9 @@ def _edge_line(
 def _edge_memory(memory: Mapping[str, Any], name: str, key: str, path: Path, fixed: float) -> EdgeMemory:
     """Memory of embedding and head; ``fixed``: the share of activations that does not grow with the sequence."""
     by_length = _get(memory, name, path)
-    figures, scale = (by_length[key], 1.0) if key in by_length and len(by_length) == 1 else _longest(by_length, key, path)
+    figures, scale = (
+        (by_length[key], 1.0) if key in by_length and len(by_length) == 1 else _longest(by_length, key, path)
+    )
     parts = [_get(figures, part, path) for part in ("model_states", "activation")]
     states, activation = (
         {int(degree): _number(value, path, f"{name}.{degree}") for degree, value in part.items()} for part in parts

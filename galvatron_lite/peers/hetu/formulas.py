@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.peers.hetu.formulas_layer import in_flight, layer_mb, layer_ms, overlapped, states_ratio
+from galvatron_lite.peers.hetu.formulas_layer import in_flight, layer_mb, layer_ms, samples, states_ratio
 from galvatron_lite.peers.hetu.model import EdgeMemory, Engine, HetuHardware, HetuModel
 from galvatron_lite.peers.hetu.strategy import DataType, HetuPlan
 
@@ -36,13 +36,13 @@ class Rules:
         engine: whose formulas.
         async_reduce: whether gradients are summed behind the last micro-batch only.
         tables: whether collectives of tensor groups come from the latency tables (``--sp_space tp+sp``).
-        least_tensor: v2.4.0's ``min_tp`` of the search that found a plan; 0: the least degree in it.
+        least_tensor: v2.4.0's ``min_tp`` of the search that found a plan.
     """
 
     engine: Engine = Engine.MAIN
     async_reduce: bool = True
     tables: bool = True
-    least_tensor: int = 0
+    least_tensor: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +146,7 @@ def _edge_samples(plan: HetuPlan, rules: Rules) -> float:
     """Samples of one micro-batch over the ranks that share embedding and head; v2.4.0: over ``min_tp`` ranks."""
     if rules.engine is Engine.MAIN:
         return plan.batch // plan.chunks // plan.edges.data
-    least = rules.least_tensor or min(layer.sharing for layer in plan.layers)
-    return plan.batch / plan.chunks / (plan.devices / plan.pipeline / least)
+    return plan.batch / plan.chunks / (plan.devices / plan.pipeline / rules.least_tensor)
 
 
 def _edge_messages(model: HetuModel, hardware: HetuHardware, plan: HetuPlan, rules: Rules) -> tuple[float, float]:
@@ -186,9 +185,9 @@ def edges_mb(model: HetuModel, plan: HetuPlan, stage: int, rules: Rules) -> floa
         return CONTEXT_MB
     memory = model.whole if plan.pipeline == 1 else model.first if stage == 0 else model.last
     edge = plan.edges
-    size = plan.batch / plan.chunks / edge.data if rules.engine is Engine.V240 else plan.batch // plan.chunks // edge.data
+    held = samples(plan, edge, rules.engine) * in_flight(plan, stage)
     ratio = states_ratio(model, plan, edge, rules.engine, rules.async_reduce, edges=True)
-    return memory.states[edge.tensor] * ratio + memory.activation[edge.sharing] * size * in_flight(plan, stage) + CONTEXT_MB
+    return memory.states[edge.tensor] * ratio + memory.activation[edge.sharing] * held + CONTEXT_MB
 
 
 def buffer_mb(model: HetuModel, plan: HetuPlan, degree: int = 0) -> float:

@@ -7,8 +7,9 @@ the mutual slow-down, D ms a MB.
     F = line(b / s),  B = 2 F (3 F checkpointed),  M = 2 (n - 1) / n * P / tensor (half of it in half precision)
     T = F + o * min(B, M D) + what is left of the longer + tensor or Ulysses + M D / 2 (ZeRO-3) + sends
 
-A stage's sends, forth and back, are shared out over its layers. Different in v2.4.0: 4 collectives of tensor parallelism instead of 6, half of backward hides gradients where tensor groups hold half
-of the stage, Ulysses' gradients are summed over the replicas alone, samples are not rounded down.
+A stage's sends, forth and back, are shared out over its layers. Different in v2.4.0: 4 collectives of tensor
+parallelism instead of 6; half of backward hides gradients where tensor groups hold half of the stage; Ulysses'
+gradients are summed over the replicas alone; samples are not rounded down.
 """
 
 from __future__ import annotations

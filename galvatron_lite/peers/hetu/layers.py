@@ -28,7 +28,10 @@ ENDS = {Engine.MAIN: 3, Engine.V240: 2}
 def to_graph(model: HetuModel, engine: Engine = Engine.MAIN) -> ModelGraph:
     """The model: an embedding, every layer, a head."""
     item = ITEM_BYTES[model.precision]
-    kinds = {"embed": _edge_kind("embed", model.first, model, item), "head": _edge_kind("head", model.last, model, item)}
+    kinds = {
+        "embed": _edge_kind("embed", model.first, model, item),
+        "head": _edge_kind("head", model.last, model, item),
+    }
     layers = [Layer("embed", "embed", Role.BEFORE)]
     for place, kind in enumerate(model.types):
         name = block_name(model, place)

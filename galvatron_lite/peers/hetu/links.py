@@ -1,8 +1,8 @@
 """A cluster's profile of Hetu-Galvatron as our cluster and fitted communication.
 
-Its bandwidths are bus bandwidths in 2^30 bytes a second of 1,024 x 1,000: it divides MB (2^20 bytes) by GB/s and takes
-the quotient for milliseconds. An all-reduce of S over n ranks takes 2 (n - 1) / n S / B; what it gathers or scatters
-in tensor groups comes from tables of neighbouring ranks, all else from the bus bandwidth.
+Its bandwidths are bus bandwidths: it divides MB (2^20 bytes) by GB/s and takes the quotient for milliseconds. An
+all-reduce of S over n ranks takes 2 (n - 1) / n S / B. What tensor groups gather or scatter comes from tables of
+neighbouring ranks, all else from the bus bandwidth.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def _fits(hardware: HetuHardware, ranks: int, stride: int) -> Iterator[Collectiv
     bus = PER_MS / hardware.ms_per_mb(ranks, apart=stride > 1)
     rounds = ranks / (ranks - 1)
     yield CollectiveFit(Collective.ALL_REDUCE, ranks, stride, siblings, 0.0, bus * rounds / 2, 0.0)
-    known = {kind: (table, share, scale) for kind, table, share, scale in _tables(hardware, ranks)} if stride == 1 else {}
+    known = (
+        {kind: (table, share, scale) for kind, table, share, scale in _tables(hardware, ranks)} if stride == 1 else {}
+    )
     for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL):
         if kind in known:
             table, share, scale = known[kind]
@@ -105,8 +107,6 @@ def _fits(hardware: HetuHardware, ranks: int, stride: int) -> Iterator[Collectiv
         yield CollectiveFit(Collective.SEND_RECV, 2, stride, siblings, 0.0, speed * PER_MS, 0.0)
 
 
-def _line_fit(
-    kind: Collective, ranks: int, siblings: int, line: Line, share: float, scale: float
-) -> CollectiveFit:
+def _line_fit(kind: Collective, ranks: int, siblings: int, line: Line, share: float, scale: float) -> CollectiveFit:
     latency = max(line.start, 0.0) / 1000 * scale
     return CollectiveFit(kind, ranks, 1, siblings, latency, PER_MS * share / (line.slope * scale), 0.0)

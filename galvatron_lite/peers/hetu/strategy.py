@@ -92,9 +92,7 @@ def read_hetu_plan(data: Mapping[str, Any], field: str, devices: int = 0, batch:
     tensor = _list(data, "tp_sizes_enc", field)
     count = len(tensor)
     world = devices or _whole(data, "world_size", field, stages * max(tensor))
-    types, ulysses, checkpoint = (
-        _list(data, key, field, count) for key in ("dp_types_enc", "use_sp", "checkpoint")
-    )
+    types, ulysses, checkpoint = (_list(data, key, field, count) for key in ("dp_types_enc", "use_sp", "checkpoint"))
     if any(size != 1 for size in _list(data, "cp_sizes_enc", field, count, 1)):
         raise InputError(f"{field}, cp_sizes_enc", data["cp_sizes_enc"], "Context parallelism is not modelled by it.")
     default = _default(data, field)

@@ -1,0 +1,110 @@
+"""Recorded searches of Hetu-Galvatron: what it was asked, the plan it found, and how long that took."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from galvatron_lite.files import STRICT, from_data
+from galvatron_lite.peers.hetu.files import Sizes, read_hardware, read_model
+from galvatron_lite.peers.hetu.formulas import Rules, usable_mb
+from galvatron_lite.peers.hetu.model import Engine, HetuHardware, HetuModel
+from galvatron_lite.peers.hetu.strategy import HetuPlan, read_hetu_plan
+
+if TYPE_CHECKING:
+    from pydantic import ConfigDict
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSearch:
+    """One search; ``profiles/hetu/README.md`` says how they were recorded.
+
+    Attributes:
+        engine: ``main`` or ``v240``.
+        model: folder of its profile.
+        nodes, gpus: the cluster.
+        budget_gb: memory a GPU.
+        batch: samples a step.
+        layers: (layers, hidden, sequence) of each layer type.
+        sequence_parallel, async_reduce, tables: see ``HetuModel`` and ``Rules``.
+        per_layer: whether each layer has a strategy of its own.
+        off: dimensions it was told to leave out (``tp``, ``sp``, ``pp``, ``ckpt``, ``fsdp``).
+        status: ``ok``, ``infeasible`` or ``error``.
+        modified: what was changed in its engine; empty where nothing was.
+        shipped_core: whether the CPU time is that of its engine as shipped; a faster core with the same answers else.
+        search_cpu_seconds: of the search alone.
+        chunks: micro-batches, where they were given; 0: searched.
+        most_tensor: largest tensor degree, where it was less than 8.
+        plan: its plan file.
+        seconds, throughput, memory_mb: what it predicts for it: a step, samples a second, MB of each stage.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    engine: str
+    model: str
+    nodes: int
+    gpus: int
+    budget_gb: int
+    batch: int
+    layers: tuple[tuple[int, int, int], ...]
+    sequence_parallel: bool
+    async_reduce: bool
+    tables: bool
+    per_layer: bool
+    off: tuple[str, ...]
+    status: str
+    modified: str
+    shipped_core: bool
+    search_cpu_seconds: float | None
+    chunks: int = 0
+    most_tensor: int = 8
+    plan: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    throughput: float = 0.0
+    memory_mb: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """For people: ``main llama2-7b 1x8 16GB``, with what was left out."""
+        left = "".join(f" -{one}" for one in self.off) + ("" if self.per_layer else " one strategy")
+        changed = " (modified)" if self.modified else ""
+        return f"{self.engine} {self.model} {self.nodes}x{self.gpus} {self.budget_gb}GB{left}{changed}"
+
+    @property
+    def devices(self) -> int:
+        """GPUs."""
+        return self.nodes * self.gpus
+
+    @property
+    def rules(self) -> Rules:
+        """What its command line says to the formulas."""
+        return Rules(Engine(self.engine), self.async_reduce, self.tables)
+
+    @property
+    def usable(self) -> int:
+        """MB that its search fills."""
+        return usable_mb(self.budget_gb)
+
+    def hetu_plan(self) -> HetuPlan:
+        """The plan it found."""
+        return read_hetu_plan(self.plan, self.name, self.devices, self.batch)
+
+    def profiles(self, folder: Path) -> tuple[HetuModel, HetuHardware]:
+        """The profiles it was given, from the folder that holds one folder a model and ``hardware``."""
+        sizes = [Sizes(*one) for one in self.layers]
+        engine = Engine(self.engine)
+        model = read_model(folder / self.model, sizes, "", self.sequence_parallel, engine)
+        return model, read_hardware(folder / "hardware", self.nodes, self.gpus)
+
+
+def read_searches(path: Path) -> Iterator[RecordedSearch]:
+    """Recorded searches, one a line of JSON.
+
+    Raises:
+        FileFormatError: a line that is none.
+    """
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        yield from_data(RecordedSearch, json.loads(line), f"{path}, line {number}")
