@@ -1,0 +1,36 @@
+"""What repeated questions about one profile have in common: prices and tables, which no budget or batch changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.parallelism.backends import Backend
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.search.shapes import Known
+from galvatron_lite.search.space import Space
+
+
+@dataclass(slots=True)
+class Session:
+    """Give the same one to ``find_plan`` again and again: answers are the same, only sooner.
+
+    Attributes:
+        profile: what layers and communication cost.
+        pricer: of the profile.
+    """
+
+    profile: Profile
+    pricer: LayerPricer = field(init=False)
+    _known: dict[str, tuple[Space, Known]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Makes the pricer."""
+        self.pricer = LayerPricer(self.profile)
+
+    def space(self, backend: Backend) -> tuple[Space, Known]:
+        """The strategies that a backend runs, and the figures known of them."""
+        if backend.name not in self._known:
+            space = Space(self.profile.graph, self.profile.cluster.levels[0].size)
+            self._known[backend.name] = (space, Known())
+        return self._known[backend.name]
