@@ -113,18 +113,17 @@ def ask(
         InfeasibleError: nothing fits.
     """
     profile = replace(setting.profile, cluster=first_devices(setting.profile.cluster, devices))
-    chosen = {} if setting.schedules is None else {"schedules": setting.schedules}
     return find_plan(
         profile,
         devices=devices,
         global_batch=batch,
         budget=setting.budget if budget is None else budget,
         fixed=setting.pins.at(devices, batch),
+        schedules=setting.schedules,
         backend=setting.backend,
         certify=certify,
         runners_up=runners_up,
         progress=progress,
-        **chosen,
     )
 
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.stage import Shape
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.registry import SHAPES
-from galvatron_lite.plans.schema import Alternative, Plan
+from galvatron_lite.plans.schema import Alternative, Plan, Schedule
 from galvatron_lite.search.best_first import Found, finished, search
 from galvatron_lite.search.result import summary
 from galvatron_lite.search.shapes import Request
@@ -47,17 +48,33 @@ class Finalist:
         return Alternative(f"{self.name}: {summary(self.plan)}", self.seconds, peak, self.fits)
 
 
-def finalists(request: Request, pricer: LayerPricer, found: Found) -> tuple[Finalist, ...]:
-    """What the search found, first, and a good plan of each other shape, not a proven one.
+def finalists(request: Request, pricer: LayerPricer, found: Found, wanted: int = 3) -> tuple[Finalist, ...]:
+    """What the search found, first, and good plans that differ materially from it, not proven ones.
 
-    A shape of which no plan is met that fits has its quickest plan, marked as not fitting.
+    They are the best plans of other pipeline degrees and schedules that the search has met, then well-known plans
+    without a pipeline, then neighbouring pipeline degrees, from quick searches. A shape of which no plan is met that
+    fits has its quickest plan, marked as not fitting.
+
+    Args:
+        request: what was planned.
+        pricer: of the profile.
+        found: what the search ended with.
+        wanted: about so many others are looked for; 0: none.
     """
-    first = _finalist(request, pricer, _degree_name(found.problem.shape.stages), found)
-    others = (
-        _best_of(replace(request, fixed=fixed), pricer, name)
-        for name, fixed in _others(request, len(first.plan.stages))
-    )
-    return first, *(other for other in others if other is not None)
+    first = _finalist(request, pricer, _name(found.problem.shape), found)
+    options = [first]
+    if wanted < 1:
+        return (first,)
+    others = [other for other in found.others if other.partition is not found.partition]
+    for other in sorted(others, key=lambda other: other.partition.time)[:wanted]:
+        options.append(_finalist(request, pricer, _name(other.problem.shape), other))
+    for name, fixed in _others(request, found.problem.shape.stages):
+        if len({option.name for option in options}) > wanted:
+            break
+        if name not in {option.name for option in options}:
+            more = _best_of(replace(request, fixed=fixed), pricer, name)
+            options += [] if more is None else [more]
+    return tuple(options)
 
 
 def quickest(options: Sequence[Finalist]) -> Finalist:
@@ -87,11 +104,14 @@ def _others(request: Request, stages: int) -> Iterator[tuple[str, Fixed]]:
     degrees = [degree for degree in divisors(request.devices) if degree <= len(request.graph.layers)]
     here = degrees.index(stages)
     for degree in degrees[max(here - 1, 0) : here] + degrees[here + 1 : here + 2]:
-        yield _degree_name(degree), Fixed(pipeline=degree)
+        yield "no pipeline" if degree == 1 else f"pipeline {degree}", Fixed(pipeline=degree)
 
 
-def _degree_name(stages: int) -> str:
-    return f"pipeline {stages}" if stages > 1 else "no pipeline"
+def _name(shape: Shape) -> str:
+    if shape.stages == 1:
+        return "no pipeline"
+    order = "" if shape.schedule is Schedule.ONE_F_ONE_B else f", {shape.schedule.value}"
+    return f"pipeline {shape.stages}{order}"
 
 
 def _best_of(request: Request, pricer: LayerPricer, name: str) -> Finalist | None:

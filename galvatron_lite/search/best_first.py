@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import count
 from math import inf
 
 from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.stage import Shape
 from galvatron_lite.cost.step import price_plan
-from galvatron_lite.plans.schema import Plan
+from galvatron_lite.plans.schema import Plan, Schedule
+from galvatron_lite.search.glance import Glance
 from galvatron_lite.search.partition import Partition, best_partition, quick_partition
 from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.relax import Relaxed
 from galvatron_lite.search.result import plan_of
-from galvatron_lite.search.shapes import Request, bounds_of, open_problem, settled, shapes_of
+from galvatron_lite.search.shapes import (
+    Request,
+    average_of,
+    bounds_of,
+    open_problem,
+    shapes_of,
+    with_edges,
+    with_ties,
+)
 
 Progress = Callable[[int, int, str], None]
-MOST_WORK = 6_000_000
+MOST_WORK = 60_000_000
 """Labels after which the search ends with the best plan it has; counted, not timed, so that results repeat."""
-_QUICK_WORK, _LOOK = 500_000, 20_000
+_QUICK_WORK, _LOOK = 60_000, 20_000
 """The same for a search that is not exact, and what one quick search of a shape counts besides its labels."""
 
 
@@ -33,14 +43,24 @@ class Found:
         problem: the winning shape.
         partition: its best plan.
         gap: no plan of the space takes less than (1 - gap) of its time; 0.0: there is no better one.
+        others: by pipeline degree and schedule the best plan met on the way, the winner among them.
+        stopped: whether the user stopped the search.
     """
 
     problem: Problem
     partition: Partition
     gap: float = 0.0
+    others: tuple[Found, ...] = ()
+    stopped: bool = False
 
 
-def search(request: Request, pricer: LayerPricer, progress: Progress | None = None, exact: bool = True) -> Found | None:
+def search(
+    request: Request,
+    pricer: LayerPricer,
+    progress: Progress | None = None,
+    exact: bool = True,
+    stoppable: bool = False,
+) -> Found | None:
     """The best plan over all shapes; None where nothing fits.
 
     Args:
@@ -48,59 +68,97 @@ def search(request: Request, pricer: LayerPricer, progress: Progress | None = No
         pricer: of the profile.
         progress: see ``find_plan``.
         exact: False: a good plan, soon, from quick searches of the most promising shapes alone.
+        stoppable: whether Ctrl-C ends the search with the best plan so far; where there is none it is raised.
     """
     walk = _Walk([], count(), MOST_WORK if exact else _QUICK_WORK, exact)
-    for shape in shapes_of(request):
+    stopped = False
+    try:
+        _walk(walk, request, pricer, progress)
+    except KeyboardInterrupt:
+        if not stoppable or walk.best is None:
+            raise
+        stopped = True
+    return walk.end(stopped)
+
+
+def _walk(walk: _Walk, request: Request, pricer: LayerPricer, progress: Progress | None) -> None:
+    glances: dict[int, Glance] = {}
+    shapes = shapes_of(request)
+    for shape in shapes:
         problem = open_problem(request, pricer, shape)
-        walk.push(problem, bounds_of(problem), _Stage.SHAPE)
-    done, total = 0, len(walk.heap)
+        own = {id(tables.pricer): tables.pricer.profile for tables in problem.tables}
+        least = min(
+            glances.setdefault(key, Glance(profile)).bound(request.graph, shape) for key, profile in own.items()
+        )
+        walk.push(problem, None, _Stage.GLANCED, least)
+    done, total = 0, len(shapes)
     while (node := walk.pop()) is not None:
-        if node.stage is _Stage.SHAPE:
+        if node.stage is _Stage.GLANCED:
             done += 1
-            if progress is not None:
-                shape = node.problem.shape
-                progress(done, total, f"{shape.stages} stages, {shape.microbatches} micro-batches")
+        if progress is not None:
+            progress(done, total, _told(node.problem.shape))
         _look_into(walk, node)
+        walk.inside = None
     if progress is not None:
         progress(total, total, "done")
-    return walk.end()
+
+
+def _told(shape: Shape) -> str:
+    order = "" if shape.schedule is Schedule.ONE_F_ONE_B else f"{shape.schedule.value}, "
+    return f"{shape.stages} stages, {order}{shape.microbatches} micro-batches"
 
 
 def _look_into(walk: _Walk, node: _Node) -> None:
     """Replace a node by what is found a step further."""
     problem, bounds = node.problem, node.bounds
-    if node.stage is _Stage.SHAPE:
-        for child in settled(problem):
-            walk.push(child, bounds, _Stage.SETTLED)
-    elif node.stage is _Stage.SETTLED:
-        walk.push(problem, bounds_of(problem), _Stage.BOUNDED)
-    elif node.stage is _Stage.BOUNDED:
+    if node.stage is _Stage.GLANCED:
+        walk.push(problem, None, _Stage.PRICED, max(node.bound, average_of(problem)))
+    elif node.stage is _Stage.PRICED:
+        walk.push_bounded(problem, _Stage.SHAPE, node.bound)
+    elif node.stage is _Stage.SHAPE:
+        for child in with_ties(problem):
+            if child.choice.tied:
+                walk.push_bounded(child, _Stage.TIED, node.bound)
+            else:
+                walk.push(child, bounds, _Stage.TIED, node.bound)
+    elif node.stage is _Stage.TIED:
+        for child in with_edges(problem):
+            walk.push_bounded(child, _Stage.SETTLED, node.bound)
+    elif bounds is not None:
+        _solve(walk, node, bounds)
+
+
+def _solve(walk: _Walk, node: _Node, bounds: Relaxed) -> None:
+    """The best plan of a node, or first a quick one."""
+    problem, before = node.problem, node.problem.work
+    if node.stage is _Stage.SETTLED:
         quick = quick_partition(problem, bounds, walk.limit)
         walk.better(problem, quick.plan)
-        walk.work += problem.work + _LOOK
+        walk.work += _LOOK
         if walk.exact:
-            walk.push(problem, bounds, _Stage.TRIED, quick.least)
+            walk.push(problem, bounds, _Stage.TRIED, max(node.bound, quick.least))
     else:
-        before = problem.work
         best = best_partition(problem, bounds, walk.limit)
         walk.better(problem, best.plan)
         walk.open = min(walk.open, best.least)
-        walk.work += problem.work - before
+    walk.work += problem.work - before
 
 
 class _Stage(IntEnum):
     """How far a node of the tree has been looked into."""
 
-    SHAPE = 0
-    SETTLED = 1
-    BOUNDED = 2
-    TRIED = 3
+    GLANCED = 0
+    PRICED = 1
+    SHAPE = 2
+    TIED = 3
+    SETTLED = 4
+    TRIED = 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Node:
     problem: Problem
-    bounds: Relaxed
+    bounds: Relaxed | None
     stage: _Stage
     bound: float
 
@@ -117,6 +175,8 @@ class _Walk:
         best: plan so far.
         work: labels looked at.
         open: a time that no plan beats in the nodes that were looked into but not to the end.
+        inside: the node that is being looked into.
+        met: best plan so far by pipeline degree and schedule.
     """
 
     heap: list[tuple[float, int, _Node]]
@@ -124,8 +184,10 @@ class _Walk:
     most_work: int
     exact: bool
     best: Found | None = None
-    open: float = inf
     work: int = 0
+    open: float = inf
+    inside: _Node | None = None
+    met: dict[tuple[int, Schedule], Found] = field(default_factory=dict)
 
     @property
     def limit(self) -> int | None:
@@ -136,12 +198,18 @@ class _Walk:
         """Whether a bound leaves room for a better plan."""
         return self.best is None or bound < self.best.partition.time
 
-    def push(self, problem: Problem, bounds: Relaxed | None, stage: _Stage, least: float = 0.0) -> None:
+    def push(self, problem: Problem, bounds: Relaxed | None, stage: _Stage, bound: float) -> None:
         """Add a node, unless it is known to lead nowhere."""
-        if bounds is None or not self.worth(bound := max(bounds.bound, least)) or bound == inf:
+        if not self.worth(bound) or bound == inf:
             return
         rank = self._later(bound) if stage is _Stage.TRIED else bound
         heapq.heappush(self.heap, (rank, next(self.order), _Node(problem, bounds, stage, bound)))
+
+    def push_bounded(self, problem: Problem, stage: _Stage, least: float) -> None:
+        """Add a node with its bounds."""
+        bounds = bounds_of(problem)
+        if bounds is not None:
+            self.push(problem, bounds, stage, max(bounds.bound, least))
 
     def _later(self, bound: float) -> float:
         """Rank of an exact search: after quick ones that have a chance to lower the limit it runs under."""
@@ -154,20 +222,32 @@ class _Walk:
             if not self.worth(node.bound):
                 continue
             if self.work <= self.most_work or (self.exact and self.best is None):
+                self.inside = node
                 return node
             self.open = min(self.open, node.bound)
         return None
 
     def better(self, problem: Problem, partition: Partition | None) -> None:
-        """Keep a plan that beats the best so far."""
-        if partition is not None and self.worth(partition.time):
+        """Keep a plan that beats the best so far, and one that beats those of its degree and schedule."""
+        if partition is None:
+            return
+        key = (problem.shape.stages, problem.shape.schedule)
+        known = self.met.get(key)
+        if known is None or partition.time < known.partition.time:
+            self.met[key] = Found(problem, partition)
+        if self.worth(partition.time):
             self.best = Found(problem, partition)
 
-    def end(self) -> Found | None:
+    def end(self, stopped: bool) -> Found | None:
         """The best plan, and how far from the best there is it may be."""
         if self.best is None:
             return None
-        return replace(self.best, gap=max(1.0 - self.open / self.best.partition.time, 0.0))
+        least = self.open
+        if stopped:
+            left = [node.bound for _, _, node in self.heap] + ([] if self.inside is None else [self.inside.bound])
+            least = min([least, *left])
+        gap = max(1.0 - least / self.best.partition.time, 0.0)
+        return replace(self.best, gap=gap, others=tuple(self.met.values()), stopped=stopped)
 
 
 def finished(request: Request, pricer: LayerPricer, found: Found) -> Plan:
@@ -178,7 +258,7 @@ def finished(request: Request, pricer: LayerPricer, found: Found) -> Plan:
 def plain(request: Request, found: Found) -> Plan:
     """The plan of a search's end, without prediction."""
     shape = found.problem.shape
-    return plan_of(
+    plan = plan_of(
         request.graph,
         devices=request.devices,
         global_batch=request.global_batch,
@@ -187,3 +267,4 @@ def plain(request: Request, found: Found) -> Plan:
         strategies=[strategy for stage in found.partition.stages for strategy in stage.strategies],
         schedule=shape.schedule,
     )
+    return replace(plan, virtual_stages=shape.virtual)

@@ -18,18 +18,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.step import evaluate
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.backends import backend_named
-from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE
+from galvatron_lite.parallelism.backends import Backend, backend_named
 from galvatron_lite.plans.schema import Plan, Proof, Provenance, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, quickest
 from galvatron_lite.search.best_first import Found, Progress, search
 from galvatron_lite.search.checks import check_batch, unprofiled
+from galvatron_lite.search.pins import check_pins, schedules_for
+from galvatron_lite.search.session import Session
 from galvatron_lite.search.shapes import Request
-from galvatron_lite.search.space import Fixed, Space, reasons
+from galvatron_lite.search.space import Fixed, reasons
 
 
 def find_plan(
@@ -39,11 +39,13 @@ def find_plan(
     global_batch: int,
     budget: int,
     fixed: Fixed | None = None,
-    schedules: Sequence[Schedule] = (Schedule.ONE_F_ONE_B,),
+    schedules: Sequence[Schedule] | None = None,
     backend: str = "galvatron",
     certify: bool = False,
     runners_up: int = 3,
     progress: Progress | None = None,
+    session: Session | None = None,
+    stoppable: bool = True,
 ) -> Plan:
     """The fastest plan that fits the memory budget.
 
@@ -53,27 +55,32 @@ def find_plan(
         global_batch: samples a step.
         budget: bytes a device.
         fixed: what is not left to the search.
-        schedules: to choose from where there is a pipeline.
+        schedules: to choose from where there is a pipeline; None: all that the backend runs.
         backend: what is to run the plan (``parallelism.backends``).
         certify: also solve the winning shape as an integer programme; an unequal optimum is an error. What it says is
             kept in the plan's provenance.
         runners_up: how many other plans to report.
         progress: called with (shapes done, shapes in all, what is being looked at).
+        session: of the profile; makes a question that is like an earlier one quicker, and changes no answer.
+        stoppable: whether Ctrl-C (KeyboardInterrupt) in the search returns the best plan so far, not proven; it is
+            raised where there is none yet.
 
     Raises:
-        InputError: a batch or a pinned value that cannot be used.
+        InputError: a batch or a pinned value that cannot be used, or pins that contradict one another.
         InfeasibleError: nothing fits; names the smallest budget that would.
     """
     runner = backend_named(backend)
-    request = _request(profile, devices, global_batch, budget, fixed, schedules)
-    pricer = LayerPricer(profile)
-    found = search(request, pricer, progress)
+    known = session or Session(profile)
+    if known.profile is not profile:
+        raise InputError("session", known.profile.name, f"It is of another profile than {profile.name}.")
+    request, pricer = _request(known, devices, global_batch, budget, fixed or Fixed(), schedules, runner), known.pricer
+    found = search(request, pricer, progress, stoppable=stoppable)
     if found is None:
         from galvatron_lite.search.lean import infeasible
 
         raise infeasible(request, pricer)
-    certificate = _certificate(found, progress) if certify else ""
-    options = finalists(request, pricer, found)
+    certificate = _certificate(found, progress) if certify and not found.stopped else ""
+    options = finalists(request, pricer, found, 0 if found.stopped else runners_up)
     chosen = quickest(options)
     return replace(
         chosen.plan,
@@ -128,26 +135,24 @@ def provenance(profile: Profile, budget: int, gap: float) -> Provenance:
 
 
 def _request(
-    profile: Profile,
+    session: Session,
     devices: int,
     global_batch: int,
     budget: int,
-    fixed: Fixed | None,
-    schedules: Sequence[Schedule],
+    fixed: Fixed,
+    schedules: Sequence[Schedule] | None,
+    backend: Backend,
 ) -> Request:
+    profile = session.profile
     if not 1 <= devices <= profile.cluster.devices:
         raise InputError("--gpus", devices, f"The cluster has {profile.cluster.devices}; give 1 to that many.")
     if global_batch < 1:
         raise InputError("--batch", global_batch, "Give at least one sample a step.")
     if budget < 1:
         raise InputError("--mem", budget, "Give a positive number of bytes.")
-    if not schedules:
-        raise InputError("schedules", schedules, "Name at least one.")
-    offered = ", ".join(schedule.value for schedule in EXECUTABLE)
-    for schedule in schedules:
-        if schedule not in EXECUTABLE:
-            raise InputError("schedules", schedule.value, f"It is priced, but not trained with yet; use {offered}.")
-    space = Space(profile.graph, profile.cluster.levels[0].size)
-    request = Request(profile.graph, devices, global_batch, budget, fixed or Fixed(), tuple(schedules), space)
+    check_pins(profile.graph, fixed)
+    orders = schedules_for(fixed, schedules, backend)
+    space, known = session.space(backend)
+    request = Request(profile.graph, devices, global_batch, budget, fixed, orders, space, known)
     check_batch(request)
     return request

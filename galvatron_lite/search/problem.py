@@ -169,10 +169,14 @@ class Problem:
         return sends
 
     def least_move(self, stage: int) -> int:
-        """Picoseconds in one pass of the cheapest move away from the wire's layout or back to it."""
-        if self.choice.wire is None:
-            return 0
-        return self.tables[stage].least_move(self.choice.wire, self.graph)
+        """Picoseconds in one pass of the cheapest move away from the layout that is settled at the ends, or back."""
+        settled = self.choice.wire or self.choice.glue
+        return 0 if settled is None else self.tables[stage].least_move(settled, self.graph)
+
+    def at_ends(self, own: Layout) -> bool:
+        """Whether layers at the ends of a stage may have a layout."""
+        choice = self.choice
+        return choice.wire == own if choice.wire is not None else choice.glue in (None, glue_of(own))
 
     def held(self, stage: int) -> int:
         """Micro-batches in flight in a stage."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from galvatron_lite.model.graph import Role
 from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.tables import Table
 
@@ -108,13 +109,31 @@ def relaxed(problem: Problem, tables: Sequence[Sequence[Table]]) -> Relaxed | No
         key = (levels[stage], id(own), room, ends, sends[stage])
         if key not in known:
             layers = _layers_of(problem, stage, own)
-            bound = _theta(layers, levels[stage], room, ends) + (form.microbatches - 1) * sends[stage]
+            bound = _theta(layers, levels[stage], room, ends) if stages > 1 else _single(problem, layers, room)
+            bound = bound + (form.microbatches - 1) * sends[stage]
             known[key] = bound - (micro[None, :] - micro[:, None])
         every.append(known[key])
     ahead, behind = _ahead(every), _behind(every)
     if not np.isfinite(ahead[-1][-1]):
         return None
     return Relaxed(micro, float(sum(sends)), tuple(every), ahead, behind)
+
+
+def averaged(problem: Problem, tables: Sequence[Sequence[Table]]) -> float:
+    """A time that no plan beats, quickly: the slowest stage has its share of the layers; memory is left out."""
+    form, ramps, rounds = problem.form, [], []
+    for own in _distinct(tables):
+        if not all(len(table) for table in own):
+            return np.inf
+        known = {id(table): table for table in own}
+        least = {
+            key: (float(table.ramp(form).min()), float((table.theta(form) - table.ramp(form)).min()))
+            for key, table in known.items()
+        }
+        ramps.append([least[id(table)][0] for table in own])
+        rounds.append([least[id(table)][1] for table in own])
+    ramp, more = np.min(ramps, axis=0), np.min(rounds, axis=0)
+    return float(ramp.sum() + max(more.sum() / problem.shape.stages, more.max())) * (1 - _TINY)
 
 
 def _distinct(tables: Sequence[Sequence[Table]]) -> list[Sequence[Table]]:
@@ -153,7 +172,7 @@ def _layers_of(problem: Problem, stage: int, tables: Sequence[Table]) -> _Layers
     for number in range(len(numbers)):
         table = first[number]
         memory = table.figures.memory
-        laid = np.array([own == problem.choice.wire for own in table.options.layouts], dtype=bool)[table.codes]
+        laid = np.array([problem.at_ends(own) for own in table.options.layouts], dtype=bool)[table.codes]
         kinds.append((
             table.theta(problem.form).astype(np.float64),
             (memory[:, 0] + memory[:, 1]).astype(np.float64),
@@ -189,6 +208,28 @@ def _theta(layers: _Layers, held: int, room: float, ends: tuple[bool, bool]) -> 
     lightest = [np.array([values.min() for values in own])[layers.which] for own in (memory, local)]
     too_much = _ranges(*lightest) > room
     return np.where(too_much | np.tri(count + 1, dtype=bool), np.inf, bound)
+
+
+def _single(problem: Problem, layers: _Layers, room: float) -> FloatArray:
+    """``_theta`` of the only stage, for all layers: layers between glued ones keep to the glue or move twice."""
+    time, memory = [own[0] for own in layers.kinds], [own[1] for own in layers.kinds]
+    extra = float(problem.held(0) - 1)
+    memory = [size + extra * own[3] for size, own in zip(memory, layers.kinds, strict=True)]
+    local = [own[2] + extra * own[3] for own in layers.kinds]
+    spreads = [float(np.array([np.ptp(own) for own in values])[layers.which].sum()) for values in (time, memory)]
+    prices = np.concatenate(([0.0], _PRICES * spreads[0] / (spreads[1] + 1.0)))
+    edges = [layer.role is not Role.BLOCK for layer in problem.graph.layers]
+    moves = (edges[0] + edges[-1]) * layers.move if problem.choice.glue is not None else 0.0
+    sums = []
+    for among in (None, [own[4] for own in layers.kinds]):
+        own = _least(time, memory, prices, among)[layers.which[:-1]].sum(axis=0)
+        sums.append(own + _least(time, local, prices, among)[layers.which[-1]])
+    count = len(layers.which)
+    bound = np.full((count + 1, count + 1), np.inf)
+    lightest = sum(memory[which].min() for which in layers.which[:-1]) + local[layers.which[-1]].min()
+    if lightest <= room:
+        bound[0, count] = float((np.minimum(sums[0] + moves, sums[1]) - prices * room).max())
+    return bound
 
 
 def _best_prices(layers: _Layers, time: list[FloatArray], memory: list[FloatArray], room: float) -> FloatArray:

@@ -17,7 +17,7 @@ from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.problem import Choice, Problem
-from galvatron_lite.search.relax import Relaxed, relaxed
+from galvatron_lite.search.relax import Relaxed, averaged, relaxed
 from galvatron_lite.search.space import Fixed, Space, microbatch_counts, pipeline_degrees
 from galvatron_lite.search.tables import Glue, Layout, Store, Table, Tables, glue_of
 
@@ -64,13 +64,39 @@ class Request:
 
 
 def shapes_of(request: Request) -> list[Shape]:
-    """Every shape to try; one stage has no schedule to choose."""
+    """Every shape to try; one stage has no schedule to choose.
+
+    GPipe is left out beside 1F1B: the same plan takes no less time with it (``cost.schedule``), and no less memory.
+    """
     shapes = []
     for stages in pipeline_degrees(request.devices, len(request.graph.layers), request.fixed):
-        schedules = request.schedules if stages > 1 else (Schedule.ONE_F_ONE_B,)
-        for count, schedule in product(microbatch_counts(request.global_batch, request.fixed), schedules):
-            shapes.append(Shape(request.devices, stages, count, request.global_batch // count, schedule))
+        counts = microbatch_counts(request.global_batch, request.fixed)
+        for count, (schedule, virtual) in product(counts, _schedules(request, stages)):
+            if schedule is not Schedule.INTERLEAVED or count % stages == 0:
+                shapes.append(Shape(request.devices, stages, count, request.global_batch // count, schedule, virtual))
     return shapes
+
+
+def _schedules(request: Request, stages: int) -> list[tuple[Schedule, int]]:
+    """Schedules and numbers of virtual stages to try on so many groups of devices."""
+    if stages == 1:
+        return [(Schedule.ONE_F_ONE_B, 1)]
+    offered = []
+    for schedule in request.schedules:
+        if schedule is not Schedule.GPIPE or Schedule.ONE_F_ONE_B not in request.schedules:
+            offered += [(schedule, virtual) for virtual in virtual_stages(request.graph, schedule, stages)]
+    pinned = request.fixed.virtual
+    return [(schedule, virtual) for schedule, virtual in offered if pinned in (None, virtual) and virtual == 1]
+
+
+def virtual_stages(graph: ModelGraph, schedule: Schedule, stages: int) -> list[int]:
+    """How many stages a group of devices may run; every one of several holds a block at least."""
+    blocks = sum(layer.role is Role.BLOCK for layer in graph.layers)
+    if schedule is Schedule.INTERLEAVED:
+        return list(range(2, blocks // stages + 1))
+    if schedule is Schedule.ZERO_BUBBLE_V:
+        return [2] if 2 * stages <= blocks else []
+    return [1]
 
 
 def widest_tables(problem: Problem, stage: int = 0) -> list[Table]:
@@ -99,22 +125,45 @@ def open_problem(request: Request, pricer: LayerPricer, shape: Shape) -> Problem
 
 
 def settled(problem: Problem) -> Iterator[Problem]:
-    """The problem under every choice of edge layouts and of strategies for tied layers."""
-    for tied, edge in product(_tied_choices(problem), _edge_choices(problem)):
-        glue, wire = edge
+    """The problem under every choice of strategies for tied layers and of edge layouts."""
+    for child in with_ties(problem):
+        yield from with_edges(child)
+
+
+def with_ties(problem: Problem) -> Iterator[Problem]:
+    """The problem under every choice of strategies for tied layers."""
+    for tied in _tied_choices(problem):
+        yield _under(problem, Choice(None, None, tied))
+
+
+def with_edges(problem: Problem) -> Iterator[Problem]:
+    """The problem under every choice of layouts at the edges of the model or of stages."""
+    tied = problem.choice.tied
+    for glue, wire in _edge_choices(problem):
         if all(glue is None or glue_of(layout(s)) == glue for place, s in tied if _is_edge(problem, place)):
-            choice = Choice(glue, wire, tied)
-            yield Problem(problem.graph, problem.pricer, problem.shape, problem.tables, choice, problem.budgets)
+            yield _under(problem, Choice(glue, wire, tied))
+
+
+def _under(problem: Problem, choice: Choice) -> Problem:
+    return Problem(problem.graph, problem.pricer, problem.shape, problem.tables, choice, problem.budgets)
 
 
 def bounds_of(problem: Problem) -> Relaxed | None:
     """Lower bounds of a problem; None where nothing fits."""
-    first = widest_tables(problem)
-    own = [
-        first if problem.tables[stage] is problem.tables[0] else widest_tables(problem, stage)
-        for stage in range(problem.shape.stages)
-    ]
-    return relaxed(problem, own)
+    return relaxed(problem, _tables_of(problem))
+
+
+def average_of(problem: Problem) -> float:
+    """A lower bound of a problem that costs less to find."""
+    return averaged(problem, _tables_of(problem))
+
+
+def _tables_of(problem: Problem) -> list[list[Table]]:
+    known: dict[int, list[Table]] = {}
+    for stage, tables in enumerate(problem.tables):
+        if id(tables) not in known:
+            known[id(tables)] = widest_tables(problem, stage)
+    return [known[id(tables)] for tables in problem.tables]
 
 
 def _is_edge(problem: Problem, place: int) -> bool:

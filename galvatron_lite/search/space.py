@@ -158,6 +158,8 @@ def pipeline_degrees(devices: int, layers: int, fixed: Fixed) -> tuple[int, ...]
         InputError: the pinned degree is none of them.
     """
     degrees = tuple(degree for degree in divisors(devices) if degree <= layers)
+    if "pipeline" in fixed.forbidden:
+        return (1,)
     if fixed.pipeline is None:
         return degrees
     if fixed.pipeline not in degrees:

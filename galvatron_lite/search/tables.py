@@ -236,7 +236,7 @@ class Tables:
     _plain: Fixed = field(init=False)
     _known: dict[tuple[object, ...], Table] = field(default_factory=dict)
     _moves: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
-    _least_moves: dict[Layout, int] = field(default_factory=dict)
+    _least_moves: dict[Layout | Glue, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Remembers the closed form of the shape."""
@@ -282,18 +282,18 @@ class Tables:
             self._moves[key] = self._moved(left, right)
         return self._moves[key][np.ix_(left.present, right.present)]
 
-    def least_move(self, wire: Layout, graph: ModelGraph) -> int:
-        """Picoseconds in one pass of the cheapest move between a layout and another one, wherever it may be."""
-        if wire not in self._least_moves:
+    def least_move(self, key: Layout | Glue, graph: ModelGraph) -> int:
+        """Picoseconds in one pass of the cheapest move between layouts that begin like this and others, anywhere."""
+        if key not in self._least_moves:
             smallest = min(graph.kinds[layer.kind].output_bytes for layer in graph.layers)
             every = {id(own): own for own in (self.whole(one.kind, one.name).options for one in graph.layers)}
             samples = {name: s for own in every.values() for name, s in zip(own.layouts, own.samples, strict=True)}
-            there = samples.pop(wire, None)
+            there = [strategy for own, strategy in samples.items() if own[: len(key)] == key]
+            other = [strategy for own, strategy in samples.items() if own[: len(key)] != key]
             price, size = self.store.pricer.redistribution, self.shape.microbatch
-            both = [(there, own) for own in samples.values()] + [(own, there) for own in samples.values()]
-            known = [ticks(price(smallest, size, one, other)) for one, other in both if one and other]
-            self._least_moves[wire] = max(min(known, default=0) - 1, 0)
-        return self._least_moves[wire]
+            known = [ticks(price(smallest, size, *pair)) for a in there for b in other for pair in ((a, b), (b, a))]
+            self._least_moves[key] = max(min(known, default=0) - 1, 0)
+        return self._least_moves[key]
 
     def _moved(self, left: Table, right: Table) -> IntArray:
         pricer, size, microbatch = self.store.pricer, left.output_bytes, self.shape.microbatch
