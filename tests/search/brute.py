@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import combinations, pairwise, product
+from itertools import accumulate, combinations, pairwise, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from galvatron_lite.cost.groups import price_stages
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, layout
 from galvatron_lite.cost.memory import terms
 from galvatron_lite.cost.sharing import sharing_of
-from galvatron_lite.cost.stage import Shape, transfer_seconds
+from galvatron_lite.cost.stage import Shape, price_stage, transfer_seconds
 from galvatron_lite.cost.step import bound_seconds, shape_of, straggling, strategies_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Role
@@ -330,8 +330,7 @@ class Brute:
 
     def priced(self, plan: BrutePlan) -> tuple[float, int]:
         """Seconds and peak of a plan by the evaluator."""
-        costs = price_stages(self.pricer, plan.shape, plan.sizes, plan.strategies)
-        return bound_seconds(self.profile, plan.shape, costs), max(cost.memory.total for cost in costs)
+        return _priced(self, plan.shape, plan.sizes, plan.strategies)
 
 
 def _joined(known: dict[Key, Options], own: dict[Key, Options]) -> dict[Key, Options]:
@@ -365,16 +364,17 @@ def _closed(shape: Shape, forward: Floats, backward: Floats, weight: Floats) -> 
     count, both = shape.microbatches, forward + backward
     if shape.schedule is Schedule.GPIPE:
         return both, (count - 1) * np.column_stack((forward, backward))
-    saved = {Schedule.ZERO_BUBBLE_1P: 1, Schedule.ZERO_BUBBLE_2P: 2}.get(shape.schedule, 0)
-    ramp = np.maximum(both - saved * weight, 0.0)
+    most = {Schedule.ZERO_BUBBLE_1P: 1.0, Schedule.ZERO_BUBBLE_2P: 2.0}.get(shape.schedule)
+    saved = 0.0 if most is None else 1.0 + min(most, (count - 1) / (shape.stages - 1))
+    ramp = both - saved * weight
     return ramp, (count * both - ramp)[:, None]
 
 
 def _peak(shape: Shape, stage: int, layers: list[list[tuple[Strategy, LayerCost]]], grid: Ints) -> Ints:
     """Bytes at the worst moment: of every layer's own passes, and of the optimizer."""
-    held = shape.microbatches
-    if shape.schedule is not Schedule.GPIPE:
-        held = min(held, shape.stages - stage)
+    stages = shape.stages
+    ahead = {Schedule.ONE_F_ONE_B: stages - stage, Schedule.ZERO_BUBBLE_1P: stages, Schedule.ZERO_BUBBLE_2P: 2 * stages}
+    held = min(shape.microbatches, ahead.get(shape.schedule, shape.microbatches))
     figures = [[terms(cost, held, shape.microbatches) for _, cost in layer] for layer in layers]
 
     def of(name: str, place: int) -> Ints:
@@ -412,6 +412,12 @@ def every_plan(brute: Brute) -> Iterator[tuple[float, int]]:
                 if brute.allowed(cuts, strategies):
                     sizes = [b - a for a, b in pairwise(cuts)]
                     with suppress(InputError):
-                        costs = price_stages(brute.pricer, shape, sizes, strategies)
-                        peak = max(cost.memory.total for cost in costs)
-                        yield bound_seconds(brute.profile, shape, costs), peak
+                        yield _priced(brute, shape, sizes, strategies)
+
+
+def _priced(brute: Brute, shape: Shape, sizes: Sequence[int], strategies: Sequence[Strategy]) -> tuple[float, int]:
+    """By stages, each with the micro-batches in flight that its schedule is limited to."""
+    ends = [0, *accumulate(sizes)]
+    ranges = [range(*pair) for pair in pairwise(ends)]
+    costs = [price_stage(brute.pricer, shape, stage, own, strategies) for stage, own in enumerate(ranges)]
+    return bound_seconds(brute.profile, shape, costs), max(cost.memory.total for cost in costs)

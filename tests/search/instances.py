@@ -13,7 +13,7 @@ from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, Space
 from tests.factories import random_profile
 
-FREE = (Schedule.GPIPE, Schedule.ONE_F_ONE_B)
+FREE = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE_1P, Schedule.ZERO_BUBBLE_2P)
 """Schedules whose stages may have any boundaries."""
 
 
@@ -72,7 +72,7 @@ def random_instance(seed: int, most: int = 6) -> Instance:
     space = Few(profile.graph, profile.cluster.levels[0].size, seed=seed, most=most)
     schedules = tuple(draw.sample(FREE, draw.randint(1, len(FREE))))
     batch = draw.choice([3, 6]) if devices == 3 else draw.choice([2, 4, 6] if devices == 2 else [4])
-    return Instance(profile, devices, batch, schedules, pins(devices, batch, draw), space)
+    return Instance(profile, devices, batch, schedules, pins(profile, devices, batch, draw), space)
 
 
 def varied(profile: Profile, draw: random.Random) -> Profile:
@@ -93,15 +93,17 @@ def varied(profile: Profile, draw: random.Random) -> Profile:
     )
 
 
-def pins(devices: int, batch: int, draw: random.Random) -> Fixed:
+def pins(profile: Profile, devices: int, batch: int, draw: random.Random) -> Fixed:
     """Nothing pinned half of the time; else some of what a user may pin."""
     if draw.random() < 0.5:
         return Fixed()
     sometimes = lambda options: draw.choice(options) if draw.random() < 0.25 else None  # noqa: E731
+    layer = draw.choice(profile.graph.layers).name
     strategy = (("tensor", 1), ("zero_stage", 0), ("recompute", "none"))
     return Fixed(
         pipeline=sometimes([degree for degree in (1, 2) if devices % degree == 0]),
         microbatches=sometimes([count for count in (1, 2, 3) if batch % count == 0]),
         strategy=(draw.choice(strategy),) if draw.random() < 0.2 else (),
+        layers=((draw.choice([layer, "l*"]), *draw.choice(strategy)),) if draw.random() < 0.3 else (),
         forbidden=tuple(draw.sample([one.name for one in DIMENSIONS], draw.choice([0, 0, 1]))),
     )
