@@ -105,11 +105,11 @@ def _priced(problem: Problem, sizes: Sequence[int], strategies: Sequence[Strateg
     pricer = problem.pricer
     costs = price_stages(pricer, problem.shape, sizes, strategies)
     seconds = bound_seconds(pricer.profile, problem.shape, costs)
-    return seconds, all(cost.memory.total <= min(problem.budgets) for cost in costs)
+    return seconds, all(cost.memory.total <= room for cost, room in zip(costs, problem.budgets, strict=True))
 
 
 def _whole(problem: Problem, model: ShapeModel, objective: float) -> float:
     """Seconds of a step from a value of the objective: what no variable stands for comes on top."""
     profile, shape = problem.pricer.profile, problem.shape
-    alone = objective * model.unit + shape.stages * profile.overhead.microbatch + profile.overhead.step
+    alone = objective * model.unit + model.offset + profile.overhead.step
     return alone * straggling(profile, shape.devices)

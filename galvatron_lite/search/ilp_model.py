@@ -5,12 +5,12 @@ A plan is a path through nodes (layer l, stage g, layout a), one layer a step. V
     w[l, g, s] in {0, 1}     layer l lies in stage g and takes strategy s
     f[l, g, a, b] >= 0       layers l-1 and l both lie in stage g, with layouts a and b
     e[l, g, v] >= 0          stage g ends before layer l, with layout v on both sides (the wire)
-    rho_g, T_part, U >= 0    what stage g adds to the ramp, the slowest stage in each part, the longest step
+    T_k, U >= 0              the slowest stage in part k of a micro-batch's time, the longest step
 
-    minimise   sum_g rho_g + sum_parts T_part + U                         (``cost.schedule``, as ``cost.step`` adds up)
+    minimise   sum_k (ramp_k sum_g c_gk + rounds_k T_k) + U               (``cost.schedule.Form``; c: parts of a stage)
     subject to the flow of f and e through every node (l, g, a) = sum of w[l, g, s] over the strategies of that layout;
                the path starts in stage 0 and ends in the last; sum_l e[l, g, v] is the same for every g (one wire);
-               T_part >= the part of every stage, U >= its step;
+               T_k >= c_gk of every stage, U >= its step;
                constraints (2) and (3) of ``frontier`` for every (l, g): moments are linear in w but for the parameters
                prefetched for a layer of another stage, which e takes away again;
                layers that share parameters have one strategy, edges of a single stage one glue.
@@ -31,10 +31,10 @@ from galvatron_lite.cost.stage import transfer_seconds
 from galvatron_lite.model.graph import Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes
-from galvatron_lite.plans.schema import Schedule
+from galvatron_lite.profiler.schema import HostOverhead
 from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.pulp_adapter import Programme
-from galvatron_lite.search.tables import Layout, Table, glue_of
+from galvatron_lite.search.tables import TICKS, Layout, Table, glue_of
 
 Terms = dict[int, float]
 SCALE = 1e4
@@ -43,12 +43,18 @@ SCALE = 1e4
 
 @dataclass(slots=True)
 class _Stage:
-    """Sums over one stage: seconds of a micro-batch's passes, of the step, bytes of buffers."""
+    """Sums over one stage: seconds of a micro-batch's passes, of gradients of weights, of the step; buffers' bytes."""
 
     forward: Terms = field(default_factory=dict)
     backward: Terms = field(default_factory=dict)
+    weight: Terms = field(default_factory=dict)
     step: Terms = field(default_factory=dict)
     buffers: Terms = field(default_factory=dict)
+
+    @property
+    def timed(self) -> list[int]:
+        """Variables that a micro-batch's time depends on, in order."""
+        return list(dict.fromkeys((*self.forward, *self.backward)))
 
 
 @dataclass(slots=True)
@@ -61,6 +67,7 @@ class ShapeModel:
         cuts: stage boundaries, where they are given; None: chosen.
         programme: what a solver takes.
         layers: per (layer, stage) its table and the variable of each of its rows.
+        offset: seconds of a step that no variable stands for.
     """
 
     problem: Problem
@@ -68,6 +75,7 @@ class ShapeModel:
     cuts: Sequence[int] | None = None
     programme: Programme = field(default_factory=Programme)
     layers: dict[tuple[int, int], tuple[Table, list[int]]] = field(default_factory=dict)
+    offset: float = 0.0
     _edges: dict[tuple[int, int, Layout], int] = field(default_factory=dict)
     _flows: dict[tuple[int, int, Layout, Layout], int] = field(default_factory=dict)
     _stages: list[_Stage] = field(default_factory=list)
@@ -75,8 +83,8 @@ class ShapeModel:
     def __post_init__(self) -> None:
         """Builds the programme."""
         for place in range(self.count):
-            table = self._table(place)
             for stage in self._stages_of(place):
+                table = self._table(place, stage)
                 self.layers[place, stage] = (table, [self.programme.variable(binary=True) for _ in table.strategies])
         self._stages = [_Stage() for _ in range(self.problem.shape.stages)]
         self._add_flows()
@@ -101,7 +109,9 @@ class ShapeModel:
             options = [
                 (values[number], stage, strategy)
                 for stage in self._stages_of(place)
-                for number, strategy in zip(self.layers[place, stage][1], self._table(place).strategies, strict=True)
+                for number, strategy in zip(
+                    self.layers[place, stage][1], self.layers[place, stage][0].strategies, strict=True
+                )
             ]
             _, stage, strategy = max(options, key=lambda option: option[0])
             sizes[stage] += 1
@@ -119,14 +129,14 @@ class ShapeModel:
             if within:
                 yield stage
 
-    def _table(self, place: int) -> Table:
+    def _table(self, place: int, stage: int) -> Table:
         """The figures of a layer, which must not depend on the boundaries that are chosen (see ``choosable``)."""
         layer = self.problem.graph.layers[place]
         inside = range(place, place + 1) if self.problem.shape.stages > 1 else range(self.count)
         if self.cuts is not None:
             inside = next(range(*ends) for ends in pairwise(self.cuts) if ends[0] <= place < ends[1])
         sharing = sharing_of(self.problem.graph, inside).get(place, ALONE)
-        return self.problem.tables[0].table(layer.kind, layer.name, sharing)
+        return self.problem.tables[stage].table(layer.kind, layer.name, sharing)
 
     def _add_flows(self) -> None:
         """The path, and what its steps cost."""
@@ -163,15 +173,15 @@ class ShapeModel:
         key = (place, stage, a, b)
         if key not in self._flows:
             self._flows[key] = self.programme.variable(binary=False)
-            seconds = self._moved(place, a, b)
+            seconds = self._moved(place, stage, a, b)
             for terms in (self._stages[stage].forward, self._stages[stage].backward):
                 terms[self._flows[key]] = seconds
         return self._flows[key]
 
-    def _moved(self, place: int, a: Layout, b: Layout) -> float:
+    def _moved(self, place: int, stage: int, a: Layout, b: Layout) -> float:
         output = self.problem.graph.kind_of(self.problem.graph.layers[place - 1]).output_bytes
         left, right = (Strategy(data=d, context=c, tensor=t, sequence_parallel=shared) for d, c, t, shared in (a, b))
-        return self.problem.pricer.redistribution(output, self.problem.shape.microbatch, left, right)
+        return self.problem.tables[stage].pricer.redistribution(output, self.problem.shape.microbatch, left, right)
 
     def _edge(self, place: int, stage: int, wire: Layout) -> int:
         """The boundary before a layer: both sides pay for what they send, and hold its buffers."""
@@ -184,11 +194,11 @@ class ShapeModel:
             output = self.problem.graph.kind_of(self.problem.graph.layers[place - 1]).output_bytes
             size = boundary_bytes(output, shape.microbatch, sender)
             seconds = transfer_seconds(pricer, size, sender, shape, (stage, stage + 1))
-            seconds += pricer.profile.overhead.pipeline
-            self._stages[stage].forward[number] = seconds
-            self._stages[stage].backward[number] = pricer.profile.overhead.pipeline
-            self._stages[stage + 1].backward[number] = seconds
-            self._stages[stage + 1].forward[number] = pricer.profile.overhead.pipeline
+            left, right = (self._host(side).pipeline for side in (stage, stage + 1))
+            self._stages[stage].forward[number] = seconds + left
+            self._stages[stage].backward[number] = left
+            self._stages[stage + 1].backward[number] = seconds + right
+            self._stages[stage + 1].forward[number] = right
             self._stages[stage].buffers[number] = buffer_bytes(0, size)
             self._stages[stage + 1].buffers[number] = buffer_bytes(size, 0)
         return self._edges[key]
@@ -222,37 +232,45 @@ class ShapeModel:
                 minus = dict.fromkeys(right.get(value, {}), -1.0)
                 self.programme.equal.append((left.get(value, {}) | minus, 0.0))
 
+    def _host(self, stage: int) -> HostOverhead:
+        return self.problem.tables[stage].pricer.profile.overhead
+
     def _add_times(self) -> None:
         for (_, stage), (table, own) in self.layers.items():
-            sums = self._stages[stage]
+            sums, figures = self._stages[stage], table.figures
             for row, number in enumerate(own):
-                sums.forward[number] = float(table.figures.forward[row]) / 1e12
-                sums.backward[number] = float(table.figures.backward[row]) / 1e12
-                sums.step[number] = float(table.figures.step[row]) / 1e12
+                sums.forward[number] = float(figures.forward[row]) / TICKS
+                sums.backward[number] = float(figures.backward[row]) / TICKS
+                sums.weight[number] = float(figures.weight[row]) / TICKS
+                sums.step[number] = float(figures.step[row]) / TICKS
 
     def _add_objective(self) -> None:
-        """The ramp of every stage, and the slowest of each part."""
-        programme, count = self.programme, self.problem.shape.microbatches
-        parts = 2 if self.problem.shape.schedule is Schedule.GPIPE else 1
-        tops = [programme.variable(binary=False) for _ in range(parts + 1)]
-        programme.objective.update(dict.fromkeys(tops, 1.0))
-        # Host time of a micro-batch, half in each pass, is all that no variable stands for.
-        host = self.problem.pricer.profile.overhead.microbatch / self.unit
-        for stage in self._stages:
-            both = _added((stage.forward, 1.0), (stage.backward, 1.0))
-            for number, seconds in both.items():
-                programme.objective[number] = programme.objective.get(number, 0.0) + seconds / self.unit
-            columns = [stage.forward, stage.backward] if parts == 2 else [both]
-            for top, column in zip(tops, columns, strict=False):
-                below = {number: (count - 1) * seconds / self.unit for number, seconds in column.items()}
-                programme.at_most.append((below | {top: -1.0}, -(count - 1) * host / parts))
-            below = {number: seconds / self.unit for number, seconds in stage.step.items()}
+        """What stages add to the ramp, and the slowest of each part; ``offset`` is what no variable stands for."""
+        programme, form = self.programme, self.problem.form
+        tops = [programme.variable(binary=False) for _ in (*form.ramp, 1)]
+        programme.objective.update(dict(zip(tops, (*form.rounds, 1.0), strict=True)))
+        for stage, sums in enumerate(self._stages):
+            half = self._host(stage).microbatch / 2
+            constants = form.parts(half, half, 0.0)
+            for part, ramp, top, constant in zip(range(len(form.ramp)), form.ramp, tops, constants, strict=False):
+                column = {number: self._parts(sums, number)[part] / self.unit for number in sums.timed}
+                for number, value in column.items():
+                    programme.objective[number] = programme.objective.get(number, 0.0) + ramp * value
+                programme.at_most.append((column | {top: -1.0}, -constant / self.unit))
+                self.offset += ramp * constant
+            below = {number: seconds / self.unit for number, seconds in sums.step.items()}
             programme.at_most.append((below | {tops[-1]: -1.0}, 0.0))
+
+    def _parts(self, sums: _Stage, number: int) -> tuple[float, ...]:
+        """What a variable adds to the parts of its stage's time."""
+        form = self.problem.form
+        passes = (sums.forward.get(number, 0.0), sums.backward.get(number, 0.0))
+        return form.parts(*passes, form.freed * sums.weight.get(number, 0.0))
 
     def _add_memory(self, stage: int) -> None:
         """Every moment of a stage within its room."""
         problem, places = self.problem, [place for place, own in self.layers if own == stage]
-        room = problem.budgets[stage] - problem.pricer.profile.cluster.device.context
+        room = problem.budgets[stage] - problem.tables[stage].pricer.profile.cluster.device.context
         more, buffers = problem.held(stage) - 1, self._stages[stage].buffers
         rest: Terms = {}
         for place in places:
