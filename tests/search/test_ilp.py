@@ -29,8 +29,9 @@ def mid_size(seed: int) -> tuple[Request, Profile]:
     devices, blocks = draw.choice([4, 8]), draw.choice([6, 10, 14, 22])
     profile = random_profile(draw, devices=devices, blocks=blocks, alike=seed % 2 == 0, tied=seed % 3 == 0)
     profile = varied(profile, draw) if draw.random() < 0.5 else profile
-    space = Few(profile.graph, profile.cluster.levels[0].size, seed=seed, most=40)
     fixed = Fixed(pipeline=[1, 2, 4][seed % 3 if blocks < 20 else 0])
+    most = 40 if fixed.pipeline == 1 or blocks < 8 else 20
+    space = Few(profile.graph, profile.cluster.levels[0].size, seed=seed, most=most)
     return Request(profile.graph, devices, 8, 10**9, fixed, (draw.choice(FREE),), space), profile
 
 
