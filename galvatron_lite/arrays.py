@@ -53,14 +53,19 @@ def up(figure: Real) -> Whole:
     return ceil(figure)
 
 
+def opposite(mask: Flag) -> Flag:
+    """True where the mask is not."""
+    return ~mask if isinstance(mask, np.ndarray) else not mask
+
+
 def never(mask: Flag) -> bool:
-    """Whether a mask is true nowhere."""
+    """Whether a mask is true (a figure other than 0) nowhere."""
     return not (mask.any() if isinstance(mask, np.ndarray) else mask)
 
 
-def every(mask: Flag) -> bool:
-    """Whether a mask is true everywhere."""
-    return bool(mask.all() if isinstance(mask, np.ndarray) else mask)
+def power(base: Real, exponent: int) -> Real:
+    """``base ** exponent`` by multiplication: library powers of single numbers and of arrays differ in the last bit."""
+    return reduce(lambda product, _: product * base, range(exponent), 1.0)
 
 
 def is_option(choice: Any, option: Enum) -> Flag:

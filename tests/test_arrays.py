@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from galvatron_lite.arrays import every, is_option, largest, least, never, up, where
+from galvatron_lite.arrays import is_option, largest, least, never, opposite, power, up, where
 from galvatron_lite.model.graph import Recompute
 
 FIGURES = [0.0, 0.25, 1.0, 1.75, 3.0]
@@ -26,8 +26,14 @@ def test_rounding_and_choices() -> None:
 
 def test_masks() -> None:
     mask = np.array([False, True])
-    assert (never(mask), every(mask), never(mask[:1]), every(mask[1:])) == (False, False, True, True)
-    assert (never(False), every(True)) == (True, True)
+    assert (never(mask), never(mask[:1]), never(False), never(True)) == (False, True, True, False)
+    assert list(opposite(mask)) == [opposite(bool(one)) for one in mask] == [True, False]
+
+
+def test_powers_of_one_and_of_many_are_the_same() -> None:
+    bases = np.linspace(0.1, 1.3, 50)
+    assert list(power(bases, 5)) == [power(float(base), 5) for base in bases]
+    assert power(bases, 5) == pytest.approx(bases**5)
 
 
 def test_options_of_an_enum_are_their_places() -> None:

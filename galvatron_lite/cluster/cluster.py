@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
+from galvatron_lite.arrays import Whole
 from galvatron_lite.files import STRICT
 
 if TYPE_CHECKING:
@@ -174,11 +175,23 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The shape of a process group inside one stage: ``size`` ranks that lie ``stride`` ranks apart.
+    """The shape of a process group inside one stage; arrays where there is one for each of several strategies.
 
-    ``siblings`` such groups work at the same moment and share the links above the level they fit in.
+    Attributes:
+        size: ranks.
+        stride: ranks from one member to the next, or from one run to the next.
+        siblings: groups that work at the same moment and share the links above the level they fit in.
+        run: members in a run of neighbours; 1 where all are equally far apart.
+        gap: ranks from one member of a run to the next.
     """
 
-    size: int
-    stride: int = 1
-    siblings: int = 1
+    size: Whole
+    stride: Whole = 1
+    siblings: Whole = 1
+    run: Whole = 1
+    gap: Whole = 1
+
+    @property
+    def reach(self) -> Whole:
+        """Ranks from the first member to the last."""
+        return (self.size // self.run - 1) * self.stride + (self.run - 1) * self.gap

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from math import ceil, log2, prod
 
+from galvatron_lite.arrays import Real, largest, least
 from galvatron_lite.cluster.cluster import Cluster, Level, RankGroup
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.base import Collective
@@ -56,13 +57,13 @@ class Hop:
 def hops_of(cluster: Cluster, group: RankGroup) -> tuple[Hop, ...]:
     """The levels a group crosses, innermost first; empty for a group of one.
 
-    A level's block of ``c`` devices holds ``ceil(c / stride)`` of the group's ranks. Sibling groups with ranks in the
-    same block share its links; adapters that no rank of the block drives are idle (``Level.lanes``).
+    A level's block of ``c`` devices holds ``ceil(c / stride)`` of the group's ranks (or runs). Sibling groups with
+    ranks in the same block share its links; adapters that no rank of the block drives are idle (``Level.lanes``).
 
     Raises:
         InputError: the group reaches beyond the cluster.
     """
-    if (group.size - 1) * group.stride >= cluster.devices:
+    if group.reach >= cluster.devices:
         reach = f"{group.size} ranks {group.stride} apart"
         raise InputError("group", reach, f"The cluster {cluster.name} has {cluster.devices} devices.")
     return _hops(cluster.levels, group)
@@ -73,11 +74,16 @@ def _hops(levels: tuple[Level, ...], group: RankGroup) -> tuple[Hop, ...]:
     hops: list[Hop] = []
     block, inside = 1, 1
     for level in levels:
-        upper = min(group.size, ceil(block * level.size / group.stride))
+        upper = min(group.size, _inside(block * level.size, group))
         if upper > inside:
             hops.append(_hop(level, block, inside, upper, group.siblings))
         block, inside = block * level.size, upper
     return tuple(hops)
+
+
+def _inside(block: int, group: RankGroup) -> int:
+    """Ranks of a group in a block of so many devices, the first of which is one."""
+    return int(ceil(block / group.stride) * min(group.run, ceil(block / group.gap)))
 
 
 def _hop(level: Level, block: int, inside: int, upper: int, siblings: int) -> Hop:
@@ -112,17 +118,33 @@ def _slowest(hops: Sequence[Hop]) -> float:
     return min(hop.bandwidth for hop in hops)
 
 
-def ring_pass(size: float, hops: Sequence[Hop]) -> float:
-    """Seconds of one ring pass over all ranks (a reduce-scatter or an all-gather): (n-1)/n · S/β + (n-1)·α.
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Seconds of a collective of S bytes: ``latency + S * per_byte``; arrays where there are several groups."""
+
+    latency: Real
+    per_byte: Real
+
+    def at(self, size: Real) -> Real:
+        """Seconds of so many bytes."""
+        return self.latency + size * self.per_byte
+
+    def times(self, count: float) -> Line:
+        """So many of them, one after the other."""
+        return Line(count * self.latency, count * self.per_byte)
+
+
+def ring_pass(hops: Sequence[Hop]) -> Line:
+    """One ring pass over all ranks (a reduce-scatter or an all-gather): (n-1)/n · S/β + (n-1)·α.
 
     The slowest link of the ring sets β; α adds up along the ring (Thakur et al. 2005, 4.1 and 4.5).
     """
     ranks = prod(hop.members for hop in hops)
-    return _path_latency(hops) + (ranks - 1) / ranks * size / _slowest(hops)
+    return Line(_path_latency(hops), (ranks - 1) / ranks / _slowest(hops))
 
 
-def tree_all_reduce(size: float, hops: Sequence[Hop]) -> float:
-    """Seconds of a pipelined double binary tree all-reduce: 2·ceil(log2 n)·α + bytes/β of the slowest level.
+def tree_all_reduce(hops: Sequence[Hop]) -> Line:
+    """A pipelined double binary tree all-reduce: 2·ceil(log2 n)·α + bytes/β of the slowest level.
 
     Each half of the tensor has a tree of its own. A member is a leaf of one (sends S/2 up) and has two children in the
     other (sends S/2 up and twice S/2 down): 2·S (P. Sanders, J. Speck, J. Träff, "Two-tree algorithms for full
@@ -131,41 +153,70 @@ def tree_all_reduce(size: float, hops: Sequence[Hop]) -> float:
     and tensor groups over four nodes (43 ms) too (github.com/Oneflow-Inc/DLPerf, reports/GPT, 2021).
     """
     latency = sum(ceil(log2(hop.members)) * hop.alpha for hop in hops)
-    sent = max(2 * size / hop.bandwidth for hop in hops)
-    return 2 * latency + sent / TREE_EFFICIENCY
+    return Line(2 * latency, 2 / _slowest(hops) / TREE_EFFICIENCY)
 
 
-def _all_reduce(size: float, hops: Sequence[Hop]) -> float:
-    return min(2 * ring_pass(size, hops), tree_all_reduce(size, hops))
+def _all_reduce(hops: Sequence[Hop]) -> tuple[Line, ...]:
+    return ring_pass(hops).times(2), tree_all_reduce(hops)
 
 
-def _all_to_all(size: float, hops: Sequence[Hop]) -> float:
+def _one_pass(hops: Sequence[Hop]) -> tuple[Line, ...]:
+    return (ring_pass(hops),)
+
+
+def _all_to_all(hops: Sequence[Hop]) -> tuple[Line, ...]:
     """Pairwise exchange (Thakur et al. 2005, 4.3); the levels' links work at the same time."""
     ranks = prod(hop.members for hop in hops)
     latency = sum((hop.members - 1) * hop.ranks * hop.alpha for hop in hops)
-    return latency + max((hop.members - 1) * hop.ranks**2 * size / ranks / hop.bandwidth for hop in hops)
+    return (Line(latency, max((hop.members - 1) * hop.ranks**2 / ranks / hop.bandwidth for hop in hops)),)
 
 
-def _broadcast(size: float, hops: Sequence[Hop]) -> float:
+def _broadcast(hops: Sequence[Hop]) -> tuple[Line, ...]:
     """The better of NCCL's pipelined ring and a binomial tree (Thakur et al. 2005, 4.2), level by level."""
-    ring = _path_latency(hops) + size / _slowest(hops)
-    tree = sum(ceil(log2(hop.members)) * (hop.alpha + size / hop.bandwidth) for hop in hops)
-    return min(ring, tree)
+    rounds = [ceil(log2(hop.members)) for hop in hops]
+    latency = sum(count * hop.alpha for count, hop in zip(rounds, hops, strict=True))
+    per_byte = sum(count / hop.bandwidth for count, hop in zip(rounds, hops, strict=True))
+    return Line(_path_latency(hops), 1 / _slowest(hops)), Line(latency, per_byte)
 
 
-def _send_recv(size: float, hops: Sequence[Hop]) -> float:
+def _send_recv(hops: Sequence[Hop]) -> tuple[Line, ...]:
     """Every rank sends ``size`` bytes to the next one; the slowest pair counts."""
-    return max(hop.latency + (size + hop.ramp) / hop.lane for hop in hops)
+    return tuple(Line(hop.latency + hop.ramp / hop.lane, 1 / hop.lane) for hop in hops)
 
 
-_SECONDS: dict[Collective, Callable[[float, Sequence[Hop]], float]] = {
+_LINES: dict[Collective, Callable[[Sequence[Hop]], tuple[Line, ...]]] = {
     Collective.ALL_REDUCE: _all_reduce,
-    Collective.ALL_GATHER: ring_pass,
-    Collective.REDUCE_SCATTER: ring_pass,
+    Collective.ALL_GATHER: _one_pass,
+    Collective.REDUCE_SCATTER: _one_pass,
     Collective.ALL_TO_ALL: _all_to_all,
     Collective.BROADCAST: _broadcast,
     Collective.SEND_RECV: _send_recv,
 }
+
+
+def collective_lines(cluster: Cluster, collective: Collective, group: RankGroup) -> tuple[Line, ...]:
+    """Straight lines that bound a collective's seconds by its bytes, see ``seconds_on``.
+
+    Raises:
+        InputError: the group reaches beyond the cluster.
+    """
+    if group.size <= 1:
+        return (Line(0.0, 0.0),)
+    hops = hops_of(cluster, group)
+    start = max(hop.start for hop in hops)
+    return tuple(Line(line.latency + start, line.per_byte) for line in _LINES[collective](hops))
+
+
+def seconds_on(collective: Collective, lines: Sequence[Line], size: Real) -> Real:
+    """Seconds of so many bytes: the least of the lines of all algorithms, the greatest of those of all pairs that send.
+
+    Args:
+        collective: its kind.
+        lines: of the group.
+        size: bytes, more than 0.
+    """
+    pick = largest if collective is Collective.SEND_RECV else least
+    return reduce(pick, (line.at(size) for line in lines))
 
 
 def collective_seconds(cluster: Cluster, collective: Collective, size_bytes: float, group: RankGroup) -> float:
@@ -183,5 +234,4 @@ def collective_seconds(cluster: Cluster, collective: Collective, size_bytes: flo
     """
     if group.size <= 1 or size_bytes <= 0:
         return 0.0
-    hops = hops_of(cluster, group)
-    return _SECONDS[collective](size_bytes, hops) + max(hop.start for hop in hops)
+    return float(seconds_on(collective, collective_lines(cluster, collective, group), size_bytes))

@@ -1,31 +1,56 @@
-"""Seconds of communication: measured for shapes of group that were, else from the cluster's levels."""
+"""Seconds of communication: measured for shapes of group that were, else from the cluster's levels.
+
+Each shape of group has straight lines over bytes, and a curve up to a size where one was measured. Many groups at once
+are told apart by a number for each shape, so that as many lookups are made as there are shapes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 
+from galvatron_lite.arrays import IntArray, Real, where
+from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.cluster.collectives import Line, collective_lines, seconds_on
 from galvatron_lite.parallelism.base import Collective, Communication
 from galvatron_lite.profiler.schema import CollectiveFit, Overlap, Profile
 
 T = TypeVar("T")
 GroupKey = tuple[Collective, int, int]
+Curve = tuple[list[float], list[float]]
+"""Bytes, ascending, and the seconds that were measured for them."""
+_WIDTH = 2**20
+"""More than any figure of a shape, so that three fit into a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a collective costs on a shape of group.
+
+    Attributes:
+        lines: see ``seconds_on``.
+        curve: what was measured; it counts up to its largest size.
+    """
+
+    lines: tuple[Line, ...]
+    curve: Curve | None
 
 
 @dataclass(slots=True)
 class Links:
-    """Seconds of collectives on a profile's cluster; answers are remembered.
+    """Seconds of collectives on a profile's cluster; shapes of group are remembered.
 
     Attributes:
         profile: what was measured or estimated.
     """
 
     profile: Profile
-    _measured: dict[GroupKey, dict[int, tuple[list[float], list[float]]]] = field(default_factory=dict)
+    _measured: dict[GroupKey, dict[int, Curve]] = field(default_factory=dict)
     _fits: dict[GroupKey, dict[int, CollectiveFit]] = field(default_factory=dict)
-    _known: dict[tuple[Collective, float, int, int, int], float] = field(default_factory=dict)
+    _shapes: dict[tuple[Collective, RankGroup], Shape] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Sorts the measured points by shape of group and size."""
@@ -39,27 +64,104 @@ class Links:
 
     def seconds(self, communication: Communication) -> float:
         """Seconds of all ``count`` calls together, alone on the device."""
-        group = communication.group
-        if group.size == 1 or communication.size <= 0:
+        return float(self.timed([communication])[0])
+
+    def timed(self, communications: Sequence[Communication]) -> list[Real]:
+        """Seconds of all ``count`` calls of each communication, alone on the device.
+
+        Sizes, counts and groups may be arrays (n,); those of several communications that are one object are worked out
+        once.
+        """
+        known: dict[tuple[Collective, int, int], Real] = {}
+        places: dict[int, tuple[list[RankGroup], IntArray]] = {}
+        result = []
+        for one in communications:
+            key = (one.collective, id(one.size), id(one.group))
+            if key not in known:
+                known[key] = self._once(one, places)
+            result.append(known[key] * one.count)
+        return result
+
+    def _once(self, one: Communication, places: dict[int, tuple[list[RankGroup], IntArray]]) -> Real:
+        """Seconds of one call; ``places``: groups that were told apart already."""
+        if not _several(one.group):
+            return self._alike(one.collective, one.group, one.size)
+        if id(one.group) not in places:
+            places[id(one.group)] = told_apart(one.group)
+        groups, place = places[id(one.group)]
+        shapes = [self._shape(one.collective, group) for group in groups]
+        count = max(len(shape.lines) for shape in shapes)
+        lines = [_line_of(shapes, number, place) for number in range(count)]
+        seconds = seconds_on(one.collective, lines, one.size)
+        for number, shape in enumerate(shapes):
+            if shape.curve is not None:
+                seconds = where(place == number, _on_curve(shape.curve, one.size, seconds), seconds)
+        return where(one.size > 0, seconds, 0.0)
+
+    def _alike(self, collective: Collective, group: RankGroup, size: Real) -> Real:
+        if group.size == 1:
             return 0.0
-        key = (communication.collective, communication.size, group.size, group.stride, group.siblings)
-        if key not in self._known:
-            self._known[key] = self._once(communication)
-        return self._known[key] * communication.count
+        shape = self._shape(collective, group)
+        seconds = seconds_on(collective, shape.lines, size)
+        if shape.curve is not None:
+            seconds = _on_curve(shape.curve, size, seconds)
+        return where(size > 0, seconds, 0.0)
 
-    def _once(self, communication: Communication) -> float:
-        group, size = communication.group, communication.size
-        shape = (communication.collective, group.size, group.stride)
-        if shape in self._measured:
-            sizes, seconds = _nearest(self._measured[shape], group.siblings)
-            if len(sizes) > 1 and size <= sizes[-1]:
-                return float(np.interp(size, sizes, seconds))
-        if shape in self._fits:
-            fit = _nearest(self._fits[shape], group.siblings)
-            return fit.latency + size / fit.bandwidth
-        from galvatron_lite.cluster.collectives import collective_seconds
+    def _shape(self, collective: Collective, group: RankGroup) -> Shape:
+        key = (collective, group)
+        if key not in self._shapes:
+            self._shapes[key] = self._new_shape(collective, group)
+        return self._shapes[key]
 
-        return float(collective_seconds(self.profile.cluster, communication.collective, size, group))
+    def _new_shape(self, collective: Collective, group: RankGroup) -> Shape:
+        if group.size == 1 or group.run > 1:
+            return Shape(collective_lines(self.profile.cluster, collective, group), None)
+        key = (collective, group.size, group.stride)
+        curve = _nearest(self._measured[key], group.siblings) if key in self._measured else None
+        fit = _nearest(self._fits[key], group.siblings) if key in self._fits else None
+        if fit is None:
+            lines = collective_lines(self.profile.cluster, collective, group)
+        else:
+            lines = (Line(fit.latency, 1 / fit.bandwidth),)
+        return Shape(lines, curve if curve is not None and len(curve[0]) > 1 else None)
+
+
+def _several(group: RankGroup) -> bool:
+    return any(isinstance(figure, np.ndarray) for figure in (group.size, group.stride, group.siblings, group.run))
+
+
+def told_apart(groups: RankGroup) -> tuple[list[RankGroup], IntArray]:
+    """The shapes that an array of groups has, and which of them each has."""
+    code = groups.size + _WIDTH * (groups.stride + _WIDTH * groups.siblings)
+    if isinstance(groups.run, np.ndarray):
+        return _by(np.column_stack(np.broadcast_arrays(code, groups.run + _WIDTH * groups.gap)))
+    found, place = np.unique(code, return_inverse=True)
+    return [_group_of(int(one), 1 + _WIDTH) for one in found], place
+
+
+def _by(codes: IntArray) -> tuple[list[RankGroup], IntArray]:
+    found, place = np.unique(codes, axis=0, return_inverse=True)
+    return [_group_of(int(one), int(runs)) for one, runs in found], place.reshape(-1)
+
+
+def _group_of(code: int, runs: int) -> RankGroup:
+    rest, size = divmod(code, _WIDTH)
+    siblings, stride = divmod(rest, _WIDTH)
+    gap, run = divmod(runs, _WIDTH)
+    return RankGroup(size, stride, siblings, run, gap)
+
+
+def _line_of(shapes: Sequence[Shape], number: int, place: IntArray) -> Line:
+    """A line of each group; the last again of a shape that has fewer."""
+    lines = [shape.lines[min(number, len(shape.lines) - 1)] for shape in shapes]
+    return Line(np.array([line.latency for line in lines])[place], np.array([line.per_byte for line in lines])[place])
+
+
+def _on_curve(curve: Curve, size: Real, beyond: Real) -> Real:
+    """Seconds on a measured curve; as given beyond its largest size."""
+    sizes, seconds = curve
+    on = np.interp(size, sizes, seconds)
+    return where(size <= sizes[-1], on if isinstance(size, np.ndarray) else float(on), beyond)
 
 
 def _nearest(options: dict[int, T], siblings: int) -> T:
@@ -67,13 +169,12 @@ def _nearest(options: dict[int, T], siblings: int) -> T:
     return options[min(options, key=lambda count: (abs(count - siblings), -count))]
 
 
-def together(compute: float, communication: float, overlap: Overlap) -> float:
+def together(compute: Real, communication: Real, overlap: Overlap) -> Real:
     """Seconds until both are done when they start together and slow one another down while both run.
 
     With factors a (compute) and b (communication): if communication ends first, at b * communication, compute has
     lost the share 1 - 1/a of that time; else the other way round.
     """
     a, b = overlap.compute_slowdown, overlap.communication_slowdown
-    if b * communication <= a * compute:
-        return compute + b * communication * (1 - 1 / a)
-    return communication + a * compute * (1 - 1 / b)
+    first = b * communication <= a * compute
+    return where(first, compute + b * communication * (1 - 1 / a), communication + a * compute * (1 - 1 / b))

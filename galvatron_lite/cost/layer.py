@@ -5,19 +5,19 @@ Communication that compute may hide runs beside it, the rest before or after it;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
-from math import ceil, lcm
+from math import lcm
 from typing import Any
 
 import numpy as np
 
-from galvatron_lite.arrays import BoolArray, FloatArray, IntArray, Real, where
+from galvatron_lite.arrays import BoolArray, FloatArray, IntArray, Real, Whole, is_option, largest, least, up, where
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.cost.communication import Links
 from galvatron_lite.cost.overlap import Exposed, exposed_by
-from galvatron_lite.cost.points import LayerFigures, PointKey, figures_at, index_points
+from galvatron_lite.cost.points import Curves, LayerFigures, PointKey, code_of, figures_at, index_points
 from galvatron_lite.model.graph import LayerKind, Recompute, TensorSplit
 from galvatron_lite.parallelism.base import (
     Collective,
@@ -29,7 +29,9 @@ from galvatron_lite.parallelism.base import (
     Strategy,
 )
 from galvatron_lite.parallelism.offload.cost import HostItem, HostTraffic, host_traffic
+from galvatron_lite.parallelism.ranks import Either
 from galvatron_lite.parallelism.registry import DIMENSIONS
+from galvatron_lite.parallelism.strategies import Strategies
 from galvatron_lite.profiler.schema import LayerPoint, Profile
 from galvatron_lite.units import ITEM_BYTES, activation_bytes
 
@@ -173,18 +175,18 @@ class LayerCosts(_Seconds):
     returning: IntArray
 
 
-_REALS = 9
-"""The first fields of ``LayerCost`` are seconds, the others bytes."""
+_NAMES = tuple(item.name for item in fields(LayerCost))
 
 
-def layer_costs(costs: Sequence[LayerCost | None]) -> LayerCosts:
-    """Costs of single strategies as arrays; zeros where there is none."""
-    names = [item.name for item in fields(LayerCost)]
-    columns: dict[str, Any] = {
-        name: np.array([0 if cost is None else getattr(cost, name) for cost in costs], dtype=kind)
-        for name, kind in zip(names, [np.float64] * _REALS + [np.int64] * (len(names) - _REALS), strict=True)
-    }
-    return LayerCosts(np.array([cost is not None for cost in costs], dtype=np.bool_), **columns)
+def _as_arrays(figures: Mapping[str, Any], valid: BoolArray) -> LayerCosts:
+    """Figures of n strategies, each an array or the same for all."""
+    return LayerCosts(
+        valid,
+        **{
+            name: figure if isinstance(figure, np.ndarray) else np.full(len(valid), figure)
+            for name, figure in figures.items()
+        },
+    )
 
 
 @dataclass(slots=True)
@@ -202,6 +204,7 @@ class LayerPricer:
     links: Links = field(init=False)
     _points: dict[PointKey, tuple[LayerPoint, ...]] = field(init=False)
     _host: dict[str, float] = field(init=False)
+    _curves: dict[str, Curves] = field(default_factory=dict)
     _known: dict[tuple[str, Sharing, Strategy, int, int], LayerCost | None] = field(default_factory=dict)
     _moves: dict[tuple[int, int, int], float] = field(default_factory=dict)
     _types: dict[int, LayerPricer] = field(default_factory=dict)
@@ -244,17 +247,53 @@ class LayerPricer:
         """
         key = (kind, sharing, strategy, microbatch, stages)
         if key not in self._known:
-            figures = self._figures(kind, strategy, microbatch)
-            self._known[key] = (
-                None if figures is None or not self.covers(kind, strategy) else self._priced(figures, key)
-            )
+            self._known[key] = self._new_price(kind, strategy, microbatch, stages, sharing)
         return self._known[key]
 
+    def _new_price(
+        self, kind: str, strategy: Strategy, microbatch: int, stages: int, sharing: Sharing
+    ) -> LayerCost | None:
+        if not self.covers(kind, strategy):
+            return None
+        samples = microbatch / strategy.token_degree
+        shard = (kind, strategy.tensor, strategy.sequence_parallel)
+        figures = figures_at(self._points[*shard, strategy.recompute], samples)
+        plain = self._points.get((*shard, Recompute.NONE))
+        again = self._again(figures, None if plain is None else figures_at(plain, samples))
+        return LayerCost(**self._priced(kind, strategy, microbatch, stages, sharing, figures, again))
+
     def price_many(
-        self, kind: str, strategies: Sequence[Strategy], microbatch: int, stages: int, sharing: Sharing = ALONE
+        self,
+        kind: str,
+        strategies: Sequence[Strategy] | Strategies,
+        microbatch: int | IntArray,
+        stages: int,
+        sharing: Sharing = ALONE,
     ) -> LayerCosts:
-        """``price`` of many strategies, each of all devices of a stage."""
-        return layer_costs([self.price(kind, strategy, microbatch, stages, sharing) for strategy in strategies])
+        """``price`` of n strategies at once, to the last bit, in a few microseconds each.
+
+        Args:
+            kind: key into the graph's kinds.
+            strategies: each takes all devices of its stage; ``Strategies`` spare their conversion.
+            microbatch: samples of one micro-batch over the stage, or (n,) of them.
+            stages: of the pipeline.
+            sharing: with other layers.
+        """
+        many = strategies if isinstance(strategies, Strategies) else Strategies.of(strategies)
+        curves, samples = self._curves_of(kind), microbatch / many.token_degree
+        if not len(curves.codes) or not len(many):
+            return _as_arrays(dict.fromkeys(_NAMES, 0), np.zeros(len(many), dtype=np.bool_))
+        figures, valid = curves.at(code_of(many.tensor, many.sequence_parallel, many.recompute), samples)
+        plain, known = curves.at(code_of(many.tensor, many.sequence_parallel, Recompute.NONE), samples)
+        if not self.profile.cluster.device.host_bandwidth:
+            valid = valid & is_option(many.offload, Offload.NONE)
+        again = np.where(known, self._again(figures, plain), 0.0)
+        return _as_arrays(self._priced(kind, many, microbatch, stages, sharing, figures, again), valid)
+
+    def _curves_of(self, kind: str) -> Curves:
+        if kind not in self._curves:
+            self._curves[kind] = Curves.of(kind, self._points)
+        return self._curves[kind]
 
     def covers(self, kind: str, strategy: Strategy) -> bool:
         """Whether the profile holds points for a strategy."""
@@ -279,26 +318,42 @@ class LayerPricer:
             self._moves[key] = self.links.seconds(move)
         return self._moves[key]
 
-    def _figures(self, kind: str, strategy: Strategy, microbatch: int) -> LayerFigures | None:
-        points = self._points.get((kind, strategy.tensor, strategy.sequence_parallel, strategy.recompute))
-        return None if points is None else figures_at(points, microbatch / (strategy.batch_degree * strategy.context))
+    def _again(self, figures: LayerFigures, plain: LayerFigures | None) -> Real:
+        """Seconds of backward that are computing again, from the figures with and without."""
+        passes = figures.backward
+        return 0.0 if plain is None else least(largest(passes - plain.backward, 0.0), passes)
 
-    def _priced(self, figures: LayerFigures, key: tuple[str, Sharing, Strategy, int, int]) -> LayerCost:
-        name, sharing, strategy, microbatch, stages = key
+    def _priced(
+        self,
+        name: str,
+        strategy: Either,
+        microbatch: Whole,
+        stages: int,
+        sharing: Sharing,
+        figures: LayerFigures,
+        again: Real,
+    ) -> dict[str, Any]:
+        """Fields of ``LayerCost``, of one strategy or of many."""
         kind = with_copy(self.profile.graph.kinds[name], sharing.copied)
         work = self._work(kind, strategy, microbatch)
-        plain = self._figures(name, replace(strategy, recompute=Recompute.NONE), microbatch)
-        forward, backward, again, exposed = self._seconds(figures, plain, work)
+        exposed = self._exposed(figures, work)
         exchange = self._exchange(sharing.exchanged, strategy, stages)
         update = self._update_seconds(kind, work)
-        host = self._host_traffic(work, (forward, backward + again), figures.kept)
-        return LayerCost(
-            forward, backward, again, exposed.forward + host.forward, exposed.backward + host.backward,
-            work.microbatch_overhead, exposed.step + exchange + host.step, update + host.update, work.step_overhead,
+        host = self._host_traffic(work, (figures.forward, figures.backward), figures.kept)
+        return {
+            "forward": figures.forward,
+            "backward": figures.backward - again,
+            "recompute": again,
+            "forward_exposed": exposed.forward + host.forward,
+            "backward_exposed": exposed.backward + host.backward,
+            "host": work.microbatch_overhead,
+            "step_exposed": exposed.step + exchange + host.step,
+            "update": update + host.update,
+            "step_host": work.step_overhead,
             **self._bytes(kind, work, figures, strategy, sharing.grouped),
-        )  # fmt: skip
+        }
 
-    def _work(self, kind: LayerKind, strategy: Strategy, microbatch: int) -> LayerWork:
+    def _work(self, kind: LayerKind, strategy: Either, microbatch: Whole) -> LayerWork:
         context = DimensionContext(
             devices=strategy.devices,
             node_devices=self.profile.cluster.levels[0].size,
@@ -309,20 +364,15 @@ class LayerPricer:
             host=self._host,
         )
         items = float(kind.parameters.total)
-        whole = LayerWork(float(microbatch), 1, False, Recompute.NONE, items, items, items, items)
+        whole = LayerWork(1.0 * microbatch, 1, False, Recompute.NONE, items, items, items, items)
         return reduce(lambda work, dimension: dimension.apply(work, kind, strategy, context), DIMENSIONS, whole)
 
-    def _seconds(
-        self, figures: LayerFigures, plain: LayerFigures | None, work: LayerWork
-    ) -> tuple[float, float, float, Exposed]:
-        """Forward, backward and recompute compute, and communication that compute does not hide."""
-        passes = figures.backward
-        again = 0.0 if plain is None else min(max(passes - plain.backward, 0.0), passes)
-        timed = [(one, self.links.seconds(one)) for one in work.communications]
-        exposed = exposed_by(timed, figures, self.profile.hidden, self.profile.overlap)
-        return figures.forward, passes - again, again, exposed
+    def _exposed(self, figures: LayerFigures, work: LayerWork) -> Exposed:
+        """Communication that compute does not hide."""
+        timed = zip(work.communications, self.links.timed(work.communications), strict=True)
+        return exposed_by(list(timed), figures, self.profile.hidden, self.profile.overlap)
 
-    def _exchange(self, items: int, strategy: Strategy, stages: int) -> float:
+    def _exchange(self, items: int, strategy: Either, stages: int) -> Real:
         """Seconds to sum the gradients of shared parameters with the other stage's copy, shard by shard.
 
         ZeRO-1 shards optimizer states only: its gradients are whole when they are summed (Megatron-LM's
@@ -331,52 +381,51 @@ class LayerPricer:
         if items == 0 or stages == 1:
             return 0.0
         devices = strategy.devices
-        shards = 1 if strategy.zero_stage == 1 else strategy.state_shards
+        shards = where(strategy.zero_stage == 1, 1, strategy.state_shards)
         size = items / (strategy.tensor * shards) * ITEM_BYTES[self.profile.reduce_precision]
         group = RankGroup(2, devices * (stages - 1), devices)
         links = self.common or self.links
-        return links.seconds(Communication(Collective.ALL_REDUCE, size, group, Moment.STEP, overlaps=False))
+        return links.timed([Communication(Collective.ALL_REDUCE, size, group, Moment.STEP, overlaps=False)])[0]
 
-    def _update_seconds(self, kind: LayerKind, work: LayerWork) -> float:
+    def _update_seconds(self, kind: LayerKind, work: LayerWork) -> Real:
         optimizer = self.profile.optimizer
         tensors = sum(operator.count for operator in kind.operators if operator.weight_bytes)
-        return (
-            work.state_items - work.host_items
-        ) * optimizer.seconds_per_item + tensors * optimizer.seconds_per_tensor
+        own = work.state_items - work.host_items
+        return own * optimizer.seconds_per_item + tensors * optimizer.seconds_per_tensor
 
-    def _host_traffic(self, work: LayerWork, seconds: tuple[float, float], kept: int) -> HostTraffic:
+    def _host_traffic(self, work: LayerWork, seconds: tuple[Real, Real], kept: Whole) -> HostTraffic:
         profile = self.profile
         gradient, parameter = ITEM_BYTES[profile.reduce_precision], ITEM_BYTES[profile.parameter_precision]
         item = HostItem(gradient, parameter, profile.optimizer.state_bytes)
         return host_traffic(profile.cluster.device, work, seconds, kept, item)
 
     def _bytes(
-        self, kind: LayerKind, work: LayerWork, figures: LayerFigures, strategy: Strategy, grouped: bool
-    ) -> dict[str, int]:
+        self, kind: LayerKind, work: LayerWork, figures: LayerFigures, strategy: Either, grouped: bool
+    ) -> dict[str, Whole]:
         profile, optimizer = self.profile, self.profile.optimizer
         gather, summed = ITEM_BYTES[profile.gather_precision], ITEM_BYTES[profile.reduce_precision]
-        bucket = profile.bucket_bytes if strategy.token_degree > 1 else 0
-        gradients = ceil(work.gradient_items * (summed + bucket))
-        whole = ceil(work.reduce_items * gather)
+        bucket = where(strategy.token_degree > 1, profile.bucket_bytes, 0)
+        gradients = up(work.gradient_items * (summed + bucket))
+        whole = up(work.reduce_items * gather)
         at_use = work.gathered_items + work.transient_items
         lasting = at_use * gather + whole if grouped else work.gathered_items * gather
         own = work.state_items - work.host_items
         return {
-            "parameters": ceil(work.parameter_items * ITEM_BYTES[profile.parameter_precision]) + kind.buffer_bytes,
-            "gradients": gradients if work.gradients_persist else 0,
-            "formed_gradients": 0 if work.gradients_persist else gradients,
-            "states": ceil(own * optimizer.state_bytes),
+            "parameters": up(work.parameter_items * ITEM_BYTES[profile.parameter_precision]) + kind.buffer_bytes,
+            "gradients": where(work.gradients_persist, gradients, 0),
+            "formed_gradients": where(work.gradients_persist, 0, gradients),
+            "states": up(own * optimizer.state_bytes),
             "kept": where(work.host_kept > 0, 0, figures.kept),
             "returning": where(work.host_kept > 0, figures.kept, 0),
-            "gathered": ceil(lasting),
-            "gather": 0 if grouped else ceil(work.transient_items * gather),
-            "gathering": ceil(at_use * gather),
+            "gathered": up(lasting),
+            "gather": 0 if grouped else up(work.transient_items * gather),
+            "gathering": up(at_use * gather),
             "whole_gradients": 0 if grouped else whole,
-            "reducing": ceil(work.reduce_items * summed),
-            "working": max(figures.working, figures.kept),
+            "reducing": up(work.reduce_items * summed),
+            "working": largest(figures.working, figures.kept),
             "forward_working": figures.forward_working,
-            "passing_gradients": ceil(work.gradient_items * profile.passing_bytes),
-            "updating": ceil(own * optimizer.working_bytes * optimizer.working_share),
+            "passing_gradients": up(work.gradient_items * profile.passing_bytes),
+            "updating": up(own * optimizer.working_bytes * optimizer.working_share),
         }
 
 

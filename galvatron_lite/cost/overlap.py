@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from galvatron_lite.arrays import Real
 from galvatron_lite.cost.communication import together
 from galvatron_lite.cost.points import LayerFigures
 from galvatron_lite.parallelism.base import Collective, Communication, Moment
@@ -41,16 +42,16 @@ GATHER = "gather"
 
 @dataclass(frozen=True, slots=True)
 class Exposed:
-    """Seconds of one layer's communication that compute does not hide.
+    """Seconds of one layer's communication that compute does not hide; arrays under several strategies.
 
     Attributes:
         forward, backward: every micro-batch.
         step: once a step.
     """
 
-    forward: float
-    backward: float
-    step: float
+    forward: Real
+    backward: Real
+    step: Real
 
 
 def moment_of(communication: Communication) -> str:
@@ -67,7 +68,7 @@ def hidden_share(communication: Communication, hidden: Mapping[str, float]) -> f
 
 
 def exposed_by(
-    communications: Sequence[tuple[Communication, float]],
+    communications: Sequence[tuple[Communication, Real]],
     figures: LayerFigures,
     hidden: Mapping[str, float],
     overlap: Overlap,
@@ -80,12 +81,14 @@ def exposed_by(
         hidden: shares by cause.
         overlap: mutual slow-down.
     """
-    blocking = dict.fromkeys((*(moment.value for moment in Moment), GATHER), 0.0)
+    blocking: dict[str, Real] = dict.fromkeys((*(moment.value for moment in Moment), GATHER), 0.0)
     hiding = dict(blocking)
     for communication, seconds in communications:
         share, moment = hidden_share(communication, hidden), moment_of(communication)
-        hiding[moment] += share * seconds
-        blocking[moment] += (1.0 - share) * seconds
+        if share:
+            hiding[moment] = hiding[moment] + share * seconds
+        if share < 1:
+            blocking[moment] = blocking[moment] + (1.0 - share) * seconds
     forward, backward = figures.forward, figures.backward
     ahead = together(forward, hiding["forward"], overlap)
     back = together(backward, hiding["backward"], overlap)

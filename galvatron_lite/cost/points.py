@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
 
+import numpy as np
+
+from galvatron_lite.arrays import BoolArray, Flag, FloatArray, IntArray, Real, Whole, largest, up, where
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.profiler.schema import LayerPoint
 
@@ -15,18 +18,18 @@ PointKey = tuple[str, int, bool, Recompute]
 
 @dataclass(frozen=True, slots=True)
 class LayerFigures:
-    """What one layer costs one device at a number of samples; see ``LayerPoint``.
+    """What one layer costs one device at a number of samples, see ``LayerPoint``; arrays under several strategies.
 
     Attributes:
         forward, backward: seconds.
         kept, working, forward_working: bytes.
     """
 
-    forward: float
-    backward: float
-    kept: int
-    working: int
-    forward_working: int
+    forward: Real
+    backward: Real
+    kept: Whole
+    working: Whole
+    forward_working: Whole
 
 
 def index_points(points: tuple[LayerPoint, ...]) -> dict[PointKey, tuple[LayerPoint, ...]]:
@@ -53,16 +56,78 @@ def figures_at(points: tuple[LayerPoint, ...], samples: float) -> LayerFigures:
     return _mix(low, high, weight, samples / points[0].samples if place == 0 else 1.0)
 
 
-def _mix(low: LayerPoint, high: LayerPoint, weight: float, share: float) -> LayerFigures:
-    def value(at_low: float, at_high: float) -> float:
-        proportional = at_low * share if share < 1 or low is high else 0.0
-        line = 0.0 if low is high else at_low + weight * (at_high - at_low)
-        return max(line, proportional, 0.0)
+FIGURES = ("forward", "backward", "kept", "working", "forward_working")
 
-    return LayerFigures(
-        value(low.forward, high.forward),
-        value(low.backward, high.backward),
-        ceil(value(low.kept, high.kept) - 1e-6),
-        ceil(value(low.working, high.working) - 1e-6),
-        ceil(value(low.forward_working, high.forward_working) - 1e-6),
-    )
+
+def _mix(low: LayerPoint, high: LayerPoint, weight: float, share: float) -> LayerFigures:
+    ends = [(getattr(low, name), getattr(high, name)) for name in FIGURES]
+    return _figures([_between(*pair, weight, share, low is high) for pair in ends])
+
+
+def _between(low: Real, high: Real, weight: Real, share: Real, alone: Flag) -> Real:
+    """A figure on the line through two points; see ``figures_at``."""
+    proportional = where((share < 1) | alone, low * share, 0.0)
+    line = where(alone, 0.0, low + weight * (high - low))
+    return largest(line, proportional, 0.0)
+
+
+def _figures(values: Sequence[Real]) -> LayerFigures:
+    forward, backward, *sizes = values
+    return LayerFigures(forward, backward, *(up(size - 1e-6) for size in sizes))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Curves:
+    """The points of one kind of layer as arrays: R things that were run, each at up to P numbers of samples.
+
+    Attributes:
+        codes: (R,) what was run, ascending; see ``code_of``.
+        samples: (R, P) ascending; infinite beyond a row's last.
+        counts: (R,) points of each row.
+        values: (F, R, P) figures in the order of ``FIGURES``.
+    """
+
+    codes: IntArray
+    samples: FloatArray
+    counts: IntArray
+    values: FloatArray
+
+    @staticmethod
+    def of(kind: str, points: Mapping[PointKey, Sequence[LayerPoint]]) -> Curves:
+        """The curves of a kind of layer."""
+        own = sorted((int(code_of(*key[1:])), rows) for key, rows in points.items() if key[0] == kind)
+        most = max((len(rows) for _, rows in own), default=1)
+        samples = np.full((len(own), most), np.inf)
+        values = np.zeros((len(FIGURES), len(own), most))
+        for row, (_, found) in enumerate(own):
+            samples[row, : len(found)] = [point.samples for point in found]
+            for place, name in enumerate(FIGURES):
+                values[place, row, : len(found)] = [getattr(point, name) for point in found]
+        counts = np.array([len(rows) for _, rows in own], dtype=np.int64)
+        return Curves(np.array([code for code, _ in own], dtype=np.int64), samples, counts, values)
+
+    def at(self, codes: IntArray, samples: FloatArray) -> tuple[LayerFigures, BoolArray]:
+        """``figures_at`` for n things that were run, and which of them were; others have any figures.
+
+        Args:
+            codes: (n,) what was run.
+            samples: (n,) samples of each.
+        """
+        row = np.minimum(np.searchsorted(self.codes, codes), len(self.codes) - 1)
+        own = self.samples[row]
+        place = (own < samples[:, None]).sum(axis=1)
+        alone = self.counts[row] == 1
+        right = np.where(alone, 0, np.minimum(np.maximum(place, 1), self.counts[row] - 1))
+        left = np.maximum(right - 1, 0)
+        every = np.arange(len(row))
+        low, high, first = own[every, left], own[every, right], own[:, 0]
+        weight = (samples - low) / np.where(alone, 1.0, high - low)
+        share = np.where((place == 0) | alone, samples / first, 1.0)
+        ends = zip(self.values[:, row, left], self.values[:, row, right], strict=True)
+        return _figures([_between(*pair, weight, share, alone) for pair in ends]), self.codes[row] == codes
+
+
+def code_of(tensor: Whole, sequence_parallel: Flag, recompute: Recompute | IntArray) -> Whole:
+    """A number for what was run: tensor degree, sequence parallel, recompute choice."""
+    place = recompute if isinstance(recompute, np.ndarray) else tuple(Recompute).index(recompute)
+    return (tensor * 2 + sequence_parallel) * len(Recompute) + place

@@ -13,6 +13,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
+from galvatron_lite.arrays import Flag, Real, Whole, where
 from galvatron_lite.files import STRICT
 
 if TYPE_CHECKING:
@@ -68,9 +69,9 @@ class TensorSplit:
     sequence: int = 0
     whole: int = 0
 
-    def at(self, degree: int, sequence_parallel: bool) -> float:
-        """The figure on one device under tensor parallelism of this degree."""
-        shared = self.sequence / degree if sequence_parallel else self.sequence
+    def at(self, degree: Whole, sequence_parallel: Flag) -> Real:
+        """The figure on one device under tensor parallelism of this degree; an array where there are several."""
+        shared = where(sequence_parallel, self.sequence / degree, self.sequence)
         return self.tensor / degree + shared + self.whole
 
     @property

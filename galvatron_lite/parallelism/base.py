@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from galvatron_lite.arrays import Flag, IntArray, Real, Whole, never
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.files import STRICT
 from galvatron_lite.model.graph import LayerKind, Recompute
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
+
+    from galvatron_lite.parallelism.strategies import Strategies
 
 
 class Offload(StrEnum):
@@ -150,7 +153,7 @@ class Moment(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """One communication of one layer on one device.
+    """One communication of one layer on one device; arrays where there is one under each of several strategies.
 
     Attributes:
         collective: its kind.
@@ -158,22 +161,27 @@ class Communication:
         group: the ranks that take part.
         moment: when it happens.
         overlaps: whether compute of the same layer or its neighbours can hide it.
-        count: how many times.
+        count: how many times; 0 where a strategy does not need it.
         cause: the dimension it comes from, for people.
     """
 
     collective: Collective
-    size: float
+    size: Real
     group: RankGroup
     moment: Moment
     overlaps: bool
-    count: int = 1
+    count: Whole = 1
     cause: str = ""
+
+
+def sent(*communications: Communication) -> tuple[Communication, ...]:
+    """Those that any strategy needs."""
+    return tuple(one for one in communications if not never(one.count))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """What one device does and holds for one layer, one micro-batch at a time.
+    """What one device does and holds for one layer, one micro-batch at a time; arrays under several strategies.
 
     Attributes:
         samples: samples of one micro-batch on this device.
@@ -198,24 +206,24 @@ class LayerWork:
         host_kept: share (0 or 1) of what is kept from forward to backward that waits in host memory.
     """
 
-    samples: float
-    tensor: int
-    sequence_parallel: bool
-    recompute: Recompute
-    parameters: float
-    state_items: float
-    parameter_items: float
-    gradient_items: float
-    gathered_items: float = 0.0
-    transient_items: float = 0.0
+    samples: Real
+    tensor: Whole
+    sequence_parallel: Flag
+    recompute: Recompute | IntArray
+    parameters: Real
+    state_items: Real
+    parameter_items: Real
+    gradient_items: Real
+    gathered_items: Real = 0.0
+    transient_items: Real = 0.0
     communications: tuple[Communication, ...] = ()
-    reduce_items: float = 0.0
-    gradients_persist: bool = True
-    microbatch_overhead: float = 0.0
-    step_overhead: float = 0.0
-    expert_items: float = 0.0
-    host_items: float = 0.0
-    host_kept: float = 0.0
+    reduce_items: Real = 0.0
+    gradients_persist: Flag = True
+    microbatch_overhead: Real = 0.0
+    step_overhead: Real = 0.0
+    expert_items: Real = 0.0
+    host_items: Real = 0.0
+    host_kept: Real = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +240,7 @@ class DimensionContext:
         host: fixed host seconds by the dimension's name (see ``HostOverhead``).
     """
 
-    devices: int
+    devices: Whole
     node_devices: int
     activation_item_bytes: int
     gather_item_bytes: int
@@ -257,6 +265,11 @@ class Dimension(Protocol):
         """Why this dimension is limited or not offered for a kind of layer; empty where nothing is to be said."""
         ...
 
-    def apply(self, work: LayerWork, kind: LayerKind, strategy: Strategy, context: DimensionContext) -> LayerWork:
-        """What the strategy's choice in this dimension makes of one device's work."""
+    def apply(
+        self, work: LayerWork, kind: LayerKind, strategy: Strategy | Strategies, context: DimensionContext
+    ) -> LayerWork:
+        """What the strategy's choice in this dimension makes of one device's work.
+
+        Of one strategy or of many at once (then figures are arrays): no ``if`` on a field, but ``arrays.where``.
+        """
         ...

@@ -1,20 +1,43 @@
-"""Which ranks of a stage share the states of a layer and which sum its gradients. No torch here.
+"""Which ranks of a stage work together in each dimension, and how far apart they lie. No torch here.
 
-Ranks are row-major over (data, zero, context, tensor), tensor innermost. All but the tensor ranks see other tokens, so
-gradients are summed over data x zero x context. States are sharded over zero x context (Megatron-Core's distributed
-optimizer and torchtitan's ``dp_shard_cp`` mesh take context ranks in too) and replicated over data.
+Ranks are row-major over (data, zero, context, tensor), tensor innermost: the ranks of a tensor group lie next to one
+another. ``Strategy.strided`` takes one dimension out of that order and puts it outermost, so that its ranks lie as far
+apart as the stage allows and the others move inwards. ``strides_of`` is the one place that knows the order.
 
-Experts that are spread ``expert`` ways lie on the ranks next to one another above the tensor slices (Megatron-Core's
-order ``tp-ep-dp`` of expert layers), so ``expert`` times fewer ranks hold the same ones: innermost ranks of the shards
-are taken first.
+All but the tensor ranks see other tokens, so gradients are summed over data x zero x context. States are sharded over
+zero x context (Megatron-Core's distributed optimizer and torchtitan's ``dp_shard_cp`` mesh take context ranks in too)
+and replicated over data. A group over two dimensions that are not neighbours in the order is made of runs.
+
+Experts that are spread ``expert`` ways have an order of their own: they lie on the ranks next to one another above the
+tensor slices (Megatron-Core's order ``tp-ep-dp`` of expert layers), so ``expert`` times fewer ranks hold the same ones:
+innermost ranks of the shards are taken first. ``strided`` says nothing of them.
+
+Every function takes one ``Strategy``, or ``Strategies`` and then gives arrays.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from galvatron_lite.arrays import Real, Whole, is_option, largest, least, never, opposite, where
 from galvatron_lite.cluster.cluster import RankGroup
-from galvatron_lite.parallelism.base import LayerWork, Strategy
+from galvatron_lite.parallelism.base import LayerWork, Strategy, Strided
+from galvatron_lite.parallelism.strategies import Strategies
+
+Either = Strategy | Strategies
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Ranks that differ in one dimension only.
+
+    Attributes:
+        size: how many.
+        stride: ranks from one to the next.
+    """
+
+    size: Whole
+    stride: Whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,42 +53,82 @@ class Spread:
     replicas: RankGroup
 
 
-def spread_of(strategy: Strategy) -> Spread:
+def strides_of(strategy: Either) -> dict[str, Whole]:
+    """Ranks from one member to the next in each dimension."""
+    strides: dict[str, Whole] = {}
+    inner: Whole = 1
+    for name, option in (("tensor", None), ("context", Strided.CONTEXT), ("zero", Strided.ZERO)):
+        degree = getattr(strategy, name)
+        far = option is not None and is_option(strategy.strided, option)
+        if never(far):
+            strides[name], inner = inner, inner * degree
+        else:
+            strides[name] = where(far, strategy.devices // degree, inner)
+            inner = where(far, inner, inner * degree)
+    return {**strides, "data": inner}
+
+
+def tensor_group(strategy: Either) -> RankGroup:
+    """The ranks that share the matmuls of each sample."""
+    return RankGroup(strategy.tensor, strides_of(strategy)["tensor"], strategy.devices // strategy.tensor)
+
+
+def context_group(strategy: Either) -> RankGroup:
+    """The ranks that share the tokens of each sample."""
+    return RankGroup(strategy.context, strides_of(strategy)["context"], strategy.devices // strategy.context)
+
+
+def spread_of(strategy: Either) -> Spread:
     """Where the states of parameters lie that are not experts'."""
-    return _spread(strategy, strategy.tensor, 1)
+    strides, sharded = strides_of(strategy), strategy.state_shards > 1
+    context = Axis(strategy.context, strides["context"])
+    zero, data = Axis(strategy.zero, strides["zero"]), Axis(strategy.data, strides["data"])
+    far = is_option(strategy.strided, Strided.CONTEXT)
+    split, whole = (Axis(where(mask, context.size, 1), context.stride) for mask in (sharded, opposite(sharded)))
+    return Spread(_joined(split, zero, far, strategy.devices), _joined(whole, data, far, strategy.devices))
 
 
-def expert_spread_of(strategy: Strategy) -> Spread:
+def _joined(context: Axis, other: Axis, far: Whole, devices: Whole) -> RankGroup:
+    """The group over the context ranks and those of a dimension that lies above them, below where context is far."""
+    inner = Axis(where(far, other.size, context.size), where(far, other.stride, context.stride))
+    outer = Axis(where(far, context.size, other.size), where(far, context.stride, other.stride))
+    size = inner.size * outer.size
+    plain = (inner.size == 1) | (outer.size == 1) | (outer.stride == inner.size * inner.stride)
+    stride, siblings = where(inner.size == 1, outer.stride, inner.stride), devices // size
+    if never(opposite(plain)):
+        return RankGroup(size, stride, siblings)
+    run, gap = where(plain, 1, inner.size), where(plain, 1, inner.stride)
+    return RankGroup(size, where(plain, stride, outer.stride), siblings, run, gap)
+
+
+def expert_spread_of(strategy: Either) -> Spread:
     """Where the states of experts lie: devices / (expert degree x slices of an expert) ranks hold the same."""
-    return _spread(strategy, expert_slices(strategy), strategy.expert)
-
-
-def expert_slices(strategy: Strategy) -> int:
-    """Devices that share the matmuls of one expert: the tensor group, or what of it expert parallelism leaves."""
-    wanted = min(strategy.expert_tensor or strategy.tensor, strategy.tensor)
-    return max(min(wanted, strategy.devices // strategy.expert), 1)
-
-
-def expert_group(strategy: Strategy) -> RankGroup:
-    """The ranks that exchange tokens with one another."""
-    degree = strategy.expert
-    return RankGroup(degree, expert_slices(strategy), strategy.devices // degree)
-
-
-def shared_items(work: LayerWork, strategy: Strategy) -> tuple[tuple[float, Spread], ...]:
-    """The parameters one device computes with, in parts of equal spread, experts last."""
-    dense = (work.parameters - work.expert_items, spread_of(strategy))
-    if work.expert_items == 0:
-        return (dense,)
-    return (dense, (work.expert_items, expert_spread_of(strategy)))
-
-
-def _spread(strategy: Strategy, slices: int, ways: int) -> Spread:
-    holders = max(strategy.devices // (slices * ways), 1)
-    shards = max(strategy.state_shards // ways, 1)
-    replicas = max(holders // shards, 1)
-    stride = slices * ways
+    stride = expert_slices(strategy) * strategy.expert
+    holders = largest(strategy.devices // stride, 1)
+    beyond = largest(stride // strategy.tensor, 1)
+    shards = largest(strategy.state_shards // beyond, 1)
+    replicas = largest(holders // shards, 1)
     return Spread(
         RankGroup(shards, stride, strategy.devices // shards),
         RankGroup(replicas, stride * shards, strategy.devices // replicas),
     )
+
+
+def expert_slices(strategy: Either) -> Whole:
+    """Devices that share the matmuls of one expert: the tensor group, or what of it expert parallelism leaves."""
+    tensor = strategy.tensor
+    wanted = where(strategy.expert_tensor > 0, least(strategy.expert_tensor, tensor), tensor)
+    return largest(least(wanted, strategy.devices // strategy.expert), 1)
+
+
+def expert_group(strategy: Either) -> RankGroup:
+    """The ranks that exchange tokens with one another."""
+    return RankGroup(strategy.expert, expert_slices(strategy), strategy.devices // strategy.expert)
+
+
+def shared_items(work: LayerWork, strategy: Either) -> tuple[tuple[Real, Spread], ...]:
+    """The parameters one device computes with, in parts of equal spread, experts last where there are any."""
+    dense = (work.parameters - work.expert_items, spread_of(strategy))
+    if never(work.expert_items):
+        return (dense,)
+    return (dense, (work.expert_items, expert_spread_of(strategy)))

@@ -35,4 +35,4 @@ def _quotient(points: tuple[LayerPoint, ...], batch: int) -> float:
     """Least seconds a sample on one device that works on at most the whole batch at once."""
     sizes = [batch, *(point.samples for point in points if point.samples < batch)]
     figures = [(figures_at(points, size), size) for size in sizes]
-    return min((figure.forward + figure.backward) / size for figure, size in figures)
+    return float(min((figure.forward + figure.backward) / size for figure, size in figures))

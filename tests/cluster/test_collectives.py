@@ -101,7 +101,7 @@ def test_two_nodes_reach_the_adapters_bandwidth_and_no_more() -> None:
 
 def test_trees_over_four_nodes_send_the_tensor_twice() -> None:
     size = 4e9
-    four = tree_all_reduce(size, hops_of(nested(), RankGroup(32)))
+    four = tree_all_reduce(hops_of(nested(), RankGroup(32))).at(size)
     assert four == pytest.approx(2 * (3 * ALPHA + 2 * NET_ALPHA) + 2 * size / NET_BETA / TREE_EFFICIENCY)
 
 
@@ -123,7 +123,7 @@ def test_a_group_occupies_the_levels_it_crosses(group: RankGroup, members: list[
 def test_sixteen_ranks_over_two_nodes_by_hand() -> None:
     size = 1e9
     ring = 15 / 16 * size / NET_BETA + 14 * ALPHA + NET_ALPHA
-    assert ring_pass(size, hops_of(nested(), RankGroup(16))) == pytest.approx(ring)
+    assert ring_pass(hops_of(nested(), RankGroup(16))).at(size) == pytest.approx(ring)
     assert collective_seconds(nested(), Collective.ALL_GATHER, size, RankGroup(16)) == pytest.approx(ring)
 
 

@@ -17,12 +17,14 @@ of the queries with all keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from galvatron_lite.arrays import Real, Whole, largest, never, opposite, where
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.model.graph import LayerKind, OperatorClass
-from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, Strategy
+from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, sent
+from galvatron_lite.parallelism.ranks import Either, context_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +41,21 @@ class ContextDimension:
         """Nothing: it is of use for the longest sequences only."""
         return ""
 
-    def apply(self, work: LayerWork, kind: LayerKind, strategy: Strategy, context: DimensionContext) -> LayerWork:
+    def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:
         """Fewer tokens, and what brings queries, keys and values together in both passes.
 
         Must run after tensor (each slice has its own heads) and before recompute (attention's communication runs again
         with it).
         """
-        degree = strategy.context
-        if degree == 1:
+        if never(strategy.context > 1):
             return work
         share = work.samples / strategy.token_degree * context.activation_item_bytes
-        group = RankGroup(degree, strategy.tensor, context.devices // degree)
-        moved = exchanges(kind, strategy, share, group) if strategy.ulysses else hops(kind, strategy, share, group)
-        return replace(work, samples=work.samples / degree, communications=(*work.communications, *moved))
+        group = context_group(strategy)
+        moved = sent(*hops(kind, strategy, share, group), *exchanges(kind, strategy, share, group))
+        return replace(work, samples=work.samples / strategy.context, communications=(*work.communications, *moved))
 
 
-def hops(kind: LayerKind, strategy: Strategy, share: float, group: RankGroup) -> tuple[Communication, ...]:
+def hops(kind: LayerKind, strategy: Either, share: Real, group: RankGroup) -> Iterator[Communication]:
     """The ring's: a block of keys and values goes round once in forward, twice in backward.
 
     Args:
@@ -64,30 +65,30 @@ def hops(kind: LayerKind, strategy: Strategy, share: float, group: RankGroup) ->
         group: the context ranks.
     """
     block = key_value_items(kind, strategy.tensor) * share
-    return tuple(
-        Communication(Collective.SEND_RECV, block, group, moment, True, times * (strategy.context - 1), "context")
-        for moment, times in ((Moment.FORWARD, 1), (Moment.BACKWARD, 2))
-        if block
-    )
+    around = where(opposite(strategy.ulysses) & (block > 0), strategy.context - 1, 0)
+    for moment, times in ((Moment.FORWARD, 1), (Moment.BACKWARD, 2)):
+        yield Communication(Collective.SEND_RECV, block, group, moment, True, times * around, "context")
 
 
-def exchanges(kind: LayerKind, strategy: Strategy, share: float, group: RankGroup) -> tuple[Communication, ...]:
+def exchanges(kind: LayerKind, strategy: Either, share: Real, group: RankGroup) -> Iterator[Communication]:
     """Ulysses': all-to-alls of queries, keys, values and the output in either pass; arguments as for ``hops``.
 
     Each device's share of queries and of the output is N h / P items (section 3.2). Where a slice has fewer heads of
     keys and values than there are devices, each device gets a copy of the head that its query heads ask.
     """
-    queries = sum(one.count * one.heads * one.queries * one.size for one in attention_of(kind)) / strategy.tensor
+    attentions = attention_of(kind)
+    if not attentions:
+        return
+    queries = sum(one.count * one.heads * one.queries * one.size for one in attentions) / strategy.tensor
     keys = sum(
-        one.count * max(one.kv_heads / strategy.tensor, strategy.context) * one.keys * one.size
-        for one in attention_of(kind)
+        one.count * largest(one.kv_heads / strategy.tensor, strategy.context) * one.keys * one.size
+        for one in attentions
     )
-    return tuple(
-        Communication(Collective.ALL_TO_ALL, items * share, group, moment, False, 2, ULYSSES)
-        for moment in (Moment.FORWARD, Moment.BACKWARD)
-        for items in (queries, keys)
-        if items
-    )
+    sizes = [items * share for items in (queries, keys)]
+    count = where(strategy.ulysses & (strategy.context > 1), 2, 0)
+    for moment in (Moment.FORWARD, Moment.BACKWARD):
+        for size in sizes:
+            yield Communication(Collective.ALL_TO_ALL, size, group, moment, False, count, ULYSSES)
 
 
 ULYSSES = "ulysses"
@@ -125,9 +126,9 @@ def attention_of(kind: LayerKind) -> tuple[Attention, ...]:
     return (Attention(1, dims.heads, kv_heads, dims.sequence, dims.sequence, dims.hidden / dims.heads),)
 
 
-def key_value_items(kind: LayerKind, tensor: int) -> float:
+def key_value_items(kind: LayerKind, tensor: Whole) -> Real:
     """Items of keys and values per sample on one of ``tensor`` slices, over the whole sequence.
 
     Heads fewer than slices are copied. 0 for a kind without attention.
     """
-    return sum(2 * one.count * max(one.kv_heads / tensor, 1.0) * one.keys * one.size for one in attention_of(kind))
+    return sum(2 * one.count * largest(one.kv_heads / tensor, 1.0) * one.keys * one.size for one in attention_of(kind))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 
+from galvatron_lite.arrays import Flag, where
 from galvatron_lite.model.graph import LayerKind
-from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, Strategy
+from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, sent
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.ranks import shared_items
+from galvatron_lite.parallelism.ranks import Either, shared_items
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,28 +28,37 @@ class DataDimension:
         """Never limited."""
         return ""
 
-    def apply(self, work: LayerWork, kind: LayerKind, strategy: Strategy, context: DimensionContext) -> LayerWork:  # noqa: ARG002
+    def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:  # noqa: ARG002
         """Fewer samples; one all-reduce a step of the gradients this device holds (shards under ZeRO).
 
         Context ranks see other tokens with the same parameters, so where they share no states they are replicas too.
         """
-        sums = tuple(
-            Communication(
-                Collective.ALL_REDUCE,
-                items / spread.shards.size * context.reduce_item_bytes,
-                spread.replicas,
-                Moment.STEP,
-                overlaps=True,
-                cause=self.name,
+        parts = shared_items(work, strategy)
+        several = [
+            (spread.replicas.size > 1) & present for (_, spread), present in zip(parts, _there(work), strict=False)
+        ]
+        sums = sent(
+            *(
+                Communication(
+                    Collective.ALL_REDUCE,
+                    items / spread.shards.size * context.reduce_item_bytes,
+                    spread.replicas,
+                    Moment.STEP,
+                    overlaps=True,
+                    count=where(mask, 1, 0),
+                    cause=self.name,
+                )
+                for (items, spread), mask in zip(parts, several, strict=True)
             )
-            for items, spread in shared_items(work, strategy)
-            if spread.replicas.size > 1
         )
-        if not sums:
-            return replace(work, samples=work.samples / strategy.data)
         return replace(
             work,
             samples=work.samples / strategy.data,
             communications=(*work.communications, *sums),
-            step_overhead=work.step_overhead + context.host.get(self.name, 0.0),
+            step_overhead=work.step_overhead + where(reduce(or_, several), context.host.get(self.name, 0.0), 0.0),
         )
+
+
+def _there(work: LayerWork) -> tuple[Flag, Flag]:
+    """Whether there are parameters of a layer's own, and of experts."""
+    return True, work.expert_items > 0

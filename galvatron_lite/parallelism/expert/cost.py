@@ -18,10 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from galvatron_lite.arrays import Real, Whole, largest, least, never, power, where
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.model.graph import LayerKind
-from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, Strategy
-from galvatron_lite.parallelism.ranks import expert_group, expert_slices
+from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, sent
+from galvatron_lite.parallelism.ranks import Either, expert_group, expert_slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +39,17 @@ class ExpertDimension:
         """Says so of a mixture."""
         return f"expert: {kind.name}: the runtime cannot spread experts over devices" if kind.expert_parameters else ""
 
-    def apply(self, work: LayerWork, kind: LayerKind, strategy: Strategy, context: DimensionContext) -> LayerWork:
+    def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:
         """Fewer experts, and the all-to-alls that bring tokens to them and back.
 
         Must run after tensor (experts are sliced too) and before recompute, which exchanges tokens again.
         """
-        degree = strategy.expert
-        if degree == 1 or kind.expert_parameters == 0:
+        degree, spread = strategy.expert, strategy.expert > 1
+        if never(spread) or kind.expert_parameters == 0:
             return work
-        own = kind.expert_parameters / (degree * expert_slices(strategy))
-        items = work.parameters - kind.expert_parameters / strategy.tensor + own
+        own = where(spread, kind.expert_parameters / (degree * expert_slices(strategy)), 0.0)
+        items = where(spread, work.parameters - kind.expert_parameters / strategy.tensor + own, work.parameters)
+        exchanges = sent(*self._exchanges(kind, strategy, _tokens(work, strategy), context))
         return replace(
             work,
             parameters=items,
@@ -55,44 +57,44 @@ class ExpertDimension:
             parameter_items=items,
             gradient_items=items,
             expert_items=own,
-            communications=(*work.communications, *self._exchanges(kind, strategy, _tokens(work, strategy), context)),
+            communications=(*work.communications, *exchanges),
         )
 
     def _exchanges(
-        self, kind: LayerKind, strategy: Strategy, share: float, context: DimensionContext
+        self, kind: LayerKind, strategy: Either, share: Real, context: DimensionContext
     ) -> Iterator[Communication]:
-        size, slices = kind.dispatched_bytes * share, expert_slices(strategy)
-        if not size:
-            return
-        group, sent = _route(kind, strategy, context.node_devices)
+        size, slices, spread = kind.dispatched_bytes * share, expert_slices(strategy), strategy.expert > 1
+        group, part = _route(kind, strategy, context.node_devices)
         near = RankGroup(slices, 1, strategy.devices // slices)
+        out, whole = size * part, size * slices
+        calls = where(spread & (size > 0), 2, 0)
+        joins = where(spread & (size > 0) & strategy.sequence_parallel & (slices > 1), 1, 0)
         for moment in (Moment.FORWARD, Moment.BACKWARD):
-            yield Communication(Collective.ALL_TO_ALL, size * sent, group, moment, False, 2, self.name)
-            if strategy.sequence_parallel and slices > 1:
-                for sort in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
-                    yield Communication(sort, size * slices, near, moment, False, 1, "tensor")
+            yield Communication(Collective.ALL_TO_ALL, out, group, moment, False, calls, self.name)
+            for sort in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
+                yield Communication(sort, whole, near, moment, False, joins, "tensor")
 
 
-def _route(kind: LayerKind, strategy: Strategy, node_devices: int) -> tuple[RankGroup, float]:
+def _route(kind: LayerKind, strategy: Either, node_devices: int) -> tuple[RankGroup, Real]:
     """The ranks whose exchange sets the pace, and the share of all copies that they exchange."""
     group, copies = expert_group(strategy), kind.unique_copies
     if not copies:
         return group, 1.0
-    inside = max(min(group.size, node_devices // group.stride), 1)
+    inside = largest(least(group.size, node_devices // group.stride), 1)
     nodes = group.size // inside
-    if nodes == 1 or group.size % inside:
-        return group, reached(group.size, copies) / copies
-    between = RankGroup(nodes, group.stride * inside, strategy.devices // nodes)
-    return between, reached(nodes, copies) / copies
+    between = (nodes > 1) & (group.size % inside == 0)
+    places = where(between, nodes, group.size)
+    stride = where(between, group.stride * inside, group.stride)
+    return RankGroup(places, stride, strategy.devices // places), reached(places, copies) / copies
 
 
-def reached(places: int, copies: int) -> float:
+def reached(places: Whole, copies: int) -> Real:
     """Places that get any of so many copies, each of which goes to one of them at random: n (1 - (1 - 1/n)^k)."""
-    return places * (1 - (1 - 1 / places) ** copies)
+    return places * (1 - power(1 - 1 / places, copies))
 
 
-def _tokens(work: LayerWork, strategy: Strategy) -> float:
+def _tokens(work: LayerWork, strategy: Either) -> Real:
     """Samples whose copies one rank sends: sequence parallelism, or experts that are not sliced, share them further."""
     whole = work.samples / strategy.batch_degree
-    shared = strategy.sequence_parallel or expert_slices(strategy) < strategy.tensor
-    return whole / strategy.tensor if shared else whole
+    shared = strategy.sequence_parallel | (expert_slices(strategy) < strategy.tensor)
+    return where(shared, whole / strategy.tensor, whole)

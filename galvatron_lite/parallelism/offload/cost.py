@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 from galvatron_lite.arrays import Real, largest, where
 from galvatron_lite.cluster.cluster import Device
 from galvatron_lite.model.graph import LayerKind
-from galvatron_lite.parallelism.base import DimensionContext, LayerWork, Offload, Strategy
+from galvatron_lite.parallelism.base import DimensionContext, LayerWork, Offload
+from galvatron_lite.parallelism.ranks import Either
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class OffloadDimension:
         """Never limited by a layer."""
         return ""
 
-    def apply(self, work: LayerWork, kind: LayerKind, strategy: Strategy, context: DimensionContext) -> LayerWork:  # noqa: ARG002
+    def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:  # noqa: ARG002
         """Marks what lies in host memory; must run last, when it is known what the device owns."""
         states = where(strategy.offloads_states, work.state_items, 0.0)
         return replace(work, host_items=states, host_kept=where(strategy.offloads_activations, 1.0, 0.0))

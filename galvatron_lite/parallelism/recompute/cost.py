@@ -16,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from galvatron_lite.arrays import is_option, never, where
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute
-from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, Strategy
+from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, sent
 from galvatron_lite.parallelism.context.cost import ULYSSES
+from galvatron_lite.parallelism.ranks import Either
 from galvatron_lite.parallelism.tensor.cost import copying
 
 
@@ -37,20 +39,24 @@ class RecomputeDimension:
         missing = [choice.value for choice in Recompute if choice not in kind.kept]
         return f"recompute: {kind.name} offers no {' or '.join(missing)} recomputation" if missing else ""
 
-    def apply(self, work: LayerWork, kind: LayerKind, strategy: Strategy, context: DimensionContext) -> LayerWork:
+    def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:
         """Forward's communication so far happens again in backward; its compute is part of the profile's points.
 
         Must run after the dimensions whose communication is part of the layer's own forward (tensor, context,
         expert), and before those whose communication wraps the layer (ZeRO: parameters are still gathered when
         forward runs again).
         """
-        if strategy.recompute is Recompute.NONE:
+        full = is_option(strategy.recompute, Recompute.FULL)
+        some = is_option(strategy.recompute, Recompute.SELECTIVE)
+        if never(full | some):
             return work
-        repeats = _all if strategy.recompute is Recompute.FULL else _selective(kind)
-        again = tuple(
-            replace(one, moment=Moment.BACKWARD)
-            for one in work.communications
-            if one.moment is Moment.FORWARD and repeats(one)
+        repeats = _selective(kind)
+        again = sent(
+            *(
+                replace(one, moment=Moment.BACKWARD, count=where((full | some) if repeats(one) else full, one.count, 0))
+                for one in work.communications
+                if one.moment is Moment.FORWARD
+            )
         )
         return replace(
             work,
@@ -61,10 +67,6 @@ class RecomputeDimension:
 
 
 Repeats = Callable[[Communication], bool]
-
-
-def _all(communication: Communication) -> bool:  # noqa: ARG001
-    return True
 
 
 def _selective(kind: LayerKind) -> Repeats:

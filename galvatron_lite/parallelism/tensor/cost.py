@@ -18,10 +18,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from galvatron_lite.arrays import Flag, Real, Whole, largest, never, opposite, where
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.model.graph import LayerKind
-from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, Strategy
+from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, sent
 from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.ranks import Either, tensor_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +45,24 @@ class TensorDimension:
         """What capture said about the structure."""
         return f"tensor: {kind.name}: {kind.tensor_reason}" if kind.tensor_reason else ""
 
-    def apply(self, work: LayerWork, kind: LayerKind, strategy: Strategy, context: DimensionContext) -> LayerWork:
+    def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:
         """A slice of the parameters, and the collectives of the boundary tensor in both passes.
 
         Must run before the other dimensions: they shard what is left after slicing.
         """
-        degree, shared = strategy.tensor, strategy.sequence_parallel
-        if degree == 1:
+        degree, split = strategy.tensor, strategy.tensor > 1
+        if never(split):
             return work
-        group = RankGroup(degree, 1, context.devices // degree)
-        items = kind.parameters.at(degree, shared)
+        shared = strategy.sequence_parallel & split
+        group = tensor_group(strategy)
+        items = where(split, kind.parameters.at(degree, shared), work.parameters)
         samples = work.samples / strategy.token_degree
-        activations = (
+        activations = sent(
             *self._activations(kind, strategy, samples, group),
-            *self._gathered_output(kind, samples, group),
-            *self._parallel_loss(kind, samples, group),
+            *self._gathered_output(kind, samples, group, split),
+            *self._parallel_loss(kind, samples, group, split),
         )
+        partial = sent(*self._partial_gradients(kind, shared, group, context))
         return replace(
             work,
             tensor=degree,
@@ -67,58 +71,60 @@ class TensorDimension:
             state_items=items,
             parameter_items=items,
             gradient_items=items,
-            communications=(
-                *work.communications,
-                *activations,
-                *self._partial_gradients(kind, shared, group, context),
-            ),
+            communications=(*work.communications, *activations, *partial),
             microbatch_overhead=work.microbatch_overhead + self._waiting(activations, context),
         )
 
-    def _waiting(self, communications: Sequence[Communication], context: DimensionContext) -> float:
+    def _waiting(self, communications: Sequence[Communication], context: DimensionContext) -> Real:
         """Seconds that blocking collectives cost beside their transfers."""
         fixed, per_byte = (context.host.get(name, 0.0) for name in (self.name, f"{self.name}_per_byte"))
+        if not fixed and not per_byte:
+            return copying(communications, context)
         waiting = sum(one.count * (fixed + per_byte * one.size) for one in communications if not one.overlaps)
         return waiting + copying(communications, context)
 
     def _activations(
-        self, kind: LayerKind, strategy: Strategy, samples: float, group: RankGroup
+        self, kind: LayerKind, strategy: Either, samples: Real, group: RankGroup
     ) -> tuple[Communication, ...]:
         """The collectives at the ends of regions, see the module, and what is gathered again.
 
         Shares of tokens go to experts as they are; ``expert`` prices how they come together there.
         """
         entering, leaving = (size * samples for size in boundaries(kind))
-        shared = strategy.sequence_parallel
-        apart = int(shared and strategy.expert > 1 and kind.expert_parameters > 0)
-        begins, ends = (max(count - apart, 0) for count in regions(kind))
-        calls: tuple[tuple[Moment, Collective, float, int, str], ...] = (
-            (Moment.FORWARD, Collective.ALL_REDUCE, leaving, ends, self.name),
-            (Moment.BACKWARD, Collective.ALL_REDUCE, entering, begins, ASYNC),
+        gathered = gathered_share(kind)
+        arriving, returning = entering * gathered, leaving * gathered
+        split = strategy.tensor > 1
+        shared = strategy.sequence_parallel & split
+        plain = opposite(strategy.sequence_parallel) & split
+        apart = where(shared & (strategy.expert > 1) & (kind.expert_parameters > 0), 1, 0)
+        begins, ends = (largest(count - apart, 0) for count in regions(kind))
+        calls: tuple[tuple[Moment, Collective, Real, Whole, Flag, str], ...] = (
+            (Moment.FORWARD, Collective.ALL_REDUCE, leaving, ends, plain, self.name),
+            (Moment.BACKWARD, Collective.ALL_REDUCE, entering, begins, plain, ASYNC),
+            (Moment.FORWARD, Collective.ALL_GATHER, arriving, begins, shared, self.name),
+            (Moment.FORWARD, Collective.REDUCE_SCATTER, leaving, ends, shared, self.name),
+            (Moment.BACKWARD, Collective.ALL_GATHER, returning, ends, shared, self.name),
+            (Moment.BACKWARD, Collective.REDUCE_SCATTER, entering, begins, shared, ASYNC),
+            (Moment.BACKWARD, Collective.ALL_GATHER, arriving, kind.regathers, shared, ASYNC),
         )
-        if shared:
-            gathered = gathered_share(kind)
-            calls = (
-                (Moment.FORWARD, Collective.ALL_GATHER, entering * gathered, begins, self.name),
-                (Moment.FORWARD, Collective.REDUCE_SCATTER, leaving, ends, self.name),
-                (Moment.BACKWARD, Collective.ALL_GATHER, leaving * gathered, ends, self.name),
-                (Moment.BACKWARD, Collective.REDUCE_SCATTER, entering, begins, ASYNC),
-                (Moment.BACKWARD, Collective.ALL_GATHER, entering * gathered, kind.regathers, ASYNC),
-            )
         return tuple(
-            Communication(sort, size, group, moment, False, count, cause)
-            for moment, sort, size, count, cause in calls
-            if count
+            Communication(sort, size, group, moment, False, where(there, count, 0), cause)
+            for moment, sort, size, count, there, cause in calls
         )
 
-    def _gathered_output(self, kind: LayerKind, samples: float, group: RankGroup) -> tuple[Communication, ...]:
+    def _gathered_output(
+        self, kind: LayerKind, samples: Real, group: RankGroup, split: Flag
+    ) -> tuple[Communication, ...]:
         """The output of a column-split last matmul; its gradient is only sliced, which costs nothing."""
         if kind.gathered_output_bytes == 0:
             return ()
         size = kind.gathered_output_bytes * samples
-        return (Communication(Collective.ALL_GATHER, size, group, Moment.FORWARD, False, 1, self.name),)
+        count = where(split, 1, 0)
+        return (Communication(Collective.ALL_GATHER, size, group, Moment.FORWARD, False, count, self.name),)
 
-    def _parallel_loss(self, kind: LayerKind, samples: float, group: RankGroup) -> tuple[Communication, ...]:
+    def _parallel_loss(
+        self, kind: LayerKind, samples: Real, group: RankGroup, split: Flag
+    ) -> tuple[Communication, ...]:
         """A loss on logits that stay split: the greatest logit, the target's and the sum of exponentials of each token.
 
         Three all-reduces of an fp32 figure a token in forward, none in backward (Megatron-Core's
@@ -128,16 +134,18 @@ class TensorDimension:
         if not kind.dims.vocab or kind.gathered_output_bytes or not begins or ends:
             return ()
         size = 4 * kind.dims.sequence * samples
-        return (Communication(Collective.ALL_REDUCE, size, group, Moment.FORWARD, False, 3, self.name),)
+        count = where(split, 3, 0)
+        return (Communication(Collective.ALL_REDUCE, size, group, Moment.FORWARD, False, count, self.name),)
 
     def _partial_gradients(
-        self, kind: LayerKind, shared: bool, group: RankGroup, context: DimensionContext
+        self, kind: LayerKind, shared: Flag, group: RankGroup, context: DimensionContext
     ) -> tuple[Communication, ...]:
         """Parameters used on token shards (norms) have partial gradients, summed over the group once a step."""
-        if not shared or kind.parameters.whole == 0:
+        if kind.parameters.whole == 0:
             return ()
         size = kind.parameters.whole * context.reduce_item_bytes
-        return (Communication(Collective.ALL_REDUCE, size, group, Moment.STEP, False, 1, self.name),)
+        count = where(shared, 1, 0)
+        return (Communication(Collective.ALL_REDUCE, size, group, Moment.STEP, False, count, self.name),)
 
 
 ASYNC = "tensor-async"
@@ -145,7 +153,7 @@ ASYNC = "tensor-async"
 so says which share it hides (``StackConstants.hidden``); our own runtime waits."""
 
 
-def copying(communications: Sequence[Communication], context: DimensionContext) -> float:
+def copying(communications: Sequence[Communication], context: DimensionContext) -> Real:
     """Seconds of copying what is gathered or scattered, see ``HostOverhead.gathered_per_byte``."""
     per_byte = context.host.get("gathered_per_byte", 0.0)
     ordered = (one for one in communications if one.collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER))

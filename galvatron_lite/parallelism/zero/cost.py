@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from galvatron_lite.arrays import Flag, Real, never, opposite, where
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.model.graph import LayerKind
-from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, Strategy
+from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, sent
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.ranks import shared_items
+from galvatron_lite.parallelism.ranks import Either, shared_items
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,46 +39,52 @@ class ZeroDimension:
         """Says so where there is nothing to shard."""
         return "" if kind.parameters.total else f"zero: {kind.name} has no parameters to shard"
 
-    def apply(self, work: LayerWork, kind: LayerKind, strategy: Strategy, context: DimensionContext) -> LayerWork:  # noqa: ARG002
+    def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:  # noqa: ARG002
         """Fewer samples, a shard of every state, gathers of parameters and reduce-scatters of gradients."""
-        if strategy.state_shards == 1:
+        sharded = strategy.state_shards > 1
+        if never(sharded):
             return work
+        once = sharded & (strategy.zero_stage == 1)
+        wrapped = sharded & (strategy.zero_stage != 1)
+        passing = wrapped & (strategy.zero_stage == 3)
         parts = shared_items(work, strategy)
         at_rest = sum(items / spread.shards.size for items, spread in parts)
-        moved = tuple(one for items, spread in parts for one in self._moved(items, spread.shards, strategy, context))
-        work = replace(
-            work,
-            samples=work.samples / strategy.zero,
-            state_items=at_rest,
-            communications=(*work.communications, *moved),
+        moved = (
+            one
+            for items, spread in parts
+            for one in self._moved(items, spread.shards, (once, wrapped, passing), context)
         )
-        if strategy.zero_stage == 1:
-            return replace(work, step_overhead=work.step_overhead + context.host.get("data", 0.0))
-        stage3 = strategy.zero_stage == 3
+        host = context.host
         return replace(
             work,
-            parameter_items=at_rest,
-            gradient_items=at_rest,
-            gathered_items=0.0 if stage3 else work.parameters,
-            transient_items=work.parameters if stage3 else 0.0,
-            reduce_items=work.parameters,
-            gradients_persist=False,
-            microbatch_overhead=work.microbatch_overhead + context.host.get(self.name, 0.0),
+            samples=work.samples / strategy.zero,
+            state_items=where(sharded, at_rest, work.state_items),
+            parameter_items=where(wrapped, at_rest, work.parameter_items),
+            gradient_items=where(wrapped, at_rest, work.gradient_items),
+            gathered_items=where(wrapped & opposite(passing), work.parameters, work.gathered_items),
+            transient_items=where(passing, work.parameters, work.transient_items),
+            reduce_items=where(wrapped, work.parameters, work.reduce_items),
+            gradients_persist=work.gradients_persist & opposite(wrapped),
+            communications=(*work.communications, *sent(*moved)),
+            step_overhead=work.step_overhead + where(once, host.get("data", 0.0), 0.0),
+            microbatch_overhead=work.microbatch_overhead + where(wrapped, host.get(self.name, 0.0), 0.0),
         )
 
     def _moved(
-        self, items: float, group: RankGroup, strategy: Strategy, context: DimensionContext
+        self, items: Real, group: RankGroup, stages: tuple[Flag, Flag, Flag], context: DimensionContext
     ) -> Iterator[Communication]:
-        """Gathers of so many parameter items, then the reduce-scatter of their gradients."""
-        if group.size == 1:
-            return
+        """Gathers of so many parameter items, then the reduce-scatter of their gradients.
+
+        Args:
+            items: of parameters.
+            group: that shares them.
+            stages: whether the optimizer's states are sharded only, parameters too, those for each use.
+            context: see ``apply``.
+        """
+        several = group.size > 1
         gathered, reduced = items * context.gather_item_bytes, items * context.reduce_item_bytes
-        for moment in GATHERS.get(strategy.zero_stage, (Moment.FORWARD,)):
-            yield Communication(Collective.ALL_GATHER, gathered, group, moment, True, 1, self.name)
-        once = strategy.zero_stage == 1
-        moment = Moment.STEP if once else Moment.BACKWARD
-        yield Communication(Collective.REDUCE_SCATTER, reduced, group, moment, True, 1, self.name)
-
-
-GATHERS = {1: (Moment.STEP,), 2: (Moment.FORWARD,), 3: (Moment.FORWARD, Moment.BACKWARD)}
-"""When each stage gathers parameters."""
+        once, wrapped, passing = (where(several & stage, 1, 0) for stage in stages)
+        for moment, count in ((Moment.STEP, once), (Moment.FORWARD, wrapped), (Moment.BACKWARD, passing)):
+            yield Communication(Collective.ALL_GATHER, gathered, group, moment, True, count, self.name)
+        for moment, count in ((Moment.STEP, once), (Moment.BACKWARD, wrapped)):
+            yield Communication(Collective.REDUCE_SCATTER, reduced, group, moment, True, count, self.name)
