@@ -5,7 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron_lite.errors import UnitError
-from galvatron_lite.units import format_budget, format_bytes, format_count, format_seconds, parse_budget, parse_bytes
+from galvatron_lite.units import (
+    format_budget,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_seconds,
+    parse_budget,
+    parse_bytes,
+    parse_count,
+    parse_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -60,3 +70,45 @@ def test_formats() -> None:
     assert format_seconds(1.42) == "1.42 s"
     assert format_seconds(0.3184) == "318 ms"
     assert format_count(6_738_415_616) == "6.74B"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1000", 1e3), ("1.5M", 1.5e6), ("2b", 2e9), ("2G", 2e9), ("1 T", 1e12), ("3e11", 3e11), ("20K", 2e4)],
+)
+def test_counts(text: str, number: float) -> None:
+    assert parse_count(text, "--tokens") == number
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1Mi", "many", "1.M", "1P", "nan", "inf"])
+def test_counts_that_are_none(text: str) -> None:
+    with pytest.raises(UnitError, match="--tokens"):
+        parse_count(text, "--tokens")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("2s", 2.0),
+        ("300ms", 0.3),
+        ("50us", 5e-5),
+        ("10min", 600.0),
+        ("12 h", 43200.0),
+        ("30D", 2592000.0),
+        ("1w", 604800),
+    ],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_seconds(text, "--step") == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["2", "0s", "-1s", "1 month", "", "s", "1m"])
+def test_durations_that_are_none(text: str) -> None:
+    with pytest.raises(UnitError, match="--step"):
+        parse_seconds(text, "--step")
+
+
+def test_long_times_for_people() -> None:
+    assert [format_duration(seconds) for seconds in (1.5, 150, 7200, 36000, 86400 * 3.25, 86400 * 5000)] == [
+        "1.5 s", "2.5 minutes", "2 hours", "10 hours", "3.25 days", "5,000 days",
+    ]  # fmt: skip

@@ -27,7 +27,7 @@ def device_seconds(profile: Profile, batch: int) -> float:
 
 
 def _least(kind: str, known: dict[PointKey, tuple[LayerPoint, ...]], batch: int) -> float:
-    own = [(tensor, points) for (name, tensor, _, _), points in known.items() if name == kind]
+    own = [(key[1], points) for key, points in known.items() if key[0] == kind]
     return min((tensor * _quotient(points, batch) for tensor, points in own), default=0.0)
 
 

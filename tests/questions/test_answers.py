@@ -1,0 +1,108 @@
+"""What is said, written and drawn of an answer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from galvatron_lite.questions.answers import Answer, said
+from galvatron_lite.questions.batches import best_batch
+from galvatron_lite.questions.cheapest import Run, cheapest
+from galvatron_lite.questions.data import as_data
+from galvatron_lite.questions.fewest import Goal, Target, fewest_devices
+from galvatron_lite.questions.front import pareto_front
+from galvatron_lite.questions.plot import figure
+from galvatron_lite.questions.setting import Point, Points, gathered, require_plan
+from tests.questions.cases import small
+
+SETTING = small(1)
+ANSWERS: dict[str, Answer] = {
+    "best_batch": best_batch(SETTING, 24),
+    "fewest_devices": fewest_devices(SETTING, Target(Goal.SAMPLES, 1.0), 8),
+    "cheapest": cheapest(SETTING, Run(tokens=1e9), 2.0, batch=8),
+    "pareto_front": pareto_front(small(1, budget=200_000), 8),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_every_row_has_every_column(name: str) -> None:
+    told = said(ANSWERS[name])
+    assert told.rows
+    assert {len(row) for row in told.rows} == {len(told.columns)}
+    assert told.sentence.endswith(".")
+    assert (told.chosen is None) == (name == "pareto_front")
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_json_holds_every_point(name: str) -> None:
+    answer = ANSWERS[name]
+    data = json.loads(json.dumps(as_data(answer), allow_nan=False))
+    assert data["question"] == name
+    assert data["complete"] is True
+    told = said(answer)
+    planned = [point for point in data["points"] if "step_seconds" in point]
+    assert planned
+    assert all({"reason", "needs"} <= set(point) for point in data["points"] if point not in planned)
+    if told.chosen is not None:
+        assert data["answer"]["step_seconds"] == told.chosen.seconds
+        assert data["answer"]["devices"] == data["plan"]["devices"] == told.chosen.devices
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_the_figure_is_svg_with_every_plan(name: str) -> None:
+    answer = ANSWERS[name]
+    tree = ElementTree.fromstring(figure(answer))
+    assert tree.tag.endswith("svg")
+    dots = [one for one in tree.iter() if one.tag.endswith("circle")]
+    points = [cost.point for cost in answer.costs] if hasattr(answer, "costs") else answer.points
+    assert len(dots) == sum(point.plan is not None for point in points)
+    width, height = float(tree.get("width", 0)), float(tree.get("height", 0))
+    for dot in dots:
+        assert 0 < float(dot.get("cx", -1)) < width
+        assert 0 < float(dot.get("cy", -1)) < height
+    chosen = [dot for dot in dots if dot.get("class") == "c1"]
+    assert len(chosen) == (0 if name == "pareto_front" else 1)
+
+
+def test_what_was_interrupted_says_so() -> None:
+    for answer in ANSWERS.values():
+        assert not any("Interrupted" in note for note in said(answer).notes)
+        assert any("Interrupted" in note for note in said(replace(answer, complete=False)).notes)
+
+
+def test_nothing_found_says_what_comes_nearest() -> None:
+    answer = fewest_devices(SETTING, Target(Goal.STEP, 1e-12), 8)
+    assert "No number of GPUs up to 4 takes at most" in said(answer).sentence
+    assert ElementTree.fromstring(figure(answer)).tag.endswith("svg")
+    near = fewest_devices(SETTING, Target(Goal.TOKENS, answer_rate() * 8 * 1.0001), 8)
+    assert near.answer is None
+    assert "The nearest: " in said(near).sentence or "compute alone" in said(near).sentence
+    late = cheapest(SETTING, Run(tokens=1e9), 2.0, batch=8, deadline=1e-3)
+    assert "the quickest" in said(late).sentence
+
+
+def answer_rate() -> float:
+    """The most samples a second that any number of devices reaches."""
+    return max(cost.point.rate for cost in ANSWERS["cheapest"].costs)  # type: ignore[union-attr]
+
+
+def test_a_sweep_without_any_plan_is_an_error() -> None:
+    from galvatron_lite.errors import InfeasibleError
+
+    with pytest.raises(InfeasibleError, match="why"):
+        require_plan(Points((Point(1, 1, 1, reason="first"), Point(2, 1, 1, reason="why"))))
+    require_plan(Points())
+
+
+def test_an_interrupt_keeps_the_points_so_far() -> None:
+    def points():  # type: ignore[no-untyped-def]
+        yield Point(1, 8, 100)
+        yield Point(2, 8, 100)
+        raise KeyboardInterrupt
+
+    seen = gathered(points())
+    assert [point.devices for point in seen.points] == [1, 2]
+    assert not seen.complete
