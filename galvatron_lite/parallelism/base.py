@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from galvatron_lite.arrays import Flag, IntArray, Real, Whole, never
 from galvatron_lite.cluster.cluster import RankGroup
@@ -249,6 +249,29 @@ class DimensionContext:
     host: Mapping[str, float] = field(default_factory=dict)
 
 
+Chosen = Mapping[str, Any]
+"""Fields of ``Strategy`` and what is chosen for them; those not yet chosen have their defaults."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Where a strategy is to run, and how far sense goes beyond legality.
+
+    Attributes:
+        devices: of the stage.
+        node: devices of a node; None: every legal choice counts as sensible.
+        tokens: the fewest tokens of a sample that are worth a device of its own.
+    """
+
+    devices: int
+    node: int | None = None
+    tokens: int = 1
+
+    def near(self, size: int) -> bool:
+        """Whether a group of so many neighbours always lies within one node."""
+        return self.node is None or (size <= self.node and (self.node % size == 0 or self.devices <= self.node))
+
+
 class Dimension(Protocol):
     """A way to split a layer: one folder under ``parallelism``, whose ``cost.py`` offers one of these."""
 
@@ -257,8 +280,18 @@ class Dimension(Protocol):
         """What people and error messages call it; the key of its host time in ``HostOverhead``."""
         ...
 
+    @property
+    def degree(self) -> str:
+        """The field of ``Strategy`` that multiplies into its devices; empty where none does."""
+        ...
+
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Legal settings of this dimension's fields of ``Strategy`` for a kind of layer on up to so many devices."""
+        ...
+
+    def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:
+        """Whether one of ``choices`` may stand beside what the dimensions before it (``registry.CHOSEN``) chose: it is
+        legal and, where ``room`` knows the nodes, in the declared space."""
         ...
 
     def reason(self, kind: LayerKind) -> str:

@@ -7,6 +7,7 @@ from galvatron_lite.parallelism.context.cost import ContextDimension
 from galvatron_lite.parallelism.data.cost import DataDimension
 from galvatron_lite.parallelism.expert.cost import ExpertDimension
 from galvatron_lite.parallelism.offload.cost import OffloadDimension
+from galvatron_lite.parallelism.placement.cost import PlacementDimension
 from galvatron_lite.parallelism.recompute.cost import RecomputeDimension
 from galvatron_lite.parallelism.tensor.cost import TensorDimension
 from galvatron_lite.parallelism.zero.cost import ZeroDimension
@@ -21,6 +22,18 @@ DIMENSIONS: tuple[Dimension, ...] = (
     OffloadDimension(),
 )
 """In the order they are applied: what slices the layer first, what wraps the slices later."""
+
+CHOSEN: tuple[Dimension, ...] = (
+    TensorDimension(),
+    ContextDimension(),
+    ExpertDimension(),
+    DataDimension(),
+    ZeroDimension(),
+    PlacementDimension(),
+    OffloadDimension(),
+    RecomputeDimension(),
+)
+"""In the order they are chosen: what a later one may choose depends on the earlier ones."""
 
 SHAPES: tuple[tuple[str, dict[str, object]], ...] = (
     ("plain data parallel", {"zero": 1, "tensor": 1}),

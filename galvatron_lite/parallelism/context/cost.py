@@ -23,7 +23,17 @@ from dataclasses import dataclass, replace
 from galvatron_lite.arrays import Real, Whole, largest, never, opposite, where
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.model.graph import LayerKind, OperatorClass
-from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, sent
+from galvatron_lite.parallelism.base import (
+    Chosen,
+    Collective,
+    Communication,
+    DimensionContext,
+    LayerWork,
+    Moment,
+    Room,
+    sent,
+)
+from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either, context_group
 
 
@@ -32,14 +42,46 @@ class ContextDimension:
     """Devices that share the tokens of each sample, attention included."""
 
     name: str = "context"
+    degree: str = "context"
 
-    def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:  # noqa: ARG002
-        """Off: it is priced, not offered, for the runtime cannot apply it."""
-        return [{"context": 1}]
+    def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
+        """Off; a ring, or nothing but shares of the tokens where a layer has no attention; Ulysses where it has."""
+        off: dict[str, object] = {"context": 1, "ulysses": False}
+        if not _splits_tokens(kind):
+            return [off]
+        degrees = [degree for degree in divisors(devices)[1:] if kind.dims.sequence % degree == 0]
+        ways = (False, True) if attention_of(kind) else (False,)
+        return [off, *({"context": degree, "ulysses": way} for way in ways for degree in degrees)]
 
-    def reason(self, kind: LayerKind) -> str:  # noqa: ARG002
-        """Nothing: it is of use for the longest sequences only."""
-        return ""
+    def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:
+        """Shares of the tokens are even, also beside sequence parallelism; twice as fine for the ring under a causal
+        mask, where each device takes an early and a late piece. Ulysses spreads whole heads.
+
+        Sensible: a share has so many tokens that a device's matmuls and attention are not all edges (``Room.tokens``).
+        Tensor groups share tokens too (sequence parallelism), which costs as much as not sharing them. Ulysses stays
+        within a node, for its all-to-alls block every layer eight times.
+        """
+        degree, tensor = chosen["context"], chosen["tensor"]
+        if degree == 1:
+            return True
+        shares = degree * (tensor if chosen["sequence_parallel"] else 1)
+        if chosen["ulysses"]:
+            legal = all(_whole_heads(one, degree, tensor) for one in attention_of(kind))
+        else:
+            shares *= 2 if any(operator.causal for operator in kind.operators) else 1
+            legal = True
+        legal = legal and kind.dims.sequence % shares == 0
+        if room.node is None or not legal:
+            return legal
+        shared = tensor == 1 or chosen["sequence_parallel"] or not kind.sequence_parallel
+        enough = kind.dims.sequence >= room.tokens * shares
+        return shared and enough and (not chosen["ulysses"] or room.near(degree * tensor))
+
+    def reason(self, kind: LayerKind) -> str:
+        """Why attention's tokens cannot be shared."""
+        if not attention_of(kind) or _splits_tokens(kind):
+            return ""
+        return f"context: {kind.name}: its tokens are mixed by convolutions too"
 
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:
         """Fewer tokens, and what brings queries, keys and values together in both passes.
@@ -53,6 +95,19 @@ class ContextDimension:
         group = context_group(strategy)
         moved = sent(*hops(kind, strategy, share, group), *exchanges(kind, strategy, share, group))
         return replace(work, samples=work.samples / strategy.context, communications=(*work.communications, *moved))
+
+
+def _splits_tokens(kind: LayerKind) -> bool:
+    """Whether a layer is made of attention and of what works on each token alone."""
+    images = kind.dims.in_channels > 0 or any(one.kind is OperatorClass.CONVOLUTION for one in kind.operators)
+    return kind.dims.sequence > 1 and not images
+
+
+def _whole_heads(attention: Attention, degree: int, tensor: int) -> bool:
+    """Whether each device of a slice gets whole heads, and as many copies of each head of keys and values."""
+    slice_of = max(attention.kv_heads // tensor, 1)
+    even = slice_of % degree == 0 or degree % slice_of == 0
+    return attention.heads % (degree * tensor) == 0 and even
 
 
 def hops(kind: LayerKind, strategy: Either, share: Real, group: RankGroup) -> Iterator[Communication]:

@@ -9,7 +9,16 @@ from operator import or_
 
 from galvatron_lite.arrays import Flag, where
 from galvatron_lite.model.graph import LayerKind
-from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, sent
+from galvatron_lite.parallelism.base import (
+    Chosen,
+    Collective,
+    Communication,
+    DimensionContext,
+    LayerWork,
+    Moment,
+    Room,
+    sent,
+)
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either, shared_items
 
@@ -19,10 +28,19 @@ class DataDimension:
     """Replicas that each take a share of the samples and hold all states of the layer."""
 
     name: str = "data"
+    degree: str = "data"
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:  # noqa: ARG002
         """Every divisor of ``devices``; any kind of layer can be replicated."""
         return [{"data": degree} for degree in divisors(devices)]
+
+    def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:  # noqa: ARG002
+        """What is left for shards decides, see ``zero``; here only what cannot lead anywhere is cut."""
+        if room.node is None or chosen["data"] == 1:
+            return True
+        slices = chosen["tensor"] * chosen["context"]
+        shards = room.devices // (slices * chosen["data"])
+        return shards == 1 or room.node in (slices * shards, slices * chosen["data"])
 
     def reason(self, kind: LayerKind) -> str:  # noqa: ARG002
         """Never limited."""

@@ -21,7 +21,17 @@ from dataclasses import dataclass, replace
 from galvatron_lite.arrays import Real, Whole, largest, least, never, power, where
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.model.graph import LayerKind
-from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, sent
+from galvatron_lite.parallelism.base import (
+    Chosen,
+    Collective,
+    Communication,
+    DimensionContext,
+    LayerWork,
+    Moment,
+    Room,
+    sent,
+)
+from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either, expert_group, expert_slices
 
 
@@ -30,14 +40,35 @@ class ExpertDimension:
     """Ways that the experts of a mixture are spread."""
 
     name: str = "expert"
+    degree: str = ""
 
-    def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:  # noqa: ARG002
-        """Off: it is priced, not offered, for the runtime cannot apply it."""
-        return [{"expert": 1}]
+    def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
+        """Off, or the divisors of the devices and of the experts, each expert sliced by the tensor group or whole."""
+        off: dict[str, object] = {"expert": 1, "expert_tensor": 0}
+        if not kind.expert_parameters:
+            return [off]
+        degrees = [degree for degree in divisors(devices)[1:] if kind.dims.experts % degree == 0]
+        return [off, *({"expert": degree, "expert_tensor": slices} for degree in degrees for slices in (0, 1))]
+
+    def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:
+        """Sliced experts go over the ranks above the tensor group, whole ones over all ranks.
+
+        Sensible: only with sequence parallelism where there is a tensor group, as its ranks would send the same tokens
+        (Megatron-Core demands it); whole experts only where none lies on two ranks of a tensor group, which had better
+        slice it.
+        """
+        degree, tensor, whole = chosen["expert"], chosen["tensor"], chosen["expert_tensor"] == 1
+        if degree == 1:
+            return True
+        legal = (tensor > 1 or not whole) and room.devices % (degree * (1 if whole else tensor)) == 0
+        shared = tensor == 1 or chosen["sequence_parallel"] or not kind.sequence_parallel
+        return legal and (room.node is None or (shared and not (whole and degree < tensor)))
 
     def reason(self, kind: LayerKind) -> str:
-        """Says so of a mixture."""
-        return f"expert: {kind.name}: the runtime cannot spread experts over devices" if kind.expert_parameters else ""
+        """Says so of a mixture whose experts are not counted."""
+        if not kind.expert_parameters or kind.dims.experts > 1:
+            return ""
+        return f"expert: {kind.name}: how many experts it has is not known"
 
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:
         """Fewer experts, and the all-to-alls that bring tokens to them and back.

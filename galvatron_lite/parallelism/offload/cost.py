@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from galvatron_lite.arrays import Real, largest, where
 from galvatron_lite.cluster.cluster import Device
 from galvatron_lite.model.graph import LayerKind
-from galvatron_lite.parallelism.base import DimensionContext, LayerWork, Offload
+from galvatron_lite.parallelism.base import Chosen, DimensionContext, LayerWork, Offload, Room, Strided
 from galvatron_lite.parallelism.ranks import Either
 
 
@@ -31,14 +31,25 @@ class OffloadDimension:
     """What is kept in host memory."""
 
     name: str = "offload"
+    degree: str = ""
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:  # noqa: ARG002
         """Nothing, states, activations or both; no states where there are no parameters, no activations where a layer
         keeps none."""
         states, kept = kind.parameters.total > 0, any(size.total for size in kind.kept.values())
         wanted = {Offload.NONE: True, Offload.STATES: states, Offload.ACTIVATIONS: kept, Offload.ALL: states and kept}
-        offered: list[dict[str, object]] = [{"offload": choice} for choice, there in wanted.items() if there]
-        return offered[:1]
+        return [{"offload": choice} for choice, there in wanted.items() if there]
+
+    def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:  # noqa: ARG002
+        """Sensible: only what no other device of the stage holds a copy of, for sharing copies out (ZeRO over all
+        ranks, sequence parallelism) saves as much over quicker links; and only in the usual order of ranks."""
+        offload = chosen["offload"]
+        if room.node is None or offload is Offload.NONE:
+            return True
+        sharded = chosen["data"] == 1 and (chosen["context"] == 1 or chosen["zero_stage"] > 0)
+        shared = chosen["tensor"] == 1 or chosen["sequence_parallel"]
+        states, kept = offload is not Offload.ACTIVATIONS, offload is not Offload.STATES
+        return chosen["strided"] is Strided.NONE and (sharded or not states) and (shared or not kept)
 
     def reason(self, kind: LayerKind) -> str:  # noqa: ARG002
         """Never limited by a layer."""

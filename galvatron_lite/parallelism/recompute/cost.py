@@ -18,7 +18,16 @@ from dataclasses import dataclass, replace
 
 from galvatron_lite.arrays import is_option, never, where
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute
-from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, sent
+from galvatron_lite.parallelism.base import (
+    Chosen,
+    Collective,
+    Communication,
+    DimensionContext,
+    LayerWork,
+    Moment,
+    Room,
+    sent,
+)
 from galvatron_lite.parallelism.context.cost import ULYSSES
 from galvatron_lite.parallelism.ranks import Either
 from galvatron_lite.parallelism.tensor.cost import copying
@@ -29,10 +38,15 @@ class RecomputeDimension:
     """What is thrown away in forward and computed again in backward."""
 
     name: str = "recompute"
+    degree: str = ""
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:  # noqa: ARG002
         """What capture found runnable."""
         return [{"recompute": choice} for choice in Recompute if choice in kind.kept]
+
+    def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:  # noqa: ARG002
+        """Always."""
+        return True
 
     def reason(self, kind: LayerKind) -> str:
         """Names the choices that cannot be run."""

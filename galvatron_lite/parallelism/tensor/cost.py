@@ -21,7 +21,16 @@ from dataclasses import dataclass, replace
 from galvatron_lite.arrays import Flag, Real, Whole, largest, never, opposite, where
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.model.graph import LayerKind
-from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, sent
+from galvatron_lite.parallelism.base import (
+    Chosen,
+    Collective,
+    Communication,
+    DimensionContext,
+    LayerWork,
+    Moment,
+    Room,
+    sent,
+)
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either, tensor_group
 
@@ -31,6 +40,7 @@ class TensorDimension:
     """Devices that share the matmuls of each sample."""
 
     name: str = "tensor"
+    degree: str = "tensor"
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Off, or the divisors of ``devices`` that the structure allows, without and with sequence parallelism."""
@@ -40,6 +50,10 @@ class TensorDimension:
             {"tensor": t, "sequence_parallel": True} for t in legal if _shares_tokens(kind, t)
         ]
         return [*plain, *shared]
+
+    def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:  # noqa: ARG002
+        """Within a node: its collectives block every layer twice a pass."""
+        return room.near(chosen["tensor"])
 
     def reason(self, kind: LayerKind) -> str:
         """What capture said about the structure."""

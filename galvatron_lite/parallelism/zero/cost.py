@@ -15,7 +15,16 @@ from dataclasses import dataclass, replace
 from galvatron_lite.arrays import Flag, Real, never, opposite, where
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.model.graph import LayerKind
-from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, sent
+from galvatron_lite.parallelism.base import (
+    Chosen,
+    Collective,
+    Communication,
+    DimensionContext,
+    LayerWork,
+    Moment,
+    Room,
+    sent,
+)
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either, shared_items
 
@@ -25,15 +34,31 @@ class ZeroDimension:
     """Devices that each take a share of the samples and share the states of the layer."""
 
     name: str = "zero"
+    degree: str = "zero"
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
-        """Off, or every divisor of ``devices`` in stages 2 and 3; nothing to shard in a layer without parameters.
-
-        Stage 1 is priced, not offered: the runtime has no such optimizer.
-        """
-        degrees = divisors(devices)[1:] if kind.parameters.total else ()
-        shards: list[dict[str, object]] = [{"zero": d, "zero_stage": stage} for d in degrees for stage in (2, 3)]
+        """Off, or every divisor of ``devices`` in stages 1 to 3 (1: states go over the context ranks alone); nothing to
+        shard in a layer without parameters."""
+        degrees = divisors(devices) if kind.parameters.total else ()
+        shards: list[dict[str, object]] = [{"zero": d, "zero_stage": stage} for d in degrees for stage in (1, 2, 3)]
         return [{"zero": 1, "zero_stage": 0}, *shards]
+
+    def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:  # noqa: ARG002
+        """A stage needs ranks to shard over: its own or those of context.
+
+        Sensible: over all ranks that see other tokens, or hybrid (Zhang et al. 2022, MiCS, arXiv:2205.00119): shards
+        that with the tensor slices fill exactly one node, replicated over nodes, so that gathers stay in a node and
+        as much is saved as that allows. Where ``placement`` puts shards far apart, replicas fill the node instead.
+        """
+        if chosen["zero_stage"] == 0:
+            return True
+        shards = chosen["zero"] * chosen["context"]
+        if shards == 1:
+            return False
+        if room.node is None or chosen["data"] == 1:
+            return True
+        near = room.node == chosen["tensor"] * shards
+        return near or (chosen["zero"] > 1 and room.node == chosen["tensor"] * chosen["context"] * chosen["data"])
 
     def reason(self, kind: LayerKind) -> str:
         """Says so where there is nothing to shard."""

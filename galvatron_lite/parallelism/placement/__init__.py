@@ -1,0 +1,1 @@
+"""Which ranks of a stage lie next to one another."""
