@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.base import Offload, Strategy
+from galvatron_lite.parallelism.base import Offload, Strategy, Strided
 from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE
 from galvatron_lite.plans.schema import Plan, Schedule
 
@@ -18,24 +18,41 @@ class Backend:
     Attributes:
         name: as given to ``--backend``.
         schedules: pipeline schedules it runs.
-        runs: whether it runs a strategy.
+        values: what fields of ``Strategy`` may be; a field that is absent may have any value.
         missing: what it leaves out, a line each, told with every plan.
     """
 
     name: str
     schedules: tuple[Schedule, ...]
-    runs: Callable[[Strategy], bool]
+    values: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
 
+    def runs(self, strategy: Strategy) -> bool:
+        """Whether it trains with a strategy."""
+        return all(getattr(strategy, name) in values for name, values in self.values.items())
 
-def _galvatron_runs(strategy: Strategy) -> bool:
-    split = strategy.context * strategy.expert
-    return split == 1 and strategy.zero_stage != 1 and strategy.offload is Offload.NONE
 
-
-GALVATRON = Backend("galvatron", EXECUTABLE, _galvatron_runs)
+GALVATRON = Backend(
+    "galvatron",
+    EXECUTABLE,
+    {
+        "context": (1,),
+        "expert": (1,),
+        "zero_stage": (0, 2, 3),
+        "offload": (Offload.NONE,),
+        "strided": (Strided.NONE,),
+    },
+    (
+        "galvatron cannot yet run and leaves out: context and expert parallelism, ZeRO-1, offload, ranks in another "
+        "order, interleaved and zero-bubble schedules (--backend any offers them)",
+    ),
+)
 """What ``auto_parallelize`` trains with."""
-ANY = Backend("any", tuple(Schedule), lambda _: True)
+ANY = Backend(
+    "any",
+    tuple(Schedule),
+    missing=("any offers all that is priced; host memory is taken as large enough for what is offloaded",),
+)
 """Everything that is priced: plans for other software, or to see what one would gain."""
 BACKENDS = {backend.name: backend for backend in (GALVATRON, ANY)}
 
@@ -63,6 +80,6 @@ def check_runs(plan: Plan, backend: Backend = GALVATRON) -> Plan:
     for index, stage in enumerate(plan.stages):
         for run in stage.runs:
             if not backend.runs(run.strategy):
-                field = f"plan, stages.{index}, strategy of {run.first}"
-                raise InputError(field, str(run.strategy), f"{backend.name} cannot train with it, only price it.")
+                place = f"plan, stages.{index}, strategy of {run.first}"
+                raise InputError(place, str(run.strategy), f"{backend.name} cannot train with it, only price it.")
     return plan

@@ -115,12 +115,12 @@ class Strategy:
         parts = []
         if self.data > 1:
             parts.append(f"data{self.data}")
-        if self.zero > 1:
+        if self.zero > 1 or self.zero_stage:
             parts.append(f"zero{self.zero_stage}x{self.zero}")
         if self.context > 1:
             parts.append(("ulysses" if self.ulysses else "context") + str(self.context))
         if self.expert > 1:
-            parts.append(f"expert{self.expert}")
+            parts.append(f"expert{self.expert}" + ("-whole" if self.expert_tensor and self.tensor > 1 else ""))
         if self.tensor > 1:
             parts.append(f"tensor{self.tensor}" + ("+sp" if self.sequence_parallel else ""))
         if self.recompute is not Recompute.NONE:

@@ -31,6 +31,7 @@ class Session:
     def space(self, backend: Backend) -> tuple[Space, Known]:
         """The strategies that a backend runs, and the figures known of them."""
         if backend.name not in self._known:
-            space = Space(self.profile.graph, self.profile.cluster.levels[0].size)
+            cluster = self.profile.cluster
+            space = Space(self.profile.graph, cluster.levels[0].size, backend, cluster.device.host_bandwidth > 0)
             self._known[backend.name] = (space, Known())
         return self._known[backend.name]

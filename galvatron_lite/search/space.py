@@ -1,28 +1,37 @@
 """What may be chosen: the strategies of a kind of layer, and what the user pinned.
 
-The declared space. A layer takes all devices of its stage, split by any degrees that its dimensions offer, with two
-exceptions that are never worth their time on a cluster of nodes:
+The declared space. A layer takes all devices of its stage, split by any degrees (divisors, not only powers of two)
+that its dimensions offer and its backend runs. What is legal is bounded further by rules of sense, each of which the
+dimension states with its reason (``Dimension.allows``):
 
-- A tensor group stays within a node: its collectives block every layer twice a pass.
-- Replicas and shards of states together (hybrid sharding, data > 1 and zero > 1) only where shards and tensor slices
-  fill exactly one node. So ZeRO goes over the whole batch group or within a node.
+- Tensor groups lie within a node, so do those of Ulysses times tensor.
+- A share of a sample's tokens has at least ``LEAST_TOKENS`` tokens; beside context parallelism tensor groups share
+  tokens too.
+- ZeRO (stages 1 to 3, over shards times context ranks) goes over all ranks that see other tokens, or hybrid: shards
+  and slices fill exactly one node (or, placed far apart, their replicas do).
+- Experts are spread over any divisor, whole or sliced, beside a tensor group with sequence parallelism only.
+- Shards or a ring's ranks are placed far apart only on stages of more than one node.
+- Optimizer states go to the host where no copy of them is left on the stage, activations where no tensor group holds
+  them twice; both in the usual order of ranks. Host memory is not bounded.
 
-A pinned strategy that the exceptions leave out is taken as it is.
+A pinned strategy that the rules leave out is taken as it is, in the usual order of ranks and on the device unless
+these are pinned too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import reduce
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import LayerKind, ModelGraph
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.parallelism.backends import GALVATRON, Backend
+from galvatron_lite.parallelism.base import Offload, Strategy, Strided
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.registry import DIMENSIONS
+from galvatron_lite.parallelism.registry import CHOSEN
 from galvatron_lite.plans.schema import Schedule
+from galvatron_lite.search.strategies import Narrowed, strategies_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +58,12 @@ class Fixed:
 
     def allows(self, strategy: Strategy) -> bool:
         """Whether a strategy has the values pinned for every layer and uses nothing forbidden."""
-        plain = (pair for dimension in self.forbidden for pair in _off(dimension))
-        return all(getattr(strategy, name) == value for name, value in (*plain, *self.strategy))
+        return all(getattr(strategy, name) == value for name, value in self.pinned)
+
+    @property
+    def pinned(self) -> tuple[tuple[str, object], ...]:
+        """Attributes of ``Strategy`` and the values that they must have in every layer."""
+        return (*(pair for dimension in self.forbidden for pair in _off(dimension)), *self.strategy)
 
     def allows_in(self, layer: str, strategy: Strategy) -> bool:
         """Whether a strategy also has the values pinned for one layer."""
@@ -79,33 +92,14 @@ STRATEGY_FIELDS: dict[str, tuple[str, ...]] = {
     "expert": ("expert",),
     "recompute": ("recompute",),
     "offload": ("offload",),
+    "placement": ("strided",),
 }
 """What forbidding a dimension means for a strategy."""
 
 
-def strategies_for(kind: LayerKind, devices: int, node_devices: int | None = None) -> tuple[Strategy, ...]:
-    """Every strategy of a kind of layer on a stage, in a fixed order.
-
-    Args:
-        kind: of layer.
-        devices: of the stage, all of them taken.
-        node_devices: devices in a node, to leave out what the module says; None: every legal strategy.
-    """
-
-    def widen(partial: list[Strategy], options: Sequence[dict[str, object]]) -> list[Strategy]:
-        wider = [replace(strategy, **option) for strategy in partial for option in options]  # type: ignore[arg-type]
-        return [strategy for strategy in wider if devices % strategy.devices == 0]
-
-    options = [dimension.choices(kind, devices) for dimension in DIMENSIONS]
-    whole = reduce(widen, options, [Strategy()])
-    wanted = (strategy for strategy in whole if strategy.devices == devices)
-    return tuple(sorted(s for s in wanted if node_devices is None or sensible(s, node_devices)))
-
-
-def sensible(strategy: Strategy, node_devices: int) -> bool:
-    """Whether a strategy is in the declared space on nodes of so many devices; see the module."""
-    hybrid = strategy.data > 1 and strategy.zero > 1
-    return strategy.tensor <= node_devices and (not hybrid or strategy.zero * strategy.tensor == node_devices)
+LEAST_TOKENS = 256
+"""Fewest tokens of a sample on a device: two blocks of query rows of a fused attention kernel (128 each), below which
+its and the matmuls' tiles are mostly edges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,20 +109,45 @@ class Space:
     Attributes:
         graph: the model.
         node_devices: devices in a node.
+        backend: what is to run them.
+        offload: whether devices can reach host memory at a known speed.
+        tokens: the fewest tokens of a sample that are worth a device of its own.
     """
 
     graph: ModelGraph
     node_devices: int
+    backend: Backend = GALVATRON
+    offload: bool = False
+    tokens: int = LEAST_TOKENS
     _known: dict[tuple[str, int, Fixed], tuple[Strategy, ...]] = field(default_factory=dict)
 
     def strategies(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
         """What a kind of layer (key into the graph's kinds) may do on a stage of so many devices."""
         key = (kind, devices, fixed)
         if key not in self._known:
-            known = self.graph.kinds[kind]
-            lean = [s for s in strategies_for(known, devices, self.node_devices) if fixed.allows(s)]
-            self._known[key] = tuple(lean or [s for s in strategies_for(known, devices) if fixed.allows(s)])
+            self._known[key] = self._sensible(kind, devices, fixed) or self._legal(kind, devices, fixed)
         return self._known[key]
+
+    def _sensible(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
+        wanted = self._narrowed(fixed)
+        every = strategies_for(self.graph.kinds[kind], devices, self.node_devices, tokens=self.tokens, narrowed=wanted)
+        return tuple(strategy for strategy in every if fixed.allows(strategy))
+
+    def _legal(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
+        """What is pinned, beyond the rules."""
+        plain = {"offload": (Offload.NONE,), "strided": (Strided.NONE,)}
+        wanted = Narrowed({**plain, **self._narrowed(fixed).values})
+        every = strategies_for(self.graph.kinds[kind], devices, narrowed=wanted)
+        return tuple(strategy for strategy in every if fixed.allows(strategy))
+
+    def _narrowed(self, fixed: Fixed) -> Narrowed:
+        """What backend, cluster and pins leave of the values of each field."""
+        values = dict(self.backend.values)
+        if not self.offload:
+            values["offload"] = (Offload.NONE,)
+        for name, value in fixed.pinned:
+            values[name] = tuple(other for other in values.get(name, (value,)) if other == value)
+        return Narrowed(values)
 
 
 def microbatch_counts(global_batch: int, fixed: Fixed) -> tuple[int, ...]:
@@ -169,5 +188,5 @@ def pipeline_degrees(devices: int, layers: int, fixed: Fixed) -> tuple[int, ...]
 
 def reasons(graph: ModelGraph) -> tuple[str, ...]:
     """What dimensions say about the model's layers: why they are limited or not offered."""
-    said = (dimension.reason(kind) for kind in graph.kinds.values() for dimension in DIMENSIONS)
+    said = (dimension.reason(kind) for kind in graph.kinds.values() for dimension in CHOSEN)
     return tuple(dict.fromkeys(reason for reason in said if reason))

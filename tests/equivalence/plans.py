@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from galvatron_lite.model.graph import ModelGraph, Role
+from galvatron_lite.parallelism.backends import GALVATRON
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.search.space import Fixed as Free
-from galvatron_lite.search.space import pipeline_degrees, strategies_for
+from galvatron_lite.search.space import pipeline_degrees
+from galvatron_lite.search.strategies import Narrowed, strategies_for
 
 Stages = Sequence[Sequence[str]]
 
@@ -57,7 +59,8 @@ def _sample_strategies(graph: ModelGraph, devices: int, stages: int, draw: rando
     """Any strategy for every block. Layers that share parameters are treated alike; in a single stage the layers before
     and after the blocks split samples and matmuls alike.
     """
-    choices = {name: strategies_for(kind, devices) for name, kind in graph.kinds.items()}
+    runnable = Narrowed(GALVATRON.values)
+    choices = {name: sorted(strategies_for(kind, devices, narrowed=runnable)) for name, kind in graph.kinds.items()}
     chosen = {layer.name: draw.choice(choices[layer.kind]) for layer in graph.layers}
     first, last = graph.layers[0].name, graph.layers[-1].name
     if stages == 1:

@@ -14,7 +14,7 @@ from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, in_flight
 from galvatron_lite.parallelism.registry import DIMENSIONS
 from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.search.space import strategies_for
+from galvatron_lite.search.strategies import strategies_for
 from tests.factories import make_kind
 
 KIND = make_kind("block", 1200, tensor_degrees=4, recompute=list(Recompute), whole=40)
@@ -85,7 +85,7 @@ def test_strategies_take_all_devices_and_are_legal() -> None:
         for option in options:
             assert option.devices == devices
             assert KIND.tensor_degrees % option.tensor == 0
-            assert (option.zero == 1) == (option.zero_stage == 0)
+            assert (option.state_shards == 1) == (option.zero_stage == 0)
             assert option.tensor > 1 or not option.sequence_parallel
     assert {option.zero for option in strategies_for(KIND, 6)} == {1, 2, 3, 6}
 

@@ -13,7 +13,7 @@ from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.model.graph import SplitDims, TensorSplit
 from galvatron_lite.parallelism.base import Collective, Moment, Strategy
 from galvatron_lite.parallelism.expert.cost import ExpertDimension, reached
-from galvatron_lite.search.space import strategies_for
+from galvatron_lite.search.strategies import strategies_for
 from tests.factories import make_kind
 from tests.parallelism.test_states_cost import work
 
@@ -83,9 +83,14 @@ def test_a_layer_without_experts_is_untouched() -> None:
     assert work(Strategy(data=8, expert=8), dense) == work(Strategy(data=8), dense)
 
 
-def test_the_search_does_not_spread_experts_and_says_so() -> None:
-    assert {(one.expert, one.context) for one in strategies_for(KIND, 8)} == {(1, 1)}
-    assert "experts" in ExpertDimension().reason(KIND)
+def test_experts_are_spread_over_what_divides_them() -> None:
+    counted = replace(KIND, dims=replace(KIND.dims, experts=8))
+    assert {one.expert for one in strategies_for(counted, 12)} == {1, 2, 4}
+    assert {one.expert for one in strategies_for(make_kind("block", 10), 12)} == {1}
+
+
+def test_a_mixture_of_unknown_size_is_told() -> None:
+    assert "experts" in ExpertDimension().reason(replace(KIND, dims=replace(KIND.dims, experts=0)))
     assert ExpertDimension().reason(make_kind("block", 10)) == ""
 
 

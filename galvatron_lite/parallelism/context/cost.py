@@ -51,7 +51,8 @@ class ContextDimension:
             return [off]
         degrees = [degree for degree in divisors(devices)[1:] if kind.dims.sequence % degree == 0]
         ways = (False, True) if attention_of(kind) else (False,)
-        return [off, *({"context": degree, "ulysses": way} for way in ways for degree in degrees)]
+        on: list[dict[str, object]] = [{"context": degree, "ulysses": way} for way in ways for degree in degrees]
+        return [off, *on]
 
     def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:
         """Shares of the tokens are even, also beside sequence parallelism; twice as fine for the ring under a causal

@@ -48,7 +48,8 @@ class ExpertDimension:
         if not kind.expert_parameters:
             return [off]
         degrees = [degree for degree in divisors(devices)[1:] if kind.dims.experts % degree == 0]
-        return [off, *({"expert": degree, "expert_tensor": slices} for degree in degrees for slices in (0, 1))]
+        on: list[dict[str, object]] = [{"expert": d, "expert_tensor": slices} for d in degrees for slices in (0, 1)]
+        return [off, *on]
 
     def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:
         """Sliced experts go over the ranks above the tensor group, whole ones over all ranks.

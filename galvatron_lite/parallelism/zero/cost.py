@@ -57,8 +57,9 @@ class ZeroDimension:
             return False
         if room.node is None or chosen["data"] == 1:
             return True
-        near = room.node == chosen["tensor"] * shards
-        return near or (chosen["zero"] > 1 and room.node == chosen["tensor"] * chosen["context"] * chosen["data"])
+        near = bool(room.node == chosen["tensor"] * shards)
+        far = bool(room.node == chosen["tensor"] * chosen["context"] * chosen["data"])
+        return near or (chosen["zero"] > 1 and far)
 
     def reason(self, kind: LayerKind) -> str:
         """Says so where there is nothing to shard."""
