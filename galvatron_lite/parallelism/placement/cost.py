@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from galvatron_lite.model.graph import LayerKind
-from galvatron_lite.parallelism.base import Chosen, DimensionContext, LayerWork, Room, Strategy, Strided
+from galvatron_lite.parallelism.base import Chosen, DimensionContext, LayerWork, Room, Strided
+from galvatron_lite.parallelism.ranks import Either
 
 
 @dataclass(frozen=True, slots=True)
