@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron_lite.calibration.schema import StackConstants
-from galvatron_lite.calibration.store import constants_for_stack, load_calibration
+from galvatron_lite.calibration.store import constants_for_device, constants_for_stack, load_calibration
 from galvatron_lite.cluster.catalog import device_named, load_cluster
 from galvatron_lite.cluster.cluster import DeviceGroup
 from galvatron_lite.errors import InputError
@@ -190,8 +190,9 @@ def test_the_optimizer_is_bound_by_memory_traffic() -> None:
     graph, cluster = model(), load_cluster("a100-80gb", 8)
     fused = estimate_profile(graph, cluster, precision="bf16", name="x", optimizer="adamw-fused").optimizer
     # Update 28; norm of the fp32 gradient 4, clipping 8; gradients form anew in backward, so nothing is zeroed.
-    fitted = constants_for_stack(load_calibration(), GALVATRON.name).optimizer
-    assert fused.seconds_per_item == pytest.approx(fitted * (28 + 4 + 8) / (0.8 * 2039e9))
+    fitted = constants_for_stack(load_calibration(), GALVATRON.name)
+    reached = constants_for_device(load_calibration(), cluster.device).memory
+    assert fused.seconds_per_item == pytest.approx(fitted.optimizer * fitted.memory * (28 + 4 + 8) / (reached * 2039e9))
     plain = profile().optimizer
     assert (plain.state_bytes, plain.working_bytes, plain.working_share) == (8, 4.0, 1.0)
     assert plain.seconds_per_item > fused.seconds_per_item
