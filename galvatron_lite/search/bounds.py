@@ -1,347 +1,308 @@
-"""What the rest of a chain costs at the least: bounds by which the frontier drops labels."""
+"""What the layers before and behind a place of a chain cost at the least: bounds by which the frontier drops labels.
+
+With a price of memory (lambda, time a byte), time + lambda * memory is a sum over the layers as far as memory is: every
+layer before a moment adds rest + prefix to it. So the least of it over all layers before a place is a dynamic programme
+over layouts, for many prices at once. Behind a place the moment to be priced is not known; there
+
+    V(s) = t + lambda r + max(lambda q + least (x + V'), lambda (q + g) + least (x + own'), own),
+    own(s) = max(lambda w + least (x + still'), lambda v + least (x + still' + lambda d'))
+
+is no more than what any path through s costs with its worst moment priced, since a sum of leasts is below the least sum
+(the least is over choices of the next layer, whose figures are primed; own: its own moment priced; still: no moment). It
+is used for the last layers, where the worst moment mostly is; before them the first term of the maximum alone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TypeVar
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.search.chain import Chain
+from galvatron_lite.search.chain import Chain, ChainLayer
+from galvatron_lite.search.segments import (
+    BOTH, FIRST, GATHERED, HEAD, PENDING, REST, SINGLE, TIME, UPDATED, Segment, single,
+)  # fmt: skip
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
-T = TypeVar("T", IntArray, FloatArray)
-_UNBOUNDED = 2**62
-_ROUNDS = 24
-SLACK = 1e-9
+_LAST = 4
+_STEPS = 2.0 ** np.arange(-14, 16, 2)
+_FINE = (0.0, 0.3, 0.6, 0.8, 0.9, 0.96, 1.0, 1.04, 1.1, 1.25, 1.6, 3.0)
+_SLACK = 1e-9
 """Share by which a bound in floating point is lowered, so that rounding never makes it too high."""
 
 
-@dataclass(slots=True, eq=False)
-class Bounds:
-    """Bounds for every place and choice.
+class Kind:
+    """The choices of all equal layers of a chain, and what their figures come to at the least and at the most."""
 
-    Attributes:
-        cap: most weighted time of interest.
-        room: bytes.
-        time: per place (S,): least weighted time of the layers after it.
-        moment: place of the layer whose moment is priced (see ``_Weighted``).
-        waits: whether that is its moment that waits for the next layer's reduction.
-        beside: (S,): what choices of the layer before it leave gathered.
-        memory: per place (S,): least memory that the layers after it add to that moment.
-        priced: per place (S,): least sum of weighted time + price * that memory of the layers after it.
-        price: time a byte (lambda).
-        rest, updated: per place: least sum of rest (of updated) of the layers after it.
-        worst_floor, waiting_floor, start_floor, updated_floor: per place: a label's component up to this value keeps
-            within ``room`` whatever follows.
-        ahead: per place: some later moment exceeds a label's ``start`` by at least this much, what later layers hold
-            at rest aside.
-        pending: per place: the most that the next layer's reduction adds to a waiting moment.
-        updating: per place: the most by which later layers' updates exceed what they hold at rest.
-    """
+    def __init__(self, segment: Segment) -> None:
+        """Sorts the choices by layout."""
+        figures = segment.figures
+        self.segment = segment
+        self.group = figures[HEAD]
+        self.order = np.argsort(self.group, kind="stable")
+        ordered = self.group[self.order]
+        self.starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+        self.present = ordered[self.starts]
+        self.prefix = figures[BOTH] - figures[REST]
 
-    cap: int
-    room: int
-    moment: int
-    waits: bool
-    beside: IntArray
-    time: list[IntArray]
-    memory: list[IntArray]
-    priced: list[FloatArray]
-    price: float
-    rest: list[int]
-    updated: list[int]
-    worst_floor: list[int]
-    waiting_floor: list[int]
-    start_floor: list[int]
-    updated_floor: list[int]
-    ahead: list[int]
-    pending: list[int]
-    updating: list[int]
-
-    def raised(
-        self, place: int, start: IntArray, worst: IntArray, waiting: IntArray, updated: IntArray
-    ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """The components of labels at ``place``, raised as far as makes no difference to what may follow.
-
-        That is up to the floors, and for all but ``start`` up to what a later moment certainly exceeds.
-        """
-        certain = start + self.ahead[place]
+    @cached_property
+    def extremes(self) -> tuple[int, ...]:
+        """The figures that ``Ahead`` is made of, in its order."""
+        f, q = self.segment.figures, self.prefix
+        local = np.maximum(f[FIRST], f[SINGLE])
         return (
-            np.maximum(start, self.start_floor[place]),
-            np.maximum(np.maximum(worst, self.worst_floor[place]), certain),
-            np.maximum(np.maximum(waiting, self.waiting_floor[place]), certain - self.pending[place]),
-            np.maximum(np.maximum(updated, self.updated_floor[place]), certain - self.updating[place]),
-        )
+            int(f[BOTH].min()), int(f[BOTH].max()), int(f[UPDATED].min()), int(f[UPDATED].max()),
+            int((f[UPDATED] - f[BOTH]).max()), int(f[REST].max()), int(q.min()), int((f[FIRST] - q).max()),
+            int((f[SINGLE] - q).max()), int(f[FIRST].max()), int(f[SINGLE].max()), int(f[GATHERED].max()),
+            int(f[PENDING].max()), int((f[FIRST] - f[SINGLE]).min()), int(local.min()),
+        )  # fmt: skip
 
-    def base(self, place: int, state: IntArray, start: IntArray, worst: IntArray, waiting: IntArray) -> IntArray:
-        """Which of its figures a label at ``place`` brings to the priced moment."""
-        if place > self.moment:
-            return worst
-        if place == self.moment:
-            return waiting if self.waits else worst
-        return start + self.beside[state] if place == self.moment - 1 else start
-
-    def may_complete(
-        self, place: int, state: IntArray, weighted: IntArray, base: IntArray, worst: IntArray, updated: IntArray
-    ) -> NDArray[np.bool_]:
-        """Which labels at ``place`` some completion may bring to the end within ``room`` and ``cap``."""
-        alive = (weighted + self.time[place][state] <= self.cap) & (base + self.memory[place][state] <= self.room)
-        alive &= (worst + self.rest[place] <= self.room) & (updated + self.updated[place] <= self.room)
-        if self.price > 0 and self.cap < _UNBOUNDED:
-            alive &= self.promise(place, state, weighted, base) <= self.cap * (1 + SLACK) + 1
-        return np.asarray(alive)
-
-    def promise(self, place: int, state: IntArray, weighted: IntArray, base: IntArray) -> FloatArray:
-        """The Lagrangian bound on the weighted time of the whole path that begins as a label."""
-        bound: FloatArray = weighted + self.priced[place][state] - self.price * (self.room - base)
-        return bound
+    def least(self, values: FloatArray, groups: int) -> FloatArray:
+        """(K, groups): the least of (K, S) values of each layout; infinite without choices."""
+        found = np.minimum.reduceat(values[:, self.order], self.starts, axis=1)
+        if len(self.present) == groups:
+            return found
+        wide = np.full((len(values), groups), np.inf)
+        wide[:, self.present] = found
+        return wide
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Weighted:
-    """A chain in one criterion: its time, and the memory that the Lagrangian prices.
+class Line:
+    """A chain with its equal layers told.
 
-    That memory is one moment of constraint (2), the one in the layer at ``moment``, so a sum over the layers: rest +
-    prefix before it (and what the last of them leaves gathered), rest and what it needs itself there (its peak, or if
-    it ``waits`` its middle, and what the next layer has pending), rest behind it.
+    Attributes:
+        kinds: distinct layers.
+        kind: (L,) place in ``kinds`` of each layer.
+        moves: per place, of one pass; see ``ChainLayer``.
+        by: (1 + criteria if several,) how many times a move counts in the weighted time and in each criterion.
+        room: bytes.
     """
 
-    chain: Chain
-    time: list[IntArray]
-    memory: list[IntArray]
-    moves: list[IntArray]
-    moment: int
-    waits: bool
+    kinds: tuple[Kind, ...]
+    kind: tuple[int, ...]
+    moves: tuple[IntArray, ...]
+    by: IntArray
+    room: int
 
-    def priced(self, price: float) -> tuple[list[FloatArray], list[FloatArray]]:
-        """Time + price * memory of each choice, and the least of what follows."""
-        values = [time + price * size for time, size in zip(self.time, self.memory, strict=True)]
-        return values, self.after(values)
+    def at(self, place: int) -> Kind:
+        """The kind of the layer at a place."""
+        return self.kinds[self.kind[place]]
 
-    def after(self, values: list[T], still: bool = False) -> list[T]:
-        """Least sum of values and moves (none if ``still``) over the layers after each place, by choice."""
-        after = [np.zeros_like(values[-1])]
-        for place in range(len(values) - 1, 0, -1):
-            layer, before = self.chain.layers[place], self.chain.layers[place - 1]
-            best = _by_group(values[place] + after[-1], layer.group, self.moves[place].shape[1])
-            move = np.zeros_like(self.moves[place]) if still else self.moves[place]
-            after.append((move + best).min(axis=1)[before.group])
-        return after[::-1]
+    def groups(self, place: int) -> int:
+        """How many layouts the moves to and from a layer tell apart."""
+        if place:
+            return int(self.moves[place].shape[1])
+        return int(self.moves[1].shape[0]) if len(self.kind) > 1 else int(self.at(0).group.max()) + 1
 
-    def before(self, values: list[FloatArray], still: bool) -> list[FloatArray]:
-        """Least sum of values and moves (none if ``still``) over the layers before each place, by choice."""
-        before = [np.zeros_like(values[0])]
-        for place in range(1, len(values)):
-            layer, last = self.chain.layers[place], self.chain.layers[place - 1]
-            best = _by_group(values[place - 1] + before[-1], last.group, self.moves[place].shape[0])
-            move = np.zeros_like(self.moves[place]) if still else self.moves[place]
-            before.append((move + best[:, None]).min(axis=0)[layer.group])
-        return before
-
-    def through(self, price: float, timed: float) -> list[FloatArray]:
-        """Least sum of ``timed`` * time + ``price`` * memory over the paths through each choice."""
-        values = [timed * time + price * size for time, size in zip(self.time, self.memory, strict=True)]
-        still = timed == 0.0
-        parts = zip(self.before(values, still), values, self.after(values, still), strict=True)
-        return [before + own + after for before, own, after in parts]
-
-    def walk(self, values: list[FloatArray], after: list[FloatArray]) -> list[int]:
-        """The path that values and what follows them make least."""
-        path = [int(np.argmin(values[0] + after[0]))]
-        for place in range(1, len(values)):
-            group = self.chain.layers[place - 1].group[path[-1]]
-            moved = self.moves[place][group][self.chain.layers[place].group]
-            path.append(int(np.argmin(moved + values[place] + after[place])))
-        return path
-
-    def path_time(self, path: list[int]) -> int:
-        """Weighted time of a path."""
-        own = sum(int(values[choice]) for values, choice in zip(self.time, path, strict=True))
-        groups = [int(layer.group[choice]) for layer, choice in zip(self.chain.layers, path, strict=True)]
-        return own + sum(int(self.moves[place][groups[place - 1], groups[place]]) for place in range(1, len(path)))
-
-
-def useful_choices(chain: Chain, cap: int | None) -> list[IntArray] | None:
-    """Per layer, the choices that some path within memory and cap may use; None where there is no such path.
-
-    A choice goes when the least path through it breaks the cap, the memory, or the Lagrangian bound of both.
-    """
-    problem = _weighted(chain)
-    limit = _UNBOUNDED if cap is None else cap
-    price, _, met = _best_price(problem)
-    if len(chain.weights) == 1 and met is not None:
-        limit = min(limit, met)
-    ceilings = [(0.0, 1.0, float(limit)), (1.0, 0.0, float(chain.room)), (price, 1.0, limit + price * chain.room)]
-    alive = [np.ones(len(time), dtype=bool) for time in problem.time]
-    for priced, timed, ceiling in ceilings:
-        if timed and limit == _UNBOUNDED:
-            continue
-        for own, through in zip(alive, problem.through(priced, timed), strict=True):
-            own &= through <= ceiling * (1 + SLACK) + 1
-    rows = [np.flatnonzero(own) for own in alive]
-    return rows if all(len(own) for own in rows) else None
-
-
-def _weighted(chain: Chain) -> _Weighted:
-    """The chain in one criterion, with that late moment as priced memory that gives the best bound at a usual price."""
-    last = len(chain.layers) - 1
-    options = [_at_moment(chain, at, waits) for at in range(max(last - 2, 0), last + 1) for waits in {False, at < last}]
-    price = _next_price(options[-1], 0.0, np.inf)
-    bounds = []
-    for option in options:
-        values, after = option.priced(price)
-        bounds.append(float((values[0] + after[0]).min()))
-    return options[int(np.argmax(bounds))]
-
-
-def _at_moment(chain: Chain, moment: int, waits: bool) -> _Weighted:
-    layers, factor = chain.layers, int(chain.moves @ chain.weights)
-    memory = [layer.rest + layer.prefix for layer in layers[:moment]]
-    local = layers[moment].middle if waits else np.maximum(layers[moment].peak, layers[moment].middle)
-    memory += [layers[moment].rest + local, *(layer.rest for layer in layers[moment + 1 :])]
-    if moment:
-        memory[moment - 1] = memory[moment - 1] + layers[moment - 1].prefetched
-    if waits:
-        memory[moment + 1] = memory[moment + 1] + layers[moment + 1].pending
-    times = [layer.time @ chain.weights for layer in layers]
-    return _Weighted(chain, times, memory, [layer.move * factor for layer in layers], moment, waits)
-
-
-def completion_bounds(chain: Chain, cap: int | None) -> Bounds | None:
-    """Bounds of a chain; None where they already show that nothing fits.
-
-    With one criterion, the cap is lowered to the best path met on the way.
-    """
-    problem, layers = _weighted(chain), chain.layers
-    limit = _UNBOUNDED if cap is None else cap
-    least_memory, least_time = problem.after(problem.memory, still=True), problem.after(problem.time)
-    if int((least_memory[0] + problem.memory[0]).min()) > chain.room:
-        return None
-    if int((least_time[0] + problem.time[0]).min()) > limit:
-        return None
-    price, priced, met = _best_price(problem)
-    if len(chain.weights) == 1 and met is not None:
-        limit = min(limit, met)
-    beside = layers[max(problem.moment - 1, 0)].prefetched
-    rest, updated = ([getattr(layer, name) for layer in layers] for name in ("rest", "updated"))
-    return Bounds(
-        limit, chain.room, problem.moment, problem.waits, beside, least_time, least_memory, priced, price,
-        _least_after(rest), _least_after(updated), *_floors(chain), *_certain(chain),
-    )  # fmt: skip
-
-
-def path_peak(chain: Chain, choices: list[int]) -> int:
-    """The worst moment of one path: the left side of constraints (2) and (3), at its greatest."""
-    worst, waiting, start, updated, beside = 0, -_UNBOUNDED, 0, 0, 0
-    for layer, choice in zip(chain.layers, choices, strict=True):
-        rest, middle = int(layer.rest[choice]), start + int(layer.middle[choice]) + beside
-        worst = max(worst, waiting + int(layer.pending[choice]), start + int(layer.peak[choice]) + beside, middle)
-        worst, waiting = worst + rest, middle + rest
-        start += rest + int(layer.prefix[choice])
-        updated += int(layer.updated[choice])
-        beside = int(layer.prefetched[choice])
-    return max(worst, updated)
-
-
-def _by_group(values: T, group: IntArray, groups: int) -> T:
-    """Least value of each group; a very great number for a group without choices."""
-    least = np.full(groups, _UNBOUNDED, dtype=values.dtype)
-    np.minimum.at(least, group, values)
-    return least
-
-
-def _best_price(problem: _Weighted) -> tuple[float, list[FloatArray], int | None]:
-    """The price of memory with the highest Lagrangian bound met, its bounds, and the best time met that fits.
-
-    The bound is concave in the price: grow or shrink the price until the cheapest path changes side, then bisect.
-    """
-    room, met = problem.chain.room, None
-    best_bound, best = -np.inf, (0.0, problem.priced(0.0)[1])
-    low, high, price = 0.0, np.inf, 0.0
-    quick: list[int] = []
-    lean: list[int] = []
-    for _ in range(_ROUNDS):
-        values, after = problem.priced(price)
-        path = problem.walk(values, after)
-        bound = float((values[0] + after[0]).min()) - price * room
-        if bound > best_bound:
-            best_bound, best = bound, (price, after)
-        if path_peak(problem.chain, path) <= room:
-            time, lean = problem.path_time(path), path
-            met = time if met is None else min(met, time)
-            if price == 0.0:
-                break
-        else:
-            quick = path
-        over = sum(int(size[choice]) for size, choice in zip(problem.memory, path, strict=True)) > room
-        low, high = (price, high) if over else (low, price)
-        if high <= low * 1.001:
-            break
-        price = _next_price(problem, low, high)
-    if met is not None and quick:
-        met = min(met, _crossed(problem, quick, lean), _crossed(problem, lean, quick))
-    return *best, met
-
-
-def _crossed(problem: _Weighted, first: list[int], second: list[int]) -> int:
-    """The least time met that fits among paths that begin as one and end as the other (bisection over where)."""
-    best, low, high = _UNBOUNDED, 0, len(first)
-    quick_first = path_peak(problem.chain, first) > problem.chain.room
-    while low <= high:
-        middle = (low + high) // 2
-        path = [*first[:middle], *second[middle:]]
-        fits = path_peak(problem.chain, path) <= problem.chain.room
-        if fits:
-            best = min(best, problem.path_time(path))
-        low, high = (middle + 1, high) if fits == quick_first else (low, middle - 1)
-    return best
-
-
-def _next_price(problem: _Weighted, low: float, high: float) -> float:
-    if low == 0.0 and high == np.inf:
-        time = sum(float(np.ptp(values)) for values in problem.time)
-        return (time + 1.0) / (sum(float(np.ptp(values)) for values in problem.memory) + 1.0)
-    if high == np.inf:
-        return low * 8.0
-    return high / 8.0 if low == 0.0 else float((low * high) ** 0.5)
-
-
-def _least_after(values: list[IntArray]) -> list[int]:
-    least = [int(value.min()) for value in values]
-    return [sum(least[place + 1 :]) for place in range(len(values))]
-
-
-def _floors(chain: Chain) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Per place, the greatest value of each component that keeps within the room whatever follows."""
-    worst, waiting, start, updated = [chain.room], [chain.room], [chain.room], [chain.room]
-    for before, layer in reversed(list(pairwise(chain.layers))):
-        rest, beside = int(layer.rest.max()), int(before.prefetched.max())
-        middle, inside = int(layer.middle.max()), int(np.maximum(layer.peak, layer.middle).max())
-        room_after = worst[-1] - rest
-        start.append(
-            min(
-                room_after - inside - beside,
-                waiting[-1] - rest - middle - beside,
-                start[-1] - int((layer.rest + layer.prefix).max()),
-            )
+    def only(self, rows: Sequence[IntArray]) -> Line:
+        """With some of the choices of each kind."""
+        kinds = tuple(
+            kind if len(own) == len(kind.group) else Kind(kind.segment.take(own))
+            for kind, own in zip(self.kinds, rows, strict=True)
         )
-        waiting.append(room_after - int(layer.pending.max()))
-        updated.append(updated[-1] - int(layer.updated.max()))
-        worst.append(room_after)
-    return worst[::-1], waiting[::-1], start[::-1], updated[::-1]
+        return Line(kinds, self.kind, self.moves, self.by, self.room)
 
 
-def _certain(chain: Chain) -> tuple[list[int], list[int], list[int]]:
-    """Per place: ``ahead``, ``pending`` and ``updating`` of ``Bounds``, from the least or greatest of each layer."""
-    nothing = -_UNBOUNDED
-    ahead, pending, updating = [nothing], [0], [0]
-    for layer in reversed(chain.layers[1:]):
-        own = int(np.maximum(layer.peak, layer.middle).min())
-        ahead.append(max(own, ahead[-1] + int(layer.prefix.min())))
-        pending.append(int(layer.pending.max()))
-        updating.append(updating[-1] + int((layer.updated - layer.rest).max()))
-    return ahead[::-1], pending[::-1], updating[::-1]
+def line_of(chain: Chain) -> Line:
+    """The chain with its equal layers told."""
+    numbers: dict[object, int] = {}
+    kinds: list[Kind] = []
+    kind: list[int] = []
+    for place, layer in enumerate(chain.layers):
+        groups = layer.move.shape[1] if place else -1
+        if (id(layer), groups) not in numbers:
+            own = (_key(layer), groups)
+            if own not in numbers:
+                numbers[own] = len(kinds)
+                kinds.append(Kind(single(layer, chain.weights)))
+            numbers[id(layer), groups] = numbers[own]
+        kind.append(numbers[id(layer), groups])
+    several = chain.moves if len(chain.weights) > 1 else chain.moves[:0]
+    by = np.array([int(chain.moves @ chain.weights), *several], dtype=np.int64)
+    moves: list[IntArray] = []
+    for layer in chain.layers:
+        same = bool(moves) and moves[-1].shape == layer.move.shape and bool((moves[-1] == layer.move).all())
+        moves.append(moves[-1] if same else layer.move)
+    return Line(tuple(kinds), tuple(kind), tuple(moves), by, chain.room)
+
+
+def _key(layer: ChainLayer) -> bytes:
+    names = ("time", "rest", "prefix", "peak", "middle", "prefetched", "pending", "updated", "group")
+    return b"".join(getattr(layer, name).tobytes() for name in names)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bounds:
+    """Lagrangian bounds of a line.
+
+    Attributes:
+        line: the chain.
+        prices: (K,) of memory, picoseconds a byte.
+        before: per place (K, groups): the least of the layers before it, with the move to it.
+        behind: per place (K, groups): that of the layers behind it, with the move from it.
+        last: V of the last few layers (K, S), by place.
+        root: (K,) bounds on the weighted time of the whole.
+    """
+
+    line: Line
+    prices: FloatArray
+    before: list[FloatArray]
+    behind: list[FloatArray]
+    last: dict[int, FloatArray]
+    root: FloatArray
+
+    @property
+    def least(self) -> float:
+        """No path within the room takes less weighted time."""
+        return float(self.root.max())
+
+    def ceiling(self, limit: float) -> FloatArray:
+        """(K,): bounds above this are above ``limit`` in spite of rounding."""
+        return limit * (1 + _SLACK) + 1 + self.prices * (self.line.room * 1e-12)
+
+    def useful(self, limit: float) -> list[IntArray]:
+        """Per kind, the choices that some path may use that takes at most ``limit`` (or, if infinite, fits)."""
+        line = self.line
+        best: dict[int, FloatArray] = {}
+        for place in range(len(line.kind)):
+            number, kind = line.kind[place], line.at(place)
+            if place in self.last:
+                through = self.before[place][:, kind.group] + self.last[place]
+                best[number] = np.minimum(best[number], through) if number in best else through
+        ends: dict[int, FloatArray] = {}
+        for place in range(len(line.kind) - len(self.last)):
+            number = line.kind[place]
+            end = self.before[place] + self.behind[place]
+            ends[number] = np.minimum(ends[number], end) if number in ends else end
+        for number, end in ends.items():
+            kind = line.kinds[number]
+            through = priced(kind, self.prices) + end[:, kind.group]
+            best[number] = np.minimum(best[number], through) if number in best else through
+        ceiling = (self.ceiling(limit) + self.prices * line.room)[:, None]
+        return [np.flatnonzero((best[number] <= ceiling).all(axis=0)) for number in range(len(line.kinds))]
+
+
+def priced(kind: Kind, prices: FloatArray) -> FloatArray:
+    """(K, S): weighted time + price * (rest + prefix)."""
+    values: FloatArray = kind.segment.figures[TIME] + prices[:, None] * kind.segment.figures[BOTH]
+    return values
+
+
+def bounds_at(line: Line, prices: FloatArray, whole: bool = True) -> Bounds:
+    """The bounds at some prices; ``behind`` only of the last layers unless the ``whole`` is wanted."""
+    count = len(line.kind)
+    own = [priced(kind, prices) for kind in line.kinds]
+    least = [kind.least(values, line.groups(line.kind.index(n))) for n, (kind, values) in enumerate(zip(line.kinds, own, strict=True))]
+    scaled = _scaled(line)
+    before = [np.zeros_like(least[line.kind[0]])]
+    for place in range(1, count):
+        before.append(((before[-1] + least[line.kind[place - 1]])[:, :, None] + scaled[place]).min(axis=1))
+    last, behind = _last(line, prices, scaled)
+    start = count - len(last)
+    root = (before[start][:, line.at(start).group] + last[start]).min(axis=1) - prices * line.room
+    if whole:
+        for place in range(start - 1, 0, -1):
+            behind.append((scaled[place] + (behind[-1] + least[line.kind[place]])[:, None, :]).min(axis=2))
+    return Bounds(line, prices, before, behind[::-1], last, root)
+
+
+def _scaled(line: Line) -> list[FloatArray]:
+    """The moves, as many times as they count in the weighted time."""
+    known: dict[int, FloatArray] = {}
+    for move in line.moves:
+        if id(move) not in known:
+            known[id(move)] = (move * int(line.by[0])).astype(np.float64)
+    return [known[id(move)] for move in line.moves]
+
+
+def _last(line: Line, prices: FloatArray, scaled: list[FloatArray]) -> tuple[dict[int, FloatArray], list[FloatArray]]:
+    """V of the last layers, and what is behind them and behind the layer before them (last place first)."""
+    count, price = len(line.kind), prices[:, None]
+    nothing: FloatArray = np.zeros((len(prices), line.groups(count - 1)))
+    never = np.full_like(nothing, -np.inf)
+    # What is behind: the worst moment priced; the next layer's priced; at rest alone; that and what is pending.
+    reach = [never, never, nothing, nothing]
+    last: dict[int, FloatArray] = {}
+    behind = [nothing]
+    for place in range(count - 1, max(count - 1 - _LAST, -1), -1):
+        kind = line.at(place)
+        f = kind.segment.figures
+        worst, following, still, owing = (own[:, kind.group] for own in reach)
+        base, prefix = f[TIME] + price * f[REST], price * kind.prefix
+        own = base + np.maximum(price * f[FIRST] + still, price * f[SINGLE] + owing)
+        last[place] = np.maximum(own, base + prefix + np.maximum(worst, price * f[GATHERED] + following))
+        if place:
+            values = [last[place], own, base + still, base + still + price * f[PENDING]]
+            least = [kind.least(value, line.groups(place))[:, None, :] for value in values]
+            reach = [(scaled[place] + value).min(axis=2) for value in least]
+            behind.append(reach[0])
+    return last, behind
+
+
+def best_bounds(line: Line) -> Bounds:
+    """Bounds at prices about the one with the highest bound on the whole.
+
+    The bound is concave in the price, so the best of a row of prices has the greatest one next to it.
+    """
+    times = sum(float(np.ptp(kind.segment.figures[TIME])) for kind in line.kinds) + 1.0
+    sizes = sum(float(np.ptp(kind.segment.figures[BOTH])) for kind in line.kinds) + 1.0
+    prices = np.concatenate(([0.0], times / sizes * _STEPS))
+    for _ in range(2):
+        best = int(np.argmax(bounds_at(line, prices, whole=False).root))
+        low, high = prices[max(best - 1, 0)], prices[min(best + 1, len(prices) - 1)]
+        low = max(low, high * 2.0**-6)
+        prices = np.concatenate(([0.0], low * (high / low) ** (np.arange(17) / 16)))
+    best = int(np.argmax(bounds_at(line, prices, whole=False).root))
+    return bounds_at(line, max(prices[best], high * 2.0**-12) * np.array(_FINE))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ahead:
+    """What the layers before a place come to at the least or at the most; (L,) each, ``ahead_of``.
+
+    Attributes:
+        both_least, both_most: sums of rest + prefix.
+        updated_least, updated_most: sums of updated.
+        updating: the most by which their updated exceed their rest + prefix.
+        local: with ``rest`` of a label this much below ``start``, no moment of theirs is the worst.
+        resting: the most that their moments add to a label's ``rest``.
+        gathered: the most that the layer just before leaves gathered.
+        waiting: the same as ``local``, for what a label has pending alone.
+        covered: what a label may have pending without raising any moment of the layer just before.
+    """
+
+    both_least: list[int]
+    both_most: list[int]
+    updated_least: list[int]
+    updated_most: list[int]
+    updating: list[int]
+    local: list[int]
+    resting: list[int]
+    gathered: list[int]
+    waiting: list[int]
+    covered: list[int]
+
+
+def ahead_of(line: Line) -> Ahead:
+    """See ``Ahead``."""
+    sums = [[0] for _ in range(5)]
+    local, resting, gathered, waiting, covered = [-(2**60)], [-(2**60)], [0], [-(2**60)], [2**60]
+    for place, number in enumerate(line.kind):
+        own = line.kinds[number].extremes
+        rest, prefix, first, middle, peak, inside, beside = own[5:12]
+        following = line.at(place + 1).extremes[12] if place + 1 < len(line.kind) else 0
+        left = gathered[-1]
+        moment = max(peak, inside + following) + left
+        resting.append(rest + max(resting[-1], moment + sums[1][-1]))
+        local.append(max(local[-1] - prefix, max(first, middle + following) + left))
+        waiting.append(middle + left)
+        covered.append(own[13])
+        gathered.append(beside)
+        for total, value in zip(sums, own[:5], strict=True):
+            total.append(total[-1] + value)
+    return Ahead(*sums, local, resting, gathered, waiting, covered)
