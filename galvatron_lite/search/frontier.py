@@ -47,11 +47,11 @@ from galvatron_lite.search.segments import (
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
-_CROWD = 16
-_START, _GROWTH = 0.03, 2.5
+_CROWD = 8
+_START, _GROWTH = 0.04, 1.7
 _FAR = 2**45
 _RUN, _ALONE = 6, 1
-_QUICK = 64
+_QUICK = 40
 TIMES, WORST, WAITING, RESTING, OPTIMIZER, OWED, GROUP, CRITERIA = range(8)
 """Rows of labels: weighted time, A, B, R, U, d, layout of the first layer; then the time in each criterion, if several."""
 
@@ -350,20 +350,23 @@ def _quickest(line: Line, bounds: Bounds, cap: float, beam: int | None) -> Front
     """The path of least time."""
     most = sum(float(line.at(place).segment.figures[TIME].max()) for place in range(len(line.kind)))
     most += sum(float(move.max()) * float(line.by[0]) for move in line.moves[1:])
-    most = min(cap, most)
-    share, work, least = _START * max(bounds.least, most * 1e-6) / len(line.kind), 0, np.inf
-    limit, best = min(most, max(bounds.least, 0.0) + share), Front(())
-    while True:
-        found = _front(line, bounds, float(int(limit)), beam)
+    most, low, missed = min(cap, most), max(bounds.least * (1 - 1e-9) - 1, 0.0), np.inf
+    share, work, best = _START * max(bounds.least, most * 1e-6) / len(line.kind), 0, Front(())
+    first, narrow = share, _QUICK if beam is None else min(beam, _QUICK)
+    while low <= most:
+        near = (low + most) / 2 if best.paths and most - low > first else most
+        limit = float(int(min(near, low + share)))
+        found = _front(line, bounds, limit, beam if best.paths else narrow)
         work += found.work
+        if not best.paths and not found.paths and found.dropped <= limit and narrow != beam:
+            found = _front(line, bounds, limit, beam)
+            work += found.work
         if found.paths:
-            better, best = not best.paths or found.dropped < best.paths[0].time[0], found
-            most, least = float(found.paths[0].time[0] - 1), found.dropped
-            if found.dropped > most or not better or (beam is not None and beam < _QUICK):
-                return Front(best.paths, work, found.dropped if found.dropped <= most else np.inf)
-            limit = most
-        elif best.paths or limit >= most:
-            return Front(best.paths, work, found.dropped)
+            best, most = found, float(found.paths[0].time[0] - 1)
+            low = max(low, min(found.dropped, most + 1))
+            if found.dropped <= most and narrow == beam:
+                missed = min(missed, found.dropped)
+                break
         else:
-            share *= _GROWTH
-            limit = min(most, limit + share)
+            low, missed, share = limit + 1, min(missed, found.dropped), share * _GROWTH
+    return Front(best.paths, work, missed if missed <= most else np.inf)

@@ -19,7 +19,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.step import price_plan
 from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.search.bounds import path_peak
+from galvatron_lite.search.segments import path_peak
 from galvatron_lite.search.chain import Chain
 from galvatron_lite.search.frontier import pareto_paths
 from galvatron_lite.search.problem import Problem, widest
@@ -180,7 +180,7 @@ def _lean_stage(problem: Problem, stage: int, inside: range, limit: int | None, 
         paths = pareto_paths(tighter, beam=widest(tighter)).paths
         if paths:
             best = paths[0].choices
-            peak = path_peak(chain, list(best))
+            peak = path_peak(chain.layers, best)
         elif best is None:
             return None
         else:

@@ -1,0 +1,184 @@
+"""The search along a chain finds what looking at every sequence finds, and what a plain label programme finds."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from galvatron_lite.search.chain import Chain, ChainLayer
+from galvatron_lite.search.frontier import Front, pareto_paths
+from galvatron_lite.search.segments import path_peak
+
+QUIET = {"deadline": None, "derandomize": True}
+Times = tuple[int, ...]
+
+
+def random_figures(draw: random.Random, count: int, groups: int, criteria: int, top: int) -> dict[str, np.ndarray]:
+    """The figures of a layer's choices; what only some layers need is often nothing."""
+
+    def whole(low: int, high: int) -> np.ndarray:
+        return np.array([draw.randint(low, high) for _ in range(count)], dtype=np.int64)
+
+    prefix = whole(-min(top // 3, 2), top)
+    return {
+        "time": np.array([whole(0, top) for _ in range(criteria)], dtype=np.int64).T.reshape(count, criteria),
+        "rest": np.maximum(whole(0, top), -prefix),
+        "prefix": prefix,
+        "peak": whole(0, top * draw.choice([1, 3])),
+        "middle": whole(0, top),
+        "prefetched": whole(0, draw.choice([0, top // 4, top])),
+        "pending": whole(0, draw.choice([0, top // 4, top])),
+        "updated": whole(0, top * draw.choice([1, 3])),
+        "group": whole(0, groups - 1),
+    }
+
+
+def random_chain(draw: random.Random, layers: int, choices: int, criteria: int, equal: bool) -> Chain:
+    """A chain without room, of few kinds of layers in runs if ``equal``, else of unlike layers."""
+    groups, top = draw.randint(1, 3), draw.choice([3, 10, 1000, 10**6])
+    kinds = [
+        random_figures(draw, draw.randint(1, choices), groups, criteria, top)
+        for _ in range(draw.randint(1, 2) if equal else layers)
+    ]
+    moves = [
+        np.array([[draw.choice([0, draw.randint(0, top)]) for _ in range(groups)] for _ in range(groups)])
+        for _ in range(1 if equal else layers)
+    ]
+    made, kind = [], 0
+    for place in range(layers):
+        kind = place if not equal else kind if draw.random() < 0.85 else draw.randrange(len(kinds))
+        made.append(ChainLayer(**kinds[kind], move=moves[place % len(moves)]))
+    weights = [1] if criteria == 1 else [draw.randint(1, 4) for _ in range(criteria)]
+    return Chain(tuple(made), np.array([draw.randint(0, 3) for _ in range(criteria)]), np.array(weights), 0)
+
+
+def with_room(chain: Chain, room: int) -> Chain:
+    return Chain(chain.layers, chain.moves, chain.weights, room)
+
+
+def path_time(chain: Chain, choices: tuple[int, ...]) -> Times:
+    total = sum(layer.time[choice] for layer, choice in zip(chain.layers, choices, strict=True))
+    for place in range(1, len(choices)):
+        before, layer = chain.layers[place - 1], chain.layers[place]
+        total = total + chain.moves * layer.move[before.group[choices[place - 1]], layer.group[choices[place]]]
+    return tuple(int(value) for value in total)
+
+
+def moments_peak(chain: Chain, choices: tuple[int, ...]) -> int:
+    """The worst moment by its definition, one layer after the other."""
+    rows = [
+        {name: int(getattr(layer, name)[choice]) for name in ("rest", "prefix", "peak", "middle", "prefetched", "pending", "updated")}
+        for layer, choice in zip(chain.layers, choices, strict=True)
+    ]  # fmt: skip
+    rest = sum(row["rest"] for row in rows)
+    moments = [sum(row["updated"] for row in rows)]
+    for place, row in enumerate(rows):
+        beside = rows[place - 1]["prefetched"] if place else 0
+        pending = rows[place + 1]["pending"] if place + 1 < len(rows) else 0
+        held = rest + sum(before["prefix"] for before in rows[:place])
+        moments.append(held + beside + max(row["peak"], row["middle"] + pending))
+    return max(moments)
+
+
+def every_path(chain: Chain) -> list[tuple[Times, int]]:
+    paths = itertools.product(*(range(len(layer.rest)) for layer in chain.layers))
+    return [(path_time(chain, path), moments_peak(chain, path)) for path in paths]
+
+
+def weighted(chain: Chain, time: Times) -> int:
+    return sum(int(weight) * value for weight, value in zip(chain.weights, time, strict=True))
+
+
+def beats(one: Times, other: Times) -> bool:
+    return all(a <= b for a, b in zip(one, other, strict=True))
+
+
+def pareto(times: list[Times]) -> list[Times]:
+    distinct = sorted(set(times))
+    return [time for time in distinct if not any(other != time and beats(other, time) for other in distinct)]
+
+
+def check(chain: Chain, front: Front, best: list[Times]) -> None:
+    """The front is the Pareto set ``best``, or what it lacks is no better than it says; its paths are as they say."""
+    times = [path.time for path in front.paths]
+    for path in front.paths:
+        assert moments_peak(chain, path.choices) <= chain.room
+        assert path_time(chain, path.choices) == path.time
+    if front.complete:
+        assert times == best
+    for time in best:
+        assert weighted(chain, time) >= front.dropped or any(beats(other, time) for other in times)
+
+
+@settings(max_examples=500, **QUIET)
+@given(st.integers(0, 10**9))
+def test_every_sequence(seed: int) -> None:
+    draw = random.Random(seed)
+    equal, criteria = draw.random() < 0.6, draw.choice([1, 1, 1, 2, 3])
+    layers = draw.randint(1, 7 if equal else 5)
+    chain = random_chain(draw, layers, 4 if layers < 6 else 2, criteria, equal)
+    paths = every_path(chain)
+    peaks = sorted({peak for _, peak in paths})
+    for room in (peaks[0] - 1, peaks[0], draw.choice(peaks), peaks[-1]):
+        own = with_room(chain, room)
+        fitting = [time for time, peak in paths if peak <= room]
+        cap = weighted(chain, draw.choice(fitting)) if fitting and draw.random() < 0.5 else None
+        best = pareto([time for time in fitting if cap is None or weighted(chain, time) <= cap])
+        check(own, pareto_paths(own, cap, draw.choice([None, None, 1, 2, 5])), best)
+
+
+def plain_labels(chain: Chain) -> list[Times]:
+    """The Pareto set by labels over prefixes, without any bound: what is compared is all that later layers can see."""
+    labels: dict[int, list[tuple[int, ...]]] = {-1: [(*([0] * len(chain.moves)), 0, -(10**12), 0, 0)]}
+    for place, layer in enumerate(chain.layers):
+        grown: dict[int, list[tuple[int, ...]]] = {}
+        for last, before in labels.items():
+            for choice in range(len(layer.rest)):
+                grown.setdefault(choice, []).extend(_longer(chain, place, last, choice, label) for label in before)
+        labels = {choice: pareto(found) for choice, found in grown.items()}
+    ends = [label for found in labels.values() for label in found]
+    return pareto([label[:-4] for label in ends if max(label[-4], label[-1]) <= chain.room])
+
+
+def _longer(chain: Chain, place: int, last: int, choice: int, label: tuple[int, ...]) -> tuple[int, ...]:
+    layer, (*time, worst, waiting, start, updated) = chain.layers[place], label
+    rest, middle, beside, moved = int(layer.rest[choice]), start + int(layer.middle[choice]), 0, 0
+    if last >= 0:
+        before = chain.layers[place - 1]
+        beside = int(before.prefetched[last])
+        moved = int(layer.move[before.group[last], layer.group[choice]])
+    spent = [int(own + a + moved * b) for own, a, b in zip(time, layer.time[choice], chain.moves, strict=True)]
+    worst = max(worst, waiting + int(layer.pending[choice]), start + int(layer.peak[choice]) + beside, middle + beside)
+    start += rest + int(layer.prefix[choice])
+    return (*spent, worst + rest, middle + beside + rest, start, updated + int(layer.updated[choice]))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_runs_of_equal_layers(seed: int) -> None:
+    draw = random.Random(seed)
+    chain = random_chain(draw, draw.randint(10, 20), 3, 1 if seed % 4 else 2, equal=True)
+    roomy = with_room(chain, 10**12)
+    (quick, *_), lean = pareto_paths(roomy).paths, tuple(int(np.argmin(layer.rest + layer.prefix)) for layer in chain.layers)
+    low, high = sorted((moments_peak(chain, lean), moments_peak(chain, quick.choices)))
+    for share in (0.0, 0.3, 0.7):
+        own = with_room(chain, int(low + share * (high - low)))
+        check(own, pareto_paths(own), plain_labels(own))
+
+
+def test_path_peak_is_the_worst_moment() -> None:
+    draw = random.Random(1)
+    for _ in range(50):
+        chain = random_chain(draw, draw.randint(1, 6), 4, 1, equal=False)
+        choices = tuple(draw.randrange(len(layer.rest)) for layer in chain.layers)
+        assert path_peak(chain.layers, choices) == moments_peak(chain, choices)
+
+
+def test_the_same_answer_again() -> None:
+    chain = random_chain(random.Random(7), 12, 4, 2, equal=True)
+    own = with_room(chain, path_peak(chain.layers, (0,) * 12))
+    assert pareto_paths(own) == pareto_paths(own)
