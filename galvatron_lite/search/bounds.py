@@ -7,9 +7,9 @@ over layouts, for many prices at once. Behind a place the moment to be priced is
     V(s) = t + lambda r + max(lambda q + least (x + V'), lambda (q + g) + least (x + own'), own),
     own(s) = max(lambda w + least (x + still'), lambda v + least (x + still' + lambda d'))
 
-is no more than what any path through s costs with its worst moment priced, since a sum of leasts is below the least sum
-(the least is over choices of the next layer, whose figures are primed; own: its own moment priced; still: no moment). It
-is used for the last layers, where the worst moment mostly is; before them the first term of the maximum alone.
+is no more than what any path through s costs with its worst moment priced, since a sum of leasts is below the least
+sum (the least is over choices of the next layer, whose figures are primed; own: its own moment priced; still: no
+moment). It is used for the last layers, where the worst moment mostly is; before them the first term of the maximum.
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ from numpy.typing import NDArray
 
 from galvatron_lite.search.chain import Chain, ChainLayer
 from galvatron_lite.search.segments import (
-    BOTH, FIRST, GATHERED, HEAD, PENDING, REST, SINGLE, TIME, UPDATED, Segment, single,
+    BOTH,
+    FIRST,
+    GATHERED,
+    HEAD,
+    PENDING,
+    REST,
+    SINGLE,
+    TIME,
+    UPDATED,
+    Segment,
+    single,
 )  # fmt: skip
 
 IntArray = NDArray[np.int64]
@@ -197,7 +207,10 @@ def bounds_at(line: Line, prices: FloatArray, whole: bool = True) -> Bounds:
     """The bounds at some prices; ``behind`` only of the last layers unless the ``whole`` is wanted."""
     count = len(line.kind)
     own = [priced(kind, prices) for kind in line.kinds]
-    least = [kind.least(values, line.groups(line.kind.index(n))) for n, (kind, values) in enumerate(zip(line.kinds, own, strict=True))]
+    least = [
+        kind.least(values, line.groups(line.kind.index(n)))
+        for n, (kind, values) in enumerate(zip(line.kinds, own, strict=True))
+    ]
     scaled = _scaled(line)
     before = [np.zeros_like(least[line.kind[0]])]
     for place in range(1, count):
@@ -305,4 +318,5 @@ def ahead_of(line: Line) -> Ahead:
         gathered.append(beside)
         for total, value in zip(sums, own[:5], strict=True):
             total.append(total[-1] + value)
-    return Ahead(*sums, local, resting, gathered, waiting, covered)
+    least, most, updated, updates, updating = sums
+    return Ahead(least, most, updated, updates, updating, local, resting, gathered, waiting, covered)

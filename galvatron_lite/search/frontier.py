@@ -11,17 +11,18 @@ The problem. Layers l = 1..L; choices s_l in S_l. Data, all whole numbers (picos
                        sum_l u_l <= M                                                                          (3)
                        weights . (1) <= cap                                                                    (4)
 
-The method. Suffixes s_l..s_L are labels (time, A, B, R, U, d), from the last layer to the first: what is worst in memory
-is nearly always in the last layers, so it is settled first, and what is left is a sum. With a choice before it,
+The method. Suffixes s_l..s_L are labels (time, A, B, R, U, d), from the last layer to the first: what is worst in
+memory is nearly always in the last layers, so it is settled first, and what is left is a sum. With a choice before it,
 
     A' = r + q + max(A, B + g)    the worst moment so far, raised by all that earlier layers add to it
     B' = R' + max(w, v + d)       the moment of the first layer so far, that waits for what is gathered before it
     R' = R + r,  U' = U + u       at rest; in the optimizer
 
-All updates are monotone, so of two labels whose first choices have the same moves from what is before, the one that is
-no better in any component never leads to a better plan and goes. A component that cannot decide (2) or (3) in any label,
-because there is room whatever comes before or because another moment is certainly worse, is not compared. A label also
-goes when its Lagrangian bound, sum(time + lambda * memory) - lambda * M over the best of some lambda, exceeds a limit.
+All updates are monotone, so of two labels whose first choices have the same moves from what is before, the one that
+is no better in any component never leads to a better plan and goes. A component that cannot decide (2) or (3) in any
+label, because there is room whatever comes before or because another moment is certainly worse, is not compared. A
+label also goes when its Lagrangian bound, sum(time + lambda * memory) - lambda * M with the best of some lambda,
+exceeds a limit.
 
 With one criterion the limit starts a little above the bound of the whole chain, and grows until a path is met; then no
 path is quicker, for all with a bound below the limit were looked at. Runs of equal layers are joined to segments
@@ -31,18 +32,30 @@ of (1), one solution of each value.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.search.bounds import Ahead, Bounds, Line, ahead_of, best_bounds, bounds_at, line_of
+from galvatron_lite.search.bounds import Ahead, Bounds, Line, ahead_of, best_bounds, line_of
 from galvatron_lite.search.chain import Chain
 from galvatron_lite.search.pareto import pareto_rows
 from galvatron_lite.search.runs import Behind, around_run, is_plain, narrowed, run_before, segments_of
 from galvatron_lite.search.segments import (
-    BOTH, FIRST, GATHERED, HEAD, INNER, LAST, NEVER, PARTS, PENDING, REST, SINGLE, TAIL, TIME, UPDATED, Segment,
+    BOTH,
+    FIRST,
+    GATHERED,
+    HEAD,
+    INNER,
+    LAST,
+    PARTS,
+    PENDING,
+    REST,
+    SINGLE,
+    TAIL,
+    TIME,
+    UPDATED,
+    Segment,
 )  # fmt: skip
 
 IntArray = NDArray[np.int64]
@@ -53,7 +66,7 @@ _FAR = 2**45
 _RUN, _ALONE = 6, 1
 _QUICK = 40
 TIMES, WORST, WAITING, RESTING, OPTIMIZER, OWED, GROUP, CRITERIA = range(8)
-"""Rows of labels: weighted time, A, B, R, U, d, layout of the first layer; then the time in each criterion, if several."""
+"""Rows of labels: weighted time, A, B, R, U, d, layout of the first layer; time in each criterion, if several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +122,7 @@ class _Step:
 
     def take(self, rows: IntArray) -> _Step:
         """Some of the labels."""
-        return _Step(
-            self.figures[:, rows], self.promise[:, rows], self.segment, self.choice[rows], self.parent[rows]
-        )
+        return _Step(self.figures[:, rows], self.promise[:, rows], self.segment, self.choice[rows], self.parent[rows])
 
 
 @dataclass(slots=True)

@@ -19,11 +19,11 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.step import price_plan
 from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.search.segments import path_peak
 from galvatron_lite.search.chain import Chain
 from galvatron_lite.search.frontier import pareto_paths
 from galvatron_lite.search.problem import Problem, widest
 from galvatron_lite.search.result import plan_of, summary
+from galvatron_lite.search.segments import path_peak
 from galvatron_lite.search.shapes import Request, open_problem, settled, shapes_of, widest_tables
 from galvatron_lite.units import format_budget
 

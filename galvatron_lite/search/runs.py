@@ -1,9 +1,10 @@
-"""Runs of equal layers, joined to segments of 2, 4, 8, ... layers before they are put before the labels of a frontier.
+"""Runs of equal layers, joined to segments of 2, 4, 8, ... layers that are put before the labels of a frontier.
 
-Of the pairs of choices of two halves only those stay that some path within the limit may use, by the Lagrangian bound of
-the layers before, and the labels behind with the layers between; and of those with the same layouts at their ends only
-those that no other one equals or beats in every figure. What holds for every pair of a segment holds wherever in the run
-it may lie, since the bound is the least over all places.
+Of the pairs of choices of two halves only those stay that some path within the limit may use, by the Lagrangian bound
+of the layers before, and the labels behind with the layers between; and of those with the same layouts at their ends
+only those that no other one equals or beats. The bound is the least over all places of the run, so that a segment holds
+wherever in the run it lies. Runs are joined only where no moment inside them can be the worst (``is_plain``): then time
+and rest + prefix are all that counts of a segment.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from numpy.typing import NDArray
 from galvatron_lite.search.bounds import Ahead, Bounds, Kind, Line, priced
 from galvatron_lite.search.pareto import pareto_rows
 from galvatron_lite.search.segments import (
-    BOTH, FIRST, HEAD, PARTS, SINGLE, TAIL, TIME, Segment, join,
+    BOTH,
+    FIRST,
+    HEAD,
+    PARTS,
+    SINGLE,
+    TAIL,
+    TIME,
+    Segment,
+    join,
 )  # fmt: skip
 
 IntArray = NDArray[np.int64]
@@ -55,7 +64,14 @@ class Behind:
 
 
 def is_plain(
-    line: Line, ahead: Ahead, place: int, count: int, worst: IntArray, waiting: IntArray, rest: IntArray, updated: IntArray
+    line: Line,
+    ahead: Ahead,
+    place: int,
+    count: int,
+    worst: IntArray,
+    waiting: IntArray,
+    rest: IntArray,
+    updated: IntArray,
 ) -> bool:
     """Whether in a run of ``count`` layers before ``place`` only times and rest + prefix count, whatever is chosen.
 
@@ -76,7 +92,7 @@ def is_plain(
 
 
 def narrowed(line: Line, place: int, count: int, around: tuple[FloatArray, FloatArray], behind: Behind) -> Line:
-    """With only those choices in the run of ``count`` layers before ``place`` that some path within the limit may use."""
+    """With only those choices in the run of ``count`` layers before ``place`` that a path within the limit may use."""
     kind = line.at(place - 1)
     ends = (around[0] + around[1]).min(axis=0)
     through = priced(kind, np.array([behind.price]))[0] + ends[kind.group]
@@ -88,7 +104,9 @@ def narrowed(line: Line, place: int, count: int, around: tuple[FloatArray, Float
     return Line(kinds, tuple(numbers), line.moves, line.by, line.room)
 
 
-def segments_of(line: Line, place: int, count: int, around: tuple[FloatArray, FloatArray], behind: Behind) -> list[Segment]:
+def segments_of(
+    line: Line, place: int, count: int, around: tuple[FloatArray, FloatArray], behind: Behind
+) -> list[Segment]:
     """The run of ``count`` layers before ``place`` as segments, the last layers first."""
     before, after = around
     sizes = [line.at(place - 1).segment]

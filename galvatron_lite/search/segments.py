@@ -12,7 +12,7 @@ Segment X before Y (q: prefix, g: of X's last layer, d: of Y's first layer):
     inner' = max(inner_X, last_X + d_Y, q_X + max(inner_Y, first_Y + g_X))
     first' = max(first_X, single_X + d_Y)          last' = q_X + max(last_Y, single_Y + g_X)
 
-while times, rest, prefix and updated add up. Joining is associative, so a run of n equal layers takes about log2 n joins.
+while times, rest, prefix and updated add up. Joining is associative: a run of n equal layers takes log2 n joins.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ IntArray = NDArray[np.int64]
 NEVER = -(2**61)
 """A moment that does not exist."""
 TIME, BOTH, REST, INNER, FIRST, LAST, SINGLE, GATHERED, PENDING, UPDATED, HEAD, TAIL, PARTS = range(13)
-"""Rows of ``Segment.figures``: weighted time; rest + prefix; rest; the moments; what the last layer leaves gathered; what
-the first has pending; updated; groups of the first and of the last layer; then the time in each criterion, if several."""
+"""Rows of ``Segment.figures``: weighted time; rest + prefix; rest; the moments; what the last layer leaves gathered;
+what the first has pending; updated; groups of the first and of the last layer; time in each criterion, if several."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +92,9 @@ def join(first: Segment, second: Segment, rows: IntArray, others: IntArray, move
     figures = x + y
     figures[TIME] += moved * by[0]
     figures[PARTS:] += moved * by[1:, None]
-    figures[INNER] = np.maximum(np.maximum(x[INNER], x[LAST] + y[PENDING]), prefix + np.maximum(y[INNER], y[FIRST] + x[GATHERED]))
+    figures[INNER] = np.maximum(
+        np.maximum(x[INNER], x[LAST] + y[PENDING]), prefix + np.maximum(y[INNER], y[FIRST] + x[GATHERED])
+    )
     figures[FIRST] = np.maximum(x[FIRST], x[SINGLE] + y[PENDING])
     figures[LAST] = prefix + np.maximum(y[LAST], y[SINGLE] + x[GATHERED])
     figures[SINGLE] = NEVER
@@ -102,7 +104,7 @@ def join(first: Segment, second: Segment, rows: IntArray, others: IntArray, move
 
 
 def path_peak(layers: tuple[ChainLayer, ...], choices: tuple[int, ...]) -> int:
-    """The worst moment of one path in bytes: the left side of constraints (2) and (3) of ``frontier``, at its greatest."""
+    """The worst moment of one path in bytes: the left side of (2) and (3) of ``frontier``, at its greatest."""
     worst, waiting, start, updated, beside = 0, NEVER, 0, 0, 0
     for layer, choice in zip(layers, choices, strict=True):
         rest, middle = int(layer.rest[choice]), start + int(layer.middle[choice]) + beside

@@ -71,10 +71,11 @@ def path_time(chain: Chain, choices: tuple[int, ...]) -> Times:
 
 def moments_peak(chain: Chain, choices: tuple[int, ...]) -> int:
     """The worst moment by its definition, one layer after the other."""
+    names = ("rest", "prefix", "peak", "middle", "prefetched", "pending", "updated")
     rows = [
-        {name: int(getattr(layer, name)[choice]) for name in ("rest", "prefix", "peak", "middle", "prefetched", "pending", "updated")}
+        {name: int(getattr(layer, name)[choice]) for name in names}
         for layer, choice in zip(chain.layers, choices, strict=True)
-    ]  # fmt: skip
+    ]
     rest = sum(row["rest"] for row in rows)
     moments = [sum(row["updated"] for row in rows)]
     for place, row in enumerate(rows):
@@ -163,7 +164,10 @@ def test_runs_of_equal_layers(seed: int) -> None:
     draw = random.Random(seed)
     chain = random_chain(draw, draw.randint(10, 20), 3, 1 if seed % 4 else 2, equal=True)
     roomy = with_room(chain, 10**12)
-    (quick, *_), lean = pareto_paths(roomy).paths, tuple(int(np.argmin(layer.rest + layer.prefix)) for layer in chain.layers)
+    (quick, *_), lean = (
+        pareto_paths(roomy).paths,
+        tuple(int(np.argmin(layer.rest + layer.prefix)) for layer in chain.layers),
+    )
     low, high = sorted((moments_peak(chain, lean), moments_peak(chain, quick.choices)))
     for share in (0.0, 0.3, 0.7):
         own = with_room(chain, int(low + share * (high - low)))
