@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from galvatron_lite.api import best_batch, cheapest, fewest_devices, pareto_front, plan, profile
+    from galvatron_lite.api import best_batch, cheapest, evaluate, fewest_devices, pareto_front, plan, profile
     from galvatron_lite.auto import auto_parallelize
     from galvatron_lite.cluster.cluster import Cluster
     from galvatron_lite.model.graph import ModelGraph
@@ -26,6 +26,7 @@ _HOMES = {
     "auto_parallelize": "galvatron_lite.auto",
     "best_batch": "galvatron_lite.api",
     "cheapest": "galvatron_lite.api",
+    "evaluate": "galvatron_lite.api",
     "fewest_devices": "galvatron_lite.api",
     "pareto_front": "galvatron_lite.api",
     "plan": "galvatron_lite.api",
@@ -40,6 +41,7 @@ __all__ = [
     "auto_parallelize",
     "best_batch",
     "cheapest",
+    "evaluate",
     "fewest_devices",
     "pareto_front",
     "plan",

@@ -212,6 +212,37 @@ def pareto_front(
     return front.pareto_front(setting, batch, step=memory_step, progress=progress)
 
 
+def evaluate(
+    plan: Plan | str | Path,
+    profile: Profile | str | Path | None = None,
+    *,
+    model: ModelGraph | str | Path | None = None,
+    cluster: Cluster | str | Path | None = None,
+    gpus: int | None = None,
+    mem: str | int | None = None,
+    batch: int | None = None,
+    sequence: int | None = None,
+    precision: str | None = None,
+) -> Plan:
+    """The plan with its prediction: step time and where it goes, memory of every stage.
+
+    Args:
+        plan: a plan, or a file: ours, one written by hand (``plans.written``), or Hetu-Galvatron's.
+        profile, model, cluster, gpus, sequence, precision: as for ``plan``.
+        mem: budget a device that its memory is held against (``Plan.provenance``); the device's memory if not given.
+        batch: samples a step, for files of another planner that do not say.
+
+    Raises:
+        InputError: a file, layer or number that cannot be used; names it.
+    """
+    from galvatron_lite.peers.given import priced, read_any_plan
+    from galvatron_lite.plans.schema import Plan
+
+    known = find_profile(profile, model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision)
+    given = plan if isinstance(plan, Plan) else read_any_plan(Path(plan), known, batch)
+    return priced(given, known, mem)
+
+
 def _setting(profile: Profile | str | Path | None, setup: Setup) -> tuple[Setting, int | None, Progress | None]:
     """What the points of a question share, the batch where one is given, and who is told of progress."""
     from galvatron_lite.parallelism.backends import backend_named

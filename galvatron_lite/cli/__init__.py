@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import typer
+import typer.core
 
+from galvatron_lite.cli.evaluate import evaluate_command
+from galvatron_lite.cli.imports import plan_export_command, plan_import_command, profile_import_command
 from galvatron_lite.cli.plan import plan_app
 from galvatron_lite.cli.profile import profile_command
 from galvatron_lite.cli.validate import validate_command
@@ -16,15 +20,34 @@ from galvatron_lite.validate.legend import EPILOG
 _CLOSED_PIPE = 128 + 13
 """Exit status of a program that SIGPIPE ended."""
 
+
+class Commands(typer.core.TyperGroup):
+    """The commands; ``profile import`` is one beside ``profile MODEL``."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """The command that the words name, its name and the words that are left for it."""
+        if args[:2] == ["profile", "import"]:
+            return "profile import", self.commands[PROFILE_IMPORT], args[2:]
+        return super().resolve_command(ctx, args)
+
+
+PROFILE_IMPORT = "profile-import"
+"""Name of ``profile import`` among the commands, under which it may be called too."""
+
 app = typer.Typer(
     name="galvatron",
+    cls=Commands,
     help="Plan how a PyTorch model is split over many devices, layer by layer.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command("profile")(profile_command)
+app.command(PROFILE_IMPORT, hidden=True)(profile_import_command)
 app.add_typer(plan_app, name="plan")
+plan_app.command("import")(plan_import_command)
+plan_app.command("export")(plan_export_command)
+app.command("evaluate")(evaluate_command)
 app.command("validate", epilog=EPILOG)(validate_command)
 
 

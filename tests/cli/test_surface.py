@@ -20,6 +20,14 @@ SURFACE = {
     "profile": {
         "--cluster", "--gpus", "--estimate", "--seq", "--precision", "--max-samples", "--name", "--folder", "--json",
     },
+    "profile-import": {
+        "--from", "--hardware", "--nodes", "--gpus-per-node", "--layers", "--hidden", "--seq", "--engine",
+        "--device-memory", "-o", "--output", "--folder", "--json",
+    },
+    "evaluate": {
+        "--profile", "--model", "--cluster", "--gpus", "--batch", "--seq", "--precision", "--mem", "--json", "-o",
+        "--output",
+    },
     "validate": {"--by", "--family", "--quality", "--calibration", "--worst", "--plot", "--json", "--skipped"},
 }  # fmt: skip
 
@@ -33,7 +41,19 @@ def test_the_commands_and_their_options_are_pinned() -> None:
     assert found == SURFACE
 
 
-@pytest.mark.parametrize("command", [[], ["plan"], ["profile"], ["validate"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        [],
+        ["plan"],
+        ["profile"],
+        ["profile", "import"],
+        ["plan", "import"],
+        ["plan", "export"],
+        ["evaluate"],
+        ["validate"],
+    ],
+)
 def test_every_command_explains_itself(command: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "galvatron_lite", *command, "--help"], capture_output=True, text=True, check=True

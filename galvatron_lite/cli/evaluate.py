@@ -1,0 +1,66 @@
+"""``galvatron evaluate``: what a given plan costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from galvatron_lite.plans.schema import Plan
+    from galvatron_lite.profiler.schema import Profile
+
+
+def evaluate_command(
+    plan: Annotated[
+        Path, typer.Argument(help="Plan file: ours, written by hand (docs/evaluate.md), or Hetu-Galvatron's JSON.")
+    ],
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="Profile to price with; the last one made here if not given.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Name (llama2-7b) or YAML file; its costs are estimated.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="Name (a100-80gb) or YAML file; needed with --model.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", help="Devices; the whole cluster if not given.")] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", help="Samples a step, for Hetu-Galvatron's files without it.")
+    ] = None,
+    sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a sample, with --model.")] = None,
+    precision: Annotated[str | None, typer.Option("--precision", help="Of compute, with --model.")] = None,
+    mem: Annotated[
+        str | None, typer.Option("--mem", help="Budget a device to hold it against: 40GB, 40GiB or 80%.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the priced plan as JSON.")] = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the priced plan to this file.")] = None,
+) -> None:
+    """Price a plan: step time and where it goes, memory of every stage, whether it fits."""
+    from galvatron_lite import api
+    from galvatron_lite.plans.io import write_plan
+
+    known = api.find_profile(profile, model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision)
+    found = api.evaluate(plan, known, mem=mem, batch=batch)
+    if output is not None:
+        write_plan(found, output)
+    _print(found, known, as_json)
+    if output is not None and not as_json:
+        typer.echo(f"Written to {output}.")
+
+
+def _print(found: Plan, known: Profile, as_json: bool) -> None:
+    import json
+
+    from galvatron_lite.cli.tables import print_plan
+    from galvatron_lite.files import to_data
+    from galvatron_lite.peers.given import over_budget
+
+    full = over_budget(found)
+    if as_json:
+        typer.echo(json.dumps(to_data(found) | {"fits": not full}))
+        return
+    print_plan(found, f"{known.name}: {known.origin.kind.value}, {known.origin.source}")
+    if full:
+        typer.echo(f"It does not fit: stage {', '.join(map(str, full))} needs more than the budget.")

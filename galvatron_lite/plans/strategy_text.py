@@ -1,0 +1,62 @@
+"""Strategies as people write them: ``zero3x8 tensor2+sp recompute``. The inverse of ``str(strategy)``. No torch."""
+
+from __future__ import annotations
+
+import re
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Recompute
+from galvatron_lite.parallelism.base import Offload, Strategy
+
+REMEDY = (
+    "Write parts such as data4, zero3x8 (stage 3 over 8), tensor2, tensor2+sp, context2, ulysses2, expert4, recompute, "
+    "selective, offload, offload-states, offload-activations; or whole."
+)
+_DEGREE = re.compile(r"^(data|tensor|context|ulysses|expert)([1-9]\d*)(\+sp)?$")
+_ZERO = re.compile(r"^zero([123])x([1-9]\d*)$")
+_FIXED: dict[str, dict[str, object]] = {
+    "whole": {},
+    "recompute": {"recompute": Recompute.FULL},
+    "selective": {"recompute": Recompute.SELECTIVE},
+    "offload": {"offload": Offload.ALL},
+    "offload-states": {"offload": Offload.STATES},
+    "offload-activations": {"offload": Offload.ACTIVATIONS},
+}
+
+
+def parse_strategy(text: str, field: str = "strategy") -> Strategy:
+    """A strategy from its short form.
+
+    Args:
+        text: words in any order.
+        field: what to name in an error.
+
+    Raises:
+        InputError: a word that is none, or two that set the same.
+    """
+    chosen: dict[str, object] = {}
+    for word in text.split():
+        fields = _fields(word)
+        if fields is None or fields.keys() & chosen.keys():
+            raise InputError(field, word if fields is None else text, REMEDY)
+        chosen |= fields
+    if not text.split():
+        raise InputError(field, text, REMEDY)
+    return Strategy(**chosen)  # type: ignore[arg-type]
+
+
+def _fields(word: str) -> dict[str, object] | None:
+    """Fields of ``Strategy`` that a word sets; None for a word that says nothing."""
+    if word in _FIXED:
+        return _FIXED[word]
+    sharded = _ZERO.match(word)
+    if sharded:
+        return {"zero": int(sharded[2]), "zero_stage": int(sharded[1])}
+    found = _DEGREE.match(word)
+    if not found or (found[3] and found[1] != "tensor"):
+        return None
+    degree = int(found[2])
+    if found[1] == "ulysses":
+        return {"context": degree, "ulysses": True}
+    fields: dict[str, object] = {found[1]: degree}
+    return fields | {"sequence_parallel": True} if found[3] else fields

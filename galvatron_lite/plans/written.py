@@ -1,0 +1,114 @@
+"""Plans as people write them: runs of layers by range or glob, strategies in short form. No torch here.
+
+    devices: 8
+    global_batch: 64
+    microbatches: 4
+    runs:
+    - {layers: embed, strategy: zero3x8}
+    - {layers: layers.0..layers.31, strategy: zero3x8 recompute}
+    - {layers: head, strategy: zero3x8}
+
+``stages: [{runs: [...]}, ...]`` instead of ``runs`` for a pipeline. ``layers`` is a name, a range, or a glob
+(``layers.*``), which takes the layers that match it one after the other from where the run before ended. A whole plan
+file is one too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.files import from_data, to_data
+from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.plans.io import check_plan
+from galvatron_lite.plans.schema import PLAN_VERSION, Plan
+from galvatron_lite.plans.strategy_text import parse_strategy
+
+
+def plan_from(data: object, graph: ModelGraph, field: str) -> Plan:
+    """A plan from what a file holds.
+
+    Args:
+        data: plain data.
+        graph: the model, whose layers the plan names.
+        field: names the file in errors.
+
+    Raises:
+        InputError: a key, layer or number that does not fit; names it.
+    """
+    if not isinstance(data, Mapping):
+        raise InputError(field, type(data).__name__, "A plan is a mapping: devices, global_batch, microbatches, runs.")
+    whole: dict[str, Any] = {"version": PLAN_VERSION, "model": graph.name, "schedule": "1f1b"}
+    whole |= {"precision": graph.precision} | {
+        key: value for key, value in data.items() if key not in ("runs", "stages")
+    }
+    stages = _stages(data, field)
+    names, place = [layer.name for layer in graph.layers], 0
+    whole["stages"] = []
+    for number, stage in enumerate(stages):
+        runs = []
+        for index, run in enumerate(_runs(stage, f"{field}, stages.{number}")):
+            made = _run(run, names[place:], f"{field}, stages.{number}.runs.{index}")
+            place += made["count"]
+            runs.append(made)
+        whole["stages"].append({**stage, "runs": runs})
+    if place < len(names):
+        raise InputError(f"{field}, stages", f"ends before {names[place]}", f"The model has {len(names)} layers.")
+    return check_plan(from_data(Plan, whole, field), field)
+
+
+def _stages(data: Mapping[str, Any], field: str) -> Sequence[Mapping[str, Any]]:
+    if "stages" in data and "runs" in data:
+        raise InputError(f"{field}, runs", "beside stages", "Give runs (one stage) or stages, not both.")
+    stages = data.get("stages", [{"runs": data["runs"]}] if "runs" in data else None)
+    if not isinstance(stages, list) or not stages or not all(isinstance(stage, Mapping) for stage in stages):
+        raise InputError(f"{field}, stages", stages, "Give a list of stages, each with its runs; or runs alone.")
+    return stages
+
+
+def _runs(stage: Mapping[str, Any], field: str) -> Sequence[Mapping[str, Any]]:
+    runs = stage.get("runs")
+    if not isinstance(runs, list) or not runs or not all(isinstance(run, Mapping) for run in runs):
+        raise InputError(f"{field}, runs", runs, "Give a list of runs, each with layers and strategy.")
+    return runs
+
+
+def _run(run: Mapping[str, Any], names: Sequence[str], field: str) -> dict[str, Any]:
+    """A run with first and last layer, count and strategy, from the layers that are not yet planned."""
+    unknown = set(run) - {"layers", "first", "last", "count", "strategy"}
+    if unknown:
+        raise InputError(f"{field}.{min(unknown)}", run[min(unknown)], "A run has layers and strategy.")
+    if "strategy" not in run:
+        raise InputError(f"{field}.strategy", None, "Say what the layers do: zero3x8, tensor4+sp recompute.")
+    strategy = run["strategy"]
+    if isinstance(strategy, str):
+        strategy = to_data(parse_strategy(strategy, f"{field}.strategy"))
+    if "layers" not in run:
+        return {**run, "count": _count(run, names, field), "strategy": strategy}
+    count = _covered(str(run["layers"]), names, f"{field}.layers")
+    return {"first": names[0], "last": names[count - 1], "count": count, "strategy": strategy}
+
+
+def _count(run: Mapping[str, Any], names: Sequence[str], field: str) -> int:
+    """Layers from first to last."""
+    ends = str(run.get("first")), str(run.get("last", run.get("first")))
+    count = _covered("..".join(ends), names, f"{field}.first")
+    if run.get("count", count) != count:
+        raise InputError(f"{field}.count", run["count"], f"From {ends[0]} to {ends[1]} there are {count}.")
+    return count
+
+
+def _covered(wanted: str, names: Sequence[str], field: str) -> int:
+    """How many of the next layers a name, range or glob takes."""
+    goes_on = f"The model goes on with {names[0]}." if names else "All layers of the model are planned already."
+    first, dots, last = wanted.partition("..")
+    if not names or (dots and (first != names[0] or last not in names)):
+        raise InputError(field, wanted, goes_on)
+    if dots:
+        return list(names).index(last) + 1
+    count = next((place for place, name in enumerate(names) if not fnmatchcase(name, wanted)), len(names))
+    if count == 0:
+        raise InputError(field, wanted, goes_on)
+    return count

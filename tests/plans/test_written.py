@@ -1,0 +1,111 @@
+"""Plans as people write them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.files import to_data
+from galvatron_lite.model.graph import Recompute
+from galvatron_lite.parallelism.base import Offload, Strategy
+from galvatron_lite.plans.strategy_text import parse_strategy
+from galvatron_lite.plans.written import plan_from
+from tests.factories import make_graph, make_kind
+
+KINDS = [make_kind(name, 100) for name in ("before", "block", "after")]
+GRAPH = make_graph(KINDS, ["before", *["block"] * 5, "after"])
+NAMES = [layer.name for layer in GRAPH.layers]
+FIRST, BLOCKS, LAST = NAMES[0], NAMES[1:-1], NAMES[-1]
+HAND = {
+    "devices": 4,
+    "global_batch": 8,
+    "microbatches": 2,
+    "runs": [
+        {"layers": FIRST, "strategy": "zero3x4"},
+        {"layers": f"{BLOCKS[0]}..{BLOCKS[-1]}", "strategy": "zero3x4 recompute"},
+        {"layers": LAST, "strategy": {"data": 4}},
+    ],
+}
+
+STRATEGIES = st.builds(
+    Strategy,
+    data=st.integers(1, 8),
+    tensor=st.integers(1, 8),
+    expert=st.integers(1, 4),
+    recompute=st.sampled_from(Recompute),
+    offload=st.sampled_from(Offload),
+)
+
+
+@given(STRATEGIES, st.integers(1, 8), st.sampled_from([1, 2, 3]), st.integers(1, 4), st.booleans(), st.booleans())
+def test_short_forms_read_back(
+    base: Strategy, zero: int, stage: int, context: int, ulysses: bool, shared: bool
+) -> None:
+    strategy = replace(
+        base,
+        zero=zero, zero_stage=stage if zero > 1 else 0, context=context, ulysses=ulysses and context > 1,
+        sequence_parallel=shared and base.tensor > 1,
+    )  # fmt: skip
+    assert parse_strategy(str(strategy)) == strategy
+
+
+@pytest.mark.parametrize("text", ["", "zero4", "tensor0", "data2 data4", "ulysses2 context2", "data2+sp", "fast"])
+def test_other_words_are_refused(text: str) -> None:
+    with pytest.raises(InputError, match="field"):
+        parse_strategy(text, "field")
+
+
+def test_ranges_and_short_strategies() -> None:
+    plan = plan_from(HAND, GRAPH, "plan")
+    zero = Strategy(zero=4, zero_stage=3)
+    assert [(run.first, run.last, run.count, run.strategy) for run in plan.stages[0].runs] == [
+        (FIRST, FIRST, 1, zero),
+        (BLOCKS[0], BLOCKS[-1], len(BLOCKS), replace(zero, recompute=Recompute.FULL)),
+        (LAST, LAST, 1, Strategy(data=4)),
+    ]
+    assert (plan.model, plan.precision, plan.schedule.value) == (GRAPH.name, GRAPH.precision, "1f1b")
+
+
+def test_a_glob_takes_what_matches_next() -> None:
+    stages = [
+        {"runs": [{"layers": "*", "strategy": "data4"}]},
+    ]
+    data = {key: value for key, value in HAND.items() if key != "runs"} | {"stages": stages}
+    assert plan_from(data, GRAPH, "plan").stages[0].runs[0].count == len(NAMES)
+
+
+def test_a_plan_file_is_one_too() -> None:
+    plan = plan_from(HAND, GRAPH, "plan")
+    assert plan_from(to_data(plan), GRAPH, "plan") == plan
+
+
+@pytest.mark.parametrize(
+    ("run", "named"),
+    [
+        ({"layers": BLOCKS[1], "strategy": "data4"}, r"runs\.1\.layers: .* goes on with"),
+        ({"layers": f"{BLOCKS[0]}..nowhere", "strategy": "data4"}, r"runs\.1\.layers"),
+        ({"layers": BLOCKS[0], "strategy": "data3x"}, r"runs\.1\.strategy: 'data3x'"),
+        ({"layers": f"{BLOCKS[0]}..{BLOCKS[-1]}", "strategy": "data2"}, r"runs\.1\.strategy"),
+        ({"layers": BLOCKS[0], "strategy": "data4", "fast": True}, r"runs\.1\.fast"),
+        ({"layers": BLOCKS[0]}, r"runs\.1\.strategy is missing"),
+        ({"first": BLOCKS[0], "last": BLOCKS[-1], "count": 99, "strategy": "data4"}, r"runs\.1\.count: 99"),
+    ],
+)
+def test_an_error_names_the_run(run: dict[str, object], named: str) -> None:
+    runs = [HAND["runs"][0], run, *HAND["runs"][2:]]  # type: ignore[index]
+    with pytest.raises(InputError, match=named):
+        plan_from({**HAND, "runs": runs}, GRAPH, "plan")
+
+
+def test_a_plan_that_ends_early_names_the_next_layer() -> None:
+    with pytest.raises(InputError, match=f"ends before {LAST}"):
+        plan_from({**HAND, "runs": HAND["runs"][:2]}, GRAPH, "plan")  # type: ignore[index]
+
+
+@pytest.mark.parametrize("data", [[], {"devices": 4}, {**HAND, "stages": []}, {**HAND, "runs": "all"}])
+def test_what_is_no_plan_is_refused(data: object) -> None:
+    with pytest.raises(InputError):
+        plan_from(data, GRAPH, str(Path("plan.yaml")))
