@@ -56,13 +56,14 @@ def _print_layers(console: Console, plan: Plan) -> None:
 def _print_memory(console: Console, plan: Plan) -> None:
     if plan.prediction is None or plan.provenance is None:
         return
+    provenance = plan.provenance
     console.print("Memory on each device of a stage", style="bold")
     stages = list(enumerate(plan.stages))
     shown = stages if len(stages) <= _MANY_STAGES else [*stages[:3], stages[len(stages) // 2], *stages[-3:]]
     for number, stage in shown:
-        console.print(f"  {number:>3} {memory_bar(stage, plan.provenance.budget)}")
-    fullest = max((stage.memory for stage in plan.stages), key=lambda memory: memory.total)
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory_parts(fullest))
+        console.print(f"  {number:>3} {memory_bar(stage, provenance.budget_of(stage))}")
+    fullest = max(plan.stages, key=lambda stage: stage.memory.total / provenance.budget_of(stage))
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory_parts(fullest.memory))
     console.print(f"  fullest: {parts}\n")
 
 

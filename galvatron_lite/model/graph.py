@@ -8,6 +8,7 @@ Conventions
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -253,6 +254,25 @@ class Tie:
 
 
 @dataclass(frozen=True, slots=True)
+class Passed:
+    """A tensor that goes from the layer that makes it to the layers that read it.
+
+    Attributes:
+        producer: name of the layer that makes it.
+        readers: names of layers, in the order they run; all run after the producer.
+        size: bytes per sample.
+        borrowed: whether autograd keeps it for readers other than the next layer, and their kinds do not count it: it
+            is part of what the producer keeps, and of a copy where a pipeline stage reads it and did not make it.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    producer: str
+    readers: tuple[str, ...]
+    size: int
+    borrowed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelGraph:
     """A model as the planner sees it: layers in the order they run.
 
@@ -262,7 +282,8 @@ class ModelGraph:
         kinds: what equal layers share, by key.
         sequence: tokens per sample; 1 for models without a sequence.
         precision: of activations and compute (``fp32``, ``bf16``); the byte figures are at this precision.
-        edges: pairs of layer names, from producer to consumer; empty means a chain.
+        tensors: what goes from layer to layer, by producer; empty means a chain: the next layer alone reads what a
+            layer gives (its kind's ``output_bytes``).
         ties: shared parameters.
         source: where the graph comes from (``traced``, ``shapes``), for people.
         notes: what the reader should know (blocks without tensor parallelism and why).
@@ -274,7 +295,7 @@ class ModelGraph:
     kinds: dict[str, LayerKind]
     sequence: int
     precision: str
-    edges: tuple[tuple[str, str], ...] = ()
+    tensors: tuple[Passed, ...] = ()
     ties: tuple[Tie, ...] = ()
     source: str = "traced"
     notes: tuple[str, ...] = field(default=())
@@ -294,12 +315,39 @@ class ModelGraph:
         kinds = [self.kinds[layer.kind] for layer in self.layers]
         return sum(kind.flops + kind.backward_flops for kind in kinds)
 
+    @property
+    def edges(self) -> tuple[tuple[str, str], ...]:
+        """Pairs of layer names, from producer to reader, in the order of the layers."""
+        if not self.tensors:
+            return tuple(pairwise(layer.name for layer in self.layers))
+        place = {layer.name: number for number, layer in enumerate(self.layers)}
+        pairs = {(tensor.producer, reader) for tensor in self.tensors for reader in tensor.readers}
+        return tuple(sorted(pairs, key=lambda pair: (place[pair[0]], place[pair[1]])))
+
+    def crossing(self, cut: int) -> int:
+        """Bytes per sample of all tensors made before layer ``cut`` (a place) and read by it or after it."""
+        if not self.tensors:
+            return self.kinds[self.layers[cut - 1].kind].output_bytes if 0 < cut < len(self.layers) else 0
+        before, after = _names(self.layers[:cut]), _names(self.layers[cut:])
+        return sum(t.size for t in self.tensors if t.producer in before and not after.isdisjoint(t.readers))
+
+    def borrowed(self, inside: range) -> int:
+        """Bytes per sample that a stage of the layers at ``inside`` keeps as copies of tensors made before it."""
+        if not any(tensor.borrowed for tensor in self.tensors):
+            return 0
+        before, own = _names(self.layers[: inside.start]), _names(self.layers[inside.start : inside.stop])
+        lent = (tensor for tensor in self.tensors if tensor.borrowed and tensor.producer in before)
+        return sum(tensor.size for tensor in lent if not own.isdisjoint(tensor.readers))
+
     def to_networkx(self) -> networkx.DiGraph[str]:
         """The layers as a directed graph; nodes carry their ``Layer`` under ``layer``."""
         import networkx
 
         graph: networkx.DiGraph[str] = networkx.DiGraph()
-        names = [layer.name for layer in self.layers]
         graph.add_nodes_from((layer.name, {"layer": layer}) for layer in self.layers)
-        graph.add_edges_from(self.edges or pairwise(names))
+        graph.add_edges_from(self.edges)
         return graph
+
+
+def _names(layers: Sequence[Layer]) -> set[str]:
+    return {layer.name for layer in layers}

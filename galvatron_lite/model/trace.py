@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from galvatron_lite.model.graph import (
     ModelGraph,
     Operator,
     OperatorClass,
+    Passed,
     Recompute,
     Role,
     TensorSplit,
@@ -29,6 +30,7 @@ from galvatron_lite.model.trace_edges import run_edges
 from galvatron_lite.model.trace_figures import SAMPLES, figures
 from galvatron_lite.model.trace_meta import dtype_of, meta_copy, precision_of
 from galvatron_lite.model.trace_owners import Owners, find_owners
+from galvatron_lite.model.trace_passed import lent, passed_between
 from galvatron_lite.model.trace_run import BlockCall, Observation, chain_inputs, observe, run_block
 from galvatron_lite.model.trace_tensor import TensorFigures, split_block, split_edges
 
@@ -69,11 +71,13 @@ def trace(
     seen = tuple(observe(twin, example, unit_paths(twin, paths)) for example in batches)
     layers = arrange_layers(twin, paths, seen[1].order, _signatures(twin, seen[1]))
     calls = tuple(_block_calls(layers, observation) for observation in seen)
-    capture = _Capture(twin, layers, find_owners(twin, layers), calls, _sequence(batches[1], calls[1]))
+    capture = _Capture(twin, layers, find_owners(twin, layers), seen, calls, _sequence(batches[1], calls[1]))
+    kinds, tensors = capture.kinds(batches, loss_fn)
     return ModelGraph(
         name=name or type(model).__name__,
         layers=layers,
-        kinds=capture.kinds(batches, loss_fn),
+        kinds=kinds,
+        tensors=tensors,
         sequence=capture.sequence,
         precision=precision_of(twin),
         ties=capture.owners.ties,
@@ -134,28 +138,52 @@ def _slope(pair: Sequence[int]) -> int:
     return (pair[1] - pair[0]) // (SAMPLES[1] - SAMPLES[0])
 
 
+def _read(tensors: Sequence[Passed], layer: Layer, lending: Collection[str]) -> int:
+    """Bytes per sample that a layer borrows of layers that count them as kept."""
+    return sum(t.size for t in tensors if t.borrowed and t.producer in lending and layer.name in t.readers)
+
+
+def _with_lent(kind: LayerKind, size: int) -> LayerKind:
+    return replace(kind, kept={choice: replace(own, whole=own.whole + size) for choice, own in kind.kept.items()})
+
+
 @dataclass(frozen=True, slots=True)
 class _Capture:
-    """A model on the meta device, its layers, and the blocks' calls at the two batch sizes."""
+    """A model on the meta device, its layers, and its runs and the blocks' calls at the two batch sizes."""
 
     twin: nn.Module
     layers: tuple[Layer, ...]
     owners: Owners
+    seen: tuple[Observation, ...]
     calls: tuple[tuple[BlockCall, ...], ...]
     sequence: int
 
-    def kinds(self, batches: Sequence[Any], loss_fn: LossFn | None) -> dict[str, LayerKind]:
-        """Every kind of layer, in running order."""
+    def kinds(self, batches: Sequence[Any], loss_fn: LossFn | None) -> tuple[dict[str, LayerKind], tuple[Passed, ...]]:
+        """Every kind of layer, in running order, and the tensors that go between layers."""
         first: dict[str, Layer] = {}
         for layer in self.layers:
             if layer.role is Role.BLOCK:
                 first.setdefault(layer.kind, layer)
         found = {kind: self._block(layer) for kind, layer in first.items()}
-        side = max((figure.whole.side for _, figure in found.values()), default=0)
-        before, after = self._edges(batches, loss_fn, side)
-        return {"before": before, **{kind: block for kind, (block, _) in found.items()}, "after": after}
+        tensors = passed_between(self.layers, self.seen, SAMPLES, {kind: own[2] for kind, own in found.items()})
+        blocks, lending = self._lending({kind: block for kind, (block, _, _) in found.items()}, tensors)
+        sides = [figure.whole.side - _read(tensors, first[kind], lending) for kind, (_, figure, _) in found.items()]
+        before, after = self._edges(batches, loss_fn, max(sides, default=0))
+        return {"before": before, **blocks, "after": after}, tensors
 
-    def _block(self, layer: Layer) -> tuple[LayerKind, TensorFigures]:
+    def _lending(
+        self, blocks: dict[str, LayerKind], tensors: Sequence[Passed]
+    ) -> tuple[dict[str, LayerKind], frozenset[str]]:
+        """The kinds with what others borrow of them among what they keep, and the names of layers that lend it.
+
+        What a layer lends that is not the only one of its kind counts with what stands before the blocks.
+        """
+        alone = {layer.name: layer.kind for layer in self.layers if sum(o.kind == layer.kind for o in self.layers) == 1}
+        lending = frozenset(t.producer for t in tensors if t.borrowed and alone.get(t.producer) in blocks)
+        changed = {alone[name]: _with_lent(blocks[alone[name]], lent(tensors, name)) for name in sorted(lending)}
+        return blocks | changed, lending
+
+    def _block(self, layer: Layer) -> tuple[LayerKind, TensorFigures, tuple[int, ...]]:
         alike = {other.name for other in self.layers if other.kind == layer.kind}
         block = self.twin.get_submodule(layer.name)
         calls = [next(call for call in chained if call.path == layer.name) for chained in self.calls]
@@ -170,7 +198,7 @@ class _Capture:
             Recompute.FULL: TensorSplit(sequence=entering),
         }
         untrained = {f"{layer.name}.{name}" for name in runs[1].recording.untrained}
-        return self._kind(layer, figure, kept, (entering, leaving), untrained), figure
+        return self._kind(layer, figure, kept, (entering, leaving), untrained), figure, runs[1].needed
 
     def _edges(self, batches: Sequence[Any], loss_fn: LossFn | None, side: int) -> tuple[LayerKind, LayerKind]:
         before, after = self.layers[0], self.layers[-1]

@@ -149,11 +149,13 @@ def chain_inputs(calls: Sequence[BlockCall], paths: Collection[str]) -> tuple[in
 
 @dataclass(slots=True)
 class RegionRun:
-    """A recording and the storages that enter: those of the layer before (or the batch), and those at its side."""
+    """A recording and the storages that enter: those of the layer before (or the batch), and those at its side; and
+    the places of inputs at its side that backward needs."""
 
     recording: Recording
     chain: tuple[int, ...]
     side: tuple[int, ...]
+    needed: tuple[int, ...] = ()
 
 
 def run_block(block: nn.Module, call: BlockCall, chain: Sequence[int]) -> RegionRun:
@@ -182,7 +184,8 @@ def run_block(block: nn.Module, call: BlockCall, chain: Sequence[int]) -> Region
             torch.autograd.backward([end])  # end.backward() would leave the modes
         recorder.finish(recording, block.named_parameters())
     side = tuple(number for place, number in enumerate(numbers) if place not in chain)
-    return RegionRun(recording, tuple(numbers[place] for place in chain), side)
+    needed = tuple(place for place, number in enumerate(numbers) if number in side and number in recording.kept)
+    return RegionRun(recording, tuple(numbers[place] for place in chain), side, needed)
 
 
 def _leaf(tensor: Tensor, chained: bool) -> Tensor:

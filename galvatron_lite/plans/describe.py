@@ -15,7 +15,8 @@ class StageRow:
     """One run of layers of one stage, in words.
 
     Attributes:
-        stage: number of the stage, from 0; empty for its second and later runs.
+        stage: number of the stage, from 0, with its devices where they are of several types; empty for its second and
+            later runs.
         layers: names of the layers.
         strategy: what they do.
     """
@@ -40,7 +41,7 @@ def stage_rows(plan: Plan) -> list[StageRow]:
     """Every run of layers of every stage."""
     rows = []
     for number, stage in enumerate(plan.stages):
-        labels = [str(number)] + [""] * (len(stage.runs) - 1)
+        labels = [" ".join(filter(None, (str(number), stage.device)))] + [""] * (len(stage.runs) - 1)
         rows += [
             StageRow(label, _layers(run), str(run.strategy)) for label, run in zip(labels, stage.runs, strict=True)
         ]

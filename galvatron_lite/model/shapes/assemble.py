@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
-from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Role, Tie
+from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Passed, Role, Tie
 
 
 def blocks(prefix: str, kind: str, count: int) -> list[Layer]:
@@ -21,8 +23,9 @@ def assemble(
     precision: str,
     ties: Mapping[tuple[str, str], int] | None = None,
     notes: tuple[str, ...] = (),
+    tensors: Sequence[Passed] = (),
 ) -> ModelGraph:
-    """The graph of a chain: ``before``, the layers in the middle, ``after``.
+    """The graph of ``before``, the layers in the middle, ``after``.
 
     Args:
         name: of the model.
@@ -32,6 +35,7 @@ def assemble(
         precision: of activations.
         ties: items shared by (owner, user).
         notes: for the reader.
+        tensors: what goes between layers; none given: a chain.
     """
     layers = (Layer("before", "before", Role.BEFORE), *middle, Layer("after", "after", Role.AFTER))
     shared = tuple(Tie(first, second, items) for (first, second), items in (ties or {}).items())
@@ -44,4 +48,21 @@ def assemble(
         ties=shared,
         source="shapes",
         notes=notes,
+        tensors=tuple(tensors),
     )
+
+
+def chained(names: Sequence[str], size: int) -> list[Passed]:
+    """A tensor of so many bytes per sample from each layer to the next."""
+    return [Passed(left, (right,), size) for left, right in pairwise(names)]
+
+
+def with_skips(graph: ModelGraph, skips: Sequence[Passed]) -> ModelGraph:
+    """A chain with tensors that go further than to the next layer; those of the chain are the kinds' outputs."""
+    if not skips:
+        return graph
+    chain = [
+        Passed(left.name, (right.name,), graph.kind_of(left).output_bytes) for left, right in pairwise(graph.layers)
+    ]
+    place = {layer.name: number for number, layer in enumerate(graph.layers)}
+    return replace(graph, tensors=tuple(sorted([*chain, *skips], key=lambda tensor: place[tensor.producer])))

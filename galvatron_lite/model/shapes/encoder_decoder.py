@@ -9,12 +9,13 @@ stack's table of buckets is held by the layer before it (``before``, ``bridge``)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from galvatron_lite.model.graph import LayerKind, ModelGraph
+from galvatron_lite.model.graph import LayerKind, ModelGraph, Passed
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
-from galvatron_lite.model.shapes.assemble import assemble, blocks
+from galvatron_lite.model.shapes.assemble import assemble, blocks, chained
 from galvatron_lite.model.shapes.edges import edge_kind, embed, head, norm, ties_of
 from galvatron_lite.model.shapes.fields import EncoderDecoderShape
 from galvatron_lite.model.shapes.tape import Tape
@@ -43,7 +44,21 @@ def encoder_decoder_graph(
         precision=precision,
         ties=ties_of(shape, "bridge", "after"),
         notes=("The encoder's output is counted once, with the bridge.",),
+        tensors=_tensors(shape, [layer.name for layer in encoder], [layer.name for layer in decoder], item_bytes),
     )
+
+
+def _tensors(
+    shape: EncoderDecoderShape, encoder: Sequence[str], decoder: Sequence[str], item_bytes: int
+) -> list[Passed]:
+    """Each stack's hidden state from layer to layer, and the encoder's output from the bridge to all decoder blocks."""
+    memory = shape.seq_len * shape.hidden * item_bytes
+    state = shape.decoder_seq_len * shape.hidden * item_bytes
+    return [
+        *chained(["before", *encoder, "bridge"], memory),
+        Passed("bridge", tuple(decoder), memory, borrowed=True),
+        *chained(["bridge", *decoder, "after"], state),
+    ]
 
 
 def _buckets(tape: Tape, shape: EncoderDecoderShape) -> None:

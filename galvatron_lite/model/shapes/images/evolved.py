@@ -7,10 +7,10 @@ and 6.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Role, SplitDims
+from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Passed, Role, SplitDims
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.assemble import assemble
 from galvatron_lite.model.shapes.calls import Part
@@ -86,6 +86,7 @@ def evolved_graph(
     before = last = (channels, extent)
     kinds: dict[Cell, LayerKind] = {}
     blocks: list[Layer] = []
+    sizes = [_items(last) * item_bytes]
     for reduction in (True, True, *[False] * each, True, *[False] * each, True, *[False] * each):
         channels *= 2 if reduction else 1
         cell = Cell(before, last, channels, reduction, not blocks)
@@ -93,8 +94,22 @@ def evolved_graph(
             kinds[cell] = _cell_kind(cell, f"cell{len(kinds)}", item_bytes)
         blocks.append(Layer(f"cells.{len(blocks)}", kinds[cell].name, Role.BLOCK))
         before, last = last, _result(cell)
+        sizes.append(_items(last) * item_bytes)
     after = _classifier(last, before, classes, item_bytes)
-    return assemble(name, [stem, *kinds.values(), after], blocks, sequence=1, precision=precision)
+    tensors = _tensors(["before", *(block.name for block in blocks)], sizes)
+    return assemble(name, [stem, *kinds.values(), after], blocks, sequence=1, precision=precision, tensors=tensors)
+
+
+def _tensors(names: Sequence[str], sizes: Sequence[int]) -> list[Passed]:
+    """Every output goes to the two cells after it; the classifier takes the last one's alone."""
+    last = len(names) - 1
+    readers = [names[place + 1 : place + 3] if place < last else ("after",) for place in range(len(names))]
+    return [Passed(name, tuple(own), size) for name, own, size in zip(names, readers, sizes, strict=True)]
+
+
+def _items(picture: tuple[int, Extent]) -> int:
+    channels, (height, width) = picture
+    return channels * height * width
 
 
 def _result(cell: Cell) -> tuple[int, Extent]:
@@ -112,7 +127,7 @@ def _stem(side: int, channels: int, item_bytes: int) -> tuple[LayerKind, Extent]
 
 def _enter(tape: Tape, picture: tuple[int, Extent]) -> Flow:
     channels, extent = picture
-    return Flow(tape, tape.enter(channels * extent[0] * extent[1], Part.WHOLE), channels, extent)
+    return Flow(tape, tape.enter(_items(picture), Part.WHOLE), channels, extent)
 
 
 def _cell_kind(cell: Cell, name: str, item_bytes: int) -> LayerKind:

@@ -4,7 +4,8 @@ torch here.
 
 from __future__ import annotations
 
-from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.graph import ModelGraph, Passed
+from galvatron_lite.model.shapes.assemble import with_skips
 from galvatron_lite.model.shapes.images.flow import Flow
 from galvatron_lite.model.shapes.images.network import Network
 
@@ -26,12 +27,22 @@ def mirrored_graph(name: str, convolutions: int, base: int, side: int, precision
     net = Network(name, item_bytes, 3, (side, side))
     widths = [base * 2**level for level in range(LEVELS)]
     net.stem(_level, inner=base, out=base, count=convolutions, halve=True)
+    kept = [("before", _pictured(net))]
     for width in widths[1:]:
         net.block(_level, inner=width, out=width, count=convolutions, halve=True)
+        kept.append((net.layers[-1].name, _pictured(net)))
     net.block(_level, inner=2 * widths[-1], out=widths[-1], count=convolutions, halve=False)
+    skips = []
     for width in reversed(widths):
         net.block(_climb, skip=width, out=width // 2, count=convolutions)
-    return net.finish(1, precision)
+        producer, size = kept.pop()
+        skips.append(Passed(producer, (net.layers[-1].name,), size))
+    return with_skips(net.finish(1, precision), skips)
+
+
+def _pictured(net: Network) -> int:
+    """Bytes of the picture before the pooling that the last level ended with."""
+    return net.channels * 4 * net.extent[0] * net.extent[1] * (net.wide or net.item_bytes)
 
 
 def _level(flow: Flow, inner: int, out: int, count: int, halve: bool) -> None:

@@ -6,11 +6,12 @@ of every micro-batch only what enters the partition is kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Operator, Recompute, Role, TensorSplit
+from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Operator, Passed, Recompute, Role, TensorSplit
 from galvatron_lite.model.shapes.assemble import assemble
 from galvatron_lite.model.shapes.calls import Part
 from galvatron_lite.model.shapes.tape import Tape
@@ -40,7 +41,23 @@ def partitioned(graph: ModelGraph, balance: Sequence[int]) -> ModelGraph:
     tape = Tape(1)
     before = tape.kind("before", (tape.enter(kinds[0].input_bytes, Part.WHOLE, grad=False),), kinds[0].dims)
     whole = [before, *joined, kinds[-1]]
-    return assemble(graph.name, whole, blocks, sequence=graph.sequence, precision=graph.precision)
+    made = assemble(graph.name, whole, blocks, sequence=graph.sequence, precision=graph.precision)
+    where = {
+        layer.name: block.name
+        for block, start, end in zip(blocks, starts, ends, strict=True)
+        for layer in graph.layers[start:end]
+    } | {graph.layers[-1].name: "after"}
+    return replace(made, tensors=_between(graph.tensors, where))
+
+
+def _between(tensors: Sequence[Passed], where: Mapping[str, str]) -> tuple[Passed, ...]:
+    """The tensors that go from one partition to others; ``where``: the partition of each layer."""
+    moved = (
+        replace(tensor, producer=where[tensor.producer], readers=tuple(dict.fromkeys(where[r] for r in tensor.readers)))
+        for tensor in tensors
+    )
+    outside = (replace(t, readers=tuple(name for name in t.readers if name != t.producer)) for t in moved)
+    return tuple(tensor for tensor in outside if tensor.readers)
 
 
 def _joined(name: str, kinds: Sequence[LayerKind]) -> LayerKind:

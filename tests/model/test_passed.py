@@ -1,0 +1,198 @@
+"""Tensors that go further than to the next layer: bytes by hand, in shapes and in traced models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.files import read_value, write_value
+from galvatron_lite.model.graph import ModelGraph, Passed, Recompute
+from galvatron_lite.model.shapes import load_model
+from galvatron_lite.model.shapes.images.names import builder_of
+from galvatron_lite.model.shapes.images.partition import partitioned
+from galvatron_lite.model.trace import trace
+from tests.factories import make_graph, make_kind
+
+HALF, SINGLE = 2, 4
+
+
+def place(graph: ModelGraph, name: str) -> int:
+    return [layer.name for layer in graph.layers].index(name)
+
+
+def built(name: str, side: int) -> ModelGraph:
+    builder = builder_of(name)
+    assert builder is not None
+    return builder(side, 1000, "fp32", SINGLE)
+
+
+def test_a_chain_hands_each_output_to_the_next_layer() -> None:
+    graph = make_graph([make_kind("a", 1, boundary=70), make_kind("b", 1, boundary=30)], ["a", "b", "a"])
+    assert graph.tensors == ()
+    assert graph.edges == (("l0", "l1"), ("l1", "l2"))
+    assert [graph.crossing(cut) for cut in range(4)] == [0, 70, 30, 0]
+    assert graph.borrowed(range(1, 3)) == 0
+
+
+def test_tensors_cross_the_boundaries_between_producer_and_last_reader() -> None:
+    graph = make_graph([make_kind("a", 1)], ["a"] * 5)
+    tensors = (
+        Passed("l0", ("l1", "l3"), 5, borrowed=True), Passed("l1", ("l2",), 20), Passed("l2", ("l4",), 100),
+        Passed("l3", ("l4",), 1000),
+    )  # fmt: skip
+    graph = replace(graph, tensors=tensors)
+    assert [graph.crossing(cut) for cut in range(6)] == [0, 5, 25, 105, 1100, 0]
+    assert graph.edges == (("l0", "l1"), ("l0", "l3"), ("l1", "l2"), ("l2", "l4"), ("l3", "l4"))
+    assert [graph.borrowed(range(*ends)) for ends in ((0, 2), (1, 3), (2, 3), (2, 5), (3, 4), (4, 5))] == [
+        0, 5, 0, 5, 5, 0
+    ]  # fmt: skip
+    assert set(graph.to_networkx().edges) == set(graph.edges)
+
+
+def test_a_graph_with_tensors_reads_back_the_same(tmp_path: Path) -> None:
+    graph = load_model("t5-3b", precision="bf16")
+    write_value(tmp_path / "graph.json", graph)
+    assert read_value(ModelGraph, tmp_path / "graph.json") == graph
+
+
+def test_an_encoders_output_travels_to_every_decoder_block() -> None:
+    graph = load_model("t5-3b", precision="bf16")
+    hidden = 512 * 1024 * HALF
+    bridge, last = place(graph, "bridge"), len(graph.layers) - 1
+    assert len(graph.layers) == 2 * 24 + 3
+    expected = [0, *[hidden] * bridge, *[2 * hidden] * (last - bridge - 1), hidden, 0]
+    assert [graph.crossing(cut) for cut in range(last + 2)] == expected
+    readers = [reader for producer, reader in graph.edges if producer == "bridge"]
+    assert readers == [f"decoder.layers.{number}" for number in range(24)]
+    assert graph.borrowed(range(bridge + 1, last)) == hidden
+    assert graph.borrowed(range(bridge, last)) == graph.borrowed(range(last, last + 1)) == 0
+
+
+def test_pictures_of_the_way_down_are_read_on_the_way_up() -> None:
+    graph, side, base = built("unet_b2_c8", 64), 64, 8
+    pairs = [pair for pair in graph.edges if place(graph, pair[1]) > place(graph, pair[0]) + 1]
+    assert pairs == [
+        ("before", "blocks.9"), ("blocks.0", "blocks.8"), ("blocks.1", "blocks.7"), ("blocks.2", "blocks.6"),
+        ("blocks.3", "blocks.5"),
+    ]  # fmt: skip
+    # Level l leaves base * 2^l channels of (side / 2^l)^2 pixels, before pooling halves both sides.
+    kept = [base * 2**level * (side // 2**level) ** 2 * SINGLE for level in range(5)]
+    bottom = place(graph, "blocks.4")
+    assert graph.crossing(bottom) == sum(kept) + kept[4] // 4
+    assert graph.crossing(1) == kept[0] + kept[0] // 4
+    assert graph.crossing(len(graph.layers) - 1) == graph.kind_of(graph.layers[-2]).output_bytes
+
+
+def test_cells_read_the_two_outputs_before_them() -> None:
+    graph = built("amoebanet_d_l18_d256", 224)
+    names = [layer.name for layer in graph.layers]
+    assert [b for a, b in graph.edges if a == "cells.3"] == ["cells.4", "cells.5"]
+    for cut in range(2, len(names) - 1):
+        assert graph.crossing(cut) == graph.kind_of(graph.layers[cut - 1]).output_bytes
+    assert graph.crossing(len(names) - 1) < graph.kind_of(graph.layers[-2]).output_bytes
+
+
+def test_partitions_hand_on_what_crosses_their_boundaries() -> None:
+    graph, balance = built("unet_b2_c8", 64), (3, 4, 5)
+    whole = partitioned(graph, balance)
+    assert [whole.crossing(place) for place in (2, 3)] == [graph.crossing(place) for place in (3, 7)]
+    assert whole.edges == (
+        ("partitions.0", "partitions.1"), ("partitions.0", "partitions.2"), ("partitions.1", "partitions.2"),
+        ("partitions.2", "after"),
+    )  # fmt: skip
+
+
+class Twin(nn.Module):
+    """Two towers whose ends meet in a third stack, and a picture from the start added at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.right = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.joined = nn.ModuleList([Join(), Join()])
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.left:
+            x = layer(x)
+        for layer in self.right:
+            y = layer(y)
+        first = x
+        for join in self.joined:
+            x = join(x, y, first)
+        return self.head(x).mean()
+
+
+class Join(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor, y: Tensor, first: Tensor) -> Tensor:
+        return x + self.other(y) + first
+
+
+BLOCKS = ["left.0", "left.1", "right.0", "right.1", "joined.0", "joined.1"]
+
+
+def test_towers_of_a_traced_model_meet() -> None:
+    batch = {"x": torch.zeros(4, 8), "y": torch.zeros(4, 4)}
+    graph = trace(Twin(), batch, loss_fn=lambda loss, _: loss, blocks=BLOCKS)
+    assert graph.tensors == (
+        Passed("left.0", ("left.1",), 8 * SINGLE),
+        Passed("left.1", ("joined.0", "joined.1"), 8 * SINGLE),
+        Passed("right.0", ("right.1",), 4 * SINGLE),
+        Passed("right.1", ("joined.0", "joined.1"), 4 * SINGLE, borrowed=True),
+        Passed("joined.0", ("joined.1",), 8 * SINGLE),
+        Passed("joined.1", ("after",), 8 * SINGLE),
+    )
+    assert graph.crossing(place(graph, "right.1")) == (8 + 4) * SINGLE
+    assert graph.crossing(place(graph, "joined.1")) == (8 + 4 + 8) * SINGLE
+
+
+def t5(layers: int = 2, decoder_layers: int = 3) -> tuple[nn.Module, Any]:
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=layers, num_decoder_layers=decoder_layers, num_heads=4,
+        decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    return transformers.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids[:, :12]}
+
+
+def test_a_traced_t5_lends_the_encoders_output() -> None:
+    graph = trace(*t5())
+    encoder, decoder = 16 * 32 * SINGLE, 12 * 32 * SINGLE
+    names = [layer.name for layer in graph.layers]
+    assert names[4] == "decoder.embed_tokens"
+    assert [graph.crossing(cut) for cut in range(len(names) + 1)] == [
+        0, encoder, encoder, encoder, encoder, encoder + decoder, encoder + decoder, encoder + decoder, decoder, 0
+    ]  # fmt: skip
+    assert ("encoder.final_layer_norm", "decoder.embed_tokens") not in graph.edges
+    readers = tuple(f"decoder.block.{number}" for number in range(3))
+    assert Passed("encoder.final_layer_norm", readers, encoder, borrowed=True) in graph.tensors
+    assert graph.borrowed(range(5, 9)) == encoder
+    # The layer that makes it counts it, and what stands before the blocks no more.
+    norm = graph.kind_of(graph.layers[3])
+    assert norm.kept[Recompute.FULL].total == 2 * encoder
+    # Before: token indices and the output of dropout's mask (a byte an item), which a table of embeddings needs.
+    assert graph.kinds["before"].kept[Recompute.NONE].total < encoder + 16 * (8 + 32)
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_a_traced_decoder_is_a_chain(name: str) -> None:
+    import transformers
+
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2} if "GPT2" in name else {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }  # fmt: skip
+    config = getattr(transformers, "GPT2Config" if "GPT2" in name else "LlamaConfig")(vocab_size=64, **sizes)
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    assert trace(getattr(transformers, name)(config), {"input_ids": ids, "labels": ids}).tensors == ()
