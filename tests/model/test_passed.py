@@ -147,7 +147,7 @@ def test_towers_of_a_traced_model_meet() -> None:
         Passed("left.0", ("left.1",), 8 * SINGLE),
         Passed("left.1", ("joined.0", "joined.1"), 8 * SINGLE),
         Passed("right.0", ("right.1",), 4 * SINGLE),
-        Passed("right.1", ("joined.0", "joined.1"), 4 * SINGLE, borrowed=True),
+        Passed("right.1", ("joined.0", "joined.1"), 4 * SINGLE),
         Passed("joined.0", ("joined.1",), 8 * SINGLE),
         Passed("joined.1", ("after",), 8 * SINGLE),
     )
