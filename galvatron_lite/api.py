@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from galvatron_lite.api_profile import find_profile, precision_on, profile
 from galvatron_lite.errors import InputError
-from galvatron_lite.units import format_budget, parse_budget
 
 if TYPE_CHECKING:
+    from galvatron_lite.cluster.budget import Budget
     from galvatron_lite.cluster.cluster import Cluster
     from galvatron_lite.model.graph import ModelGraph
     from galvatron_lite.plans.schema import Plan, Schedule
@@ -81,7 +81,8 @@ def plan(
               otherwise.
             - ``gpus``: how many devices; the whole cluster if not given.
             - ``mem``: budget a device: ``40GB``, ``40GiB``, ``80%`` of the device's memory, or bytes; 95 % if not
-              given.
+              given. Where devices are of several types, a share is of each one's own memory (elsewhere than here: of
+              the least).
             - ``batch``: samples a step over all devices; 8 a device if not given.
             - ``sequence``: tokens a sample, for a model by name.
             - ``precision``: of compute, for a model by name; the best that the devices train in if not given: bf16,
@@ -101,8 +102,10 @@ def plan(
 
     setting, batch, progress = _setting(profile, setup)
     devices = setting.profile.cluster.devices
+    budget = _budget(setup.get("mem", DEFAULT_BUDGET), setting.profile)
     return ask(
-        setting, devices, batch_for(devices, batch), certify=certify, runners_up=runners_up, progress=progress
+        setting, devices, batch_for(devices, batch), budget=budget, certify=certify, runners_up=runners_up,
+        progress=progress,
     )  # fmt: skip
 
 
@@ -258,18 +261,16 @@ def _setting(profile: Profile | str | Path | None, setup: Setup) -> tuple[Settin
     pins = fix if isinstance(fix, Pins) else read_pins(fix, setup.get("forbid", ()), known.graph)
     backend = backend_named(setup.get("backend", "galvatron"))
     schedules = schedules_named(setup.get("schedules"), pins.fixed.schedule)
-    budget = _budget(setup.get("mem", DEFAULT_BUDGET), known)
+    budget = _budget(setup.get("mem", DEFAULT_BUDGET), known).least
     return Setting(known, budget, pins, schedules, backend.name), setup.get("batch"), setup.get("progress")
 
 
-def _budget(mem: str | int, known: Profile) -> int:
-    """Bytes a device.
+def _budget(mem: str | int, known: Profile) -> Budget:
+    """Bytes a device, or of each type of device.
 
     Raises:
-        InputError: unreadable, or more than the device has.
+        InputError: unreadable, or more than a device has.
     """
-    device = known.cluster.device
-    budget = mem if isinstance(mem, int) else parse_budget(mem, device.memory)
-    if budget > device.memory:
-        raise InputError("--mem", mem, f"{device.name} has {format_budget(device.memory)} ({device.memory} bytes).")
-    return budget
+    from galvatron_lite.cluster.budget import budget_on
+
+    return budget_on(known.cluster, mem)

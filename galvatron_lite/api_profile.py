@@ -115,7 +115,13 @@ def _read(profile: Profile | str | Path | None) -> Profile:
 
 def _on_cluster(profile: Profile, cluster: Cluster | str | Path | None, gpus: int | None) -> Profile:
     if cluster is not None:
-        return replace(profile, cluster=_machine(cluster, gpus), fits=(), collectives=())
+        machine = _machine(cluster, gpus)
+        if not machine.alike:
+            remedy = (
+                "It has devices of several types, a profile the figures of one: plan a --model, which is estimated."
+            )
+            raise InputError("--cluster", machine.name, remedy)
+        return replace(profile.on(machine), fits=(), collectives=())
     if gpus is not None and gpus != profile.cluster.devices:
         raise InputError(
             "--gpus",

@@ -26,6 +26,11 @@ class Budget:
         return dict(self.own).get(device, self.least)
 
 
+def bytes_on(budget: int | Budget, device: str) -> int:
+    """Bytes that a plan may take on a device by name, of a budget that may be one for all."""
+    return budget if isinstance(budget, int) else budget.of(device)
+
+
 def budget_on(cluster: Cluster, given: str | int, field: str = "--mem") -> Budget:
     """A budget on the devices of a cluster.
 

@@ -277,6 +277,11 @@ class Profile:
     scattered_sends: bool = False
     types: tuple[DeviceFigures, ...] = ()
 
+    def on(self, cluster: Cluster) -> Profile:
+        """The profile of some of its devices; where they are all of one type, with the figures of that type."""
+        known = replace(self, cluster=cluster)
+        return known.only(0) if self.types and cluster.alike else known
+
     def only(self, kind: int) -> Profile:
         """The profile of a cluster of as many devices of one type (a place in ``cluster.types``)."""
         cluster = self.cluster.only(kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from galvatron_lite.cluster.cluster import Cluster, DeviceGroup, Level
@@ -43,12 +44,15 @@ def first_devices(cluster: Cluster, devices: int) -> Cluster:
         return cluster
     if not 1 <= devices < cluster.devices:
         raise InputError("--gpus", devices, f"The cluster has {cluster.devices}; give 1 to that many.")
-    return replace(cluster, levels=_levels(cluster, devices), groups=_groups(cluster, devices))
+    levels, groups = _levels(cluster.levels, devices), _groups(cluster, devices)
+    if len(groups) == 1 and groups[0].levels:
+        levels, groups = groups[0].levels, (replace(groups[0], levels=()),)
+    return replace(cluster, levels=levels, groups=groups)
 
 
-def _levels(cluster: Cluster, devices: int) -> tuple[Level, ...]:
+def _levels(whole: Sequence[Level], devices: int) -> tuple[Level, ...]:
     levels, wanted = list[Level](), devices
-    for level in cluster.levels:
+    for level in whole:
         if wanted <= level.size:
             return (*levels, replace(level, size=wanted))
         if wanted % level.size:
@@ -64,6 +68,7 @@ def _groups(cluster: Cluster, devices: int) -> tuple[DeviceGroup, ...]:
     groups, left = list[DeviceGroup](), devices
     for group in cluster.groups:
         if left > 0:
-            groups.append(replace(group, count=min(left, group.count)))
+            own = _levels(group.levels, devices) if group.levels else ()
+            groups.append(replace(group, count=min(left, group.count), levels=own))
         left -= group.count
     return tuple(groups)

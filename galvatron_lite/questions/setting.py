@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from galvatron_lite.cluster.budget import Budget
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.plans.schema import Plan, Prediction, Schedule
 from galvatron_lite.profiler.schema import Profile
@@ -101,7 +102,7 @@ def ask(
     devices: int,
     batch: int,
     *,
-    budget: int | None = None,
+    budget: int | Budget | None = None,
     certify: bool = False,
     runners_up: int = 0,
     progress: Progress | None = None,
@@ -112,7 +113,7 @@ def ask(
         InputError: a batch or a pinned value that cannot be used.
         InfeasibleError: nothing fits.
     """
-    profile = replace(setting.profile, cluster=first_devices(setting.profile.cluster, devices))
+    profile = setting.profile.on(first_devices(setting.profile.cluster, devices))
     return find_plan(
         profile,
         devices=devices,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.registry import SHAPES
 from galvatron_lite.plans.schema import Alternative, Plan, Schedule
 from galvatron_lite.search.best_first import Found, finished, search
@@ -101,7 +100,7 @@ def _others(request: Request, stages: int) -> Iterator[tuple[str, Fixed]]:
     if request.devices > 1:
         for name, fields in SHAPES:
             yield name, Fixed(pipeline=1, strategy=tuple(fields.items()))
-    degrees = [degree for degree in divisors(request.devices) if degree <= len(request.graph.layers)]
+    degrees = request.pipelines
     here = degrees.index(stages)
     for degree in degrees[max(here - 1, 0) : here] + degrees[here + 1 : here + 2]:
         yield "no pipeline" if degree == 1 else f"pipeline {degree}", Fixed(pipeline=degree)
@@ -127,5 +126,4 @@ def _best_of(request: Request, pricer: LayerPricer, name: str) -> Finalist | Non
 
 def _finalist(request: Request, pricer: LayerPricer, name: str, found: Found) -> Finalist:
     plan = finished(request, pricer, found)
-    peak = plan.prediction.peak_memory if plan.prediction else 0
-    return Finalist(name, found, plan, peak <= request.budget)
+    return Finalist(name, found, plan, request.fits(plan))

@@ -7,7 +7,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.search.shapes import Request, shapes_of
-from galvatron_lite.search.space import Fixed, microbatch_counts, pipeline_degrees
+from galvatron_lite.search.space import Fixed, microbatch_counts
 
 
 def check_batch(request: Request) -> None:
@@ -35,7 +35,7 @@ def check_batch(request: Request) -> None:
 def _units(request: Request) -> list[int]:
     """Per pipeline degree, the least number of samples of a micro-batch that every layer can be split for."""
     units = []
-    for stages in pipeline_degrees(request.devices, len(request.graph.layers), request.fixed):
+    for stages in request.pipelines:
         degrees = [_degrees(request, name, request.devices // stages) for name in sorted(_kinds(request))]
         if all(degrees):
             # Every kind needs one of its degrees to divide the unit: try the divisors of the stage, smallest first.

@@ -130,7 +130,7 @@ class ShapeModel:
                 yield stage
 
     def _table(self, place: int, stage: int) -> Table:
-        """The figures of a layer, which must not depend on the boundaries that are chosen (see ``choosable``)."""
+        """The figures of a layer in a stage; they must not depend on the boundaries that are chosen (``choosable``)."""
         layer = self.problem.graph.layers[place]
         inside = range(place, place + 1) if self.problem.shape.stages > 1 else range(self.count)
         if self.cuts is not None:

@@ -15,6 +15,7 @@ from itertools import count, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from galvatron_lite.cluster.budget import Budget, bytes_on
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.step import price_plan
 from galvatron_lite.errors import InfeasibleError
@@ -24,7 +25,7 @@ from galvatron_lite.search.frontier import pareto_paths
 from galvatron_lite.search.problem import Problem, widest
 from galvatron_lite.search.result import plan_of, summary
 from galvatron_lite.search.segments import path_peak
-from galvatron_lite.search.shapes import Request, open_problem, settled, shapes_of, widest_tables
+from galvatron_lite.search.shapes import Request, open_problem, settled, shapes_of, tables_by_stage
 from galvatron_lite.units import format_budget
 
 FloatArray = NDArray[np.float64]
@@ -82,12 +83,18 @@ def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
     peak = price_plan(pricer, plan).prediction
     needed = lean.peak if peak is None else peak.peak_memory
     return InfeasibleError(
-        f"No plan of {request.graph.name} fits {format_budget(request.budget)} a device on {request.devices} devices. "
+        f"No plan of {request.graph.name} fits {_told(request.budget)} a device on {request.devices} devices. "
         f"The smallest budget that fits is {format_budget(needed, up=True)} ({needed} bytes"
         f"{f', to {slack:.0%}' if slack else ''}), with {summary(plan)}. "
         "What would have to give: more memory a device, more devices, shorter samples, or a smaller model.",
         needed,
     )
+
+
+def _told(budget: int | Budget) -> str:
+    own = () if isinstance(budget, int) else budget.own
+    shares = " and ".join(f"{format_budget(size)} ({name})" for name, size in own)
+    return shares or format_budget(bytes_on(budget, ""))
 
 
 def leanest(request: Request, pricer: LayerPricer, slack: float = 0.0) -> Lean | None:
@@ -115,9 +122,8 @@ def leanest(request: Request, pricer: LayerPricer, slack: float = 0.0) -> Lean |
 
 def _lightest(problem: Problem) -> list[FloatArray]:
     """Per stage (L + 1, L + 1): bytes that layers i..j-1 need at the least; infinite for empty ranges."""
-    tables = widest_tables(problem)
     bounds = []
-    for stage in range(problem.shape.stages):
+    for stage, tables in enumerate(tables_by_stage(problem)):
         extra = problem.held(stage) - 1
         least = [
             float((t.figures.memory[:, :2].sum(axis=1) + extra * t.figures.kept).min()) if len(t) else np.inf
@@ -126,7 +132,7 @@ def _lightest(problem: Problem) -> list[FloatArray]:
         total = np.concatenate(([0.0], np.cumsum(least)))
         if not np.isfinite(total[-1]):
             return [np.full((len(tables) + 1, len(tables) + 1), np.inf)] * problem.shape.stages
-        ranges = total[None, :] - total[:, None] + problem.tables[0].pricer.profile.cluster.device.context
+        ranges = total[None, :] - total[:, None] + problem.tables[stage].pricer.profile.cluster.device.context
         bounds.append(np.where(np.tri(len(tables) + 1, dtype=bool), np.inf, ranges))
     return bounds
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from galvatron_lite.cluster.budget import Budget, bytes_on
 from galvatron_lite.cost.step import evaluate
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.backends import Backend, backend_named
@@ -37,7 +38,7 @@ def find_plan(
     *,
     devices: int,
     global_batch: int,
-    budget: int,
+    budget: int | Budget,
     fixed: Fixed | None = None,
     schedules: Sequence[Schedule] | None = None,
     backend: str = "galvatron",
@@ -53,7 +54,7 @@ def find_plan(
         profile: what layers and communication cost.
         devices: world size; at most what the profile's cluster has.
         global_batch: samples a step.
-        budget: bytes a device.
+        budget: bytes a device, or of each type of device.
         fixed: what is not left to the search.
         schedules: to choose from where there is a pipeline; None: all that the backend runs.
         backend: what is to run the plan (``parallelism.backends``).
@@ -116,7 +117,7 @@ def compare(profile: Profile, plans: Sequence[Plan]) -> list[Plan]:
     return sorted(priced, key=lambda plan: plan.prediction.step_seconds if plan.prediction else 0.0)
 
 
-def provenance(profile: Profile, budget: int, gap: float) -> Provenance:
+def provenance(profile: Profile, budget: int | Budget, gap: float) -> Provenance:
     """What plans from this profile are made from."""
     from galvatron_lite import __version__
     from galvatron_lite.profiler.store import profile_hash
@@ -128,7 +129,8 @@ def provenance(profile: Profile, budget: int, gap: float) -> Provenance:
         profile_origin=f"{profile.origin.kind.value}: {profile.origin.source}",
         cluster=profile.cluster.name,
         fingerprint=dict(profile.cluster.fingerprint),
-        budget=budget,
+        budget=bytes_on(budget, ""),
+        budgets={} if isinstance(budget, int) else dict(budget.own),
         proof=Proof.FEASIBLE if gap > 0.0 else Proof.PROVEN,
         gap=gap,
     )
@@ -138,7 +140,7 @@ def _request(
     session: Session,
     devices: int,
     global_batch: int,
-    budget: int,
+    budget: int | Budget,
     fixed: Fixed,
     schedules: Sequence[Schedule] | None,
     backend: Backend,
@@ -148,11 +150,12 @@ def _request(
         raise InputError("--gpus", devices, f"The cluster has {profile.cluster.devices}; give 1 to that many.")
     if global_batch < 1:
         raise InputError("--batch", global_batch, "Give at least one sample a step.")
-    if budget < 1:
-        raise InputError("--mem", budget, "Give a positive number of bytes.")
+    if bytes_on(budget, "") < 1:
+        raise InputError("--mem", bytes_on(budget, ""), "Give a positive number of bytes.")
     check_pins(profile.graph, fixed)
     orders = schedules_for(fixed, schedules, backend)
     space, known = session.space(backend)
-    request = Request(profile.graph, devices, global_batch, budget, fixed, orders, space, known)
+    unlike = None if profile.cluster.alike else profile.cluster
+    request = Request(profile.graph, devices, global_batch, budget, fixed, orders, space, known, unlike)
     check_batch(request)
     return request

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 
+from galvatron_lite.cluster.budget import Budget, bytes_on
+from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing, layout
 from galvatron_lite.cost.sharing import sharing_of, tied_groups
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.plans.schema import Schedule
+from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.search.problem import Choice, Problem
 from galvatron_lite.search.relax import Relaxed, averaged, relaxed
 from galvatron_lite.search.space import Fixed, Space, microbatch_counts, pipeline_degrees
@@ -46,21 +48,32 @@ class Request:
         graph: the model.
         devices: world size.
         global_batch: samples a step.
-        budget: bytes a device.
+        budget: bytes a device, or of each type of device.
         fixed: what is not searched.
         schedules: to choose from.
         space: the strategies to choose from.
         known: figures, remembered for all searches with one space.
+        cluster: the devices; None: all alike.
     """
 
     graph: ModelGraph
     devices: int
     global_batch: int
-    budget: int
+    budget: int | Budget
     fixed: Fixed
     schedules: tuple[Schedule, ...]
     space: Space
     known: Known = field(default_factory=Known, compare=False)
+    cluster: Cluster | None = None
+
+    @property
+    def pipelines(self) -> tuple[int, ...]:
+        """The pipeline degrees to try."""
+        return pipeline_degrees(self.devices, len(self.graph.layers), self.fixed, self.cluster)
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether every stage of an evaluated plan is within the budget of its devices."""
+        return all(stage.memory.total <= bytes_on(self.budget, stage.device) for stage in plan.stages)
 
 
 def shapes_of(request: Request) -> list[Shape]:
@@ -69,7 +82,7 @@ def shapes_of(request: Request) -> list[Shape]:
     GPipe is left out beside 1F1B: the same plan takes no less time with it (``cost.schedule``), and no less memory.
     """
     shapes = []
-    for stages in pipeline_degrees(request.devices, len(request.graph.layers), request.fixed):
+    for stages in request.pipelines:
         counts = microbatch_counts(request.global_batch, request.fixed)
         for count, (schedule, virtual) in product(counts, _schedules(request, stages)):
             if schedule is not Schedule.INTERLEAVED or count % stages == 0:
@@ -116,12 +129,13 @@ def widest_tables(problem: Problem, stage: int = 0) -> list[Table]:
 
 def open_problem(request: Request, pricer: LayerPricer, shape: Shape) -> Problem:
     """The problem of a shape with nothing else settled."""
-    known, every = request.known, []
+    known, every, budgets = request.known, [], []
     for group in range(shape.stages):
         own = pricer.of_group(shape.stage_devices, group)
+        budgets.append(bytes_on(request.budget, "" if own is pricer else own.profile.cluster.device.name))
         store = known.stores.setdefault(id(own), Store(own, request.space))
         every.append(known.tables.setdefault((id(own), shape, request.fixed), Tables(store, shape, request.fixed)))
-    return Problem(request.graph, pricer, shape, tuple(every), OPEN, (request.budget,) * shape.stages)
+    return Problem(request.graph, pricer, shape, tuple(every), OPEN, tuple(budgets))
 
 
 def settled(problem: Problem) -> Iterator[Problem]:
@@ -150,15 +164,16 @@ def _under(problem: Problem, choice: Choice) -> Problem:
 
 def bounds_of(problem: Problem) -> Relaxed | None:
     """Lower bounds of a problem; None where nothing fits."""
-    return relaxed(problem, _tables_of(problem))
+    return relaxed(problem, tables_by_stage(problem))
 
 
 def average_of(problem: Problem) -> float:
     """A lower bound of a problem that costs less to find."""
-    return averaged(problem, _tables_of(problem))
+    return averaged(problem, tables_by_stage(problem))
 
 
-def _tables_of(problem: Problem) -> list[list[Table]]:
+def tables_by_stage(problem: Problem) -> list[list[Table]]:
+    """``widest_tables`` of every stage, the same list for stages with the same tables."""
     known: dict[int, list[Table]] = {}
     for stage, tables in enumerate(problem.tables):
         if id(tables) not in known:
@@ -197,7 +212,8 @@ def _tied_choices(problem: Problem) -> list[tuple[tuple[int, Strategy], ...]]:
 def _group_choices(problem: Problem, group: tuple[int, ...]) -> list[tuple[tuple[int, Strategy], ...]]:
     """Strategies that all layers of a group offer, without those that another one beats for all of them at once."""
     tables = [
-        problem.tables[0].whole(problem.graph.layers[place].kind, problem.graph.layers[place].name, sharing)
+        own.whole(problem.graph.layers[place].kind, problem.graph.layers[place].name, sharing)
+        for own in {id(tables): tables for tables in problem.tables}.values()
         for place in group
         for sharing in _sharings(problem, group, place)
     ]

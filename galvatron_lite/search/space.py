@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.backends import GALVATRON, Backend
@@ -170,13 +171,23 @@ def nearest(counts: Iterable[int], fixed: Fixed) -> str:
     return " or ".join(str(count) for count in sorted(sorted(counts, key=lambda count: abs(count - wanted))[:2]))
 
 
-def pipeline_degrees(devices: int, layers: int, fixed: Fixed) -> tuple[int, ...]:
+def pipeline_degrees(devices: int, layers: int, fixed: Fixed, cluster: Cluster | None = None) -> tuple[int, ...]:
     """The pipeline degrees to try: divisors of the devices, no more than there are layers.
+
+    Args:
+        devices: world size.
+        layers: of the model.
+        fixed: may pin the degree.
+        cluster: with one, the devices of a stage are all of one type, but for the one stage of no pipeline.
 
     Raises:
         InputError: the pinned degree is none of them.
     """
-    degrees = tuple(degree for degree in divisors(devices) if degree <= layers)
+    degrees = tuple(
+        degree
+        for degree in divisors(devices)
+        if degree <= layers and (degree == 1 or cluster is None or cluster.of_one_type(devices // degree, devices))
+    )
     if "pipeline" in fixed.forbidden:
         return (1,)
     if fixed.pipeline is None:
