@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from math import prod
 
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.model.graph import LayerKind, Recompute
+from galvatron_lite.parallelism.base import Offload, Strategy, Strided
+from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.registry import DIMENSIONS
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler.schema import Profile
@@ -19,10 +24,10 @@ FREE = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE_1P, Schedule.
 
 @dataclass(frozen=True, slots=True)
 class Few(Space):
-    """A random part of a space: some layouts, some strategies of each, the same for all kinds of layers.
+    """A random part of all that can be priced, whatever backends offer: some layouts, some strategies of each.
 
     Attributes:
-        seed: of the choice.
+        seed: of the choice, which is the same for all kinds of layers as far as they allow it.
         most: strategies of a kind.
     """
 
@@ -30,15 +35,46 @@ class Few(Space):
     most: int = 6
 
     def strategies(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
-        """Some of what the whole space offers, in its order."""
-        every = Space.strategies(self, kind, devices, fixed)
-        luck = {strategy: self._luck(strategy) for strategy in every}
-        return tuple(sorted(sorted(every, key=lambda strategy: luck[strategy])[: self.most]))
+        """Some legal strategies, in order."""
+        known, found = self.graph.kinds[kind], dict.fromkeys(some_strategies(self.seed, devices, 4 * self.most))
+        legal = [strategy for strategy in found if may(known, strategy) and fixed.allows(strategy)]
+        return tuple(sorted(legal[: self.most]))
 
-    def _luck(self, strategy: Strategy) -> float:
-        """Little for what is to be chosen; of one layout much the same, so that layers can meet."""
-        own = (strategy.batch_degree, strategy.context, strategy.tensor, strategy.sequence_parallel)
-        return random.Random(f"{self.seed} {own}").random() + random.Random(f"{self.seed} {strategy!r}").random()
+
+@lru_cache(maxsize=64)
+def some_strategies(seed: int, devices: int, wanted: int) -> tuple[Strategy, ...]:
+    """Random strategies of a stage, over every field, in three layouts so that layers can meet."""
+    draw = random.Random(f"{seed} {devices}")
+    whole = [degrees for degrees in product(divisors(devices), repeat=4) if prod(degrees) == devices]
+    layouts = [(*draw.choice(whole), draw.random() < 0.5) for _ in range(3)]
+    return tuple(random_strategy(draw, *draw.choice(layouts)) for _ in range(wanted))
+
+
+def random_strategy(draw: random.Random, data: int, zero: int, context: int, tensor: int, shared: bool) -> Strategy:
+    """A strategy with these degrees, or with replicas and shards in each other's place."""
+    data, zero = draw.choice([(data, zero), (zero, data), (data * zero, 1), (1, data * zero)])
+    stages = [1, 2, 3] if zero > 1 else [0, 0, 1, 2, 3] if context > 1 else [0]
+    strided = [Strided.NONE, *[Strided.ZERO] * (zero > 1 < data), *[Strided.CONTEXT] * (context > 1 < data * zero)]
+    return Strategy(
+        data=data,
+        zero=zero,
+        zero_stage=draw.choice(stages),
+        tensor=tensor,
+        sequence_parallel=tensor > 1 and shared,
+        recompute=draw.choice(list(Recompute)),
+        context=context,
+        expert=draw.choice([1, 1, *divisors(data * zero * context)]),
+        ulysses=context > 1 and draw.random() < 0.5,
+        offload=draw.choice([Offload.NONE, Offload.NONE, *Offload]),
+        strided=draw.choice(strided),
+    )
+
+
+def may(kind: LayerKind, strategy: Strategy) -> bool:
+    """Whether a kind of layer allows a strategy at all."""
+    tensor = kind.tensor_degrees % strategy.tensor == 0 and (kind.sequence_parallel or not strategy.sequence_parallel)
+    experts = strategy.expert == 1 or kind.dims.experts % strategy.expert == 0 < kind.expert_parameters
+    return tensor and experts and strategy.recompute in kind.kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +116,37 @@ def varied(profile: Profile, draw: random.Random) -> Profile:
     cluster, (level,) = profile.cluster, profile.cluster.levels
     node = draw.choice([degree for degree in (1, 2, cluster.devices) if cluster.devices % degree == 0])
     between = replace(level, size=cluster.devices // node, bandwidth=level.bandwidth / draw.choice([1, 10]))
+    host = {"host_bandwidth": draw.choice([1e8, 1e9]), "host_memory_bandwidth": 1e9} if draw.random() < 0.5 else {}
+    groups = tuple(replace(group, device=replace(group.device, **host)) for group in cluster.groups)
+    kinds = {name: richer(kind, draw) for name, kind in profile.graph.kinds.items()}
     causes = ("data", "zero", "tensor", "tensor-async", "zero.gather", "context", "expert")
     return replace(
         profile,
-        cluster=replace(cluster, levels=(replace(level, size=node), between)),
+        graph=replace(profile.graph, kinds=kinds),
+        cluster=replace(cluster, groups=groups, levels=(replace(level, size=node), between)),
         hidden={cause: draw.choice([0.0, 0.5, 1.0]) for cause in causes if draw.random() < 0.5},
         overhead=replace(profile.overhead, microbatch=draw.choice([0.0, 2e-5])),
         straggling=draw.choice([0.0, 0.05]),
         scattered_sends=draw.random() < 0.5,
         bucket_bytes=draw.choice([0, 2]),
         passing_bytes=draw.choice([0, 4]),
+    )
+
+
+def richer(kind: LayerKind, draw: random.Random) -> LayerKind:
+    """The kind with attention, or experts, or neither."""
+    if not kind.name.startswith("block"):
+        return kind
+    dims = replace(kind.dims, heads=4, kv_heads=draw.choice([1, 2, 4]), hidden=draw.choice([16, 512]))
+    attentive = replace(kind, dims=dims) if draw.random() < 0.6 else kind
+    if draw.random() < 0.6:
+        return attentive
+    return replace(
+        attentive,
+        dims=replace(attentive.dims, experts=4),
+        expert_parameters=draw.randint(1, kind.parameters.tensor),
+        dispatched_bytes=draw.randint(100, 5000),
+        unique_copies=draw.choice([0, 2]),
     )
 
 
