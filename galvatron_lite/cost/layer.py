@@ -17,7 +17,7 @@ from galvatron_lite.arrays import BoolArray, FloatArray, IntArray, Real, Whole, 
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.cost.communication import Links
 from galvatron_lite.cost.overlap import Exposed, exposed_by
-from galvatron_lite.cost.points import Curves, LayerFigures, PointKey, code_of, figures_at, index_points
+from galvatron_lite.cost.points import Curves, LayerFigures, PointKey, code_of, figures_at, index_points, points_of
 from galvatron_lite.model.graph import LayerKind, Recompute, TensorSplit
 from galvatron_lite.parallelism.base import (
     Collective,
@@ -253,12 +253,11 @@ class LayerPricer:
     def _new_price(
         self, kind: str, strategy: Strategy, microbatch: int, stages: int, sharing: Sharing
     ) -> LayerCost | None:
-        if not self.covers(kind, strategy):
+        points, samples = self._points_of(kind, strategy), microbatch / strategy.token_degree
+        if points is None:
             return None
-        samples = microbatch / strategy.token_degree
-        shard = (kind, strategy.tensor, strategy.sequence_parallel)
-        figures = figures_at(self._points[*shard, strategy.recompute], samples)
-        plain = self._points.get((*shard, Recompute.NONE))
+        figures = figures_at(points, samples)
+        plain = self._points_of(kind, replace(strategy, recompute=Recompute.NONE))
         again = self._again(figures, None if plain is None else figures_at(plain, samples))
         return LayerCost(**self._priced(kind, strategy, microbatch, stages, sharing, figures, again))
 
@@ -283,8 +282,9 @@ class LayerPricer:
         curves, samples = self._curves_of(kind), microbatch / many.token_degree
         if not len(curves.codes) or not len(many):
             return _as_arrays(dict.fromkeys(_NAMES, 0), np.zeros(len(many), dtype=np.bool_))
-        figures, valid = curves.at(code_of(many.tensor, many.sequence_parallel, many.recompute), samples)
-        plain, known = curves.at(code_of(many.tensor, many.sequence_parallel, Recompute.NONE), samples)
+        shard = (many.tensor, many.sequence_parallel)
+        figures, valid = curves.at(code_of(*shard, many.recompute, many.expert), samples)
+        plain, known = curves.at(code_of(*shard, Recompute.NONE, many.expert), samples)
         if not self.profile.cluster.device.host_bandwidth:
             valid = valid & is_option(many.offload, Offload.NONE)
         again = np.where(known, self._again(figures, plain), 0.0)
@@ -297,9 +297,13 @@ class LayerPricer:
 
     def covers(self, kind: str, strategy: Strategy) -> bool:
         """Whether the profile holds points for a strategy."""
+        return self._points_of(kind, strategy) is not None
+
+    def _points_of(self, kind: str, strategy: Strategy) -> Sequence[LayerPoint] | None:
         if strategy.offload is not Offload.NONE and not self.profile.cluster.device.host_bandwidth:
-            return False
-        return (kind, strategy.tensor, strategy.sequence_parallel, strategy.recompute) in self._points
+            return None
+        shard = (kind, strategy.tensor, strategy.sequence_parallel)
+        return points_of(self._points, (*shard, strategy.recompute, strategy.expert))
 
     def redistribution(self, output_bytes: int, microbatch: int, left: Strategy, right: Strategy) -> float:
         """Seconds to bring the tensor between two layers from one layout to the other, in one direction.

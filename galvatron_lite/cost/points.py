@@ -12,8 +12,11 @@ from galvatron_lite.arrays import BoolArray, Flag, FloatArray, IntArray, Real, W
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.profiler.schema import LayerPoint
 
-PointKey = tuple[str, int, bool, Recompute]
-"""Kind, tensor degree, sequence parallel, recompute choice."""
+PointKey = tuple[str, int, bool, Recompute, int]
+"""Kind, tensor degree, sequence parallel, recompute choice, devices that the experts of a mixture are spread over."""
+Points = Mapping[PointKey, Sequence[LayerPoint]]
+MOST_EXPERTS = 2**16
+"""More than any mixture has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +37,20 @@ class LayerFigures:
 
 def index_points(points: tuple[LayerPoint, ...]) -> dict[PointKey, tuple[LayerPoint, ...]]:
     """Points by what was run, ascending in samples; of equal ones the last counts."""
-    groups: dict[PointKey, dict[int, LayerPoint]] = {}
+    groups: dict[PointKey, dict[float, LayerPoint]] = {}
     for point in points:
-        key = (point.kind, point.tensor, point.sequence_parallel, point.recompute)
+        key = (point.kind, point.tensor, point.sequence_parallel, point.recompute, point.expert)
         groups.setdefault(key, {})[point.samples] = point
     return {key: tuple(group[samples] for samples in sorted(group)) for key, group in groups.items()}
 
 
-def figures_at(points: tuple[LayerPoint, ...], samples: float) -> LayerFigures:
+def points_of(points: Points, key: PointKey) -> Sequence[LayerPoint] | None:
+    """The points of a key; those of experts that are not spread where there are none (a profile measured on one device
+    has no others: a device then works on as many tokens, of all experts); None where there are none either."""
+    return points.get(key) or points.get((*key[:4], 1))
+
+
+def figures_at(points: Sequence[LayerPoint], samples: float) -> LayerFigures:
     """Figures at a number of samples: a straight line through the two nearest points, in proportion where there is one.
 
     Outside the points the line goes on; it never falls below zero nor, left of the points, below proportion.
@@ -93,7 +102,7 @@ class Curves:
     values: FloatArray
 
     @staticmethod
-    def of(kind: str, points: Mapping[PointKey, Sequence[LayerPoint]]) -> Curves:
+    def of(kind: str, points: Points) -> Curves:
         """The curves of a kind of layer."""
         own = sorted((int(code_of(*key[1:])), rows) for key, rows in points.items() if key[0] == kind)
         most = max((len(rows) for _, rows in own), default=1)
@@ -107,13 +116,13 @@ class Curves:
         return Curves(np.array([code for code, _ in own], dtype=np.int64), samples, counts, values)
 
     def at(self, codes: IntArray, samples: FloatArray) -> tuple[LayerFigures, BoolArray]:
-        """``figures_at`` for n things that were run, and which of them were; others have any figures.
+        """``figures_at`` for n things that were run, and which of them were (``points_of``); others have any figures.
 
         Args:
             codes: (n,) what was run.
             samples: (n,) samples of each.
         """
-        row = np.minimum(np.searchsorted(self.codes, codes), len(self.codes) - 1)
+        row, valid = self._rows(codes)
         own = self.samples[row]
         place = (own < samples[:, None]).sum(axis=1)
         alone = self.counts[row] == 1
@@ -124,10 +133,20 @@ class Curves:
         weight = (samples - low) / np.where(alone, 1.0, high - low)
         share = np.where((place == 0) | alone, samples / first, 1.0)
         ends = zip(self.values[:, row, left], self.values[:, row, right], strict=True)
-        return _figures([_between(*pair, weight, share, alone) for pair in ends]), self.codes[row] == codes
+        return _figures([_between(*pair, weight, share, alone) for pair in ends]), valid
+
+    def _rows(self, codes: IntArray) -> tuple[IntArray, BoolArray]:
+        """The row of each code, else that of experts which are not spread, and whether there is either."""
+        row = np.minimum(np.searchsorted(self.codes, codes), len(self.codes) - 1)
+        known = self.codes[row] == codes
+        if known.all():
+            return row, known
+        plain = codes - codes % MOST_EXPERTS + 1
+        other = np.minimum(np.searchsorted(self.codes, plain), len(self.codes) - 1)
+        return np.where(known, row, other), known | (self.codes[other] == plain)
 
 
-def code_of(tensor: Whole, sequence_parallel: Flag, recompute: Recompute | IntArray) -> Whole:
-    """A number for what was run: tensor degree, sequence parallel, recompute choice."""
+def code_of(tensor: Whole, sequence_parallel: Flag, recompute: Recompute | IntArray, expert: Whole = 1) -> Whole:
+    """A number for what was run: tensor degree, sequence parallel, recompute choice, expert degree."""
     place = recompute if isinstance(recompute, np.ndarray) else tuple(Recompute).index(recompute)
-    return (tensor * 2 + sequence_parallel) * len(Recompute) + place
+    return ((tensor * 2 + sequence_parallel) * len(Recompute) + place) * MOST_EXPERTS + expert

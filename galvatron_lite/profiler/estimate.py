@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 from galvatron_lite.calibration.schema import Calibration, StackConstants
 from galvatron_lite.calibration.store import constants_for_device, constants_for_stack, load_calibration
 from galvatron_lite.cluster.cluster import Cluster, Device
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Recompute
+from galvatron_lite.parallelism.context.cost import LEAST_TOKENS, splits_tokens
+from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.profiler.estimate_efficiency import HOST, NVIDIA_OVERLAP
 from galvatron_lite.profiler.estimate_layer import LayerTimes, layer_times
 from galvatron_lite.profiler.estimate_optimizer import optimizer_cost
@@ -38,7 +41,7 @@ SAMPLES = (1, 2, 4, 8, 16, 32, 64)
 LARGEST_DEGREE = 64
 """Tensor-parallel degrees above this are not estimated."""
 
-Wanted = tuple[str, int, bool, Recompute, int]
+Wanted = tuple[str, int, bool, Recompute, float]
 """Kind, tensor degree, sequence parallel, recompute choice, samples."""
 
 __all__ = [
@@ -79,8 +82,9 @@ def estimate_profile(
         optimizer: a name of ``OPTIMIZERS``; None: the stack's.
         stack: the training software; None: our own runtime.
         calibration: constants; None: the shipped ones.
-        wanted: the only points to estimate; None: all legal choices. Points that a kind does not offer are left out.
-        expert: devices that the experts of a mixture are spread over.
+        wanted: the only points to estimate; None: all legal choices, shares of a sample and spread experts among
+            them. Points that a kind does not offer are left out.
+        expert: devices that the experts of a mixture are spread over, where ``wanted`` says what to estimate.
         context: devices that share the tokens of a sample.
 
     Raises:
@@ -95,13 +99,13 @@ def estimate_profile(
     wide = wide_precision(precision)
     if ITEM_BYTES[wide] != ITEM_BYTES.get(wide_precision(graph.precision)):
         raise InputError("--precision", precision, f"The model was captured in {graph.precision}; capture it anew.")
-    asked = tuple(_every(graph, cluster.devices, samples) if wanted is None else _offered(graph, wanted))
+    asked = tuple(_every(graph, cluster.devices, samples) if wanted is None else _offered(graph, wanted, expert))
     states = stack.states
 
     def figures(machines: Sequence[Machine], device: str) -> DeviceFigures:
         return DeviceFigures(
             device,
-            tuple(_points(graph, machines, stack, asked, expert)),
+            tuple(_points(graph, machines, stack, asked)),
             optimizer_cost(machines, optimizer or stack.optimizer, states, host),
             _overhead(host, _copying(machines) if stack.copies_gathered else 0.0),
         )
@@ -162,38 +166,64 @@ def _copying(machines: Sequence[Machine]) -> float:
     return 2 / min(machine.bandwidth for machine in machines)
 
 
-def _every(graph: ModelGraph, devices: int, samples: Sequence[int]) -> Iterator[Wanted]:
+_Asked = tuple[str, int, bool, Recompute, float, int]
+"""What is wanted, and the devices that experts are spread over."""
+
+
+def _every(graph: ModelGraph, devices: int, samples: Sequence[float]) -> Iterator[_Asked]:
     for key, kind in graph.kinds.items():
-        for degree in tensor_degrees(kind, devices):
+        for expert, degree in product(_spreads(kind, devices), tensor_degrees(kind, devices)):
             for split in (False, True) if kind.sequence_parallel and degree > 1 else (False,):
-                for count in samples:
-                    for recompute in kind.kept:
-                        yield key, degree, split, recompute, count
+                counts = (*_shares(kind, devices // degree, degree if split else 1), *samples)
+                for count, recompute in product(counts, kind.kept):
+                    yield key, degree, split, recompute, count, expert
 
 
-def _offered(graph: ModelGraph, wanted: Collection[Wanted]) -> Iterator[Wanted]:
+def _spreads(kind: LayerKind, devices: int) -> tuple[int, ...]:
+    """Devices that the experts of a mixture may be spread over."""
+    if not kind.expert_parameters or kind.dims.experts < 2:
+        return (1,)
+    return tuple(degree for degree in divisors(kind.dims.experts) if degree <= devices)
+
+
+def _shares(kind: LayerKind, devices: int, slices: int) -> tuple[float, ...]:
+    """Shares of a sample, halved until they have the fewest tokens, of a kind whose tokens may be shared."""
+    if not splits_tokens(kind):
+        return ()
+    most = min(kind.dims.sequence // (LEAST_TOKENS * slices), devices)
+    return tuple(2.0**-power for power in range(most.bit_length() - 1, 0, -1))
+
+
+def _offered(graph: ModelGraph, wanted: Collection[Wanted], expert: int) -> Iterator[_Asked]:
     """What is wanted and can be run; a choice that a kind does not offer is left out."""
     for item in wanted:
         kind = graph.kinds.get(item[0])
         if kind is not None and item[3] in kind.kept:
-            yield item
+            yield *item, expert if kind.expert_parameters else 1
 
 
 def _points(
-    graph: ModelGraph, machines: Sequence[Machine], stack: Stack, asked: Sequence[Wanted], expert: int
+    graph: ModelGraph, machines: Sequence[Machine], stack: Stack, asked: Sequence[_Asked]
 ) -> Iterator[LayerPoint]:
-    stop, known = stack.early_stop, dict[tuple[str, int, bool, int], LayerTimes]()
-    for key, degree, split, recompute, samples in asked:
-        kind, place = graph.kinds[key], (key, degree, split, samples)
+    stop, known = stack.early_stop, dict[tuple[str, int, bool, float, int], LayerTimes]()
+    for key, degree, split, recompute, samples, expert in asked:
+        kind, place = graph.kinds[key], (key, degree, split, samples, expert)
         times = known.get(place)
         if times is None:
             every = [layer_times(item, kind, stack.states, samples, degree, split, expert, stop) for item in machines]
             times = known[place] = max(every, key=lambda item: item.forward + item.backward)
-        yield _point(key, kind, times, samples, degree, split, recompute)
+        yield _point(key, kind, times, samples, degree, split, recompute, expert)
 
 
 def _point(
-    key: str, kind: LayerKind, times: LayerTimes, samples: int, degree: int, split: bool, recompute: Recompute
+    key: str,
+    kind: LayerKind,
+    times: LayerTimes,
+    samples: float,
+    degree: int,
+    split: bool,
+    recompute: Recompute,
+    expert: int,
 ) -> LayerPoint:
     """One point; under recompute all that a plain layer keeps lives again while its backward runs."""
     kept = kind.kept[recompute].at(degree, split) * samples
@@ -210,4 +240,5 @@ def _point(
         kept=round(kept),
         working=round(rebuilt + kind.working.at(degree, split) * samples),
         forward_working=round(max(plain, kept) + kind.forward_working.at(degree, split) * samples),
+        expert=expert,
     )

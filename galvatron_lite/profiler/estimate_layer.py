@@ -59,7 +59,7 @@ def layer_times(
     machine: Machine,
     kind: LayerKind,
     states: StateLayout,
-    samples: int,
+    samples: float,
     degree: int = 1,
     sequence_parallel: bool = False,
     expert: int = 1,

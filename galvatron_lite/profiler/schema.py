@@ -50,7 +50,7 @@ class LayerPoint:
 
     Attributes:
         kind: key into ``ModelGraph.kinds``.
-        samples: samples on the device.
+        samples: samples on the device; fractions where devices share the tokens of one.
         tensor: tensor-parallel degree whose shard was run (communication left out).
         sequence_parallel: whether tokens were shared too.
         recompute: what is computed again; ``backward`` includes it.
@@ -62,11 +62,12 @@ class LayerPoint:
         forward_working: bytes live at the worst moment of forward beyond parameters and what all earlier layers
             keep; includes this layer's own ``kept``.
         spread: interquartile range / median of forward + backward; 0 for estimates.
+        expert: devices that the experts of a mixture were spread over, each of which works on the tokens of them all.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     kind: str
-    samples: int
+    samples: int | float
     tensor: int
     sequence_parallel: bool
     recompute: Recompute
@@ -76,6 +77,7 @@ class LayerPoint:
     working: int
     forward_working: int
     spread: float = 0.0
+    expert: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.backends import GALVATRON, Backend
 from galvatron_lite.parallelism.base import Offload, Strategy, Strided
+from galvatron_lite.parallelism.context.cost import LEAST_TOKENS
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.registry import CHOSEN
 from galvatron_lite.plans.schema import Schedule
@@ -96,11 +97,6 @@ STRATEGY_FIELDS: dict[str, tuple[str, ...]] = {
     "placement": ("strided",),
 }
 """What forbidding a dimension means for a strategy."""
-
-
-LEAST_TOKENS = 256
-"""Fewest tokens of a sample on a device: two blocks of query rows of a fused attention kernel (128 each), below which
-its and the matmuls' tiles are mostly edges."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class ContextDimension:
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Off; a ring, or nothing but shares of the tokens where a layer has no attention; Ulysses where it has."""
         off: dict[str, object] = {"context": 1, "ulysses": False}
-        if not _splits_tokens(kind):
+        if not splits_tokens(kind):
             return [off]
         degrees = [degree for degree in divisors(devices)[1:] if kind.dims.sequence % degree == 0]
         ways = (False, True) if attention_of(kind) else (False,)
@@ -80,7 +80,7 @@ class ContextDimension:
 
     def reason(self, kind: LayerKind) -> str:
         """Why attention's tokens cannot be shared."""
-        if not attention_of(kind) or _splits_tokens(kind):
+        if not attention_of(kind) or splits_tokens(kind):
             return ""
         return f"context: {kind.name}: its tokens are mixed by convolutions too"
 
@@ -98,7 +98,12 @@ class ContextDimension:
         return replace(work, samples=work.samples / strategy.context, communications=(*work.communications, *moved))
 
 
-def _splits_tokens(kind: LayerKind) -> bool:
+LEAST_TOKENS = 256
+"""Fewest tokens of a sample that are worth a device of their own: two blocks of query rows of a fused attention kernel
+(128 each), below which its and the matmuls' tiles are mostly edges."""
+
+
+def splits_tokens(kind: LayerKind) -> bool:
     """Whether a layer is made of attention and of what works on each token alone."""
     images = kind.dims.in_channels > 0 or any(one.kind is OperatorClass.CONVOLUTION for one in kind.operators)
     return kind.dims.sequence > 1 and not images
