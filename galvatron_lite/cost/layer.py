@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
-from math import lcm
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from galvatron_lite.parallelism.base import (
     Moment,
     Offload,
     Strategy,
+    Strided,
 )
 from galvatron_lite.parallelism.offload.cost import HostItem, HostTraffic, host_traffic
 from galvatron_lite.parallelism.ranks import Either
@@ -206,7 +207,7 @@ class LayerPricer:
     _host: dict[str, float] = field(init=False)
     _curves: dict[str, Curves] = field(default_factory=dict)
     _known: dict[tuple[str, Sharing, Strategy, int, int], LayerCost | None] = field(default_factory=dict)
-    _moves: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    _moves: dict[tuple[int, Layout, Layout], float] = field(default_factory=dict)
     _types: dict[int, LayerPricer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -306,21 +307,37 @@ class LayerPricer:
         return points_of(self._points, (*shard, strategy.recompute, strategy.expert))
 
     def redistribution(self, output_bytes: int, microbatch: int, left: Strategy, right: Strategy) -> float:
-        """Seconds to bring the tensor between two layers from one layout to the other, in one direction.
-
-        The layouts differ within runs of ``lcm(t, t')`` consecutive devices (t: context times tensor degree),
-        which exchange their shares in one all-to-all; nothing moves where the layouts are the same.
-        """
-        if layout(left) == layout(right):
-            return 0.0
-        devices, size = left.devices, lcm(left.context * left.tensor, right.context * right.tensor)
-        key = (output_bytes * microbatch, devices, size)
+        """Seconds to bring the tensor between two layers from one layout to the other, in one direction."""
+        key = (output_bytes * microbatch, layout(left), layout(right))
         if key not in self._moves:
-            group = RankGroup(size, 1, devices // size)
-            share = output_bytes * microbatch * size / devices
-            move = Communication(Collective.ALL_TO_ALL, share, group, Moment.FORWARD, overlaps=False)
-            self._moves[key] = self.links.seconds(move)
+            self._moves[key] = float(self.redistributions(output_bytes, microbatch, key[1:2], key[2:])[0, 0])
         return self._moves[key]
+
+    def redistributions(
+        self, output_bytes: int, microbatch: int, left: Sequence[Layout], right: Sequence[Layout]
+    ) -> FloatArray:
+        """(A, B): seconds to bring a tensor from each of A layouts to each of B on as many devices, in one direction.
+
+        Two layouts differ within runs of consecutive devices (see ``exchanging``), which exchange their shares in one
+        all-to-all; nothing moves where they are the same.
+
+        Args:
+            output_bytes: of the tensor, a sample.
+            microbatch: samples of one micro-batch over the stage.
+            left: layouts as ``layout`` gives them.
+            right: the same.
+        """
+        sizes = exchanging(np.array(left, dtype=np.int64)[:, None], np.array(right, dtype=np.int64)[None, :])
+        found, place = np.unique(sizes, return_inverse=True)
+        devices = prod(left[0][:3]) if left else 1
+        seconds = [self._moved(output_bytes * microbatch, devices, int(size)) for size in found]
+        return np.array(seconds, dtype=np.float64)[place].reshape(sizes.shape)
+
+    def _moved(self, size: int, devices: int, group: int) -> float:
+        """Seconds of the all-to-all in groups of so many devices, of a tensor of so many bytes on all."""
+        ranks = RankGroup(group, 1, devices // group)
+        share = size * group / devices
+        return self.links.seconds(Communication(Collective.ALL_TO_ALL, share, ranks, Moment.FORWARD, overlaps=False))
 
     def _again(self, figures: LayerFigures, plain: LayerFigures | None) -> Real:
         """Seconds of backward that are computing again, from the figures with and without."""
@@ -433,9 +450,47 @@ class LayerPricer:
         }
 
 
-def layout(strategy: Strategy) -> tuple[int, int, int, bool]:
-    """How boundary tensors lie on a stage's devices: batch, context and tensor degree, whether tokens are split."""
-    return strategy.batch_degree, strategy.context, strategy.tensor, strategy.sequence_parallel
+Layout = tuple[int, int, int, bool, bool]
+"""How boundary tensors lie on a stage's devices: batch, context and tensor degree, whether the parts of a sample lie
+far apart (strided) with those of other samples between them, and whether tensor groups share tokens."""
+
+
+def layout(strategy: Strategy) -> Layout:
+    """How a strategy's boundary tensors lie.
+
+    Strided ZeRO ranks change nothing: which samples a rank of data x zero takes is free, so they go by its place.
+    """
+    batch, context = strategy.batch_degree, strategy.context
+    far = strategy.strided is Strided.CONTEXT and context > 1 and batch > 1
+    return batch, context, strategy.tensor, far, strategy.sequence_parallel
+
+
+def of_layout(own: Layout) -> Strategy:
+    """A strategy of a layout."""
+    data, context, tensor, far, shared = own
+    strided = Strided.CONTEXT if far else Strided.NONE
+    return Strategy(data=data, context=context, tensor=tensor, sequence_parallel=shared, strided=strided)
+
+
+def exchanging(left: IntArray, right: IntArray) -> IntArray:
+    """Consecutive devices within which layouts differ: 1 where they are the same.
+
+    Layouts (b, c, t) and (b', c', t') put the samples in order on runs of lcm(c t, c' t') devices; where both are far
+    and c = c', each part of the samples lies on runs of lcm(t, t'). All devices else.
+
+    Args:
+        left: (..., 5) layouts, those of ``right`` broadcast against it.
+        right: the same.
+    """
+    (batch, context, tensor, far, _), (_, context2, tensor2, far2, _) = (
+        np.moveaxis(left, -1, 0),
+        np.moveaxis(right, -1, 0),
+    )
+    near = np.lcm(context * tensor, context2 * tensor2)
+    inside = np.where(context == context2, np.lcm(tensor, tensor2), batch * context * tensor)
+    differ = np.where(far != far2, batch * context * tensor, np.where(far == 1, inside, near))
+    size: IntArray = np.where((left == right).all(axis=-1), 1, differ)
+    return size
 
 
 def with_copy(kind: LayerKind, items: int) -> LayerKind:

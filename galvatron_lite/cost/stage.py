@@ -6,7 +6,6 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, Sharing
 from galvatron_lite.cost.memory import group_memory
 from galvatron_lite.cost.schedule import StageTimes
@@ -23,6 +22,7 @@ from galvatron_lite.parallelism.pipeline.cost import (
     transfer,
 )
 from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, group_of
+from galvatron_lite.parallelism.ranks import tensor_group
 from galvatron_lite.plans.schema import MemoryBreakdown, Schedule
 from galvatron_lite.units import activation_bytes
 
@@ -207,8 +207,7 @@ def transfer_seconds(pricer: LayerPricer, size: int, sender: Strategy, shape: Sh
     if not profile.scattered_sends or sender.tensor == 1 or sender.sequence_parallel:
         return links.seconds(transfer(size, shape.stage_devices, stride))
     gathered = Communication(
-        Collective.ALL_GATHER, size, RankGroup(sender.tensor, 1, shape.stage_devices // sender.tensor), Moment.FORWARD,
-        overlaps=False, cause=NAME,
+        Collective.ALL_GATHER, size, tensor_group(sender), Moment.FORWARD, overlaps=False, cause=NAME,
     )  # fmt: skip
     return links.seconds(transfer(-(-size // sender.tensor), shape.stage_devices, stride)) + right.links.seconds(
         gathered

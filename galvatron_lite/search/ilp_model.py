@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from galvatron_lite.cost.layer import ALONE
+from galvatron_lite.cost.layer import ALONE, of_layout
 from galvatron_lite.cost.sharing import sharing_of, tied_groups
 from galvatron_lite.cost.stage import transfer_seconds
 from galvatron_lite.model.graph import Role
@@ -180,16 +180,15 @@ class ShapeModel:
 
     def _moved(self, place: int, stage: int, a: Layout, b: Layout) -> float:
         output = self.problem.graph.kind_of(self.problem.graph.layers[place - 1]).output_bytes
-        left, right = (Strategy(data=d, context=c, tensor=t, sequence_parallel=shared) for d, c, t, shared in (a, b))
-        return self.problem.tables[stage].pricer.redistribution(output, self.problem.shape.microbatch, left, right)
+        pricer, microbatch = self.problem.tables[stage].pricer, self.problem.shape.microbatch
+        return pricer.redistribution(output, microbatch, of_layout(a), of_layout(b))
 
     def _edge(self, place: int, stage: int, wire: Layout) -> int:
         """The boundary before a layer: both sides pay for what they send, and hold its buffers."""
         key = (place, stage, wire)
         if key not in self._edges:
             number = self._edges[key] = self.programme.variable(binary=False)
-            data, context, tensor, shared = wire
-            sender = Strategy(data=data, context=context, tensor=tensor, sequence_parallel=shared)
+            sender = of_layout(wire)
             shape, pricer = self.problem.shape, self.problem.pricer
             output = self.problem.graph.kind_of(self.problem.graph.layers[place - 1]).output_bytes
             size = boundary_bytes(output, shape.microbatch, sender)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing
+from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing, of_layout
 from galvatron_lite.cost.schedule import Form
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.cost.stage import Shape, transfer_seconds
@@ -146,8 +146,7 @@ class Problem:
 
     def _send(self, stage: int, output: int) -> tuple[int, float]:
         """Bytes of a boundary tensor on a device before a stage, and the seconds of sending it."""
-        data, context, tensor, shared = self.choice.wire or (1, 1, self.shape.stage_devices, True)
-        sender = Strategy(data=data, context=context, tensor=tensor, sequence_parallel=shared)
+        sender = of_layout(self.choice.wire or (1, 1, self.shape.stage_devices, False, True))
         size = boundary_bytes(output, self.shape.microbatch, sender)
         return size, transfer_seconds(self.pricer, size, sender, self.shape, (stage - 1, stage))
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing, layout
+from galvatron_lite.cost.layer import ALONE, LayerPricer, Layout, Sharing, layout
 from galvatron_lite.cost.schedule import Form, form_of
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.model.graph import ModelGraph
@@ -22,15 +22,13 @@ from galvatron_lite.search.space import Fixed, Space
 __all__ = ["TICKS", "Glue", "Layout", "Options", "Store", "Table", "Tables", "glue_of", "ticks"]
 
 IntArray = NDArray[np.int64]
-Layout = tuple[int, int, int, bool]
-"""How boundary tensors lie on a stage's devices, see ``cost.layer.layout``."""
-Glue = tuple[int, int, int]
+Glue = tuple[int, int, int, bool]
 """A layout without the choice of tensor groups to share tokens."""
 
 
 def glue_of(own: Layout) -> Glue:
-    """What layouts must have in common to be glued: batch, context and tensor degree."""
-    return own[:3]
+    """What layouts must have in common to be glued: batch, context and tensor degree, and where samples lie."""
+    return own[:4]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -296,9 +294,6 @@ class Tables:
         return self._least_moves[key]
 
     def _moved(self, left: Table, right: Table) -> IntArray:
-        pricer, size, microbatch = self.store.pricer, left.output_bytes, self.shape.microbatch
-        rows = [
-            [ticks(pricer.redistribution(size, microbatch, one, other)) for other in right.options.samples]
-            for one in left.options.samples
-        ]
-        return np.array(rows, dtype=np.int64).reshape(len(rows), len(right.options.samples))
+        layouts = left.options.layouts, right.options.layouts
+        seconds = self.store.pricer.redistributions(left.output_bytes, self.shape.microbatch, *layouts)
+        return np.rint(seconds * TICKS).astype(np.int64)

@@ -16,7 +16,7 @@ from galvatron_lite.model.graph import (
     SplitDims,
     TensorSplit,
 )
-from galvatron_lite.parallelism.base import Collective, Offload, Strategy
+from galvatron_lite.parallelism.base import Collective, Offload, Strategy, Strided
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.profiler.schema import (
     CollectiveFit,
@@ -55,6 +55,11 @@ def cases(seed: int, count: int, each: int) -> Iterator[Case]:
         wide = max(strategy.batch_degree for strategy in strategies) * draw.choice((1, 2, 3))
         sharing = draw.choice((ALONE, Sharing(grouped=True), Sharing(copied=1000, exchanged=4000)))
         yield Case(profile, kind, strategies, wide, draw.choice(divisors(DEVICES // devices)), sharing)
+
+
+def placed(draw: random.Random, case: Case) -> Case:
+    """The same with some dimensions strided."""
+    return replace(case, strategies=tuple(replace(s, strided=draw.choice(list(Strided))) for s in case.strategies))
 
 
 def strategy_of(draw: random.Random, devices: int) -> Strategy:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from fractions import Fraction
+from itertools import product
 
-from galvatron_lite.cost.layer import LayerPricer, Sharing, layout
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from galvatron_lite.cost.layer import LayerPricer, Sharing, exchanging, layout, of_layout
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.base import Strategy, Strided
 from galvatron_lite.profiler.schema import LayerPoint, Overlap
 from tests.factories import make_cluster, make_graph, make_kind, make_profile
 
@@ -52,3 +58,63 @@ def test_replicas_sum_gradients_behind_the_last_backward(beta: float, hidden: bo
     assert (reduce < cost.backward) is hidden
     assert cost.step_exposed == pytest.approx(max(0.0, reduce - cost.backward))
     assert cost.backward == pytest.approx(0.8 / 4)
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[Strategy, Strategy]:
+    """Two strategies of as many devices, far apart or not."""
+    sizes = [draw(st.permutations([1, 2, 2, 3])) for _ in range(2)]
+    far = [draw(st.sampled_from(list(Strided))) for _ in range(2)]
+    made = [
+        Strategy(
+            data=own[0], zero=own[1], zero_stage=3 if own[1] > 1 else 0, context=own[2], tensor=own[3], strided=place
+        )
+        for own, place in zip(sizes, far, strict=True)
+    ]
+    return made[0], made[1]
+
+
+def parts(strategy: Strategy) -> list[tuple[Fraction, Fraction]]:
+    """Per rank the part of the batch's tokens (begin, end) that its boundary tensors hold, by a grid of ranks.
+
+    Tokens are put in order of samples, then of their place in the sample; where context ranks are far, the other way.
+    """
+    batch, context = strategy.batch_degree, strategy.context
+    far = layout(strategy)[3]
+    grid = product(range(context), range(batch), range(strategy.tensor)) if far else None
+    grid = grid or ((c, b, t) for b, c, t in product(range(batch), range(context), range(strategy.tensor)))
+    return [(Fraction(b, batch), Fraction(c, context)) for c, b, _ in grid]
+
+
+@given(pairs())
+def test_devices_outside_a_run_of_exchanging_ones_need_nothing_of_it(pair: tuple[Strategy, Strategy]) -> None:
+    """Each run holds the same tokens before and after."""
+    left, right = (parts(strategy) for strategy in pair)
+    layouts = [np.array(layout(strategy)) for strategy in pair]
+    size = int(exchanging(*layouts))
+    assert pair[0].devices % size == 0
+    if layout(pair[0]) == layout(pair[1]):
+        assert size == 1
+    for start in range(0, len(left), size):
+        held = [cells(own[start : start + size], strategy) for own, strategy in zip((left, right), pair, strict=True)]
+        assert held[0] == held[1]
+
+
+def cells(own: list[tuple[Fraction, Fraction]], strategy: Strategy) -> set[tuple[int, int]]:
+    """Twelfths of the samples, and of the tokens of each, that ranks hold."""
+    wide, long = 12 // strategy.batch_degree, 12 // strategy.context
+    return {(int(b * 12) + i, int(c * 12) + j) for b, c in own for i in range(wide) for j in range(long)}
+
+
+def test_redistribution_of_all_pairs_of_layouts_at_once() -> None:
+    every = [
+        Strategy(data=4 // c // t, context=c, tensor=t, strided=far)
+        for c, t in ((1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2))
+        for far in Strided
+    ]
+    layouts, known = [layout(strategy) for strategy in every], pricer()
+    matrix = known.redistributions(100, 8, layouts, layouts)
+    for row, left in enumerate(every):
+        assert [known.redistribution(100, 8, left, right) for right in every] == list(matrix[row])
+    assert (matrix > 0).any()
+    assert all(layout(of_layout(own)) == own for own in layouts)

@@ -5,15 +5,25 @@ from __future__ import annotations
 from functools import reduce
 from itertools import product
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.model.graph import LayerKind, Recompute
-from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, Strategy
-from galvatron_lite.parallelism.ranks import expert_spread_of, spread_of
+from galvatron_lite.parallelism.base import (
+    Collective,
+    Communication,
+    DimensionContext,
+    LayerWork,
+    Moment,
+    Strategy,
+    Strided,
+)
+from galvatron_lite.parallelism.ranks import context_group, expert_spread_of, spread_of, tensor_group
 from galvatron_lite.parallelism.registry import DIMENSIONS
+from galvatron_lite.parallelism.strategies import Strategies
 from tests.factories import make_kind
 
 ITEMS = 1200
@@ -80,25 +90,56 @@ def test_context_ranks_share_states_or_are_replicas() -> None:
 degrees = st.sampled_from([1, 2, 4])
 
 
-@given(degrees, degrees, degrees, degrees, st.booleans())
-def test_groups_are_those_of_the_grid(data: int, zero: int, context: int, tensor: int, sharded: bool) -> None:
+ORDERS = {
+    Strided.NONE: ("data", "zero", "context", "tensor"),
+    Strided.ZERO: ("zero", "data", "context", "tensor"),
+    Strided.CONTEXT: ("context", "data", "zero", "tensor"),
+}
+"""Outermost first."""
+
+
+@given(degrees, degrees, degrees, degrees, st.booleans(), st.sampled_from(list(Strided)))
+def test_groups_are_those_of_the_grid(
+    data: int, zero: int, context: int, tensor: int, sharded: bool, strided: Strided
+) -> None:
     """Ranks that differ in zero and context only hold the shards of one copy; those that differ in data, copies."""
-    strategy = Strategy(data, zero if sharded else 1, 1 if sharded else 0, tensor, context=context)
-    axes = (strategy.data, strategy.zero, strategy.context, strategy.tensor)
-    grid = {place: rank for rank, place in enumerate(product(*(range(axis) for axis in axes)))}
-    same_copy = [rank for (d, _, _, t), rank in grid.items() if (d, t) == (0, 0)]
-    same_shard = [rank for (_, z, c, t), rank in grid.items() if (z, c, t) == (0, 0, 0)]
-    if not sharded:
-        same_copy, same_shard = [0], [rank for (_, _, _, t), rank in grid.items() if t == 0]
+    strategy = Strategy(data, zero if sharded else 1, 1 if sharded else 0, tensor, context=context, strided=strided)
     spread = spread_of(strategy)
-    assert members(spread.shards) == same_copy
-    assert members(spread.replicas) == same_shard
-    assert spread.shards.siblings * spread.shards.size == strategy.devices
+    assert members(spread.shards) == ranks(strategy, {"zero", "context"} if sharded else set())
+    assert members(spread.replicas) == ranks(strategy, {"data"} if sharded else {"data", "context"})
+    assert members(tensor_group(strategy)) == ranks(strategy, {"tensor"})
+    assert members(context_group(strategy)) == ranks(strategy, {"context"})
+    for group in (spread.shards, spread.replicas, tensor_group(strategy), context_group(strategy)):
+        assert group.siblings * group.size == strategy.devices
+        assert members(group)[-1] == group.reach
+
+
+def ranks(strategy: Strategy, free: set[str]) -> list[int]:
+    """Ranks that differ from rank 0 in some dimensions only, by a grid of all ranks."""
+    order = ORDERS[strategy.strided]
+    places = product(*(range(getattr(strategy, name)) for name in order))
+    return [
+        rank
+        for rank, place in enumerate(places)
+        if all(at == 0 or name in free for name, at in zip(order, place, strict=True))
+    ]
 
 
 def members(group: RankGroup) -> list[int]:
     """Ranks of the group that rank 0 is in."""
-    return [place * group.stride for place in range(group.size)]
+    runs = range(group.size // group.run)
+    return [run * group.stride + place * group.gap for run in runs for place in range(group.run)]
+
+
+@given(st.lists(st.tuples(degrees, degrees, degrees, degrees, st.sampled_from(list(Strided))), min_size=1))
+def test_groups_of_many_are_those_of_each(chosen: list[tuple[int, int, int, int, Strided]]) -> None:
+    made = [Strategy(d, z, 1, t, context=c, strided=strided, expert=2) for d, z, c, t, strided in chosen]
+    for groups in (tensor_group, context_group, lambda one: spread_of(one).shards, lambda one: spread_of(one).replicas):
+        many = groups(Strategies.of(made))
+        for place, strategy in enumerate(made):
+            own = groups(strategy)
+            for name in ("size", "stride", "siblings", "run", "gap"):
+                assert np.broadcast_to(getattr(many, name), len(made))[place] == getattr(own, name)
 
 
 @given(degrees, degrees, degrees, degrees, st.sampled_from([1, 2, 4, 8]))

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from galvatron_lite.cost.groups import price_stages
-from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, layout
+from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, Layout, layout
 from galvatron_lite.cost.memory import terms
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.cost.stage import Shape, price_stage, transfer_seconds
@@ -32,7 +32,6 @@ from galvatron_lite.search.space import Fixed, Space
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Layout = tuple[int, int, int, bool]
 Key = tuple[Layout | None, tuple[tuple[int, Strategy], ...]]
 """What the stages of a plan must agree on: the layout at boundaries, and strategies of layers that share parameters."""
 
@@ -306,7 +305,7 @@ class Brute:
         """Seconds of the gradient sent back and of the output sent on, and bytes of the buffers for both."""
         sizes, seconds = [0, 0], [0.0, 0.0]
         if wire is not None:
-            batch, context, tensor, shared = wire
+            batch, context, tensor, _, shared = wire
             sender = Strategy(data=batch, context=context, tensor=tensor, sequence_parallel=shared)
             for side, cut in enumerate((inside.start, inside.stop)):
                 if 0 < cut < len(self.profile.graph.layers):
