@@ -32,41 +32,22 @@ of (1), one solution of each value.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from galvatron_lite.search.bounds import Ahead, Bounds, Line, ahead_of, best_bounds, line_of
+from galvatron_lite.search.bounds import Bounds, Kind, Line, ahead_of, best_bounds, bounds_at, line_of
 from galvatron_lite.search.chain import Chain
-from galvatron_lite.search.pareto import pareto_rows
-from galvatron_lite.search.runs import Behind, around_run, is_plain, narrowed, run_before, segments_of
-from galvatron_lite.search.segments import (
-    BOTH,
-    FIRST,
-    GATHERED,
-    HEAD,
-    INNER,
-    LAST,
-    PARTS,
-    PENDING,
-    REST,
-    SINGLE,
-    TAIL,
-    TIME,
-    UPDATED,
-    Segment,
-)  # fmt: skip
+from galvatron_lite.search.labels import OPTIMIZER, WAITING, WORST, Search, Step
+from galvatron_lite.search.segments import FIRST, HEAD, PARTS, REST, SINGLE, TAIL, TIME, Segment
 
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
-_CROWD = 8
 _START, _GROWTH = 0.04, 1.7
-_FAR = 2**45
-_RUN, _ALONE = 6, 1
+"""How far above the bound the first limit is, as a share of an average layer's time; and how that grows."""
+_DOUBT = 1.25
+"""How many times the bound a limit may be without a path before it is asked whether any fits."""
+_BOUNDLESS = 2**50
 _QUICK = 40
-TIMES, WORST, WAITING, RESTING, OPTIMIZER, OWED, GROUP, CRITERIA = range(8)
-"""Rows of labels: weighted time, A, B, R, U, d, layout of the first layer; time in each criterion, if several."""
+"""Labels a layer that a first path is looked for with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,218 +83,6 @@ class Front:
         return self.dropped == np.inf
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Step:
-    """The labels after a segment more.
-
-    Attributes:
-        figures: (rows, n), see ``TIMES`` and on.
-        promise: (K, n) Lagrangian bounds.
-        segment: what was put before.
-        choice: (n,) of the segment.
-        parent: (n,) label of the step before.
-    """
-
-    figures: IntArray
-    promise: FloatArray
-    segment: Segment
-    choice: IntArray
-    parent: IntArray
-
-    def take(self, rows: IntArray) -> _Step:
-        """Some of the labels."""
-        return _Step(self.figures[:, rows], self.promise[:, rows], self.segment, self.choice[rows], self.parent[rows])
-
-
-@dataclass(slots=True)
-class _Search:
-    """One pass from the last layer to the first, for paths of at most ``limit`` (weighted time) within ``room``."""
-
-    line: Line
-    bounds: Bounds
-    ahead: Ahead
-    limit: float
-    room: int
-    beam: int | None
-    floors: bool = True
-    work: int = 0
-    dropped: float = np.inf
-    history: list[_Step] = field(default_factory=list)
-    origin: tuple[int, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Keeps which layers are equal, for their choices may be narrowed apart."""
-        self.origin = self.line.kind
-
-    def run(self) -> _Step | None:
-        """The labels of whole paths, none of them beaten; None without any."""
-        place = len(self.line.kind) - 1
-        step = self._thinned(place, self._first(place))
-        queue: list[Segment] = []
-        while len(step.choice):
-            self.history.append(step)
-            if place == 0:
-                return step
-            segment, *queue = queue or self._segments(place, step)
-            place -= segment.layers
-            step = self._thinned(place, self._extended(place, segment, step))
-        return None
-
-    def _segments(self, place: int, step: _Step) -> list[Segment]:
-        """What to put before the labels at ``place``, one after the other."""
-        one, count = self.line.at(place - 1).segment, run_before(self.line, place)
-        alone = self._alone(place)
-        if count < _RUN or alone & (alone - 1):
-            return [one]
-        figures = step.figures
-        number = int(np.argmax(step.promise.min(axis=1)))
-        price = float(self.bounds.prices[number])
-        reach = figures[TIMES] + price * np.maximum(figures[WORST], figures[WAITING])
-        move = self.line.moves[place] * float(self.line.by[0])
-        ceiling = float(self.bounds.ceiling(self.limit)[number] + price * self.room)
-        behind = Behind(price, number, (move[:, figures[GROUP]] + reach).min(axis=1), ceiling)
-        around = around_run(self.line, self.bounds, place, count, behind)
-        line = narrowed(self.line, place, count, around, behind)
-        if line is not self.line:
-            self.line, self.ahead = line, ahead_of(line)
-        memory = (figures[WORST], figures[WAITING], figures[RESTING], figures[OPTIMIZER])
-        if is_plain(self.line, self.ahead, place, count, *memory):
-            return segments_of(self.line, place, count, around, behind)
-        return [self.line.at(place - 1).segment]
-
-    def _alone(self, place: int) -> int:
-        """How many layers like the one before ``place`` were put before the labels one by one."""
-        after = place
-        while after < len(self.origin) and self.origin[after] == self.origin[place - 1]:
-            after += 1
-        return after - place
-
-    def _first(self, place: int) -> _Step:
-        segment = self.line.at(place).segment
-        x = segment.figures
-        count = x.shape[1]
-        worst = x[REST] + np.maximum(x[INNER], 0)
-        rows = [x[TIME], worst, x[REST] + np.maximum(x[FIRST], x[SINGLE]), x[REST], x[UPDATED], x[PENDING], x[HEAD]]
-        figures = np.array([*rows, *x[PARTS:]])
-        return self._bounded(place, figures, segment, np.arange(count), np.full(count, -1))
-
-    def _extended(self, place: int, segment: Segment, step: _Step) -> _Step:
-        """Every label with every choice of one segment more, as far as the limit lets them."""
-        x, old, bounds = segment.figures, step.figures, self.bounds
-        move = self.line.moves[place + segment.layers]
-        best = int(np.argmax(step.promise.min(axis=1)))
-        price = bounds.prices[best]
-        own = x[TIME] + price * x[BOTH] + bounds.before[place][best][x[HEAD]]
-        values = own[:, None] + move[x[TAIL]] * float(self.line.by[0])
-        reach = old[TIMES] + price * np.maximum(old[WORST], old[WAITING])
-        ceiling = bounds.ceiling(self.limit)[best] + price * self.room
-        self.work += values.shape[0] * len(reach)
-        totals = values[:, old[GROUP]] + reach
-        choice, parent = np.nonzero(totals <= ceiling)
-        if self.beam is not None and len(choice) > _CROWD * self.beam:
-            choice, parent = self._most_promising(totals - price * self.room, choice, parent)
-        x, old = x[:, choice], old[:, parent]
-        moved = move[x[TAIL], old[GROUP]]
-        new = np.empty((CRITERIA + len(x) - PARTS, len(choice)), dtype=np.int64)
-        np.add(old[RESTING], x[REST], out=new[RESTING])
-        np.maximum(old[WORST], old[WAITING] + x[GATHERED], out=new[WORST])
-        new[WORST] += x[BOTH]
-        if segment.layers > 1:
-            np.maximum(new[WORST], new[RESTING] + np.maximum(x[INNER], x[LAST] + old[OWED]), out=new[WORST])
-        new[WAITING] = new[RESTING] + np.maximum(x[FIRST], x[SINGLE] + old[OWED])
-        new[TIMES] = old[TIMES] + x[TIME] + moved * self.line.by[0]
-        new[OPTIMIZER] = old[OPTIMIZER] + x[UPDATED]
-        new[OWED], new[GROUP] = x[PENDING], x[HEAD]
-        if len(new) > CRITERIA:
-            new[CRITERIA:] = old[CRITERIA:] + x[PARTS:] + moved * self.line.by[1:, None]
-        return self._bounded(place, new, segment, choice, parent)
-
-    def _most_promising(self, totals: FloatArray, choice: IntArray, parent: IntArray) -> tuple[IntArray, IntArray]:
-        """Some times as many pairs as the beam keeps labels, and notes what any other costs at the least."""
-        own = totals[choice, parent]
-        order = np.argsort(own, kind="stable")
-        count = _CROWD * (self.beam or 1)
-        self._drop(float(own[order[count]]))
-        rows = np.sort(order[:count])
-        return choice[rows], parent[rows]
-
-    def _drop(self, promise: float) -> None:
-        self.dropped = min(self.dropped, promise * (1 - 1e-9) - 1)
-
-    def _bounded(self, place: int, figures: IntArray, segment: Segment, choice: IntArray, parent: IntArray) -> _Step:
-        """The labels that may be completed within room and limit."""
-        bounds, ahead = self.bounds, self.ahead
-        peak = np.maximum(figures[WORST], figures[WAITING])
-        before = bounds.before[place][:, figures[GROUP]]
-        promise = before + (figures[TIMES] + bounds.prices[:, None] * (peak - self.room))
-        alive = (promise <= bounds.ceiling(self.limit)[:, None]).all(axis=0)
-        alive &= peak <= self.room - ahead.both_least[place]
-        alive &= figures[OPTIMIZER] <= self.room - ahead.updated_least[place]
-        if place == 0:
-            alive &= figures[TIMES] <= self.limit
-        return _Step(figures, promise, segment, choice, parent).take(np.flatnonzero(alive))
-
-    def _thinned(self, place: int, step: _Step) -> _Step:
-        """Without labels that are no better than another one, and without those that the beam drops."""
-        if len(step.choice) <= 1:
-            return step
-        step = step.take(self._undominated(place, step.figures))
-        return step if self.beam is None else self._narrowed(step, self.beam)
-
-    def _narrowed(self, step: _Step, count: int) -> _Step:
-        """The most promising labels; what paths through any other cost at the least is noted."""
-        if len(step.choice) <= count:
-            return step
-        promise = (step.promise - (self.bounds.ceiling(0.0) - 1)[:, None]).max(axis=0)
-        order = np.argsort(promise, kind="stable")
-        self._drop(float(promise[order[count]]))
-        return step.take(np.sort(order[:count]))
-
-    def _undominated(self, place: int, figures: IntArray) -> IntArray:
-        """Places of the labels that no other one equals or beats; at place 0 only their times count."""
-        several = len(figures) > CRITERIA
-        times = figures[CRITERIA:] if several else figures[TIMES : TIMES + 1]
-        if place == 0:
-            return np.sort(pareto_rows(times.T))
-        telling = self._telling(place, figures)
-        group = figures[GROUP]
-        if len(telling) == 1 and not several:
-            order = np.lexsort((telling[0], times[0], group))
-            ordered = telling[0][order] - group[order] * _FAR
-            least = np.minimum.accumulate(ordered)
-            kept = np.concatenate(([True], ordered[1:] < least[:-1]))
-            return np.sort(order[kept])
-        keys = np.column_stack((*times, *telling))
-        order = np.argsort(group, kind="stable")
-        edges = np.flatnonzero(np.diff(group[order])) + 1
-        return np.sort(np.concatenate([own[pareto_rows(keys[own])] for own in np.split(order, edges)]))
-
-    def _telling(self, place: int, figures: IntArray) -> list[IntArray]:
-        """The memory figures that may make a difference, raised as far as makes none."""
-        ahead, floor = self.ahead, self.room if self.floors else -_FAR * 8
-        worst = np.maximum(figures[WORST], floor - ahead.both_most[place])
-        rest = figures[RESTING]
-        certain = [
-            np.maximum(worst - ahead.gathered[place], floor - ahead.both_most[place] - ahead.gathered[place]),
-            np.maximum(worst - ahead.local[place], floor - ahead.resting[place]),
-            np.maximum(worst - ahead.updating[place], floor - ahead.updated_most[place]),
-            np.maximum(worst - rest - ahead.waiting[place], ahead.covered[place]),
-        ]
-        own = [figures[WAITING], rest, figures[OPTIMIZER], figures[OWED]]
-        raised = [np.maximum(a, b) for a, b in zip(own, certain, strict=True) if (a > b).any()]
-        return [worst, *raised]
-
-    def path(self, row: int) -> Path:
-        """A path of the last step."""
-        figures = self.history[-1].figures[:, row]
-        choices: list[int] = []
-        for step in reversed(self.history):
-            choices += step.segment.choices(int(step.choice[row]))
-            row = int(step.parent[row])
-        time = figures[CRITERIA:] if len(figures) > CRITERIA else figures[:1]
-        return Path(tuple(int(value) for value in time), tuple(choices))
-
-
 def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None) -> Front:
     """The Pareto set of a chain within memory, ascending in time; empty where nothing fits.
 
@@ -336,16 +105,18 @@ def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None) 
 
 
 def _may_fit(line: Line) -> bool:
-    both = sum(line.at(place).extremes[0] for place in range(len(line.kind)))
-    return both <= line.room + 2**60
+    """Whether the moment of the last layer may be within the room, at rest and from what is before it alone."""
+    last = line.at(len(line.kind) - 1).segment.figures
+    before = sum(line.at(place).extremes[0] for place in range(len(line.kind) - 1))
+    return before + int((last[REST] + np.maximum(last[FIRST], last[SINGLE])).min()) <= line.room
 
 
-def _searched(line: Line, bounds: Bounds, limit: float, beam: int | None) -> tuple[_Search, _Step | None]:
+def _searched(line: Line, bounds: Bounds, limit: float, beam: int | None) -> tuple[Search, Step | None]:
     useful = bounds.useful(limit)
     if not all(len(own) for own in useful):
-        return _Search(line, bounds, ahead_of(line), limit, line.room, beam), None
+        return Search(line, bounds, ahead_of(line), limit, line.room, beam), None
     line = line.only(useful)
-    search = _Search(line, bounds, ahead_of(line), limit, line.room, beam)
+    search = Search(line, bounds, ahead_of(line), limit, line.room, beam)
     return search, search.run()
 
 
@@ -353,31 +124,82 @@ def _front(line: Line, bounds: Bounds, limit: float, beam: int | None) -> Front:
     search, last = _searched(line, bounds, limit, beam)
     if last is None:
         return Front((), search.work, search.dropped)
-    paths = (search.path(row) for row in range(len(last.choice)))
+    paths = (Path(*search.path(row)) for row in range(len(last.choice)))
     return Front(tuple(sorted(paths, key=lambda path: (path.time, path.choices))), search.work, search.dropped)
 
 
 def _quickest(line: Line, bounds: Bounds, cap: float, beam: int | None) -> Front:
-    """The path of least time."""
-    most = sum(float(line.at(place).segment.figures[TIME].max()) for place in range(len(line.kind)))
-    most += sum(float(move.max()) * float(line.by[0]) for move in line.moves[1:])
-    most, low, missed = min(cap, most), max(bounds.least * (1 - 1e-9) - 1, 0.0), np.inf
-    share, work, best = _START * max(bounds.least, most * 1e-6) / len(line.kind), 0, Front(())
-    first, narrow = share, _QUICK if beam is None else min(beam, _QUICK)
+    """The path of least time: limits grow until a path is met, then close in on the bound from both sides."""
+    low, most = max(bounds.least * (1 - 1e-9) - 1, 0.0), min(cap, _longest(line))
+    first = share = _START * max(low, most * 1e-6) / len(line.kind)
+    narrow = _QUICK if beam is None else min(beam, _QUICK)
+    doubt, work, missed, best = _DOUBT * low + share, 0, np.inf, Front(())
     while low <= most:
         near = (low + most) / 2 if best.paths and most - low > first else most
         limit = float(int(min(near, low + share)))
-        found = _front(line, bounds, limit, beam if best.paths else narrow)
+        found = _passed(line, bounds, limit, beam if best.paths else narrow, beam)
         work += found.work
-        if not best.paths and not found.paths and found.dropped <= limit and narrow != beam:
-            found = _front(line, bounds, limit, beam)
-            work += found.work
         if found.paths:
             best, most = found, float(found.paths[0].time[0] - 1)
-            low = max(low, min(found.dropped, most + 1))
             if found.dropped <= most and narrow == beam:
                 missed = min(missed, found.dropped)
                 break
-        else:
-            low, missed, share = limit + 1, min(missed, found.dropped), share * _GROWTH
+            low = max(low, min(found.dropped, most + 1))
+            continue
+        low, missed, share = limit + 1, min(missed, found.dropped), share * _GROWTH
+        if not best.paths and low > doubt:
+            if _leanest(_timeless(line), line.room, None) is None:
+                return Front((), work)
+            doubt = np.inf
     return Front(best.paths, work, missed if missed <= most else np.inf)
+
+
+def _longest(line: Line) -> float:
+    """No path takes more weighted time."""
+    own = sum(float(line.at(place).segment.figures[TIME].max()) for place in range(len(line.kind)))
+    return own + sum(float(move.max()) * float(line.by[0]) for move in line.moves[1:])
+
+
+def _passed(line: Line, bounds: Bounds, limit: float, narrow: int | None, beam: int | None) -> Front:
+    """A path within the limit; looked for with a narrow beam first."""
+    found = _front(line, bounds, limit, narrow)
+    if found.paths or found.dropped > limit or narrow == beam:
+        return found
+    wider = _front(line, bounds, limit, beam)
+    return replace(wider, work=found.work + wider.work)
+
+
+def least_room(chain: Chain, most: int | None = None) -> tuple[int, tuple[int, ...]] | None:
+    """The least bytes that any path needs, whatever its time, and the choice of each layer of such a path.
+
+    Args:
+        chain: the problem; its own room does not matter.
+        most: None is returned where every path needs more bytes than this.
+    """
+    line = _timeless(line_of(chain))
+    first = _leanest(line, _BOUNDLESS if most is None else most, _QUICK)
+    room = first[0] - 1 if first else most
+    return first if room is None else _leanest(line, room, None) or first
+
+
+def _timeless(line: Line) -> Line:
+    """The chain with nothing but memory."""
+    kinds = []
+    for kind in line.kinds:
+        figures = kind.segment.figures[:PARTS].copy()
+        figures[[TIME, HEAD, TAIL]] = 0
+        kinds.append(Kind(Segment(1, figures, kind.segment.names)))
+    still = np.zeros((1, 1), dtype=np.int64)
+    return Line(tuple(kinds), line.kind, (still,) * len(line.moves), np.zeros(1, dtype=np.int64), line.room)
+
+
+def _leanest(line: Line, room: int, beam: int | None) -> tuple[int, tuple[int, ...]] | None:
+    """The path of least memory that needs at most ``room``, as far as the beam tells; None where none is met."""
+    line = replace(line, room=room)
+    search = Search(line, bounds_at(line, np.ones(1)), ahead_of(line), 0.0, room, beam, fitting=False)
+    last = search.run()
+    if last is None:
+        return None
+    peaks = last.figures[[WORST, WAITING, OPTIMIZER]].max(axis=0)
+    row = int(np.argmin(peaks))
+    return int(peaks[row]), search.path(row)[1]

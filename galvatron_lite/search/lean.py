@@ -1,7 +1,7 @@
 """The plan that needs least memory: what is reported where nothing fits.
 
-Of every shape the least greatest peak of its stages, found by asking the frontier again and again whether less than
-the best so far can be reached, and cutting the layers by a bottleneck dynamic programme. Exact for few layers; for
+Of every shape the least greatest peak of its stages, each found exactly (``frontier.least_room``), with the layers cut
+by a bottleneck dynamic programme. Exact for few layers; for
 others a plan is good enough when no other needs less than 97 % of its memory, and the error says so: many shapes of a
 deep pipeline differ by less, and telling them apart takes minutes.
 """
@@ -20,11 +20,9 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.step import price_plan
 from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.search.chain import Chain
-from galvatron_lite.search.frontier import pareto_paths
-from galvatron_lite.search.problem import Problem, widest
+from galvatron_lite.search.frontier import least_room
+from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.result import plan_of, summary
-from galvatron_lite.search.segments import path_peak
 from galvatron_lite.search.shapes import Request, open_problem, settled, shapes_of, tables_by_stage
 from galvatron_lite.units import format_budget
 
@@ -115,7 +113,7 @@ def leanest(request: Request, pricer: LayerPricer, slack: float = 0.0) -> Lean |
     while heap and (best is None or heap[0][0] < (1 - slack) * best.peak):
         _, _, problem = heapq.heappop(heap)
         for child in settled(problem):
-            found = _lean_partition(child, None if best is None else int((1 - slack) * best.peak), slack)
+            found = _lean_partition(child, None if best is None else int((1 - slack) * best.peak))
             best = found or best
     return best
 
@@ -150,7 +148,7 @@ def _bottleneck(need: list[FloatArray]) -> tuple[float, list[int]]:
     return float(best[-1][-1]), [0, *reversed(cuts)]
 
 
-def _lean_partition(problem: Problem, limit: int | None, slack: float) -> Lean | None:
+def _lean_partition(problem: Problem, limit: int | None) -> Lean | None:
     """The partition of least peak below the limit: bounds are made exact where the best partition uses them."""
     need, known = _lightest(problem), {}
     while True:
@@ -160,7 +158,7 @@ def _lean_partition(problem: Problem, limit: int | None, slack: float) -> Lean |
         stages = list(enumerate(pairwise(cuts)))
         unknown = [(stage, ends) for stage, ends in stages if (stage, ends) not in known]
         for stage, ends in unknown:
-            known[stage, ends] = _lean_stage(problem, stage, range(*ends), limit, slack)
+            known[stage, ends] = _lean_stage(problem, stage, range(*ends), limit)
             found = known[stage, ends]
             need[stage][ends] = np.inf if found is None else float(found.peak)
         if not unknown:
@@ -170,28 +168,16 @@ def _lean_partition(problem: Problem, limit: int | None, slack: float) -> Lean |
             return Lean(max(stage.peak for stage in chosen), problem, tuple(cuts), strategies)
 
 
-def _lean_stage(problem: Problem, stage: int, inside: range, limit: int | None, slack: float) -> LeanStage | None:
+def _lean_stage(problem: Problem, stage: int, inside: range, limit: int | None) -> LeanStage | None:
     """The way to run one stage in least memory below the limit; None where there is none."""
     built = problem.chain(stage, inside, scalar=True)
     if built is None:
         return None
     chain, tables = built
-    timeless = tuple(replace(layer, time=np.zeros_like(layer.time)) for layer in chain.layers)
-    best: tuple[int, ...] | None = None
-    least, peak = 0, 2**60 if limit is None else limit - problem.fixed_costs(stage, inside)[2]
-    while least < (1 - slack) * peak or best is None:
-        # First whether anything will do, then halves of what is between the bound and the best so far.
-        room = peak - 1 if best is None else (least + peak - 1) // 2
-        tighter = Chain(timeless, np.zeros_like(chain.moves), chain.weights, room)
-        paths = pareto_paths(tighter, beam=widest(tighter)).paths
-        if paths:
-            best = paths[0].choices
-            peak = path_peak(chain.layers, best)
-        elif best is None:
-            return None
-        else:
-            least = room + 1
-    if best is None:
+    always = problem.fixed_costs(stage, inside)[2]
+    found = least_room(chain, None if limit is None else limit - always - 1)
+    if found is None:
         return None
+    peak, best = found
     strategies = tuple(table.strategies[choice] for table, choice in zip(tables, best, strict=True))
-    return LeanStage(peak + problem.fixed_costs(stage, inside)[2], strategies)
+    return LeanStage(peak + always, strategies)

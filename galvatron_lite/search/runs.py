@@ -68,6 +68,7 @@ def is_plain(
     ahead: Ahead,
     place: int,
     count: int,
+    floor: int,
     worst: IntArray,
     waiting: IntArray,
     rest: IntArray,
@@ -76,7 +77,7 @@ def is_plain(
     """Whether in a run of ``count`` layers before ``place`` only times and rest + prefix count, whatever is chosen.
 
     That is so if every moment of the run and of the layers before it is certainly less than the worst one of the labels
-    behind, which earlier layers raise by as much or more.
+    behind, which earlier layers raise by as much or more. Optimizer moments up to ``floor`` do not matter either.
     """
     kind = line.at(place - 1)
     x = kind.segment.figures
@@ -87,7 +88,7 @@ def is_plain(
     inside = int((np.maximum(x[FIRST], x[SINGLE] + pending) - kind.prefix).max()) + gathered
     if max(inside, *ahead.local[place - count : place + 1]) > least:
         return False
-    quiet = updated <= np.maximum(line.room - ahead.updated_most[place], worst - ahead.updating[place])
+    quiet = updated <= np.maximum(floor - ahead.updated_most[place], worst - ahead.updating[place])
     return bool(quiet.all())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.search.chain import Chain, ChainLayer
-from galvatron_lite.search.frontier import Front, pareto_paths
+from galvatron_lite.search.frontier import Front, least_room, pareto_paths
 from galvatron_lite.search.segments import path_peak
 
 QUIET = {"deadline": None, "derandomize": True}
@@ -133,6 +134,36 @@ def test_every_sequence(seed: int) -> None:
         check(own, pareto_paths(own, cap, draw.choice([None, None, 1, 2, 5])), best)
 
 
+@settings(max_examples=200, **QUIET)
+@given(st.integers(0, 10**9))
+def test_least_room(seed: int) -> None:
+    draw = random.Random(seed)
+    layers = draw.randint(1, 7)
+    chain = random_chain(draw, layers, 4 if layers < 6 else 2, 1, equal=draw.random() < 0.6)
+    least = min(peak for _, peak in every_path(chain))
+    found = least_room(chain)
+    assert found is not None
+    assert found[0] == least == moments_peak(chain, found[1])
+    assert least_room(chain, least) == found
+    assert least_room(chain, least - 1) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_least_room_of_runs(seed: int) -> None:
+    draw = random.Random(seed)
+    chain = random_chain(draw, draw.randint(8, 14), 3, 1, equal=True)
+    found = least_room(chain)
+    assert found is not None
+    assert moments_peak(chain, found[1]) == found[0]
+    assert plain_labels(timeless(chain, found[0])) == [(0,)]
+    assert plain_labels(timeless(chain, found[0] - 1)) == []
+
+
+def timeless(chain: Chain, room: int) -> Chain:
+    layers = tuple(replace(layer, time=np.zeros_like(layer.time)) for layer in chain.layers)
+    return Chain(layers, np.zeros_like(chain.moves), chain.weights, room)
+
+
 def plain_labels(chain: Chain) -> list[Times]:
     """The Pareto set by labels over prefixes, without any bound: what is compared is all that later layers can see."""
     labels: dict[int, list[tuple[int, ...]]] = {-1: [(*([0] * len(chain.moves)), 0, -(10**12), 0, 0)]}
@@ -162,7 +193,7 @@ def _longer(chain: Chain, place: int, last: int, choice: int, label: tuple[int, 
 @pytest.mark.parametrize("seed", range(40))
 def test_runs_of_equal_layers(seed: int) -> None:
     draw = random.Random(seed)
-    chain = random_chain(draw, draw.randint(10, 20), 3, 1 if seed % 4 else 2, equal=True)
+    chain = random_chain(draw, draw.randint(10, 16), 3, 1 if seed % 4 else 2, equal=True)
     roomy = with_room(chain, 10**12)
     (quick, *_), lean = (
         pareto_paths(roomy).paths,

@@ -1,0 +1,269 @@
+"""One pass over a chain from its last layer to its first: the labels of ``frontier``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from galvatron_lite.search.bounds import Ahead, Bounds, Line, ahead_of
+from galvatron_lite.search.pareto import pareto_rows
+from galvatron_lite.search.runs import Behind, around_run, is_plain, narrowed, run_before, segments_of
+from galvatron_lite.search.segments import (
+    BOTH,
+    FIRST,
+    GATHERED,
+    HEAD,
+    INNER,
+    LAST,
+    PARTS,
+    PENDING,
+    REST,
+    SINGLE,
+    TAIL,
+    TIME,
+    UPDATED,
+    Segment,
+)  # fmt: skip
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+_CROWD = 8
+"""How many times as many pairs as the beam keeps labels are looked at."""
+_RUN = 6
+"""Layers of the shortest run that is joined to segments."""
+_FAR = 2**45
+TIMES, WORST, WAITING, RESTING, OPTIMIZER, OWED, GROUP, CRITERIA = range(8)
+"""Rows of labels: weighted time, A, B, R, U, d, layout of the first layer; time in each criterion, if several."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """The labels after a segment more.
+
+    Attributes:
+        figures: (rows, n), see ``TIMES`` and on.
+        promise: (K, n) Lagrangian bounds.
+        segment: what was put before.
+        choice: (n,) of the segment.
+        parent: (n,) label of the step before.
+    """
+
+    figures: IntArray
+    promise: FloatArray
+    segment: Segment
+    choice: IntArray
+    parent: IntArray
+
+    def take(self, rows: IntArray) -> Step:
+        """Some of the labels."""
+        return Step(self.figures[:, rows], self.promise[:, rows], self.segment, self.choice[rows], self.parent[rows])
+
+
+@dataclass(slots=True)
+class Search:
+    """One pass from the last layer to the first, for paths of at most ``limit`` (weighted time) within ``room``.
+
+    Attributes:
+        line: the chain.
+        bounds: of it.
+        ahead: of it.
+        limit: on the weighted time.
+        room: bytes.
+        beam: how many labels of a layer are kept at most; None: all.
+        fitting: whether all that counts of memory is that it is within ``room``; else less is better.
+        work: pairs of labels and choices looked at.
+        dropped: the least promise of a label that the beam dropped.
+        history: labels after each segment.
+        origin: kinds of the layers before any choices were narrowed.
+    """
+
+    line: Line
+    bounds: Bounds
+    ahead: Ahead
+    limit: float
+    room: int
+    beam: int | None
+    fitting: bool = True
+    work: int = 0
+    dropped: float = np.inf
+    history: list[Step] = field(default_factory=list)
+    origin: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Keeps which layers are equal, for their choices may be narrowed apart."""
+        self.origin = self.line.kind
+
+    def run(self) -> Step | None:
+        """The labels of whole paths, none of them beaten; None without any."""
+        place = len(self.line.kind) - 1
+        step = self._thinned(place, self._first(place))
+        queue: list[Segment] = []
+        while len(step.choice):
+            self.history.append(step)
+            if place == 0:
+                return step
+            segment, *queue = queue or self._segments(place, step)
+            place -= segment.layers
+            step = self._thinned(place, self._extended(place, segment, step))
+        return None
+
+    def _segments(self, place: int, step: Step) -> list[Segment]:
+        """What to put before the labels at ``place``, one after the other."""
+        one, count = self.line.at(place - 1).segment, run_before(self.line, place)
+        alone = self._alone(place)
+        if count < _RUN or alone & (alone - 1):
+            return [one]
+        figures = step.figures
+        number = int(np.argmax(step.promise.min(axis=1)))
+        price = float(self.bounds.prices[number])
+        reach = figures[TIMES] + price * np.maximum(figures[WORST], figures[WAITING])
+        move = self.line.moves[place] * float(self.line.by[0])
+        ceiling = float(self.bounds.ceiling(self.limit)[number] + price * self.room)
+        behind = Behind(price, number, (move[:, figures[GROUP]] + reach).min(axis=1), ceiling)
+        around = around_run(self.line, self.bounds, place, count, behind)
+        line = narrowed(self.line, place, count, around, behind)
+        if line is not self.line:
+            self.line, self.ahead = line, ahead_of(line)
+        memory = (figures[WORST], figures[WAITING], figures[RESTING], figures[OPTIMIZER])
+        if is_plain(self.line, self.ahead, place, count, self.floor, *memory):
+            return segments_of(self.line, place, count, around, behind)
+        return [self.line.at(place - 1).segment]
+
+    @property
+    def floor(self) -> int:
+        """Bytes up to which one moment is as good as another."""
+        return self.room if self.fitting else -8 * _FAR
+
+    def _alone(self, place: int) -> int:
+        """How many layers like the one before ``place`` were put before the labels one by one."""
+        after = place
+        while after < len(self.origin) and self.origin[after] == self.origin[place - 1]:
+            after += 1
+        return after - place
+
+    def _first(self, place: int) -> Step:
+        segment = self.line.at(place).segment
+        x = segment.figures
+        count = x.shape[1]
+        worst = x[REST] + np.maximum(x[INNER], 0)
+        rows = [x[TIME], worst, x[REST] + np.maximum(x[FIRST], x[SINGLE]), x[REST], x[UPDATED], x[PENDING], x[HEAD]]
+        figures = np.array([*rows, *x[PARTS:]])
+        return self._bounded(place, figures, segment, np.arange(count), np.full(count, -1))
+
+    def _extended(self, place: int, segment: Segment, step: Step) -> Step:
+        """Every label with every choice of one segment more, as far as the limit lets them."""
+        x, old, bounds = segment.figures, step.figures, self.bounds
+        move = self.line.moves[place + segment.layers]
+        best = int(np.argmax(step.promise.min(axis=1)))
+        price = bounds.prices[best]
+        own = x[TIME] + price * x[BOTH] + bounds.before[place][best][x[HEAD]]
+        values = own[:, None] + move[x[TAIL]] * float(self.line.by[0])
+        reach = old[TIMES] + price * np.maximum(old[WORST], old[WAITING])
+        ceiling = bounds.ceiling(self.limit)[best] + price * self.room
+        self.work += values.shape[0] * len(reach)
+        totals = values[:, old[GROUP]] + reach
+        choice, parent = np.nonzero(totals <= ceiling)
+        if self.beam is not None and len(choice) > _CROWD * self.beam:
+            choice, parent = self._most_promising(totals - price * self.room, choice, parent)
+        x, old = x[:, choice], old[:, parent]
+        moved = move[x[TAIL], old[GROUP]]
+        new = np.empty((CRITERIA + len(x) - PARTS, len(choice)), dtype=np.int64)
+        np.add(old[RESTING], x[REST], out=new[RESTING])
+        np.maximum(old[WORST], old[WAITING] + x[GATHERED], out=new[WORST])
+        new[WORST] += x[BOTH]
+        if segment.layers > 1:
+            np.maximum(new[WORST], new[RESTING] + np.maximum(x[INNER], x[LAST] + old[OWED]), out=new[WORST])
+        new[WAITING] = new[RESTING] + np.maximum(x[FIRST], x[SINGLE] + old[OWED])
+        new[TIMES] = old[TIMES] + x[TIME] + moved * self.line.by[0]
+        new[OPTIMIZER] = old[OPTIMIZER] + x[UPDATED]
+        new[OWED], new[GROUP] = x[PENDING], x[HEAD]
+        if len(new) > CRITERIA:
+            new[CRITERIA:] = old[CRITERIA:] + x[PARTS:] + moved * self.line.by[1:, None]
+        return self._bounded(place, new, segment, choice, parent)
+
+    def _most_promising(self, totals: FloatArray, choice: IntArray, parent: IntArray) -> tuple[IntArray, IntArray]:
+        """Some times as many pairs as the beam keeps labels, and notes what any other costs at the least."""
+        own = totals[choice, parent]
+        order = np.argsort(own, kind="stable")
+        count = _CROWD * (self.beam or 1)
+        self._drop(float(own[order[count]]))
+        rows = np.sort(order[:count])
+        return choice[rows], parent[rows]
+
+    def _drop(self, promise: float) -> None:
+        self.dropped = min(self.dropped, promise * (1 - 1e-9) - 1)
+
+    def _bounded(self, place: int, figures: IntArray, segment: Segment, choice: IntArray, parent: IntArray) -> Step:
+        """The labels that may be completed within room and limit."""
+        bounds, ahead = self.bounds, self.ahead
+        peak = np.maximum(figures[WORST], figures[WAITING])
+        before = bounds.before[place][:, figures[GROUP]]
+        promise = before + (figures[TIMES] + bounds.prices[:, None] * (peak - self.room))
+        alive = (promise <= bounds.ceiling(self.limit)[:, None]).all(axis=0)
+        alive &= peak <= self.room - ahead.both_least[place]
+        alive &= figures[OPTIMIZER] <= self.room - ahead.updated_least[place]
+        if place == 0:
+            alive &= figures[TIMES] <= self.limit
+        return Step(figures, promise, segment, choice, parent).take(np.flatnonzero(alive))
+
+    def _thinned(self, place: int, step: Step) -> Step:
+        """Without labels that are no better than another one, and without those that the beam drops."""
+        if len(step.choice) <= 1:
+            return step
+        step = step.take(self._undominated(place, step.figures))
+        return step if self.beam is None else self._narrowed(step, self.beam)
+
+    def _narrowed(self, step: Step, count: int) -> Step:
+        """The most promising labels; what paths through any other cost at the least is noted."""
+        if len(step.choice) <= count:
+            return step
+        promise = (step.promise - (self.bounds.ceiling(0.0) - 1)[:, None]).max(axis=0)
+        order = np.argsort(promise, kind="stable")
+        self._drop(float(promise[order[count]]))
+        return step.take(np.sort(order[:count]))
+
+    def _undominated(self, place: int, figures: IntArray) -> IntArray:
+        """Places of the labels that no other one equals or beats; at place 0 only their times count."""
+        several = len(figures) > CRITERIA
+        times = figures[CRITERIA:] if several else figures[TIMES : TIMES + 1]
+        if place == 0:
+            return np.sort(pareto_rows(times.T)) if self.fitting else np.arange(figures.shape[1])
+        telling = self._telling(place, figures)
+        group = figures[GROUP]
+        if len(telling) == 1 and not several:
+            order = np.lexsort((telling[0], times[0], group))
+            ordered = telling[0][order] - group[order] * _FAR
+            least = np.minimum.accumulate(ordered)
+            kept = np.concatenate(([True], ordered[1:] < least[:-1]))
+            return np.sort(order[kept])
+        keys = np.column_stack((*times, *telling))
+        order = np.argsort(group, kind="stable")
+        edges = np.flatnonzero(np.diff(group[order])) + 1
+        return np.sort(np.concatenate([own[pareto_rows(keys[own])] for own in np.split(order, edges)]))
+
+    def _telling(self, place: int, figures: IntArray) -> list[IntArray]:
+        """The memory figures that may make a difference, raised as far as makes none."""
+        ahead, floor = self.ahead, self.floor
+        worst = np.maximum(figures[WORST], floor - ahead.both_most[place])
+        rest = figures[RESTING]
+        certain = [
+            np.maximum(worst - ahead.gathered[place], floor - ahead.both_most[place] - ahead.gathered[place]),
+            np.maximum(worst - ahead.local[place], floor - ahead.resting[place]),
+            np.maximum(worst - ahead.updating[place], floor - ahead.updated_most[place]),
+            np.maximum(worst - rest - ahead.waiting[place], ahead.covered[place]),
+        ]
+        own = [figures[WAITING], rest, figures[OPTIMIZER], figures[OWED]]
+        raised = [np.maximum(a, b) for a, b in zip(own, certain, strict=True) if (a > b).any()]
+        return [worst, *raised]
+
+    def path(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """A path of the last step: its time in each criterion, and the choice of each layer."""
+        figures = self.history[-1].figures[:, row]
+        choices: list[int] = []
+        for step in reversed(self.history):
+            choices += step.segment.choices(int(step.choice[row]))
+            row = int(step.parent[row])
+        time = figures[CRITERIA:] if len(figures) > CRITERIA else figures[:1]
+        return tuple(int(value) for value in time), tuple(choices)
