@@ -105,7 +105,7 @@ def plan(
     budget = _budget(setup.get("mem", DEFAULT_BUDGET), setting.profile)
     return ask(
         setting, devices, batch_for(devices, batch), budget=budget, certify=certify, runners_up=runners_up,
-        progress=progress,
+        progress=progress, stoppable=True,
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from galvatron_lite.cluster.budget import Budget
 from galvatron_lite.errors import InfeasibleError, InputError
@@ -12,6 +12,7 @@ from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.questions.counts import first_devices
 from galvatron_lite.questions.pins import NOTHING, Pins
 from galvatron_lite.search.planner import find_plan
+from galvatron_lite.search.session import Session
 
 SAMPLES_PER_DEVICE = 8
 """Samples a step and device where no batch is given."""
@@ -29,6 +30,7 @@ class Setting:
         pins: what is not left to the search.
         schedules: to choose from where there is a pipeline; None: those that the search takes by itself.
         backend: what is to run the plans.
+        sessions: what earlier points have priced, by devices.
     """
 
     profile: Profile
@@ -36,6 +38,14 @@ class Setting:
     pins: Pins = NOTHING
     schedules: tuple[Schedule, ...] | None = None
     backend: str = "galvatron"
+    sessions: dict[int, Session] = field(default_factory=dict, compare=False, repr=False)
+
+    def session(self, devices: int) -> Session:
+        """The session of the cluster that the first devices make."""
+        if devices not in self.sessions:
+            cluster = first_devices(self.profile.cluster, devices)
+            self.sessions[devices] = Session(self.profile.on(cluster))
+        return self.sessions[devices]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +116,7 @@ def ask(
     certify: bool = False,
     runners_up: int = 0,
     progress: Progress | None = None,
+    stoppable: bool = False,
 ) -> Plan:
     """The fastest plan on the first devices of the setting's cluster; see ``search.planner.find_plan``.
 
@@ -113,9 +124,9 @@ def ask(
         InputError: a batch or a pinned value that cannot be used.
         InfeasibleError: nothing fits.
     """
-    profile = setting.profile.on(first_devices(setting.profile.cluster, devices))
+    session = setting.session(devices)
     return find_plan(
-        profile,
+        session.profile,
         devices=devices,
         global_batch=batch,
         budget=setting.budget if budget is None else budget,
@@ -125,6 +136,8 @@ def ask(
         certify=certify,
         runners_up=runners_up,
         progress=progress,
+        session=session,
+        stoppable=stoppable,
     )
 
 
