@@ -158,9 +158,9 @@ class Options:
             sizes = {name: parse_count(text, _total(name)) for name, text in totals.items() if text is not None}
             return api.cheapest(known, price=self.price or 0.0, within=within, **sizes, **setup)
         step = None if self.step is None else parse_seconds(self.step, "--step")
-        rates = {"samples": self.rate, "tokens": self.tokens}
-        wanted = {name: parse_count(text, f"--{name}") for name, text in rates.items() if text is not None}
-        return api.fewest_devices(known, step=step, **wanted, **setup)
+        samples = None if self.rate is None else parse_count(self.rate, "--rate")
+        tokens = None if self.tokens is None else parse_count(self.tokens, "--tokens")
+        return api.fewest_devices(known, step=step, samples=samples, tokens=tokens, **setup)
 
     def _given(self) -> Mapping[str, object]:
         every = {field.name: getattr(self, field.name) for field in fields(self)}

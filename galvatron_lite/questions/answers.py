@@ -80,7 +80,7 @@ def _(answer: Fewest) -> Said:
     chosen = answer.answer
     if chosen is not None:
         sentence = (
-            f"Fewest: {_gpus(chosen.devices)} {_reach(answer.target)}: {format_seconds(chosen.seconds)} a step of "
+            f"Fewest: {_gpus(chosen.devices)} {_reach(answer.target, chosen.devices > 1)}: {format_seconds(chosen.seconds)} a step of "
             f"{chosen.batch}, {format_count(chosen.rate)} samples/s."
         )
     else:
@@ -158,7 +158,7 @@ def missed(answer: Fewest) -> str:
         )
     elif answer.points:
         nearest = f" On {_gpus(most)}: {why(answer.points[-1])}."
-    return f"No number of GPUs up to {most} {_reach(answer.target, many=False)}.{nearest} Try more --gpus."
+    return f"No number of GPUs up to {most} {_reach(answer.target, False)}.{nearest} Try more --gpus."
 
 
 _RATES = (Goal.SAMPLES, Goal.TOKENS)
@@ -168,7 +168,7 @@ def _seconds(point: Point) -> float:
     return point.seconds
 
 
-def _reach(target: Target, many: bool = True) -> str:
+def _reach(target: Target, many: bool) -> str:
     s = "" if many else "s"
     words = {
         Goal.FIT: f"fit{s} the model",
