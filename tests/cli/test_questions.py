@@ -29,7 +29,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["--fewest"], ["Fewest: 1 GPU fits the model", "up to the answer"]),
         (["--step", "9.5ms", "--batch", "32"], ["2 GPUs take at most 9.5 ms a step", "GPUs"]),
         (["--fewest", "--rate", "1K"], ["1K samples/s"]),
-        (["--tokens", "0.25M"], ["2 GPUs", "250K tokens/s"]),
+        (["--tokens", "0.2M"], ["2 GPUs", "200K tokens/s"]),
         (["--price", "2.5", "--batch", "32", "--tokens-total", "300B", "--within", "90d"],
          ["Cheapest: ", "300B tokens", "GPU-hours", "cheapest", "at 2.5 a GPU-hour"]),
         (["--price", "2", "--batch", "16", "--steps", "10K"], ["10K steps"]),
