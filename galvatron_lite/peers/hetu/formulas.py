@@ -197,7 +197,8 @@ def buffer_mb(model: HetuModel, plan: HetuPlan, degree: int = 0) -> float:
     """
     own = (*plan.layers, plan.edges)
     most = degree or max(layer.sharing for layer in own)
-    if not model.sequence_parallel or (most > 1 and all(layer.tensor == 1 for layer in own)):
+    alone = not degree and most > 1 and all(layer.tensor == 1 for layer in own)
+    if not model.sequence_parallel or alone:
         return 0.0
     size = plan.batch / plan.chunks / (plan.devices // plan.pipeline // most)
     longest = max(kind.sequence for kind in model.types)

@@ -38,7 +38,7 @@ def to_plan(
     """
     layers = _layers(plan, profile)
     shared = _shares_tokens(profile) if profile else tokens
-    strategies = [_strategy(one, plan, shared) for one in (plan.edges, *plan.layers, plan.edges)]
+    strategies = [our_strategy(one, plan, shared) for one in (plan.edges, *plan.layers, plan.edges)]
     ends = list(accumulate(plan.division))
     ends[-1] += 1
     stages = tuple(
@@ -69,7 +69,8 @@ def _shares_tokens(profile: Profile) -> bool:
     return all(point.sequence_parallel for point in profile.layers if point.tensor > 1)
 
 
-def _strategy(one: HetuStrategy, plan: HetuPlan, tokens: bool) -> Strategy:
+def our_strategy(one: HetuStrategy, plan: HetuPlan, tokens: bool) -> Strategy:
+    """Our strategy of one of theirs; ``tokens``: whether tensor groups share the tokens too."""
     replicated = one.kind is DataType.DDP or one.data == 1
     stage = 3 if one.kind is DataType.ZERO3 else 2 if plan.chunks == 1 else 1
     return Strategy(
