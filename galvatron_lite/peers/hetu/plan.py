@@ -23,7 +23,13 @@ SCHEDULES = {"gpipe": Schedule.GPIPE, "pipedream_flush": Schedule.ONE_F_ONE_B}
 
 
 def to_plan(
-    plan: HetuPlan, profile: Profile | None = None, *, name: str = "", precision: str = "bf16", tokens: bool = True
+    plan: HetuPlan,
+    profile: Profile | None = None,
+    *,
+    name: str = "",
+    precision: str = "bf16",
+    tokens: bool = True,
+    async_reduce: bool = True,
 ) -> Plan:
     """Our plan of theirs.
 
@@ -32,13 +38,15 @@ def to_plan(
         profile: of the model, for its name and the names of its layers.
         name, precision: of the model, where there is no profile.
         tokens: whether tensor groups share the tokens too (its ``sequence_parallel``).
+        async_reduce: whether gradients are summed behind the last micro-batch only (its ``async_grad_reduce``); after
+            each micro-batch else, which is our stage 2.
 
     Raises:
         InputError: the profile's model has another number of layers, or numbers do not divide.
     """
     layers = _layers(plan, profile)
     shared = _shares_tokens(profile) if profile else tokens
-    strategies = [our_strategy(one, plan, shared) for one in (plan.edges, *plan.layers, plan.edges)]
+    strategies = [our_strategy(one, plan, shared, async_reduce) for one in (plan.edges, *plan.layers, plan.edges)]
     ends = list(accumulate(plan.division))
     ends[-1] += 1
     stages = tuple(
@@ -69,10 +77,10 @@ def _shares_tokens(profile: Profile) -> bool:
     return all(point.sequence_parallel for point in profile.layers if point.tensor > 1)
 
 
-def our_strategy(one: HetuStrategy, plan: HetuPlan, tokens: bool) -> Strategy:
-    """Our strategy of one of theirs; ``tokens``: whether tensor groups share the tokens too."""
+def our_strategy(one: HetuStrategy, plan: HetuPlan, tokens: bool, async_reduce: bool = True) -> Strategy:
+    """Our strategy of one of theirs; the arguments are those of ``to_plan``."""
     replicated = one.kind is DataType.DDP or one.data == 1
-    stage = 3 if one.kind is DataType.ZERO3 else 2 if plan.chunks == 1 else 1
+    stage = 3 if one.kind is DataType.ZERO3 else 1 if plan.chunks > 1 and async_reduce else 2
     return Strategy(
         data=one.data if replicated else 1,
         zero=1 if replicated else one.data,

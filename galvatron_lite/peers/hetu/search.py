@@ -178,8 +178,8 @@ class PeerSearch:
         cost = self.pricer.price(kind, strategy, plan.batch // plan.chunks, plan.pipeline)
         if cost is None:
             return theirs
-        ours = plan.chunks * (cost.forward_seconds + cost.backward_seconds) + weight * cost.step_seconds
-        return share * theirs + (1 - share) * ours
+        ours: float = plan.chunks * (cost.forward_seconds + cost.backward_seconds) + weight * cost.step_seconds
+        return share * theirs + (1.0 - share) * ours
 
     def _arranged(self, front: Front, place: int, own: Sequence[HetuStrategy]) -> list[HetuStrategy]:
         """The layers of a stage, equal ones side by side."""
