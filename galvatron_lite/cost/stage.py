@@ -6,6 +6,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from galvatron_lite.arrays import Real, largest, least
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, Sharing
 from galvatron_lite.cost.memory import group_memory
 from galvatron_lite.cost.schedule import StageTimes
@@ -130,13 +131,13 @@ def price_chunk(
     return StageCost(costs, times, step, 2 * moving, MemoryBreakdown(), buffer_bytes(left[0], right[0]), pending)
 
 
-def weight_seconds(forward: float, backward: float) -> float:
+def weight_seconds(forward: Real, backward: Real) -> Real:
     """Seconds of the gradients of weights of a layer, from its compute (``backward`` without recomputation).
 
     Every matmul with weights runs once in forward and twice in backward, all else about as long in both, so the
     weights' share is what backward takes longer (Qi et al. 2023, table 5: within 5 % of their measurements).
     """
-    return min(max(backward - forward, 0.0), forward)
+    return least(largest(backward - forward, 0.0), forward)
 
 
 def _pending(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy) -> int:

@@ -39,6 +39,10 @@ class Strategies:
         columns = list(zip(*map(attrgetter(*names), strategies), strict=True)) or [()] * len(names)
         return Strategies(*(_column(name, values) for name, values in zip(names, columns, strict=True)))
 
+    def at(self, rows: IntArray) -> Strategies:
+        """Only some of them."""
+        return Strategies(*(getattr(self, item.name)[rows] for item in fields(Strategies)))
+
     def __len__(self) -> int:
         """How many there are."""
         return len(self.data)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from galvatron_lite.cost.layer import LayerCost, LayerPricer, Sharing
+from galvatron_lite.arrays import FloatArray, IntArray
+from galvatron_lite.cost.layer import LayerCosts, LayerPricer, Sharing
 from galvatron_lite.cost.memory import terms
 from galvatron_lite.cost.stage import weight_seconds
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategies import Strategies
 
-IntArray = NDArray[np.int64]
 TICKS = 10**12
 """Search counts time in picoseconds, so that sums do not depend on their order."""
 MEMORY = ("rest", "prefix", "peak", "middle", "prefetched", "pending", "updated")
@@ -23,6 +21,11 @@ MEMORY = ("rest", "prefix", "peak", "middle", "prefetched", "pending", "updated"
 def ticks(seconds: float) -> int:
     """Seconds as whole picoseconds."""
     return round(seconds * TICKS)
+
+
+def all_ticks(seconds: FloatArray) -> IntArray:
+    """``ticks`` of each."""
+    return np.rint(seconds * TICKS).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +61,7 @@ class Figures:
 def figures_of(
     pricer: LayerPricer,
     kind: str,
-    strategies: Sequence[Strategy],
+    strategies: Strategies,
     microbatch: int,
     stages: int,
     sharing: Sharing,
@@ -75,19 +78,18 @@ def figures_of(
         sharing: of parameters with other layers.
         single: whether a step has one micro-batch.
     """
-    priced = [pricer.price(kind, strategy, microbatch, stages, sharing) for strategy in strategies]
-    valid = np.array([place for place, cost in enumerate(priced) if cost is not None], dtype=np.int64)
-    return valid, _figures([cost for cost in priced if cost is not None], single)
+    costs = pricer.price_many(kind, strategies, microbatch, stages, sharing)
+    valid = np.flatnonzero(costs.valid)
+    return valid, _figures(costs, single).at(valid)
 
 
-def _figures(costs: Sequence[LayerCost], single: bool) -> Figures:
-    memory = [terms(cost, 1, 1 if single else 2) for cost in costs]
-    columns = [[getattr(own, name) for name in MEMORY] for own in memory]
+def _figures(costs: LayerCosts, single: bool) -> Figures:
+    memory = terms(costs, 1, 1 if single else 2)
     return Figures(
-        np.array([ticks(cost.forward_seconds) for cost in costs], dtype=np.int64),
-        np.array([ticks(cost.backward_seconds) for cost in costs], dtype=np.int64),
-        np.array([ticks(weight_seconds(cost.forward, cost.backward)) for cost in costs], dtype=np.int64),
-        np.array([ticks(cost.step_seconds) for cost in costs], dtype=np.int64),
-        np.array([cost.kept for cost in costs], dtype=np.int64),
-        np.array(columns, dtype=np.int64).reshape(len(costs), len(MEMORY)),
+        all_ticks(costs.forward_seconds),
+        all_ticks(costs.backward_seconds),
+        all_ticks(weight_seconds(costs.forward, costs.backward)),
+        all_ticks(costs.step_seconds),
+        costs.kept,
+        np.column_stack([getattr(memory, name) for name in MEMORY]),
     )

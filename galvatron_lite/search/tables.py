@@ -14,8 +14,9 @@ from galvatron_lite.cost.schedule import Form, form_of
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategies import Strategies
 from galvatron_lite.search.chain import ChainLayer
-from galvatron_lite.search.figures import TICKS, Figures, figures_of, ticks
+from galvatron_lite.search.figures import TICKS, Figures, all_ticks, figures_of, ticks
 from galvatron_lite.search.pareto import pareto_rows
 from galvatron_lite.search.space import Fixed, Space
 
@@ -37,6 +38,7 @@ class Options:
 
     Attributes:
         strategies: S of them.
+        many: the same as arrays.
         batch: (S,) batch degrees.
         codes: (S,) the number of the layout of each.
         layouts: by number.
@@ -44,6 +46,7 @@ class Options:
     """
 
     strategies: tuple[Strategy, ...]
+    many: Strategies
     batch: IntArray
     codes: IntArray
     layouts: tuple[Layout, ...]
@@ -56,9 +59,11 @@ def options_of(strategies: Sequence[Strategy]) -> Options:
     samples = dict(zip(reversed(own), reversed(strategies), strict=True))
     names = sorted(samples)
     numbers = {name: number for number, name in enumerate(names)}
+    many = Strategies.of(strategies)
     return Options(
         tuple(strategies),
-        np.array([strategy.batch_degree for strategy in strategies], dtype=np.int64),
+        many,
+        many.batch_degree,
         np.array([numbers[name] for name in own], dtype=np.int64),
         tuple(names),
         tuple(samples[name] for name in names),
@@ -210,7 +215,7 @@ class Store:
     def _table(self, kind: str, shape: Shape, fixed: Fixed, sharing: Sharing) -> Table:
         options = self.options(kind, shape.stage_devices, fixed)
         rows = np.flatnonzero(shape.microbatch % options.batch == 0)
-        asked = [options.strategies[row] for row in rows]
+        asked = options.many.at(rows)
         valid, figures = figures_of(
             self.pricer, kind, asked, shape.microbatch, shape.stages, sharing, shape.microbatches == 1
         )
@@ -296,4 +301,4 @@ class Tables:
     def _moved(self, left: Table, right: Table) -> IntArray:
         layouts = left.options.layouts, right.options.layouts
         seconds = self.store.pricer.redistributions(left.output_bytes, self.shape.microbatch, *layouts)
-        return np.rint(seconds * TICKS).astype(np.int64)
+        return all_ticks(seconds)
