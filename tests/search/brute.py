@@ -18,14 +18,15 @@ from numpy.typing import NDArray
 
 from galvatron_lite.cost.groups import price_stages
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, Layout, layout
-from galvatron_lite.cost.memory import terms
+from galvatron_lite.cost.memory import group_memory, terms
 from galvatron_lite.cost.sharing import sharing_of
-from galvatron_lite.cost.stage import Shape, price_stage, transfer_seconds
+from galvatron_lite.cost.stage import Shape, StageCost, price_chunk, transfer_seconds
 from galvatron_lite.cost.step import bound_seconds, shape_of, straggling, strategies_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Role
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, chunks_in_flight
+from galvatron_lite.parallelism.pipeline.schedule import stage_at
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.space import Fixed, Space
@@ -109,6 +110,8 @@ class Brute:
     fixed: Fixed
     space: Space
     _stages: dict[tuple[Shape, int, int, int], dict[Key, Options]] = field(default_factory=dict)
+    _uniform: dict[Shape, list[BrutePlan]] = field(default_factory=dict)
+    _fitting: dict[tuple[Shape, int, int, int, int], dict[Key, Options]] = field(default_factory=dict)
 
     @cached_property
     def pricer(self) -> LayerPricer:
@@ -123,13 +126,25 @@ class Brute:
             if self.devices % stages or self.batch % count or stages > len(self.profile.graph.layers):
                 continue
             for schedule in self.schedules if stages > 1 else (Schedule.ONE_F_ONE_B,):
-                yield Shape(self.devices, stages, count, self.batch // count, schedule)
+                for virtual in self._virtual(schedule, stages, count):
+                    yield Shape(self.devices, stages, count, self.batch // count, schedule, virtual)
+
+    def _virtual(self, schedule: Schedule, stages: int, count: int) -> list[int]:
+        """How many stages a group may run: one, but where the schedule asks for more; each holds a block at least."""
+        blocks = sum(layer.role is Role.BLOCK for layer in self.profile.graph.layers)
+        if schedule is Schedule.INTERLEAVED:
+            return [v for v in range(2, blocks + 1) if v * stages <= blocks and count % stages == 0]
+        if schedule is Schedule.ZERO_BUBBLE_V:
+            return [2] if 2 * stages <= blocks else []
+        return [1]
 
     def _wanted(self, shape: Shape) -> bool:
         fixed = self.fixed
         if "pipeline" in fixed.forbidden and shape.stages > 1:
             return False
         if shape.stages > 1 and fixed.schedule not in (None, shape.schedule):
+            return False
+        if fixed.virtual not in (None, shape.virtual):
             return False
         return fixed.pipeline in (None, shape.stages) and fixed.microbatches in (None, shape.microbatches)
 
@@ -170,6 +185,9 @@ class Brute:
 
     def _peaks(self, shape: Shape) -> Iterator[int]:
         layers = len(self.profile.graph.layers)
+        yield from (plan.peak for plan in self.uniform(shape))
+        if shape.virtual > 1:
+            return
         for stage, (start, stop) in product(range(shape.stages), combinations(range(layers + 1), 2)):
             if (start == 0) == (stage == 0) and (stop == layers) == (stage == shape.stages - 1):
                 for options in self.stage(shape, stage, start, stop).values():
@@ -182,6 +200,9 @@ class Brute:
 
     def _best_of(self, shape: Shape, budget: int) -> Iterator[BrutePlan]:
         layers = len(self.profile.graph.layers)
+        yield from (plan for plan in self.uniform(shape) if plan.peak <= budget)
+        if shape.virtual > 1:
+            return
         for inner in combinations(range(1, layers), shape.stages - 1):
             cuts = (0, *inner, layers)
             for options in self._whole(shape, cuts, budget).values():
@@ -203,13 +224,52 @@ class Brute:
         """All stages together, by what they agree on."""
         known: dict[Key, Options] = {}
         for stage in range(shape.stages):
-            own = {
-                key: fit
-                for key, options in self.stage(shape, stage, cuts[stage], cuts[stage + 1]).items()
-                if len((fit := options.within(budget)).ramp)
-            }
+            own = self._fit(shape, stage, cuts[stage], cuts[stage + 1], budget)
             known = own if stage == 0 else _joined(known, own)
         return known
+
+    def _fit(self, shape: Shape, stage: int, start: int, stop: int, budget: int) -> dict[Key, Options]:
+        """The ways to run a stage that fit and may be of use."""
+        place = (shape, stage, start, stop, budget)
+        if place not in self._fitting:
+            fits = {key: options.within(budget) for key, options in self.stage(shape, stage, start, stop).items()}
+            self._fitting[place] = {key: options for key, options in fits.items() if len(options.ramp)}
+        return self._fitting[place]
+
+    def uniform(self, shape: Shape) -> list[BrutePlan]:
+        """Every plan of a schedule that runs several stages a group; empty for others.
+
+        Blocks are shared out evenly, with one strategy for all of a kind and one layout for all; each plan is priced
+        as a whole by the evaluator.
+        """
+        if shape not in self._uniform:
+            self._uniform[shape] = list(self._every_uniform(shape)) if shape.virtual > 1 else []
+        return self._uniform[shape]
+
+    def _every_uniform(self, shape: Shape) -> Iterator[BrutePlan]:
+        layers = self.profile.graph.layers
+        names = [layer.kind if layer.role is Role.BLOCK else layer.name for layer in layers]
+        blocks = {layer.kind for layer in layers if layer.role is Role.BLOCK}
+        kinds = {name: layer.kind for name, layer in zip(names, layers, strict=True)}
+        sizes = self._even(shape)
+        for chosen in product(*(self.offered(shape, kind) for kind in kinds.values())):
+            own = dict(zip(kinds, chosen, strict=True))
+            strategies = tuple(own[name] for name in names)
+            pinned = all(self.fixed.allows_in(layer.name, one) for layer, one in zip(layers, strategies, strict=True))
+            shared = all(len({strategies[place] for place in group}) == 1 for group in self.ties)
+            if pinned and shared and len({layout(own[kind]) for kind in blocks}) == 1:
+                with suppress(InputError):
+                    yield BrutePlan(shape, sizes, strategies, *_priced(self, shape, sizes, strategies))
+
+    def _even(self, shape: Shape) -> tuple[int, ...]:
+        """Layers of each chunk: blocks evenly, the first chunks one more; what is before and after at the ends."""
+        roles = [layer.role for layer in self.profile.graph.layers]
+        chunks = shape.stages * shape.virtual
+        each, left = divmod(roles.count(Role.BLOCK), chunks)
+        sizes = [each + (chunk < left) for chunk in range(chunks)]
+        sizes[0] += roles.index(Role.BLOCK)
+        sizes[-1] += len(roles) - sum(sizes)
+        return tuple(sizes)
 
     def stage(self, shape: Shape, stage: int, start: int, stop: int) -> dict[Key, Options]:
         """Every way to run a stage that keeps the rules, by what it must agree on with others."""
@@ -254,7 +314,7 @@ class Brute:
         for column, choice in enumerate(grid.T.tolist()):
             own = [names[place][row] for place, row in enumerate(choice)]
             wires = {layout(own[place]) for place in ends}
-            glue = {(s.batch_degree, s.context, s.tensor) for s in (own[place - inside.start] for place in glued)}
+            glue = {layout(own[place - inside.start])[:4] for place in glued}
             tied = [{own[place - inside.start] for place in group} for group in groups]
             if len(wires) <= 1 and len(glue) <= 1 and all(len(one) == 1 for one in tied):
                 same = tuple((group[0], one.pop()) for group, one in zip(self._whole_groups(groups), tied, strict=True))
@@ -324,7 +384,7 @@ class Brute:
             return False
         if len(cuts) == 2:
             edges = [own for own, layer in zip(strategies, layers, strict=True) if layer.role is not Role.BLOCK]
-            return len({(own.batch_degree, own.context, own.tensor) for own in edges}) <= 1
+            return len({layout(own)[:4] for own in edges}) <= 1
         return len({layout(strategies[index]) for cut in cuts[1:-1] for index in (cut - 1, cut)}) == 1
 
     def priced(self, plan: BrutePlan) -> tuple[float, int]:
@@ -418,5 +478,17 @@ def _priced(brute: Brute, shape: Shape, sizes: Sequence[int], strategies: Sequen
     """By stages, each with the micro-batches in flight that its schedule is limited to."""
     ends = [0, *accumulate(sizes)]
     ranges = [range(*pair) for pair in pairwise(ends)]
-    costs = [price_stage(brute.pricer, shape, stage, own, strategies) for stage, own in enumerate(ranges)]
-    return bound_seconds(brute.profile, shape, costs), max(cost.memory.total for cost in costs)
+    groups = [[stage_at(shape.schedule, shape.stages, g, c) for c in range(shape.virtual)] for g in range(shape.stages)]
+    costs: dict[int, StageCost] = {}
+    peaks = []
+    for group, own in enumerate(groups):
+        beside = [place for stage in own for place in ranges[stage]]
+        for stage in own:
+            costs[stage] = price_chunk(brute.pricer, shape, stage, ranges[stage], strategies, beside)
+        held = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
+        buffers = sum(costs[stage].buffers for stage in own)
+        context = brute.profile.cluster.device.context
+        peaks.append(
+            group_memory([costs[stage].layers for stage in own], held, shape.microbatches, buffers, context).total
+        )
+    return bound_seconds(brute.profile, shape, [costs[stage] for stage in sorted(costs)]), max(peaks)

@@ -22,6 +22,10 @@ FREE = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE_1P, Schedule.
 """Schedules whose stages may have any boundaries."""
 
 
+UNIFORM = (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE_V)
+"""Schedules whose blocks are alike and shared out evenly."""
+
+
 @dataclass(frozen=True, slots=True)
 class Few(Space):
     """A random part of all that can be priced, whatever backends offer: some layouts, some strategies of each.
@@ -109,6 +113,18 @@ def random_instance(seed: int, most: int = 6) -> Instance:
     schedules = tuple(draw.sample(FREE, draw.randint(1, len(FREE))))
     batch = draw.choice([3, 6]) if devices == 3 else draw.choice([2, 4, 6] if devices == 2 else [4])
     return Instance(profile, devices, batch, schedules, pins(profile, devices, batch, draw), space)
+
+
+def uniform_instance(seed: int) -> Instance:
+    """The same with more blocks and fewer strategies, for schedules that run several stages a group of devices."""
+    draw = random.Random(seed)
+    devices, blocks = draw.choice([2, 4]), draw.randint(4, 6)
+    profile = random_profile(draw, devices=devices, blocks=blocks, alike=draw.random() < 0.5, tied=draw.random() < 0.4)
+    profile = varied(profile, draw) if draw.random() < 0.7 else profile
+    space = Few(profile.graph, profile.cluster.levels[0].size, seed=seed, most=3)
+    fixed = Fixed(pipeline=2, virtual=draw.choice([None, 2]))
+    schedules = tuple(draw.sample(UNIFORM, draw.randint(1, 2)))
+    return Instance(profile, devices, draw.choice([2, 4, 6]), schedules, fixed, space)
 
 
 def varied(profile: Profile, draw: random.Random) -> Profile:
