@@ -136,7 +136,9 @@ class ShapeModel:
         if self.cuts is not None:
             inside = next(range(*ends) for ends in pairwise(self.cuts) if ends[0] <= place < ends[1])
         sharing = sharing_of(self.problem.graph, inside).get(place, ALONE)
-        return self.problem.tables[stage].table(layer.kind, layer.name, sharing)
+        tied = any(place in group for group in tied_groups(self.problem.graph))
+        tables = self.problem.tables[stage]
+        return (tables.whole if tied else tables.table)(layer.kind, layer.name, sharing)
 
     def _add_flows(self) -> None:
         """The path, and what its steps cost."""

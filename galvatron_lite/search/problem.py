@@ -102,12 +102,13 @@ class Problem:
 
     def layer_table(self, stage: int, place: int, inside: range) -> Table:
         """The strategies one layer of a stage may take, and their figures."""
-        layer = self.graph.layers[place]
-        whole = self.tables[stage].table(layer.kind, layer.name, self._sharing(inside).get(place, ALONE))
+        layer, tied = self.graph.layers[place], self._tied.get(place)
+        # A layer that shares parameters takes what is settled for all of them, be it of no help to this one.
+        offered = self.tables[stage].table if tied is None else self.tables[stage].whole
+        whole = offered(layer.kind, layer.name, self._sharing(inside).get(place, ALONE))
         ends = (inside.start > 0 and place == inside.start) or (inside.stop < self._end and place == inside.stop - 1)
         wire = self.choice.wire if ends else None
         glue = self.choice.glue if layer.role is not Role.BLOCK else None
-        tied = self._tied.get(place)
         if wire is None and glue is None and tied is None:
             return whole
         key = (id(whole), (wire, glue, tied))

@@ -55,6 +55,14 @@ def test_equals_brute_force(seed: int) -> None:
     check(asked, brute, draw.choice([peaks[0], peaks[len(peaks) // 8], draw.choice(peaks), peaks[-1]]))
 
 
+@pytest.mark.parametrize("seed", [1257])
+def test_equals_brute_force_where_it_once_did_not(seed: int) -> None:
+    asked = random_instance(seed)
+    brute = brute_of(asked)
+    for budget in brute.peaks()[::20]:
+        check(asked, brute, budget)
+
+
 @settings(max_examples=40, **QUIET)
 @given(st.integers(0, 10**9))
 def test_the_leanest_plan_needs_the_least_that_any_plan_needs(seed: int) -> None:
