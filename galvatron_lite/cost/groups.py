@@ -7,9 +7,8 @@ from dataclasses import replace
 from itertools import accumulate
 
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.memory import group_memory
 from galvatron_lite.cost.simulation import Course, group_ends
-from galvatron_lite.cost.stage import Shape, StageCost, price_chunk
+from galvatron_lite.cost.stage import Shape, StageCost, held_memory, price_chunk
 from galvatron_lite.cost.zero_bubble import Held, Run, run_zero_bubble
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import NAME as PIPELINE
@@ -37,7 +36,8 @@ def price_stages(
     costs: list[StageCost] = []
     for stage, inside in enumerate(ranges):
         around = keys[max(inside.start - 1, 0) : inside.stop + 1]
-        key = (around, inside.start == 0, inside.stop == len(strategies), _neighbours(pricer, shape, stage))
+        edges = (inside.start == 0, inside.stop == len(strategies), pricer.profile.graph.borrowed(inside))
+        key = (around, edges, _neighbours(pricer, shape, stage))
         if key not in known:
             beside = inside if shape.virtual == 1 else _places(shape, stage, ranges)
             known[key] = price_chunk(pricer, shape, stage, inside, strategies, beside)
@@ -61,14 +61,15 @@ def _content(pricer: LayerPricer, strategies: Sequence[Strategy]) -> tuple[tuple
     """What the cost of each layer depends on; a layer that shares parameters is like no other."""
     graph = pricer.profile.graph
     tied = {name for tie in graph.ties for name in (tie.first, tie.second)}
+    sizes = graph.crossings() if graph.tensors else (0,) * len(graph.layers)
     numbers: dict[Strategy, int] = {}
     known: dict[int, int] = {}
     for strategy in strategies:
         if id(strategy) not in known:
             known[id(strategy)] = numbers.setdefault(strategy, len(numbers))
     return tuple(
-        (layer.kind, known[id(strategy)], layer.name if layer.name in tied else "")
-        for layer, strategy in zip(graph.layers, strategies, strict=True)
+        (layer.kind, known[id(strategy)], layer.name if layer.name in tied else "", sizes[place])
+        for place, (layer, strategy) in enumerate(zip(graph.layers, strategies, strict=True))
     )
 
 
@@ -99,15 +100,12 @@ def _with_memory(pricer: LayerPricer, shape: Shape, costs: Sequence[StageCost]) 
 
 def limit_memory(shape: Shape, group: int, costs: Sequence[StageCost], context: int) -> MemoryBreakdown:
     """Memory of a group that runs these stages, with as many micro-batches in flight as its schedule allows."""
-    buffers = sum(cost.buffers for cost in costs)
-    return group_memory([cost.layers for cost in costs], _held(shape, group), shape.microbatches, buffers, context)
+    return held_memory(shape, costs, _held(shape, group), context)
 
 
 def _held_memory(shape: Shape, held: Held, costs: Sequence[StageCost], context: int) -> MemoryBreakdown:
     """The same with what a simulation held at its worst moment."""
-    buffers = sum(cost.buffers for cost in costs)
-    layers = [cost.layers for cost in costs]
-    memory = group_memory(layers, (held.whole,) * shape.virtual, shape.microbatches, buffers, context)
+    memory = held_memory(shape, costs, (held.whole,) * shape.virtual, context)
     waiting = sum(count * cost.pending for count, cost in zip(held.pending, costs, strict=True))
     return replace(memory, activations=memory.activations + waiting)
 

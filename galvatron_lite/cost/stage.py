@@ -65,6 +65,7 @@ class StageCost:
         moving: seconds of redistribution a micro-batch, both passes; part of ``times``.
         memory: bytes on one device: of all stages that its devices run.
         buffers: bytes of its send and receive buffers.
+        carried: bytes of one micro-batch that its devices keep as copies of tensors made in earlier stages.
         pending: bytes of one micro-batch between the gradient of the input and that of the weights; zero-bubble
             schedules only.
     """
@@ -76,6 +77,7 @@ class StageCost:
     memory: MemoryBreakdown
     buffers: int = 0
     pending: int = 0
+    carried: int = 0
 
 
 def price_stage(
@@ -96,7 +98,18 @@ def price_stage(
     cost = price_chunk(pricer, shape, stage, inside, strategies, inside)
     held = chunks_in_flight(shape.schedule, shape.stages, stage, shape.microbatches, 1)
     context = pricer.of_group(shape.stage_devices, stage).profile.cluster.device.context
-    return replace(cost, memory=group_memory([cost.layers], held, shape.microbatches, cost.buffers, context))
+    return replace(cost, memory=held_memory(shape, [cost], held, context))
+
+
+def held_memory(
+    shape: Shape, costs: Sequence[StageCost], held: Sequence[Sequence[int]], context: int
+) -> MemoryBreakdown:
+    """Memory of devices that run these stages with so many micro-batches in flight (``cost.memory.group_memory``)."""
+    buffers = sum(cost.buffers for cost in costs)
+    memory = group_memory([cost.layers for cost in costs], held, shape.microbatches, buffers, context)
+    most = [max(counts) for counts in zip(*held, strict=True)]
+    copies = sum(count * cost.carried for count, cost in zip(most, costs, strict=True))
+    return replace(memory, activations=memory.activations + copies)
 
 
 def price_chunk(
@@ -128,7 +141,10 @@ def price_chunk(
     pending = sum(_pending(pricer, shape, place, strategies[place]) for place in inside) if split else 0
     pending = min(pending, sum(cost.kept for cost in costs))
     step = sum(cost.step_seconds for cost in costs)
-    return StageCost(costs, times, step, 2 * moving, MemoryBreakdown(), buffer_bytes(left[0], right[0]), pending)
+    borrowed = pricer.profile.graph.borrowed(inside)
+    carried = boundary_bytes(borrowed, shape.microbatch, strategies[inside.start]) if borrowed else 0
+    buffers = buffer_bytes(left[0], right[0])
+    return StageCost(costs, times, step, 2 * moving, MemoryBreakdown(), buffers, pending, carried)
 
 
 def weight_seconds(forward: Real, backward: Real) -> Real:
@@ -165,13 +181,11 @@ def _layer_cost(pricer: LayerPricer, shape: Shape, place: int, strategy: Strateg
 
 
 def _moving(pricer: LayerPricer, shape: Shape, inside: range, strategies: Sequence[Strategy]) -> float:
-    """Seconds of redistribution in one pass, at the stage's entry too."""
+    """Seconds of redistribution in one pass, at the stage's entry too; tensors that skip layers travel along."""
     graph = pricer.profile.graph
     start = max(inside.start - 1, 0)
     return sum(
-        pricer.redistribution(
-            graph.kind_of(graph.layers[left]).output_bytes, shape.microbatch, strategies[left], strategies[right]
-        )
+        pricer.redistribution(graph.crossing(right), shape.microbatch, strategies[left], strategies[right])
         for left, right in pairwise(range(start, inside.stop))
     )
 
@@ -189,8 +203,7 @@ def _boundary(
     groups = [group_of(shape.schedule, shape.stages, side) for side in (stage - 1, stage)]
     if groups[0] == groups[1]:
         return 0, 0.0
-    output = graph.kind_of(graph.layers[cut - 1]).output_bytes
-    size = boundary_bytes(output, shape.microbatch, strategies[cut - 1])
+    size = boundary_bytes(graph.crossing(cut), shape.microbatch, strategies[cut - 1])
     return size, transfer_seconds(pricer, size, strategies[cut - 1], shape, (groups[0], groups[1]))
 
 

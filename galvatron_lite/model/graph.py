@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 from galvatron_lite.arrays import Flag, Real, Whole, where
@@ -328,8 +328,18 @@ class ModelGraph:
         """Bytes per sample of all tensors made before layer ``cut`` (a place) and read by it or after it."""
         if not self.tensors:
             return self.kinds[self.layers[cut - 1].kind].output_bytes if 0 < cut < len(self.layers) else 0
-        before, after = _names(self.layers[:cut]), _names(self.layers[cut:])
-        return sum(t.size for t in self.tensors if t.producer in before and not after.isdisjoint(t.readers))
+        return self.crossings()[cut]
+
+    def crossings(self) -> tuple[int, ...]:
+        """``crossing`` of every place, 0 to the number of layers."""
+        if not self.tensors:
+            return tuple(self.crossing(cut) for cut in range(len(self.layers) + 1))
+        place = {layer.name: number for number, layer in enumerate(self.layers)}
+        steps = [0] * (len(self.layers) + 1)
+        for tensor in self.tensors:
+            steps[place[tensor.producer] + 1] += tensor.size
+            steps[max(place[reader] for reader in tensor.readers) + 1] -= tensor.size
+        return tuple(accumulate(steps))
 
     def borrowed(self, inside: range) -> int:
         """Bytes per sample that a stage of the layers at ``inside`` keeps as copies of tensors made before it."""

@@ -181,9 +181,8 @@ class ShapeModel:
         return self._flows[key]
 
     def _moved(self, place: int, stage: int, a: Layout, b: Layout) -> float:
-        output = self.problem.graph.kind_of(self.problem.graph.layers[place - 1]).output_bytes
         pricer, microbatch = self.problem.tables[stage].pricer, self.problem.shape.microbatch
-        return pricer.redistribution(output, microbatch, of_layout(a), of_layout(b))
+        return pricer.redistribution(self.problem.graph.crossing(place), microbatch, of_layout(a), of_layout(b))
 
     def _edge(self, place: int, stage: int, wire: Layout) -> int:
         """The boundary before a layer: both sides pay for what they send, and hold its buffers."""
@@ -192,8 +191,7 @@ class ShapeModel:
             number = self._edges[key] = self.programme.variable(binary=False)
             sender = of_layout(wire)
             shape, pricer = self.problem.shape, self.problem.pricer
-            output = self.problem.graph.kind_of(self.problem.graph.layers[place - 1]).output_bytes
-            size = boundary_bytes(output, shape.microbatch, sender)
+            size = boundary_bytes(self.problem.graph.crossing(place), shape.microbatch, sender)
             seconds = transfer_seconds(pricer, size, sender, shape, (stage, stage + 1))
             left, right = (self._host(side).pipeline for side in (stage, stage + 1))
             self._stages[stage].forward[number] = seconds + left
@@ -201,8 +199,15 @@ class ShapeModel:
             self._stages[stage + 1].backward[number] = seconds + right
             self._stages[stage + 1].forward[number] = right
             self._stages[stage].buffers[number] = buffer_bytes(0, size)
-            self._stages[stage + 1].buffers[number] = buffer_bytes(size, 0)
+            self._stages[stage + 1].buffers[number] = buffer_bytes(size, 0) + self._copies(stage + 1, sender)
         return self._edges[key]
+
+    def _copies(self, stage: int, sender: Strategy) -> int:
+        """Bytes that a stage keeps of tensors made before it; boundaries are given where there are such tensors."""
+        if self.cuts is None:
+            return 0
+        problem, inside = self.problem, range(self.cuts[stage], self.cuts[stage + 1])
+        return problem.held(stage) * boundary_bytes(problem.graph.borrowed(inside), problem.shape.microbatch, sender)
 
     def _add_agreements(self) -> None:
         """One wire; one strategy for layers that share parameters; one glue."""
@@ -315,9 +320,11 @@ class ShapeModel:
 
 
 def choosable(problem: Problem) -> bool:
-    """Whether the figures of layers do not depend on boundaries: no two that share parameters may meet in a stage."""
+    """Whether what layers and stages cost does not depend on boundaries: no two layers that share parameters may meet
+    in a stage, and no stage keeps copies of what another one made."""
     far = (0, len(problem.graph.layers) - 1)
-    return problem.shape.stages == 1 or all(group == far for group in tied_groups(problem.graph))
+    lent = any(tensor.borrowed for tensor in problem.graph.tensors)
+    return problem.shape.stages == 1 or (not lent and all(group == far for group in tied_groups(problem.graph)))
 
 
 def _row(own: Sequence[int], values: Iterable[float]) -> Terms:

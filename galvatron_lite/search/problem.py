@@ -136,24 +136,35 @@ class Problem:
         overhead = pricer.profile.overhead
         host = sum(ends) * overhead.pipeline + overhead.microbatch / 2
         context = pricer.profile.cluster.device.context
-        return ticks(right[1] + host), ticks(left[1] + host), buffer_bytes(left[0], right[0]) + context
+        copies = self.held(stage) * self._copies(stage, inside)
+        return ticks(right[1] + host), ticks(left[1] + host), buffer_bytes(left[0], right[0]) + context + copies
 
     def room(self, stage: int, inside: range) -> int:
         """Bytes that the layers of a stage may take on each of its devices."""
         return self.budgets[stage] - self.fixed_costs(stage, inside)[2]
 
     def _boundary(self, stage: int, cut: int) -> tuple[int, float]:
-        return self._send(stage, self.graph.kind_of(self.graph.layers[cut - 1]).output_bytes)
+        return self._send(stage, self.tables[0].store.crossing[cut])
+
+    def _copies(self, stage: int, inside: range) -> int:
+        """Bytes of one micro-batch that a stage keeps of tensors made before it, as they lie at its entry."""
+        borrowed = self.tables[stage].store.borrowed(inside)
+        return boundary_bytes(borrowed, self.shape.microbatch, self._sender) if borrowed else 0
+
+    @property
+    def _sender(self) -> Strategy:
+        """A strategy of the layout at boundaries; where that is open, the one that sends least."""
+        return of_layout(self.choice.wire or (1, 1, self.shape.stage_devices, False, True))
 
     def _send(self, stage: int, output: int) -> tuple[int, float]:
         """Bytes of a boundary tensor on a device before a stage, and the seconds of sending it."""
-        sender = of_layout(self.choice.wire or (1, 1, self.shape.stage_devices, False, True))
+        sender = self._sender
         size = boundary_bytes(output, self.shape.microbatch, sender)
         return size, transfer_seconds(self.pricer, size, sender, self.shape, (stage - 1, stage))
 
     def least_sends(self) -> list[int]:
         """Picoseconds that sends and host work add to a micro-batch of each stage at the least."""
-        smallest = min(self.graph.kinds[layer.kind].output_bytes for layer in self.graph.layers)
+        smallest = min(self.tables[0].store.crossing[1:-1], default=0)
         sends = []
         for stage in range(self.shape.stages):
             ends = (stage > 0, stage + 1 < self.shape.stages)
@@ -193,12 +204,14 @@ class Problem:
         tables = [self.layer_table(stage, place, inside) for place in inside]
         if not all(len(table) for table in tables):
             return None
-        known: dict[tuple[int, int], ChainLayer] = {}
+        known: dict[tuple[int, int, int], ChainLayer] = {}
         layers = []
-        for before, table in zip([tables[0], *tables], tables, strict=False):
-            key = (id(before), id(table))
+        for place, before, table in zip(inside, [tables[0], *tables], tables, strict=False):
+            # The first layer's moves mean nothing: as the next one's they make it equal to it.
+            size = self.tables[stage].store.crossing[max(place, inside.start + 1)]
+            key = (id(before), id(table), size)
             if key not in known:
-                move = self.tables[stage].moves(before, table)
+                move = self.tables[stage].moves(before, table, size)
                 known[key] = table.chain_layer(self.held(stage), self._columns(table, scalar), move)
             layers.append(known[key])
         moves = [2 * self.shape.microbatches] if scalar else [*self.form.parts(1, 1, 0), 0]
@@ -212,7 +225,8 @@ class Problem:
     def key(self, stage: int, inside: range) -> tuple[object, ...]:
         """Equal for stages that pose the same problem."""
         tables = tuple(id(self.layer_table(stage, place, inside)) for place in inside)
-        return (self.held(stage), tables, self.fixed_costs(stage, inside), self.budgets[stage])
+        sizes = self.tables[stage].store.crossing[inside.start + 1 : inside.stop]
+        return (self.held(stage), tables, sizes, self.fixed_costs(stage, inside), self.budgets[stage])
 
     def plans(self, stage: int, inside: range, cap: int) -> tuple[list[StagePlan], float]:
         """Every Pareto-best way to run a stage that fits the budget and alone takes at most ``cap`` picoseconds, and a

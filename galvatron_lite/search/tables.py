@@ -78,13 +78,11 @@ class Table:
         options: that the strategies are among.
         rows: (S,) which of them.
         figures: of each.
-        output_bytes: of the layer, per sample.
     """
 
     options: Options
     rows: IntArray
     figures: Figures
-    output_bytes: int
 
     @cached_property
     def strategies(self) -> tuple[Strategy, ...]:
@@ -133,7 +131,7 @@ class Table:
 
     def at(self, rows: IntArray) -> Table:
         """Only some of the strategies."""
-        return Table(self.options, self.rows[rows], self.figures.at(rows), self.output_bytes)
+        return Table(self.options, self.rows[rows], self.figures.at(rows))
 
     def saved(self, form: Form) -> IntArray:
         """(S,): picoseconds that a schedule frees of a micro-batch, see ``Form.parts``."""
@@ -189,13 +187,27 @@ class Store:
     Attributes:
         pricer: of the profile.
         space: the strategies to choose from.
+        crossing: bytes a sample that go over each boundary between layers (``ModelGraph.crossings``).
     """
 
     pricer: LayerPricer
     space: Space
+    crossing: tuple[int, ...] = field(init=False)
+    _borrowed: dict[tuple[int, int], int] = field(default_factory=dict)
     _options: dict[tuple[str, int, Fixed], Options] = field(default_factory=dict)
     _same: dict[tuple[Strategy, ...], Options] = field(default_factory=dict)
     _known: dict[tuple[object, ...], Table] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Remembers what goes between layers."""
+        self.crossing = self.pricer.profile.graph.crossings()
+
+    def borrowed(self, inside: range) -> int:
+        """``ModelGraph.borrowed``, remembered."""
+        key = (inside.start, inside.stop)
+        if key not in self._borrowed:
+            self._borrowed[key] = self.pricer.profile.graph.borrowed(inside)
+        return self._borrowed[key]
 
     def options(self, kind: str, devices: int, fixed: Fixed) -> Options:
         """What a kind of layer may do on a stage of so many devices."""
@@ -219,7 +231,7 @@ class Store:
         valid, figures = figures_of(
             self.pricer, kind, asked, shape.microbatch, shape.stages, sharing, shape.microbatches == 1
         )
-        return Table(options, rows[valid], figures, self.pricer.profile.graph.kinds[kind].output_bytes)
+        return Table(options, rows[valid], figures)
 
 
 @dataclass(slots=True)
@@ -278,17 +290,18 @@ class Tables:
             self._known[key] = whole.undominated(self.form)
         return self._known[key]
 
-    def moves(self, left: Table, right: Table) -> IntArray:
-        """Picoseconds of redistribution in one pass between the layouts present in one table and in the next."""
-        key = (id(left.options), id(right.options), left.output_bytes)
+    def moves(self, left: Table, right: Table, size: int) -> IntArray:
+        """Picoseconds of redistribution in one pass between the layouts present in one table and in the next, of what
+        goes between their layers (bytes a sample)."""
+        key = (id(left.options), id(right.options), size)
         if key not in self._moves:
-            self._moves[key] = self._moved(left, right)
+            self._moves[key] = self._moved(left, right, size)
         return self._moves[key][np.ix_(left.present, right.present)]
 
     def least_move(self, key: Layout | Glue, graph: ModelGraph) -> int:
         """Picoseconds in one pass of the cheapest move between layouts that begin like this and others, anywhere."""
         if key not in self._least_moves:
-            smallest = min(graph.kinds[layer.kind].output_bytes for layer in graph.layers)
+            smallest = min(self.store.crossing[1:-1], default=0)
             every = {id(own): own for own in (self.whole(one.kind, one.name).options for one in graph.layers)}
             samples = {name: s for own in every.values() for name, s in zip(own.layouts, own.samples, strict=True)}
             there = [strategy for own, strategy in samples.items() if own[: len(key)] == key]
@@ -298,7 +311,7 @@ class Tables:
             self._least_moves[key] = max(min(known, default=0) - 1, 0)
         return self._least_moves[key]
 
-    def _moved(self, left: Table, right: Table) -> IntArray:
+    def _moved(self, left: Table, right: Table, size: int) -> IntArray:
         layouts = left.options.layouts, right.options.layouts
-        seconds = self.store.pricer.redistributions(left.output_bytes, self.shape.microbatch, *layouts)
+        seconds = self.store.pricer.redistributions(size, self.shape.microbatch, *layouts)
         return all_ticks(seconds)

@@ -351,7 +351,7 @@ class Brute:
     ) -> Floats:
         total = np.zeros(grid.shape[1])
         for place in range(1, len(layers)):
-            output = self.profile.graph.kind_of(self.profile.graph.layers[inside[place - 1]]).output_bytes
+            output = self.profile.graph.crossing(inside[place])
             table = np.array(
                 [
                     [self.pricer.redistribution(output, shape.microbatch, a, b) for b, _ in layers[place]]
@@ -369,7 +369,7 @@ class Brute:
             sender = Strategy(data=batch, context=context, tensor=tensor, sequence_parallel=shared)
             for side, cut in enumerate((inside.start, inside.stop)):
                 if 0 < cut < len(self.profile.graph.layers):
-                    output = self.profile.graph.kind_of(self.profile.graph.layers[cut - 1]).output_bytes
+                    output = self.profile.graph.crossing(cut)
                     sizes[side] = boundary_bytes(output, shape.microbatch, sender)
                     ends = (stage - 1 + side, stage + side)
                     seconds[side] = transfer_seconds(self.pricer, sizes[side], sender, shape, ends)

@@ -105,7 +105,7 @@ def _allowed(profile: Profile, cuts: tuple[int, ...], strategies: tuple[Strategy
         return False
     if len(cuts) == 2:
         edges = [s for s, layer in zip(strategies, profile.graph.layers, strict=True) if layer.role is not Role.BLOCK]
-        return len({layout(strategy)[:3] for strategy in edges}) <= 1
+        return len({layout(strategy)[:4] for strategy in edges}) <= 1
     return len({layout(strategies[index]) for cut in cuts[1:-1] for index in (cut - 1, cut)}) == 1
 
 
