@@ -131,6 +131,9 @@ def check(seed: int, schedule: Schedule) -> None:
     profile = two_types(draw)
     plans = list(every_plan(profile, request_of(profile, seed, schedule, 0)))
     pricer = LayerPricer(profile)
+    if not plans:
+        assert search(request_of(profile, seed, schedule, 10**9), pricer) is None
+        return
     for budget in budgets(plans, draw):
         asked = request_of(profile, seed, schedule, budget)
         best = min((seconds for seconds, held in plans if fits(held, budget)), default=None)
@@ -147,13 +150,13 @@ def check(seed: int, schedule: Schedule) -> None:
     assert search(request_of(profile, seed, schedule, least - 1), pricer) is None
 
 
-@settings(max_examples=40, **QUIET)
+@settings(max_examples=30, **QUIET)
 @given(st.integers(0, 10**9))
 def test_equals_every_plan_priced(seed: int) -> None:
     check(seed, Schedule.ONE_F_ONE_B)
 
 
-@settings(max_examples=12, **QUIET)
+@settings(max_examples=10, **QUIET)
 @given(st.integers(0, 10**9))
 def test_equals_every_plan_priced_with_gpipe(seed: int) -> None:
     check(seed, Schedule.GPIPE)
