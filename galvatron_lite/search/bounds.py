@@ -38,7 +38,7 @@ from galvatron_lite.search.segments import (
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
-_LAST = 4
+_LAST, _TRIES = 4, 3
 _STEPS = 2.0 ** np.arange(-14, 16, 2)
 _FINE = (0.0, 0.3, 0.6, 0.8, 0.9, 0.96, 1.0, 1.04, 1.1, 1.25, 1.6, 3.0)
 _SLACK = 1e-9
@@ -157,6 +157,7 @@ class Bounds:
         behind: per place (K, groups): that of the layers behind it, with the move from it.
         last: V of the last few layers (K, S), by place.
         root: (K,) bounds on the weighted time of the whole.
+        inside: per place (K, groups): ``before`` with a moment of these layers priced; by place, where there is one.
     """
 
     line: Line
@@ -165,6 +166,7 @@ class Bounds:
     behind: list[FloatArray]
     last: dict[int, FloatArray]
     root: FloatArray
+    inside: dict[int, FloatArray]
 
     @property
     def least(self) -> float:
@@ -203,8 +205,15 @@ def priced(kind: Kind, prices: FloatArray) -> FloatArray:
     return values
 
 
-def bounds_at(line: Line, prices: FloatArray, whole: bool = True) -> Bounds:
-    """The bounds at some prices; ``behind`` only of the last layers unless the ``whole`` is wanted."""
+def bounds_at(line: Line, prices: FloatArray, whole: bool = True, moment: int | None = None) -> Bounds:
+    """The bounds at some prices.
+
+    Args:
+        line: the chain.
+        prices: (K,) of memory.
+        whole: whether ``behind`` is wanted of all layers, not only of the last.
+        moment: place of a layer before the last ones whose moment is priced too.
+    """
     count = len(line.kind)
     own = [priced(kind, prices) for kind in line.kinds]
     least = [
@@ -218,10 +227,43 @@ def bounds_at(line: Line, prices: FloatArray, whole: bool = True) -> Bounds:
     last, behind = _last(line, prices, scaled)
     start = count - len(last)
     root = (before[start][:, line.at(start).group] + last[start]).min(axis=1) - prices * line.room
+    inside: dict[int, FloatArray] = {}
+    if moment is not None:
+        inside, early = _inside(line, prices, scaled, before, moment)
+        root = np.maximum(root, early - prices * line.room)
     if whole:
         for place in range(start - 1, 0, -1):
             behind.append((scaled[place] + (behind[-1] + least[line.kind[place]])[:, None, :]).min(axis=2))
-    return Bounds(line, prices, before, behind[::-1], last, root)
+    return Bounds(line, prices, before, behind[::-1], last, root, inside)
+
+
+def _inside(
+    line: Line, prices: FloatArray, scaled: list[FloatArray], before: list[FloatArray], moment: int
+) -> tuple[dict[int, FloatArray], FloatArray]:
+    """What the layers before each place behind ``moment`` cost with that moment priced, and (K,) that of all layers.
+
+    Layers before the moment add rest + prefix to it, the last of them what it leaves gathered; those behind it rest.
+    """
+    price, count = prices[:, None], len(line.kind)
+    values = before[moment]
+    if moment:
+        kind = line.at(moment - 1)
+        own = priced(kind, prices) + price * kind.segment.figures[GATHERED] + before[moment - 1][:, kind.group]
+        values = (kind.least(own, line.groups(moment - 1))[:, :, None] + scaled[moment]).min(axis=1)
+    kind, pending = line.at(moment), int(line.at(moment + 1).segment.figures[PENDING].min())
+    f = kind.segment.figures
+    own = f[TIME] + price * (f[REST] + np.maximum(f[FIRST], f[SINGLE] + pending))
+    reached = values + kind.least(own, line.groups(moment))
+    still: dict[int, FloatArray] = {}
+    inside: dict[int, FloatArray] = {}
+    for place in range(moment + 1, count):
+        inside[place] = (reached[:, :, None] + scaled[place]).min(axis=1)
+        number, kind = line.kind[place], line.at(place)
+        if number not in still:
+            f = kind.segment.figures
+            still[number] = kind.least(f[TIME] + price * f[REST], line.groups(place))
+        reached = inside[place] + still[number]
+    return inside, reached.min(axis=1)
 
 
 def _scaled(line: Line) -> list[FloatArray]:
@@ -258,20 +300,48 @@ def _last(line: Line, prices: FloatArray, scaled: list[FloatArray]) -> tuple[dic
 
 
 def best_bounds(line: Line) -> Bounds:
-    """Bounds at prices about the one with the highest bound on the whole.
+    """Bounds at prices about the one with the highest bound on the whole, with the moment priced that seems the worst.
 
     The bound is concave in the price, so the best of a row of prices has the greatest one next to it.
     """
+    best, moment = _best_price(line, None), None
+    for _ in range(_TRIES):
+        found = _worst_moment(line, best[0])
+        if found >= len(line.kind) - _LAST or found == moment:
+            break
+        other = _best_price(line, found)
+        if other[1] <= best[1]:
+            break
+        best, moment = other, found
+    return bounds_at(line, best[0] * np.array(_FINE), moment=moment)
+
+
+def _best_price(line: Line, moment: int | None) -> tuple[float, float]:
+    """The price with the highest bound on the whole, more than nothing, and that bound."""
     times = sum(float(np.ptp(kind.segment.figures[TIME])) for kind in line.kinds) + 1.0
     sizes = sum(float(np.ptp(kind.segment.figures[BOTH])) for kind in line.kinds) + 1.0
     prices = np.concatenate(([0.0], times / sizes * _STEPS))
     for _ in range(2):
-        best = int(np.argmax(bounds_at(line, prices, whole=False).root))
+        best = int(np.argmax(bounds_at(line, prices, whole=False, moment=moment).root))
         low, high = prices[max(best - 1, 0)], prices[min(best + 1, len(prices) - 1)]
         low = max(low, high * 2.0**-6)
         prices = np.concatenate(([0.0], low * (high / low) ** (np.arange(17) / 16)))
-    best = int(np.argmax(bounds_at(line, prices, whole=False).root))
-    return bounds_at(line, max(prices[best], high * 2.0**-12) * np.array(_FINE))
+    root = bounds_at(line, prices, whole=False, moment=moment).root
+    best = int(np.argmax(root))
+    return float(max(prices[best], high * 2.0**-12)), float(root[best])
+
+
+def _worst_moment(line: Line, price: float) -> int:
+    """Place of the layer whose moment is the worst where each layer takes what is cheapest at a price, moves aside."""
+    rows = []
+    for kind in line.kinds:
+        choice = int(np.argmin(priced(kind, np.array([price]))[0]))
+        f = kind.segment.figures[:, choice]
+        rows.append((int(kind.prefix[choice]), max(int(f[FIRST]), int(f[SINGLE])), int(f[GATHERED])))
+    prefix, local, gathered = np.array(rows)[list(line.kind)].T
+    moments = np.cumsum(prefix) - prefix + local
+    moments[1:] += gathered[:-1]
+    return int(np.argmax(moments))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -147,6 +147,11 @@ def _quickest(line: Line, bounds: Bounds, cap: float, beam: int | None) -> Front
             low = max(low, min(found.dropped, most + 1))
             continue
         low, missed, share = limit + 1, min(missed, found.dropped), share * _GROWTH
+        if found.dropped <= limit:
+            # More labels than the beam allows at this limit, so at higher ones too: a path is all that is still wanted.
+            beam = narrow
+            if best.paths:
+                break
         if not best.paths and low > doubt:
             if _leanest(_timeless(line), line.room, None) is None:
                 return Front((), work)

@@ -116,7 +116,7 @@ class Search:
         if count < _RUN or alone & (alone - 1):
             return [one]
         figures = step.figures
-        number = int(np.argmax(step.promise.min(axis=1)))
+        number = int(np.argmax(step.promise[: len(self.bounds.prices)].min(axis=1)))
         price = float(self.bounds.prices[number])
         reach = figures[TIMES] + price * np.maximum(figures[WORST], figures[WAITING])
         move = self.line.moves[place] * float(self.line.by[0])
@@ -156,11 +156,13 @@ class Search:
         """Every label with every choice of one segment more, as far as the limit lets them."""
         x, old, bounds = segment.figures, step.figures, self.bounds
         move = self.line.moves[place + segment.layers]
-        best = int(np.argmax(step.promise.min(axis=1)))
-        price = bounds.prices[best]
-        own = x[TIME] + price * x[BOTH] + bounds.before[place][best][x[HEAD]]
+        number = int(np.argmax(step.promise.min(axis=1)))
+        best = number % len(bounds.prices)
+        price, early = bounds.prices[best], number >= len(bounds.prices) and place in bounds.inside
+        before = (bounds.inside if early else bounds.before)[place][best]
+        own = x[TIME] + price * x[REST if early else BOTH] + before[x[HEAD]]
         values = own[:, None] + move[x[TAIL]] * float(self.line.by[0])
-        reach = old[TIMES] + price * np.maximum(old[WORST], old[WAITING])
+        reach = old[TIMES] + price * (old[RESTING] if early else np.maximum(old[WORST], old[WAITING]))
         ceiling = bounds.ceiling(self.limit)[best] + price * self.room
         self.work += values.shape[0] * len(reach)
         totals = values[:, old[GROUP]] + reach
@@ -200,8 +202,14 @@ class Search:
         bounds, ahead = self.bounds, self.ahead
         peak = np.maximum(figures[WORST], figures[WAITING])
         before = bounds.before[place][:, figures[GROUP]]
-        promise = before + (figures[TIMES] + bounds.prices[:, None] * (peak - self.room))
+        price = bounds.prices[:, None]
+        promise = before + (figures[TIMES] + price * (peak - self.room))
         alive = (promise <= bounds.ceiling(self.limit)[:, None]).all(axis=0)
+        if place in bounds.inside:
+            within = bounds.inside[place][:, figures[GROUP]]
+            early = within + (figures[TIMES] + price * (figures[RESTING] - self.room))
+            alive &= (early <= bounds.ceiling(self.limit)[:, None]).all(axis=0)
+            promise = np.concatenate((promise, early))
         alive &= peak <= self.room - ahead.both_least[place]
         alive &= figures[OPTIMIZER] <= self.room - ahead.updated_least[place]
         if place == 0:
@@ -219,7 +227,8 @@ class Search:
         """The most promising labels; what paths through any other cost at the least is noted."""
         if len(step.choice) <= count:
             return step
-        promise = (step.promise - (self.bounds.ceiling(0.0) - 1)[:, None]).max(axis=0)
+        slack = self.bounds.ceiling(0.0)[:, None] - 1
+        promise = (step.promise - np.resize(slack, (len(step.promise), 1))).max(axis=0)
         order = np.argsort(promise, kind="stable")
         self._drop(float(promise[order[count]]))
         return step.take(np.sort(order[:count]))
