@@ -125,7 +125,7 @@ def groups_of(shape: Shape, costs: Sequence[StageCost]) -> list[list[StageCost]]
 
 def zero_bubble_of(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> Run:
     """The zero-bubble schedule of priced stages."""
-    kept = sum(layer.kept for cost in costs for layer in cost.layers)
+    kept = sum(layer.kept + layer.returning for cost in costs for layer in cost.layers)
     share = round(sum(cost.pending for cost in costs) / kept, 3) if kept else 1.0
     return run_zero_bubble(tuple(cost.times for cost in costs), course_of(shape), hidden_share(profile), share)
 

@@ -139,7 +139,7 @@ def price_chunk(
     )
     split = shape.schedule in ZERO_BUBBLE
     pending = sum(_pending(pricer, shape, place, strategies[place]) for place in inside) if split else 0
-    pending = min(pending, sum(cost.kept for cost in costs))
+    pending = min(pending, sum(cost.kept + cost.returning for cost in costs))
     step = sum(cost.step_seconds for cost in costs)
     borrowed = pricer.profile.graph.borrowed(inside)
     carried = boundary_bytes(borrowed, shape.microbatch, strategies[inside.start]) if borrowed else 0

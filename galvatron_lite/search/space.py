@@ -5,8 +5,8 @@ that its dimensions offer and its backend runs. What is legal is bounded further
 dimension states with its reason (``Dimension.allows``):
 
 - Tensor groups lie within a node, so do those of Ulysses times tensor.
-- A share of a sample's tokens has at least ``LEAST_TOKENS`` tokens; beside context parallelism tensor groups share
-  tokens too.
+- A share of a sample's tokens has at least ``LEAST_TOKENS`` tokens, a ring's four times as many; beside context
+  parallelism tensor groups share tokens too.
 - ZeRO (stages 1 to 3, over shards times context ranks) goes over all ranks that see other tokens, or hybrid: shards
   and slices fill exactly one node (or, placed far apart, their replicas do).
 - Experts are spread over any divisor, whole or sliced, beside a tensor group with sequence parallelism only.

@@ -104,6 +104,7 @@ def sensible(kind: LayerKind, one: Strategy, devices: int, node: int, tokens: in
         near(one.tensor),
         not one.ulysses or near(one.context * one.tensor),
         one.context == 1 or (shared and kind.dims.sequence >= tokens * shares),
+        one.context == 1 or one.ulysses or not kind.dims.heads or kind.dims.sequence // one.context >= 4 * tokens,
         one.expert == 1 or (shared and not (one.expert_tensor and one.expert < one.tensor)),
         not hybrid or (far if one.strided is Strided.ZERO else shards) == node,
         one.strided is not Strided.ZERO or devices > node,

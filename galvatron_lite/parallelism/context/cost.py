@@ -58,8 +58,8 @@ class ContextDimension:
         """Shares of the tokens are even, also beside sequence parallelism; twice as fine for the ring under a causal
         mask, where each device takes an early and a late piece. Ulysses spreads whole heads.
 
-        Sensible: a share has so many tokens that a device's matmuls and attention are not all edges (``Room.tokens``).
-        Tensor groups share tokens too (sequence parallelism), which costs as much as not sharing them. Ulysses stays
+        Sensible: a share has so many tokens that a device's matmuls and attention are not all edges (``Room.tokens``),
+        and of a ring ``RING`` times as many, so that attention on a block may hide the hop of the next. Tensor groups share tokens too (sequence parallelism), which costs as much as not sharing them. Ulysses stays
         within a node, for its all-to-alls block every layer eight times.
         """
         degree, tensor = chosen["context"], chosen["tensor"]
@@ -75,8 +75,9 @@ class ContextDimension:
         if room.node is None or not legal:
             return legal
         shared = tensor == 1 or chosen["sequence_parallel"] or not kind.sequence_parallel
-        enough = kind.dims.sequence >= room.tokens * shares
-        return shared and enough and (not chosen["ulysses"] or room.near(degree * tensor))
+        ring = bool(attention_of(kind)) and not chosen["ulysses"]
+        least = room.tokens * max(shares, degree * RING if ring else 1)
+        return shared and kind.dims.sequence >= least and (not chosen["ulysses"] or room.near(degree * tensor))
 
     def reason(self, kind: LayerKind) -> str:
         """Why attention's tokens cannot be shared."""
@@ -101,6 +102,12 @@ class ContextDimension:
 LEAST_TOKENS = 256
 """Fewest tokens of a sample that are worth a device of their own: two blocks of query rows of a fused attention kernel
 (128 each), below which its and the matmuls' tiles are mostly edges."""
+
+
+RING = 4
+"""Times ``LEAST_TOKENS`` that a ring's block has at the least: under a causal mask b queries meet b keys of h items in
+2 b b h FLOPs while 4 b h bytes of the next keys and values arrive, so that hiding them takes b >= 2 x FLOP/s / (B/s):
+about 1,000 on an A100 at half of its peak within a node, where links are quickest."""
 
 
 def splits_tokens(kind: LayerKind) -> bool:
