@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
-from galvatron_lite.arrays import Whole
+from galvatron_lite.arrays import IntArray, Whole
 from galvatron_lite.files import STRICT
 
 if TYPE_CHECKING:
@@ -183,6 +184,7 @@ class RankGroup:
         siblings: groups that work at the same moment and share the links above the level they fit in.
         run: members in a run of neighbours; 1 where all are equally far apart.
         gap: ranks from one member of a run to the next.
+        apart: of arrays, which groups occur, where that was worked out.
     """
 
     size: Whole
@@ -190,8 +192,24 @@ class RankGroup:
     siblings: Whole = 1
     run: Whole = 1
     gap: Whole = 1
+    apart: Apart | None = field(default=None, compare=False, repr=False)
 
     @property
     def reach(self) -> Whole:
         """Ranks from the first member to the last."""
         return (self.size // self.run - 1) * self.stride + (self.run - 1) * self.gap
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Apart:
+    """The groups that occur in an array of n groups.
+
+    Attributes:
+        groups: each of them once.
+        place: (n,) which of them each is.
+        known: what was found out of them, by who asked.
+    """
+
+    groups: Sequence[RankGroup]
+    place: IntArray
+    known: dict[object, object] = field(default_factory=dict)

@@ -13,17 +13,16 @@ from typing import TypeVar
 import numpy as np
 
 from galvatron_lite.arrays import IntArray, Real, where
-from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.cluster.cluster import Apart, RankGroup
 from galvatron_lite.cluster.collectives import Line, collective_lines, seconds_on
 from galvatron_lite.parallelism.base import Collective, Communication
+from galvatron_lite.parallelism.ranks import told_apart
 from galvatron_lite.profiler.schema import CollectiveFit, Overlap, Profile
 
 T = TypeVar("T")
 GroupKey = tuple[Collective, int, int]
 Curve = tuple[list[float], list[float]]
 """Bytes, ascending, and the seconds that were measured for them."""
-_WIDTH = 2**20
-"""More than any figure of a shape, so that three fit into a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,22 @@ class Shape:
     curve: Curve | None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """What a collective costs on each of n groups.
+
+    Attributes:
+        place: (n,) the number of the shape of each.
+        lines: of each group.
+        curves: number of a shape and what was measured for it.
+    """
+
+    place: IntArray
+    lines: Sequence[Line]
+    curves: Sequence[tuple[int, Curve]]
+
+
+@dataclass(slots=True, eq=False)
 class Links:
     """Seconds of collectives on a profile's cluster; shapes of group are remembered.
 
@@ -73,30 +87,33 @@ class Links:
         once.
         """
         known: dict[tuple[Collective, int, int], Real] = {}
-        places: dict[int, tuple[list[RankGroup], IntArray]] = {}
         result = []
         for one in communications:
             key = (one.collective, id(one.size), id(one.group))
             if key not in known:
-                known[key] = self._once(one, places)
+                known[key] = self._once(one)
             result.append(known[key] * one.count)
         return result
 
-    def _once(self, one: Communication, places: dict[int, tuple[list[RankGroup], IntArray]]) -> Real:
-        """Seconds of one call; ``places``: groups that were told apart already."""
+    def _once(self, one: Communication) -> Real:
+        """Seconds of one call."""
         if not _several(one.group):
             return self._alike(one.collective, one.group, one.size)
-        if id(one.group) not in places:
-            places[id(one.group)] = told_apart(one.group)
-        groups, place = places[id(one.group)]
-        shapes = [self._shape(one.collective, group) for group in groups]
-        count = max(len(shape.lines) for shape in shapes)
-        lines = [_line_of(shapes, number, place) for number in range(count)]
-        seconds = seconds_on(one.collective, lines, one.size)
-        for number, shape in enumerate(shapes):
-            if shape.curve is not None:
-                seconds = where(place == number, _on_curve(shape.curve, one.size, seconds), seconds)
+        shapes = self._shapes_of(one.collective, one.group.apart or told_apart(one.group))
+        seconds = seconds_on(one.collective, shapes.lines, one.size)
+        for number, curve in shapes.curves:
+            seconds = where(shapes.place == number, _on_curve(curve, one.size, seconds), seconds)
         return where(one.size > 0, seconds, 0.0)
+
+    def _shapes_of(self, collective: Collective, groups: Apart) -> Shapes:
+        found = groups.known.get((self, collective))
+        if isinstance(found, Shapes):
+            return found
+        shapes, place = [self._shape(collective, group) for group in groups.groups], groups.place
+        lines = [_line_of(shapes, number, place) for number in range(max(len(shape.lines) for shape in shapes))]
+        curves = [(number, shape.curve) for number, shape in enumerate(shapes) if shape.curve is not None]
+        groups.known[self, collective] = Shapes(place, lines, curves)
+        return Shapes(place, lines, curves)
 
     def _alike(self, collective: Collective, group: RankGroup, size: Real) -> Real:
         if group.size == 1:
@@ -127,28 +144,7 @@ class Links:
 
 
 def _several(group: RankGroup) -> bool:
-    return any(isinstance(figure, np.ndarray) for figure in (group.size, group.stride, group.siblings, group.run))
-
-
-def told_apart(groups: RankGroup) -> tuple[list[RankGroup], IntArray]:
-    """The shapes that an array of groups has, and which of them each has."""
-    code = groups.size + _WIDTH * (groups.stride + _WIDTH * groups.siblings)
-    if isinstance(groups.run, np.ndarray):
-        return _by(np.column_stack(np.broadcast_arrays(code, groups.run + _WIDTH * groups.gap)))
-    found, place = np.unique(code, return_inverse=True)
-    return [_group_of(int(one), 1 + _WIDTH) for one in found], place
-
-
-def _by(codes: IntArray) -> tuple[list[RankGroup], IntArray]:
-    found, place = np.unique(codes, axis=0, return_inverse=True)
-    return [_group_of(int(one), int(runs)) for one, runs in found], place.reshape(-1)
-
-
-def _group_of(code: int, runs: int) -> RankGroup:
-    rest, size = divmod(code, _WIDTH)
-    siblings, stride = divmod(rest, _WIDTH)
-    gap, run = divmod(runs, _WIDTH)
-    return RankGroup(size, stride, siblings, run, gap)
+    return any(isinstance(figure, np.ndarray) for figure in (group.size, group.stride, group.siblings))
 
 
 def _line_of(shapes: Sequence[Shape], number: int, place: IntArray) -> Line:

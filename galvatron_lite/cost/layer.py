@@ -259,7 +259,7 @@ class LayerPricer:
             return None
         figures = figures_at(points, samples)
         plain = self._points_of(kind, replace(strategy, recompute=Recompute.NONE))
-        again = self._again(figures, None if plain is None else figures_at(plain, samples))
+        again = 0.0 if plain is None else _again(figures.backward, figures_at(plain, samples).backward)
         return LayerCost(**self._priced(kind, strategy, microbatch, stages, sharing, figures, again))
 
     def price_many(
@@ -285,10 +285,10 @@ class LayerPricer:
             return _as_arrays(dict.fromkeys(_NAMES, 0), np.zeros(len(many), dtype=np.bool_))
         shard = (many.tensor, many.sequence_parallel)
         figures, valid = curves.at(code_of(*shard, many.recompute, many.expert), samples)
-        plain, known = curves.at(code_of(*shard, Recompute.NONE, many.expert), samples)
+        plain, known = curves.backward(code_of(*shard, Recompute.NONE, many.expert), samples)
         if not self.profile.cluster.device.host_bandwidth:
             valid = valid & is_option(many.offload, Offload.NONE)
-        again = np.where(known, self._again(figures, plain), 0.0)
+        again = np.where(known, _again(figures.backward, plain), 0.0)
         return _as_arrays(self._priced(kind, many, microbatch, stages, sharing, figures, again), valid)
 
     def _curves_of(self, kind: str) -> Curves:
@@ -338,11 +338,6 @@ class LayerPricer:
         ranks = RankGroup(group, 1, devices // group)
         share = size * group / devices
         return self.links.seconds(Communication(Collective.ALL_TO_ALL, share, ranks, Moment.FORWARD, overlaps=False))
-
-    def _again(self, figures: LayerFigures, plain: LayerFigures | None) -> Real:
-        """Seconds of backward that are computing again, from the figures with and without."""
-        passes = figures.backward
-        return 0.0 if plain is None else least(largest(passes - plain.backward, 0.0), passes)
 
     def _priced(
         self,
@@ -491,6 +486,11 @@ def exchanging(left: IntArray, right: IntArray) -> IntArray:
     differ = np.where(far != far2, batch * context * tensor, np.where(far == 1, inside, near))
     size: IntArray = np.where((left == right).all(axis=-1), 1, differ)
     return size
+
+
+def _again(passes: Real, plain: Real) -> Real:
+    """Seconds of backward that are computing again, from those with and without."""
+    return least(largest(passes - plain, 0.0), passes)
 
 
 def with_copy(kind: LayerKind, items: int) -> LayerKind:

@@ -122,6 +122,17 @@ class Curves:
             codes: (n,) what was run.
             samples: (n,) samples of each.
         """
+        values, valid = self._values(codes, samples, FIGURES)
+        return _figures(values), valid
+
+    def backward(self, codes: IntArray, samples: FloatArray) -> tuple[FloatArray, BoolArray]:
+        """The seconds of backward alone; as ``at``."""
+        (seconds,), valid = self._values(codes, samples, ("backward",))
+        return seconds, valid
+
+    def _values(
+        self, codes: IntArray, samples: FloatArray, wanted: Sequence[str]
+    ) -> tuple[list[FloatArray], BoolArray]:
         row, valid = self._rows(codes)
         own = self.samples[row]
         place = (own < samples[:, None]).sum(axis=1)
@@ -132,8 +143,9 @@ class Curves:
         low, high, first = own[every, left], own[every, right], own[:, 0]
         weight = (samples - low) / np.where(alone, 1.0, high - low)
         share = np.where((place == 0) | alone, samples / first, 1.0)
-        ends = zip(self.values[:, row, left], self.values[:, row, right], strict=True)
-        return _figures([_between(*pair, weight, share, alone) for pair in ends]), valid
+        places = np.array([FIGURES.index(name) for name in wanted])[:, None]
+        ends = zip(self.values[places, row, left], self.values[places, row, right], strict=True)
+        return [_between(*pair, weight, share, alone) for pair in ends], valid
 
     def _rows(self, codes: IntArray) -> tuple[IntArray, BoolArray]:
         """The row of each code, else that of experts which are not spread, and whether there is either."""

@@ -17,14 +17,22 @@ Every function takes one ``Strategy``, or ``Strategies`` and then gives arrays.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import TypeVar
+
+import numpy as np
 
 from galvatron_lite.arrays import Real, Whole, is_option, largest, least, never, opposite, where
-from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.cluster.cluster import Apart, RankGroup
 from galvatron_lite.parallelism.base import LayerWork, Strategy, Strided
 from galvatron_lite.parallelism.strategies import Strategies
 
 Either = Strategy | Strategies
+T = TypeVar("T")
+_WIDTH = 2**20
+"""More than any figure of a group, so that three fit into a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,19 @@ class Spread:
     replicas: RankGroup
 
 
+def _remembered(make: Callable[[Either], T]) -> Callable[[Either], T]:
+    """A function that is worked out once for each ``Strategies``."""
+
+    @wraps(make)
+    def known(strategy: Either) -> T:
+        if isinstance(strategy, Strategy):
+            return make(strategy)
+        found: T = strategy.known[make] if make in strategy.known else strategy.known.setdefault(make, make(strategy))
+        return found
+
+    return known
+
+
 def strides_of(strategy: Either) -> dict[str, Whole]:
     """Ranks from one member to the next in each dimension."""
     strides: dict[str, Whole] = {}
@@ -68,16 +89,19 @@ def strides_of(strategy: Either) -> dict[str, Whole]:
     return {**strides, "data": inner}
 
 
+@_remembered
 def tensor_group(strategy: Either) -> RankGroup:
     """The ranks that share the matmuls of each sample."""
-    return RankGroup(strategy.tensor, strides_of(strategy)["tensor"], strategy.devices // strategy.tensor)
+    return rank_group(strategy.tensor, strides_of(strategy)["tensor"], strategy.devices // strategy.tensor)
 
 
+@_remembered
 def context_group(strategy: Either) -> RankGroup:
     """The ranks that share the tokens of each sample."""
-    return RankGroup(strategy.context, strides_of(strategy)["context"], strategy.devices // strategy.context)
+    return rank_group(strategy.context, strides_of(strategy)["context"], strategy.devices // strategy.context)
 
 
+@_remembered
 def spread_of(strategy: Either) -> Spread:
     """Where the states of parameters lie that are not experts'."""
     strides, sharded = strides_of(strategy), strategy.state_shards > 1
@@ -96,11 +120,12 @@ def _joined(context: Axis, other: Axis, far: Whole, devices: Whole) -> RankGroup
     plain = (inner.size == 1) | (outer.size == 1) | (outer.stride == inner.size * inner.stride)
     stride, siblings = where(inner.size == 1, outer.stride, inner.stride), devices // size
     if never(opposite(plain)):
-        return RankGroup(size, stride, siblings)
+        return rank_group(size, stride, siblings)
     run, gap = where(plain, 1, inner.size), where(plain, 1, inner.stride)
-    return RankGroup(size, where(plain, stride, outer.stride), siblings, run, gap)
+    return rank_group(size, where(plain, stride, outer.stride), siblings, run, gap)
 
 
+@_remembered
 def expert_spread_of(strategy: Either) -> Spread:
     """Where the states of experts lie: devices / (expert degree x slices of an expert) ranks hold the same."""
     stride = expert_slices(strategy) * strategy.expert
@@ -109,11 +134,12 @@ def expert_spread_of(strategy: Either) -> Spread:
     shards = largest(strategy.state_shards // beyond, 1)
     replicas = largest(holders // shards, 1)
     return Spread(
-        RankGroup(shards, stride, strategy.devices // shards),
-        RankGroup(replicas, stride * shards, strategy.devices // replicas),
+        rank_group(shards, stride, strategy.devices // shards),
+        rank_group(replicas, stride * shards, strategy.devices // replicas),
     )
 
 
+@_remembered
 def expert_slices(strategy: Either) -> Whole:
     """Devices that share the matmuls of one expert: the tensor group, or what of it expert parallelism leaves."""
     tensor = strategy.tensor
@@ -121,9 +147,10 @@ def expert_slices(strategy: Either) -> Whole:
     return largest(least(wanted, strategy.devices // strategy.expert), 1)
 
 
+@_remembered
 def expert_group(strategy: Either) -> RankGroup:
     """The ranks that exchange tokens with one another."""
-    return RankGroup(strategy.expert, expert_slices(strategy), strategy.devices // strategy.expert)
+    return rank_group(strategy.expert, expert_slices(strategy), strategy.devices // strategy.expert)
 
 
 def shared_items(work: LayerWork, strategy: Either) -> tuple[tuple[Real, Spread], ...]:
@@ -132,3 +159,27 @@ def shared_items(work: LayerWork, strategy: Either) -> tuple[tuple[Real, Spread]
     if never(work.expert_items):
         return (dense,)
     return (dense, (work.expert_items, expert_spread_of(strategy)))
+
+
+def rank_group(size: Whole, stride: Whole, siblings: Whole, run: Whole = 1, gap: Whole = 1) -> RankGroup:
+    """A group, or an array of groups that are told apart at once."""
+    group = RankGroup(size, stride, siblings, run, gap)
+    return replace(group, apart=told_apart(group)) if isinstance(size, np.ndarray) else group
+
+
+def told_apart(groups: RankGroup) -> Apart:
+    """The groups that an array of them has."""
+    codes = (groups.size + _WIDTH * (groups.stride + _WIDTH * groups.siblings), groups.run + _WIDTH * groups.gap)
+    if isinstance(groups.run, np.ndarray):
+        pairs = np.column_stack(np.broadcast_arrays(*codes))
+        found, place = np.unique(pairs, axis=0, return_inverse=True)
+        return Apart([_group_of(int(one), int(runs)) for one, runs in found], place.reshape(-1))
+    found, place = np.unique(codes[0], return_inverse=True)
+    return Apart([_group_of(int(one), int(codes[1])) for one in found], place)
+
+
+def _group_of(code: int, runs: int) -> RankGroup:
+    rest, size = divmod(code, _WIDTH)
+    siblings, stride = divmod(rest, _WIDTH)
+    gap, run = divmod(runs, _WIDTH)
+    return RankGroup(size, stride, siblings, run, gap)

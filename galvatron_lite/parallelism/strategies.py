@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -17,7 +17,11 @@ from galvatron_lite.parallelism.base import Offload, Strategy, Strided
 
 @dataclass(frozen=True, eq=False)
 class Strategies:
-    """n strategies: each field of ``Strategy`` as an array (n,), choices as places among their options."""
+    """n strategies: each field of ``Strategy`` as an array (n,), choices as places among their options.
+
+    Attributes:
+        known: what ``ranks`` worked out.
+    """
 
     data: IntArray
     zero: IntArray
@@ -31,17 +35,18 @@ class Strategies:
     ulysses: BoolArray
     offload: IntArray
     strided: IntArray
+    known: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
 
     @staticmethod
     def of(strategies: Sequence[Strategy]) -> Strategies:
         """The same strategies as arrays."""
-        names = [item.name for item in fields(Strategies)]
+        names = [item.name for item in fields(Strategy)]
         columns = list(zip(*map(attrgetter(*names), strategies), strict=True)) or [()] * len(names)
         return Strategies(*(_column(name, values) for name, values in zip(names, columns, strict=True)))
 
     def at(self, rows: IntArray) -> Strategies:
         """Only some of them."""
-        return Strategies(*(getattr(self, item.name)[rows] for item in fields(Strategies)))
+        return Strategies(*(getattr(self, item.name)[rows] for item in fields(Strategy)))
 
     def __len__(self) -> int:
         """How many there are."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from galvatron_lite.arrays import Real, Whole, largest, never, opposite, where
+from galvatron_lite.arrays import Real, Whole, largest, never, opposite
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.model.graph import LayerKind, OperatorClass
 from galvatron_lite.parallelism.base import (
@@ -133,7 +133,7 @@ def hops(kind: LayerKind, strategy: Either, share: Real, group: RankGroup) -> It
         group: the context ranks.
     """
     block = key_value_items(kind, strategy.tensor) * share
-    around = where(opposite(strategy.ulysses) & (block > 0), strategy.context - 1, 0)
+    around = (opposite(strategy.ulysses) & (block > 0)) * (strategy.context - 1)
     for moment, times in ((Moment.FORWARD, 1), (Moment.BACKWARD, 2)):
         yield Communication(Collective.SEND_RECV, block, group, moment, True, times * around, "context")
 
@@ -153,7 +153,7 @@ def exchanges(kind: LayerKind, strategy: Either, share: Real, group: RankGroup) 
         for one in attentions
     )
     sizes = [items * share for items in (queries, keys)]
-    count = where(strategy.ulysses & (strategy.context > 1), 2, 0)
+    count = (strategy.ulysses & (strategy.context > 1)) * 2
     for moment in (Moment.FORWARD, Moment.BACKWARD):
         for size in sizes:
             yield Communication(Collective.ALL_TO_ALL, size, group, moment, False, count, ULYSSES)

@@ -63,7 +63,7 @@ class DataDimension:
                     spread.replicas,
                     Moment.STEP,
                     overlaps=True,
-                    count=where(mask, 1, 0),
+                    count=mask * 1,
                     cause=self.name,
                 )
                 for (items, spread), mask in zip(parts, several, strict=True)

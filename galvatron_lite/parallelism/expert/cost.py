@@ -99,8 +99,8 @@ class ExpertDimension:
         group, part = _route(kind, strategy, context.node_devices)
         near = RankGroup(slices, 1, strategy.devices // slices)
         out, whole = size * part, size * slices
-        calls = where(spread & (size > 0), 2, 0)
-        joins = where(spread & (size > 0) & strategy.sequence_parallel & (slices > 1), 1, 0)
+        calls = (spread & (size > 0)) * 2
+        joins = (calls > 0) * (strategy.sequence_parallel & (slices > 1))
         for moment in (Moment.FORWARD, Moment.BACKWARD):
             yield Communication(Collective.ALL_TO_ALL, out, group, moment, False, calls, self.name)
             for sort in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):

@@ -110,7 +110,7 @@ class TensorDimension:
         split = strategy.tensor > 1
         shared = strategy.sequence_parallel & split
         plain = opposite(strategy.sequence_parallel) & split
-        apart = where(shared & (strategy.expert > 1) & (kind.expert_parameters > 0), 1, 0)
+        apart = (shared & (strategy.expert > 1)) * int(kind.expert_parameters > 0)
         begins, ends = (largest(count - apart, 0) for count in regions(kind))
         calls: tuple[tuple[Moment, Collective, Real, Whole, Flag, str], ...] = (
             (Moment.FORWARD, Collective.ALL_REDUCE, leaving, ends, plain, self.name),
@@ -122,7 +122,7 @@ class TensorDimension:
             (Moment.BACKWARD, Collective.ALL_GATHER, arriving, kind.regathers, shared, ASYNC),
         )
         return tuple(
-            Communication(sort, size, group, moment, False, where(there, count, 0), cause)
+            Communication(sort, size, group, moment, False, there * count, cause)
             for moment, sort, size, count, there, cause in calls
         )
 
@@ -133,7 +133,7 @@ class TensorDimension:
         if kind.gathered_output_bytes == 0:
             return ()
         size = kind.gathered_output_bytes * samples
-        count = where(split, 1, 0)
+        count = split * 1
         return (Communication(Collective.ALL_GATHER, size, group, Moment.FORWARD, False, count, self.name),)
 
     def _parallel_loss(
@@ -148,7 +148,7 @@ class TensorDimension:
         if not kind.dims.vocab or kind.gathered_output_bytes or not begins or ends:
             return ()
         size = 4 * kind.dims.sequence * samples
-        count = where(split, 3, 0)
+        count = split * 3
         return (Communication(Collective.ALL_REDUCE, size, group, Moment.FORWARD, False, count, self.name),)
 
     def _partial_gradients(
@@ -158,7 +158,7 @@ class TensorDimension:
         if kind.parameters.whole == 0:
             return ()
         size = kind.parameters.whole * context.reduce_item_bytes
-        count = where(shared, 1, 0)
+        count = shared * 1
         return (Communication(Collective.ALL_REDUCE, size, group, Moment.STEP, False, count, self.name),)
 
 

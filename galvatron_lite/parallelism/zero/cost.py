@@ -109,7 +109,7 @@ class ZeroDimension:
         """
         several = group.size > 1
         gathered, reduced = items * context.gather_item_bytes, items * context.reduce_item_bytes
-        once, wrapped, passing = (where(several & stage, 1, 0) for stage in stages)
+        once, wrapped, passing = ((several & stage) * 1 for stage in stages)
         for moment, count in ((Moment.STEP, once), (Moment.FORWARD, wrapped), (Moment.BACKWARD, passing)):
             yield Communication(Collective.ALL_GATHER, gathered, group, moment, True, count, self.name)
         for moment, count in ((Moment.STEP, once), (Moment.BACKWARD, wrapped)):
