@@ -51,6 +51,14 @@ class Options:
     codes: IntArray
     layouts: tuple[Layout, ...]
     samples: tuple[Strategy, ...]
+    _parts: dict[bytes, Strategies] = field(default_factory=dict, repr=False)
+
+    def part(self, rows: IntArray) -> Strategies:
+        """Some of the strategies; the same object for the same rows, so that what is known of them is kept."""
+        key = rows.tobytes()
+        if key not in self._parts:
+            self._parts[key] = self.many.at(rows)
+        return self._parts[key]
 
 
 def options_of(strategies: Sequence[Strategy]) -> Options:
@@ -227,7 +235,7 @@ class Store:
     def _table(self, kind: str, shape: Shape, fixed: Fixed, sharing: Sharing) -> Table:
         options = self.options(kind, shape.stage_devices, fixed)
         rows = np.flatnonzero(shape.microbatch % options.batch == 0)
-        asked = options.many.at(rows)
+        asked = options.part(rows)
         valid, figures = figures_of(
             self.pricer, kind, asked, shape.microbatch, shape.stages, sharing, shape.microbatches == 1
         )
