@@ -35,7 +35,7 @@ def print_plan(plan: Plan, source: str, accuracy: str = "") -> None:
     _print_alternatives(console, plan)
     for reason in plan.left_out:
         if not _expected(reason):
-            console.print(f"Left out: {reason}")
+            console.print(f"Note: {reason}")
 
 
 def _expected(reason: str) -> bool:
