@@ -79,9 +79,10 @@ def _(answer: Fewest) -> Said:
     )  # fmt: skip
     chosen = answer.answer
     if chosen is not None:
+        reached = _reach(answer.target, chosen.devices > 1)
         sentence = (
-            f"Fewest: {_gpus(chosen.devices)} {_reach(answer.target, chosen.devices > 1)}: {format_seconds(chosen.seconds)} a step of "
-            f"{chosen.batch}, {format_count(chosen.rate)} samples/s."
+            f"Fewest: {_gpus(chosen.devices)} {reached}: {format_seconds(chosen.seconds)} a step of {chosen.batch}, "
+            f"{format_count(chosen.rate)} samples/s."
         )
     else:
         sentence = missed(answer)

@@ -12,9 +12,10 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.graph import LayerKind, ModelGraph
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.registry import CHOSEN
 from galvatron_lite.questions.pin_names import NAMES, PinName, dimensions_named, near, pin_named
 from galvatron_lite.search.space import STRATEGY_FIELDS, Fixed
 
@@ -117,10 +118,11 @@ def read_pins(fix: Sequence[str], forbid: Sequence[str], graph: ModelGraph) -> P
     _check_forbidden(forbidden, [*every.items(), *((name, value) for (_, name), value in some.items())])
     _check_counts(once)
     own = {name: once.pop(name, None) for name in ("microbatch", "device_samples")}
+    whole, partly = _offered(every, graph)
     fixed = Fixed(
         **once,  # type: ignore[arg-type]
-        strategy=tuple(every.items()),
-        layers=tuple((layers, name, value) for (layers, name), value in some.items()),
+        strategy=whole,
+        layers=(*partly, *((layers, name, value) for (layers, name), value in some.items())),
         forbidden=forbidden,
     )
     return Pins(fixed, **own)  # type: ignore[arg-type]
@@ -142,6 +144,49 @@ def _read(given: str, graph: ModelGraph) -> tuple[str | None, PinName, object]:
     if not any(fnmatchcase(one, layers) for one in names):
         raise InputError("--fix", given, f"{near(layers, names)}Layers of {graph.name}: {_few(names)}.")
     return layers, pin, value
+
+
+def _offered(
+    every: dict[str, object], graph: ModelGraph
+) -> tuple[tuple[tuple[str, object], ...], tuple[tuple[str, str, object], ...]]:
+    """Pins of every layer as those that all layers offer, and those of the layers that do.
+
+    An embedding has no experts and nothing to recompute: ``recompute=full`` means the layers that can be.
+
+    Raises:
+        InputError: no layer offers a value; lists what they offer.
+    """
+    whole, partly = list[tuple[str, object]](), list[tuple[str, str, object]]()
+    for field_name, value in every.items():
+        known = {kind: _values(graph.kinds[kind], field_name, value) for kind in {one.kind for one in graph.layers}}
+        able = [layer.name for layer in graph.layers if value in known[layer.kind]]
+        if not able:
+            offered = ", ".join(sorted({str(one) for values in known.values() for one in values}))
+            raise InputError(
+                f"--fix {_name(field_name)}", str(value), f"No layer of {graph.name} offers it: {offered}."
+            )
+        if len(able) == len(graph.layers):
+            whole.append((field_name, value))
+        else:
+            partly += [(name, field_name, value) for name in able]
+    return tuple(whole), tuple(partly)
+
+
+def _values(kind: LayerKind, field_name: str, value: object) -> set[object]:
+    """What a kind of layer offers of a field of ``Strategy``, on as many devices as the value may ask for."""
+    if field_name not in Strategy.__slots__:
+        return {value}
+    devices = _MANY * value if isinstance(value, int) and value > 1 else _MANY
+    choices = (choice for dimension in CHOSEN for choice in dimension.choices(kind, devices))
+    return {choice[field_name] for choice in choices if field_name in choice}
+
+
+_MANY = 64
+"""Devices on which every dimension of a kind of layer has choices."""
+
+
+def _name(field_name: str) -> str:
+    return next(pin.name for pin in NAMES if pin.field == field_name)
 
 
 def _few(names: Sequence[str]) -> str:

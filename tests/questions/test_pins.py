@@ -4,6 +4,7 @@ import pytest
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.shapes import load_model
 from galvatron_lite.parallelism.base import Offload, Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.questions.pin_names import FORBIDDEN, NAMES
@@ -14,8 +15,10 @@ from galvatron_lite.search.space import STRATEGY_FIELDS, Fixed
 from tests.factories import make_graph, make_kind
 from tests.questions.cases import small
 
-GRAPH = make_graph([make_kind("before", 1), make_kind("block", 1), make_kind("after", 1)],
-                   ["before", *["block"] * 10, "after"])  # fmt: skip
+GRAPH = make_graph(
+    [make_kind(name, 1, tensor_degrees=24) for name in ("before", "block", "after")],
+    ["before", *["block"] * 10, "after"],
+)
 
 
 def pins(*fix: str, forbid: tuple[str, ...] = ()) -> Pins:
@@ -65,9 +68,23 @@ def test_what_is_chosen_once(given: str, name: str, value: object) -> None:
     ],
 )
 def test_what_every_layer_chooses(given: str, name: str, value: object) -> None:
-    assert pins(given) == Pins(Fixed(strategy=((name, value),)))
+    """Embedding and head of this model have neither experts nor tokens to share, and nothing to recompute."""
+    model = load_model("mixtral-8x7b")
+    known = read_pins([given], [], model).fixed
+    blocks = value in {True, Recompute.FULL, Recompute.SELECTIVE} or name in {"expert", "expert_tensor"}
+    for layer in model.layers:
+        found = dict((*known.strategy, *known.pins_of(layer.name)))
+        pinned = not blocks or layer.name.startswith("layers.") or (name, value) == ("expert_tensor", 0)
+        assert found == ({name: value} if pinned else {})
     assert pins(f"l3.{given}") == Pins(Fixed(layers=(("l3", name, value),)))
     assert hasattr(Strategy(), name)
+
+
+def test_what_no_layer_offers() -> None:
+    with pytest.raises(InputError, match="--fix expert: '8' cannot be used. No layer of test offers it: 1"):
+        pins("ep=8")
+    with pytest.raises(InputError, match="--fix recompute: 'full'.*No layer of test offers it: none"):
+        pins("recompute=full")
 
 
 def test_patterns_of_layers() -> None:
