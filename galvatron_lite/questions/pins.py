@@ -79,6 +79,8 @@ class Pins:
         degrees = {splitting[name]: int(str(value)) for name, value in self.fixed.strategy if name in splitting}
         if self.fixed.pipeline is not None:
             degrees = {"pipeline": self.fixed.pipeline, **degrees}
+        some = {name: value for _, name, value in self.fixed.layers if name in splitting}
+        degrees |= {splitting[name]: int(str(value)) for name, value in some.items()}
         whole = prod(degrees.values())
         if degrees and devices % whole:
             said = " ".join(f"--fix {name}={value}" for name, value in degrees.items())
@@ -161,10 +163,9 @@ def _offered(
         known = {kind: _values(graph.kinds[kind], field_name, value) for kind in {one.kind for one in graph.layers}}
         able = [layer.name for layer in graph.layers if value in known[layer.kind]]
         if not able:
-            offered = ", ".join(sorted({str(one) for values in known.values() for one in values}))
-            raise InputError(
-                f"--fix {_name(field_name)}", str(value), f"No layer of {graph.name} offers it: {offered}."
-            )
+            offered = ", ".join(sorted({str(one) for values in known.values() for one in values}, key=_by_length))
+            name = next(pin.name for pin in NAMES if pin.field == field_name)
+            raise InputError(f"--fix {name}", str(value), f"No layer of {graph.name} offers it: {offered}.")
         if len(able) == len(graph.layers):
             whole.append((field_name, value))
         else:
@@ -185,8 +186,8 @@ _MANY = 64
 """Devices on which every dimension of a kind of layer has choices."""
 
 
-def _name(field_name: str) -> str:
-    return next(pin.name for pin in NAMES if pin.field == field_name)
+def _by_length(text: str) -> tuple[int, str]:
+    return len(text), text
 
 
 def _few(names: Sequence[str]) -> str:

@@ -105,7 +105,8 @@ def test_where_no_number_of_gpus_is_enough_the_table_is_shown_and_the_status_is_
         (["--fix", "tpp=2"], "Did you mean tp?"),
         (["--fix", "layers.9.tp=2"], "--fix"),
         (["--forbid", "sleep"], "--forbid"),
-        (["--fix", "tp=3"], "It must divide the 4 devices"),
+        (["--fix", "tp=3"], "No layer of"),
+        (["--fix", "tp=8"], "It must divide the 4 devices"),
         (["--schedule", "dapple"], "Give one of gpipe, 1f1b"),
         (["--backend", "megatron"], "--backend"),
     ],
@@ -128,6 +129,7 @@ def test_what_cannot_be_asked_is_named_in_one_line(
         (["--forbid", "pp", "--forbid", "dp"], lambda plan: plan.pipeline == 1 and _all(plan, "batch_degree", 1)),
         (["--fix", "zero=3"], lambda plan: _all(plan, "zero_stage", 3)),
         (["--fix", "layers.*.recompute=full"], lambda plan: _blocks(plan) == {"full"}),
+        (["--fix", "recompute=selective"], lambda plan: _blocks(plan) == {"selective"}),
         (["--schedule", "gpipe", "--fix", "pp=4"], lambda plan: plan.schedule.value == "gpipe"),
     ],
 )

@@ -81,9 +81,9 @@ def test_what_every_layer_chooses(given: str, name: str, value: object) -> None:
 
 
 def test_what_no_layer_offers() -> None:
-    with pytest.raises(InputError, match="--fix expert: '8' cannot be used. No layer of test offers it: 1"):
+    with pytest.raises(InputError, match=r"--fix expert: '8' cannot be used. No layer of test offers it: 1"):
         pins("ep=8")
-    with pytest.raises(InputError, match="--fix recompute: 'full'.*No layer of test offers it: none"):
+    with pytest.raises(InputError, match=r"--fix recompute: 'full'.*No layer of test offers it: none"):
         pins("recompute=full")
 
 
