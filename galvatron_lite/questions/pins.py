@@ -74,21 +74,19 @@ class Pins:
         return devices // prod([self.fixed.pipeline, *(int(str(degree)) for degree in degrees)])
 
     def _check_degrees(self, devices: int) -> None:
-        """Degrees that are pinned for every layer must multiply to a divisor of the devices."""
+        """Degrees that are pinned for one layer, and those for all, must multiply to a divisor of the devices."""
         splitting = {pin.field: pin.name for pin in NAMES if pin.splits}
         degrees = {splitting[name]: int(str(value)) for name, value in self.fixed.strategy if name in splitting}
         if self.fixed.pipeline is not None:
             degrees = {"pipeline": self.fixed.pipeline, **degrees}
-        some = {name: value for _, name, value in self.fixed.layers if name in splitting}
-        degrees |= {splitting[name]: int(str(value)) for name, value in some.items()}
-        whole = prod(degrees.values())
-        if degrees and devices % whole:
-            said = " ".join(f"--fix {name}={value}" for name, value in degrees.items())
-            offered = ", ".join(map(str, divisors(devices)))
-            raise InputError(
-                said.partition("=")[0] if len(degrees) == 1 else said, whole,
-                f"It must divide the {devices} devices: one of {offered}.",
-            )  # fmt: skip
+        some = {(splitting[name], int(str(value))) for _, name, value in self.fixed.layers if name in splitting}
+        for known in (degrees, *(degrees | {name: value} for name, value in sorted(some))):
+            if devices % prod(known.values()):
+                said = " ".join(f"--fix {name}={value}" for name, value in known.items())
+                raise InputError(
+                    said.partition("=")[0] if len(known) == 1 else said, prod(known.values()),
+                    f"It must divide the {devices} devices: one of {', '.join(map(str, divisors(devices)))}.",
+                )  # fmt: skip
 
 
 NOTHING = Pins()

@@ -172,11 +172,16 @@ def test_forbidden_degrees_are_one_for_sizes_too() -> None:
         (["pp=16"], "--fix pipeline: 16"),
         (["pp=2", "tp=2", "cp=4"], "--fix pipeline=2 --fix tensor=2 --fix context=4: 16 cannot be used"),
         (["dp=8", "tp=2"], "8 devices"),
+        (["pp=4", "l3.tp=4"], "--fix pipeline=4 --fix tensor=4: 16 cannot be used"),
     ],
 )
 def test_numbers_that_do_not_divide(fix: list[str], said: str) -> None:
     with pytest.raises(InputError, match=said):
         pins(*fix).at(8, 64)
+
+
+def test_degrees_of_unlike_layers_do_not_multiply() -> None:
+    assert pins("pp=2", "l3.tp=4", "l4.cp=4").at(8, 64).pipeline == 2
 
 
 def test_nothing_pinned_is_nothing_fixed() -> None:
