@@ -117,6 +117,11 @@ class Form:
         return both - saved, (self.microbatches - 1) * both + saved
 
     @property
+    def share(self) -> float:
+        """What of a stage's time (less what is freed) delays the step where the stage is not the slowest."""
+        return self.ramp[0]
+
+    @property
     def alone(self) -> tuple[float, ...]:
         """Per part, how often it counts for a group that is the slowest."""
         return tuple(ramp + rounds for ramp, rounds in zip(self.ramp, self.rounds, strict=True))

@@ -27,6 +27,7 @@ from galvatron_lite.search.shapes import (
     with_edges,
     with_ties,
 )
+from galvatron_lite.search.uniform import Uniform
 
 Progress = Callable[[int, int, str], None]
 MOST_WORK = 60_000_000
@@ -113,6 +114,8 @@ def _look_into(walk: _Walk, node: _Node) -> None:
     problem, bounds = node.problem, node.bounds
     if node.stage is _Stage.GLANCED:
         walk.push(problem, None, _Stage.PRICED, max(node.bound, average_of(problem)))
+    elif problem.shape.virtual > 1:
+        _solve_uniform(walk, node)
     elif node.stage is _Stage.PRICED:
         walk.push_bounded(problem, _Stage.SHAPE, node.bound)
     elif node.stage is _Stage.SHAPE:
@@ -126,6 +129,15 @@ def _look_into(walk: _Walk, node: _Node) -> None:
             walk.push_bounded(child, _Stage.SETTLED, node.bound)
     elif bounds is not None:
         _solve(walk, node, bounds)
+
+
+def _solve_uniform(walk: _Walk, node: _Node) -> None:
+    """The best uniform plan of a node; looked for once plans of other nodes have had a chance to lower the limit."""
+    if node.stage is _Stage.PRICED:
+        walk.push(node.problem, None, _Stage.TRIED, node.bound)
+    else:
+        walk.work += _LOOK
+        walk.better(node.problem, Uniform(node.problem).best(walk.limit))
 
 
 def _solve(walk: _Walk, node: _Node, bounds: Relaxed) -> None:

@@ -37,6 +37,7 @@ class Figures:
             weights) and a step.
         kept: (S,) bytes.
         memory: (S, 7) bytes with one micro-batch in flight, columns as ``MEMORY``.
+        resting: (S, 2) bytes of states, parameters and gradients while other layers compute, and gathered beside them.
     """
 
     forward: IntArray
@@ -45,6 +46,7 @@ class Figures:
     step: IntArray
     kept: IntArray
     memory: IntArray
+    resting: IntArray
 
     def at(self, rows: IntArray) -> Figures:
         """Of some of the strategies."""
@@ -55,6 +57,7 @@ class Figures:
             self.step[rows],
             self.kept[rows],
             self.memory[rows],
+            self.resting[rows],
         )
 
 
@@ -85,6 +88,7 @@ def figures_of(
 
 def _figures(costs: LayerCosts, single: bool) -> Figures:
     memory = terms(costs, 1, 1 if single else 2)
+    states = costs.parameters + costs.gradients + costs.formed_gradients + costs.states
     return Figures(
         all_ticks(costs.forward_seconds),
         all_ticks(costs.backward_seconds),
@@ -92,4 +96,5 @@ def _figures(costs: LayerCosts, single: bool) -> Figures:
         all_ticks(costs.step_seconds),
         costs.kept,
         np.column_stack([getattr(memory, name) for name in MEMORY]),
+        np.column_stack((states, costs.gathered)),
     )

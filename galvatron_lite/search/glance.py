@@ -16,7 +16,7 @@ from functools import reduce
 from math import inf
 
 from galvatron_lite.cost.points import PointKey, figures_at, index_points
-from galvatron_lite.cost.schedule import Form, form_of
+from galvatron_lite.cost.schedule import form_of
 from galvatron_lite.cost.stage import Shape, weight_seconds
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.profiler.schema import LayerPoint, Profile
@@ -72,15 +72,10 @@ class Glance:
         form = form_of(shape.schedule, shape.stages, shape.microbatches, shape.virtual)
         counts: dict[str, int] = reduce(_counted, (layer.kind for layer in graph.layers), {})
         own = {kind: self.least(kind, shape.stage_devices, shape.microbatch, form.freed) for kind in counts}
-        ramp = sum(count * own[kind][1] for kind, count in counts.items()) * _first(form)
+        ramp = sum(count * own[kind][1] for kind, count in counts.items()) * form.share
         work = sum(count * own[kind][0] for kind, count in counts.items())
         slowest = max(work / shape.stages, max(both for both, _ in own.values()))
         return (ramp + (form.microbatches - 1) * slowest) * TICKS * (1 - _ROUNDING)
-
-
-def _first(form: Form) -> float:
-    """Share of a group's time that it delays the step by."""
-    return 1.0 if form.freed or form.apart else form.ramp[0]
 
 
 def _counted(counts: dict[str, int], kind: str) -> dict[str, int]:

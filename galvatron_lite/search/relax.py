@@ -122,12 +122,13 @@ def relaxed(problem: Problem, tables: Sequence[Sequence[Table]]) -> Relaxed | No
 def averaged(problem: Problem, tables: Sequence[Sequence[Table]]) -> float:
     """A time that no plan beats, quickly: the slowest stage has its share of the layers; memory is left out."""
     form, ramps, rounds = problem.form, [], []
+    share = form.share
     for own in _distinct(tables):
         if not all(len(table) for table in own):
             return np.inf
         known = {id(table): table for table in own}
         least = {
-            key: (float(table.ramp(form).min()), float((table.theta(form) - table.ramp(form)).min()))
+            key: (share * float(table.ramp(form).min()), float((table.theta(form) - share * table.ramp(form)).min()))
             for key, table in known.items()
         }
         ramps.append([least[id(table)][0] for table in own])

@@ -99,7 +99,7 @@ def _schedules(request: Request, stages: int) -> list[tuple[Schedule, int]]:
         if schedule is not Schedule.GPIPE or Schedule.ONE_F_ONE_B not in request.schedules:
             offered += [(schedule, virtual) for virtual in virtual_stages(request.graph, schedule, stages)]
     pinned = request.fixed.virtual
-    return [(schedule, virtual) for schedule, virtual in offered if pinned in (None, virtual) and virtual == 1]
+    return [(schedule, virtual) for schedule, virtual in offered if pinned in (None, virtual)]
 
 
 def virtual_stages(graph: ModelGraph, schedule: Schedule, stages: int) -> list[int]:

@@ -1,0 +1,286 @@
+"""Plans whose groups of devices run several virtual stages (interleaved 1F1B, ZB-V): the exact best uniform one.
+
+The declared space. Blocks are shared out evenly over the chunks in the order of the model, the first chunks taking the
+remainder; layers before the blocks are in the first chunk, those after them in the last. One strategy for all layers
+before the blocks, one for all blocks, one for all layers after them; layers that share parameters have one strategy.
+
+With e, b, h the strategies before the blocks, of the blocks and after them, the time is the closed form of
+``cost.schedule`` over groups: sums of figures of b, and of e and h in the groups that hold them. So all candidates are
+timed at once as arrays; memory is priced for candidates in the order of their time, until one fits. What a group cannot
+hold rules out all candidates that are alike in that group. Strategies that another one of their layout equals or beats
+in everything are left out first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
+from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from galvatron_lite.cost.groups import limit_memory
+from galvatron_lite.cost.layer import ALONE, Sharing
+from galvatron_lite.cost.sharing import sharing_of, tied_groups
+from galvatron_lite.cost.stage import StageCost, price_chunk, transfer_seconds
+from galvatron_lite.model.graph import ModelGraph, Role
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes
+from galvatron_lite.parallelism.pipeline.schedule import group_of, stage_at
+from galvatron_lite.search.figures import ticks
+from galvatron_lite.search.pareto import pareto_rows
+from galvatron_lite.search.partition import Partition
+from galvatron_lite.search.problem import Problem, StagePlan
+from galvatron_lite.search.tables import Layout, Table
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+_HALF = 0.5
+
+
+def parts_of(graph: ModelGraph) -> tuple[range, range, range]:
+    """Places of the layers before the blocks, from the first to the last block, and after them."""
+    blocks = [place for place, layer in enumerate(graph.layers) if layer.role is Role.BLOCK]
+    return range(blocks[0]), range(blocks[0], blocks[-1] + 1), range(blocks[-1] + 1, len(graph.layers))
+
+
+def chunk_cuts(graph: ModelGraph, chunks: int) -> tuple[int, ...]:
+    """Where chunks begin, and the number of layers; see the module."""
+    blocks = parts_of(graph)[1]
+    sizes = [len(blocks) // chunks + (chunk < len(blocks) % chunks) for chunk in range(chunks)]
+    ends = list(accumulate(sizes, initial=blocks.start))
+    return (0, *ends[1:-1], len(graph.layers))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """What all layers before the blocks, all blocks, or all layers after them may take.
+
+    Attributes:
+        strategies: S of them; one without meaning where there are no layers.
+        tables: figures of each layer, in the order of ``strategies``.
+    """
+
+    strategies: tuple[Strategy, ...]
+    tables: dict[int, Table]
+
+
+@dataclass(eq=False)
+class Uniform:
+    """The uniform plans of one shape.
+
+    Attributes:
+        problem: the shape, its tables and budgets.
+    """
+
+    problem: Problem
+    _fits: dict[tuple[int | None, ...], bool] = field(default_factory=dict)
+    _sent: dict[tuple[object, ...], int] = field(default_factory=dict)
+
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """Where chunks begin."""
+        shape = self.problem.shape
+        return chunk_cuts(self.problem.graph, shape.stages * shape.virtual)
+
+    @cached_property
+    def _stages(self) -> list[list[int]]:
+        """Per group, the numbers of its stages."""
+        shape = self.problem.shape
+        return [
+            [stage_at(shape.schedule, shape.stages, group, chunk) for chunk in range(shape.virtual)]
+            for group in range(shape.stages)
+        ]
+
+    @cached_property
+    def _held(self) -> list[frozenset[int]]:
+        """Per group, the places of all its layers."""
+        return [
+            frozenset(place for stage in own for place in range(self.cuts[stage], self.cuts[stage + 1]))
+            for own in self._stages
+        ]
+
+    @cached_property
+    def parts(self) -> list[_Part]:
+        """The parts of the model."""
+        sharing: dict[int, Sharing] = {}
+        for places in self._held:
+            sharing |= sharing_of(self.problem.graph, places)
+        return [self._part(places, sharing) for places in parts_of(self.problem.graph)]
+
+    def _part(self, places: range, sharing: dict[int, Sharing]) -> _Part:
+        tables: dict[int, Table] = {}
+        for group, held in enumerate(self._held):
+            for place in held.intersection(places):
+                layer = self.problem.graph.layers[place]
+                own = self.problem.tables[group]
+                tables[place] = own.whole(layer.kind, layer.name, sharing.get(place, ALONE))
+        if not tables:
+            return _Part((Strategy(),), {})
+        distinct = list({id(table): table for _, table in sorted(tables.items())}.values())
+        common = set.intersection(*({*table.strategies} for table in distinct))
+        every = [table.where(lambda strategy: strategy in common) for table in distinct]
+        kept = self._useful(every, bool(sharing.keys() & set(places)))
+        thinned = {id(table): own.at(kept) for table, own in zip(distinct, every, strict=True)}
+        chosen = {place: thinned[id(table)] for place, table in tables.items()}
+        return _Part(chosen[places.start].strategies, chosen)
+
+    def _useful(self, tables: Sequence[Table], shared: bool) -> IntArray:
+        """Rows that no other of the same layout equals or beats in every figure of all tables."""
+        first = tables[0]
+        if shared:
+            return np.arange(len(first))
+        form = self.problem.form
+        keys = np.column_stack([np.column_stack((table.keys(form), table.figures.resting)) for table in tables])
+        groups = [np.flatnonzero(first.codes == code) for code in first.present]
+        kept = [rows[pareto_rows(keys[rows])] for rows in groups]
+        return np.sort(np.concatenate(kept)) if kept else np.array([], dtype=np.int64)
+
+    def best(self, limit: int | None) -> Partition | None:
+        """The best plan that fits and takes less than ``limit`` picoseconds; None where there is none."""
+        if not all(part.strategies for part in self.parts):
+            return None
+        time = self.times()
+        top = np.inf if limit is None else limit - _HALF
+        while True:
+            place = int(np.argmin(time))
+            if not time.flat[place] < top:
+                return None
+            chosen = tuple(int(index) for index in np.unravel_index(place, time.shape))
+            bad = self._overfull(chosen)
+            if bad is None:
+                return self._partition(chosen, round(float(time.flat[place])))
+            time[tuple(slice(None) if own is None else own for own in bad)] = np.inf
+
+    def times(self) -> FloatArray:
+        """(E, B, H): picoseconds of every candidate; infinite where layers that share parameters differ."""
+        form = self.problem.form
+        columns = [self._group(group) for group in range(self.problem.shape.stages)]
+        total: FloatArray = reduce(np.maximum, (own[-1] for own in columns)).astype(np.float64)
+        for part, (ramp, rounds) in enumerate(zip(form.ramp, form.rounds, strict=True)):
+            own = [column[part] for column in columns]
+            total = total + ramp * reduce(np.add, own) + rounds * reduce(np.maximum, own)
+        shape = [len(part.strategies) for part in self.parts]
+        return np.where(self._agreeing(), np.broadcast_to(total, shape), np.inf)
+
+    def _group(self, group: int) -> list[IntArray]:
+        """The parts of a group's micro-batch and its work once a step; axes as ``times``, of length 1 where alike."""
+        form, sums = self.problem.form, [np.zeros((1, 1, 1), dtype=np.int64) for _ in range(4)]
+        for axis, part in enumerate(self.parts):
+            tables = [part.tables[place] for place in self._held[group] if place in part.tables]
+            for key, count in Counter(map(id, tables)).items():
+                table = next(own for own in tables if id(own) == key)
+                figures = table.figures
+                for number, own in enumerate((figures.forward, figures.backward, table.saved(form), figures.step)):
+                    sums[number] = sums[number] + _along(count * own, axis)
+        forward, backward = self._sends(group)
+        moves = self._moves(group)
+        parts = form.parts(sums[0] + moves + forward, sums[1] + moves + backward, sums[2])
+        return [*parts, sums[3]]
+
+    def _moves(self, group: int) -> IntArray:
+        """Picoseconds of redistribution in one pass: between blocks and the layers around them."""
+        total = np.zeros((1, 1, 1), dtype=np.int64)
+        blocks = parts_of(self.problem.graph)[1]
+        for axis, right in ((0, blocks.start), (1, blocks.stop)):
+            if (
+                right - 1 in self.parts[axis].tables
+                and right in self.parts[axis + 1].tables
+                and right in self._held[group]
+            ):
+                left, own = self.parts[axis].tables[right - 1], self.parts[axis + 1].tables[right]
+                moved = self.problem.tables[group].moves(left, own)[np.ix_(left.groups, own.groups)]
+                total = total + np.expand_dims(moved, 2 if axis == 0 else 0)
+        return total
+
+    def _sends(self, group: int) -> tuple[IntArray, IntArray]:
+        """Picoseconds of sends and host work of a micro-batch, forward and backward, by the strategy of the blocks."""
+        overhead, layers = self.problem.tables[group].pricer.profile.overhead, len(self.problem.graph.layers)
+        sums = [np.zeros((1, len(self.parts[1].strategies), 1), dtype=np.int64) for _ in range(2)]
+        for stage in self._stages[group]:
+            start, stop = self.cuts[stage], self.cuts[stage + 1]
+            host = ticks(((start > 0) + (stop < layers)) * overhead.pipeline + overhead.microbatch / 2)
+            for number, (side, cut) in enumerate(((stage + 1, stop), (stage, start))):
+                sent = [self._send(side, cut, own) for own in self._layouts]
+                sums[number] = sums[number] + _along(np.array(sent, dtype=np.int64) + host, 1)
+        return sums[0], sums[1]
+
+    @cached_property
+    def _layouts(self) -> list[tuple[Layout, Strategy]]:
+        table = next(iter(self.parts[1].tables.values()))
+        return list(zip(table.layouts, table.strategies, strict=True))
+
+    def _send(self, stage: int, cut: int, sender: tuple[Layout, Strategy]) -> int:
+        """Picoseconds of sending the tensor before layer ``cut``, where a stage begins; as ``cost.stage`` has it."""
+        shape, graph = self.problem.shape, self.problem.graph
+        if cut in (0, len(graph.layers)):
+            return 0
+        left, right = (group_of(shape.schedule, shape.stages, side) for side in (stage - 1, stage))
+        output = graph.kind_of(graph.layers[cut - 1]).output_bytes
+        key = (left, right, output, sender[0])
+        if left != right and key not in self._sent:
+            size = boundary_bytes(output, shape.microbatch, sender[1])
+            self._sent[key] = ticks(transfer_seconds(self.problem.pricer, size, sender[1], shape, (left, right)))
+        return 0 if left == right else self._sent[key]
+
+    def _agreeing(self) -> NDArray[np.bool_]:
+        """Candidates whose layers that share parameters have one strategy."""
+        agree = np.ones((1, 1, 1), dtype=bool)
+        for places in tied_groups(self.problem.graph):
+            axes = sorted({axis for axis, part in enumerate(self.parts) for place in places if place in part.tables})
+            for a, b in pairwise(axes):
+                left, right = self.parts[a].strategies, self.parts[b].strategies
+                same = np.array([[one == other for other in right] for one in left], dtype=bool)
+                agree = agree & np.expand_dims(same, ({0, 1, 2} - {a, b}).pop())
+        return agree
+
+    def _strategies(self, chosen: Sequence[int]) -> list[Strategy]:
+        """Of every layer."""
+        ranges = parts_of(self.problem.graph)
+        return [
+            part.strategies[own]
+            for part, own, places in zip(self.parts, chosen, ranges, strict=True)
+            for _ in places
+        ]  # fmt: skip
+
+    def _overfull(self, chosen: tuple[int, ...]) -> tuple[int | None, ...] | None:
+        """The part of a candidate that a group has no room for; None where it fits."""
+        strategies: list[Strategy] | None = None
+        for group, held in enumerate(self._held):
+            own = tuple(
+                number if held & part.tables.keys() else None
+                for number, part in zip(chosen, self.parts, strict=True)
+            )  # fmt: skip
+            key = (group, *own)
+            if key not in self._fits:
+                strategies = strategies or self._strategies(chosen)
+                self._fits[key] = self._memory(group, strategies) <= self.problem.budgets[group]
+            if not self._fits[key]:
+                return own
+        return None
+
+    def _memory(self, group: int, strategies: Sequence[Strategy]) -> int:
+        """Bytes on the devices of a group."""
+        costs = [self._cost(group, stage, strategies) for stage in self._stages[group]]
+        context = self.problem.tables[group].pricer.profile.cluster.device.context
+        return limit_memory(self.problem.shape, group, costs, context).total
+
+    def _cost(self, group: int, stage: int, strategies: Sequence[Strategy]) -> StageCost:
+        inside = range(self.cuts[stage], self.cuts[stage + 1])
+        return price_chunk(self.problem.pricer, self.problem.shape, stage, inside, strategies, self._held[group])
+
+    def _partition(self, chosen: Sequence[int], time: int) -> Partition:
+        """A candidate as a plan; its stages carry no figures of their own."""
+        strategies = self._strategies(chosen)
+        stages = tuple(StagePlan((), 0, tuple(strategies[a:b])) for a, b in pairwise(self.cuts))
+        return Partition(time, self.cuts, stages)
+
+
+def _along(values: IntArray, axis: int) -> IntArray:
+    """Values along one of three axes."""
+    shape = [1, 1, 1]
+    shape[axis] = len(values)
+    return values.reshape(shape)

@@ -1,0 +1,94 @@
+"""Interleaved and ZB-V plans: the search against every uniform plan, priced one by one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import pairwise, product
+
+import pytest
+
+from galvatron_lite.cost.groups import groups_of, limit_memory, price_stages
+from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.stage import Shape
+from galvatron_lite.cost.step import bound_seconds
+from galvatron_lite.errors import InputError
+from galvatron_lite.plans.schema import Schedule
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.search.best_first import finished, search
+from galvatron_lite.search.shapes import Request
+from galvatron_lite.search.space import Fixed, Space
+from galvatron_lite.search.uniform import chunk_cuts
+from tests.factories import random_profile
+from tests.search.instances import Few, varied
+
+
+def every_uniform(request: Request, profile: Profile, shape: Shape) -> Iterator[tuple[float, int]]:
+    """Step seconds and peak bytes of every uniform plan of a shape."""
+    pricer, graph = LayerPricer(profile), request.graph
+    cuts = chunk_cuts(graph, shape.stages * shape.virtual)
+    sizes = [b - a for a, b in pairwise(cuts)]
+    last = len(graph.layers) - 1
+    options = [
+        [
+            one
+            for one in request.space.strategies(graph.layers[place].kind, shape.stage_devices, Fixed())
+            if shape.microbatch % one.batch_degree == 0
+        ]
+        for place in range(last + 1)
+    ]
+    blocks = [one for one in options[1] if all(one in own for own in options[1:last])]
+    for before, block, after in product(options[0], blocks, options[last]):
+        if graph.ties and before != after:
+            continue
+        try:
+            costs = price_stages(pricer, shape, sizes, [before, *[block] * (last - 1), after])
+        except InputError:
+            continue
+        context = profile.cluster.device.context
+        peaks = [limit_memory(shape, group, own, context).total for group, own in enumerate(groups_of(shape, costs))]
+        yield bound_seconds(profile, shape, costs), max(peaks)
+
+
+@pytest.mark.parametrize("schedule", [Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE_V])
+@pytest.mark.parametrize("seed", range(8))
+def test_equals_every_uniform_plan(seed: int, schedule: Schedule) -> None:
+    draw = random.Random(seed)
+    devices, blocks = draw.choice([2, 4]), draw.randint(4, 6)
+    profile = random_profile(draw, devices=devices, blocks=blocks, alike=seed % 2 == 0, tied=seed % 3 == 0)
+    profile = varied(profile, draw) if seed % 4 else profile
+    space: Space = Few(profile.graph, profile.cluster.levels[0].size, seed=seed, most=8)
+    fixed = Fixed(pipeline=2)
+    asked = Request(profile.graph, devices, 4, 10**9, fixed, (schedule,), space)
+    plans = []
+    for count in (1, 2, 4):
+        if schedule is Schedule.INTERLEAVED and count % 2:
+            continue
+        for virtual in range(2, blocks // 2 + 1) if schedule is Schedule.INTERLEAVED else (2,):
+            plans += every_uniform(asked, profile, Shape(devices, 2, count, 4 // count, schedule, virtual))
+    peaks = sorted({peak for _, peak in plans})
+    if not plans:
+        assert search(asked, LayerPricer(profile)) is None
+        return
+    for budget in {peaks[0], draw.choice(peaks), peaks[-1]}:
+        best = min(seconds for seconds, peak in plans if peak <= budget)
+        request = Request(profile.graph, devices, 4, budget, fixed, (schedule,), space)
+        pricer = LayerPricer(profile)
+        found = search(request, pricer)
+        assert found is not None
+        assert found.gap == 0.0
+        plan = finished(request, pricer, found)
+        assert plan.virtual_stages == found.problem.shape.virtual > 1
+        assert plan.prediction is not None
+        assert plan.prediction.peak_memory <= budget
+        strategies = [one for stage in found.partition.stages for one in stage.strategies]
+        sizes = [b - a for a, b in pairwise(found.partition.cuts)]
+        costs = price_stages(pricer, found.problem.shape, sizes, strategies)
+        assert bound_seconds(profile, found.problem.shape, costs) == pytest.approx(best, rel=1e-9)
+    nothing = Request(profile.graph, devices, 4, peaks[0] - 1, fixed, (schedule,), space)
+    assert search(nothing, LayerPricer(profile)) is None
+
+
+def test_chunks_share_out_blocks_evenly() -> None:
+    graph = random_profile(random.Random(1), blocks=7).graph
+    assert chunk_cuts(graph, 4) == (0, 3, 5, 7, 9)
