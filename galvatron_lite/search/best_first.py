@@ -88,9 +88,9 @@ def _walk(walk: _Walk, request: Request, pricer: LayerPricer, progress: Progress
     for shape in shapes:
         problem = open_problem(request, pricer, shape)
         own = {id(tables.pricer): tables.pricer.profile for tables in problem.tables}
-        least = min(
-            glances.setdefault(key, Glance(profile)).bound(request.graph, shape) for key, profile in own.items()
-        )
+        for key in own.keys() - glances.keys():
+            glances[key] = Glance(own[key])
+        least = min(glances[key].bound(request.graph, shape) for key in own)
         walk.push(problem, None, _Stage.GLANCED, least)
     done, total = 0, len(shapes)
     while (node := walk.pop()) is not None:
@@ -134,7 +134,7 @@ def _look_into(walk: _Walk, node: _Node) -> None:
 def _solve_uniform(walk: _Walk, node: _Node) -> None:
     """The best uniform plan of a node; looked for once plans of other nodes have had a chance to lower the limit."""
     if node.stage is _Stage.PRICED:
-        walk.push(node.problem, None, _Stage.TRIED, node.bound)
+        walk.push(node.problem, None, _Stage.TRIED, max(node.bound, Uniform(node.problem).bound()))
     else:
         walk.work += _LOOK
         walk.better(node.problem, Uniform(node.problem).best(walk.limit))

@@ -115,7 +115,12 @@ def virtual_stages(graph: ModelGraph, schedule: Schedule, stages: int) -> list[i
 def widest_tables(problem: Problem, stage: int = 0) -> list[Table]:
     """A table of every layer of the model that bounds all that a stage may use."""
     tied = dict(problem.choice.tied)
-    every = [problem.tables[stage].whole(layer.kind, layer.name) for layer in problem.graph.layers]
+    own, known = problem.tables[stage], dict[tuple[str, str], Table]()
+    keys = [(layer.kind, layer.name if own.fixed.layers else "") for layer in problem.graph.layers]
+    for key, layer in zip(keys, problem.graph.layers, strict=True):
+        if key not in known:
+            known[key] = own.whole(layer.kind, layer.name)
+    every = [known[key] for key in keys]
     for place, strategy in tied.items():
         every[place] = every[place].where(lambda option, wanted=strategy: option == wanted)  # type: ignore[misc]
     glue = problem.choice.glue

@@ -14,7 +14,7 @@ in everything are left out first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from itertools import accumulate, pairwise
@@ -28,13 +28,13 @@ from galvatron_lite.cost.sharing import sharing_of, tied_groups
 from galvatron_lite.cost.stage import StageCost, price_chunk, transfer_seconds
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.parallelism.pipeline.cost import boundary_bytes
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, chunks_in_flight
 from galvatron_lite.parallelism.pipeline.schedule import group_of, stage_at
 from galvatron_lite.search.figures import ticks
 from galvatron_lite.search.pareto import pareto_rows
 from galvatron_lite.search.partition import Partition
 from galvatron_lite.search.problem import Problem, StagePlan
-from galvatron_lite.search.tables import Layout, Table
+from galvatron_lite.search.tables import Table
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -78,7 +78,7 @@ class Uniform:
 
     problem: Problem
     _fits: dict[tuple[int | None, ...], bool] = field(default_factory=dict)
-    _sent: dict[tuple[object, ...], int] = field(default_factory=dict)
+    _sent: dict[tuple[int, int, int], IntArray] = field(default_factory=dict)
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:
@@ -139,6 +139,32 @@ class Uniform:
         kept = [rows[pareto_rows(keys[rows])] for rows in groups]
         return np.sort(np.concatenate(kept)) if kept else np.array([], dtype=np.int64)
 
+    def bound(self) -> float:
+        """A time that no uniform plan beats, quickly: from blocks alone, with what groups must hold of them."""
+        form, shape, graph = self.problem.form, self.problem.shape, self.problem.graph
+        blocks = [place for place in parts_of(graph)[1] if graph.layers[place].role is Role.BLOCK]
+        kinds = {
+            (graph.layers[place].kind, self.problem.tables[0].fixed.pins_of(graph.layers[place].name))
+            for place in blocks
+        }
+        if len(kinds) > 1 or len({id(own) for own in self.problem.tables}) > 1:
+            return 0.0
+        layer = graph.layers[blocks[0]]
+        table = self.problem.tables[0].whole(layer.kind, layer.name)
+        context = self.problem.tables[0].pricer.profile.cluster.device.context
+        fits = np.ones(len(table), dtype=bool)
+        for group in (0, shape.stages - 1) if shape.microbatches > 1 else ():
+            sizes = [self.cuts[stage + 1] - max(self.cuts[stage], blocks[0]) for stage in self._stages[group]]
+            sizes = [min(size, len(blocks) // (shape.stages * shape.virtual)) for size in sizes]
+            every = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
+            most = max(sum(count * size for count, size in zip(counts, sizes, strict=True)) for counts in every)
+            states = sum(sizes) * table.figures.resting[:, 0]
+            fits &= states + most * table.figures.kept <= self.problem.budgets[group] - context
+        time = np.zeros(len(table))
+        for ramp, rounds, own in zip(form.ramp, form.rounds, table.parts(form), strict=True):
+            time = time + len(blocks) * (ramp + rounds / shape.stages) * own
+        return float(np.where(fits, time, np.inf).min(initial=np.inf)) * (1 - 1e-9)
+
     def best(self, limit: int | None) -> Partition | None:
         """The best plan that fits and takes less than ``limit`` picoseconds; None where there is none."""
         if not all(part.strategies for part in self.parts):
@@ -164,22 +190,42 @@ class Uniform:
             own = [column[part] for column in columns]
             total = total + ramp * reduce(np.add, own) + rounds * reduce(np.maximum, own)
         shape = [len(part.strategies) for part in self.parts]
-        return np.where(self._agreeing(), np.broadcast_to(total, shape), np.inf)
+        may = reduce(np.logical_and, (self._may_fit(group) for group in range(self.problem.shape.stages)))
+        return np.where(self._agreeing() & may, np.broadcast_to(total, shape), np.inf)
+
+    def _may_fit(self, group: int) -> NDArray[np.bool_]:
+        """Candidates that a group may have room for: states, and what micro-batches in flight keep, alone."""
+        shape = self.problem.shape
+        if shape.microbatches == 1:
+            return np.ones((1, 1, 1), dtype=bool)
+        context = self.problem.tables[group].pricer.profile.cluster.device.context
+        room = self.problem.budgets[group] - context
+        chunks = [range(self.cuts[stage], self.cuts[stage + 1]) for stage in self._stages[group]]
+        states = reduce(np.add, (self._summed(inside, lambda own: own.figures.resting[:, 0]) for inside in chunks))
+        kept = [self._summed(inside, lambda own: own.figures.kept) for inside in chunks]
+        every = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
+        most = [reduce(np.add, (count * own for count, own in zip(counts, kept, strict=True))) for counts in every]
+        fits: NDArray[np.bool_] = states + reduce(np.maximum, most) <= room
+        return fits
+
+    def _summed(self, places: Iterable[int], figure: Callable[[Table], IntArray]) -> IntArray:
+        """A figure of layers, added up; axes as ``times``, of length 1 where alike."""
+        total = np.zeros((1, 1, 1), dtype=np.int64)
+        for axis, part in enumerate(self.parts):
+            tables = [part.tables[place] for place in places if place in part.tables]
+            counts = Counter(map(id, tables))
+            for table in {id(own): own for own in tables}.values():
+                total = total + _along(counts[id(table)] * figure(table), axis)
+        return total
 
     def _group(self, group: int) -> list[IntArray]:
         """The parts of a group's micro-batch and its work once a step; axes as ``times``, of length 1 where alike."""
-        form, sums = self.problem.form, [np.zeros((1, 1, 1), dtype=np.int64) for _ in range(4)]
-        for axis, part in enumerate(self.parts):
-            tables = [part.tables[place] for place in self._held[group] if place in part.tables]
-            for key, count in Counter(map(id, tables)).items():
-                table = next(own for own in tables if id(own) == key)
-                figures = table.figures
-                for number, own in enumerate((figures.forward, figures.backward, table.saved(form), figures.step)):
-                    sums[number] = sums[number] + _along(count * own, axis)
-        forward, backward = self._sends(group)
-        moves = self._moves(group)
-        parts = form.parts(sums[0] + moves + forward, sums[1] + moves + backward, sums[2])
-        return [*parts, sums[3]]
+        form, held = self.problem.form, self._held[group]
+        passes = (lambda own: own.figures.forward, lambda own: own.figures.backward, lambda own: own.saved(form))
+        forward, backward, saved = (self._summed(held, figure) for figure in passes)
+        moves, sends = self._moves(group), self._sends(group)
+        parts = form.parts(forward + moves + sends[0], backward + moves + sends[1], saved)
+        return [*parts, self._summed(held, lambda own: own.figures.step)]
 
     def _moves(self, group: int) -> IntArray:
         """Picoseconds of redistribution in one pass: between blocks and the layers around them."""
@@ -204,27 +250,26 @@ class Uniform:
             start, stop = self.cuts[stage], self.cuts[stage + 1]
             host = ticks(((start > 0) + (stop < layers)) * overhead.pipeline + overhead.microbatch / 2)
             for number, (side, cut) in enumerate(((stage + 1, stop), (stage, start))):
-                sent = [self._send(side, cut, own) for own in self._layouts]
-                sums[number] = sums[number] + _along(np.array(sent, dtype=np.int64) + host, 1)
+                sums[number] = sums[number] + _along(self._sent_over(side, cut) + host, 1)
         return sums[0], sums[1]
 
-    @cached_property
-    def _layouts(self) -> list[tuple[Layout, Strategy]]:
-        table = next(iter(self.parts[1].tables.values()))
-        return list(zip(table.layouts, table.strategies, strict=True))
-
-    def _send(self, stage: int, cut: int, sender: tuple[Layout, Strategy]) -> int:
-        """Picoseconds of sending the tensor before layer ``cut``, where a stage begins; as ``cost.stage`` has it."""
+    def _sent_over(self, stage: int, cut: int) -> IntArray:
+        """Picoseconds of sending the tensor before layer ``cut``, where a stage begins, by the blocks' strategy."""
         shape, graph = self.problem.shape, self.problem.graph
-        if cut in (0, len(graph.layers)):
-            return 0
+        table = next(iter(self.parts[1].tables.values()))
         left, right = (group_of(shape.schedule, shape.stages, side) for side in (stage - 1, stage))
+        if cut in (0, len(graph.layers)) or left == right:
+            return np.zeros(len(table), dtype=np.int64)
         output = graph.kind_of(graph.layers[cut - 1]).output_bytes
-        key = (left, right, output, sender[0])
-        if left != right and key not in self._sent:
-            size = boundary_bytes(output, shape.microbatch, sender[1])
-            self._sent[key] = ticks(transfer_seconds(self.problem.pricer, size, sender[1], shape, (left, right)))
-        return 0 if left == right else self._sent[key]
+        key = (left, right, output)
+        if key not in self._sent:
+            sent = np.zeros(len(table.options.layouts), dtype=np.int64)
+            for code in table.present:
+                sender = table.options.samples[code]
+                size = boundary_bytes(output, shape.microbatch, sender)
+                sent[code] = ticks(transfer_seconds(self.problem.pricer, size, sender, shape, (left, right)))
+            self._sent[key] = sent[table.codes]
+        return self._sent[key]
 
     def _agreeing(self) -> NDArray[np.bool_]:
         """Candidates whose layers that share parameters have one strategy."""
