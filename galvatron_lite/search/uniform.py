@@ -238,7 +238,8 @@ class Uniform:
                 and right in self._held[group]
             ):
                 left, own = self.parts[axis].tables[right - 1], self.parts[axis + 1].tables[right]
-                moved = self.problem.tables[group].moves(left, own)[np.ix_(left.groups, own.groups)]
+                size = self.problem.tables[0].store.crossing[right]
+                moved = self.problem.tables[group].moves(left, own, size)[np.ix_(left.groups, own.groups)]
                 total = total + np.expand_dims(moved, 2 if axis == 0 else 0)
         return total
 
@@ -260,7 +261,7 @@ class Uniform:
         left, right = (group_of(shape.schedule, shape.stages, side) for side in (stage - 1, stage))
         if cut in (0, len(graph.layers)) or left == right:
             return np.zeros(len(table), dtype=np.int64)
-        output = graph.kind_of(graph.layers[cut - 1]).output_bytes
+        output = self.problem.tables[0].store.crossing[cut]
         key = (left, right, output)
         if key not in self._sent:
             sent = np.zeros(len(table.options.layouts), dtype=np.int64)
