@@ -43,6 +43,8 @@ from galvatron_lite.search.segments import FIRST, HEAD, PARTS, REST, SINGLE, TAI
 
 _START, _GROWTH = 0.04, 1.7
 """How far above the bound the first limit is, as a share of an average layer's time; and how that grows."""
+_CLOSER = 0.7
+"""Once a path is met, the share of what is between bound and path that is looked through first."""
 _DOUBT = 1.25
 """How many times the bound a limit may be without a path before it is asked whether any fits."""
 _BOUNDLESS = 2**50
@@ -131,12 +133,11 @@ def _front(line: Line, bounds: Bounds, limit: float, beam: int | None) -> Front:
 def _quickest(line: Line, bounds: Bounds, cap: float, beam: int | None) -> Front:
     """The path of least time: limits grow until a path is met, then close in on the bound from both sides."""
     low, most = max(bounds.least * (1 - 1e-9) - 1, 0.0), min(cap, _longest(line))
-    first = share = _START * max(low, most * 1e-6) / len(line.kind)
+    share = _START * max(low, most * 1e-6) / len(line.kind)
     narrow = _QUICK if beam is None else min(beam, _QUICK)
-    doubt, work, missed, best = _DOUBT * low + share, 0, np.inf, Front(())
+    doubt, work, missed, best, closer = _DOUBT * low + share, 0, np.inf, Front(()), False
     while low <= most:
-        near = (low + most) / 2 if best.paths and most - low > first else most
-        limit = float(int(min(near, low + share)))
+        limit = float(int(low + (most - low) * _CLOSER if closer else most if best.paths else min(most, low + share)))
         found = _passed(line, bounds, limit, beam if best.paths else narrow, beam)
         work += found.work
         if found.paths:
@@ -144,9 +145,9 @@ def _quickest(line: Line, bounds: Bounds, cap: float, beam: int | None) -> Front
             if found.dropped <= most and narrow == beam:
                 missed = min(missed, found.dropped)
                 break
-            low = max(low, min(found.dropped, most + 1))
+            low, closer = max(low, min(found.dropped, most + 1)), True
             continue
-        low, missed, share = limit + 1, min(missed, found.dropped), share * _GROWTH
+        low, missed, share, closer = limit + 1, min(missed, found.dropped), share * _GROWTH, False
         if found.dropped <= limit:
             # More labels than the beam allows at this limit, so at higher ones too: a path is all that is still wanted.
             beam = narrow

@@ -29,8 +29,10 @@ from galvatron_lite.search.segments import (
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
-_CROWD = 8
-"""How many times as many pairs as the beam keeps labels are looked at."""
+_CROWD, _WIDE = 8, 100_000
+"""How many times as many pairs as the beam keeps labels are looked at, unless that is less than the second."""
+_NARROW = 100
+"""Labels of a beam that is to be quick."""
 _RUN = 6
 """Layers of the shortest run that is joined to segments."""
 _FAR = 2**45
@@ -167,7 +169,7 @@ class Search:
         self.work += values.shape[0] * len(reach)
         totals = values[:, old[GROUP]] + reach
         choice, parent = np.nonzero(totals <= ceiling)
-        if self.beam is not None and len(choice) > _CROWD * self.beam:
+        if len(choice) > self._crowd():
             choice, parent = self._most_promising(totals - price * self.room, choice, parent)
         x, old = x[:, choice], old[:, parent]
         moved = move[x[TAIL], old[GROUP]]
@@ -189,10 +191,16 @@ class Search:
         """Some times as many pairs as the beam keeps labels, and notes what any other costs at the least."""
         own = totals[choice, parent]
         order = np.argsort(own, kind="stable")
-        count = _CROWD * (self.beam or 1)
+        count = int(self._crowd())
         self._drop(float(own[order[count]]))
         rows = np.sort(order[:count])
         return choice[rows], parent[rows]
+
+    def _crowd(self) -> float:
+        """How many pairs of a label and a choice are looked at."""
+        if self.beam is None:
+            return np.inf
+        return _CROWD * self.beam if self.beam <= _NARROW else max(_CROWD * self.beam, _WIDE)
 
     def _drop(self, promise: float) -> None:
         self.dropped = min(self.dropped, promise * (1 - 1e-9) - 1)
