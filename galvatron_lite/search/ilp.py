@@ -17,7 +17,9 @@ from galvatron_lite.cost.groups import price_stages
 from galvatron_lite.cost.step import bound_seconds, straggling
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.search.ilp_model import SCALE, ShapeModel, choosable
+from galvatron_lite.search.ilp_uniform import UniformModel
 from galvatron_lite.search.partition import Partition
 from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.pulp_adapter import Verdict, solve
@@ -88,8 +90,10 @@ def solve_shape(problem: Problem, partition: Partition, seconds: float = SECONDS
     began = perf_counter()
     strategies = [strategy for stage in partition.stages for strategy in stage.strategies]
     found, _ = _priced(problem, [b - a for a, b in pairwise(partition.cuts)], strategies)
-    free = choosable(problem)
-    model = ShapeModel(problem, partition.time / TICKS / SCALE, None if free else partition.cuts)
+    several = problem.shape.virtual > 1
+    free = choosable(problem) and not several
+    build = UniformModel if several else ShapeModel
+    model = build(problem, partition.time / TICKS / SCALE, None if free else partition.cuts)
     answer = solve(model.programme, seconds)
     own = inf
     if answer.values:
@@ -102,10 +106,13 @@ def solve_shape(problem: Problem, partition: Partition, seconds: float = SECONDS
 
 def _priced(problem: Problem, sizes: Sequence[int], strategies: Sequence[Strategy]) -> tuple[float, bool]:
     """Seconds of a step by the evaluator, and whether every stage fits."""
-    pricer = problem.pricer
-    costs = price_stages(pricer, problem.shape, sizes, strategies)
-    seconds = bound_seconds(pricer.profile, problem.shape, costs)
-    return seconds, all(cost.memory.total <= room for cost, room in zip(costs, problem.budgets, strict=True))
+    pricer, shape = problem.pricer, problem.shape
+    costs = price_stages(pricer, shape, sizes, strategies)
+    seconds = bound_seconds(pricer.profile, shape, costs)
+    return seconds, all(
+        cost.memory.total <= problem.budgets[group_of(shape.schedule, shape.stages, stage)]
+        for stage, cost in enumerate(costs)
+    )
 
 
 def _whole(problem: Problem, model: ShapeModel, objective: float) -> float:

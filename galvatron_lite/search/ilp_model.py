@@ -25,12 +25,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from galvatron_lite.cost.layer import ALONE, of_layout
+from galvatron_lite.cost.layer import ALONE, LayerPricer, of_layout
 from galvatron_lite.cost.sharing import sharing_of, tied_groups
 from galvatron_lite.cost.stage import transfer_seconds
 from galvatron_lite.model.graph import Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes
+from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.profiler.schema import HostOverhead
 from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.pulp_adapter import Programme
@@ -86,13 +87,22 @@ class ShapeModel:
             for stage in self._stages_of(place):
                 table = self._table(place, stage)
                 self.layers[place, stage] = (table, [self.programme.variable(binary=True) for _ in table.strategies])
-        self._stages = [_Stage() for _ in range(self.problem.shape.stages)]
+        self._stages = [_Stage() for _ in range(self.chunks)]
         self._add_flows()
         self._add_agreements()
         self._add_times()
         self._add_objective()
-        for stage in range(self.problem.shape.stages):
-            self._add_memory(stage)
+        for group in range(self.problem.shape.stages):
+            self._add_memory(group)
+
+    @property
+    def chunks(self) -> int:
+        """Stages, all those counted that a group of devices runs."""
+        return self.problem.shape.stages * self.problem.shape.virtual
+
+    def _group(self, stage: int) -> int:
+        """The group of devices that runs a stage."""
+        return group_of(self.problem.shape.schedule, self.problem.shape.stages, stage)
 
     @property
     def count(self) -> int:
@@ -104,7 +114,7 @@ class ShapeModel:
 
         Solvers return 0.9999999 for 1.
         """
-        sizes, strategies = [0] * self.problem.shape.stages, []
+        sizes, strategies = [0] * self.chunks, []
         for place in range(self.count):
             options = [
                 (values[number], stage, strategy)
@@ -120,10 +130,9 @@ class ShapeModel:
 
     def _stages_of(self, place: int) -> Iterator[int]:
         """The stages that a layer may lie in: every stage has a layer at least."""
-        stages = self.problem.shape.stages
-        for stage in range(stages):
+        for stage in range(self.chunks):
             if self.cuts is None:
-                within = stage <= place <= self.count - (stages - stage)
+                within = stage <= place <= self.count - (self.chunks - stage)
             else:
                 within = self.cuts[stage] <= place < self.cuts[stage + 1]
             if within:
@@ -139,6 +148,10 @@ class ShapeModel:
         tied = any(place in group for group in tied_groups(self.problem.graph))
         tables = self.problem.tables[stage]
         return (tables.whole if tied else tables.table)(layer.kind, layer.name, sharing)
+
+    def _pricer(self, stage: int) -> LayerPricer:
+        """Of the devices that run a stage."""
+        return self.problem.tables[self._group(stage)].pricer
 
     def _add_flows(self) -> None:
         """The path, and what its steps cost."""
@@ -181,7 +194,7 @@ class ShapeModel:
         return self._flows[key]
 
     def _moved(self, place: int, stage: int, a: Layout, b: Layout) -> float:
-        pricer, microbatch = self.problem.tables[stage].pricer, self.problem.shape.microbatch
+        pricer, microbatch = self._pricer(stage), self.problem.shape.microbatch
         return pricer.redistribution(self.problem.graph.crossing(place), microbatch, of_layout(a), of_layout(b))
 
     def _edge(self, place: int, stage: int, wire: Layout) -> int:
@@ -191,8 +204,10 @@ class ShapeModel:
             number = self._edges[key] = self.programme.variable(binary=False)
             sender = of_layout(wire)
             shape, pricer = self.problem.shape, self.problem.pricer
-            size = boundary_bytes(self.problem.graph.crossing(place), shape.microbatch, sender)
-            seconds = transfer_seconds(pricer, size, sender, shape, (stage, stage + 1))
+            groups = (self._group(stage), self._group(stage + 1))
+            apart = groups[0] != groups[1]
+            size = boundary_bytes(self.problem.graph.crossing(place), shape.microbatch, sender) if apart else 0
+            seconds = transfer_seconds(pricer, size, sender, shape, groups) if apart else 0.0
             left, right = (self._host(side).pipeline for side in (stage, stage + 1))
             self._stages[stage].forward[number] = seconds + left
             self._stages[stage].backward[number] = left
@@ -212,7 +227,7 @@ class ShapeModel:
     def _add_agreements(self) -> None:
         """One wire; one strategy for layers that share parameters; one glue."""
         graph, stages = self.problem.graph, self.problem.shape.stages
-        for first, second in pairwise(range(stages - 1)):
+        for first, second in pairwise(range(self.chunks - 1)):
             for wire in sorted({key[2] for key in self._edges}):
                 every = {n: 1.0 for (_, stage, own), n in self._edges.items() if (stage, own) == (first, wire)}
                 every |= {n: -1.0 for (_, stage, own), n in self._edges.items() if (stage, own) == (second, wire)}
@@ -239,7 +254,7 @@ class ShapeModel:
                 self.programme.equal.append((left.get(value, {}) | minus, 0.0))
 
     def _host(self, stage: int) -> HostOverhead:
-        return self.problem.tables[stage].pricer.profile.overhead
+        return self._pricer(stage).profile.overhead
 
     def _add_times(self) -> None:
         for (_, stage), (table, own) in self.layers.items():
@@ -255,17 +270,22 @@ class ShapeModel:
         programme, form = self.programme, self.problem.form
         tops = [programme.variable(binary=False) for _ in (*form.ramp, 1)]
         programme.objective.update(dict(zip(tops, (*form.rounds, 1.0), strict=True)))
-        for stage, sums in enumerate(self._stages):
-            half = self._host(stage).microbatch / 2
+        for group in range(self.problem.shape.stages):
+            own = [stage for stage in range(self.chunks) if self._group(stage) == group]
+            half = sum(self._host(stage).microbatch for stage in own) / 2
             constants = form.parts(half, half, 0.0)
             for part, ramp, top, constant in zip(range(len(form.ramp)), form.ramp, tops, constants, strict=False):
-                column = {number: self._parts(sums, number)[part] / self.unit for number in sums.timed}
+                columns = [{n: self._parts(sums, n)[part] / self.unit for n in sums.timed} for sums in self._of(own)]
+                column = added(*((one, 1.0) for one in columns))
                 for number, value in column.items():
                     programme.objective[number] = programme.objective.get(number, 0.0) + ramp * value
                 programme.at_most.append((column | {top: -1.0}, -constant / self.unit))
                 self.offset += ramp * constant
-            below = {number: seconds / self.unit for number, seconds in sums.step.items()}
+            below = added(*((sums.step, 1 / self.unit) for sums in self._of(own)))
             programme.at_most.append((below | {tops[-1]: -1.0}, 0.0))
+
+    def _of(self, stages: Iterable[int]) -> list[_Stage]:
+        return [self._stages[stage] for stage in stages]
 
     def _parts(self, sums: _Stage, number: int) -> tuple[float, ...]:
         """What a variable adds to the parts of its stage's time."""
@@ -273,38 +293,42 @@ class ShapeModel:
         passes = (sums.forward.get(number, 0.0), sums.backward.get(number, 0.0))
         return form.parts(*passes, form.freed * sums.weight.get(number, 0.0))
 
-    def _add_memory(self, stage: int) -> None:
-        """Every moment of a stage within its room."""
-        problem, places = self.problem, [place for place, own in self.layers if own == stage]
-        room = problem.budgets[stage] - problem.tables[stage].pricer.profile.cluster.device.context
-        more, buffers = problem.held(stage) - 1, self._stages[stage].buffers
+    def _add_memory(self, group: int) -> None:
+        """Every moment of a group of devices, which runs one stage, within its room."""
+        problem, buffers = self.problem, self._stages[group].buffers
+        room = problem.budgets[group] - self._pricer(group).profile.cluster.device.context
+        places = [place for place, own in self.layers if own == group]
+        self._within([buffers, *(self._column(place, group, 6) for place in places)], room)
+        self._add_moments(group, problem.held(group), [buffers], room)
+
+    def _add_moments(self, stage: int, held: int, beside_it: Sequence[Terms], room: int) -> None:
+        """Every moment at which a stage computes, with so many micro-batches in flight and other bytes beside it."""
+        places = [place for place, own in self.layers if own == stage]
         rest: Terms = {}
         for place in places:
             table, own = self.layers[place, stage]
-            rest |= _row(own, table.figures.memory[:, 0] + more * table.figures.kept)
-        everything = _added((rest, 1.0), (buffers, 1.0))
-        self._within([buffers, *(self._column(place, stage, 6) for place in places)], room)
-        start = everything
+            rest |= row_of(own, table.figures.memory[:, 0] + (held - 1) * table.figures.kept)
+        start = added((rest, 1.0), *((terms, 1.0) for terms in beside_it))
         for place in places:
             table, own = self.layers[place, stage]
             beside = self._prefetched(place, stage)
             peak = table.figures.memory[:, 2:4].max(axis=1)
-            self._within([start, beside, _row(own, peak)], room)
+            self._within([start, beside, row_of(own, peak)], room)
             if (place + 1, stage) in self.layers:
                 middle, pending = self._column(place, stage, 3), self._column(place + 1, stage, 5)
                 self._within([start, beside, middle, pending], room)
-            start = _added((start, 1.0), (self._column(place, stage, 1), 1.0))
+            start = added((start, 1.0), (self._column(place, stage, 1), 1.0))
 
     def _column(self, place: int, stage: int, column: int) -> Terms:
         table, own = self.layers[place, stage]
-        return _row(own, table.figures.memory[:, column])
+        return row_of(own, table.figures.memory[:, column])
 
     def _prefetched(self, place: int, stage: int) -> Terms:
         """What the layer before has gathered ahead, if it lies in the same stage."""
         if (place - 1, stage) not in self.layers:
             return {}
         table, own = self.layers[place - 1, stage]
-        result = _row(own, table.figures.memory[:, 4])
+        result = row_of(own, table.figures.memory[:, 4])
         for layout in dict.fromkeys(table.layouts):
             number = self._edges.get((place, stage, layout))
             if number is not None:
@@ -315,7 +339,7 @@ class ShapeModel:
     def _within(self, terms: Sequence[Terms], room: int) -> None:
         """In ten-thousandths of the room: the solver's tolerance is then about a ten-billionth of it."""
         unit = max(room, 1) / SCALE
-        total = _added(*((term, 1.0) for term in terms))
+        total = added(*((term, 1.0) for term in terms))
         self.programme.at_most.append(({n: v / unit for n, v in total.items() if v}, room / unit))
 
 
@@ -327,11 +351,13 @@ def choosable(problem: Problem) -> bool:
     return problem.shape.stages == 1 or (not lent and all(group == far for group in tied_groups(problem.graph)))
 
 
-def _row(own: Sequence[int], values: Iterable[float]) -> Terms:
+def row_of(own: Sequence[int], values: Iterable[float]) -> Terms:
+    """A value for each of a layer's variables."""
     return {number: float(value) for number, value in zip(own, values, strict=True)}
 
 
-def _added(*terms: tuple[Terms, float]) -> Terms:
+def added(*terms: tuple[Terms, float]) -> Terms:
+    """Sums, each times a factor, as one."""
     total: Terms = {}
     for term, factor in terms:
         for number, value in term.items():

@@ -30,6 +30,7 @@ from galvatron_lite.parallelism.pipeline.schedule import stage_at
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.space import Fixed, Space
+from tests.search.instances import Instance
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -195,10 +196,11 @@ class Brute:
 
     def best(self, budget: int) -> BrutePlan | None:
         """The quickest plan that fits."""
-        plans = [plan for shape in self.shapes for plan in self._best_of(shape, budget)]
+        plans = [plan for shape in self.shapes for plan in self.best_of(shape, budget)]
         return min(plans, key=lambda plan: plan.seconds, default=None)
 
-    def _best_of(self, shape: Shape, budget: int) -> Iterator[BrutePlan]:
+    def best_of(self, shape: Shape, budget: int) -> Iterator[BrutePlan]:
+        """The quickest plans of a shape, one for each choice of boundaries and of what stages agree on."""
         layers = len(self.profile.graph.layers)
         yield from (plan for plan in self.uniform(shape) if plan.peak <= budget)
         if shape.virtual > 1:
@@ -239,8 +241,8 @@ class Brute:
     def uniform(self, shape: Shape) -> list[BrutePlan]:
         """Every plan of a schedule that runs several stages a group; empty for others.
 
-        Blocks are shared out evenly, with one strategy for all of a kind and one layout for all; each plan is priced
-        as a whole by the evaluator.
+        Blocks are shared out evenly; all layers before them have one strategy, all blocks, and all layers after them.
+        Each plan is priced as a whole by the evaluator.
         """
         if shape not in self._uniform:
             self._uniform[shape] = list(self._every_uniform(shape)) if shape.virtual > 1 else []
@@ -248,16 +250,18 @@ class Brute:
 
     def _every_uniform(self, shape: Shape) -> Iterator[BrutePlan]:
         layers = self.profile.graph.layers
-        names = [layer.kind if layer.role is Role.BLOCK else layer.name for layer in layers]
-        blocks = {layer.kind for layer in layers if layer.role is Role.BLOCK}
-        kinds = {name: layer.kind for name, layer in zip(names, layers, strict=True)}
+        roles = [layer.role for layer in layers]
+        offered = [
+            set.intersection(*({*self.offered(shape, one.kind)} for one in layers if one.role is role))
+            for role in dict.fromkeys(roles)
+        ]
         sizes = self._even(shape)
-        for chosen in product(*(self.offered(shape, kind) for kind in kinds.values())):
-            own = dict(zip(kinds, chosen, strict=True))
-            strategies = tuple(own[name] for name in names)
+        for chosen in product(*map(sorted, offered)):
+            own = dict(zip(dict.fromkeys(roles), chosen, strict=True))
+            strategies = tuple(own[role] for role in roles)
             pinned = all(self.fixed.allows_in(layer.name, one) for layer, one in zip(layers, strategies, strict=True))
             shared = all(len({strategies[place] for place in group}) == 1 for group in self.ties)
-            if pinned and shared and len({layout(own[kind]) for kind in blocks}) == 1:
+            if pinned and shared:
                 with suppress(InputError):
                     yield BrutePlan(shape, sizes, strategies, *_priced(self, shape, sizes, strategies))
 
@@ -390,6 +394,11 @@ class Brute:
     def priced(self, plan: BrutePlan) -> tuple[float, int]:
         """Seconds and peak of a plan by the evaluator."""
         return _priced(self, plan.shape, plan.sizes, plan.strategies)
+
+
+def brute_of(asked: Instance) -> Brute:
+    """Every plan of a random question."""
+    return Brute(asked.profile, asked.devices, asked.batch, asked.schedules, asked.fixed, asked.space)
 
 
 def _joined(known: dict[Key, Options], own: dict[Key, Options]) -> dict[Key, Options]:

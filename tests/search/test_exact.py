@@ -15,14 +15,10 @@ from galvatron_lite.search.best_first import finished, search
 from galvatron_lite.search.lean import leanest
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.space import Space
-from tests.search.brute import Brute, bound_of, every_plan
+from tests.search.brute import Brute, bound_of, brute_of, every_plan
 from tests.search.instances import Instance, random_instance
 
 QUIET = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "derandomize": True}
-
-
-def brute_of(asked: Instance) -> Brute:
-    return Brute(asked.profile, asked.devices, asked.batch, asked.schedules, asked.fixed, asked.space)
 
 
 def check(asked: Instance, brute: Brute, budget: int) -> None:

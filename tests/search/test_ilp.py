@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import random
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 
 import pytest
@@ -15,12 +15,14 @@ from galvatron_lite.errors import GalvatronError
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.best_first import Found, finished, search
 from galvatron_lite.search.ilp import certify
-from galvatron_lite.search.ilp_model import SCALE, ShapeModel
+from galvatron_lite.search.ilp_model import SCALE, ShapeModel, choosable
+from galvatron_lite.search.ilp_uniform import UniformModel
 from galvatron_lite.search.pulp_adapter import CBC, HIGHS, Programme, Verdict, solve
-from galvatron_lite.search.shapes import Request
+from galvatron_lite.search.shapes import Request, open_problem
 from galvatron_lite.search.space import Fixed
 from tests.factories import random_profile
-from tests.search.instances import FREE, Few, varied
+from tests.search.brute import brute_of
+from tests.search.instances import FREE, Few, random_instance, uniform_instance, varied
 
 
 def mid_size(seed: int) -> tuple[Request, Profile]:
@@ -29,7 +31,7 @@ def mid_size(seed: int) -> tuple[Request, Profile]:
     devices, blocks = draw.choice([4, 8]), draw.choice([6, 10, 14, 22])
     profile = random_profile(draw, devices=devices, blocks=blocks, alike=seed % 2 == 0, tied=seed % 3 == 0)
     profile = varied(profile, draw) if draw.random() < 0.5 else profile
-    fixed = Fixed(pipeline=[1, 2, 4][seed % 3 if blocks < 20 else 0])
+    fixed = Fixed(pipeline=[1, 2, 4][seed % 3 if blocks < (20 if seed % 3 == 1 else 12) else 0])
     most = 40 if fixed.pipeline == 1 or blocks < 8 else 20
     space = Few(profile.graph, profile.cluster.levels[0].size, seed=seed, most=most)
     return Request(profile.graph, devices, 8, 10**9, fixed, (draw.choice(FREE),), space), profile
@@ -58,6 +60,31 @@ def test_certificate_agrees(seed: int) -> None:
     assert certificate.boundaries
     assert certificate.seconds == pytest.approx(certificate.found, rel=1e-6)
     assert certificate.gap <= 1e-6
+
+
+@pytest.mark.parametrize("virtual", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_the_programme_of_every_shape_equals_brute_force(seed: int, virtual: bool) -> None:
+    asked = uniform_instance(seed) if virtual else random_instance(seed)
+    brute, pricer = brute_of(asked), LayerPricer(asked.profile)
+    peaks = brute.peaks()
+    if not peaks:
+        return
+    budget = random.Random(seed).choice(peaks)
+    for shape in brute.shapes:
+        problem = open_problem(asked.request(budget), pricer, shape)
+        best = min(brute.best_of(shape, budget), key=lambda plan: plan.seconds, default=None)
+        if best is None or not choosable(problem):
+            continue
+        build, cuts = (ShapeModel, None) if shape.virtual == 1 else (UniformModel, [0, *accumulate(best.sizes)])
+        model = build(problem, best.seconds / SCALE, cuts)
+        answer = solve(model.programme)
+        assert answer.verdict is Verdict.PROVEN
+        sizes, strategies = model.path(answer.values)
+        found = replace(best, sizes=tuple(sizes), strategies=tuple(strategies))
+        seconds, peak = brute.priced(found)
+        assert seconds == pytest.approx(best.seconds, rel=1e-6)
+        assert peak <= budget
 
 
 @pytest.mark.parametrize("seed", [1, 15, 18])

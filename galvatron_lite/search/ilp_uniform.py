@@ -1,0 +1,75 @@
+"""The integer programme of a schedule that runs several stages on each group of devices (interleaved 1F1B, ZB-V).
+
+Boundaries are settled (blocks are shared out evenly), and so is that all layers before the blocks have one strategy,
+all blocks, and all layers after them. What is left is the path of ``ilp_model`` through all virtual stages, the time
+added up by groups, and memory as ``cost.memory.group_memory`` has it: while one stage of a group computes, the others
+hold what they hold at rest and the activations of their micro-batches in flight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from galvatron_lite.cost.layer import ALONE
+from galvatron_lite.cost.sharing import sharing_of
+from galvatron_lite.model.graph import Role
+from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight
+from galvatron_lite.parallelism.pipeline.schedule import stage_at
+from galvatron_lite.search.ilp_model import ShapeModel, Terms, added, row_of
+from galvatron_lite.search.tables import Table
+
+
+@dataclass(slots=True)
+class UniformModel(ShapeModel):
+    """``ShapeModel`` of a schedule with virtual stages; ``cuts`` must be given."""
+
+    def _places(self, group: int) -> list[int]:
+        """Layers that a group of devices holds."""
+        return [place for place, stage in self.layers_in_order if self._group(stage) == group]
+
+    @property
+    def layers_in_order(self) -> list[tuple[int, int]]:
+        """(layer, its stage)."""
+        return [(place, next(self._stages_of(place))) for place in range(self.count)]
+
+    def _table(self, place: int, stage: int) -> Table:
+        layer = self.problem.graph.layers[place]
+        sharing = sharing_of(self.problem.graph, self._places(self._group(stage))).get(place, ALONE)
+        return self.problem.tables[self._group(stage)].whole(layer.kind, layer.name, sharing)
+
+    def _add_agreements(self) -> None:
+        """As for every shape; and one strategy for all layers of a role."""
+        super(UniformModel, self)._add_agreements()
+        layers = self.problem.graph.layers
+        for role in Role:
+            places = [place for place, layer in enumerate(layers) if layer.role is role]
+            self._agree(places, lambda table, row: table.strategies[row])
+
+    def _add_memory(self, group: int) -> None:
+        shape = self.problem.shape
+        stages = [stage_at(shape.schedule, shape.stages, group, chunk) for chunk in range(shape.virtual)]
+        held = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
+        buffers = added(*((self._stages[stage].buffers, 1.0) for stage in stages))
+        room = self.problem.budgets[group] - self._pricer(stages[0]).profile.cluster.device.context
+        self._within([buffers, *(self._column(place, stage, 6) for place, stage in self._in(stages))], room)
+        for own, (stage, counts) in enumerate(zip(stages, held, strict=True)):
+            resting = [self._resting(other, counts[at]) for at, other in enumerate(stages) if at != own]
+            self._add_moments(stage, max(counts[own], 1), [buffers, *resting], room)
+
+    def _in(self, stages: list[int]) -> list[tuple[int, int]]:
+        return [(place, stage) for place, stage in self.layers_in_order if stage in stages]
+
+    def _resting(self, stage: int, count: int) -> Terms:
+        """Bytes of a stage that does not compute, with so many micro-batches in flight."""
+        total: Terms = {}
+        shape = self.problem.shape
+        for place, _ in self._in([stage]):
+            table, numbers = self.layers[place, stage]
+            layer = self.problem.graph.layers[place]
+            sharing = sharing_of(self.problem.graph, self._places(self._group(stage))).get(place, ALONE)
+            cost = self._pricer(stage).price_many(layer.kind, table.strategies, shape.microbatch, shape.stages, sharing)
+            bytes_ = cost.parameters + cost.gradients + cost.formed_gradients + cost.states + count * cost.kept
+            total |= row_of(numbers, np.asarray(bytes_ + (cost.gathered if count else 0)))
+        return total
