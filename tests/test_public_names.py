@@ -40,7 +40,7 @@ def test_planner_modules_do_not_import_torch() -> None:
         "import pkgutil, importlib, galvatron_lite as g\n"
         "names = [m.name for m in pkgutil.walk_packages(g.__path__, 'galvatron_lite.')]\n"
         "clean = ('cluster', 'cost', 'search', 'plans', 'cli', 'model.graph', 'model.shapes', 'profiler.schema',"
-        " 'profiler.estimate', 'profiler.store', 'parallelism.base', 'parallelism.registry', 'api', 'questions')\n"
+        " 'profiler.estimate', 'profiler.store', 'parallelism.base', 'parallelism.registry', 'api', 'questions', 'peers')\n"
         "for n in names:\n"
         "    if n.removeprefix('galvatron_lite.').startswith(clean) or n.endswith('.cost'):\n"
         "        importlib.import_module(n)"

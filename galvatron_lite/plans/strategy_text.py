@@ -6,18 +6,22 @@ import re
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Offload, Strategy
+from galvatron_lite.parallelism.base import Offload, Strategy, Strided
 
 REMEDY = (
-    "Write parts such as data4, zero3x8 (stage 3 over 8), tensor2, tensor2+sp, context2, ulysses2, expert4, recompute, "
-    "selective, offload, offload-states, offload-activations; or whole."
+    "Write parts such as data4, zero3x8 (stage 3 over 8), tensor2, tensor2+sp, context2, ulysses2, expert4, "
+    "expert4-whole, zero-strided, context-strided, recompute, selective, offload, offload-states, "
+    "offload-activations; or whole."
 )
 _DEGREE = re.compile(r"^(data|tensor|context|ulysses|expert)([1-9]\d*)(\+sp)?$")
+_WHOLE_EXPERTS = re.compile(r"^expert([1-9]\d*)-whole$")
 _ZERO = re.compile(r"^zero([123])x([1-9]\d*)$")
 _FIXED: dict[str, dict[str, object]] = {
     "whole": {},
     "recompute": {"recompute": Recompute.FULL},
     "selective": {"recompute": Recompute.SELECTIVE},
+    "context-strided": {"strided": Strided.CONTEXT},
+    "zero-strided": {"strided": Strided.ZERO},
     "offload": {"offload": Offload.ALL},
     "offload-states": {"offload": Offload.STATES},
     "offload-activations": {"offload": Offload.ACTIVATIONS},
@@ -52,6 +56,9 @@ def _fields(word: str) -> dict[str, object] | None:
     sharded = _ZERO.match(word)
     if sharded:
         return {"zero": int(sharded[2]), "zero_stage": int(sharded[1])}
+    spread = _WHOLE_EXPERTS.match(word)
+    if spread:
+        return {"expert": int(spread[1]), "expert_tensor": 1}
     found = _DEGREE.match(word)
     if not found or (found[3] and found[1] != "tensor"):
         return None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import to_data
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Offload, Strategy
+from galvatron_lite.parallelism.base import Offload, Strategy, Strided
 from galvatron_lite.plans.strategy_text import parse_strategy
 from galvatron_lite.plans.written import plan_from
 from tests.factories import make_graph, make_kind
@@ -37,6 +37,7 @@ STRATEGIES = st.builds(
     expert=st.integers(1, 4),
     recompute=st.sampled_from(Recompute),
     offload=st.sampled_from(Offload),
+    strided=st.sampled_from(Strided),
 )
 
 
@@ -49,6 +50,11 @@ def test_short_forms_read_back(
         zero=zero, zero_stage=stage if zero > 1 else 0, context=context, ulysses=ulysses and context > 1,
         sequence_parallel=shared and base.tensor > 1,
     )  # fmt: skip
+    assert parse_strategy(str(strategy)) == strategy
+
+
+def test_experts_that_are_not_sliced() -> None:
+    strategy = Strategy(data=4, expert=4, expert_tensor=1, tensor=2)
     assert parse_strategy(str(strategy)) == strategy
 
 

@@ -51,8 +51,8 @@ class Priced:
         plan: ours.
         seconds: a step by our model.
         memory: MB of the fullest device by ours.
-        their_seconds, their_memory: the same by their formulas; None where they cannot say it: other than even splits,
-            unlike strategies of embedding and head, dimensions that they do not know.
+        their_seconds, their_memory: the same by their formulas, the worse of two where embedding and head are unlike;
+            None where they cannot say it: other than even splits, dimensions that they do not know.
         cpu: seconds of the search.
     """
 
@@ -100,8 +100,14 @@ class Bench:
         known = price_plan(self.peer.pricer, plan)
         assert known.prediction is not None
         try:
-            theirs = price(self.peer.model, self.peer.hardware, _even(from_plan(known)), self.peer.asked.rules)
-            said: tuple[float | None, int | None] = (theirs.seconds, max(theirs.memory))
+            both = [
+                price(self.peer.model, self.peer.hardware, _even(from_plan(known, edge)), self.peer.asked.rules)
+                for edge in ("first", "last")
+            ]
+            said: tuple[float | None, int | None] = (
+                max(one.seconds for one in both),
+                max(max(one.memory) for one in both),
+            )
         except InputError:
             said = (None, None)
         return Priced(known, known.prediction.step_seconds, _mb(known.prediction.peak_memory), *said, cpu)

@@ -13,6 +13,7 @@ moves between unlike layers are not in it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -20,7 +21,7 @@ from math import ceil
 from galvatron_lite.errors import InputError
 from galvatron_lite.peers.hetu.formulas_layer import in_flight, layer_mb, layer_ms, samples, states_ratio
 from galvatron_lite.peers.hetu.model import EdgeMemory, Engine, HetuHardware, HetuModel
-from galvatron_lite.peers.hetu.strategy import DataType, HetuPlan
+from galvatron_lite.peers.hetu.strategy import DataType, HetuPlan, HetuStrategy
 
 CONTEXT_MB = 1024
 """What it counts for the driver's context."""
@@ -87,7 +88,9 @@ def _check(model: HetuModel, hardware: HetuHardware, plan: HetuPlan) -> None:
 
 def step_ms(model: HetuModel, hardware: HetuHardware, plan: HetuPlan, rules: Rules) -> float:
     """Milliseconds of one step; see the module."""
-    pairs = [layer_ms(model, hardware, plan, place, rules.engine, rules.tables) for place in range(len(plan.layers))]
+    alike = _alike(model, plan)
+    known = {place: layer_ms(model, hardware, plan, place, rules.engine, rules.tables) for place in set(alike)}
+    pairs = [known[place] for place in alike]
     edges = edges_ms(model, hardware, plan, rules)
     summed, plain, start = [], [], 0
     for stage, count in enumerate(plan.division):
@@ -96,6 +99,13 @@ def step_ms(model: HetuModel, hardware: HetuHardware, plan: HetuPlan, rules: Rul
         plain.append(sum(pair[1] for pair in own) + edges[stage])
         start += count
     return iteration(summed, plain, plan.chunks)
+
+
+def _alike(model: HetuModel, plan: HetuPlan) -> list[int]:
+    """For each layer, the first one of its type with its strategy."""
+    types = [number for number, kind in enumerate(model.types) for _ in range(kind.layers)]
+    first: dict[tuple[int, HetuStrategy], int] = {}
+    return [first.setdefault(key, place) for place, key in enumerate(zip(types, plan.layers, strict=True))]
 
 
 def iteration(summed: Sequence[float], plain: Sequence[float], chunks: int) -> float:
@@ -170,10 +180,13 @@ def _edge_messages(model: HetuModel, hardware: HetuHardware, plan: HetuPlan, rul
 def memory_mb(model: HetuModel, plan: HetuPlan, rules: Rules) -> tuple[int, ...]:
     """MB of each stage as its search adds them up: layers rounded up one by one, embedding and head, buffer."""
     start, result = 0, []
-    buffer = int(buffer_mb(model, plan))
+    buffer, alike = int(buffer_mb(model, plan)), _alike(model, plan)
     for stage, count in enumerate(plan.division):
-        places = range(start, start + count)
-        layers = sum(ceil(layer_mb(model, plan, p, stage, rules.engine, rules.async_reduce)) for p in places)
+        places = Counter(alike[start : start + count])
+        layers = sum(
+            ceil(layer_mb(model, plan, place, stage, rules.engine, rules.async_reduce)) * many
+            for place, many in places.items()
+        )
         result.append(layers + ceil(edges_mb(model, plan, stage, rules)) + buffer)
         start += count
     return tuple(result)

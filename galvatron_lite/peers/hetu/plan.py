@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Recompute, Role
-from galvatron_lite.parallelism.base import Offload, Strategy
+from galvatron_lite.parallelism.base import Offload, Strategy, Strided
 from galvatron_lite.peers.hetu.strategy import DataType, HetuPlan, HetuStrategy
 from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.schema import PLAN_VERSION, Plan, Schedule, Stage
@@ -93,8 +93,13 @@ def our_strategy(one: HetuStrategy, plan: HetuPlan, tokens: bool, async_reduce: 
     )
 
 
-def from_plan(plan: Plan) -> HetuPlan:
+def from_plan(plan: Plan, edges: str = "") -> HetuPlan:
     """Their plan of ours.
+
+    Args:
+        plan: ours.
+        edges: ``first`` or ``last``: whose strategy embedding and head both get where they are unlike; refused if
+            empty.
 
     Raises:
         InputError: what their files cannot say; names the layer and its strategy.
@@ -109,16 +114,16 @@ def from_plan(plan: Plan) -> HetuPlan:
         for _ in range(run.count)
     ]
     first, *blocks, last = [(name, _hetu_strategy(name, strategy)) for name, strategy in named]
-    if first[1] != last[1]:
+    if first[1] != last[1] and not edges:
         raise InputError(f"strategy of {last[0]}", str(named[-1][1]), f"It must be that of {first[0]}: {named[0][1]}.")
     counts = [sum(run.count for run in stage.runs) for stage in plan.stages]
     counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
     if len(counts) == 1:
         counts = [len(blocks)]
-    own = [strategy for _, strategy in blocks]
+    own, edge = [strategy for _, strategy in blocks], (last if edges == "last" else first)[1]
     return HetuPlan(
-        plan.devices, plan.pipeline, plan.global_batch, plan.microbatches, tuple(counts), tuple(own), first[1],
-        schedule, _default([*own, first[1]]),
+        plan.devices, plan.pipeline, plan.global_batch, plan.microbatches, tuple(counts), tuple(own), edge,
+        schedule, _default([*own, edge]),
     )  # fmt: skip
 
 
@@ -143,6 +148,7 @@ def _unsaid(one: Strategy) -> tuple[tuple[bool, str], ...]:
         (one.context > 1 and not one.ulysses, "context parallelism by rings"),
         (one.context > 1 and one.tensor > 1, "Ulysses and tensor parallelism in one layer"),
         (one.expert > 1, "experts"),
+        (one.strided is not Strided.NONE, "placement"),
         (one.offload is not Offload.NONE, "offload"),
         (one.recompute is Recompute.SELECTIVE, "selective recomputation"),
     )
