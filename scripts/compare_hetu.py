@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,16 @@ def row(case: Comparison) -> dict[str, Any]:
         "room_mb": case.room,
         "their_plan_mb_by_our_model": theirs and theirs.memory,
     }
+
+
+def rows_of(searches: Sequence[RecordedSearch], folder: Path) -> Iterator[dict[str, Any]]:
+    """One row a search; searches that differ in their recorded CPU time alone are compared once."""
+    known: dict[str, Comparison] = {}
+    for search in searches:
+        key = str(replace(search, search_cpu_seconds=None, shipped_core=False))
+        if key not in known:
+            known[key] = compare(search, folder)
+        yield row(replace(known[key], search=search))
 
 
 def figures(plan: Priced | None, theirs: Priced | None) -> dict[str, float | None]:
@@ -148,7 +159,7 @@ def main() -> None:
         for search in read_searches(chosen.folder / "searches.jsonl")
         if not search.modified and search.status != "error" and chosen.only in search.name
     ]
-    rows = [row(compare(search, chosen.folder)) for search in searches]
+    rows = list(rows_of(searches, chosen.folder))
     errors = [reproduced(search, chosen.folder) for search in searches if search.status == "ok"]
     lines = list(summary(rows, errors))
     if chosen.json:

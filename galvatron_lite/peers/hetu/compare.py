@@ -5,7 +5,7 @@ Three plans of ours are told:
 - ``ours``: what ``find_plan`` gives, the best of our whole space by our cost model.
 - ``by_theirs``: the best of their space by their formulas (``search``): what their engine would find if it were exact.
 - ``both``: of the plans of their space (even splits, one strategy for embedding and head) that an exact search by
-  their formulas, by ours or by their mean meets, and of their own plan, the one of least step time by ours among those
+  their formulas or by ours meets, and of their own plan, the one of least step time by ours among those
   that take no longer than theirs by their formulas.
 
 Budgets are theirs: a fifth is kept back above 20 GB, and 1 GiB is the context. Where their plan needs more by our
@@ -35,7 +35,7 @@ from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.space import Fixed
 
 MB = 2**20
-SHARES = (1.0, 0.5, 0.0)
+SHARES = (1.0, 0.0)
 """Of their formulas in what a search for ``both`` makes small."""
 PARTS = (1.0, 0.97)
 """Of the budget that those searches fill: plans that fill theirs may be too large by our memory model."""
