@@ -83,15 +83,11 @@ def search(
 
 
 def _walk(walk: _Walk, request: Request, pricer: LayerPricer, progress: Progress | None) -> None:
-    glances: dict[int, Glance] = {}
+    glance = Glance(pricer.profile)
     shapes = shapes_of(request)
     for shape in shapes:
         problem = open_problem(request, pricer, shape)
-        own = {id(tables.pricer): tables.pricer.profile for tables in problem.tables}
-        for key in own.keys() - glances.keys():
-            glances[key] = Glance(own[key])
-        least = min(glances[key].bound(request.graph, shape) for key in own)
-        walk.push(problem, None, _Stage.GLANCED, least)
+        walk.push(problem, None, _Stage.GLANCED, glance.bound(request.graph, shape))
     done, total = 0, len(shapes)
     while (node := walk.pop()) is not None:
         if node.stage is _Stage.GLANCED:

@@ -30,7 +30,7 @@ class Glance:
     """Least compute of kinds of layers; answers are remembered.
 
     Attributes:
-        profile: what was measured or estimated; of one type of device.
+        profile: what was measured or estimated; of devices of several types, the quickest counts for each kind.
     """
 
     profile: Profile
@@ -40,8 +40,10 @@ class Glance:
     def __post_init__(self) -> None:
         """Indexes the profile."""
         self._points = {}
-        for key, points in index_points(self.profile.layers).items():
-            self._add(key, points)
+        types = [own.layers for own in self.profile.types] or [self.profile.layers]
+        for points in (index_points(layers) for layers in types):
+            for key, own in points.items():
+                self._add(key, own)
 
     def _add(self, key: PointKey, points: tuple[LayerPoint, ...]) -> None:
         self._points.setdefault(key[0], {}).setdefault(key[1], []).append(points)

@@ -115,14 +115,16 @@ def _search(problem: Problem, bounds: Relaxed, limit: int | None) -> Answer:
             for stop in _stops(start, layers, stages - stage - 1):
                 through = bounds.through(stage, start, stop)
                 if through < top:
-                    others = bounds.others(start, stop)
+                    others = bounds.others(stage, start, stop)
                     cap = _UNBOUNDED if limit is None else limit - others
                     options, dropped = problem.plans(stage, range(start, stop), cap)
                     # A plan with an option left out takes that option's time alone and what other layers need.
                     least = min(least, max(through, dropped + others))
                     reached.setdefault(stop, []).extend(_joined(labels, options, stop, form))
         front = {
-            stop: _best(labels, form, top - bounds.least_after(stop)) for stop, labels in reached.items() if labels
+            stop: _best(labels, form, top - bounds.least_after(stage, stop))
+            for stop, labels in reached.items()
+            if labels
         }
     ends = [Partition(step_time(label.stages, form), label.cuts, label.stages) for label in front.get(layers, [])]
     best = min(ends, key=lambda plan: (plan.time, plan.cuts), default=None)

@@ -17,7 +17,7 @@ first and the last stage). Other moves are left out (they cost no less than noth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,15 +39,18 @@ class Relaxed:
     """Bounds of one shape of plan.
 
     Attributes:
-        micro: (L + 1,): least r of the layers before each place.
+        micro: (L + 1,): least r of the layers before each place, on any devices.
+        before, after: per stage (L + 1,): the same on the devices of the stages before it, and of those after it.
         sends: r of all stages' sends and host work.
-        excess: per stage (L + 1, L + 1): bound on theta of layers i..j-1 less their least r and that of its sends;
-            infinite where nothing fits or the range is empty.
+        excess: per stage (L + 1, L + 1): bound on theta of layers i..j-1 and r of all others, less the least r of all
+            and that of its sends; infinite where nothing fits or the range is empty.
         ahead: per stage (L + 1,): the least greatest excess of the stages up to it when it ends at j.
         behind: per stage (L + 1,): the same of the stages from it on when it starts at i.
     """
 
     micro: FloatArray
+    before: tuple[FloatArray, ...]
+    after: tuple[FloatArray, ...]
     sends: float
     excess: tuple[FloatArray, ...]
     ahead: tuple[FloatArray, ...]
@@ -58,13 +61,15 @@ class Relaxed:
         """Least r of all layers and sends."""
         return float(self.micro[-1]) + self.sends
 
-    def least_after(self, place: int) -> float:
-        """Least r of the layers from a place on, rounded down."""
-        return float(self.micro[-1] - self.micro[place]) * (1 - _TINY) - 1.0
+    def least_after(self, stage: int, place: int) -> float:
+        """Least r of the layers from a place on, in the stages after one, rounded down."""
+        after = self.after[stage]
+        return float(after[-1] - after[place]) * (1 - _TINY) - 1.0
 
-    def others(self, start: int, stop: int) -> int:
-        """Least r of the layers outside a range, rounded down."""
-        return max(int(float(self.micro[-1] - self.micro[stop] + self.micro[start]) * (1 - _TINY)) - 1, 0)
+    def others(self, stage: int, start: int, stop: int) -> int:
+        """Least r of the layers outside a stage, rounded down."""
+        before, after = self.before[stage], self.after[stage]
+        return max(int(float(after[-1] - after[stop] + before[start]) * (1 - _TINY)) - 1, 0)
 
     @property
     def bound(self) -> float:
@@ -98,7 +103,13 @@ def relaxed(problem: Problem, tables: Sequence[Sequence[Table]]) -> Relaxed | No
     if any(not len(table) for own in tables for table in own):
         return None
     form, stages = problem.form, problem.shape.stages
-    micro = _summed(np.min([[float(table.ramp(form).min()) for table in own] for own in _distinct(tables)], axis=0))
+    lows = {id(own): np.array([float(table.ramp(form).min()) for table in own]) for own in _distinct(tables)}
+    sums = _Sums([id(own) for own in tables], lows)
+    micro = sums.over(range(stages))
+    before, after = (micro,) * stages, (micro,) * stages
+    if len(lows) > 1:
+        before = tuple(sums.over(range(stage or stages)) for stage in range(stages))
+        after = tuple(sums.over(range((stage + 1) % stages, stages)) for stage in range(stages))
     levels = _levels([problem.held(stage) for stage in range(stages)])
     sends = problem.least_sends()
     known: dict[tuple[object, ...], FloatArray] = {}
@@ -106,17 +117,39 @@ def relaxed(problem: Problem, tables: Sequence[Sequence[Table]]) -> Relaxed | No
     for stage, own in enumerate(tables):
         ends = (stage > 0, stage + 1 < stages) if problem.choice.wire is not None else (False, False)
         room = float(problem.budgets[stage] - problem.tables[stage].pricer.profile.cluster.device.context)
-        key = (levels[stage], id(own), room, ends, sends[stage])
+        key = (levels[stage], id(own), room, ends, sends[stage], id(before[stage]), id(after[stage]))
         if key not in known:
             layers = _layers_of(problem, stage, own)
             bound = _theta(layers, levels[stage], room, ends) if stages > 1 else _single(problem, layers, room)
             bound = bound + (form.microbatches - 1) * sends[stage]
-            known[key] = bound - (micro[None, :] - micro[:, None])
+            outside = before[stage][:, None] + (after[stage][-1] - after[stage])[None, :]
+            known[key] = bound + outside - micro[-1]
         every.append(known[key])
     ahead, behind = _ahead(every), _behind(every)
     if not np.isfinite(ahead[-1][-1]):
         return None
-    return Relaxed(micro, float(sum(sends)), tuple(every), ahead, behind)
+    return Relaxed(micro, before, after, float(sum(sends)), tuple(every), ahead, behind)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Sums of the least figures of layers in ranges of stages; answers are remembered, so that equal ones are one.
+
+    Attributes:
+        tables: by stage, which tables it has.
+        lows: by tables, (L,) the least figure of each layer.
+    """
+
+    tables: Sequence[int]
+    lows: dict[int, FloatArray]
+    _known: dict[tuple[int, ...], FloatArray] = field(default_factory=dict)
+
+    def over(self, stages: range) -> FloatArray:
+        """(L + 1,): sums of the layers before each place, each in the stage where it is least."""
+        found = tuple(sorted({self.tables[stage] for stage in stages}))
+        if found not in self._known:
+            self._known[found] = _summed(np.min([self.lows[own] for own in found], axis=0))
+        return self._known[found]
 
 
 def averaged(problem: Problem, tables: Sequence[Sequence[Table]]) -> float:

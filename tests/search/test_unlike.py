@@ -25,6 +25,7 @@ from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.best_first import finished, search
+from galvatron_lite.search.glance import Glance
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, Space
@@ -205,3 +206,22 @@ def test_a_stage_never_has_devices_of_two_types() -> None:
     assert asked.pipelines == (1, 2, 4)
     with pytest.raises(InputError, match="pipeline"):
         _ = replace(request_of(unlike(fast, fast, (3, 1)), 0, Schedule.GPIPE, 1), fixed=Fixed(pipeline=2)).pipelines
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bounds_hold_where_each_type_is_the_quicker_one_at_some_layers(seed: int) -> None:
+    one = random_profile(random.Random(seed), devices=1, blocks=2, alike=True)
+    edges = ("before", "after")
+    swapped = [
+        replace(p, forward=p.forward * factor, backward=p.backward * factor)
+        for p in one.layers
+        for factor in (0.05 if p.kind in edges else 20.0,)
+    ]
+    profile = unlike(one, replace(one, layers=tuple(swapped)))
+    asked = replace(request_of(profile, seed, Schedule.ONE_F_ONE_B, 10**9), fixed=Fixed(pipeline=2))
+    pricer, glance = LayerPricer(profile), Glance(profile)
+    found = search(asked, pricer)
+    assert found is not None
+    seconds = [s for s, held in every_plan(profile, asked) if len(held) == 2]
+    assert bound_of(profile, finished(asked, pricer, found)) == pytest.approx(min(seconds), rel=1e-9)
+    assert glance.bound(profile.graph, found.problem.shape) <= found.partition.time
