@@ -13,6 +13,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.parallelism.backends import ANY
 from galvatron_lite.parallelism.base import Offload, Strided
+from galvatron_lite.plans.strategy_text import parse_strategy
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.space import Fixed
@@ -95,3 +96,9 @@ def test_a_profile_without_spread_experts_prices_them_as_not_spread() -> None:
     alone = pricer.price("block", offered[0], 32, 1)
     assert alone is not None
     assert alone.forward == costs.forward[0]
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "llama3-8b"])
+def test_every_strategy_is_told_apart_and_read_back(model: str) -> None:
+    offered = session(model).space(ANY)[0].strategies("block", DEVICES, Fixed())
+    assert [parse_strategy(str(one)) for one in offered] == list(offered)
