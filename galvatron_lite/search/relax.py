@@ -113,13 +113,16 @@ def relaxed(problem: Problem, tables: Sequence[Sequence[Table]]) -> Relaxed | No
     levels = _levels([problem.held(stage) for stage in range(stages)])
     sends = problem.least_sends()
     known: dict[tuple[object, ...], FloatArray] = {}
+    shared: dict[int, _Layers] = {}
     every = []
     for stage, own in enumerate(tables):
         ends = (stage > 0, stage + 1 < stages) if problem.choice.wire is not None else (False, False)
         room = float(problem.budgets[stage] - problem.tables[stage].pricer.profile.cluster.device.context)
         key = (levels[stage], id(own), room, ends, sends[stage], id(before[stage]), id(after[stage]))
         if key not in known:
-            layers = _layers_of(problem, stage, own)
+            if id(own) not in shared:
+                shared[id(own)] = _layers_of(problem, stage, own)
+            layers = shared[id(own)]
             bound = _theta(layers, levels[stage], room, ends) if stages > 1 else _single(problem, layers, room)
             bound = bound + (form.microbatches - 1) * sends[stage]
             outside = before[stage][:, None] + (after[stage][-1] - after[stage])[None, :]

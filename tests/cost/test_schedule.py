@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.cost.schedule import StageTimes, closed_form, makespan, order_of, simulate
+from galvatron_lite.cost.simulation import Course, group_ends
+from galvatron_lite.cost.zero_bubble import run_zero_bubble
 from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE
 from galvatron_lite.plans.schema import Schedule
 
@@ -99,3 +101,37 @@ def test_one_f_one_b_holds_no_more_than_the_stages_behind(stages: int, microbatc
             held += 1 if forward else -1
             most = max(most, held)
         assert most == min(microbatches, stages - stage)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 5), SECONDS, SECONDS)
+def test_interleaved_equals_the_simulation_of_equal_stages(
+    groups: int, virtual: int, rounds: int, forward: float, backward: float
+) -> None:
+    stages = [StageTimes(forward, backward)] * (groups * virtual)
+    count = rounds * groups
+    simulated = max(group_ends(stages, Course(Schedule.INTERLEAVED, groups, virtual, count)))
+    assert closed_form(stages, count, Schedule.INTERLEAVED, virtual) == pytest.approx(simulated)
+
+
+@pytest.mark.parametrize("groups", [2, 4, 8])
+@pytest.mark.parametrize("rounds", [1, 2, 4, 8])
+def test_zero_bubble_equals_the_simulation_of_passes_alike(groups: int, rounds: int) -> None:
+    """With forward, the gradients of inputs and those of weights a second each (Qi et al. 2023, figures 2 and 3)."""
+    stages, count = (StageTimes(1, 2, weight=1),) * groups, rounds * groups
+    for schedule in (Schedule.ZERO_BUBBLE_1P, Schedule.ZERO_BUBBLE_2P):
+        span = max(run_zero_bubble(stages, Course(schedule, groups, 1, count), 0.0, 0.5).spans)
+        assert closed_form(stages, count, schedule) == pytest.approx(span, rel=0.12)
+    # ZB-H1: (p - 1)(F + B - W) of bubble; ZB-H2: (p - 1)(F + B - 2 W) = 0
+    assert closed_form(stages, count, Schedule.ZERO_BUBBLE_1P) == pytest.approx(3 * count + groups - 1)
+    if count >= 2 * groups:
+        assert closed_form(stages, count, Schedule.ZERO_BUBBLE_2P) == pytest.approx(3 * count)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(SECONDS, SECONDS, SECONDS), min_size=2, max_size=6), st.integers(1, 20))
+def test_freed_bubbles_are_never_slower(figures: list[tuple[float, float, float]], count: int) -> None:
+    stages = [StageTimes(forward, forward + more, weight=min(more, forward)) for forward, more, _ in figures]
+    orders = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE_1P, Schedule.ZERO_BUBBLE_2P)
+    times = [closed_form(stages, count, schedule) for schedule in orders]
+    assert all(after <= before * (1 + 1e-12) for before, after in pairwise(times))

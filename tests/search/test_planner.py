@@ -10,8 +10,10 @@ import pytest
 
 from galvatron_lite.cost.step import evaluate
 from galvatron_lite.errors import InfeasibleError, InputError
+from galvatron_lite.model.graph import Recompute
 from galvatron_lite.plans.schema import Plan, Proof, Schedule
 from galvatron_lite.search.planner import compare, find_plan
+from galvatron_lite.search.session import Session
 from galvatron_lite.search.space import Fixed
 from tests.factories import random_profile
 
@@ -117,3 +119,72 @@ def test_schedules_that_are_not_trained_with_are_refused() -> None:
     for schedule in (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE_1P):
         with pytest.raises(InputError, match="schedules"):
             planned(schedules=[schedule])
+
+
+def stopped_at(call: int, stoppable: bool = True) -> Plan:
+    """The plan of a search that is interrupted at a call of its progress."""
+    told: list[str] = []
+
+    def stop(done: int, total: int, label: str) -> None:
+        told.append(label)
+        if len(told) == call:
+            raise KeyboardInterrupt
+
+    return planned(backend="any", progress=stop, stoppable=stoppable)
+
+
+def test_ctrl_c_returns_the_best_plan_so_far() -> None:
+    told: list[str] = []
+    planned(backend="any", progress=lambda done, total, label: told.append(label))
+    plan = stopped_at(len(told) - 1)
+    assert plan.prediction is not None
+    assert plan.provenance is not None
+    assert plan.provenance.proof is Proof.FEASIBLE
+    assert 0.0 < plan.provenance.gap < 1.0
+    with pytest.raises(KeyboardInterrupt):
+        stopped_at(len(told) - 1, stoppable=False)
+
+
+def test_ctrl_c_before_there_is_a_plan_is_raised() -> None:
+    def stop(done: int, total: int, label: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        planned(progress=stop)
+
+
+def test_a_session_changes_no_answer() -> None:
+    profile = random_profile(random.Random(3))
+    session = Session(profile)
+    for budget in (BUDGET, 60_000, BUDGET):
+        asked = {"devices": 4, "global_batch": 8, "budget": budget}
+        assert find_plan(profile, **asked, session=session) == find_plan(profile, **asked)
+    with pytest.raises(InputError, match="session"):
+        planned(session=session)
+
+
+def test_pins_of_a_layer_are_kept_and_forbidden_dimensions_unused() -> None:
+    fixed = Fixed(layers=(("l1", "recompute", Recompute.NONE), ("l2", "tensor", 1)), forbidden=("pipeline", "zero"))
+    plan = planned(5, fixed=fixed)
+    runs = [run for stage in plan.stages for run in stage.runs]
+    strategies = [run.strategy for run in runs for _ in range(run.count)]
+    assert len(plan.stages) == 1
+    assert strategies[1].recompute is Recompute.NONE
+    assert strategies[2].tensor == 1
+    assert {strategy.zero for strategy in strategies} == {1}
+
+
+@pytest.mark.parametrize(
+    ("fixed", "message"),
+    [
+        (Fixed(pipeline=2, forbidden=("pipeline",)), "forbid pipeline"),
+        (Fixed(strategy=(("tensor", 2),), forbidden=("tensor",)), "forbid tensor"),
+        (Fixed(strategy=(("tensor", 2),), layers=(("l1", "tensor", 4),)), "asks for another"),
+        (Fixed(layers=(("nowhere*", "tensor", 2),)), "No layer has that name"),
+        (Fixed(virtual=2), "runs one stage a group"),
+        (Fixed(schedule=Schedule.ZERO_BUBBLE_V), "schedule"),
+    ],
+)
+def test_pins_that_contradict_are_named(fixed: Fixed, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        planned(fixed=fixed)

@@ -1,0 +1,47 @@
+"""No bound of a shape of plan is above the best plan of the shape."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.plans.schema import Schedule
+from galvatron_lite.search.best_first import search
+from galvatron_lite.search.glance import Glance
+from galvatron_lite.search.shapes import average_of, bounds_of, open_problem, settled, shapes_of
+from galvatron_lite.search.space import Fixed
+from galvatron_lite.search.uniform import Uniform
+from tests.search.instances import random_instance
+
+ROUNDING = 1 + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_bounds_are_never_above_the_best_plan(seed: int) -> None:
+    asked = random_instance(seed)
+    pricer, draw = LayerPricer(asked.profile), random.Random(seed)
+    budget = draw.choice([20_000, 60_000, 10**9])
+    whole = replace(asked.request(budget), fixed=Fixed(), schedules=tuple(Schedule))
+    for shape in draw.sample(shapes_of(whole), min(len(shapes_of(whole)), 6)):
+        pins = Fixed(pipeline=shape.stages, microbatches=shape.microbatches, virtual=shape.virtual)
+        request = replace(whole, fixed=pins, schedules=(shape.schedule,))
+        found = search(request, pricer)
+        if found is None:
+            continue
+        best = found.partition.time * ROUNDING
+        problem = open_problem(request, pricer, shape)
+        assert Glance(asked.profile).bound(request.graph, shape) <= best
+        assert average_of(problem) <= best
+        if shape.virtual > 1:
+            assert Uniform(problem).bound() <= best
+            continue
+        bounds = bounds_of(problem)
+        assert bounds is not None
+        assert bounds.bound <= best
+        own = next(child for child in settled(problem) if child.choice == found.problem.choice)
+        narrower = bounds_of(own)
+        assert narrower is not None
+        assert narrower.bound <= best
