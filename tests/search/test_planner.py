@@ -130,12 +130,12 @@ def stopped_at(call: int, stoppable: bool = True) -> Plan:
         if len(told) == call:
             raise KeyboardInterrupt
 
-    return planned(backend="any", progress=stop, stoppable=stoppable)
+    return planned(11, budget=60_000, backend="any", progress=stop, stoppable=stoppable)
 
 
 def test_ctrl_c_returns_the_best_plan_so_far() -> None:
     told: list[str] = []
-    planned(backend="any", progress=lambda done, total, label: told.append(label))
+    planned(11, budget=60_000, backend="any", progress=lambda done, total, label: told.append(label))
     plan = stopped_at(len(told) - 1)
     assert plan.prediction is not None
     assert plan.provenance is not None
