@@ -77,20 +77,12 @@ def undominated(points: list[Point]) -> tuple[Point, ...]:
 def _looked_at(setting: Setting, batch: int | None, step: int, progress: Progress | None) -> Iterator[Point]:
     devices = setting.profile.cluster.devices
     samples, budget = batch_for(devices, batch), setting.budget
-    lowest: int | None = None
     while budget >= 1:
         if progress is not None:
             progress(100 - 100 * budget // setting.budget, 100, f"{budget / 1e9:.2f} GB")
         point = look(setting, devices, samples, budget)
         yield point
         if point.plan is None:
-            yield from _leanest(setting, devices, samples, point, lowest)
+            # The leanest plan lies less than a step below the last one: a search there takes long and tells little.
             return
-        lowest = point.peak
         budget = point.peak - step
-
-
-def _leanest(setting: Setting, devices: int, batch: int, refused: Point, lowest: int | None) -> Iterator[Point]:
-    """The fastest plan within the least budget that fits, where that is less than what has been found."""
-    if refused.needs is not None and lowest is not None and refused.needs < lowest:
-        yield look(setting, devices, batch, refused.needs)
