@@ -117,7 +117,7 @@ def print_profile(profile: Profile, where: str) -> None:
     graph, origin = profile.graph, profile.origin
     console.print(
         f"{profile.name}: {format_count(graph.parameters)} parameters in {len(graph.layers)} layers, "
-        f"{profile.cluster.devices} x {profile.cluster.device.name}",
+        f"{' and '.join(f'{group.count} x {group.device.name}' for group in profile.cluster.groups)}",
         style="bold",
     )
     console.print(

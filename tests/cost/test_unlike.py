@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,11 +14,13 @@ from galvatron_lite.cost.groups import price_stages
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.stage import Shape, price_stage, transfer_seconds
 from galvatron_lite.cost.step import bound_seconds, evaluate, shape_of, strategies_of
+from galvatron_lite.files import read_value, write_value
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import DeviceFigures, Profile
+from galvatron_lite.questions.counts import first_devices
 from galvatron_lite.search.result import plan_of
 from tests.factories import random_profile
 
@@ -151,3 +154,16 @@ def test_an_estimated_model_on_two_types_of_gpu() -> None:
             bound_seconds(profile, shape, price_stages(LayerPricer(profile), shape, (cut, 34 - cut), strategies))
         )
     assert bounds[1] < 0.8 * bounds[0]
+
+
+def test_a_profile_of_two_types_reads_back_the_same_and_is_cut_to_one(tmp_path: Path) -> None:
+    cluster, graph = load_cluster("a100-v100"), load_model("gpt2", precision="fp16")
+    profile = estimate_profile(graph, cluster, precision="fp16", name="both", samples=(1, 2))
+    write_value(tmp_path / "profile.json", profile)
+    assert read_value(Profile, tmp_path / "profile.json") == profile
+    part = profile.on(first_devices(cluster, 4))
+    own = estimate_profile(graph, load_cluster("a100-80gb", 4), precision="fp16", name="both", samples=(1, 2))
+    assert (part.layers, part.types, part.cluster.levels) == (
+        profile.types[0].layers, (), own.cluster.levels
+    )  # fmt: skip
+    assert set(own.layers) <= set(part.layers)
