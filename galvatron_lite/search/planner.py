@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from galvatron_lite.cluster.budget import Budget, bytes_on
 from galvatron_lite.cost.step import evaluate
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.parallelism.backends import Backend, backend_named
 from galvatron_lite.plans.schema import Plan, Proof, Provenance, Schedule
 from galvatron_lite.profiler.schema import Profile
@@ -28,6 +28,7 @@ from galvatron_lite.search.alternatives import Finalist, alternatives_to, finali
 from galvatron_lite.search.best_first import Found, Progress, search
 from galvatron_lite.search.checks import check_batch, unprofiled
 from galvatron_lite.search.pins import check_pins, schedules_for
+from galvatron_lite.search.relief import relief
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, reasons
@@ -60,7 +61,7 @@ def find_plan(
         backend: what is to run the plan (``parallelism.backends``).
         certify: also solve the winning shape as an integer programme; an unequal optimum is an error. What it says is
             kept in the plan's provenance.
-        runners_up: how many other plans to report.
+        runners_up: how many other plans to report; with 0 nothing is tried either that would make a plan fit.
         progress: called with (shapes done, shapes in all, what is being looked at).
         session: of the profile; makes a question that is like an earlier one quicker, and changes no answer.
         stoppable: whether Ctrl-C (KeyboardInterrupt) in the search returns the best plan so far, not proven; it is
@@ -79,7 +80,9 @@ def find_plan(
     if found is None:
         from galvatron_lite.search.lean import infeasible
 
-        raise infeasible(request, pricer)
+        error = infeasible(request, pricer)
+        more = relief(request, known, backend) if runners_up else ""
+        raise InfeasibleError(f"{error} {more}".strip(), error.smallest_budget)
     certificate = _certificate(found, progress) if certify and not found.stopped else ""
     options = finalists(request, pricer, found, 0 if found.stopped else runners_up)
     chosen = quickest(options)

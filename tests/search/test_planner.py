@@ -188,3 +188,22 @@ def test_pins_of_a_layer_are_kept_and_forbidden_dimensions_unused() -> None:
 def test_pins_that_contradict_are_named(fixed: Fixed, message: str) -> None:
     with pytest.raises(InputError, match=message):
         planned(fixed=fixed)
+
+
+def test_where_nothing_fits_the_error_names_the_pin_to_lift() -> None:
+    with pytest.raises(InfeasibleError) as error:
+        planned(2, budget=60_000, fixed=Fixed(pipeline=1, forbidden=("zero", "tensor", "recompute")))
+    said = str(error.value)
+    lifted = {
+        "without --fix pp": Fixed(forbidden=("zero", "tensor", "recompute")),
+        "without --forbid zero": Fixed(pipeline=1, forbidden=("tensor", "recompute")),
+        "without --forbid tensor": Fixed(pipeline=1, forbidden=("zero", "recompute")),
+        "without --forbid recompute": Fixed(pipeline=1, forbidden=("zero", "tensor")),
+    }
+    assert any(words in said for words in lifted)
+    for words, fixed in lifted.items():
+        if words in said:
+            assert planned(2, budget=60_000, fixed=fixed).prediction is not None
+        else:
+            with pytest.raises(InfeasibleError):
+                planned(2, budget=60_000, fixed=fixed)

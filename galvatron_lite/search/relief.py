@@ -1,0 +1,72 @@
+"""What would make a plan fit where none does: a pin to lift, a dimension to allow again, another backend.
+
+Tried by quick searches, not guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.backends import ANY
+from galvatron_lite.search.best_first import plain, search
+from galvatron_lite.search.result import summary
+from galvatron_lite.search.session import Session
+from galvatron_lite.search.shapes import Request
+from galvatron_lite.search.space import Fixed
+
+
+def relief(request: Request, session: Session, backend: str) -> str:
+    """Sentences on what alone makes a plan fit, each with such a plan; empty where nothing of it does.
+
+    Args:
+        request: that no plan fits.
+        session: of the profile.
+        backend: that the request is for.
+    """
+    found = []
+    for said, asked in _wider(request, session, backend):
+        plan = _fitting(asked, session.pricer)
+        if plan:
+            found.append(f"It fits {said}: {plan}.")
+    return " ".join(found)
+
+
+def _wider(request: Request, session: Session, backend: str) -> Iterator[tuple[str, Request]]:
+    for said, fixed in _lifted(request.fixed):
+        yield said, replace(request, fixed=fixed)
+    if backend != ANY.name:
+        space, known = session.space(ANY)
+        yield f"with --backend {ANY.name}", replace(request, schedules=ANY.schedules, space=space, known=known)
+
+
+def _lifted(fixed: Fixed) -> Iterator[tuple[str, Fixed]]:
+    """The pins with one of them lifted at a time."""
+    pinned = (
+        ("pp", fixed.pipeline, replace(fixed, pipeline=None)),
+        ("microbatches", fixed.microbatches, replace(fixed, microbatches=None)),
+        ("virtual", fixed.virtual, replace(fixed, virtual=None)),
+        ("schedule", fixed.schedule, replace(fixed, schedule=None)),
+    )
+    for name, value, without in pinned:
+        if value is not None:
+            yield f"without --fix {name}", without
+    for pin in fixed.strategy:
+        yield f"without --fix {pin[0]}", replace(fixed, strategy=tuple(own for own in fixed.strategy if own != pin))
+    for own in fixed.layers:
+        rest = tuple(other for other in fixed.layers if other != own)
+        yield f"without --fix layers.{own[0]}.{own[1]}", replace(fixed, layers=rest)
+    for dimension in fixed.forbidden:
+        rest_of = tuple(other for other in fixed.forbidden if other != dimension)
+        yield f"without --forbid {dimension}", replace(fixed, forbidden=rest_of)
+
+
+def _fitting(request: Request, pricer: LayerPricer) -> str:
+    """A plan in a line, from a quick search; empty where none is met."""
+    try:
+        found = search(request, pricer, exact=False)
+    except InputError:
+        return ""
+    return "" if found is None else summary(plain(request, found))
