@@ -25,7 +25,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from galvatron_lite.cost.layer import ALONE, LayerPricer, of_layout
+from galvatron_lite.cost.layer import ALONE, LayerPricer
+from galvatron_lite.cost.layout import of_layout
 from galvatron_lite.cost.sharing import sharing_of, tied_groups
 from galvatron_lite.cost.stage import transfer_seconds
 from galvatron_lite.model.graph import Role

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing, of_layout
+from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing
+from galvatron_lite.cost.layout import of_layout
 from galvatron_lite.cost.schedule import Form
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.cost.stage import Shape, transfer_seconds

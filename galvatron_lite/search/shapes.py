@@ -12,7 +12,8 @@ from itertools import product
 
 from galvatron_lite.cluster.budget import Budget, bytes_on
 from galvatron_lite.cluster.cluster import Cluster
-from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing, layout
+from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing
+from galvatron_lite.cost.layout import layout
 from galvatron_lite.cost.sharing import sharing_of, tied_groups
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.model.graph import Layer, ModelGraph, Role

@@ -9,7 +9,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.cost.layer import ALONE, LayerPricer, Layout, Sharing, layout
+from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing
+from galvatron_lite.cost.layout import Layout, layout
 from galvatron_lite.cost.schedule import Form, form_of
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.model.graph import ModelGraph

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from galvatron_lite.cost.layer import LayerPricer, Sharing, exchanging, layout, of_layout
+from galvatron_lite.cost.layer import LayerPricer, Sharing
+from galvatron_lite.cost.layout import exchanging, layout, of_layout
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import Strategy, Strided
 from galvatron_lite.profiler.schema import LayerPoint, Overlap

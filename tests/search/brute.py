@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from galvatron_lite.cost.groups import price_stages
-from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, Layout, layout
+from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer
+from galvatron_lite.cost.layout import Layout, layout
 from galvatron_lite.cost.memory import group_memory, terms
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.cost.stage import Shape, StageCost, price_chunk, transfer_seconds

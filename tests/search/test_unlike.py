@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from galvatron_lite.cluster.budget import Budget, bytes_on
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cost.groups import price_stages
-from galvatron_lite.cost.layer import LayerPricer, layout
+from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.layout import layout
 from galvatron_lite.cost.stage import Shape, StageCost
 from galvatron_lite.cost.step import bound_seconds
 from galvatron_lite.errors import InfeasibleError, InputError
