@@ -1,4 +1,4 @@
-"""The search finds what brute force finds, on random small models, over every dimension."""
+"""The search finds what brute force finds, on random small models, over every dimension and schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from galvatron_lite.search.lean import leanest
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.space import Space
 from tests.search.brute import Brute, bound_of, brute_of, every_plan
-from tests.search.instances import Instance, random_instance
+from tests.search.instances import Instance, random_instance, uniform_instance
 
 QUIET = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "derandomize": True}
 
@@ -49,6 +49,16 @@ def test_equals_brute_force(seed: int) -> None:
         return
     check(asked, brute, peaks[0] - 1)
     check(asked, brute, draw.choice([peaks[0], peaks[len(peaks) // 8], draw.choice(peaks), peaks[-1]]))
+
+
+@settings(max_examples=100, **QUIET)
+@given(st.integers(0, 10**9))
+def test_equals_brute_force_where_groups_run_several_stages(seed: int) -> None:
+    asked, draw = uniform_instance(seed), random.Random(seed)
+    brute = brute_of(asked)
+    peaks = brute.peaks()
+    for budget in (peaks[0] - 1, peaks[0], draw.choice(peaks)) if peaks else (10**9,):
+        check(asked, brute, budget)
 
 
 @pytest.mark.parametrize("seed", [1257])
