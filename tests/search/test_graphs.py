@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 
+from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.memory import MemoryTerms, worst_moment
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Passed
+from galvatron_lite.search.best_first import search
+from galvatron_lite.search.figures import ticks
 from galvatron_lite.search.graph_ilp import solve_net
+from galvatron_lite.search.graph_net import net_of
 from galvatron_lite.search.graph_tree import best_by_tree, elimination_order
 from galvatron_lite.search.graphs import Net, Node, best_in_order, time_of
 from galvatron_lite.search.pulp_adapter import Verdict
+from galvatron_lite.search.shapes import open_problem, settled, shapes_of
+from galvatron_lite.search.space import Fixed
+from tests.search.instances import random_instance
 
 CHAIN = [(i, i + 1) for i in range(5)]
 GRAPHS = {
@@ -133,3 +142,44 @@ def test_a_deep_u_net_has_a_narrow_tree() -> None:
 def test_an_edge_backwards_is_an_error() -> None:
     with pytest.raises(InputError, match="running order"):
         Net((random_node(random.Random(0)),) * 2, {(1, 0): np.zeros((3, 3), dtype=np.int64)}, 1)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_chain_as_a_graph_has_the_search_s_optimum(seed: int) -> None:
+    asked = random_instance(seed)
+    request = replace(asked.request(60_000), fixed=Fixed(pipeline=1, microbatches=1))
+    pricer = LayerPricer(asked.profile)
+    found = search(request, pricer)
+    (shape,) = shapes_of(request)
+    nets = [net_of(child) for child in settled(open_problem(request, pricer, shape))]
+    own = [chosen.time for net in nets if all(len(node.time) for node in net.nodes) and (chosen := best_in_order(net))]
+    overhead = ticks(asked.profile.overhead.microbatch / 2) * 2
+    assert (found.partition.time if found else None) == (min(own) + overhead if own else None)
+
+
+def test_tensors_that_skip_layers_go_straight_to_their_readers() -> None:
+    asked = random_instance(3)
+    names = [layer.name for layer in asked.profile.graph.layers]
+    sizes = [asked.profile.graph.kind_of(layer).output_bytes for layer in asked.profile.graph.layers]
+    skips = tuple(Passed(a, (b,), size) for a, b, size in zip(names, names[1:], sizes, strict=False))
+    graph = replace(asked.profile.graph, tensors=(*skips, Passed(names[0], (names[-1],), 5000)))
+    profile = replace(asked.profile, graph=graph)
+    request = replace(asked.request(10**6), graph=graph, fixed=Fixed(pipeline=1))
+    pricer = LayerPricer(profile)
+    found = search(request, pricer)
+    assert found is not None
+    net = net_of(found.problem)
+    straight = best_in_order(net)
+    assert straight is not None
+    assert (0, len(names) - 1) in net.edges
+    assert net.edges[0, len(names) - 1].shape == (net.nodes[0].groups, net.nodes[-1].groups)
+    verdict, own = solve_net(net)
+    assert (verdict, own and own.time) == (Verdict.PROVEN, straight.time)
+
+
+def test_a_pipeline_is_no_single_stage() -> None:
+    asked = random_instance(2)
+    request = replace(asked.request(10**6), fixed=Fixed(pipeline=2))
+    shape = shapes_of(request)[0]
+    with pytest.raises(InputError, match="inside one stage"):
+        net_of(open_problem(request, LayerPricer(asked.profile), shape))
