@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from galvatron_lite.cluster.budget import Budget, bytes_on
 from galvatron_lite.cluster.catalog import load_cluster
-from galvatron_lite.cost.groups import price_stages
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.layout import layout
-from galvatron_lite.cost.stage import Shape, StageCost
+from galvatron_lite.cost.stage import Shape, StageCost, price_stage
 from galvatron_lite.cost.step import bound_seconds
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Role
@@ -96,7 +95,10 @@ def _costs(
     for strategies in product(*options):
         if _allowed(profile, cuts, strategies):
             try:
-                yield price_stages(pricer, shape, [b - a for a, b in pairwise(cuts)], strategies)
+                yield [
+                    price_stage(pricer, shape, stage, range(*ends), strategies)
+                    for stage, ends in enumerate(pairwise(cuts))
+                ]
             except InputError:
                 continue
 
@@ -158,10 +160,10 @@ def test_equals_every_plan_priced(seed: int) -> None:
     check(seed, Schedule.ONE_F_ONE_B)
 
 
-@settings(max_examples=10, **QUIET)
-@given(st.integers(0, 10**9))
-def test_equals_every_plan_priced_with_gpipe(seed: int) -> None:
-    check(seed, Schedule.GPIPE)
+@settings(max_examples=12, **QUIET)
+@given(st.integers(0, 10**9), st.sampled_from([Schedule.GPIPE, Schedule.ZERO_BUBBLE_1P, Schedule.ZERO_BUBBLE_2P]))
+def test_equals_every_plan_priced_with_other_schedules(seed: int, schedule: Schedule) -> None:
+    check(seed, schedule)
 
 
 @pytest.mark.parametrize("seed", [0, 2, 4])
