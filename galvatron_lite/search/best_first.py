@@ -26,6 +26,7 @@ from galvatron_lite.search.shapes import (
     shapes_of,
     with_edges,
     with_ties,
+    without_ties,
 )
 from galvatron_lite.search.uniform import Uniform
 
@@ -122,7 +123,12 @@ def _look_into(walk: _Walk, node: _Node) -> None:
                 walk.push(child, bounds, _Stage.TIED, node.bound)
     elif node.stage is _Stage.TIED:
         for child in with_edges(problem):
-            walk.push_bounded(child, _Stage.SETTLED, node.bound)
+            if child.choice.tied:
+                walk.push(child, None, _Stage.EDGED, max(node.bound, walk.edge_bound(child)))
+            else:
+                walk.push_bounded(child, _Stage.SETTLED, node.bound)
+    elif node.stage is _Stage.EDGED:
+        walk.push_bounded(problem, _Stage.SETTLED, node.bound)
     elif bounds is not None:
         _solve(walk, node, bounds)
 
@@ -159,8 +165,9 @@ class _Stage(IntEnum):
     PRICED = 1
     SHAPE = 2
     TIED = 3
-    SETTLED = 4
-    TRIED = 5
+    EDGED = 4
+    SETTLED = 5
+    TRIED = 6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,6 +192,7 @@ class _Walk:
         open: a time that no plan beats in the nodes that were looked into but not to the end.
         inside: the node that is being looked into.
         met: best plan so far by pipeline degree and schedule.
+        edges: bound by shape and layouts at the edges, whatever the strategies of tied layers.
     """
 
     heap: list[tuple[float, int, _Node]]
@@ -196,6 +204,7 @@ class _Walk:
     open: float = inf
     inside: _Node | None = None
     met: dict[tuple[int, Schedule], Found] = field(default_factory=dict)
+    edges: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     @property
     def limit(self) -> int | None:
@@ -218,6 +227,14 @@ class _Walk:
         bounds = bounds_of(problem)
         if bounds is not None:
             self.push(problem, bounds, stage, max(bounds.bound, least))
+
+    def edge_bound(self, problem: Problem) -> float:
+        """The bound of the layouts at the edges alone: the same for many choices for tied layers."""
+        key = (problem.shape, problem.choice.glue, problem.choice.wire)
+        if key not in self.edges:
+            bounds = bounds_of(without_ties(problem))
+            self.edges[key] = inf if bounds is None else bounds.bound
+        return self.edges[key]
 
     def _later(self, bound: float) -> float:
         """Rank of an exact search: after quick ones that have a chance to lower the limit it runs under."""

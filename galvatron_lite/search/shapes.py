@@ -156,6 +156,11 @@ def with_ties(problem: Problem) -> Iterator[Problem]:
         yield _under(problem, Choice(None, None, tied))
 
 
+def without_ties(problem: Problem) -> Problem:
+    """The problem with its layouts at the edges, but nothing settled for tied layers."""
+    return _under(problem, Choice(problem.choice.glue, problem.choice.wire, ()))
+
+
 def with_edges(problem: Problem) -> Iterator[Problem]:
     """The problem under every choice of layouts at the edges of the model or of stages."""
     tied = problem.choice.tied
