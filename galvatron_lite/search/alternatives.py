@@ -47,7 +47,9 @@ class Finalist:
         return Alternative(f"{self.name}: {summary(self.plan)}", self.seconds, peak, self.fits)
 
 
-def finalists(request: Request, pricer: LayerPricer, found: Found, wanted: int = 3) -> tuple[Finalist, ...]:
+def finalists(
+    request: Request, pricer: LayerPricer, found: Found, wanted: int = 3, given: Sequence[Found] = ()
+) -> tuple[Finalist, ...]:
     """What the search found, first, and good plans that differ materially from it, not proven ones.
 
     They are the best plans of other pipeline degrees and schedules that the search has met, then well-known plans
@@ -59,16 +61,18 @@ def finalists(request: Request, pricer: LayerPricer, found: Found, wanted: int =
         pricer: of the profile.
         found: what the search ended with.
         wanted: about so many others are looked for; 0: none.
+        given: plans that the user has.
     """
     first = _finalist(request, pricer, _name(found.problem.shape), found)
-    options = [first]
+    beside = [one for one in given if one.partition is not found.partition]
+    options = [first, *(_finalist(request, pricer, "given", one) for one in beside)]
     if wanted < 1:
-        return (first,)
+        return tuple(options)
     others = [other for other in found.others if other.partition is not found.partition]
     for other in sorted(others, key=lambda other: other.partition.time)[:wanted]:
         options.append(_finalist(request, pricer, _name(other.problem.shape), other))
     for name, fixed in _others(request, found.problem.shape.stages):
-        if len({option.name for option in options}) > wanted:
+        if len({option.name for option in options} - {"given"}) > wanted:
             break
         if name not in {option.name for option in options}:
             more = _best_of(replace(request, fixed=fixed), pricer, name)

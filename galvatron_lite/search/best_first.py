@@ -47,6 +47,7 @@ class Found:
         gap: no plan of the space takes less than (1 - gap) of its time; 0.0: there is no better one.
         others: by pipeline degree and schedule the best plan met on the way, the winner among them.
         stopped: whether the user stopped the search.
+        given: whether the plan is one that the user gave.
     """
 
     problem: Problem
@@ -54,6 +55,7 @@ class Found:
     gap: float = 0.0
     others: tuple[Found, ...] = ()
     stopped: bool = False
+    given: bool = False
 
 
 def search(
@@ -62,6 +64,8 @@ def search(
     progress: Progress | None = None,
     exact: bool = True,
     stoppable: bool = False,
+    known: Found | None = None,
+    effort: int = MOST_WORK,
 ) -> Found | None:
     """The best plan over all shapes; None where nothing fits.
 
@@ -71,8 +75,10 @@ def search(
         progress: see ``find_plan``.
         exact: False: a good plan, soon, from quick searches of the most promising shapes alone.
         stoppable: whether Ctrl-C ends the search with the best plan so far; where there is none it is raised.
+        known: a plan to begin with: what is found beats it, or it is what the search ends with.
+        effort: labels after which an exact search ends.
     """
-    walk = _Walk([], count(), MOST_WORK if exact else _QUICK_WORK, exact)
+    walk = _Walk([], count(), effort if exact else _QUICK_WORK, exact, known)
     stopped = False
     try:
         _walk(walk, request, pricer, progress)

@@ -25,8 +25,9 @@ from galvatron_lite.parallelism.backends import Backend, backend_named
 from galvatron_lite.plans.schema import Plan, Proof, Provenance, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, quickest
-from galvatron_lite.search.best_first import Found, Progress, search
+from galvatron_lite.search.best_first import MOST_WORK, Found, Progress, search
 from galvatron_lite.search.checks import check_batch, unprofiled
+from galvatron_lite.search.given import given_plans
 from galvatron_lite.search.pins import check_pins, schedules_for
 from galvatron_lite.search.relief import relief
 from galvatron_lite.search.session import Session
@@ -48,6 +49,8 @@ def find_plan(
     progress: Progress | None = None,
     session: Session | None = None,
     stoppable: bool = True,
+    known: Sequence[Plan] = (),
+    effort: int = MOST_WORK,
 ) -> Plan:
     """The fastest plan that fits the memory budget.
 
@@ -66,25 +69,30 @@ def find_plan(
         session: of the profile; makes a question that is like an earlier one quicker, and changes no answer.
         stoppable: whether Ctrl-C (KeyboardInterrupt) in the search returns the best plan so far, not proven; it is
             raised where there is none yet.
+        known: plans that the user has; the answer is none that takes longer than one of them that fits and keeps the
+            pins, even where a search ends early or the plan is not in the declared space.
+        effort: labels after which the search ends early.
 
     Raises:
-        InputError: a batch or a pinned value that cannot be used, or pins that contradict one another.
+        InputError: a batch or a pinned value that cannot be used, pins that contradict one another, or a known plan of
+            another model, batch or number of devices.
         InfeasibleError: nothing fits; names the smallest budget that would.
     """
     runner = backend_named(backend)
-    known = session or Session(profile)
-    if known.profile is not profile:
-        raise InputError("session", known.profile.name, f"It is of another profile than {profile.name}.")
-    request, pricer = _request(known, devices, global_batch, budget, fixed or Fixed(), schedules, runner), known.pricer
-    found = search(request, pricer, progress, stoppable=stoppable)
+    kept = session or Session(profile)
+    if kept.profile is not profile:
+        raise InputError("session", kept.profile.name, f"It is of another profile than {profile.name}.")
+    request, pricer = _request(kept, devices, global_batch, budget, fixed or Fixed(), schedules, runner), kept.pricer
+    given = given_plans(request, pricer, known)
+    found = search(request, pricer, progress, stoppable=stoppable, known=next(iter(given), None), effort=effort)
     if found is None:
         from galvatron_lite.search.lean import infeasible
 
         error = infeasible(request, pricer)
-        more = relief(request, known, backend) if runners_up else ""
+        more = relief(request, kept, backend) if runners_up else ""
         raise InfeasibleError(f"{error} {more}".strip(), error.smallest_budget)
     certificate = _certificate(found, progress) if certify and not found.stopped else ""
-    options = finalists(request, pricer, found, 0 if found.stopped else runners_up)
+    options = finalists(request, pricer, found, 0 if found.stopped else runners_up, given)
     chosen = quickest(options)
     return replace(
         chosen.plan,
@@ -96,6 +104,8 @@ def find_plan(
 
 def _certificate(found: Found, progress: Progress | None) -> str:
     """What an integer programme of the same shape says, without the seconds it took: plans repeat."""
+    if found.given:
+        return "not certified: the plan is one that was given"
     if found.problem.shape.virtual > 1:
         return "not certified: uniform plans of several stages a group are compared one by one, not as a programme"
     from galvatron_lite.search.ilp import certify

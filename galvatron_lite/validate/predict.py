@@ -12,7 +12,7 @@ from galvatron_lite.cost.step import price_plan
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.shapes import Shape, build_graph
-from galvatron_lite.plans.schema import Plan
+from galvatron_lite.plans.schema import Plan, Prediction
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.stacks.schema import Stack
 from galvatron_lite.units import ITEM_BYTES
@@ -44,35 +44,76 @@ class Remembered:
     pricers: dict[object, LayerPricer] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Understood:
+    """A published run in our words.
+
+    Attributes:
+        graph: what is trained.
+        cluster: where.
+        stack: with which software.
+        precision: of compute.
+        plan: how, priced.
+    """
+
+    graph: ModelGraph
+    cluster: Cluster
+    stack: Stack
+    precision: str
+    plan: Plan
+
+    @property
+    def prediction(self) -> Prediction:
+        """Of the plan."""
+        assert self.plan.prediction is not None
+        return self.plan.prediction
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.prediction.step_seconds
+
+    @property
+    def peak(self) -> int:
+        """Bytes on the fullest device."""
+        return self.prediction.peak_memory
+
+
 def predict_run(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Predicted | Skipped:
     """Step time and peak memory of a run, or why it cannot be represented."""
     if run.problem is not None:
         return Skipped("a field cannot be read", run.problem)
     try:
-        return not_understood(run) or _predict(run, calibration, memory)
+        understood = not_understood(run) or understand(run, calibration, memory)
+        return understood if isinstance(understood, Skipped) else _outcome(run, understood)
     except GalvatronError as error:
         return Skipped(_short(error), str(error))
     except Exception as error:  # one odd row must not cost the scores of the others; it is counted by what broke
         return Skipped(f"internal error: {type(error).__name__}", str(error))
 
 
-def _predict(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Predicted | Skipped:
+def understand(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Understood | Skipped:
+    """What a run trains, where, with which software and by which plan; or why it cannot be represented.
+
+    Raises:
+        InputError: the plan cannot be run on this model.
+    """
     cluster = _cluster(run, calibration, memory)
     if isinstance(cluster, Skipped):
         return cluster
     precision = compute_precision(run.precision, cluster.device)
     stack = stack_of(run, precision, calibration)
-    outcome = _with(run, stack, precision, cluster, calibration, memory)
-    if isinstance(outcome, Skipped) or outcome.device_memory <= outcome.capacity or not stack.regathers_at_need:
-        return outcome
+    found = _with(run, stack, precision, cluster, calibration, memory)
+    if isinstance(found, Skipped) or found.peak <= cluster.device.memory or not stack.regathers_at_need:
+        return found
     lean = replace(stack, kernels=replace(stack.kernels, regather=True))
     return _with(run, lean, precision, cluster, calibration, memory)
 
 
 def _with(
     run: PublishedRun, stack: Stack, precision: str, cluster: Cluster, calibration: Calibration, memory: Remembered
-) -> Predicted | Skipped:
-    """``predict_run`` on a known machine with known software."""
+) -> Understood | Skipped:
+    """``understand`` on a known machine with known software."""
     graph = _graph(run, stack, precision, memory)
     if isinstance(graph, Skipped):
         return graph
@@ -85,7 +126,10 @@ def _with(
     def price(candidate: Plan) -> Plan:
         return price_plan(_pricer(graph, cluster, stack, precision, candidate, calibration, memory), candidate)
 
-    return _outcome(run, stack, fitting(run, plan, graph, price, cluster.device.memory), cluster)
+    priced = fitting(run, plan, graph, price, cluster.device.memory)
+    if priced.prediction is None or not 0 < priced.prediction.step_seconds < inf:
+        return Skipped("not priced")
+    return Understood(graph, cluster, stack, precision, priced)
 
 
 def _too_long(plan: Plan) -> str:
@@ -168,17 +212,15 @@ def wanted_points(graph: ModelGraph, plan: Plan) -> frozenset[Point]:
     )
 
 
-def _outcome(run: PublishedRun, stack: Stack, plan: Plan, cluster: Cluster) -> Predicted | Skipped:
-    prediction = plan.prediction
-    if prediction is None or not 0 < prediction.step_seconds < inf:
-        return Skipped("not priced")
-    stage, peak = peak_of(run, stack, plan, cluster.device)
+def _outcome(run: PublishedRun, understood: Understood) -> Predicted:
+    device = understood.cluster.device
+    stage, peak = peak_of(run, understood.stack, understood.plan, device)
     return Predicted(
-        step_seconds=prediction.step_seconds,
+        step_seconds=understood.seconds,
         peak_memory=peak,
-        device_memory=prediction.peak_memory,
-        capacity=cluster.device.memory,
-        time=prediction.time,
+        device_memory=understood.peak,
+        capacity=device.memory,
+        time=understood.prediction.time,
         memory=stage,
     )
 
