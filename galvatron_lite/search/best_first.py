@@ -252,7 +252,7 @@ class _Walk:
             node = heapq.heappop(self.heap)[2]
             if not self.worth(node.bound):
                 continue
-            if self.work <= self.most_work or (self.exact and self.best is None):
+            if self.work < self.most_work or (self.exact and self.best is None):
                 self.inside = node
                 return node
             self.open = min(self.open, node.bound)

@@ -47,9 +47,7 @@ def _keeps(request: Request, pricer: LayerPricer, plan: Plan) -> bool:
     if plan.pipeline > 1 and ("pipeline" in fixed.forbidden or plan.schedule not in request.schedules):
         return False
     pairs = zip(request.graph.layers, strategies_of(plan, pricer.profile), strict=True)
-    return all(
-        backend.runs(own) and fixed.allows(own) and fixed.allows_in(layer.name, own) for layer, own in pairs
-    )
+    return all(backend.runs(own) and fixed.allows(own) and fixed.allows_in(layer.name, own) for layer, own in pairs)
 
 
 def _found(request: Request, pricer: LayerPricer, plan: Plan) -> Found:

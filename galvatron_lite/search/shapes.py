@@ -135,13 +135,23 @@ def widest_tables(problem: Problem, stage: int = 0) -> list[Table]:
 
 def open_problem(request: Request, pricer: LayerPricer, shape: Shape) -> Problem:
     """The problem of a shape with nothing else settled."""
-    known, every, budgets = request.known, [], []
-    for group in range(shape.stages):
+    every, budgets = [], []
+    for group in range(shape.stages if request.cluster is not None else 1):
         own = pricer.of_group(shape.stage_devices, group)
         budgets.append(bytes_on(request.budget, "" if own is pricer else own.profile.cluster.device.name))
-        store = known.stores.setdefault(id(own), Store(own, request.space))
-        every.append(known.tables.setdefault((id(own), shape, request.fixed), Tables(store, shape, request.fixed)))
-    return Problem(request.graph, pricer, shape, tuple(every), OPEN, tuple(budgets))
+        every.append(_tables(request, own, shape))
+    alike = shape.stages // len(every)
+    return Problem(request.graph, pricer, shape, tuple(every) * alike, OPEN, tuple(budgets) * alike)
+
+
+def _tables(request: Request, own: LayerPricer, shape: Shape) -> Tables:
+    """The figures of a shape by one pricer, made once."""
+    known, key = request.known, (id(own), shape, request.fixed)
+    if key not in known.tables:
+        if id(own) not in known.stores:
+            known.stores[id(own)] = Store(own, request.space)
+        known.tables[key] = Tables(known.stores[id(own)], shape, request.fixed)
+    return known.tables[key]
 
 
 def settled(problem: Problem) -> Iterator[Problem]:
