@@ -76,7 +76,7 @@ def search(
         exact: False: a good plan, soon, from quick searches of the most promising shapes alone.
         stoppable: whether Ctrl-C ends the search with the best plan so far; where there is none it is raised.
         known: a plan to begin with: what is found beats it, or it is what the search ends with.
-        effort: labels after which an exact search ends.
+        effort: labels after which an exact search ends; looked at between one exact search of a shape and the next.
     """
     walk = _Walk([], count(), effort if exact else _QUICK_WORK, exact, known)
     stopped = False
@@ -157,6 +157,8 @@ def _solve(walk: _Walk, node: _Node, bounds: Relaxed) -> None:
         walk.work += _LOOK
         if walk.exact:
             walk.push(problem, bounds, _Stage.TRIED, max(node.bound, quick.least))
+        else:
+            walk.open = min(walk.open, max(node.bound, quick.least))
     else:
         best = best_partition(problem, bounds, walk.limit)
         walk.better(problem, best.plan)

@@ -71,7 +71,8 @@ def find_plan(
             raised where there is none yet.
         known: plans that the user has; the answer is none that takes longer than one of them that fits and keeps the
             pins, even where a search ends early or the plan is not in the declared space.
-        effort: labels after which the search ends early.
+        effort: labels after which the search ends early; 0: quick searches of the most promising shapes alone, whose
+            gap says how far from the best the plan may be.
 
     Raises:
         InputError: a batch or a pinned value that cannot be used, pins that contradict one another, or a known plan of
@@ -84,7 +85,9 @@ def find_plan(
         raise InputError("session", kept.profile.name, f"It is of another profile than {profile.name}.")
     request, pricer = _request(kept, devices, global_batch, budget, fixed or Fixed(), schedules, runner), kept.pricer
     given = given_plans(request, pricer, known)
-    found = search(request, pricer, progress, stoppable=stoppable, known=next(iter(given), None), effort=effort)
+    found = search(
+        request, pricer, progress, stoppable=stoppable, known=next(iter(given), None), effort=effort, exact=effort > 0
+    )
     if found is None:
         from galvatron_lite.search.lean import infeasible
 
