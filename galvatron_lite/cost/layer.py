@@ -283,9 +283,9 @@ class LayerPricer:
         curves, samples = self._curves_of(kind), microbatch / many.token_degree
         if not len(curves.codes) or not len(many):
             return _as_arrays(dict.fromkeys(_NAMES, 0), np.zeros(len(many), dtype=np.bool_))
-        shard = (many.tensor, many.sequence_parallel)
-        figures, valid = curves.at(code_of(*shard, many.recompute, many.expert), samples)
-        plain, known = curves.backward(code_of(*shard, Recompute.NONE, many.expert), samples)
+        shard, parts = (many.tensor, many.sequence_parallel), (many.expert, many.filters, many.channels)
+        figures, valid = curves.at(code_of(*shard, many.recompute, *parts), samples)
+        plain, known = curves.backward(code_of(*shard, Recompute.NONE, *parts), samples)
         if not self.profile.cluster.device.host_bandwidth:
             valid = valid & is_option(many.offload, Offload.NONE)
         again = np.where(known, _again(figures.backward, plain), 0.0)
@@ -304,7 +304,8 @@ class LayerPricer:
         if strategy.offload is not Offload.NONE and not self.profile.cluster.device.host_bandwidth:
             return None
         shard = (kind, strategy.tensor, strategy.sequence_parallel)
-        return points_of(self._points, (*shard, strategy.recompute, strategy.expert))
+        parts = (strategy.expert, strategy.filters, strategy.channels)
+        return points_of(self._points, (*shard, strategy.recompute, *parts))
 
     def redistribution(self, output_bytes: int, microbatch: int, left: Strategy, right: Strategy) -> float:
         """Seconds to bring the tensor between two layers from one layout to the other, in one direction."""
@@ -352,6 +353,7 @@ class LayerPricer:
         """Fields of ``LayerCost``, of one strategy or of many."""
         kind = with_copy(self.profile.graph.kinds[name], sharing.copied)
         work = self._work(kind, strategy, microbatch)
+        figures = figures.beside(work.edge_bytes)
         exposed = self._exposed(figures, work)
         exchange = self._exchange(sharing.exchanged, strategy, stages)
         update = self._update_seconds(kind, work)

@@ -7,9 +7,16 @@ import numpy as np
 from galvatron_lite.arrays import IntArray
 from galvatron_lite.parallelism.base import Strategy, Strided
 
-Layout = tuple[int, int, int, bool, bool]
-"""How boundary tensors lie on a stage's devices: batch, context and tensor degree, whether the parts of a sample lie
-far apart (strided) with those of other samples between them, and whether tensor groups share tokens."""
+Layout = tuple[int, int, int, int, bool]
+"""How boundary tensors lie on a stage's devices: ways that samples are split, ways that the tokens or pixels of a
+sample are, devices that hold the same or share it once more, how the parts are cut (``NEAR``, ``FAR``, ``CHANNELS``, or
+``ROWS`` + rows of a grid of pixels), and whether those devices share (tokens or channels) rather than hold the same."""
+NEAR = 0
+FAR = 1
+"""The parts of a sample lie far apart (strided) with those of other samples between them."""
+CHANNELS = 2
+"""By channels."""
+ROWS = CHANNELS
 
 
 def layout(strategy: Strategy) -> Layout:
@@ -17,14 +24,24 @@ def layout(strategy: Strategy) -> Layout:
 
     Strided ZeRO ranks change nothing: which samples a rank of data x zero takes is free, so they go by its place.
     """
-    batch, context = strategy.batch_degree, strategy.context
+    batch, context, tensor = strategy.batch_degree, strategy.context, strategy.tensor
     far = strategy.strided is Strided.CONTEXT and context > 1 and batch > 1
-    return batch, context, strategy.tensor, far, strategy.sequence_parallel
+    if strategy.spatial * strategy.slices == 1:
+        return batch, context, tensor, FAR if far else NEAR, strategy.sequence_parallel
+    split = strategy.channels > 1
+    cut = ROWS + strategy.height if strategy.spatial > 1 else CHANNELS if split else NEAR
+    return batch, context * strategy.spatial, tensor * strategy.slices, cut, strategy.sequence_parallel or split
 
 
 def of_layout(own: Layout) -> Strategy:
     """A strategy of a layout."""
-    data, context, tensor, far, shared = own
+    data, context, tensor, cut, shared = own
+    if cut > ROWS:
+        rows = cut - ROWS
+        return Strategy(data=data, height=rows, width=context // rows, filters=tensor)
+    if cut == CHANNELS:
+        return Strategy(data=data, context=context, channels=tensor)
+    far = cut == FAR
     strided = Strided.CONTEXT if far else Strided.NONE
     return Strategy(data=data, context=context, tensor=tensor, sequence_parallel=shared, strided=strided)
 
@@ -32,19 +49,21 @@ def of_layout(own: Layout) -> Strategy:
 def exchanging(left: IntArray, right: IntArray) -> IntArray:
     """Consecutive devices within which layouts differ: 1 where they are the same.
 
-    Layouts (b, c, t) and (b', c', t') put the samples in order on runs of lcm(c t, c' t') devices; where both are far
-    and c = c', each part of the samples lies on runs of lcm(t, t'). All devices else.
+    Layouts (b, c, t) and (b', c', t') put the samples in order on runs of lcm(c t, c' t') devices, whether by tokens,
+    pixels or channels; where both are far and c = c', each part of the samples lies on runs of lcm(t, t'). All devices
+    where one is far and the other is not.
 
     Args:
         left: (..., 5) layouts, those of ``right`` broadcast against it.
         right: the same.
     """
-    (batch, context, tensor, far, _), (_, context2, tensor2, far2, _) = (
+    (batch, context, tensor, cut, _), (_, context2, tensor2, cut2, _) = (
         np.moveaxis(left, -1, 0),
         np.moveaxis(right, -1, 0),
     )
     near = np.lcm(context * tensor, context2 * tensor2)
     inside = np.where(context == context2, np.lcm(tensor, tensor2), batch * context * tensor)
-    differ = np.where(far != far2, batch * context * tensor, np.where(far == 1, inside, near))
+    far = cut == FAR
+    differ = np.where(far != (cut2 == FAR), batch * context * tensor, np.where(far, inside, near))
     size: IntArray = np.where((left == right).all(axis=-1), 1, differ)
     return size

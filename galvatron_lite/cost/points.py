@@ -8,15 +8,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from galvatron_lite.arrays import BoolArray, Flag, FloatArray, IntArray, Real, Whole, largest, up, where
+from galvatron_lite.arrays import BoolArray, Flag, FloatArray, IntArray, Real, Whole, largest, never, up, where
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.profiler.schema import LayerPoint
 
-PointKey = tuple[str, int, bool, Recompute, int]
-"""Kind, tensor degree, sequence parallel, recompute choice, devices that the experts of a mixture are spread over."""
+PointKey = tuple[str, int, bool, Recompute, int, int, int]
+"""Kind, tensor degree, sequence parallel, recompute choice, devices that the experts of a mixture are spread over, that
+share output channels, and that share input channels."""
 Points = Mapping[PointKey, Sequence[LayerPoint]]
 MOST_EXPERTS = 2**16
 """More than any mixture has."""
+MOST_SLICES = 2**10
+"""More than convolutions' channels are ever shared among."""
+OTHERS = 2**40
+"""More than what else was run comes to, see ``code_of``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +39,27 @@ class LayerFigures:
     working: Whole
     forward_working: Whole
 
+    def beside(self, lasting: Whole) -> LayerFigures:
+        """The same with bytes that are kept besides from forward to backward."""
+        if never(lasting):
+            return self
+        sizes = (self.kept + lasting, self.working + lasting, self.forward_working + lasting)
+        return LayerFigures(self.forward, self.backward, *sizes)
+
 
 def index_points(points: tuple[LayerPoint, ...]) -> dict[PointKey, tuple[LayerPoint, ...]]:
     """Points by what was run, ascending in samples; of equal ones the last counts."""
     groups: dict[PointKey, dict[float, LayerPoint]] = {}
     for point in points:
-        key = (point.kind, point.tensor, point.sequence_parallel, point.recompute, point.expert)
+        key = (
+            point.kind,
+            point.tensor,
+            point.sequence_parallel,
+            point.recompute,
+            point.expert,
+            point.filters,
+            point.channels,
+        )
         groups.setdefault(key, {})[point.samples] = point
     return {key: tuple(group[samples] for samples in sorted(group)) for key, group in groups.items()}
 
@@ -47,7 +67,12 @@ def index_points(points: tuple[LayerPoint, ...]) -> dict[PointKey, tuple[LayerPo
 def points_of(points: Points, key: PointKey) -> Sequence[LayerPoint] | None:
     """The points of a key; those of experts that are not spread where there are none (a profile measured on one device
     has no others: a device then works on as many tokens, of all experts); None where there are none either."""
-    return points.get(key) or points.get((*key[:4], 1))
+    return points.get(key) or points.get((*key[:4], 1, *key[5:]))
+
+
+def slices_of(key: PointKey) -> int:
+    """Devices that work on the same samples."""
+    return key[1] * key[5] * key[6]
 
 
 def figures_at(points: Sequence[LayerPoint], samples: float) -> LayerFigures:
@@ -158,7 +183,15 @@ class Curves:
         return np.where(known, row, other), known | (self.codes[other] == plain)
 
 
-def code_of(tensor: Whole, sequence_parallel: Flag, recompute: Recompute | IntArray, expert: Whole = 1) -> Whole:
-    """A number for what was run: tensor degree, sequence parallel, recompute choice, expert degree."""
+def code_of(
+    tensor: Whole,
+    sequence_parallel: Flag,
+    recompute: Recompute | IntArray,
+    expert: Whole = 1,
+    filters: Whole = 1,
+    channels: Whole = 1,
+) -> Whole:
+    """A number for what was run: see ``PointKey``."""
     place = recompute if isinstance(recompute, np.ndarray) else tuple(Recompute).index(recompute)
-    return ((tensor * 2 + sequence_parallel) * len(Recompute) + place) * MOST_EXPERTS + expert
+    sliced = (filters - 1) * MOST_SLICES + channels - 1
+    return sliced * OTHERS + ((tensor * 2 + sequence_parallel) * len(Recompute) + place) * MOST_EXPERTS + expert

@@ -90,7 +90,8 @@ class Operator:
         kind: what bounds it.
         shape: matmul (rows per sample, inner, columns); attention (query heads, key-value heads, query length,
             key length, head size); convolution (input channels, output channels, groups, then input extents, then
-            kernel extents, then strides); memory: (items per sample,).
+            kernel extents, then strides); memory: (items per sample,), and of a pooling window its channels, input
+            extents, kernel extents and strides.
         count: how many such calls one forward pass makes.
         flops: forward FLOPs per sample, all calls together.
         backward_flops: backward FLOPs per sample, all calls together.
@@ -103,6 +104,8 @@ class Operator:
         again: whether selective recompute runs it again; where no operator of a layer says so, all memory-bound
             ones are.
         precision: it computes in, where that is not the graph's (``fp8`` matmuls among bf16 activations).
+        statistics: items that are summed over all pixels before the operator's result is known (sums and squares of a
+            batch normalisation's channels, a mean over the picture).
         channels_last: of a convolution: whether a pixel's channels lie side by side in memory (NHWC).
     """
 
@@ -121,6 +124,7 @@ class Operator:
     again: bool = False
     precision: str = ""
     channels_last: bool = False
+    statistics: int = 0
 
 
 @dataclass(frozen=True, slots=True)

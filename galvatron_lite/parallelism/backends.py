@@ -41,10 +41,15 @@ GALVATRON = Backend(
         "zero_stage": (0, 2, 3),
         "offload": (Offload.NONE,),
         "strided": (Strided.NONE,),
+        "height": (1,),
+        "width": (1,),
+        "filters": (1,),
+        "channels": (1,),
     },
     (
-        "galvatron cannot yet run and leaves out: context and expert parallelism, ZeRO-1, offload, ranks in another "
-        "order, interleaved and zero-bubble schedules (--backend any offers them)",
+        "galvatron cannot yet run and leaves out: context and expert parallelism, spatial and channel parallelism of "
+        "convolutions, ZeRO-1, offload, ranks in another order, interleaved and zero-bubble schedules (--backend any "
+        "offers them)",
     ),
 )
 """What ``auto_parallelize`` trains with."""

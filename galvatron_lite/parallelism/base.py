@@ -49,7 +49,7 @@ class Strategy:
         zero: devices that each take a share of the samples and share the states (ZeRO).
         zero_stage: 1 (optimizer states sharded at rest), 2 (gradients and parameters too, which are gathered from
             forward until backward ends) or 3 (parameters gathered for each use); 0 where nothing is sharded. Shards
-            go over the context ranks too.
+            go over the context and spatial ranks too.
         tensor: devices that share the matmuls of each sample.
         sequence_parallel: whether the tensor group also shares the tokens between its matmuls.
         recompute: what is computed again in backward.
@@ -61,9 +61,14 @@ class Strategy:
             arXiv:2309.14509) instead of passing keys and values around a ring.
         offload: what is kept in host memory.
         strided: the dimension whose ranks lie farthest apart.
+        height, width: devices that share the pixels of each sample, as a grid of rows and columns (spatial
+            parallelism of convolutions).
+        filters: devices that share the output channels of convolutions, whose inputs are whole on each.
+        channels: devices that share the input channels of convolutions, and the channels of what lies between layers.
 
-    Rank order inside a stage is row-major over (data, zero, context, tensor), tensor innermost (closest); where one is
-    strided, it comes first: (zero, data, context, tensor), whose replicas are near, or (context, data, zero, tensor).
+    Rank order inside a stage is row-major over (data, zero, context, tensor, height, width, filters, channels), the
+    last innermost (closest); where one is strided, it comes first: (zero, data, ...), whose replicas are near, or
+    (context, data, zero, tensor).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -79,11 +84,25 @@ class Strategy:
     ulysses: bool = False
     offload: Offload = Offload.NONE
     strided: Strided = Strided.NONE
+    height: int = 1
+    width: int = 1
+    filters: int = 1
+    channels: int = 1
 
     @property
     def devices(self) -> int:
         """Devices of the stage that the strategy takes."""
-        return self.data * self.zero * self.context * self.tensor
+        return self.token_degree * self.tensor * self.slices
+
+    @property
+    def spatial(self) -> int:
+        """How many ways the pixels of a sample are split."""
+        return self.height * self.width
+
+    @property
+    def slices(self) -> int:
+        """How many ways the channels of convolutions are split."""
+        return self.filters * self.channels
 
     @property
     def batch_degree(self) -> int:
@@ -92,13 +111,13 @@ class Strategy:
 
     @property
     def token_degree(self) -> int:
-        """How many ways the tokens of a batch are split, samples and their tokens together."""
-        return self.batch_degree * self.context
+        """How many ways the tokens or pixels of a batch are split, samples and what they are made of together."""
+        return self.batch_degree * self.context * self.spatial
 
     @property
     def state_shards(self) -> int:
-        """How many ways the states are sharded: over zero and context ranks where there is sharding at all."""
-        return self.zero * self.context if self.zero_stage or self.zero > 1 else 1
+        """How many ways the states are sharded: over zero, context and spatial ranks where there is sharding."""
+        return self.zero * self.context * self.spatial if self.zero_stage or self.zero > 1 else 1
 
     @property
     def offloads_states(self) -> bool:
@@ -123,6 +142,9 @@ class Strategy:
             parts.append(f"expert{self.expert}" + ("-whole" if self.expert_tensor and self.tensor > 1 else ""))
         if self.tensor > 1:
             parts.append(f"tensor{self.tensor}" + ("+sp" if self.sequence_parallel else ""))
+        if self.spatial > 1:
+            parts.append(f"spatial{self.height}x{self.width}")
+        parts += [f"{name}{degree}" for name in ("filters", "channels") if (degree := getattr(self, name)) > 1]
         if self.recompute is not Recompute.NONE:
             parts.append("recompute" if self.recompute is Recompute.FULL else "selective")
         if self.offload is not Offload.NONE:
@@ -204,6 +226,7 @@ class LayerWork:
         expert_items: the part of ``parameters`` that belongs to experts which are spread over ranks.
         host_items: items of ``state_items`` whose optimizer state lies and is updated in host memory.
         host_kept: share (0 or 1) of what is kept from forward to backward that waits in host memory.
+        edge_bytes: bytes of neighbours' pixels that are kept from forward to backward, one micro-batch.
     """
 
     samples: Real
@@ -224,6 +247,7 @@ class LayerWork:
     expert_items: Real = 0.0
     host_items: Real = 0.0
     host_kept: Real = 0.0
+    edge_bytes: Whole = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +275,16 @@ class DimensionContext:
 
 Chosen = Mapping[str, Any]
 """Fields of ``Strategy`` and what is chosen for them; those not yet chosen have their defaults."""
+
+
+def sliced(chosen: Chosen) -> int:
+    """Devices that hold slices of the same parameters, as tensor and channel parallelism make them."""
+    return int(chosen["tensor"] * chosen["filters"] * chosen["channels"])
+
+
+def shared(chosen: Chosen) -> int:
+    """Devices that share the tokens or pixels of each sample."""
+    return int(chosen["context"] * chosen["height"] * chosen["width"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,15 @@
 """Which ranks of a stage work together in each dimension, and how far apart they lie. No torch here.
 
-Ranks are row-major over (data, zero, context, tensor), tensor innermost: the ranks of a tensor group lie next to one
-another. ``Strategy.strided`` takes one dimension out of that order and puts it outermost, so that its ranks lie as far
-apart as the stage allows and the others move inwards. ``strides_of`` is the one place that knows the order.
+Ranks are row-major over (data, zero, context, tensor, spatial, channel), the last innermost: the ranks of a tensor
+group lie next to one another, and so do those that share the pixels or the channels of a convolution (a layer has one
+or the other: where pixels are shared, neither tokens nor matmuls are). ``Strategy.strided`` takes one dimension out of
+that order and puts it outermost, so that its ranks lie as far apart as the stage allows and the others move inwards.
+``strides_of`` is the one place that knows the order.
 
-All but the tensor ranks see other tokens, so gradients are summed over data x zero x context. States are sharded over
-zero x context (Megatron-Core's distributed optimizer and torchtitan's ``dp_shard_cp`` mesh take context ranks in too)
-and replicated over data. A group over two dimensions that are not neighbours in the order is made of runs.
+All but the tensor and channel ranks see other tokens or pixels, so gradients are summed over data x zero x context x
+spatial. States are sharded over zero x context x spatial (Megatron-Core's distributed optimizer and torchtitan's
+``dp_shard_cp`` mesh take context ranks in too) and replicated over data. A group over two dimensions that are not
+neighbours in the order is made of runs.
 
 Experts that are spread ``expert`` ways have an order of their own: they lie on the ranks next to one another above the
 tensor slices (Megatron-Core's order ``tp-ep-dp`` of expert layers), so ``expert`` times fewer ranks hold the same ones:
@@ -76,8 +79,8 @@ def _remembered(make: Callable[[Either], T]) -> Callable[[Either], T]:
 
 def strides_of(strategy: Either) -> dict[str, Whole]:
     """Ranks from one member to the next in each dimension."""
-    strides: dict[str, Whole] = {}
-    inner: Whole = 1
+    strides: dict[str, Whole] = {"channel": 1, "spatial": strategy.slices}
+    inner: Whole = strategy.slices * strategy.spatial
     for name, option in (("tensor", None), ("context", Strided.CONTEXT), ("zero", Strided.ZERO)):
         degree = getattr(strategy, name)
         far = option is not None and is_option(strategy.strided, option)
@@ -102,10 +105,23 @@ def context_group(strategy: Either) -> RankGroup:
 
 
 @_remembered
+def spatial_group(strategy: Either) -> RankGroup:
+    """The ranks that share the pixels of each sample."""
+    return rank_group(strategy.spatial, strategy.slices, strategy.devices // strategy.spatial)
+
+
+@_remembered
+def channel_group(strategy: Either) -> RankGroup:
+    """The ranks that share the channels of convolutions."""
+    return rank_group(strategy.slices, 1, strategy.devices // strategy.slices)
+
+
+@_remembered
 def spread_of(strategy: Either) -> Spread:
     """Where the states of parameters lie that are not experts'."""
     strides, sharded = strides_of(strategy), strategy.state_shards > 1
-    context = Axis(strategy.context, strides["context"])
+    pixels = strategy.spatial > 1
+    context = Axis(strategy.context * strategy.spatial, where(pixels, strides["spatial"], strides["context"]))
     zero, data = Axis(strategy.zero, strides["zero"]), Axis(strategy.data, strides["data"])
     far = is_option(strategy.strided, Strided.CONTEXT)
     split, whole = (Axis(where(mask, context.size, 1), context.stride) for mask in (sharded, opposite(sharded)))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from galvatron_lite.parallelism.base import Dimension
+from galvatron_lite.parallelism.channel.cost import ChannelDimension
 from galvatron_lite.parallelism.context.cost import ContextDimension
 from galvatron_lite.parallelism.data.cost import DataDimension
 from galvatron_lite.parallelism.expert.cost import ExpertDimension
 from galvatron_lite.parallelism.offload.cost import OffloadDimension
 from galvatron_lite.parallelism.placement.cost import PlacementDimension
 from galvatron_lite.parallelism.recompute.cost import RecomputeDimension
+from galvatron_lite.parallelism.spatial.cost import SpatialDimension
 from galvatron_lite.parallelism.tensor.cost import TensorDimension
 from galvatron_lite.parallelism.zero.cost import ZeroDimension
 
 DIMENSIONS: tuple[Dimension, ...] = (
     TensorDimension(),
+    ChannelDimension(),
+    SpatialDimension(),
     ContextDimension(),
     ExpertDimension(),
     RecomputeDimension(),
@@ -27,6 +31,10 @@ CHOSEN: tuple[Dimension, ...] = (
     TensorDimension(),
     ContextDimension(),
     ExpertDimension(),
+    ChannelDimension(),
+    ChannelDimension(degree="channels"),
+    SpatialDimension(),
+    SpatialDimension(degree="width"),
     DataDimension(),
     ZeroDimension(),
     PlacementDimension(),

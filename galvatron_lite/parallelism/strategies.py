@@ -35,6 +35,10 @@ class Strategies:
     ulysses: BoolArray
     offload: IntArray
     strided: IntArray
+    height: IntArray
+    width: IntArray
+    filters: IntArray
+    channels: IntArray
     known: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
 
     @staticmethod
@@ -55,7 +59,17 @@ class Strategies:
     @cached_property
     def devices(self) -> IntArray:
         """Devices of the stage that each takes."""
-        return self.batch_degree * self.context * self.tensor
+        return self.token_degree * self.tensor * self.slices
+
+    @cached_property
+    def spatial(self) -> IntArray:
+        """How many ways the pixels of a sample are split."""
+        return self.height * self.width
+
+    @cached_property
+    def slices(self) -> IntArray:
+        """How many ways the channels of convolutions are split."""
+        return self.filters * self.channels
 
     @cached_property
     def batch_degree(self) -> IntArray:
@@ -64,8 +78,8 @@ class Strategies:
 
     @cached_property
     def token_degree(self) -> IntArray:
-        """How many ways the tokens of a batch are split."""
-        return self.batch_degree * self.context
+        """How many ways the tokens or pixels of a batch are split."""
+        return self.batch_degree * self.context * self.spatial
 
     @cached_property
     def offloads_states(self) -> Flag:
@@ -80,7 +94,7 @@ class Strategies:
     @cached_property
     def state_shards(self) -> IntArray:
         """How many ways the states are sharded."""
-        shards: IntArray = where((self.zero_stage > 0) | (self.zero > 1), self.zero * self.context, 1)
+        shards: IntArray = where((self.zero_stage > 0) | (self.zero > 1), self.zero * self.context * self.spatial, 1)
         return shards
 
 

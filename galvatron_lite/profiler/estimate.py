@@ -16,8 +16,11 @@ from galvatron_lite.calibration.store import constants_for_device, constants_for
 from galvatron_lite.cluster.cluster import Cluster, Device
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Recompute
+from galvatron_lite.parallelism.channel.cost import BY
+from galvatron_lite.parallelism.channel.parts import divides, sliced_kind, splits_channels
 from galvatron_lite.parallelism.context.cost import LEAST_TOKENS, splits_tokens
 from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.spatial.cost import splits_pixels
 from galvatron_lite.profiler.estimate_efficiency import HOST, NVIDIA_OVERLAP
 from galvatron_lite.profiler.estimate_layer import LayerTimes, layer_times
 from galvatron_lite.profiler.estimate_optimizer import optimizer_cost
@@ -99,7 +102,8 @@ def estimate_profile(
     wide = wide_precision(precision)
     if ITEM_BYTES[wide] != ITEM_BYTES.get(wide_precision(graph.precision)):
         raise InputError("--precision", precision, f"The model was captured in {graph.precision}; capture it anew.")
-    asked = tuple(_every(graph, cluster.devices, samples) if wanted is None else _offered(graph, wanted, expert))
+    near = cluster.levels[0].size
+    asked = tuple(_every(graph, cluster.devices, near, samples) if wanted is None else _offered(graph, wanted, expert))
     states = stack.states
 
     def figures(machines: Sequence[Machine], device: str) -> DeviceFigures:
@@ -166,17 +170,21 @@ def _copying(machines: Sequence[Machine]) -> float:
     return 2 / min(machine.bandwidth for machine in machines)
 
 
-_Asked = tuple[str, int, bool, Recompute, float, int]
-"""What is wanted, and the devices that experts are spread over."""
+_Asked = tuple[str, int, bool, Recompute, float, int, str, int]
+"""What is wanted, the devices that experts are spread over, the field of ``Strategy`` that splits channels, and its
+degree."""
 
 
-def _every(graph: ModelGraph, devices: int, samples: Sequence[float]) -> Iterator[_Asked]:
+def _every(graph: ModelGraph, devices: int, near: int, samples: Sequence[float]) -> Iterator[_Asked]:
     for key, kind in graph.kinds.items():
+        for by, sliced in _slices(kind, min(near, devices)):
+            for count, recompute in product(samples[::2], kind.kept):
+                yield key, 1, False, recompute, count, 1, by, sliced
         for expert, degree in product(_spreads(kind, devices), tensor_degrees(kind, devices)):
             for split in (False, True) if kind.sequence_parallel and degree > 1 else (False,):
                 counts = (*_shares(kind, devices // degree, degree if split else 1), *samples)
                 for count, recompute in product(counts, kind.kept):
-                    yield key, degree, split, recompute, count, expert
+                    yield key, degree, split, recompute, count, expert, "", 1
 
 
 def _spreads(kind: LayerKind, devices: int) -> tuple[int, ...]:
@@ -186,8 +194,18 @@ def _spreads(kind: LayerKind, devices: int) -> tuple[int, ...]:
     return tuple(degree for degree in divisors(kind.dims.experts) if degree <= devices)
 
 
+def _slices(kind: LayerKind, near: int) -> Iterator[tuple[str, int]]:
+    """How the channels of convolutions may be shared within a node of so many devices."""
+    for by in BY:
+        if splits_channels(kind, by):
+            yield from ((by, degree) for degree in divisors(near)[1:] if divides(kind, by, degree))
+
+
 def _shares(kind: LayerKind, devices: int, slices: int) -> tuple[float, ...]:
-    """Shares of a sample, halved until they have the fewest tokens, of a kind whose tokens may be shared."""
+    """Shares of a sample, halved until they have the fewest tokens, of a kind whose tokens may be shared; down to one
+    device's pixels where those may be."""
+    if splits_pixels(kind):
+        return tuple(2.0**-power for power in range(min(devices, LARGEST_DEGREE).bit_length() - 1, 0, -1))
     if not splits_tokens(kind):
         return ()
     most = min(kind.dims.sequence // (LEAST_TOKENS * slices), devices)
@@ -199,20 +217,24 @@ def _offered(graph: ModelGraph, wanted: Collection[Wanted], expert: int) -> Iter
     for item in wanted:
         kind = graph.kinds.get(item[0])
         if kind is not None and item[3] in kind.kept:
-            yield *item, expert if kind.expert_parameters else 1
+            yield *item, expert if kind.expert_parameters else 1, "", 1
 
 
 def _points(
     graph: ModelGraph, machines: Sequence[Machine], stack: Stack, asked: Sequence[_Asked]
 ) -> Iterator[LayerPoint]:
-    stop, known = stack.early_stop, dict[tuple[str, int, bool, float, int], LayerTimes]()
-    for key, degree, split, recompute, samples, expert in asked:
-        kind, place = graph.kinds[key], (key, degree, split, samples, expert)
+    stop, known = stack.early_stop, dict[tuple[str, int, bool, float, int, str, int], LayerTimes]()
+    kinds = dict[tuple[str, str, int], LayerKind]()
+    for key, degree, split, recompute, samples, expert, by, sliced in asked:
+        if (key, by, sliced) not in kinds:
+            kinds[key, by, sliced] = sliced_kind(graph.kinds[key], by, sliced) if by else graph.kinds[key]
+        kind, place = kinds[key, by, sliced], (key, degree, split, samples, expert, by, sliced)
         times = known.get(place)
         if times is None:
             every = [layer_times(item, kind, stack.states, samples, degree, split, expert, stop) for item in machines]
             times = known[place] = max(every, key=lambda item: item.forward + item.backward)
-        yield _point(key, kind, times, samples, degree, split, recompute, expert)
+        point = _point(key, kind, times, samples, degree, split, recompute, expert)
+        yield replace(point, filters=sliced if by == "filters" else 1, channels=sliced if by == "channels" else 1)
 
 
 def _point(

@@ -63,6 +63,8 @@ class LayerPoint:
             keep; includes this layer's own ``kept``.
         spread: interquartile range / median of forward + backward; 0 for estimates.
         expert: devices that the experts of a mixture were spread over, each of which works on the tokens of them all.
+        filters: devices that share the output channels of convolutions.
+        channels: devices that share their input channels.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -78,6 +80,8 @@ class LayerPoint:
     forward_working: int
     spread: float = 0.0
     expert: int = 1
+    filters: int = 1
+    channels: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ communication, host work, updates and waiting only add to it, and the busiest de
 
 from __future__ import annotations
 
-from galvatron_lite.cost.points import PointKey, figures_at, index_points
+from galvatron_lite.cost.points import PointKey, figures_at, index_points, slices_of
 from galvatron_lite.profiler.schema import LayerPoint, Profile
 
 
@@ -27,8 +27,8 @@ def device_seconds(profile: Profile, batch: int) -> float:
 
 
 def _least(kind: str, known: dict[PointKey, tuple[LayerPoint, ...]], batch: int) -> float:
-    own = [(key[1], points) for key, points in known.items() if key[0] == kind]
-    return min((tensor * _quotient(points, batch) for tensor, points in own), default=0.0)
+    own = [(slices_of(key), points) for key, points in known.items() if key[0] == kind]
+    return min((slices * _quotient(points, batch) for slices, points in own), default=0.0)
 
 
 def _quotient(points: tuple[LayerPoint, ...], batch: int) -> float:

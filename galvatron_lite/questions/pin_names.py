@@ -97,6 +97,10 @@ NAMES: tuple[PinName, ...] = (
     PinName("ulysses", (), _switch, "ulysses", means="on or off: heads for tokens instead of a ring"),
     PinName("expert", ("ep",), _number, "expert", means="expert-parallel degree"),
     PinName("expert_tensor", ("etp",), _number, "expert_tensor", means="tensor degree of experts"),
+    PinName("height", (), _number, "height", means="devices that share the rows of a picture"),
+    PinName("width", (), _number, "width", means="devices that share the columns of a picture"),
+    PinName("filters", (), _number, "filters", means="devices that share convolutions' output channels"),
+    PinName("channels", (), _number, "channels", means="devices that share convolutions' input channels"),
     PinName("recompute", ("ckpt", "checkpointing", "ac"), _word(_RECOMPUTE), "recompute",
             means="none, selective or full"),
     PinName("offload", (), _word(_OFFLOAD), "offload", means="none, states, activations or all"),
@@ -108,7 +112,8 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "fsdp": ("zero",), "dp": ("data", "zero"), "tensor": ("tensor",), "tp": ("tensor",), "sequence": ("sequence",),
     "sp": ("sequence",), "context": ("context",), "cp": ("context",), "ulysses": ("ulysses",), "expert": ("expert",),
     "ep": ("expert",), "recompute": ("recompute",), "ckpt": ("recompute",), "offload": ("offload",),
-    "placement": ("placement",),
+    "placement": ("placement",), "spatial": ("spatial",), "filters": ("filters",), "channels": ("channels",),
+    "channel": ("filters", "channels"),
 }  # fmt: skip
 """What ``--forbid`` takes, and the dimensions that it leaves out."""
 

@@ -67,4 +67,5 @@ def unprofiled(request: Request, pricer: LayerPricer) -> tuple[str, ...]:
 def _work(strategy: Strategy) -> str:
     """What of a strategy the profile must cover."""
     return str(Strategy(tensor=strategy.tensor, sequence_parallel=strategy.sequence_parallel,
-                        recompute=strategy.recompute))  # fmt: skip
+                        recompute=strategy.recompute, filters=strategy.filters,
+                        channels=strategy.channels))  # fmt: skip

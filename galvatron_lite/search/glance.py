@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from math import inf
 
-from galvatron_lite.cost.points import PointKey, figures_at, index_points
+from galvatron_lite.cost.points import PointKey, figures_at, index_points, slices_of
 from galvatron_lite.cost.schedule import form_of
 from galvatron_lite.cost.stage import Shape, weight_seconds
 from galvatron_lite.model.graph import ModelGraph
@@ -46,7 +46,7 @@ class Glance:
                 self._add(key, own)
 
     def _add(self, key: PointKey, points: tuple[LayerPoint, ...]) -> None:
-        self._points.setdefault(key[0], {}).setdefault(key[1], []).append(points)
+        self._points.setdefault(key[0], {}).setdefault(slices_of(key), []).append(points)
 
     def least(self, kind: str, devices: int, microbatch: int, freed: float) -> tuple[float, float]:
         """Seconds of a layer, at the least: of a micro-batch (c), and what it delays the step by (r)."""

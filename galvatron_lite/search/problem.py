@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing
-from galvatron_lite.cost.layout import of_layout
+from galvatron_lite.cost.layout import NEAR, of_layout
 from galvatron_lite.cost.schedule import Form
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.cost.stage import Shape, transfer_seconds
@@ -155,7 +155,7 @@ class Problem:
     @property
     def _sender(self) -> Strategy:
         """A strategy of the layout at boundaries; where that is open, the one that sends least."""
-        return of_layout(self.choice.wire or (1, 1, self.shape.stage_devices, False, True))
+        return of_layout(self.choice.wire or (1, 1, self.shape.stage_devices, NEAR, True))
 
     def _send(self, stage: int, output: int) -> tuple[int, float]:
         """Bytes of a boundary tensor on a device before a stage, and the seconds of sending it."""

@@ -10,6 +10,9 @@ dimension states with its reason (``Dimension.allows``):
 - ZeRO (stages 1 to 3, over shards times context ranks) goes over all ranks that see other tokens, or hybrid: shards
   and slices fill exactly one node (or, placed far apart, their replicas do).
 - Experts are spread over any divisor, whole or sliced, beside a tensor group with sequence parallelism only.
+- Spatial and channel groups of convolutions lie within a node; a layer has one of the two, and neither tensor nor
+  context nor expert parallelism nor offload beside it. Pictures are shared evenly at every window; of the grids of as
+  many devices the one with the shortest edges and the one that cuts the longer side only.
 - Shards or a ring's ranks are placed far apart only on stages of more than one node.
 - Optimizer states go to the host where no copy of them is left on the stage, activations where no tensor group holds
   them twice; both in the usual order of ranks. Host memory is not bounded.
@@ -95,6 +98,9 @@ STRATEGY_FIELDS: dict[str, tuple[str, ...]] = {
     "recompute": ("recompute",),
     "offload": ("offload",),
     "placement": ("strided",),
+    "spatial": ("height", "width"),
+    "filters": ("filters",),
+    "channels": ("channels",),
 }
 """What forbidding a dimension means for a strategy."""
 

@@ -24,12 +24,12 @@ from galvatron_lite.search.space import Fixed, Space
 __all__ = ["TICKS", "Glue", "Layout", "Options", "Store", "Table", "Tables", "glue_of", "ticks"]
 
 IntArray = NDArray[np.int64]
-Glue = tuple[int, int, int, bool]
+Glue = tuple[int, int, int, int]
 """A layout without the choice of tensor groups to share tokens."""
 
 
 def glue_of(own: Layout) -> Glue:
-    """What layouts must have in common to be glued: batch, context and tensor degree, and where samples lie."""
+    """What layouts must have in common to be glued: all but whether groups share what they hold."""
     return own[:4]
 
 

@@ -86,7 +86,8 @@ def _fused(
         moved=min(moved, sum(operator.moved for operator in operators)),
         backward_moved=min(backward, sum(operator.backward_moved for operator in operators)),
         weight_bytes=sum(operator.weight_bytes for operator in operators),
+        statistics=sum(operator.statistics for operator in operators),
         count=1,
     )
-    silent = replace(total, name="", moved=0, backward_moved=0, weight_bytes=0, count=0)
+    silent = replace(total, name="", moved=0, backward_moved=0, weight_bytes=0, statistics=0, count=0)
     return [(run[0][0], total), *((call, silent) for call, _ in run[1:])]

@@ -18,7 +18,8 @@ from galvatron_lite.model.shapes.fields import (
 T = TypeVar("T", bound=TransformerShape)
 _MAY_BE_ZERO = {
     "kv_heads", "head_dim", "ffn_hidden", "moe_ffn", "decoder_layers", "decoder_seq_len", "position_entries",
-    "kv_rank", "q_rank", "rope_dim", "value_dim", "predicted", "shared_ffn", "dense_layers",
+    "kv_rank", "q_rank", "rope_dim", "value_dim", "predicted", "shared_ffn", "dense_layers", "image_height",
+    "image_width",
 }  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def _stage_layers(stage: int, depth: int) -> list[Layer]:
 def _resnet_stem(shape: ResNetShape, item_bytes: int) -> tuple[LayerKind, Extent]:
     tape, whole = Tape(item_bytes), (shape.image_size, shape.image_size)
     channels = (shape.channels, shape.width)
-    image = enter_image(tape, shape.channels, shape.image_size)
+    image = enter_image(tape, shape.channels, whole)
     x, extent = convolution(tape, "conv", image, channels, whole, kernel=7, stride=2)
     x = relu(tape, "relu", batch_norm(tape, "norm", x, shape.width))
     x, extent = max_pool(tape, "pool", x, shape.width, extent, kernel=3, stride=2)
@@ -109,9 +109,9 @@ def _bottleneck(
 
 def convnext_graph(shape: ConvNextShape, precision: str, item_bytes: int, kernels: Kernels = EAGER) -> ModelGraph:
     """Stem, stages of blocks with downsampling layers between, pooling, norm, head and loss (Liu et al. 2022)."""
-    side = shape.image_size
+    whole = (shape.image_height or shape.image_size, shape.image_width or shape.image_size)
     stem, extent = _shrink(
-        Tape(item_bytes, kernels), "before", (shape.channels, shape.widths[0]), (side, side), kernel=4, stem=True
+        Tape(item_bytes, kernels), "before", (shape.channels, shape.widths[0]), whole, kernel=4, stem=True
     )
     kinds, layers = [stem], []
     for stage, (depth, width) in enumerate(zip(shape.depths, shape.widths, strict=True)):
@@ -134,7 +134,7 @@ def _shrink(
     tape: Tape, name: str, channels: tuple[int, int], extent: Extent, *, kernel: int, stem: bool
 ) -> tuple[LayerKind, Extent]:
     """A convolution whose stride is its kernel; the norm follows it in the stem and goes before it elsewhere."""
-    x = enter_image(tape, channels[0], extent[0]) if stem else _enter(tape, channels[0], extent)
+    x = enter_image(tape, channels[0], extent) if stem else _enter(tape, channels[0], extent)
     if not stem:
         x = ops.layer_norm(tape, "norm", x, channels[0])
     x, after = convolution(tape, "conv", x, channels, extent, kernel=kernel, stride=kernel, padding=0, bias=True)

@@ -75,7 +75,7 @@ def batch_norm(tape: Tape, name: str, x: Value, channels: int) -> Value:
     tape.buffer_bytes += 2 * channels * ops.FP32 + ops.INDEX
     out = tape.value(x.items, x.part)
     operator = memory_operator(name, x, 3 * x.bytes, 5 * x.bytes, 2 * channels * ops.FP32)
-    return tape.record(Call((x,), out, saved=(x,)), operator)
+    return tape.record(Call((x,), out, saved=(x,)), replace(operator, statistics=2 * channels))
 
 
 def relu(tape: Tape, name: str, x: Value) -> Value:
@@ -93,13 +93,20 @@ def max_pool(
     places = tape.value(out.items, x.part, ops.INDEX, grad=False)
     moved = x.bytes + out.bytes + places.bytes
     call = Call((x,), out, saved=(x, places))
-    return tape.record(call, memory_operator(name, out, moved, moved)), after
+    operator = windowed(memory_operator(name, out, moved, moved), channels, extent, kernel, stride)
+    return tape.record(call, operator), after
+
+
+def windowed(operator: Operator, channels: int, extent: Extent, kernel: int, stride: int) -> Operator:
+    """A pooling operator that says what window passes over its picture."""
+    return replace(operator, shape=(*operator.shape, channels, *extent, kernel, kernel, stride, stride))
 
 
 def global_pool(tape: Tape, name: str, x: Value, channels: int) -> Value:
     """Mean over all pixels: keeps nothing."""
     out = tape.value(channels, x.part)
-    return tape.record(Call((x,), out), memory_operator(name, x, x.bytes, x.bytes))
+    operator = replace(memory_operator(name, x, x.bytes, x.bytes), statistics=channels)
+    return tape.record(Call((x,), out), operator)
 
 
 def handed_on(kind: LayerKind, output: Value, tape: Tape) -> tuple[LayerKind, bool]:
@@ -122,6 +129,6 @@ def _sum(first: TensorSplit, second: TensorSplit) -> TensorSplit:
     return TensorSplit(first.tensor + second.tensor, first.sequence + second.sequence, first.whole + second.whole)
 
 
-def enter_image(tape: Tape, channels: int, side: int) -> Value:
-    """A square image, which takes no gradient."""
-    return tape.enter(channels * side * side, Part.WHOLE, grad=False)
+def enter_image(tape: Tape, channels: int, extent: Extent) -> Value:
+    """An image, which takes no gradient."""
+    return tape.enter(channels * extent[0] * extent[1], Part.WHOLE, grad=False)

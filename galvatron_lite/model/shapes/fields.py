@@ -229,6 +229,7 @@ class ConvNextShape:
         widths: channels a stage.
         kernel: of the depthwise convolutions.
         image_size: pixels along each side.
+        image_height, image_width: where the picture is not square; 0: ``image_size``.
         channels: of the image.
         classes: outputs of the head.
     """
@@ -241,6 +242,8 @@ class ConvNextShape:
     widths: tuple[int, ...]
     kernel: int = 7
     image_size: int = 224
+    image_height: int = 0
+    image_width: int = 0
     channels: int = 3
     classes: int = 1000
 

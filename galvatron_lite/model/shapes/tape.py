@@ -246,6 +246,7 @@ def _sum(first: Operator, second: Operator) -> Operator:
         moved=first.moved + second.moved,
         backward_moved=first.backward_moved + second.backward_moved,
         weight_bytes=first.weight_bytes + second.weight_bytes,
+        statistics=first.statistics + second.statistics,
     )
 
 

@@ -18,6 +18,8 @@ from galvatron_lite.parallelism.base import (
     Moment,
     Room,
     sent,
+    shared,
+    sliced,
 )
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either, shared_items
@@ -38,7 +40,7 @@ class DataDimension:
         """What is left for shards decides, see ``zero``; here only what cannot lead anywhere is cut."""
         if room.node is None or chosen["data"] == 1:
             return True
-        slices = chosen["tensor"] * chosen["context"]
+        slices = sliced(chosen) * shared(chosen)
         shards = room.devices // (slices * chosen["data"])
         return shards == 1 or room.node in (slices * shards, slices * chosen["data"])
 

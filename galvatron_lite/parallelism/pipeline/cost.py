@@ -24,7 +24,7 @@ def boundary_bytes(output_bytes: int, microbatch: int, sender: Strategy) -> int:
         sender: strategy of the last layer of the sending stage.
     """
     tokens = sender.context * (sender.tensor if sender.sequence_parallel else 1)
-    return -(-output_bytes * microbatch // (sender.batch_degree * tokens))
+    return -(-output_bytes * microbatch // (sender.batch_degree * tokens * sender.spatial * sender.channels))
 
 
 def transfer(size: int, stage_devices: int, stride: int | None = None) -> Communication:

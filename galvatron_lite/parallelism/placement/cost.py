@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from galvatron_lite.model.graph import LayerKind
-from galvatron_lite.parallelism.base import Chosen, DimensionContext, LayerWork, Room, Strided
+from galvatron_lite.parallelism.base import Chosen, DimensionContext, LayerWork, Room, Strided, shared, sliced
 from galvatron_lite.parallelism.ranks import Either
 
 
@@ -34,7 +34,7 @@ class PlacementDimension:
         all that is left is shards or replicas of the states.
         """
         order, data, zero, context = chosen["strided"], chosen["data"], chosen["zero"], chosen["context"]
-        slices = chosen["tensor"] * context
+        slices = sliced(chosen) * shared(chosen)
         hybrid = data > 1 and chosen["zero_stage"] > 0
         if order is Strided.NONE:
             return room.node is None or not hybrid or room.node == slices * zero
@@ -43,7 +43,7 @@ class PlacementDimension:
         if order is Strided.ZERO:
             legal = zero > 1 and data > 1
             return legal and (room.node is None or (room.devices > room.node and room.node == slices * data))
-        legal = context > 1 and data * zero > 1
+        legal = context > 1 and data * zero > 1 and shared(chosen) == context
         apart = room.node is None or (room.devices > room.node and room.devices // context % room.node == 0)
         return legal and apart and (room.node is None or not hybrid)
 

@@ -24,6 +24,8 @@ from galvatron_lite.parallelism.base import (
     Moment,
     Room,
     sent,
+    shared,
+    sliced,
 )
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either, shared_items
@@ -37,14 +39,14 @@ class ZeroDimension:
     degree: str = "zero"
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
-        """Off, or every divisor of ``devices`` in stages 1 to 3 (1: states go over the context ranks alone); nothing to
-        shard in a layer without parameters."""
+        """Off, or every divisor of ``devices`` in stages 1 to 3 (1: states go over the context or spatial
+        ranks alone); nothing to shard in a layer without parameters."""
         degrees = divisors(devices) if kind.parameters.total else ()
         shards: list[dict[str, object]] = [{"zero": d, "zero_stage": stage} for d in degrees for stage in (1, 2, 3)]
         return [{"zero": 1, "zero_stage": 0}, *shards]
 
     def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:  # noqa: ARG002
-        """A stage needs ranks to shard over: its own or those of context.
+        """A stage needs ranks to shard over: its own or those of context or pixels.
 
         Sensible: over all ranks that see other tokens, or hybrid (Zhang et al. 2022, MiCS, arXiv:2205.00119): shards
         that with the tensor slices fill exactly one node, replicated over nodes, so that gathers stay in a node and
@@ -52,13 +54,13 @@ class ZeroDimension:
         """
         if chosen["zero_stage"] == 0:
             return True
-        shards = chosen["zero"] * chosen["context"]
+        shards = chosen["zero"] * shared(chosen)
         if shards == 1:
             return False
         if room.node is None or chosen["data"] == 1:
             return True
-        near = bool(room.node == chosen["tensor"] * shards)
-        far = bool(room.node == chosen["tensor"] * chosen["context"] * chosen["data"])
+        near = bool(room.node == sliced(chosen) * shards)
+        far = bool(room.node == sliced(chosen) * shared(chosen) * chosen["data"])
         return near or (chosen["zero"] > 1 and far)
 
     def reason(self, kind: LayerKind) -> str:

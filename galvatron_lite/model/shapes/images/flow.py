@@ -195,7 +195,8 @@ class Flow:
         places = (self.tape.value(out.items, Part.WHOLE, ops.INDEX, grad=False),) if maximum else ()
         moved = self.value.bytes + out.bytes + sum(place.bytes for place in places)
         call = Call((self.value,), out, saved=(self.value, *places))
-        self.value = self.tape.record(call, memory_operator(self._name("pool"), out, moved, moved))
+        operator = memory_operator(self._name("pool"), out, moved, moved)
+        self.value = self.tape.record(call, rules.windowed(operator, self.channels, self.extent, kernel, stride))
         self.extent = after
         return self
 

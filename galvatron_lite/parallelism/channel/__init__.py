@@ -1,0 +1,1 @@
+"""Channel and filter parallelism: devices share the channels of convolutions."""

@@ -1,0 +1,148 @@
+"""Channel and filter parallelism: devices share the input or the output channels of convolutions.
+
+Kahira et al. 2021 (arXiv:2104.09075, table 3, "filter" and "channel"): weights and their states are divided by p, and
+pictures are brought together in every layer. Of a picture x that enters an operator and y that leaves it:
+
+                                                 forward               backward
+    filters, alone (``Part.GATHERED``)           all-gather of y       all-reduce of x's gradient
+    filters, the first of a pair (FILTERS)       nothing               all-reduce of x's gradient
+    filters, the second of a pair (CHANNELS)     all-reduce of y       nothing
+    channels (SCATTERED)                         reduce-scatter of y   all-gather of y's gradient
+
+The first line is theirs: 3 (p - 1) (a + B y / p b) over layers whose inputs are the outputs of others. Pairs need 2/3
+of it; so do ``channels``, which reduce and scatter where the paper's all-reduce (it names the saving: "2 instead of
+3"), and leave every activation shared. The image takes no gradient. Nothing hides these collectives.
+
+A norm over the channels of each pixel (LayerNorm) on shared channels sums two figures a pixel in either pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from galvatron_lite.arrays import Flag, Real, never, where
+from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass
+from galvatron_lite.parallelism.base import (
+    Chosen,
+    Collective,
+    Communication,
+    DimensionContext,
+    LayerWork,
+    Moment,
+    Room,
+    sent,
+)
+from galvatron_lite.parallelism.channel.parts import Part, divides, parts_of, split_items, splits_channels
+from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.pictures import has_weights, items_of
+from galvatron_lite.parallelism.ranks import Either, channel_group
+from galvatron_lite.units import ITEM_BYTES
+
+BY = ("filters", "channels")
+"""Fields of ``Strategy``: output channels, input channels."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelDimension:
+    """Devices that share output channels (``degree`` "filters") or input channels ("channels")."""
+
+    name: str = "channel"
+    degree: str = "filters"
+
+    def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
+        """Off, and degrees that divide all channels."""
+        offered = splits_channels(kind, self.degree)
+        degrees = [d for d in divisors(devices)[1:] if divides(kind, self.degree, d)] if offered else []
+        return [{self.degree: degree} for degree in (1, *degrees)]
+
+    def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:  # noqa: ARG002
+        """One or the other, beside data parallelism, ZeRO and recomputation only; sensible within a node, as its
+        collectives block every convolution."""
+        degree = chosen["filters"] * chosen["channels"]
+        if degree == 1:
+            return True
+        alone = 1 in (chosen["filters"], chosen["channels"])
+        return alone and chosen["tensor"] * chosen["context"] * chosen["expert"] == 1 and room.near(degree)
+
+    def reason(self, kind: LayerKind) -> str:  # noqa: ARG002
+        """Never worth a line: channels that cannot be shared evenly are those of an image and of classes."""
+        return ""
+
+    def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:
+        """A slice of the weights, and the collectives that bring pictures together.
+
+        Must run before the dimensions that shard what is left after slicing.
+        """
+        if never(strategy.slices > 1):
+            return work
+        share = work.samples / strategy.batch_degree * context.activation_item_bytes
+        items = work.parameters
+        for by in BY:
+            degree = getattr(strategy, by)
+            split = min(split_items(kind, by), kind.parameters.total)
+            items = where(degree > 1, kind.parameters.total - split + split / degree, items)
+        moved = [one for by in BY for one in _moved(kind, strategy, by, share)]
+        return replace(
+            work,
+            parameters=items,
+            state_items=items,
+            parameter_items=items,
+            gradient_items=items,
+            communications=(*work.communications, *sent(*moved)),
+        )
+
+
+def _moved(kind: LayerKind, strategy: Either, by: str, share: Real) -> Iterator[Communication]:
+    """The collectives of the module's table; ``share``: samples x bytes of an item."""
+    group, split = channel_group(strategy), getattr(strategy, by) > 1
+    for collective, moment, sizes in _sizes(kind, by):
+        if sizes:
+            yield _together(collective, moment, [size * share for size in sizes], group, split)
+
+
+def _together(
+    collective: Collective, moment: Moment, sizes: Sequence[Real], group: RankGroup, split: Flag
+) -> Communication:
+    """Calls of several sizes as calls of their mean size: seconds are linear in it where one algorithm is the best."""
+    size = sum(sizes) / len(sizes)
+    return Communication(collective, size, group, moment, False, split * len(sizes), "channel")
+
+
+_Sizes = tuple[Collective, Moment, list[float]]
+"""A collective, when it happens, and the items a sample of each call."""
+
+
+def _sizes(kind: LayerKind, by: str) -> tuple[_Sizes, ...]:
+    """The collectives of a layer."""
+    parts = [(one, part) for one, part in parts_of(kind.operators, by) if has_weights(one)]
+    sums = [items_of(one)[1] for one, part in parts if part is Part.CHANNELS]
+    gathers: list[float] = [items_of(one)[1] for one, part in parts if part is Part.GATHERED]
+    entering = [items_of(one)[0] for one, part in parts if part in _FROM_WHOLE and one.backward_flops > one.flops]
+    shares: list[float] = [items_of(one)[1] for one, part in parts if part is Part.SCATTERED]
+    norms: list[float] = [_statistics(one) for one in kind.operators if by == "channels" and _is_pixel_norm(one)]
+    forward: tuple[_Sizes, ...] = (
+        (Collective.ALL_REDUCE, Moment.FORWARD, [*sums, *norms]),
+        (Collective.ALL_GATHER, Moment.FORWARD, gathers),
+        (Collective.REDUCE_SCATTER, Moment.FORWARD, shares),
+    )
+    return (
+        *forward,
+        (Collective.ALL_REDUCE, Moment.BACKWARD, [*entering, *norms]),
+        (Collective.ALL_GATHER, Moment.BACKWARD, shares),
+    )
+
+
+_FROM_WHOLE = (Part.FILTERS, Part.GATHERED)
+
+
+def _is_pixel_norm(one: Operator) -> bool:
+    """Whether an operator normalises over the channels of each pixel."""
+    return one.kind is OperatorClass.MEMORY and one.weight_bytes > 0 and not one.statistics
+
+
+def _statistics(one: Operator) -> float:
+    """Two figures for each pixel; its weights are two fp32 items for each channel."""
+    channels = max(one.weight_bytes // (2 * ITEM_BYTES["fp32"]), 1)
+    return 2 * one.shape[0] / channels

@@ -1,0 +1,191 @@
+"""Which operators of a convolutional layer are split by their output channels, and which by their input channels.
+
+``filters``: the picture that enters is whole on every device. An operator with weights makes a share of its output
+channels; the next one that reads exactly these channels takes them as its share of input channels and makes partial
+sums of its whole output. So operators pair up, and one sum serves two of them, as in Megatron's column and row pairs.
+Grouped convolutions and what works channel by channel go on with the shares between the two; in front of a pair each
+device does them in full. Shares that no operator takes up are gathered.
+
+``channels``: every picture is shared by channels. Each operator makes partial sums of its whole output from its share
+of input channels, which are reduced and scattered into shares.
+
+Assumed: operators are listed in the order they run, and one reads what the one before it made where its input channels
+are that many (a shortcut of equal width would be taken for the main path).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import StrEnum
+from functools import lru_cache
+from math import ceil
+
+from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, TensorSplit
+from galvatron_lite.parallelism.pictures import channels_of, has_weights, is_picture, items_of
+
+
+class Part(StrEnum):
+    """What a device does of an operator."""
+
+    FILTERS = "filters"
+    """A share of the output channels from the whole input."""
+    GATHERED = "gathered"
+    """The same, and its output is gathered after it."""
+    CHANNELS = "channels"
+    """Partial sums of the whole output from a share of the input channels."""
+    SCATTERED = "scattered"
+    """The same, and they are reduced into shares."""
+    SHARED = "shared"
+    """A share of the channels, in and out."""
+    WHOLE = "whole"
+    """All."""
+
+
+Parts = tuple[tuple[Operator, Part], ...]
+_OUTPUT = (Part.FILTERS, Part.GATHERED)
+
+
+@lru_cache(maxsize=4096)
+def parts_of(operators: tuple[Operator, ...], by: str) -> Parts:
+    """What a device does of each operator; see the module.
+
+    Args:
+        operators: of a layer, in the order they run.
+        by: ``filters`` or ``channels``.
+    """
+    return _paired(operators) if by == "filters" else tuple((one, _scattered(one)) for one in operators)
+
+
+def _scattered(one: Operator) -> Part:
+    dense = has_weights(one) and channels_of(one)[2] == 1
+    return Part.SCATTERED if dense else Part.SHARED
+
+
+def _paired(operators: tuple[Operator, ...]) -> Parts:
+    parts: list[Part] = []
+    begun, width = -1, 0
+    for place, one in enumerate(operators):
+        if not has_weights(one):
+            parts.append(Part.SHARED if begun >= 0 else Part.WHOLE)
+            continue
+        inputs, outputs, groups = channels_of(one)
+        follows = begun >= 0 and inputs == width
+        if groups > 1:
+            parts.append(Part.SHARED if follows else Part.WHOLE)
+            width = outputs if follows else width
+        elif follows:
+            parts.append(Part.CHANNELS)
+            begun = -1
+        else:
+            _gather(parts, begun)
+            parts.append(Part.FILTERS)
+            begun, width = place, outputs
+    _gather(parts, begun)
+    return tuple(zip(operators, parts, strict=True))
+
+
+def _gather(parts: list[Part], begun: int) -> None:
+    """Nothing takes up the shares that the operator at ``begun`` made."""
+    if begun >= 0:
+        parts[begun] = Part.GATHERED
+
+
+def splits_channels(kind: LayerKind, by: str) -> bool:
+    """Whether a layer's channels may be shared; what ends in a loss has none to hand on."""
+    if not is_picture(kind):
+        return False
+    return by == "filters" or kind.output_bytes > LOSS_BYTES
+
+
+LOSS_BYTES = 8
+"""The most bytes of a sample's loss."""
+
+
+def divides(kind: LayerKind, by: str, degree: int) -> bool:
+    """Whether all channels that a layer splits are split evenly."""
+    parts = parts_of(kind.operators, by)
+    dense = any(has_weights(one) and part is not Part.WHOLE for one, part in parts)
+    return dense and all(_even(one, part, degree) for one, part in parts if has_weights(one))
+
+
+def _even(one: Operator, part: Part, degree: int) -> bool:
+    inputs, outputs, groups = channels_of(one)
+    match part:
+        case Part.FILTERS | Part.GATHERED:
+            return outputs % degree == 0
+        case Part.CHANNELS:
+            return inputs % degree == 0
+        case Part.SCATTERED:
+            return inputs % degree == 0 and outputs % degree == 0
+        case Part.SHARED:
+            return groups % degree == 0
+    return True
+
+
+def split_items(kind: LayerKind, by: str) -> int:
+    """Parameter items that are divided: weights; biases and norms count as whole on every device."""
+    return sum(
+        items_of(one)[2] for one, part in parts_of(kind.operators, by) if has_weights(one) and part is not Part.WHOLE
+    )
+
+
+def sliced_kind(kind: LayerKind, by: str, degree: int) -> LayerKind:
+    """A layer as one of ``degree`` devices works on it: operators at their sharded shapes, and what is kept.
+
+    Full recomputation keeps the picture that enters. Temporary tensors count as whole: collectives hold them so.
+    """
+    parts = parts_of(kind.operators, by)
+    kept = {choice: _scaled(size, _kept_share(parts, by, degree, choice)) for choice, size in kind.kept.items()}
+    return replace(kind, operators=tuple(_sliced(one, part, degree) for one, part in parts), kept=kept)
+
+
+def _scaled(size: TensorSplit, share: float) -> TensorSplit:
+    return TensorSplit(*(ceil(part * share) for part in (size.tensor, size.sequence, size.whole)))
+
+
+def _kept_share(parts: Parts, by: str, degree: int, choice: Recompute) -> float:
+    """Share of what is kept: of the inputs of operators, by their items."""
+    if by == "channels":
+        return 1 / degree
+    if choice is Recompute.FULL:
+        return 1.0
+    inputs = [(_input_items(one), part) for one, part in parts]
+    whole = sum(items for items, _ in inputs)
+    held = sum(items / (degree if part in (Part.CHANNELS, Part.SHARED) else 1) for items, part in inputs)
+    return held / whole if whole else 1.0
+
+
+def _input_items(one: Operator) -> int:
+    return items_of(one)[0] if has_weights(one) else one.shape[0] * one.count
+
+
+def _sliced(one: Operator, part: Part, degree: int) -> Operator:
+    if part is Part.WHOLE:
+        return one
+    moved = 1 / degree if part is Part.SHARED else _moved_share(one, part, degree)
+    return replace(
+        one,
+        shape=_shape(one, part, degree),
+        flops=one.flops // degree,
+        backward_flops=one.backward_flops // degree,
+        moved=ceil(one.moved * moved),
+        backward_moved=ceil(one.backward_moved * moved),
+        weight_bytes=ceil(one.weight_bytes / degree),
+    )
+
+
+def _moved_share(one: Operator, part: Part, degree: int) -> float:
+    """Share of the bytes of input and output, one of which is whole."""
+    x, y, _ = items_of(one)
+    return (x + y / degree) / (x + y) if part in _OUTPUT else (x / degree + y) / (x + y)
+
+
+def _shape(one: Operator, part: Part, degree: int) -> tuple[int, ...]:
+    if one.kind is OperatorClass.MEMORY:
+        return (ceil(one.shape[0] / degree), *one.shape[1:])
+    inner, outer = (1 if part in _OUTPUT else degree), (degree if part in (*_OUTPUT, Part.SHARED) else 1)
+    if one.kind is OperatorClass.MATMUL:
+        rows, inputs, outputs = one.shape
+        return rows, inputs // inner, outputs // outer
+    inputs, outputs, groups = one.shape[:3]
+    return inputs // inner, outputs // outer, groups // (degree if groups > 1 else 1), *one.shape[3:]

@@ -1,0 +1,1 @@
+"""Spatial parallelism: devices share the pixels of each sample."""

@@ -1,0 +1,159 @@
+"""Channel and filter parallelism: collectives by hand, the closed form of Kahira et al. 2021, what is split."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, SplitDims, TensorSplit
+from galvatron_lite.model.shapes.registry import load_model
+from galvatron_lite.parallelism.base import Collective, Moment, Strategy
+from galvatron_lite.parallelism.channel.cost import ChannelDimension
+from galvatron_lite.parallelism.channel.parts import Part, divides, parts_of, sliced_kind
+from galvatron_lite.parallelism.pictures import has_weights, items_of
+from galvatron_lite.profiler.schema import LayerPoint
+from tests.factories import make_cluster, make_graph, make_kind, make_profile
+from tests.parallelism.test_states_cost import work
+
+SIDE = 16
+
+
+def convolved(inputs: int, outputs: int, kernel: int = 1, groups: int = 1, *, gradient: bool = True) -> Operator:
+    shape = (inputs, outputs, groups, SIDE, SIDE, kernel, kernel, 1, 1)
+    weights = outputs * inputs // groups * kernel**2
+    flops, moved = 2 * weights * SIDE**2, 2 * (inputs + outputs) * SIDE**2
+    back = 2 * flops if gradient else flops
+    return Operator("conv", OperatorClass.CONVOLUTION, shape, 1, flops, back, moved, 2 * moved, 2 * weights)
+
+
+def memory(channels: int) -> Operator:
+    items = channels * SIDE**2
+    return Operator("relu", OperatorClass.MEMORY, (items,), 1, 0, 0, 4 * items, 6 * items)
+
+
+def layer(*operators: Operator) -> LayerKind:
+    inputs, outputs = operators[0].shape[0], operators[-1].shape[1]
+    weights = sum(items_of(one)[2] for one in operators if has_weights(one))
+    dims = SplitDims(in_channels=inputs, out_channels=outputs, height=SIDE, width=SIDE)
+    plain = make_kind("block", 0, recompute=list(Recompute))
+    kept = {choice: TensorSplit(whole=4096) for choice in Recompute}
+    return replace(plain, parameters=TensorSplit(whole=weights), operators=operators, dims=dims, kept=kept)
+
+
+PAIR = layer(convolved(32, 64), memory(64), convolved(64, 64, 3, 64), convolved(64, 32))
+
+
+def calls(strategy: Strategy, kind: LayerKind) -> list[tuple[Collective, Moment, float]]:
+    """Collectives in the passes, and items a sample of all their calls."""
+    found = work(strategy, kind, samples=float(strategy.batch_degree)).communications
+    return [(one.collective, one.moment, one.size * one.count / 2) for one in found if one.moment is not Moment.STEP]
+
+
+def test_one_convolution_gathers_its_filters_and_sums_the_gradient_of_its_input() -> None:
+    assert calls(Strategy(data=2, filters=4), layer(convolved(32, 64, 3))) == [
+        (Collective.ALL_GATHER, Moment.FORWARD, 64 * SIDE**2),
+        (Collective.ALL_REDUCE, Moment.BACKWARD, 32 * SIDE**2),
+    ]
+
+
+def test_a_pair_needs_one_sum_in_either_pass() -> None:
+    assert [part for _, part in parts_of(PAIR.operators, "filters")] == [
+        Part.FILTERS, Part.SHARED, Part.SHARED, Part.CHANNELS,
+    ]  # fmt: skip
+    assert calls(Strategy(filters=4), PAIR) == [
+        (Collective.ALL_REDUCE, Moment.FORWARD, 32 * SIDE**2),
+        (Collective.ALL_REDUCE, Moment.BACKWARD, 32 * SIDE**2),
+    ]
+
+
+def test_a_shortcut_begins_anew_and_what_it_leaves_behind_is_gathered() -> None:
+    kind = layer(convolved(32, 64), convolved(64, 48), convolved(48, 96), convolved(32, 96))
+    assert [part for _, part in parts_of(kind.operators, "filters")] == [
+        Part.FILTERS, Part.CHANNELS, Part.GATHERED, Part.GATHERED,
+    ]  # fmt: skip
+
+
+def test_channels_are_reduced_into_shares_and_their_gradients_gathered() -> None:
+    kind = layer(convolved(32, 64), memory(64), convolved(64, 128))
+    assert calls(Strategy(channels=4), kind) == [
+        (Collective.REDUCE_SCATTER, Moment.FORWARD, (64 + 128) * SIDE**2),
+        (Collective.ALL_GATHER, Moment.BACKWARD, (64 + 128) * SIDE**2),
+    ]
+
+
+def test_an_image_takes_no_gradient() -> None:
+    assert calls(Strategy(filters=2), layer(convolved(3, 64, gradient=False))) == [
+        (Collective.ALL_GATHER, Moment.FORWARD, 64 * SIDE**2)
+    ]
+
+
+def test_a_norm_over_shared_channels_sums_two_figures_a_pixel() -> None:
+    norm = replace(memory(64), name="norm", weight_bytes=2 * 4 * 64)
+    found = calls(Strategy(channels=4), layer(convolved(32, 64), norm, convolved(64, 64)))
+    assert (Collective.ALL_REDUCE, Moment.FORWARD, 2 * SIDE**2) in found
+
+
+@pytest.mark.parametrize(("strategy", "units"), [("filters", 3), ("channels", 2)])
+@pytest.mark.parametrize("ways", [2, 4])
+def test_seconds_are_those_of_the_closed_form(ways: int, strategy: str, units: int) -> None:
+    """Kahira et al. 2021, table 3: 3 (p - 1) (a + B y / p d b) for layers whose inputs are others' outputs; channels
+    reduce and scatter, which the paper names as the saving of one in three."""
+    alpha, bandwidth, batch = 1e-6, 1e9, 4
+    kind = layer(convolved(32, 32, 3))
+    points = [
+        LayerPoint("block", 1, 1, False, Recompute.NONE, 1e-3, 2e-3, 1000, 1000, 1000, **{strategy: ways})
+    ]  # fmt: skip
+    profile = make_profile(make_graph([kind], ["block"]), points, make_cluster(ways, 0, bandwidth, alpha))
+    cost = LayerPricer(profile).price("block", Strategy(**{strategy: ways}), batch, 1)
+    assert cost is not None
+    once = (ways - 1) * (alpha + batch * 32 * SIDE**2 * 4 / ways / bandwidth)
+    assert cost.forward_exposed + cost.backward_exposed == pytest.approx(units * once, rel=1e-9)
+    assert LayerPricer(profile).price("block", Strategy(data=ways), batch, 1) is None
+
+
+def test_weights_and_their_states_are_divided() -> None:
+    weights = 32 * 64 + 64 * 9 + 64 * 32
+    for strategy in (Strategy(filters=4), Strategy(channels=4)):
+        assert work(strategy, PAIR).parameters == weights / 4
+    assert work(Strategy(zero=2, zero_stage=3, filters=4), PAIR).state_items == weights / 8
+    before = layer(convolved(32, 32, 3, 32), convolved(32, 64))  # depthwise in front of a pair: whole on each
+    assert work(Strategy(filters=4), before).parameters == 32 * 9 + 32 * 64 / 4
+
+
+def test_a_device_works_on_operators_of_the_sharded_shape() -> None:
+    first, _, depthwise, second = sliced_kind(PAIR, "filters", 4).operators
+    assert first.shape[:3] == (32, 16, 1)
+    assert depthwise.shape[:3] == (16, 16, 16)
+    assert second.shape[:3] == (16, 32, 1)
+    every = sliced_kind(PAIR, "filters", 4).operators
+    assert sum(one.flops for one in every) == sum(one.flops for one in PAIR.operators) / 4
+    assert first.moved == 2 * (32 + 16) * SIDE**2
+    assert first.weight_bytes == PAIR.operators[0].weight_bytes / 4
+
+
+def test_kept_inputs_are_shared_between_the_two_of_a_pair() -> None:
+    kept = sliced_kind(PAIR, "filters", 4).kept
+    # inputs of 32, 64, 64 and 64 channels, all but the first shared
+    assert kept[Recompute.NONE].total == pytest.approx(4096 * (32 + 3 * 64 / 4) / (32 + 3 * 64), abs=1)
+    assert kept[Recompute.FULL].total == 4096
+    assert sliced_kind(PAIR, "channels", 4).kept[Recompute.FULL].total == 1024
+
+
+def test_degrees_divide_what_is_split() -> None:
+    assert divides(PAIR, "filters", 64)
+    assert divides(PAIR, "channels", 32)
+    assert not divides(PAIR, "channels", 64)
+    assert not divides(layer(convolved(3, 64)), "channels", 2)
+    assert not divides(layer(convolved(32, 32, 3, 32)), "filters", 2)  # nothing dense
+    for name in ("gpt2", "llama2-7b"):
+        for kind in load_model(name).kinds.values():
+            for degree in ("filters", "channels"):
+                assert list(ChannelDimension(degree=degree).choices(kind, 8)) == [{degree: 1}]
+
+
+def test_convnext_blocks_are_pairs() -> None:
+    block = load_model("convnext-xl").kinds["stage1_block"]
+    parts = {one.name: part for one, part in parts_of(block.operators, "filters") if has_weights(one)}
+    assert parts == {"conv": Part.WHOLE, "mlp.up": Part.FILTERS, "mlp.down": Part.CHANNELS}
