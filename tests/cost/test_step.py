@@ -124,7 +124,7 @@ def test_points_lie_on_straight_lines() -> None:
         LayerPoint("a", count, 1, False, Recompute.NONE, forward, 1.0, 10 * count, 10 * count, 10 * count)
         for count, forward in ((2, 2.0), (4, 3.0), (8, 9.0))
     )
-    known = index_points(points)[("a", 1, False, Recompute.NONE, 1)]
+    known = index_points(points)[("a", 1, False, Recompute.NONE, 1, 1, 1)]
     assert [figures_at(known, count).forward for count in (2, 3, 4, 6, 8, 10)] == [2.0, 2.5, 3.0, 6.0, 9.0, 12.0]
     assert figures_at(known, 1).forward == 1.5
     assert figures_at(known, 3).kept == 30
