@@ -10,6 +10,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.simulation import Course, group_ends
 from galvatron_lite.cost.stage import Shape, StageCost, held_memory, price_chunk
 from galvatron_lite.cost.zero_bubble import Held, Run, run_zero_bubble
+from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import NAME as PIPELINE
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight, stride_between
@@ -36,13 +37,21 @@ def price_stages(
     costs: list[StageCost] = []
     for stage, inside in enumerate(ranges):
         around = keys[max(inside.start - 1, 0) : inside.stop + 1]
-        edges = (inside.start == 0, inside.stop == len(strategies), pricer.profile.graph.borrowed(inside))
+        edges = (inside.start == 0, inside.stop == len(strategies), *_passed(pricer.profile.graph, inside))
         key = (around, edges, _neighbours(pricer, shape, stage))
         if key not in known:
             beside = inside if shape.virtual == 1 else _places(shape, stage, ranges)
             known[key] = price_chunk(pricer, shape, stage, inside, strategies, beside)
         costs.append(known[key])
     return _with_memory(pricer, shape, costs)
+
+
+def _passed(graph: ModelGraph, inside: range) -> tuple[object, ...]:
+    """What goes between the layers of a stage where that is more than from one to the next, and what it keeps."""
+    if not graph.tensors:
+        return ()
+    pairs = tuple((left - inside.start, right - inside.start, size) for left, right, size in graph.exchanges(inside))
+    return graph.borrowed(inside), pairs
 
 
 def _neighbours(pricer: LayerPricer, shape: Shape, stage: int) -> tuple[object, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from galvatron_lite.arrays import Real, largest, least
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, Sharing
@@ -181,12 +180,12 @@ def _layer_cost(pricer: LayerPricer, shape: Shape, place: int, strategy: Strateg
 
 
 def _moving(pricer: LayerPricer, shape: Shape, inside: range, strategies: Sequence[Strategy]) -> float:
-    """Seconds of redistribution in one pass, at the stage's entry too; tensors that skip layers travel along."""
-    graph = pricer.profile.graph
-    start = max(inside.start - 1, 0)
+    """Seconds of redistribution in one pass: of all that enters the stage, and of what goes between its layers."""
+    graph, first = pricer.profile.graph, inside.start
+    pairs = [(first - 1, first, graph.crossing(first))] if first else []
     return sum(
-        pricer.redistribution(graph.crossing(right), shape.microbatch, strategies[left], strategies[right])
-        for left, right in pairwise(range(start, inside.stop))
+        pricer.redistribution(size, shape.microbatch, strategies[left], strategies[right])
+        for left, right, size in (*pairs, *graph.exchanges(inside))
     )
 
 

@@ -345,6 +345,38 @@ class ModelGraph:
             steps[max(place[reader] for reader in tensor.readers) + 1] -= tensor.size
         return tuple(accumulate(steps))
 
+    def exchanges(self, inside: range) -> tuple[tuple[int, int, int], ...]:
+        """Pairs of places of a stage's layers between which tensors go, and the bytes per sample that do.
+
+        Inside the stage a tensor goes straight from the layer that makes it to each layer that reads it. Tensors made
+        before the stage come in as its first layer has them, and those read after it leave as its last layer has them.
+        What goes between the same two layers goes together.
+        """
+        if not self.tensors:
+            return tuple((left, right, self.crossing(right)) for left, right in pairwise(inside))
+        place = {layer.name: number for number, layer in enumerate(self.layers)}
+        sizes: dict[tuple[int, int], int] = {}
+        for tensor in self.tensors:
+            made, read = place[tensor.producer], [place[reader] for reader in tensor.readers]
+            ends = {min(reader, inside.stop - 1) for reader in read if reader >= inside.start}
+            start = max(made, inside.start)
+            for end in ends if made < inside.stop and tensor.size else ():
+                if start < end:
+                    sizes[start, end] = sizes.get((start, end), 0) + tensor.size
+        return tuple((*pair, size) for pair, size in sorted(sizes.items()))
+
+    @property
+    def least_exchange(self) -> int | None:
+        """Bytes per sample of the least tensor between layers; None where some layer but the first reads nothing that
+        others make, or some layer but the last makes nothing that others read."""
+        if not self.tensors:
+            return min(self.crossings()[1:-1], default=None)
+        full = [tensor for tensor in self.tensors if tensor.size]
+        names = [layer.name for layer in self.layers]
+        told = {tensor.producer for tensor in full}.issuperset(names[:-1])
+        heard = {reader for tensor in full for reader in tensor.readers}.issuperset(names[1:])
+        return min((tensor.size for tensor in full), default=None) if told and heard else None
+
     def borrowed(self, inside: range) -> int:
         """Bytes per sample that a stage of the layers at ``inside`` keeps as copies of tensors made before it."""
         if not any(tensor.borrowed for tensor in self.tensors):

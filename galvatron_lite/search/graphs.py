@@ -1,178 +1,224 @@
-"""Models that are no chain: one strategy a layer, where tensors go between any two layers (branches, skips, decoders).
+"""Stages whose tensors skip layers (branches, skip connections, decoders): exact search on chains, layouts settled.
 
-The problem. Layers l = 1..L in running order, choices s_l; an edge (i, j), i < j, costs x_ij(s_i, s_j) >= 0, which
-depends on the choices' groups (layouts) only; memory as in ``cost.memory``, for all layers on the same devices:
+The problem. The chain of ``frontier``, and edges (i, j), i + 1 < j: a tensor that layer i makes goes straight to layer
+j, which takes x_ij(a, b) >= 0 in each pass, by their layouts a and b. Memory does not depend on edges. So where the
+layout of one end of each edge is settled, what it takes is part of the other end's own time, and a chain is left.
 
-    minimise   sum_l t_l(s_l) + sum_edges x_ij(s_i, s_j)
-    subject to constraints (2) and (3) of ``frontier``
+The method. Branch and bound over layouts of single layers, best first. A node settles some; an edge between layers
+that may both have several layouts takes the least of what the producer may make it, as part of its reader's time. The
+chain that is left is solved exactly: its paths are no slower than any of the node, and a path that prices at what the
+chain says is the node's best. Otherwise the layer whose edges were most underrated is settled, once for each of its
+layouts. Where all layers that matter agree, as most do, the first chain is the answer; an encoder's output that every
+decoder block reads takes one branching.
 
-Three solvers, each exact for what it takes:
-
-- ``best_in_order``: dynamic programming in running order. A label knows the groups of the layers that later layers
-  still read (open layers), and the memory moments of ``frontier``. Its states grow with the groups to the power of the
-  open layers: few in encoder-decoder models and residual branches, many in deep U-Nets.
-- ``best_by_tree`` (``graph_tree``): over a tree decomposition, for a single sum of memory; a lower bound otherwise.
-- ``solve_net`` (``graph_ilp``): an integer programme, for all of it.
+With several criteria the same holds for Pareto sets: a node whose paths all price at what its chain says, or are
+beaten by ways known, is done.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import count, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.errors import InputError
+from galvatron_lite.search.chain import Chain
+from galvatron_lite.search.frontier import Front, Path, pareto_paths
 from galvatron_lite.search.pareto import pareto_rows
 
 IntArray = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Node:
-    """One layer: figures of each of its S choices.
-
-    Attributes:
-        time: (S,) picoseconds.
-        memory: (S, 7) bytes, columns as ``cost.memory.MemoryTerms``.
-        group: (S,): the choice's group (layout), 0, 1, ...
-    """
-
-    time: IntArray
-    memory: IntArray
-    group: IntArray
-
-    @property
-    def groups(self) -> int:
-        """How many groups there are."""
-        return int(self.group.max()) + 1 if len(self.group) else 0
+Pair = tuple[int, int]
+Settled = Mapping[int, int]
+_MOST, _QUICK = 400, 6
+"""Nodes that are looked into at the most, counted, so that results repeat; and where a good way, soon, will do."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Net:
-    """Layers and what goes between them.
+    """A stage.
 
     Attributes:
-        nodes: in running order.
-        edges: (i, j), i < j: (groups of i, groups of j) picoseconds.
-        room: bytes.
+        chain: its layers, with what goes from each to the next.
+        skips: by places of producer and reader, (groups, groups) picoseconds in one pass.
     """
 
-    nodes: tuple[Node, ...]
-    edges: Mapping[tuple[int, int], IntArray]
-    room: int
+    chain: Chain
+    skips: Mapping[Pair, IntArray] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        """Checks that edges go forward.
+    def groups(self, choices: Sequence[int]) -> list[int]:
+        """The layout of each layer of a path."""
+        return [int(layer.group[choice]) for layer, choice in zip(self.chain.layers, choices, strict=True)]
 
-        Raises:
-            InputError: one does not.
-        """
-        for i, j in self.edges:
-            if not 0 <= i < j < len(self.nodes):
-                raise InputError("edges", (i, j), f"Give pairs of layers in running order, 0 to {len(self.nodes) - 1}.")
+    def moved(self, choices: Sequence[int]) -> int:
+        """Picoseconds of redistribution of a path in one pass."""
+        own = self.groups(choices)
+        steps = zip(self.chain.layers[1:], pairwise(own), strict=True)
+        along = sum(int(layer.move[ends]) for layer, ends in steps)
+        return along + sum(int(move[own[i], own[j]]) for (i, j), move in self.skips.items())
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """One choice a layer.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Relaxed:
+    """A net as a chain, with the layouts of some layers settled.
 
     Attributes:
-        time: picoseconds; of a lower bound, less than that of any choice that fits.
-        choices: place of the choice in each layer.
+        chain: the layers that are left; times hold what edges take at the least.
+        rows: per layer, its choices among those of the net.
+        charged: by edge, which end has it in its time, and what each of that layer's layouts takes.
     """
 
-    time: int
-    choices: tuple[int, ...]
+    chain: Chain
+    rows: list[IntArray]
+    charged: dict[Pair, tuple[int, IntArray]]
 
 
-def time_of(net: Net, choices: Sequence[int]) -> int:
-    """Picoseconds of a choice."""
-    own = sum(int(node.time[choice]) for node, choice in zip(net.nodes, choices, strict=True))
-    groups = [int(node.group[choice]) for node, choice in zip(net.nodes, choices, strict=True)]
-    return own + sum(int(cost[groups[i], groups[j]]) for (i, j), cost in net.edges.items())
+def net_paths(net: Net, cap: int | None = None, beam: int | None = None, exact: bool = True) -> Front:
+    """The Pareto set of a net within memory, as ``frontier.pareto_paths`` has it of a chain.
+
+    Args:
+        net: the problem.
+        cap: paths of more weighted time than this are of no interest.
+        beam: labels of a layer of each chain at the most.
+        exact: False: good paths, soon.
+    """
+    if not net.skips:
+        return pareto_paths(net.chain, cap, beam)
+    return _Walk(net, cap, beam).run(_MOST if exact else _QUICK)
 
 
 @dataclass(slots=True, eq=False)
-class _Labels:
-    """Prefixes of choices: figures as in ``frontier``, one row each.
+class _Walk:
+    """The search of one net.
 
     Attributes:
-        figures: (n, 5) time, worst moment, moment that waits for the next layer, start of later moments, updated.
-        state: (n,) choice of the last layer.
-        open: (n, open layers) groups of the layers that later ones read.
-        parent: (n,) row in the labels of the layer before.
+        net: the problem.
+        cap: on the weighted time.
+        beam: labels of a layer.
+        best: Pareto-best paths met.
+        work: labels looked at.
+        dropped: a weighted time that no path left out beats.
     """
 
-    figures: IntArray
-    state: IntArray
-    open: IntArray
-    parent: IntArray
+    net: Net
+    cap: int | None
+    beam: int | None
+    best: list[Path] = field(default_factory=list)
+    work: int = 0
+    dropped: float = np.inf
 
-    def take(self, rows: IntArray) -> _Labels:
-        """Some of the labels."""
-        return _Labels(self.figures[rows], self.state[rows], self.open[rows], self.parent[rows])
+    def run(self, most: int) -> Front:
+        """Looks into so many nodes, the most promising first."""
+        order, looked = count(1), 0
+        heap: list[tuple[int, int, dict[int, int]]] = [(0, 0, {})]
+        while heap:
+            least, _, settled = heapq.heappop(heap)
+            limit = self._limit()
+            if limit is not None and least > limit:
+                continue
+            if looked >= most:
+                self.dropped = min(self.dropped, float(least))
+                continue
+            looked += 1
+            for bound, child in self._look(settled, limit):
+                heapq.heappush(heap, (bound, next(order), child))
+        paths = sorted(self.best, key=lambda path: (path.time, path.choices))
+        return Front(tuple(paths), self.work, self.dropped)
+
+    def _limit(self) -> int | None:
+        """What the weighted time of a path of interest is at the most."""
+        if len(self.net.chain.weights) > 1 or not self.best:
+            return self.cap
+        return self.best[0].time[0] * int(self.net.chain.weights[0]) - 1
+
+    def _look(self, settled: dict[int, int], limit: int | None) -> list[tuple[int, dict[int, int]]]:
+        """Notes the paths of a node; what is to be looked into if those are not all."""
+        relaxed = _relaxed(self.net, settled)
+        front = pareto_paths(relaxed.chain, limit, self.beam)
+        self.work += front.work
+        self.dropped = min(self.dropped, front.dropped)
+        priced = [_priced(self.net, relaxed, path) for path in front.paths]
+        self._note([path for path, _ in priced])
+        unsure = [
+            (self._weighted(told), under)
+            for told, (_, under) in zip(front.paths, priced, strict=True)
+            if under and not self._beaten(told)
+        ]
+        if not unsure:
+            return []
+        least, under = min(unsure, key=lambda one: one[0])
+        place = _most_underrated(under)
+        groups = np.unique(self.net.chain.layers[place].group)
+        return [(least, settled | {place: int(group)}) for group in groups]
+
+    def _note(self, paths: Sequence[Path]) -> None:
+        """Keeps what is best of these paths and those known."""
+        every = self.best + [path for path in paths if self.cap is None or self._weighted(path) <= self.cap]
+        if every:
+            rows = pareto_rows(np.array([path.time for path in every], dtype=np.int64))
+            self.best = [every[row] for row in rows]
+
+    def _beaten(self, path: Path) -> bool:
+        """Whether a path that is known is no slower in any criterion."""
+        return any(all(a <= b for a, b in zip(known.time, path.time, strict=True)) for known in self.best)
+
+    def _weighted(self, path: Path) -> int:
+        return sum(int(weight) * time for weight, time in zip(self.net.chain.weights, path.time, strict=True))
 
 
-def best_in_order(net: Net) -> Chosen | None:
-    """The quickest choice that fits, by dynamic programming in running order; None where nothing fits."""
-    opens = _opens(net)
-    labels = _Labels(
-        np.zeros((1, 5), dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros((1, 0), dtype=np.int64),
-        np.zeros(1, dtype=np.int64),
-    )  # fmt: skip
-    history: list[_Labels] = []
-    for place in range(len(net.nodes)):
-        before = opens[place - 1] if place else []
-        labels = _kept(net, place, _extended(net, place, labels, before), [*before, place], opens[place])
-        history.append(labels)
-    if not len(labels.state):
-        return None
-    row = int(np.argmin(labels.figures[:, 0]))
-    best = int(labels.figures[row, 0])
-    return Chosen(best, _traced(history, row))
+def _relaxed(net: Net, settled: Settled) -> _Relaxed:
+    """The chain that bounds a node."""
+    layers = net.chain.layers
+    free = np.arange(0)
+    rows = [
+        np.flatnonzero(layer.group == settled[place]) if place in settled else free
+        for place, layer in enumerate(layers)
+    ]
+    rows = [own if place in settled else np.arange(len(layers[place].group)) for place, own in enumerate(rows)]
+    present = [np.unique(layer.group[own]) for layer, own in zip(layers, rows, strict=True)]
+    charged = {pair: _charge(move, pair, present) for pair, move in net.skips.items()}
+    extra: dict[int, IntArray] = {}
+    for end, taken in charged.values():
+        extra[end] = extra[end] + taken if end in extra else taken
+    own = [
+        layer if len(kept) == len(layer.group) else layer.only(kept) for layer, kept in zip(layers, rows, strict=True)
+    ]
+    for place, taken in extra.items():
+        if taken.any():
+            time = own[place].time + taken[own[place].group][:, None] * net.chain.moves
+            own[place] = replace(own[place], time=time)
+    return _Relaxed(replace(net.chain, layers=tuple(own)), rows, charged)
 
 
-def _opens(net: Net) -> list[list[int]]:
-    """Per layer, the layers up to it that later ones read."""
-    last = {i: max(b for a, b in net.edges if a == i) for i, _ in net.edges}
-    return [[i for i in range(place + 1) if last.get(i, 0) > place] for place in range(len(net.nodes))]
+def _charge(move: IntArray, pair: Pair, present: Sequence[IntArray]) -> tuple[int, IntArray]:
+    """Which end of an edge has what it takes in its time, and that by its layout: exact where the other is settled."""
+    i, j = pair
+    if len(present[j]) == 1:
+        return i, move[:, int(present[j][0])]
+    least: IntArray = move[present[i]].min(axis=0)
+    return j, least
 
 
-def _extended(net: Net, place: int, labels: _Labels, before: Sequence[int]) -> _Labels:
-    """Every label with every choice of one more layer, whose group joins the open ones."""
-    node, count = net.nodes[place], len(labels.state)
-    state, parent = np.repeat(np.arange(len(node.time)), count), np.tile(np.arange(count), len(node.time))
-    time, worst, waiting, start, updated = labels.figures[parent].T
-    rest, prefix, peak, middle, _, pending, later = node.memory[state].T
-    beside = net.nodes[place - 1].memory[labels.state, 4][parent] if place else np.zeros(len(parent), dtype=np.int64)
-    group, opened = node.group[state], labels.open[parent]
-    moved = sum(net.edges[i, place][opened[:, at], group] for at, i in enumerate(before) if (i, place) in net.edges)
-    own = start + middle + beside
-    worst = np.maximum.reduce((worst, waiting + pending if place else own, start + peak + beside, own))
-    figures = (time + node.time[state] + moved, worst + rest, own + rest, start + rest + prefix, updated + later)
-    return _Labels(np.column_stack(figures), state, np.column_stack((opened, group)), parent)
+def _priced(net: Net, relaxed: _Relaxed, path: Path) -> tuple[Path, dict[Pair, int]]:
+    """A path of a node as the net has it, and by how much edges were underrated."""
+    choices = tuple(int(rows[choice]) for rows, choice in zip(relaxed.rows, path.choices, strict=True))
+    own, under = net.groups(choices), {}
+    for (i, j), move in net.skips.items():
+        end, taken = relaxed.charged[i, j]
+        missing = int(move[own[i], own[j]] - taken[own[end]])
+        if missing:
+            under[i, j] = missing
+    more = sum(under.values())
+    time = tuple(told + int(times) * more for told, times in zip(path.time, net.chain.moves, strict=True))
+    return Path(time, choices), under
 
 
-def _kept(net: Net, place: int, labels: _Labels, known: Sequence[int], opens: Sequence[int]) -> _Labels:
-    """Without labels that do not fit or are no better than another one of the same open groups."""
-    least = sum(int(node.memory[:, 0].min()) for node in net.nodes[place + 1 :])
-    fits = (labels.figures[:, 1] + least <= net.room) & (labels.figures[:, 4] <= net.room)
-    labels = labels.take(np.flatnonzero(fits))
-    labels.open = labels.open[:, [at for at, i in enumerate(known) if i in opens]]
-    if not len(labels.state):
-        return labels
-    keys = np.column_stack((labels.figures, net.nodes[place].memory[labels.state, 4]))
-    _, alike = np.unique(labels.open, axis=0, return_inverse=True)
-    order = np.argsort(alike.ravel(), kind="stable")
-    groups = np.split(order, np.flatnonzero(np.diff(alike.ravel()[order])) + 1)
-    return labels.take(np.concatenate([group[pareto_rows(keys[group])] for group in groups]))
-
-
-def _traced(history: Sequence[_Labels], row: int) -> tuple[int, ...]:
-    choices = []
-    for labels in reversed(history):
-        choices.append(int(labels.state[row]))
-        row = int(labels.parent[row])
-    return tuple(reversed(choices))
+def _most_underrated(under: Mapping[Pair, int]) -> int:
+    """The layer whose edges were most underrated together; the first of equals."""
+    sums: dict[int, int] = {}
+    for pair, missing in under.items():
+        for place in pair:
+            sums[place] = sums.get(place, 0) + missing
+    return min(sums, key=lambda place: (-sums[place], place))

@@ -15,6 +15,9 @@ A plan is a path through nodes (layer l, stage g, layout a), one layer a step. V
                prefetched for a layer of another stage, which e takes away again;
                layers that share parameters have one strategy, edges of a single stage one glue.
 
+Where tensors skip layers, boundaries are given, and the flow f is one of every exchange inside a stage
+(``ModelGraph.exchanges``): from each layout of the layer that makes what goes to each of the one that reads it.
+
 Where layer l is not in stage g, its moment is one that l's neighbours have too, or less (see ``MemoryTerms``: peak is
 at least prefix and pending), so that the constraints of every (l, g) hold together.
 """
@@ -156,6 +159,9 @@ class ShapeModel:
 
     def _add_flows(self) -> None:
         """The path, and what its steps cost."""
+        if self.problem.graph.tensors:
+            self._add_net()
+            return
         programme, rows = self.programme, self._by_layout
         for place, stage in self.layers:
             for a, held in rows(place, stage).items():
@@ -176,6 +182,35 @@ class ShapeModel:
                     programme.equal.append((coming, 0.0))
         programme.equal.append((dict.fromkeys(self.layers[0, 0][1], 1.0), 1.0))
 
+    def _add_net(self) -> None:
+        """The same where tensors skip layers: boundaries are given, and every exchange inside a stage has its flow."""
+        programme, cuts = self.programme, self.cuts or (0, self.count)
+        for _, own in self.layers.values():
+            programme.equal.append((dict.fromkeys(own, 1.0), 1.0))
+        for stage, ends in enumerate(pairwise(cuts)):
+            for left, right, size in self.problem.graph.exchanges(range(*ends)):
+                self._add_exchange(stage, left, right, size)
+        for stage, cut in enumerate(cuts[1:-1]):
+            before, after = self._by_layout(cut - 1, stage), self._by_layout(cut, stage + 1)
+            for wire in dict.fromkeys((*before, *after)):
+                both = wire in before and wire in after
+                through = {self._edge(cut, stage, wire): -1.0} if both else {}
+                for held in (before, after):
+                    programme.equal.append((dict.fromkeys(held.get(wire, ()), 1.0) | through, 0.0))
+
+    def _add_exchange(self, stage: int, left: int, right: int, size: int) -> None:
+        """What goes between two layers of a stage, from each layout to each."""
+        rows = self._by_layout(left, stage), self._by_layout(right, stage)
+        flow = {(a, b): self.programme.variable(binary=False) for a in rows[0] for b in rows[1]}
+        for (a, b), number in flow.items():
+            seconds = self._moved(size, stage, a, b)
+            for terms in (self._stages[stage].forward, self._stages[stage].backward):
+                terms[number] = seconds
+        for side, own in enumerate(rows):
+            for layout, held in own.items():
+                through = {number: 1.0 for ends, number in flow.items() if ends[side] == layout}
+                self.programme.equal.append((through | dict.fromkeys(held, -1.0), 0.0))
+
     def _by_layout(self, place: int, stage: int) -> dict[Layout, list[int]]:
         """The variables of a layer in a stage by layout; empty where it cannot lie there."""
         result: dict[Layout, list[int]] = {}
@@ -189,14 +224,13 @@ class ShapeModel:
         key = (place, stage, a, b)
         if key not in self._flows:
             self._flows[key] = self.programme.variable(binary=False)
-            seconds = self._moved(place, stage, a, b)
+            seconds = self._moved(self.problem.graph.crossing(place), stage, a, b)
             for terms in (self._stages[stage].forward, self._stages[stage].backward):
                 terms[self._flows[key]] = seconds
         return self._flows[key]
 
-    def _moved(self, place: int, stage: int, a: Layout, b: Layout) -> float:
-        pricer, microbatch = self._pricer(stage), self.problem.shape.microbatch
-        return pricer.redistribution(self.problem.graph.crossing(place), microbatch, of_layout(a), of_layout(b))
+    def _moved(self, size: int, stage: int, a: Layout, b: Layout) -> float:
+        return self._pricer(stage).redistribution(size, self.problem.shape.microbatch, of_layout(a), of_layout(b))
 
     def _edge(self, place: int, stage: int, wire: Layout) -> int:
         """The boundary before a layer: both sides pay for what they send, and hold its buffers."""
@@ -346,10 +380,10 @@ class ShapeModel:
 
 def choosable(problem: Problem) -> bool:
     """Whether what layers and stages cost does not depend on boundaries: no two layers that share parameters may meet
-    in a stage, and no stage keeps copies of what another one made."""
+    in a stage, and no tensor skip layers: what goes straight to its reader is what lies in the same stage."""
     far = (0, len(problem.graph.layers) - 1)
-    lent = any(tensor.borrowed for tensor in problem.graph.tensors)
-    return problem.shape.stages == 1 or (not lent and all(group == far for group in tied_groups(problem.graph)))
+    apart = all(group == far for group in tied_groups(problem.graph))
+    return problem.shape.stages == 1 or (not problem.graph.tensors and apart)
 
 
 def row_of(own: Sequence[int], values: Iterable[float]) -> Terms:

@@ -24,7 +24,8 @@ from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, in_flight
 from galvatron_lite.search.chain import Chain, ChainLayer
-from galvatron_lite.search.frontier import Front, Path, pareto_paths
+from galvatron_lite.search.frontier import Front, Path
+from galvatron_lite.search.graphs import Net, net_paths
 from galvatron_lite.search.tables import Glue, Layout, Table, Tables, glue_of, ticks
 
 IntArray = NDArray[np.int64]
@@ -206,10 +207,10 @@ class Problem:
         if not all(len(table) for table in tables):
             return None
         known: dict[tuple[int, int, int], ChainLayer] = {}
-        layers = []
+        layers, sizes = [], self._passed_on(stage, inside)
         for place, before, table in zip(inside, [tables[0], *tables], tables, strict=False):
             # The first layer's moves mean nothing: as the next one's they make it equal to it.
-            size = self.tables[stage].store.crossing[max(place, inside.start + 1)]
+            size = sizes[max(place, inside.start + 1)]
             key = (id(before), id(table), size)
             if key not in known:
                 move = self.tables[stage].moves(before, table, size)
@@ -220,14 +221,31 @@ class Problem:
         room = self.room(stage, inside)
         return Chain(tuple(layers), np.array(moves), np.array(weights), room), tables
 
+    def _passed_on(self, stage: int, inside: range) -> Sequence[int]:
+        """Bytes a sample that go to each layer of a stage from the one before it, by place; 0: nothing does."""
+        store = self.tables[stage].store
+        if not self.graph.tensors:
+            return store.crossing
+        sizes = {inside.start + b: size for a, b, size in store.exchanges(inside) if b == a + 1}
+        return [sizes.get(place, 0) for place in range(inside.stop + 1)]
+
+    def _net(self, stage: int, inside: range, chain: Chain, tables: Sequence[Table]) -> Net:
+        """The chain of a stage with the tensors that skip layers in it."""
+        if not self.graph.tensors:
+            return Net(chain)
+        own = self.tables[stage]
+        pairs = ((a, b, size) for a, b, size in own.store.exchanges(inside) if b > a + 1)
+        return Net(chain, {(a, b): own.moves(tables[a], tables[b], size) for a, b, size in pairs})
+
     def _columns(self, table: Table, scalar: bool) -> Sequence[IntArray]:
         return (table.theta(self.form),) if scalar else (*table.parts(self.form), table.figures.step)
 
     def key(self, stage: int, inside: range) -> tuple[object, ...]:
         """Equal for stages that pose the same problem."""
         tables = tuple(id(self.layer_table(stage, place, inside)) for place in inside)
-        sizes = self.tables[stage].store.crossing[inside.start + 1 : inside.stop]
-        return (self.held(stage), tables, sizes, self.fixed_costs(stage, inside), self.budgets[stage])
+        store = self.tables[stage].store
+        between = store.exchanges(inside) if self.graph.tensors else store.crossing[inside.start + 1 : inside.stop]
+        return (self.held(stage), tables, between, self.fixed_costs(stage, inside), self.budgets[stage])
 
     def plans(self, stage: int, inside: range, cap: int) -> tuple[list[StagePlan], float]:
         """Every Pareto-best way to run a stage that fits the budget and alone takes at most ``cap`` picoseconds, and a
@@ -240,7 +258,7 @@ class Problem:
             built = self.chain(stage, inside, scalar=False)
             sends = self.fixed_costs(stage, inside)[:2]
             alone = cap - self.shape.microbatches * sum(sends)
-            found = Front(()) if built is None else pareto_paths(built[0], alone, widest(built[0]))
+            found = Front(()) if built is None else net_paths(self._net(stage, inside, *built), alone, widest(built[0]))
             tables = [] if built is None else built[1]
             self.work += found.work
             options = [self._stage_plan(path, tables, sends) for path in found.paths]
@@ -259,25 +277,24 @@ class Problem:
             return None, np.inf
         sends = self.fixed_costs(stage, inside)[:2]
         fixed = self.shape.microbatches * sum(sends)
-        front = pareto_paths(built[0], None if cap is None else cap - fixed, beam or widest(built[0]))
+        net = self._net(stage, inside, *built)
+        front = net_paths(net, None if cap is None else cap - fixed, beam or widest(built[0]), beam is None)
         self.work += front.work
         if not front.paths:
             return None, front.dropped + fixed
         best, tables = front.paths[0], built[1]
         least = min(front.dropped, best.time[0]) + fixed
-        return self._stage_plan(Path(self._times(built[0], best.choices, tables), best.choices), tables, sends), least
+        return self._stage_plan(Path(self._times(net, best.choices, tables), best.choices), tables, sends), least
 
-    def _times(self, chain: Chain, choices: Sequence[int], tables: Sequence[Table]) -> tuple[int, ...]:
+    def _times(self, net: Net, choices: Sequence[int], tables: Sequence[Table]) -> tuple[int, ...]:
         """The criteria of a path of a scalar chain."""
-        forward = backward = saved = step = 0
-        before: tuple[ChainLayer, int] | None = None
-        for layer, table, choice in zip(chain.layers, tables, choices, strict=True):
-            moved = 0 if before is None else int(layer.move[before[0].group[before[1]], layer.group[choice]])
-            forward += int(table.figures.forward[choice]) + moved
-            backward += int(table.figures.backward[choice]) + moved
+        forward = backward = net.moved(choices)
+        saved = step = 0
+        for table, choice in zip(tables, choices, strict=True):
+            forward += int(table.figures.forward[choice])
+            backward += int(table.figures.backward[choice])
             saved += round(self.form.freed * int(table.figures.weight[choice]))
             step += int(table.figures.step[choice])
-            before = layer, choice
         return (*self.form.parts(forward, backward, saved), step)
 
     def _stage_plan(self, path: Path, tables: Sequence[Table], sends: tuple[int, int]) -> StagePlan:

@@ -203,6 +203,7 @@ class Store:
     space: Space
     crossing: tuple[int, ...] = field(init=False)
     _borrowed: dict[tuple[int, int], int] = field(default_factory=dict)
+    _exchanges: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = field(default_factory=dict)
     _options: dict[tuple[str, int, Fixed], Options] = field(default_factory=dict)
     _same: dict[tuple[Strategy, ...], Options] = field(default_factory=dict)
     _known: dict[tuple[object, ...], Table] = field(default_factory=dict)
@@ -217,6 +218,14 @@ class Store:
         if key not in self._borrowed:
             self._borrowed[key] = self.pricer.profile.graph.borrowed(inside)
         return self._borrowed[key]
+
+    def exchanges(self, inside: range) -> tuple[tuple[int, int, int], ...]:
+        """``ModelGraph.exchanges``, remembered, with places counted from the first layer of the range."""
+        key = (inside.start, inside.stop)
+        if key not in self._exchanges:
+            found = self.pricer.profile.graph.exchanges(inside)
+            self._exchanges[key] = tuple((a - inside.start, b - inside.start, size) for a, b, size in found)
+        return self._exchanges[key]
 
     def options(self, kind: str, devices: int, fixed: Fixed) -> Options:
         """What a kind of layer may do on a stage of so many devices."""
@@ -301,7 +310,9 @@ class Tables:
 
     def moves(self, left: Table, right: Table, size: int) -> IntArray:
         """Picoseconds of redistribution in one pass between the layouts present in one table and in the next, of what
-        goes between their layers (bytes a sample)."""
+        goes between their layers (bytes a sample; 0: nothing moves)."""
+        if size == 0:
+            return np.zeros((len(left.present), len(right.present)), dtype=np.int64)
         key = (id(left.options), id(right.options), size)
         if key not in self._moves:
             self._moves[key] = self._moved(left, right, size)
@@ -310,7 +321,9 @@ class Tables:
     def least_move(self, key: Layout | Glue, graph: ModelGraph) -> int:
         """Picoseconds in one pass of the cheapest move between layouts that begin like this and others, anywhere."""
         if key not in self._least_moves:
-            smallest = min(self.store.crossing[1:-1], default=0)
+            smallest = graph.least_exchange
+            if smallest is None:
+                return 0
             every = {id(own): own for own in (self.whole(one.kind, one.name).options for one in graph.layers)}
             samples = {name: s for own in every.values() for name, s in zip(own.layouts, own.samples, strict=True)}
             there = [strategy for own, strategy in samples.items() if own[: len(key)] == key]

@@ -230,6 +230,8 @@ class Uniform:
     def _moves(self, group: int) -> IntArray:
         """Picoseconds of redistribution in one pass: between blocks and the layers around them."""
         total = np.zeros((1, 1, 1), dtype=np.int64)
+        if self.problem.graph.tensors:
+            return reduce(np.add, (self._exchanged(group, stage) for stage in self._stages[group]), total)
         blocks = parts_of(self.problem.graph)[1]
         for axis, right in ((0, blocks.start), (1, blocks.stop)):
             if (
@@ -241,6 +243,19 @@ class Uniform:
                 size = self.problem.tables[0].store.crossing[right]
                 moved = self.problem.tables[group].moves(left, own, size)[np.ix_(left.groups, own.groups)]
                 total = total + np.expand_dims(moved, 2 if axis == 0 else 0)
+        return total
+
+    def _exchanged(self, group: int, stage: int) -> IntArray:
+        """The same of one stage where tensors skip layers: each goes straight to its readers."""
+        total, start = np.zeros((1, 1, 1), dtype=np.int64), self.cuts[stage]
+        axis = [number for number, places in enumerate(parts_of(self.problem.graph)) for _ in places]
+        inside = self.problem.tables[group]
+        for left, right, size in inside.store.exchanges(range(start, self.cuts[stage + 1])):
+            ends = (axis[start + left], axis[start + right])
+            if ends[0] != ends[1]:
+                a, b = (self.parts[end].tables[start + place] for end, place in zip(ends, (left, right), strict=True))
+                moved = inside.moves(a, b, size)[np.ix_(a.groups, b.groups)]
+                total = total + np.expand_dims(moved, ({0, 1, 2} - {*ends}).pop())
         return total
 
     def _sends(self, group: int) -> tuple[IntArray, IntArray]:

@@ -76,6 +76,20 @@ def test_a_skip_is_laid_out_anew_with_what_goes_beside_it() -> None:
     assert [cost.moving for cost in costs] == pytest.approx([2 * seconds for seconds in moved])
 
 
+def test_inside_a_stage_a_skip_goes_straight_to_its_readers() -> None:
+    kind = make_kind("block", 1000, tensor_degrees=2, boundary=BOUNDARY)
+    points = (*simple(4).layers, *(replace(point, tensor=2) for point in simple(4).layers))
+    chain = replace(simple(4), graph=make_graph([kind], ["block"] * 5), layers=points)
+    skipped = skipping(chain, Passed("l0", ("l2", "l4"), SKIP))
+    by_sample, by_rows = Strategy(data=2), Strategy(tensor=2)
+    strategies = [by_sample, by_rows, by_sample, by_sample, by_rows]
+    costs = price_stages(LayerPricer(skipped), Shape(4, 2, 2, 4), [3, 2], strategies)
+    # In the first stage it waits by samples until the third layer reads it, and leaves as that layer has it; in the
+    # second it comes in by samples, and goes to the last layer together with what the first one of the stage makes.
+    moved = [4 * size / 2 / BANDWIDTH for size in (2 * BOUNDARY, BOUNDARY + SKIP)]
+    assert [cost.moving for cost in costs] == pytest.approx([2 * seconds for seconds in moved])
+
+
 def test_equal_stages_of_unlike_boundaries_are_not_taken_for_one_another() -> None:
     profile = skipping(simple(3), Passed("l0", ("l2",), SKIP, borrowed=True))
     shape, strategies = Shape(3, 3, 4, 1), [Strategy()] * 3

@@ -73,6 +73,30 @@ def test_an_encoders_output_travels_to_every_decoder_block() -> None:
     assert graph.borrowed(range(bridge, last)) == graph.borrowed(range(last, last + 1)) == 0
 
 
+def test_exchanges_of_a_stage_are_between_its_own_layers() -> None:
+    graph = load_model("t5-3b", precision="bf16")
+    hidden, bridge = 512 * 1024 * HALF, place(graph, "bridge")
+    assert graph.exchanges(range(3, 6)) == ((3, 4, hidden), (4, 5, hidden))
+    # The encoder's output leaves a stage that makes it, or has it from before, as its last layer has it.
+    first = ((bridge, bridge + 1, 2 * hidden), (bridge, bridge + 2, hidden), (bridge + 1, bridge + 2, hidden))
+    assert graph.exchanges(range(bridge, bridge + 3)) == first
+    later = range(bridge + 2, bridge + 5)
+    a, b, c = later
+    assert graph.exchanges(later) == ((a, b, 2 * hidden), (a, c, hidden), (b, c, hidden))
+    assert graph.exchanges(range(bridge, bridge + 1)) == ()
+    chain = load_model("gpt2")
+    assert chain.exchanges(range(2, 5)) == ((2, 3, chain.crossing(3)), (3, 4, chain.crossing(4)))
+
+
+def test_the_least_exchange_is_told_where_all_layers_are_joined() -> None:
+    graph = load_model("t5-3b", precision="bf16")
+    assert graph.least_exchange == 512 * 1024 * HALF
+    apart = tuple(tensor for tensor in graph.tensors if tensor.readers != ("encoder.layers.3",))
+    assert replace(graph, tensors=apart).least_exchange is None
+    chain = load_model("gpt2")
+    assert chain.least_exchange == min(chain.crossings()[1:-1])
+
+
 def test_pictures_of_the_way_down_are_read_on_the_way_up() -> None:
     graph, side, base = built("unet_b2_c8", 64), 64, 8
     pairs = [pair for pair in graph.edges if place(graph, pair[1]) > place(graph, pair[0]) + 1]
