@@ -1,66 +1,45 @@
 """The plan that needs least memory: what is reported where nothing fits.
 
-Of every shape the least greatest peak of its stages, each found exactly (``frontier.least_room``), with the layers cut
-by a bottleneck dynamic programme. Exact for few layers; for
-others a plan is good enough when no other needs less than 97 % of its memory, and the error says so: many shapes of a
-deep pipeline differ by less, and telling them apart takes minutes.
+A search like that for the fastest plan, with bytes in place of seconds: shapes, then layouts at their edges, then
+strategies of tied layers, the one of the least bound first; boundaries and strategies inside are exact
+(``lean_stages``, ``lean_uniform``). Of schedules that keep no less in flight at any stage only one is looked at. Exact
+for few layers; for others a plan is good enough when no other needs less than 97 % of its memory, and the error says
+so: many shapes of a deep pipeline differ by less.
+
+Where devices of several types have budgets of their own, memory counts as a share of them.
 """
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, replace
-from itertools import count, pairwise
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count, groupby, product
 
 import numpy as np
-from numpy.typing import NDArray
 
 from galvatron_lite.cluster.budget import Budget, bytes_on
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.step import price_plan
+from galvatron_lite.cost.layout import layout
+from galvatron_lite.cost.sharing import tied_groups
+from galvatron_lite.cost.stage import Shape
 from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.search.frontier import least_room
+from galvatron_lite.parallelism.pipeline.cost import in_flight
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.search.lean_stages import Lean, Memory, Stages
+from galvatron_lite.search.lean_uniform import LeanUniform
+from galvatron_lite.search.pareto import pareto_rows
 from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.result import plan_of, summary
-from galvatron_lite.search.shapes import Request, open_problem, settled, shapes_of, tables_by_stage
+from galvatron_lite.search.shapes import Request, open_problem, shapes_of, tied_tables, with_edges, with_tied
 from galvatron_lite.units import format_budget
-
-FloatArray = NDArray[np.float64]
 
 _EXACT_LAYERS = 8
 _SLACK = 0.03
 """Share of its memory that the leanest plan of a model with more layers may be above the least possible."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeanStage:
-    """A way to run one stage in least memory.
-
-    Attributes:
-        peak: bytes.
-        strategies: of its layers.
-    """
-
-    peak: int
-    strategies: tuple[Strategy, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Lean:
-    """The plan that needs least memory.
-
-    Attributes:
-        peak: bytes on its fullest device.
-        problem: its shape.
-        cuts: (0, ..., L).
-        strategies: of every layer.
-    """
-
-    peak: int
-    problem: Problem
-    cuts: tuple[int, ...]
-    strategies: tuple[Strategy, ...]
+_BOUNDLESS = 2**60
+Tied = tuple[tuple[int, Strategy], ...]
 
 
 def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
@@ -73,20 +52,22 @@ def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
             f"{request.global_batch}: no way to split its layers divides the batch and has figures in the profile. "
             "Give another batch, other devices, or profile more tensor degrees."
         )
+    return InfeasibleError(
+        f"No plan of {request.graph.name} fits {_told(request.budget)} a device on {request.devices} devices. "
+        f"{_needed(request, lean, slack)}, with {summary(plan_from(request, lean))}. "
+        "What would have to give: more memory a device, more devices, shorter samples, or a smaller model.",
+        max(lean.peaks),
+    )
+
+
+def plan_from(request: Request, lean: Lean) -> Plan:
+    """The leanest plan, without prediction."""
     shape = lean.problem.shape
     plan = plan_of(
         request.graph, devices=request.devices, global_batch=request.global_batch, microbatches=shape.microbatches,
         cuts=lean.cuts, strategies=lean.strategies, schedule=shape.schedule,
     )  # fmt: skip
-    peak = price_plan(pricer, plan).prediction
-    needed = lean.peak if peak is None else peak.peak_memory
-    return InfeasibleError(
-        f"No plan of {request.graph.name} fits {_told(request.budget)} a device on {request.devices} devices. "
-        f"The smallest budget that fits is {format_budget(needed, up=True)} ({needed} bytes"
-        f"{f', to {slack:.0%}' if slack else ''}), with {summary(plan)}. "
-        "What would have to give: more memory a device, more devices, shorter samples, or a smaller model.",
-        needed,
-    )
+    return replace(plan, virtual_stages=shape.virtual)
 
 
 def _told(budget: int | Budget) -> str:
@@ -95,89 +76,119 @@ def _told(budget: int | Budget) -> str:
     return shares or format_budget(bytes_on(budget, ""))
 
 
+def _needed(request: Request, lean: Lean, slack: float) -> str:
+    """The smallest budget, or that of each type of device where they have budgets of their own."""
+    share = f", to {slack:.0%}" if slack else ""
+    own = () if isinstance(request.budget, int) else request.budget.own
+    if not own:
+        needed = max(lean.peaks)
+        return f"The smallest budget that fits is {format_budget(needed, up=True)} ({needed} bytes{share})"
+    pricers = [tables.pricer for tables in lean.problem.tables]
+    names = ["" if one is lean.problem.pricer else one.profile.cluster.device.name for one in pricers]
+    pairs = list(zip(lean.peaks, names, strict=True))
+    needs = {name: max((peak for peak, on in pairs if on in ("", name)), default=0) for name, _ in own}
+    told = " and ".join(f"{format_budget(size, up=True)} ({name}: {size} bytes{share})" for name, size in needs.items())
+    return f"The smallest budgets that fit, in about the proportion of those given, are {told}"
+
+
+@dataclass(slots=True)
+class _Walk:
+    """Nodes, the one of least bound first.
+
+    Attributes:
+        slack: see ``leanest``.
+        heap: bound, number, and what is in the node.
+        best: plan so far.
+    """
+
+    slack: float
+    heap: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    best: Lean | None = None
+    memory: Memory = field(default_factory=Memory)
+    _order: Iterator[int] = field(default_factory=count)
+
+    @property
+    def limit(self) -> float:
+        """Scaled bytes that a plan must need less of."""
+        return np.inf if self.best is None else (1.0 - self.slack) * self.best.peak
+
+    def push(self, bound: float, look: Callable[[], None]) -> None:
+        """Add a node, unless it is known to lead nowhere."""
+        if bound < self.limit:
+            heapq.heappush(self.heap, (bound, next(self._order), look))
+
+    def run(self) -> Lean | None:
+        """Look into nodes until none is worth it."""
+        while self.heap and self.heap[0][0] < self.limit:
+            heapq.heappop(self.heap)[2]()
+        return self.best
+
+    def shape(self, problem: Problem, scales: tuple[float, ...]) -> None:
+        """Add the open problem of a shape."""
+        if problem.shape.virtual > 1:
+            uniform = LeanUniform(problem, scales)
+            self.push(uniform.bound(), lambda: self._keep(uniform.best(self.limit)))
+        else:
+            self.push(Stages(problem, self.memory, scales).bound, lambda: self._edges(problem, scales))
+
+    def _edges(self, problem: Problem, scales: tuple[float, ...]) -> None:
+        for child in with_edges(problem):
+            stages = Stages(child, self.memory, scales)
+            if problem.graph.ties:
+                self.push(stages.bound, lambda child=child: self._ties(child, scales))  # type: ignore[misc]
+            else:
+                self.push(stages.bound, lambda own=stages: self._solve(own))  # type: ignore[misc]
+
+    def _ties(self, problem: Problem, scales: tuple[float, ...]) -> None:
+        for tied in _tied_choices(problem):
+            stages = Stages(with_tied(problem, tied), self.memory, scales)
+            self.push(stages.bound, lambda own=stages: self._solve(own))  # type: ignore[misc]
+
+    def _solve(self, stages: Stages) -> None:
+        self._keep(stages.best(self.limit, self.slack))
+
+    def _keep(self, found: Lean | None) -> None:
+        self.best = found or self.best
+
+
 def leanest(request: Request, pricer: LayerPricer, slack: float = 0.0) -> Lean | None:
     """The plan of the whole space that needs least memory; None where the space is empty.
 
     Args:
-        request: what is asked for; its budget does not matter.
+        request: what is asked for; of its budget only the proportion between types of devices matters.
         pricer: prices layers.
         slack: no plan needs less than ``1 - slack`` of the memory of the one returned.
     """
-    order, best = count(), None
-    heap: list[tuple[float, int, Problem]] = []
-    for shape in shapes_of(request):
-        problem = open_problem(replace(request, budget=2**60), pricer, shape)
-        bound = _bottleneck(_lightest(problem))[0]
-        if np.isfinite(bound):
-            heapq.heappush(heap, (bound, next(order), problem))
-    while heap and (best is None or heap[0][0] < (1 - slack) * best.peak):
-        _, _, problem = heapq.heappop(heap)
-        for child in settled(problem):
-            found = _lean_partition(child, None if best is None else int((1 - slack) * best.peak))
-            best = found or best
-    return best
+    walk, boundless = _Walk(slack), replace(request, budget=_BOUNDLESS)
+    given = request.budget
+    most = 0 if isinstance(given, int) else max(given.least, *(own for _, own in given.own), 1)
+    for shape in _lean_shapes(shapes_of(request)):
+        budgets = open_problem(request, pricer, shape).budgets
+        scales = tuple(1.0 if own >= most else most / own for own in budgets)
+        walk.shape(open_problem(boundless, pricer, shape), scales)
+    return walk.run()
 
 
-def _lightest(problem: Problem) -> list[FloatArray]:
-    """Per stage (L + 1, L + 1): bytes that layers i..j-1 need at the least; infinite for empty ranges."""
-    bounds = []
-    for stage, tables in enumerate(tables_by_stage(problem)):
-        extra = problem.held(stage) - 1
-        least = [
-            float((t.figures.memory[:, :2].sum(axis=1) + extra * t.figures.kept).min()) if len(t) else np.inf
-            for t in tables
-        ]
-        total = np.concatenate(([0.0], np.cumsum(least)))
-        if not np.isfinite(total[-1]):
-            return [np.full((len(tables) + 1, len(tables) + 1), np.inf)] * problem.shape.stages
-        ranges = total[None, :] - total[:, None] + problem.tables[stage].pricer.profile.cluster.device.context
-        bounds.append(np.where(np.tri(len(tables) + 1, dtype=bool), np.inf, ranges))
-    return bounds
+def _lean_shapes(shapes: list[Shape]) -> Iterator[Shape]:
+    """Of shapes that differ in their schedule alone, those of which no other keeps as little in flight everywhere."""
+    plain = sorted((own for own in shapes if own.virtual == 1), key=lambda own: (own.stages, own.microbatches))
+    for _, alike in groupby(plain, key=lambda own: (own.stages, own.microbatches)):
+        options = list(alike)
+        held = [[in_flight(o.schedule, o.stages, stage, o.microbatches) for stage in range(o.stages)] for o in options]
+        yield from (options[row] for row in sorted(pareto_rows(np.array(held))))
+    yield from (own for own in shapes if own.virtual > 1)
 
 
-def _bottleneck(need: list[FloatArray]) -> tuple[float, list[int]]:
-    """The partition with the least greatest need, and that need."""
-    best = [need[0][0]]
-    for stage in need[1:]:
-        best.append(np.maximum(best[-1][:, None], stage).min(axis=0))
-    stop = len(best[-1]) - 1
-    cuts = [stop]
-    for place in range(len(need) - 1, 0, -1):
-        stop = int(np.argmin(np.maximum(best[place - 1], need[place][:, stop])))
-        cuts.append(stop)
-    return float(best[-1][-1]), [0, *reversed(cuts)]
+def _tied_choices(problem: Problem) -> list[Tied]:
+    """Strategies to try for layers that share parameters, by memory alone."""
+    options = [_group_choices(problem, group) for group in tied_groups(problem.graph)]
+    return [tuple(pair for group in groups for pair in group) for groups in product(*options)]
 
 
-def _lean_partition(problem: Problem, limit: int | None) -> Lean | None:
-    """The partition of least peak below the limit: bounds are made exact where the best partition uses them."""
-    need, known = _lightest(problem), {}
-    while True:
-        bound, cuts = _bottleneck(need)
-        if not np.isfinite(bound) or (limit is not None and bound >= limit):
-            return None
-        stages = list(enumerate(pairwise(cuts)))
-        unknown = [(stage, ends) for stage, ends in stages if (stage, ends) not in known]
-        for stage, ends in unknown:
-            known[stage, ends] = _lean_stage(problem, stage, range(*ends), limit)
-            found = known[stage, ends]
-            need[stage][ends] = np.inf if found is None else float(found.peak)
-        if not unknown:
-            used = [known[key] for key in stages]
-            chosen = [stage for stage in used if stage is not None]
-            strategies = tuple(strategy for stage in chosen for strategy in stage.strategies)
-            return Lean(max(stage.peak for stage in chosen), problem, tuple(cuts), strategies)
-
-
-def _lean_stage(problem: Problem, stage: int, inside: range, limit: int | None) -> LeanStage | None:
-    """The way to run one stage in least memory below the limit; None where there is none."""
-    built = problem.chain(stage, inside, scalar=True)
-    if built is None:
-        return None
-    chain, tables = built
-    always = problem.fixed_costs(stage, inside)[2]
-    found = least_room(chain, None if limit is None else limit - always - 1)
-    if found is None:
-        return None
-    peak, best = found
-    strategies = tuple(table.strategies[choice] for table, choice in zip(tables, best, strict=True))
-    return LeanStage(peak + always, strategies)
+def _group_choices(problem: Problem, group: tuple[int, ...]) -> list[Tied]:
+    """Those that need no more memory than another one for all layers at once, wherever they may be."""
+    tables = tied_tables(problem, group)
+    laid = np.array([problem.at_ends(layout(strategy)) for strategy in tables[0].strategies], dtype=np.int64)
+    figures = [np.column_stack((table.figures.kept, table.figures.memory)) for table in tables]
+    kept = pareto_rows(np.column_stack((1 - laid, *figures)))
+    return [tuple((place, tables[0].strategies[row]) for place in group) for row in sorted(kept)]

@@ -151,16 +151,16 @@ class Problem:
     def _copies(self, stage: int, inside: range) -> int:
         """Bytes of one micro-batch that a stage keeps of tensors made before it, as they lie at its entry."""
         borrowed = self.tables[stage].store.borrowed(inside)
-        return boundary_bytes(borrowed, self.shape.microbatch, self._sender) if borrowed else 0
+        return boundary_bytes(borrowed, self.shape.microbatch, self.sender) if borrowed else 0
 
     @property
-    def _sender(self) -> Strategy:
+    def sender(self) -> Strategy:
         """A strategy of the layout at boundaries; where that is open, the one that sends least."""
         return of_layout(self.choice.wire or (1, 1, self.shape.stage_devices, NEAR, True))
 
     def _send(self, stage: int, output: int) -> tuple[int, float]:
         """Bytes of a boundary tensor on a device before a stage, and the seconds of sending it."""
-        sender = self._sender
+        sender = self.sender
         size = boundary_bytes(output, self.shape.microbatch, sender)
         return size, transfer_seconds(self.pricer, size, sender, self.shape, (stage - 1, stage))
 

@@ -179,6 +179,11 @@ def with_edges(problem: Problem) -> Iterator[Problem]:
             yield _under(problem, Choice(glue, wire, tied))
 
 
+def with_tied(problem: Problem, tied: tuple[tuple[int, Strategy], ...]) -> Problem:
+    """The problem with its layouts at the edges, and these strategies of tied layers."""
+    return _under(problem, Choice(problem.choice.glue, problem.choice.wire, tied))
+
+
 def _under(problem: Problem, choice: Choice) -> Problem:
     return Problem(problem.graph, problem.pricer, problem.shape, problem.tables, choice, problem.budgets)
 
@@ -232,6 +237,14 @@ def _tied_choices(problem: Problem) -> list[tuple[tuple[int, Strategy], ...]]:
 
 def _group_choices(problem: Problem, group: tuple[int, ...]) -> list[tuple[tuple[int, Strategy], ...]]:
     """Strategies that all layers of a group offer, without those that another one beats for all of them at once."""
+    first, *others = tied_tables(problem, group)
+    return [
+        tuple((place, strategy) for place in group) for strategy in first.undominated(problem.form, others).strategies
+    ]
+
+
+def tied_tables(problem: Problem, group: tuple[int, ...]) -> list[Table]:
+    """What strategies that all layers of a group offer cost each of them, whatever stages they may be in."""
     tables = [
         own.whole(problem.graph.layers[place].kind, problem.graph.layers[place].name, sharing)
         for own in {id(tables): tables for tables in problem.tables}.values()
@@ -239,10 +252,7 @@ def _group_choices(problem: Problem, group: tuple[int, ...]) -> list[tuple[tuple
         for sharing in _sharings(problem, group, place)
     ]
     common = set.intersection(*({*table.strategies} for table in tables))
-    first, *others = (table.where(lambda strategy: strategy in common) for table in tables)
-    return [
-        tuple((place, strategy) for place in group) for strategy in first.undominated(problem.form, others).strategies
-    ]
+    return [table.where(lambda strategy: strategy in common) for table in tables]
 
 
 def _sharings(problem: Problem, group: tuple[int, ...], place: int) -> list[Sharing]:

@@ -161,6 +161,11 @@ class Table:
         time: IntArray = form.microbatches * self.both + self.figures.step
         return time
 
+    @property
+    def memory_keys(self) -> IntArray:
+        """Everything that memory is made of: (S, figures)."""
+        return np.column_stack((self.figures.kept, self.figures.memory))
+
     def keys(self, form: Form) -> IntArray:
         """Everything a strategy is judged by, apart from its layout: (S, figures)."""
         own = self.figures

@@ -6,9 +6,8 @@ before the blocks, one for all blocks, one for all layers after them; layers tha
 
 With e, b, h the strategies before the blocks, of the blocks and after them, the time is the closed form of
 ``cost.schedule`` over groups: sums of figures of b, and of e and h in the groups that hold them. So all candidates are
-timed at once as arrays; memory is priced for candidates in the order of their time, until one fits. What a group cannot
-hold rules out all candidates that are alike in that group. Strategies that another one of their layout equals or beats
-in everything are left out first.
+timed at once as arrays, and so is their memory (``uniform_memory``). Strategies that another one of their layout equals
+or beats in everything are left out first.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.cost.groups import limit_memory
 from galvatron_lite.cost.layer import ALONE, Sharing
 from galvatron_lite.cost.sharing import sharing_of, tied_groups
-from galvatron_lite.cost.stage import StageCost, price_chunk, transfer_seconds
+from galvatron_lite.cost.stage import transfer_seconds
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, chunks_in_flight
@@ -35,6 +33,7 @@ from galvatron_lite.search.pareto import pareto_rows
 from galvatron_lite.search.partition import Partition
 from galvatron_lite.search.problem import Problem, StagePlan
 from galvatron_lite.search.tables import Table
+from galvatron_lite.search.uniform_memory import along, group_bytes
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -74,10 +73,11 @@ class Uniform:
 
     Attributes:
         problem: the shape, its tables and budgets.
+        lean: whether only memory matters.
     """
 
     problem: Problem
-    _fits: dict[tuple[int | None, ...], bool] = field(default_factory=dict)
+    lean: bool = False
     _sent: dict[tuple[int, int, int], IntArray] = field(default_factory=dict)
 
     @cached_property
@@ -87,7 +87,7 @@ class Uniform:
         return chunk_cuts(self.problem.graph, shape.stages * shape.virtual)
 
     @cached_property
-    def _stages(self) -> list[list[int]]:
+    def stages_of(self) -> list[list[int]]:
         """Per group, the numbers of its stages."""
         shape = self.problem.shape
         return [
@@ -100,7 +100,7 @@ class Uniform:
         """Per group, the places of all its layers."""
         return [
             frozenset(place for stage in own for place in range(self.cuts[stage], self.cuts[stage + 1]))
-            for own in self._stages
+            for own in self.stages_of
         ]
 
     @cached_property
@@ -133,8 +133,8 @@ class Uniform:
         first = tables[0]
         if shared:
             return np.arange(len(first))
-        form = self.problem.form
-        keys = np.column_stack([np.column_stack((table.keys(form), table.figures.resting)) for table in tables])
+        judged = [table.memory_keys if self.lean else table.keys(self.problem.form) for table in tables]
+        keys = np.column_stack((*judged, *(table.figures.resting for table in tables)))
         groups = [np.flatnonzero(first.codes == code) for code in first.present]
         kept = [rows[pareto_rows(keys[rows])] for rows in groups]
         return np.sort(np.concatenate(kept)) if kept else np.array([], dtype=np.int64)
@@ -154,7 +154,7 @@ class Uniform:
         context = self.problem.tables[0].pricer.profile.cluster.device.context
         fits = np.ones(len(table), dtype=bool)
         for group in (0, shape.stages - 1) if shape.microbatches > 1 else ():
-            sizes = [self.cuts[stage + 1] - max(self.cuts[stage], blocks[0]) for stage in self._stages[group]]
+            sizes = [self.cuts[stage + 1] - max(self.cuts[stage], blocks[0]) for stage in self.stages_of[group]]
             sizes = [min(size, len(blocks) // (shape.stages * shape.virtual)) for size in sizes]
             every = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
             most = max(sum(count * size for count, size in zip(counts, sizes, strict=True)) for counts in every)
@@ -170,16 +170,14 @@ class Uniform:
         if not all(part.strategies for part in self.parts):
             return None
         time = self.times()
-        top = np.inf if limit is None else limit - _HALF
-        while True:
-            place = int(np.argmin(time))
-            if not time.flat[place] < top:
-                return None
-            chosen = tuple(int(index) for index in np.unravel_index(place, time.shape))
-            bad = self._overfull(chosen)
-            if bad is None:
-                return self._partition(chosen, round(float(time.flat[place])))
-            time[tuple(slice(None) if own is None else own for own in bad)] = np.inf
+        place = int(np.argmin(time))
+        if not time.flat[place] < (np.inf if limit is None else limit - _HALF):
+            return None
+        chosen = [int(index) for index in np.unravel_index(place, time.shape)]
+        strategies = self.strategies(chosen)
+        # Stages carry no figures of their own.
+        stages = tuple(StagePlan((), 0, tuple(strategies[a:b])) for a, b in pairwise(self.cuts))
+        return Partition(round(float(time.flat[place])), self.cuts, stages)
 
     def times(self) -> FloatArray:
         """(E, B, H): picoseconds of every candidate; infinite where layers that share parameters differ."""
@@ -190,22 +188,11 @@ class Uniform:
             own = [column[part] for column in columns]
             total = total + ramp * reduce(np.add, own) + rounds * reduce(np.maximum, own)
         shape = [len(part.strategies) for part in self.parts]
-        may = reduce(np.logical_and, (self._may_fit(group) for group in range(self.problem.shape.stages)))
-        return np.where(self._agreeing() & may, np.broadcast_to(total, shape), np.inf)
+        fits = reduce(np.logical_and, (self._fitting(group) for group in range(self.problem.shape.stages)))
+        return np.where(self.agreeing() & fits, np.broadcast_to(total, shape), np.inf)
 
-    def _may_fit(self, group: int) -> NDArray[np.bool_]:
-        """Candidates that a group may have room for: states, and what micro-batches in flight keep, alone."""
-        shape = self.problem.shape
-        if shape.microbatches == 1:
-            return np.ones((1, 1, 1), dtype=bool)
-        context = self.problem.tables[group].pricer.profile.cluster.device.context
-        room = self.problem.budgets[group] - context
-        chunks = [range(self.cuts[stage], self.cuts[stage + 1]) for stage in self._stages[group]]
-        states = reduce(np.add, (self._summed(inside, lambda own: own.figures.resting[:, 0]) for inside in chunks))
-        kept = [self._summed(inside, lambda own: own.figures.kept) for inside in chunks]
-        every = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
-        most = [reduce(np.add, (count * own for count, own in zip(counts, kept, strict=True))) for counts in every]
-        fits: NDArray[np.bool_] = states + reduce(np.maximum, most) <= room
+    def _fitting(self, group: int) -> NDArray[np.bool_]:
+        fits: NDArray[np.bool_] = group_bytes(self, group) <= self.problem.budgets[group]
         return fits
 
     def _summed(self, places: Iterable[int], figure: Callable[[Table], IntArray]) -> IntArray:
@@ -215,7 +202,7 @@ class Uniform:
             tables = [part.tables[place] for place in places if place in part.tables]
             counts = Counter(map(id, tables))
             for table in {id(own): own for own in tables}.values():
-                total = total + _along(counts[id(table)] * figure(table), axis)
+                total = total + along(counts[id(table)] * figure(table), axis)
         return total
 
     def _group(self, group: int) -> list[IntArray]:
@@ -262,11 +249,11 @@ class Uniform:
         """Picoseconds of sends and host work of a micro-batch, forward and backward, by the strategy of the blocks."""
         overhead, layers = self.problem.tables[group].pricer.profile.overhead, len(self.problem.graph.layers)
         sums = [np.zeros((1, len(self.parts[1].strategies), 1), dtype=np.int64) for _ in range(2)]
-        for stage in self._stages[group]:
+        for stage in self.stages_of[group]:
             start, stop = self.cuts[stage], self.cuts[stage + 1]
             host = ticks(((start > 0) + (stop < layers)) * overhead.pipeline + overhead.microbatch / 2)
             for number, (side, cut) in enumerate(((stage + 1, stop), (stage, start))):
-                sums[number] = sums[number] + _along(self._sent_over(side, cut) + host, 1)
+                sums[number] = sums[number] + along(self._sent_over(side, cut) + host, 1)
         return sums[0], sums[1]
 
     def _sent_over(self, stage: int, cut: int) -> IntArray:
@@ -287,7 +274,7 @@ class Uniform:
             self._sent[key] = sent[table.codes]
         return self._sent[key]
 
-    def _agreeing(self) -> NDArray[np.bool_]:
+    def agreeing(self) -> NDArray[np.bool_]:
         """Candidates whose layers that share parameters have one strategy."""
         agree = np.ones((1, 1, 1), dtype=bool)
         for places in tied_groups(self.problem.graph):
@@ -298,7 +285,7 @@ class Uniform:
                 agree = agree & np.expand_dims(same, ({0, 1, 2} - {a, b}).pop())
         return agree
 
-    def _strategies(self, chosen: Sequence[int]) -> list[Strategy]:
+    def strategies(self, chosen: Sequence[int]) -> list[Strategy]:
         """Of every layer."""
         ranges = parts_of(self.problem.graph)
         return [
@@ -306,42 +293,3 @@ class Uniform:
             for part, own, places in zip(self.parts, chosen, ranges, strict=True)
             for _ in places
         ]  # fmt: skip
-
-    def _overfull(self, chosen: tuple[int, ...]) -> tuple[int | None, ...] | None:
-        """The part of a candidate that a group has no room for; None where it fits."""
-        strategies: list[Strategy] | None = None
-        for group, held in enumerate(self._held):
-            own = tuple(
-                number if held & part.tables.keys() else None
-                for number, part in zip(chosen, self.parts, strict=True)
-            )  # fmt: skip
-            key = (group, *own)
-            if key not in self._fits:
-                strategies = strategies or self._strategies(chosen)
-                self._fits[key] = self._memory(group, strategies) <= self.problem.budgets[group]
-            if not self._fits[key]:
-                return own
-        return None
-
-    def _memory(self, group: int, strategies: Sequence[Strategy]) -> int:
-        """Bytes on the devices of a group."""
-        costs = [self._cost(group, stage, strategies) for stage in self._stages[group]]
-        context = self.problem.tables[group].pricer.profile.cluster.device.context
-        return limit_memory(self.problem.shape, group, costs, context).total
-
-    def _cost(self, group: int, stage: int, strategies: Sequence[Strategy]) -> StageCost:
-        inside = range(self.cuts[stage], self.cuts[stage + 1])
-        return price_chunk(self.problem.pricer, self.problem.shape, stage, inside, strategies, self._held[group])
-
-    def _partition(self, chosen: Sequence[int], time: int) -> Partition:
-        """A candidate as a plan; its stages carry no figures of their own."""
-        strategies = self._strategies(chosen)
-        stages = tuple(StagePlan((), 0, tuple(strategies[a:b])) for a, b in pairwise(self.cuts))
-        return Partition(time, self.cuts, stages)
-
-
-def _along(values: IntArray, axis: int) -> IntArray:
-    """Values along one of three axes."""
-    shape = [1, 1, 1]
-    shape[axis] = len(values)
-    return values.reshape(shape)

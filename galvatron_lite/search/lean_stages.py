@@ -1,0 +1,257 @@
+"""The least memory of one problem: its layers cut into stages, a strategy each, so that the fullest stage is leanest.
+
+Time plays no part, so that strategies of a layer which need no less memory than another one are left out. A stage of
+layers i..j-1 needs at least, with r, q, w, v, u of ``cost.memory`` and what its boundaries take,
+
+    sum_{l<j-1} min (r_l + q_l) + min (r_{j-1} + max(w_{j-1}, v_{j-1})),      sum_l min u_l
+
+where layers next to a boundary have the layout that is settled for it. The best cut by these bounds (a bottleneck
+dynamic programme) is taken, the stages it uses are made exact (``frontier.least_room``), and so on until none is
+better. Stages that pose the same question are asked once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes
+from galvatron_lite.search.chain import Chain, ChainLayer
+from galvatron_lite.search.frontier import least_room
+from galvatron_lite.search.pareto import pareto_rows
+from galvatron_lite.search.problem import Problem
+from galvatron_lite.search.shapes import tables_by_stage
+from galvatron_lite.search.tables import Layout, Table
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+_NOTHING = np.zeros((1, 1), dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lean:
+    """The plan that needs least memory.
+
+    Attributes:
+        peak: bytes on its fullest device; where devices have budgets of their own, as if all had the greatest of them.
+        problem: its shape.
+        cuts: (0, ..., L).
+        strategies: of every layer.
+        peaks: bytes, by stage.
+    """
+
+    peak: int
+    problem: Problem
+    cuts: tuple[int, ...]
+    strategies: tuple[Strategy, ...]
+    peaks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Light:
+    """The strategies of a layer that are worth a look, and the least of their figures.
+
+    Attributes:
+        table: where they are from.
+        rows: which of its strategies.
+        layer: their figures, without time.
+        least: of r + q, of r + max(w, v), and of u.
+    """
+
+    table: Table
+    rows: IntArray
+    layer: ChainLayer
+    least: tuple[float, float, float]
+
+
+@dataclass(slots=True)
+class Memory:
+    """What is known of the least memory of layers and stages, whatever the budget.
+
+    Attributes:
+        lights: by table and micro-batches in flight.
+        laid: by table and layout, the table and its strategies of that layout.
+        stages: by the layers of a stage: bytes that it does not need, bytes that it needs, and its strategies.
+    """
+
+    lights: dict[tuple[int, int], _Light] = field(default_factory=dict)
+    laid: dict[tuple[int, Layout], tuple[Table, Table]] = field(default_factory=dict)
+    stages: dict[tuple[int, ...], tuple[int, tuple[int, tuple[int, ...]] | None]] = field(default_factory=dict)
+
+    def light(self, table: Table, held: int) -> _Light:
+        """A layer with so many micro-batches in flight."""
+        key = (id(table), held)
+        if key not in self.lights:
+            self.lights[key] = _light(table, held)
+        return self.lights[key]
+
+    def wired(self, table: Table, wire: Layout) -> Table:
+        """The strategies of a table that have a layout."""
+        key = (id(table), wire)
+        if key not in self.laid:
+            self.laid[key] = (table, table.laid_out(lambda own: own == wire))
+        return self.laid[key][1]
+
+    def least(self, layers: Sequence[_Light], room: int | None) -> tuple[int, tuple[int, ...]] | None:
+        """``frontier.least_room`` of a stage, remembered."""
+        key = tuple(id(layer) for layer in layers)
+        most, found = self.stages.get(key, (-1, None))
+        if found is None and (room is None or room > most):
+            chain = Chain(
+                tuple(layer.layer for layer in layers), np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64), 0
+            )
+            found = least_room(chain, room)
+            self.stages[key] = (most if room is None else room, found)
+        return found if found is None or room is None or found[0] <= room else None
+
+
+def _light(table: Table, held: int) -> _Light:
+    own = table.figures.memory.copy()
+    own[:, 0] += (held - 1) * table.figures.kept
+    _, first = np.unique(own, axis=0, return_index=True)
+    distinct = np.sort(first)
+    rows = np.sort(distinct[pareto_rows(own[distinct])]) if len(distinct) else distinct
+    rest, prefix, peak, middle, prefetched, pending, updated = own[rows].T
+    time, group = np.zeros((len(rows), 1), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
+    layer = ChainLayer(time, rest, prefix, peak, middle, prefetched, pending, updated, _NOTHING, group)
+    figures = (rest + prefix, rest + np.maximum(peak, middle), updated)
+    low, end, update = (float(own.min(initial=2**61)) if len(own) else np.inf for own in figures)
+    return _Light(table, rows, layer, (low, end, update))
+
+
+@dataclass(slots=True)
+class Stages:
+    """The stages of one problem.
+
+    Attributes:
+        problem: with or without layouts at the edges and strategies of tied layers settled.
+        memory: what is known of layers and stages.
+        scales: by stage, what bytes are multiplied by to compare them.
+        need: by stage (L + 1, L + 1): scaled bytes that layers i..j-1 need at the least.
+        always: by stage (L + 1, L + 1): bytes of what is there besides the layers.
+    """
+
+    problem: Problem
+    memory: Memory
+    scales: tuple[float, ...]
+    need: list[FloatArray] = field(init=False)
+    always: list[FloatArray] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Bounds of all ranges."""
+        self.need, self.always = [], []
+        copies = self._copies()
+        for stage, own in enumerate(tables_by_stage(self.problem)):
+            self.always.append(self._fixed(stage) + self.problem.held(stage) * copies)
+            self.need.append((self._layers(stage, own) + self.always[stage]) * self.scales[stage])
+
+    @property
+    def bound(self) -> float:
+        """Scaled bytes that no plan needs less of."""
+        return _bottleneck(self.need)[0]
+
+    def best(self, limit: float, slack: float) -> Lean | None:
+        """The leanest plan of less than ``limit`` scaled bytes, to that share; None where there is none."""
+        best = None
+        while True:
+            bound, cuts = _bottleneck(self.need)
+            if not bound < limit:
+                return best
+            found = [self._exact(stage, range(*ends), limit) for stage, ends in enumerate(pairwise(cuts))]
+            whole = [one for one in found if one is not None]
+            if len(whole) < len(found):
+                continue
+            peak = max(own * scale for (own, _), scale in zip(whole, self.scales, strict=True))
+            if peak < limit:
+                strategies = tuple(strategy for _, own in whole for strategy in own)
+                best = Lean(round(peak), self.problem, tuple(cuts), strategies, tuple(own for own, _ in whole))
+                limit = (1.0 - slack) * peak
+
+    def _exact(self, stage: int, inside: range, limit: float) -> tuple[int, tuple[Strategy, ...]] | None:
+        """Bytes and strategies of the leanest way to run a stage; None where it needs ``limit`` scaled bytes."""
+        always, scale = int(self.always[stage][inside.start, inside.stop]), self.scales[stage]
+        layers = self._chain(stage, inside)
+        room = None if limit == np.inf else ceil(limit / scale) - 1 - always
+        found = self.memory.least(layers, room) if all(len(own.rows) for own in layers) else None
+        exact = np.inf if found is None else (found[0] + always) * scale
+        self._learn(stage, inside, layers, always, exact)
+        if found is None:
+            return None
+        pairs = zip(layers, found[1], strict=True)
+        return found[0] + always, tuple(own.table.strategies[own.rows[choice]] for own, choice in pairs)
+
+    def _chain(self, stage: int, inside: range) -> list[_Light]:
+        tables = (self.problem.layer_table(stage, place, inside) for place in inside)
+        return [self.memory.light(table, self.problem.held(stage)) for table in tables]
+
+    def _learn(self, stage: int, inside: range, layers: Sequence[_Light], always: int, exact: float) -> None:
+        """What a stage needs, of all ranges of equal layers and boundaries."""
+        need, last = self.need[stage], stage + 1 == self.problem.shape.stages
+        need[inside.start, inside.stop] = exact
+        inner = [] if stage == 0 or last else range(1, len(self.problem.graph.layers) - len(inside))
+        for start in inner:
+            other = range(start, start + len(inside))
+            if need[start, other.stop] < exact and self.always[stage][start, other.stop] == always:
+                pairs = zip(self._chain(stage, other), layers, strict=True)
+                if all(own is known for own, known in pairs):
+                    need[start, other.stop] = exact
+
+    def _layers(self, stage: int, tables: Sequence[Table]) -> FloatArray:
+        """(L + 1, L + 1): what layers i..j-1 need at the least."""
+        held, wire, count = self.problem.held(stage), self.problem.choice.wire, len(tables)
+        free = np.array([self.memory.light(table, held).least for table in tables]).T
+        laid = free
+        if wire is not None:
+            laid = np.array([self.memory.light(self.memory.wired(table, wire), held).least for table in tables]).T
+        if not np.isfinite(free).all():
+            return np.full((count + 1, count + 1), np.inf)
+        total = np.concatenate(([0.0], np.cumsum(free[0])))
+        starts = np.concatenate((laid[0] - free[0] if stage > 0 else np.zeros(count), [0.0]))
+        ends = np.array([*laid[1][:-1], free[1][-1]]) if stage + 1 < self.problem.shape.stages else free[1]
+        through = np.concatenate(([0.0], total[:-1] + ends))[None, :] - total[:, None]
+        through += np.where(np.tri(count + 1, k=1, dtype=bool), 0.0, starts[:, None])
+        updates = np.concatenate(([0.0], np.cumsum(free[2])))
+        found = np.maximum(through, updates[None, :] - updates[:, None])
+        return np.where(np.tri(count + 1, dtype=bool), np.inf, found)
+
+    def _fixed(self, stage: int) -> FloatArray:
+        """(L + 1, L + 1): buffers of the boundaries before i and j, and what lies there before the first tensor."""
+        problem, ends = self.problem, (stage > 0, stage + 1 < self.problem.shape.stages)
+        crossing = problem.tables[0].store.crossing
+        sizes = [boundary_bytes(size, problem.shape.microbatch, problem.sender) for size in crossing[1:-1]]
+        sent = np.array([0, *sizes, 0], dtype=np.float64)
+        left, right = (sent if there else np.zeros_like(sent) for there in ends)
+        context = problem.tables[stage].pricer.profile.cluster.device.context
+        fixed: FloatArray = 2.0 * (left[:, None] + right[None, :]) + context
+        return fixed
+
+    def _copies(self) -> FloatArray:
+        """(L + 1, L + 1): bytes of one micro-batch that a stage keeps of tensors made before it."""
+        store, count = self.problem.tables[0].store, len(self.problem.graph.layers)
+        found = np.zeros((count + 1, count + 1))
+        if self.problem.graph.tensors and self.problem.shape.stages > 1:
+            size, sender = self.problem.shape.microbatch, self.problem.sender
+            for start in range(1, count):
+                for stop in range(start + 1, count + 1):
+                    borrowed = store.borrowed(range(start, stop))
+                    found[start, stop] = boundary_bytes(borrowed, size, sender) if borrowed else 0.0
+        return found
+
+
+def _bottleneck(need: Sequence[FloatArray]) -> tuple[float, list[int]]:
+    """The partition with the least greatest need, and that need."""
+    best = [need[0][0]]
+    for stage in need[1:]:
+        best.append(np.maximum(best[-1][:, None], stage).min(axis=0))
+    stop = len(best[-1]) - 1
+    cuts = [stop]
+    for place in range(len(need) - 1, 0, -1):
+        stop = int(np.argmin(np.maximum(best[place - 1], need[place][:, stop])))
+        cuts.append(stop)
+    return float(best[-1][-1]), [0, *reversed(cuts)]

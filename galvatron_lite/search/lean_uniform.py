@@ -1,0 +1,90 @@
+"""The least memory of uniform plans, whose groups of devices run several stages: all of them at once, as arrays."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+
+from galvatron_lite.arrays import FloatArray
+from galvatron_lite.model.graph import Role
+from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight
+from galvatron_lite.search.lean_stages import Lean
+from galvatron_lite.search.problem import Problem
+from galvatron_lite.search.tables import Table
+from galvatron_lite.search.uniform import Uniform
+from galvatron_lite.search.uniform_memory import PREFIX, REST, UPDATED, group_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LeanUniform:
+    """The uniform plans of one shape.
+
+    Attributes:
+        problem: the shape and its tables.
+        scales: by group, what bytes are multiplied by to compare them.
+    """
+
+    problem: Problem
+    scales: tuple[float, ...]
+
+    def bound(self) -> float:
+        """Scaled bytes that no plan needs less of, quickly: from the blocks of the first and the last group."""
+        uniform = Uniform(self.problem)
+        return max(self._least(uniform, group) * self.scales[group] for group in (0, self.problem.shape.stages - 1))
+
+    def _least(self, uniform: Uniform, group: int) -> float:
+        shape, graph, tables = self.problem.shape, self.problem.graph, self.problem.tables[group]
+        held = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
+        own = [range(uniform.cuts[stage], uniform.cuts[stage + 1]) for stage in uniform.stages_of[group]]
+        blocks = [[graph.layers[place] for place in inside if graph.layers[place].role is Role.BLOCK] for inside in own]
+        alike = {(layer.kind, tables.fixed.pins_of(layer.name)): layer for chunk in blocks for layer in chunk}
+        counts = [Counter((layer.kind, tables.fixed.pins_of(layer.name)) for layer in chunk) for chunk in blocks]
+        total = np.zeros(len(held) + 1)
+        for kind, layer in alike.items():
+            table = tables.whole(layer.kind, layer.name)
+            if not len(table):
+                return float("inf")
+            total += _moments(table, [chunk[kind] for chunk in counts], held)
+        return float(total.max()) + tables.pricer.profile.cluster.device.context
+
+    def best(self, limit: float) -> Lean | None:
+        """The leanest plan of less than ``limit`` scaled bytes; None where there is none."""
+        uniform = Uniform(self.problem, lean=True)
+        if not all(part.strategies for part in uniform.parts):
+            return None
+        sizes = [group_bytes(uniform, group) for group in range(self.problem.shape.stages)]
+        peak = reduce(np.maximum, (size * scale for size, scale in zip(sizes, self.scales, strict=True)))
+        full = np.broadcast_to(peak, [len(part.strategies) for part in uniform.parts])
+        found = np.where(uniform.agreeing(), full, np.inf)
+        place = int(np.argmin(found))
+        if not found.flat[place] < limit:
+            return None
+        chosen = [int(index) for index in np.unravel_index(place, found.shape)]
+        peaks = [int(np.broadcast_to(size, found.shape)[tuple(chosen)]) for size in sizes]
+        return Lean(
+            round(float(found.flat[place])), self.problem, uniform.cuts, tuple(uniform.strategies(chosen)), tuple(peaks)
+        )
+
+
+def _moments(table: Table, counts: list[int], held: tuple[tuple[int, ...], ...]) -> FloatArray:
+    """Bytes that blocks of one kind need at the least while the optimizer runs and while each chunk computes.
+
+    Args:
+        table: of the kind.
+        counts: how many of them each chunk has.
+        held: per chunk, micro-batches of every chunk in flight while it computes.
+    """
+    own, memory = table.figures, table.figures.memory
+    least = [float(sum(counts) * memory[:, UPDATED].min())]
+    for chunk, flying in enumerate(held):
+        size = np.zeros(len(table))
+        for other, (count, waiting) in enumerate(zip(counts, flying, strict=True)):
+            if other == chunk:
+                size += count * (memory[:, REST] + memory[:, PREFIX] + (max(waiting, 1) - 1) * own.kept)
+            else:
+                size += count * (own.resting[:, 0] + waiting * own.kept + (waiting > 0) * own.resting[:, 1])
+        least.append(float(size.min()))
+    return np.array(least)

@@ -1,0 +1,122 @@
+"""Bytes on the devices of a group for all uniform plans at once: ``cost.memory.group_memory`` in arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, chunks_in_flight
+from galvatron_lite.parallelism.pipeline.schedule import group_of
+from galvatron_lite.search.tables import Table
+
+if TYPE_CHECKING:
+    from galvatron_lite.search.uniform import Uniform
+
+IntArray = NDArray[np.int64]
+REST, PREFIX, PEAK, MIDDLE, PREFETCHED, PENDING, UPDATED = range(7)
+Run = tuple[int, Table, int]
+"""Axis, table and number of neighbouring layers with one table."""
+
+
+def along(values: IntArray, axis: int) -> IntArray:
+    """Values along one of three axes: strategies before the blocks, of blocks, after them."""
+    shape = [1, 1, 1]
+    shape[axis] = len(values)
+    return values.reshape(shape)
+
+
+def group_bytes(uniform: Uniform, group: int) -> IntArray:
+    """(E, B, H): bytes on each device of a group, for every candidate; axes of length 1 where alike."""
+    shape = uniform.problem.shape
+    chunks = [range(uniform.cuts[stage], uniform.cuts[stage + 1]) for stage in uniform.stages_of[group]]
+    runs = [list(_runs(uniform, inside)) for inside in chunks]
+    held = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
+    peak = sum((_column(own, lambda table: table.figures.memory[:, UPDATED]) for own in runs), start=_ZERO)
+    for own, counts in enumerate(held):
+        moment = _worst(runs[own], max(counts[own], 1))
+        for other, count in enumerate(counts):
+            if other != own:
+                moment = moment + _waiting(runs[other], count)
+        peak = np.maximum(peak, moment)
+    context = uniform.problem.tables[group].pricer.profile.cluster.device.context
+    return peak + along(_around(uniform, group, chunks, held), 1) + context
+
+
+_ZERO = np.zeros((1, 1, 1), dtype=np.int64)
+
+
+def _runs(uniform: Uniform, inside: range) -> Iterator[Run]:
+    own = [
+        (axis, part.tables[place])
+        for place in inside
+        for axis, part in enumerate(uniform.parts)
+        if place in part.tables
+    ]
+    for (axis, _), same in groupby(own, key=lambda pair: (pair[0], id(pair[1]))):
+        layers = list(same)
+        yield axis, layers[0][1], len(layers)
+
+
+def _column(runs: Sequence[Run], figure: Callable[[Table], IntArray]) -> IntArray:
+    """A figure of all layers of a chunk, added up."""
+    total = _ZERO
+    for axis, table, count in runs:
+        total = total + along(count * figure(table), axis)
+    return total
+
+
+def _waiting(runs: Sequence[Run], count: int) -> IntArray:
+    """A chunk that does not compute, with so many micro-batches in flight."""
+    return _column(
+        runs, lambda own: own.figures.resting[:, 0] + count * own.figures.kept + (count > 0) * own.figures.resting[:, 1]
+    )
+
+
+def _worst(runs: Sequence[Run], held: int) -> IntArray:
+    """The worst moment of a chunk that computes (``cost.memory.worst_moment``), the optimizer's aside.
+
+    In a run of equal layers moments go up or down evenly, so that only those at its ends are looked at.
+    """
+    columns = [[along(table.figures.memory[:, name], axis) for name in range(7)] for axis, table, _ in runs]
+    worst, prefix = None, _ZERO
+    for number, (own, (_, _, count)) in enumerate(zip(columns, runs, strict=True)):
+        for place in sorted({0, min(1, count - 1), max(count - 2, 0), count - 1}):
+            before = own if place else columns[number - 1] if number else None
+            after = own if place + 1 < count else columns[number + 1] if number + 1 < len(runs) else None
+            end = own[MIDDLE] if after is None else own[MIDDLE] + after[PENDING]
+            moment = prefix + place * own[PREFIX] + np.maximum(own[PEAK], end)
+            moment = moment if before is None else moment + before[PREFETCHED]
+            worst = moment if worst is None else np.maximum(worst, moment)
+        prefix = prefix + count * own[PREFIX]
+    rest = _column(runs, lambda own: own.figures.memory[:, REST] + (held - 1) * own.figures.kept)
+    return rest if worst is None else worst + rest
+
+
+def _around(uniform: Uniform, group: int, chunks: Sequence[range], held: Sequence[Sequence[int]]) -> IntArray:
+    """(B,): buffers of the boundaries, and copies of tensors made before, by the blocks' strategy."""
+    problem, table = uniform.problem, next(iter(uniform.parts[1].tables.values()))
+    shape, crossing = problem.shape, problem.tables[0].store.crossing
+    most = [max(counts) for counts in zip(*held, strict=True)]
+    samples = [table.options.samples[code] for code in range(len(table.options.samples))]
+    found = np.zeros(len(samples), dtype=np.int64)
+    for stage, inside, count in zip(uniform.stages_of[group], chunks, most, strict=True):
+        ends = [_sent_over(uniform, side, cut) for side, cut in ((stage, inside.start), (stage + 1, inside.stop))]
+        borrowed = problem.tables[0].store.borrowed(inside)
+        for code in table.present:
+            sizes = [boundary_bytes(crossing[cut], shape.microbatch, samples[code]) if cut else 0 for cut in ends]
+            copies = boundary_bytes(borrowed, shape.microbatch, samples[code]) if borrowed else 0
+            found[code] += buffer_bytes(sizes[0], sizes[1]) + count * copies
+    return found[table.codes]
+
+
+def _sent_over(uniform: Uniform, stage: int, cut: int) -> int:
+    """The place before which a stage begins, 0 where nothing is sent there."""
+    shape = uniform.problem.shape
+    if cut in (0, len(uniform.problem.graph.layers)):
+        return 0
+    left, right = (group_of(shape.schedule, shape.stages, side) for side in (stage - 1, stage))
+    return 0 if left == right else cut
