@@ -25,9 +25,9 @@ from galvatron_lite.cost.sharing import tied_groups
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.parallelism.pipeline.cost import in_flight
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, in_flight
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.search.lean_stages import Lean, Memory, Stages
+from galvatron_lite.search.lean_stages import Lean, Memory, Stages, least_share
 from galvatron_lite.search.lean_uniform import LeanUniform
 from galvatron_lite.search.pareto import pareto_rows
 from galvatron_lite.search.problem import Problem
@@ -129,26 +129,43 @@ class _Walk:
             uniform = LeanUniform(problem, scales)
             self.push(uniform.bound(), lambda: self._keep(uniform.best(self.limit)))
         else:
-            self.push(Stages(problem, self.memory, scales).bound, lambda: self._edges(problem, scales))
+            self.push(least_share(problem, self.memory) * min(scales), lambda: self._opened(problem, scales))
 
-    def _edges(self, problem: Problem, scales: tuple[float, ...]) -> None:
-        for child in with_edges(problem):
-            stages = Stages(child, self.memory, scales)
-            if problem.graph.ties:
-                self.push(stages.bound, lambda child=child: self._ties(child, scales))  # type: ignore[misc]
-            else:
-                self.push(stages.bound, lambda own=stages: self._solve(own))  # type: ignore[misc]
+    def _opened(self, problem: Problem, scales: tuple[float, ...]) -> None:
+        bound = Stages(problem, self.memory, scales).bound
+        self.push(bound, lambda: self._edges(problem, scales, bound))
 
-    def _ties(self, problem: Problem, scales: tuple[float, ...]) -> None:
+    def _edges(self, problem: Problem, scales: tuple[float, ...], bound: float) -> None:
+        """Add a problem under every choice of layouts, those whose boundaries take least first."""
+        for child in sorted(with_edges(problem), key=_boundary):
+            self.push(bound, lambda child=child: self._laid_out(child, scales))  # type: ignore[misc]
+
+    def _laid_out(self, problem: Problem, scales: tuple[float, ...]) -> None:
+        stages = Stages(problem, self.memory, scales)
+        if problem.graph.ties:
+            self.push(stages.bound, lambda: self._ties(problem, scales, stages.bound))
+        else:
+            self.push(stages.bound, lambda: self._solve(stages))
+
+    def _ties(self, problem: Problem, scales: tuple[float, ...], bound: float) -> None:
         for tied in _tied_choices(problem):
-            stages = Stages(with_tied(problem, tied), self.memory, scales)
-            self.push(stages.bound, lambda own=stages: self._solve(own))  # type: ignore[misc]
+            self.push(bound, lambda tied=tied: self._tied(with_tied(problem, tied), scales))  # type: ignore[misc]
+
+    def _tied(self, problem: Problem, scales: tuple[float, ...]) -> None:
+        stages = Stages(problem, self.memory, scales)
+        self.push(stages.bound, lambda: self._solve(stages))
 
     def _solve(self, stages: Stages) -> None:
         self._keep(stages.best(self.limit, self.slack))
 
     def _keep(self, found: Lean | None) -> None:
         self.best = found or self.best
+
+
+def _boundary(problem: Problem) -> int:
+    """Bytes of the largest tensor at a boundary."""
+    largest = max(problem.tables[0].store.crossing[1:-1], default=0)
+    return boundary_bytes(largest, problem.shape.microbatch, problem.sender)
 
 
 def leanest(request: Request, pricer: LayerPricer, slack: float = 0.0) -> Lean | None:

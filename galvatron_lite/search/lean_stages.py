@@ -18,8 +18,10 @@ from itertools import pairwise
 from math import ceil
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from galvatron_lite.cost.sharing import tied_groups
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes
 from galvatron_lite.search.chain import Chain, ChainLayer
@@ -111,6 +113,15 @@ class Memory:
         return found if found is None or room is None or found[0] <= room else None
 
 
+def least_share(problem: Problem, memory: Memory) -> float:
+    """Bytes that the fullest stage of any plan needs at the least, quickly: its share of the layers."""
+    own = tables_by_stage(problem)
+    totals = [
+        [memory.light(table, 1).least[0] for table in tables] for tables in {id(one): one for one in own}.values()
+    ]
+    return float(np.min(totals, axis=0).sum()) / problem.shape.stages
+
+
 def _light(table: Table, held: int) -> _Light:
     own = table.figures.memory.copy()
     own[:, 0] += (held - 1) * table.figures.kept
@@ -146,9 +157,12 @@ class Stages:
     def __post_init__(self) -> None:
         """Bounds of all ranges."""
         self.need, self.always = [], []
-        copies = self._copies()
+        copies, sent = self._copies(), self._sent()
         for stage, own in enumerate(tables_by_stage(self.problem)):
-            self.always.append(self._fixed(stage) + self.problem.held(stage) * copies)
+            left, right = (sent * there for there in (stage > 0, stage + 1 < self.problem.shape.stages))
+            context = self.problem.tables[stage].pricer.profile.cluster.device.context
+            around = 2.0 * (left[:, None] + right[None, :]) + context
+            self.always.append(around + self.problem.held(stage) * copies)
             self.need.append((self._layers(stage, own) + self.always[stage]) * self.scales[stage])
 
     @property
@@ -180,7 +194,7 @@ class Stages:
         room = None if limit == np.inf else ceil(limit / scale) - 1 - always
         found = self.memory.least(layers, room) if all(len(own.rows) for own in layers) else None
         exact = np.inf if found is None else (found[0] + always) * scale
-        self._learn(stage, inside, layers, always, exact)
+        self._learn(stage, inside, always, exact)
         if found is None:
             return None
         pairs = zip(layers, found[1], strict=True)
@@ -190,25 +204,29 @@ class Stages:
         tables = (self.problem.layer_table(stage, place, inside) for place in inside)
         return [self.memory.light(table, self.problem.held(stage)) for table in tables]
 
-    def _learn(self, stage: int, inside: range, layers: Sequence[_Light], always: int, exact: float) -> None:
+    def _learn(self, stage: int, inside: range, always: int, exact: float) -> None:
         """What a stage needs, of all ranges of equal layers and boundaries."""
-        need, last = self.need[stage], stage + 1 == self.problem.shape.stages
+        need, length = self.need[stage], len(inside)
         need[inside.start, inside.stop] = exact
-        inner = [] if stage == 0 or last else range(1, len(self.problem.graph.layers) - len(inside))
-        for start in inner:
-            other = range(start, start + len(inside))
-            if need[start, other.stop] < exact and self.always[stage][start, other.stop] == always:
-                pairs = zip(self._chain(stage, other), layers, strict=True)
-                if all(own is known for own, known in pairs):
-                    need[start, other.stop] = exact
+        if stage == 0 or stage + 1 == self.problem.shape.stages:
+            return
+        which = np.array(which_of(self.problem))
+        like = (sliding_window_view(which, length) == which[inside.start : inside.stop]).all(axis=1)
+        like[0] = like[-1] = False
+        starts = np.flatnonzero(like)
+        starts = starts[self.always[stage][starts, starts + length] == always]
+        need[starts, starts + length] = np.maximum(need[starts, starts + length], exact)
 
     def _layers(self, stage: int, tables: Sequence[Table]) -> FloatArray:
         """(L + 1, L + 1): what layers i..j-1 need at the least."""
         held, wire, count = self.problem.held(stage), self.problem.choice.wire, len(tables)
-        free = np.array([self.memory.light(table, held).least for table in tables]).T
-        laid = free
+        distinct = {id(table): table for table in tables}
+        places = {key: place for place, key in enumerate(distinct)}
+        which = np.array([places[id(table)] for table in tables])
+        free = laid = np.array([self.memory.light(table, held).least for table in distinct.values()]).T[:, which]
         if wire is not None:
-            laid = np.array([self.memory.light(self.memory.wired(table, wire), held).least for table in tables]).T
+            wired = [self.memory.wired(table, wire) for table in distinct.values()]
+            laid = np.array([self.memory.light(table, held).least for table in wired]).T[:, which]
         if not np.isfinite(free).all():
             return np.full((count + 1, count + 1), np.inf)
         total = np.concatenate(([0.0], np.cumsum(free[0])))
@@ -220,16 +238,12 @@ class Stages:
         found = np.maximum(through, updates[None, :] - updates[:, None])
         return np.where(np.tri(count + 1, dtype=bool), np.inf, found)
 
-    def _fixed(self, stage: int) -> FloatArray:
-        """(L + 1, L + 1): buffers of the boundaries before i and j, and what lies there before the first tensor."""
-        problem, ends = self.problem, (stage > 0, stage + 1 < self.problem.shape.stages)
-        crossing = problem.tables[0].store.crossing
-        sizes = [boundary_bytes(size, problem.shape.microbatch, problem.sender) for size in crossing[1:-1]]
-        sent = np.array([0, *sizes, 0], dtype=np.float64)
-        left, right = (sent if there else np.zeros_like(sent) for there in ends)
-        context = problem.tables[stage].pricer.profile.cluster.device.context
-        fixed: FloatArray = 2.0 * (left[:, None] + right[None, :]) + context
-        return fixed
+    def _sent(self) -> FloatArray:
+        """(L + 1,): bytes of what goes over a boundary before each place."""
+        sender, size = self.problem.sender, self.problem.shape.microbatch
+        crossing = self.problem.tables[0].store.crossing
+        known = {own: boundary_bytes(own, size, sender) for own in {*crossing[1:-1]}}
+        return np.array([0, *(known[own] for own in crossing[1:-1]), 0], dtype=np.float64)
 
     def _copies(self) -> FloatArray:
         """(L + 1, L + 1): bytes of one micro-batch that a stage keeps of tensors made before it."""
@@ -242,6 +256,18 @@ class Stages:
                     borrowed = store.borrowed(range(start, stop))
                     found[start, stop] = boundary_bytes(borrowed, size, sender) if borrowed else 0.0
         return found
+
+
+def which_of(problem: Problem) -> list[int]:
+    """A number for each layer, equal for layers of one kind with the same pins that share no parameters."""
+    numbers: dict[tuple[object, ...], int] = {}
+    fixed, tied = problem.tables[0].fixed, {place for group in tied_groups(problem.graph) for place in group}
+    return [
+        numbers.setdefault(
+            (layer.kind, fixed.pins_of(layer.name), layer.role, place if place in tied else -1), len(numbers)
+        )
+        for place, layer in enumerate(problem.graph.layers)
+    ]
 
 
 def _bottleneck(need: Sequence[FloatArray]) -> tuple[float, list[int]]:
