@@ -32,6 +32,7 @@ from galvatron_lite.parallelism.base import (
 from galvatron_lite.parallelism.offload.cost import HostItem, HostTraffic, host_traffic
 from galvatron_lite.parallelism.ranks import Either
 from galvatron_lite.parallelism.registry import DIMENSIONS
+from galvatron_lite.parallelism.spatial.cost import splits_pixels
 from galvatron_lite.parallelism.strategies import Strategies
 from galvatron_lite.profiler.schema import LayerPoint, Profile
 from galvatron_lite.units import ITEM_BYTES, activation_bytes
@@ -243,8 +244,8 @@ class LayerPricer:
             sharing: with other layers.
 
         Returns:
-            None where the profile holds no point for the strategy's tensor and recompute choice, or where it uses host
-            memory and the device's link to it is not known.
+            None where the profile holds no point for the strategy's tensor, channel and recompute choice, where it uses
+            host memory and the device's link to it is not known, or where it shares pixels of what is no picture.
         """
         key = (kind, sharing, strategy, microbatch, stages)
         if key not in self._known:
@@ -288,6 +289,8 @@ class LayerPricer:
         plain, known = curves.backward(code_of(*shard, Recompute.NONE, *parts), samples)
         if not self.profile.cluster.device.host_bandwidth:
             valid = valid & is_option(many.offload, Offload.NONE)
+        if not splits_pixels(self.profile.graph.kinds[kind]):
+            valid = valid & (many.spatial == 1)
         again = np.where(known, _again(figures.backward, plain), 0.0)
         return _as_arrays(self._priced(kind, many, microbatch, stages, sharing, figures, again), valid)
 
@@ -302,6 +305,8 @@ class LayerPricer:
 
     def _points_of(self, kind: str, strategy: Strategy) -> Sequence[LayerPoint] | None:
         if strategy.offload is not Offload.NONE and not self.profile.cluster.device.host_bandwidth:
+            return None
+        if strategy.spatial > 1 and not splits_pixels(self.profile.graph.kinds[kind]):
             return None
         shard = (kind, strategy.tensor, strategy.sequence_parallel)
         parts = (strategy.expert, strategy.filters, strategy.channels)

@@ -80,11 +80,13 @@ def _homes(call: CallFigures, keys: list[_Key]) -> list[_Key]:
 def _operator(key: _Key, calls: list[CallFigures], backward_flops: int, backward_moved: int) -> Operator:
     path, kind, shape = key
     largest = max(calls, key=lambda call: (call.moved, call.shape)).name
+    widest = max((call.shape for call in calls), key=lambda sizes: (len(sizes), sizes))
+    window = widest[1:] if len(widest) == WINDOW else ()
     name = path if kind is OperatorClass.MATMUL and path else ".".join(filter(None, (path, largest)))
     return Operator(
         name=name,
         kind=kind,
-        shape=shape or (max(call.shape[0] for call in calls),),
+        shape=shape or (max(call.shape[0] for call in calls), *window),
         count=len(calls),
         flops=sum(call.flops for call in calls),
         backward_flops=backward_flops,
@@ -92,4 +94,9 @@ def _operator(key: _Key, calls: list[CallFigures], backward_flops: int, backward
         backward_moved=backward_moved,
         weight_bytes=sum(call.weight_bytes for call in calls),
         causal=all(call.causal for call in calls),
+        statistics=sum(2 * call.shape[1] for call in calls if kind is OperatorClass.MEMORY and len(call.shape) == 2),
     )
+
+
+WINDOW = 8
+"""Sizes of a pooling window over two sides: items, channels, input, kernel, strides."""

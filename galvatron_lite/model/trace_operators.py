@@ -17,6 +17,9 @@ _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm", "_grouped_m
 _CONVOLUTIONS = {"convolution", "_convolution", "convolution_backward"}
 _ATTENTIONS = {"attention", "attention_backward"}
 _LOOKUPS = {"embedding", "index_select", "gather", "index", "nll_loss_forward"}
+_POOLS = {"max_pool2d_with_indices", "avg_pool2d"}
+_PICTURES = 4
+"""Extents of a batch of pictures."""
 _FIRST = {"addmm": 1, "baddbmm": 1, "addbmm": 1}
 
 
@@ -70,7 +73,8 @@ def is_causal(func: Any, args: Sequence[Any]) -> bool:
 
 def extents(func: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[int, ...]:
     """Sizes of one call: matmul (rows, inner, columns); attention (samples, query heads, key-value heads, queries,
-    keys, head size); convolution (input channels, output channels, groups, input, kernel, strides); else (items,).
+    keys, head size); convolution (input channels, output channels, groups, input, kernel, strides); else (items,), of
+    batch normalisation with its channels, of a pooling window with channels, input, kernel and strides.
     """
     kind, name = classify(func), name_of(func)
     if kind is OperatorClass.MATMUL:
@@ -83,7 +87,12 @@ def extents(func: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[
     if kind is OperatorClass.CONVOLUTION and name != "convolution_backward":
         taken, weight, stride, groups = args[0], args[1], args[3], args[8]
         return (taken.shape[1], weight.shape[0], groups, *taken.shape[2:], *weight.shape[2:], *stride)
-    return (max((tensor.numel() for tensor in outputs), default=0),)
+    items = max((tensor.numel() for tensor in outputs), default=0)
+    if "batch_norm" in name and not name.endswith("backward"):
+        return (items, args[0].shape[1])
+    if name in _POOLS and args[0].dim() == _PICTURES:
+        return (items, *args[0].shape[1:], *args[1], *(args[2] or args[1]))
+    return (items,)
 
 
 def moved(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:

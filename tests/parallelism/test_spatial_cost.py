@@ -174,6 +174,15 @@ def test_no_device_needs_more_than_its_neighbours_have(model: str, devices: int)
                     assert ways == 1 or size >= (kernel - stride) / 2
 
 
+def test_shares_of_what_is_no_picture_have_no_price() -> None:
+    point = LayerPoint("block", 1, 1, False, Recompute.NONE, 1e-3, 2e-3, 1000, 1000, 1000)
+    profile = make_profile(make_graph([make_kind("block", 100)], ["block"]), [point], make_cluster(4))
+    assert LayerPricer(profile).price("block", Strategy(width=4), 8, 1) is None
+    assert list(LayerPricer(profile).price_many("block", [Strategy(data=4), Strategy(height=4)], 8, 1).valid) == [
+        True, False,
+    ]  # fmt: skip
+
+
 def test_tokens_flat_pictures_and_transformers_are_not_offered() -> None:
     kinds = [kind for name in ("gpt2", "bert-large") for kind in load_model(name).kinds.values()]
     assert not any(splits_pixels(kind) for kind in kinds)
