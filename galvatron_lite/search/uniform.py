@@ -218,7 +218,7 @@ class Uniform:
         """Picoseconds of redistribution in one pass: between blocks and the layers around them."""
         total = np.zeros((1, 1, 1), dtype=np.int64)
         if self.problem.graph.tensors:
-            return reduce(np.add, (self._exchanged(group, stage) for stage in self._stages[group]), total)
+            return reduce(np.add, (self._exchanged(group, stage) for stage in self.stages_of[group]), total)
         blocks = parts_of(self.problem.graph)[1]
         for axis, right in ((0, blocks.start), (1, blocks.stop)):
             if (
