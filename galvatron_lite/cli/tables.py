@@ -95,7 +95,16 @@ def _print_alternatives(console: Console, plan: Plan) -> None:
 
     if not plan.alternatives or plan.prediction is None:
         return
-    table = Table("runner-up", "step", "slower by", "memory", "fits", box=None, pad_edge=False, header_style="bold")
+    table = Table(
+        "runner-up (a good one of its kind, not proven the best)",
+        "step",
+        "slower by",
+        "memory",
+        "fits",
+        box=None,
+        pad_edge=False,
+        header_style="bold",
+    )
     for other in plan.alternatives:
         slower = other.step_seconds / plan.prediction.step_seconds - 1
         table.add_row(

@@ -44,9 +44,9 @@ CHOSEN: tuple[Dimension, ...] = (
 """In the order they are chosen: what a later one may choose depends on the earlier ones."""
 
 SHAPES: tuple[tuple[str, dict[str, object]], ...] = (
-    ("plain data parallel", {"zero": 1, "tensor": 1}),
-    ("ZeRO-2", {"data": 1, "zero_stage": 2, "tensor": 1}),
-    ("ZeRO-3", {"data": 1, "zero_stage": 3, "tensor": 1}),
-    ("tensor parallel", {"data": 1, "zero": 1}),
+    ("plain data parallel", {"zero": 1, "zero_stage": 0, "tensor": 1, "context": 1}),
+    ("ZeRO-2", {"data": 1, "zero_stage": 2, "tensor": 1, "context": 1}),
+    ("ZeRO-3", {"data": 1, "zero_stage": 3, "tensor": 1, "context": 1}),
+    ("tensor parallel", {"data": 1, "zero": 1, "zero_stage": 0, "context": 1}),
 )
 """Well-known plans to compare with, as the fields of ``Strategy`` they pin (where devices are more than one)."""

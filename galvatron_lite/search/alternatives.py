@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.registry import SHAPES
 from galvatron_lite.plans.schema import Alternative, Plan, Schedule
 from galvatron_lite.search.best_first import Found, finished, search
 from galvatron_lite.search.result import summary
 from galvatron_lite.search.shapes import Request
-from galvatron_lite.search.space import Fixed
+from galvatron_lite.search.space import Fixed, microbatch_counts
 
 UNBOUNDED = 2**60
 _ROUNDING = 1e-9
@@ -50,17 +52,17 @@ class Finalist:
 def finalists(
     request: Request, pricer: LayerPricer, found: Found, wanted: int = 3, given: Sequence[Found] = ()
 ) -> tuple[Finalist, ...]:
-    """What the search found, first, and good plans that differ materially from it, not proven ones.
+    """What the search found, first, and good plans that differ materially from it and one another, not proven ones.
 
     They are the best plans of other pipeline degrees and schedules that the search has met, then well-known plans
-    without a pipeline, then neighbouring pipeline degrees, from quick searches. A shape of which no plan is met that
-    fits has its quickest plan, marked as not fitting.
+    without a pipeline, neighbouring pipeline degrees, and plans with other micro-batches or recomputation, from quick
+    searches of the same space. A shape of which no plan is met that fits has its quickest plan, marked as not fitting.
 
     Args:
         request: what was planned.
         pricer: of the profile.
         found: what the search ended with.
-        wanted: about so many others are looked for; 0: none.
+        wanted: so many others are looked for; 0: none.
         given: plans that the user has.
     """
     first = _finalist(request, pricer, _name(found.problem.shape), found)
@@ -70,14 +72,33 @@ def finalists(
         return tuple(options)
     others = [other for other in found.others if other.partition is not found.partition]
     for other in sorted(others, key=lambda other: other.partition.time)[:wanted]:
-        options.append(_finalist(request, pricer, _name(other.problem.shape), other))
-    for name, fixed in _others(request, found.problem.shape.stages):
+        _add(options, _finalist(request, pricer, _name(other.problem.shape), other))
+    for name, fixed in _others(request, found.problem.shape):
         if len({option.name for option in options} - {"given"}) > wanted:
             break
         if name not in {option.name for option in options}:
-            more = _best_of(replace(request, fixed=fixed), pricer, name)
-            options += [] if more is None else [more]
+            _add(options, _best_of(replace(request, fixed=fixed), pricer, name))
     return tuple(options)
+
+
+def _add(options: list[Finalist], more: Finalist | None) -> None:
+    """Add a plan that differs materially from the others."""
+    if more is not None and all(traits(more.plan) != traits(option.plan) for option in options):
+        options.append(more)
+
+
+def traits(plan: Plan) -> tuple[object, ...]:
+    """In what plans differ materially: pipeline, schedule, micro-batches, the degrees that most layers have, and how
+    many of the layers recompute: none, some, most, all."""
+    runs = [run for stage in plan.stages for run in stage.runs]
+    layers = sum(run.count for run in runs)
+    used = Counter[str]()
+    for run in runs:
+        used[str(replace(run.strategy, recompute=Recompute.NONE))] += run.count
+    most = min(used, key=lambda name: (-used[name], name))
+    recomputing = sum(run.count for run in runs if run.strategy.recompute is not Recompute.NONE)
+    share = 0 if not recomputing else 3 if recomputing == layers else 1 + (2 * recomputing > layers)
+    return len(plan.stages), plan.schedule, plan.virtual_stages, plan.microbatches, most, share
 
 
 def quickest(options: Sequence[Finalist]) -> Finalist:
@@ -97,17 +118,36 @@ def alternatives_to(options: Sequence[Finalist], chosen: Finalist, wanted: int) 
     return tuple(told.values())[1 : 1 + max(wanted, 0)]
 
 
-def _others(request: Request, stages: int) -> Iterator[tuple[str, Fixed]]:
-    """Named shapes without a pipeline, then the pipeline degrees next to so many stages."""
+def _others(request: Request, shape: Shape) -> Iterator[tuple[str, Fixed]]:
+    """Named plans without a pipeline, then the pipeline degrees next to the shape's, then the shape's own degree with
+    other micro-batches, and with recomputation nowhere and everywhere; all within the declared space."""
     if request.fixed != Fixed():
         return
     if request.devices > 1:
         for name, fields in SHAPES:
-            yield name, Fixed(pipeline=1, strategy=tuple(fields.items()))
+            fixed = Fixed(pipeline=1, strategy=tuple(fields.items()))
+            if _declared(request, fixed, request.devices):
+                yield name, fixed
     degrees = request.pipelines
-    here = degrees.index(stages)
+    here = degrees.index(shape.stages)
     for degree in degrees[max(here - 1, 0) : here] + degrees[here + 1 : here + 2]:
         yield "no pipeline" if degree == 1 else f"pipeline {degree}", Fixed(pipeline=degree)
+    counts = microbatch_counts(request.global_batch, request.fixed)
+    place = counts.index(shape.microbatches)
+    for count in counts[place + 1 : place + 2] + counts[max(place - 1, 0) : place]:
+        parts = f"{count} micro-batch{'es' * (count > 1)}"
+        yield f"{_name(shape)}, {parts}", Fixed(pipeline=shape.stages, microbatches=count)
+    for name, value in (("no recomputation", Recompute.NONE), ("full recomputation", Recompute.FULL)):
+        fixed = Fixed(pipeline=shape.stages, strategy=(("recompute", value),))
+        if _declared(request, fixed, request.devices // shape.stages):
+            yield f"{_name(shape)}, {name}", fixed
+
+
+def _declared(request: Request, fixed: Fixed, devices: int) -> bool:
+    """Whether the space's own rules leave every layer a strategy; pins by name may go beyond them."""
+    return all(
+        request.space.offers(kind, devices, fixed) for kind in sorted({one.kind for one in request.graph.layers})
+    )
 
 
 def _name(shape: Shape) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.search.shapes import Request, shapes_of
@@ -69,3 +70,15 @@ def _work(strategy: Strategy) -> str:
     return str(Strategy(tensor=strategy.tensor, sequence_parallel=strategy.sequence_parallel,
                         recompute=strategy.recompute, filters=strategy.filters,
                         channels=strategy.channels))  # fmt: skip
+
+
+def skipping(graph: ModelGraph) -> tuple[str, ...]:
+    """What the space leaves out where tensors of the model skip layers; empty where none does."""
+    places = {layer.name: place for place, layer in enumerate(graph.layers)}
+    far = [own for own in graph.tensors if max(places[name] for name in own.readers) > places[own.producer] + 1]
+    if not far:
+        return ()
+    return (
+        f"Tensors that skip layers ({len(far)}, the first made by {far[0].producer}) go from stage to stage up to the "
+        "one that reads them; sends past the stages between are not searched.",
+    )

@@ -26,7 +26,7 @@ from galvatron_lite.plans.schema import Plan, Proof, Provenance, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, quickest
 from galvatron_lite.search.best_first import MOST_WORK, Found, Progress, search
-from galvatron_lite.search.checks import check_batch, unprofiled
+from galvatron_lite.search.checks import check_batch, skipping, unprofiled
 from galvatron_lite.search.given import given_plans
 from galvatron_lite.search.pins import check_pins, schedules_for
 from galvatron_lite.search.relief import relief
@@ -100,7 +100,7 @@ def find_plan(
     return replace(
         chosen.plan,
         alternatives=alternatives_to(options, chosen, runners_up),
-        left_out=(*runner.missing, *reasons(profile.graph), *unprofiled(request, pricer)),
+        left_out=(*runner.missing, *reasons(profile.graph), *skipping(profile.graph), *unprofiled(request, pricer)),
         provenance=replace(provenance(profile, budget, _gap(options[0], chosen)), certificate=certificate),
     )
 

@@ -52,6 +52,7 @@ def summary(plan: Plan) -> str:
         layers[str(run.strategy)] = layers.get(str(run.strategy), 0) + run.count
     used = sorted(layers.items(), key=lambda item: (-item[1], item[0]))
     told = [name if len(used) == 1 else f"{name} ({count})" for name, count in used[:_TOLD]]
-    pipeline = [f"pipeline {len(plan.stages)}"] if len(plan.stages) > 1 else []
+    groups, virtual = len(plan.stages) // plan.virtual_stages, plan.virtual_stages
+    pipeline = [f"pipeline {groups}{f' of {virtual} stages each' * (virtual > 1)}"] if len(plan.stages) > 1 else []
     parts = f"{plan.microbatches} micro-batch{'es' * (plan.microbatches > 1)}"
     return ", ".join([*pipeline, *told, *["…"] * (len(used) > _TOLD), parts])

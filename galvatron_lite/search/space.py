@@ -131,6 +131,10 @@ class Space:
             self._known[key] = self._sensible(kind, devices, fixed) or self._legal(kind, devices, fixed)
         return self._known[key]
 
+    def offers(self, kind: str, devices: int, fixed: Fixed) -> bool:
+        """Whether the rules leave a kind of layer a strategy with these pins."""
+        return bool(self._sensible(kind, devices, fixed))
+
     def _sensible(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
         wanted = self._narrowed(fixed)
         every = strategies_for(self.graph.kinds[kind], devices, self.node_devices, tokens=self.tokens, narrowed=wanted)

@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 
 from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.model.graph import Recompute
 from galvatron_lite.plans.schema import Proof, Schedule
 from galvatron_lite.search import planner
-from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, quickest
+from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, quickest, traits
 from galvatron_lite.search.best_first import search
+from galvatron_lite.search.lean import leanest
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, Space
 from tests.factories import random_profile
@@ -43,6 +45,42 @@ def test_the_search_s_own_plan_comes_first_and_every_shape_once() -> None:
     assert len(options) > 3
     assert len({option.name for option in options}) == len(options)
     assert options[0].found.partition.time == min(option.found.partition.time for option in options)
+
+
+def test_runners_up_differ_materially() -> None:
+    options = some_finalists()
+    assert len({traits(option.plan) for option in options}) == len(options)
+    plan = options[0].plan
+    stage, run = plan.stages[0], plan.stages[0].runs[0]
+    full = replace(run, strategy=replace(run.strategy, recompute=Recompute.FULL))
+    assert traits(plan) == traits(replace(plan, model="another"))
+    assert traits(plan) != traits(replace(plan, microbatches=plan.microbatches * 2))
+    assert traits(replace(plan, stages=(replace(stage, runs=(run,)),))) != traits(
+        replace(plan, stages=(replace(stage, runs=(full,)),))
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_runners_up_are_of_the_declared_space(seed: int) -> None:
+    """So that none fits where the smallest budget that is named does not."""
+    profile = random_profile(random.Random(seed), devices=4, blocks=3)
+    narrow = replace(profile.cluster.levels[0], size=2)
+    profile = replace(profile, cluster=replace(profile.cluster, levels=(narrow, narrow)))
+    space = Space(profile.graph, 2)
+    request = Request(profile.graph, 4, 8, 10**9, Fixed(), (Schedule.ONE_F_ONE_B,), space)
+    pricer = LayerPricer(profile)
+    found = search(request, pricer)
+    assert found is not None
+    least = leanest(request, pricer)
+    assert least is not None
+    for option in finalists(request, pricer, found, 8):
+        devices = 4 // len(option.plan.stages)
+        runs = [run for stage in option.plan.stages for run in stage.runs]
+        kinds = {layer.name: layer.kind for layer in profile.graph.layers}
+        assert all(run.strategy in space.strategies(kinds[run.first], devices, Fixed()) for run in runs)
+        assert option.plan.prediction is not None
+        assert option.plan.prediction.peak_memory >= least.peak
+        assert all(run.strategy.zero > 1 or run.strategy.zero_stage == 0 for run in runs)
 
 
 def test_the_quickest_that_fits_is_chosen() -> None:

@@ -17,6 +17,7 @@ from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.best_first import finished, search
 from galvatron_lite.search.ilp import certify
+from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed
 from tests.factories import random_points, random_profile
@@ -122,3 +123,12 @@ def test_equals_every_plan_priced(seed: int, schedule: Schedule) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_the_integer_programme_agrees(seed: int) -> None:
     check(seed, Schedule.ONE_F_ONE_B, certified=True)
+
+
+def test_the_plan_says_that_tensors_travel_from_stage_to_stage() -> None:
+    profile = skipping(random.Random(1))
+    plan = find_plan(profile, devices=1, global_batch=2, budget=10**9, runners_up=0)
+    assert any("skip layers" in said for said in plan.left_out)
+    chain = replace(profile, graph=replace(profile.graph, tensors=()))
+    plan = find_plan(chain, devices=1, global_batch=2, budget=10**9, runners_up=0)
+    assert not any("skip layers" in said for said in plan.left_out)
