@@ -206,7 +206,7 @@ class Problem:
         tables = [self.layer_table(stage, place, inside) for place in inside]
         if not all(len(table) for table in tables):
             return None
-        known: dict[tuple[int, int, int], ChainLayer] = {}
+        known: dict[tuple[int, int, int | None], ChainLayer] = {}
         layers, sizes = [], self._passed_on(stage, inside)
         for place, before, table in zip(inside, [tables[0], *tables], tables, strict=False):
             # The first layer's moves mean nothing: as the next one's they make it equal to it.
@@ -221,13 +221,13 @@ class Problem:
         room = self.room(stage, inside)
         return Chain(tuple(layers), np.array(moves), np.array(weights), room), tables
 
-    def _passed_on(self, stage: int, inside: range) -> Sequence[int]:
-        """Bytes a sample that go to each layer of a stage from the one before it, by place; 0: nothing does."""
+    def _passed_on(self, stage: int, inside: range) -> Sequence[int | None]:
+        """Bytes a sample that go to each layer of a stage from the one before it, by place; None: nothing does."""
         store = self.tables[stage].store
         if not self.graph.tensors:
             return store.crossing
         sizes = {inside.start + b: size for a, b, size in store.exchanges(inside) if b == a + 1}
-        return [sizes.get(place, 0) for place in range(inside.stop + 1)]
+        return [sizes.get(place) for place in range(inside.stop + 1)]
 
     def _net(self, stage: int, inside: range, chain: Chain, tables: Sequence[Table]) -> Net:
         """The chain of a stage with the tensors that skip layers in it."""

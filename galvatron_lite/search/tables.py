@@ -313,10 +313,10 @@ class Tables:
             self._known[key] = whole.undominated(self.form)
         return self._known[key]
 
-    def moves(self, left: Table, right: Table, size: int) -> IntArray:
+    def moves(self, left: Table, right: Table, size: int | None) -> IntArray:
         """Picoseconds of redistribution in one pass between the layouts present in one table and in the next, of what
-        goes between their layers (bytes a sample; 0: nothing moves)."""
-        if size == 0:
+        goes between their layers (bytes a sample; None: nothing does)."""
+        if size is None:
             return np.zeros((len(left.present), len(right.present)), dtype=np.int64)
         key = (id(left.options), id(right.options), size)
         if key not in self._moves:

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.stage import Shape
 from galvatron_lite.model.graph import Passed
 from galvatron_lite.model.shapes.assemble import with_skips
 from galvatron_lite.parallelism.base import Strategy
@@ -23,6 +24,7 @@ from galvatron_lite.search.space import Fixed
 from tests.factories import random_points, random_profile
 from tests.search.brute import bound_of
 from tests.search.instances import Few
+from tests.search.test_uniform import every_uniform
 from tests.search.test_unlike import every_plan, request_of
 
 QUIET = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "derandomize": True}
@@ -118,6 +120,29 @@ def check(seed: int, schedule: Schedule, certified: bool = False) -> None:
 @given(st.integers(0, 10**9), st.sampled_from([Schedule.ONE_F_ONE_B, Schedule.GPIPE]))
 def test_equals_every_plan_priced(seed: int, schedule: Schedule) -> None:
     check(seed, schedule)
+
+
+@pytest.mark.parametrize("schedule", [Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE_V])
+@pytest.mark.parametrize("seed", range(4))
+def test_uniform_plans_equal_every_one_priced(seed: int, schedule: Schedule) -> None:
+    draw = random.Random(seed)
+    plain = random_profile(draw, devices=4, blocks=draw.randint(4, 6), alike=True)
+    names = [layer.name for layer in plain.graph.layers]
+    skips = [Passed(names[0], (names[2], names[-1]), 30_000), Passed(names[1], (names[-1],), draw.randint(100, 9000))]
+    kinds = {name: replace(kind, tensor_degrees=4) for name, kind in plain.graph.kinds.items()}
+    points = tuple(point for kind in kinds.values() for point in random_points(kind, draw))
+    profile = replace(plain, graph=with_skips(replace(plain.graph, kinds=kinds), skips), layers=points)
+    space = Apart(profile.graph, 4, seed=seed, most=3)
+    asked = Request(profile.graph, 4, 4, 10**9, Fixed(pipeline=2, virtual=2), (schedule,), space)
+    shapes = [Shape(4, 2, count, 4 // count, schedule, 2) for count in (2, 4)]
+    plans = [plan for shape in shapes for plan in every_uniform(asked, profile, shape)]
+    for budget in {peak for _, peak in plans} if len(plans) < 4 else {*draw.sample([peak for _, peak in plans], 3)}:
+        found = search(replace(asked, budget=budget), LayerPricer(profile))
+        assert found is not None
+        best = min(seconds for seconds, peak in plans if peak <= budget)
+        assert bound_of(profile, finished(asked, LayerPricer(profile), found)) == pytest.approx(best, rel=1e-9)
+        certify(found.problem, found.partition)
+    assert plans
 
 
 @pytest.mark.parametrize("seed", range(6))
