@@ -18,6 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from galvatron_lite.arrays import IntArray
 from galvatron_lite.cost.schedule import Form
 from galvatron_lite.search.pareto import pareto_rows
 from galvatron_lite.search.problem import Problem, StagePlan
@@ -57,6 +58,21 @@ def step_time(stages: tuple[StagePlan, ...], form: Form) -> int:
 
 def _weighted(weights: Sequence[float], values: Sequence[int]) -> int:
     return sum(int(weight) * value for weight, value in zip(weights, values, strict=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Joined:
+    """Labels each with each of the ways to run the stage after them; ``figures``: (labels x options, columns)."""
+
+    labels: list[_Label]
+    options: list[StagePlan]
+    figures: IntArray
+
+    def label(self, row: int, stop: int) -> _Label:
+        """One of them; its stage ends before layer ``stop``."""
+        before, option = self.labels[row // len(self.options)], self.options[row % len(self.options)]
+        figures = tuple(int(figure) for figure in self.figures[row])
+        return _Label(figures, (*before.cuts, stop), (*before.stages, option))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +126,7 @@ def _search(problem: Problem, bounds: Relaxed, limit: int | None) -> Answer:
     parts = len(problem.weights) - 1
     front: dict[int, list[_Label]] = {0: [_Label((0,) * (parts + 2), (0,), ())]}
     for stage in range(stages):
-        reached: dict[int, list[_Label]] = {}
+        reached: dict[int, list[_Joined]] = {}
         for start, labels in sorted(front.items()):
             for stop in _stops(start, layers, stages - stage - 1):
                 through = bounds.through(stage, start, stop)
@@ -120,11 +136,10 @@ def _search(problem: Problem, bounds: Relaxed, limit: int | None) -> Answer:
                     options, dropped = problem.plans(stage, range(start, stop), cap)
                     # A plan with an option left out takes that option's time alone and what other layers need.
                     least = min(least, max(through, dropped + others))
-                    reached.setdefault(stop, []).extend(_joined(labels, options, stop, form))
+                    if options:
+                        reached.setdefault(stop, []).append(_joined(labels, options, form))
         front = {
-            stop: _best(labels, form, top - bounds.least_after(stage, stop))
-            for stop, labels in reached.items()
-            if labels
+            stop: _best(joined, stop, form, top - bounds.least_after(stage, stop)) for stop, joined in reached.items()
         }
     ends = [Partition(step_time(label.stages, form), label.cuts, label.stages) for label in front.get(layers, [])]
     best = min(ends, key=lambda plan: (plan.time, plan.cuts), default=None)
@@ -136,24 +151,26 @@ def _stops(start: int, layers: int, later: int) -> range:
     return range(start + 1, layers - later + 1) if later else range(layers, layers + 1)
 
 
-def _joined(labels: list[_Label], options: list[StagePlan], stop: int, form: Form) -> list[_Label]:
-    joined = []
-    for label in labels:
-        total, *slowest, step = label.figures
-        for option in options:
-            parts = tuple(max(pair) for pair in zip(slowest, option.bottleneck, strict=True))
-            figures = (total + _weighted(form.ramp, option.bottleneck), *parts, max(step, option.step))
-            joined.append(_Label(figures, (*label.cuts, stop), (*label.stages, option)))
-    return joined
+def _joined(labels: list[_Label], options: list[StagePlan], form: Form) -> _Joined:
+    """Every label with every option, option by option within a label."""
+    before = np.array([label.figures for label in labels], dtype=np.int64)
+    parts = np.array([option.bottleneck for option in options], dtype=np.int64).reshape(len(options), -1)
+    steps = np.array([option.step for option in options], dtype=np.int64)
+    ramp = np.array([_weighted(form.ramp, option.bottleneck) for option in options], dtype=np.int64)
+    columns = [
+        before[:, :1] + ramp,
+        *(np.maximum(before[:, 1 + part, None], parts[:, part]) for part in range(parts.shape[1])),
+        np.maximum(before[:, -1:], steps),
+    ]
+    return _Joined(labels, options, np.stack(columns, axis=-1).reshape(len(labels) * len(options), -1))
 
 
-def _best(labels: list[_Label], form: Form, limit: float) -> list[_Label]:
-    """Labels that are not beaten and so far take less than the limit."""
-    figures = np.array([label.figures for label in labels], dtype=np.int64).reshape(len(labels), -1)
-    kept = [labels[row] for row in pareto_rows(figures)]
-    return [label for label in kept if _time_so_far(label, form) < limit]
-
-
-def _time_so_far(label: _Label, form: Form) -> int:
-    total, *slowest, step = label.figures
-    return total + _weighted(form.rounds, slowest) + step
+def _best(joined: list[_Joined], stop: int, form: Form, limit: float) -> list[_Label]:
+    """Labels that so far take less than the limit and are not beaten; a label is beaten by none that takes longer."""
+    figures = np.concatenate([one.figures for one in joined])
+    rounds = np.array([int(weight) for weight in form.rounds], dtype=np.int64)
+    rows = np.flatnonzero(figures[:, 0] + figures[:, 1:-1] @ rounds + figures[:, -1] < limit)
+    kept = rows[pareto_rows(figures[rows])] if len(rows) else rows
+    starts = np.cumsum([0, *(len(one.figures) for one in joined)])
+    places = np.searchsorted(starts, kept, side="right") - 1
+    return [joined[place].label(row - starts[place], stop) for place, row in zip(places, kept, strict=True)]
