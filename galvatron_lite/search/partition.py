@@ -138,12 +138,13 @@ def _search(problem: Problem, bounds: Relaxed, limit: int | None) -> Answer:
                     least = min(least, max(through, dropped + others))
                     if options:
                         reached.setdefault(stop, []).append(_joined(labels, options, form))
-        front = {
+        best = {
             stop: _best(joined, stop, form, top - bounds.least_after(stage, stop)) for stop, joined in reached.items()
         }
+        front = {stop: labels for stop, labels in best.items() if labels}
     ends = [Partition(step_time(label.stages, form), label.cuts, label.stages) for label in front.get(layers, [])]
-    best = min(ends, key=lambda plan: (plan.time, plan.cuts), default=None)
-    return Answer(best, least if best is None else min(least, best.time))
+    found = min(ends, key=lambda plan: (plan.time, plan.cuts), default=None)
+    return Answer(found, least if found is None else min(least, found.time))
 
 
 def _stops(start: int, layers: int, later: int) -> range:
