@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,32 +45,33 @@ def ratio(ours: float | None, theirs: float | None) -> float | None:
 
 def row(case: Comparison) -> dict[str, Any]:
     """One case as plain data."""
-    search, theirs, ours, exact, both = case.search, case.theirs, case.ours, case.by_theirs, case.both
+    search, theirs, chosen = case.search, case.theirs, case.chosen
     return {
         "case": search.name,
         "status": search.status,
+        "budget_mb": search.usable,
         "their_seconds": search.seconds or None,
         "their_cpu_seconds": search.search_cpu_seconds,
         "shipped_core": search.shipped_core,
-        "their_plan_by_our_model": theirs and theirs.seconds,
-        "our_cpu_seconds": ours and ours.cpu,
-        "ours": figures(ours, theirs),
-        "ours_fits_by_theirs": bool(ours and ours.their_memory is not None and ours.their_memory <= search.usable),
-        "best_by_their_formulas": figures(exact, theirs),
-        "its_cpu_seconds": exact and exact.cpu,
-        "best_in_both": figures(both, theirs),
-        "budget_mb": search.usable,
-        "room_mb": case.room,
-        "their_plan_mb_by_our_model": theirs and theirs.memory,
+        "their_plan_by_our_model": theirs and {"seconds": theirs.seconds, "mb": theirs.memory},
+        "chosen": figures(chosen, theirs),
+        "how": chosen and chosen.how.value,
+        "chosen_mb": chosen and {"by_our_model": chosen.memory, "by_theirs": chosen.their_memory},
+        "our_cpu_seconds": chosen and chosen.cpu,
+        "whole_space": figures(case.ours, theirs),
+        "whole_space_cpu_seconds": case.ours and case.ours.cpu,
+        "best_by_their_formulas": figures(case.by_theirs, theirs),
+        "its_cpu_seconds": case.by_theirs and case.by_theirs.cpu,
     }
 
 
-def rows_of(searches: Sequence[RecordedSearch], folder: Path) -> Iterator[dict[str, Any]]:
+def rows_of(searches: Sequence[RecordedSearch], folder: Path, told: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     """One row a search; searches that differ in their recorded CPU time alone are compared once."""
     known: dict[str, Comparison] = {}
-    for search in searches:
+    for number, search in enumerate(searches, 1):
         key = str(replace(search, search_cpu_seconds=None, shipped_core=False))
         if key not in known:
+            told(f"{number} of {len(searches)}: {search.name}")
             known[key] = compare(search, folder)
         yield row(replace(known[key], search=search))
 
@@ -87,16 +89,16 @@ def figures(plan: Priced | None, theirs: Priced | None) -> dict[str, float | Non
 def show(rows: Sequence[dict[str, Any]]) -> Table:
     """The table of all cases that found a plan."""
     table = Table(
-        "case", "their step", "ours/theirs, our model", "their formulas", "in both: our model", "theirs",
-        "exact by their formulas", "their CPU s", "our CPU s", box=None, pad_edge=False,
+        "case", "their step", "ours/theirs: our model", "their formulas", "how it was found", "whole space: our model",
+        "their CPU s", "our CPU s", "times", box=None, pad_edge=False,
     )  # fmt: skip
     for one in rows:
         if one["status"] == "ok":
-            ours, both, exact = one["ours"], one["best_in_both"], one["best_by_their_formulas"]
+            chosen, cpu = one["chosen"], (one["their_cpu_seconds"], one["our_cpu_seconds"])
             table.add_row(
-                one["case"], f"{one['their_seconds']:.3f}", said(ours["by_our_model"]), said(ours["by_theirs"]),
-                said(both["by_our_model"]), said(both["by_theirs"]), said(exact["by_theirs"]),
-                f"{one['their_cpu_seconds']:.1f}" + "*" * one["shipped_core"], f"{one['our_cpu_seconds'] or 0:.2f}",
+                one["case"], f"{one['their_seconds']:.3f}", said(chosen["by_our_model"]), said(chosen["by_theirs"]),
+                one["how"], said(one["whole_space"]["by_our_model"]), f"{cpu[0]:.1f}" + "*" * one["shipped_core"],
+                f"{cpu[1]:.2f}", f"{cpu[0] / cpu[1]:.0f}",
             )  # fmt: skip
     return table
 
@@ -109,15 +111,26 @@ def said(value: float | None) -> str:
 def summary(rows: Sequence[dict[str, Any]], errors: Sequence[tuple[float, int]]) -> Iterator[str]:
     """What the table comes to."""
     found = [one for one in rows if one["status"] == "ok"]
-    yield (
-        f"{len(found)} plans; its formulas as we have them give the recorded step time to "
-        f"{max(error for error, _ in errors):.0e} and its memory to {max(gap for _, gap in errors)} MB."
-    )
+    if found:
+        yield (
+            f"{len(found)} plans; its formulas as we have them give the recorded step time to "
+            f"{max(error for error, _ in errors):.0e} and its memory to {max(gap for _, gap in errors)} MB."
+        )
+        yield from counts(found)
+    yield from speeds(rows, "our_cpu_seconds", "ours (all that was tried for the plan)")
+    yield from speeds(rows, "whole_space_cpu_seconds", "our search of the whole space")
+    yield from speeds(rows, "its_cpu_seconds", "the exact search by their formulas")
+    none = [one for one in rows if one["status"] == "infeasible"]
+    agreed = sum(one["its_cpu_seconds"] is None for one in none)
+    yield f"{len(none)} searches found nothing; the exact search by their formulas agrees in {agreed}."
+
+
+def counts(found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """How often our plans are no slower and fit."""
     for text, key, model in (
-        ("Ours, by our model", "ours", "by_our_model"),
-        ("Ours, by their formulas (where they can say it)", "ours", "by_theirs"),
-        ("Best in both, by our model", "best_in_both", "by_our_model"),
-        ("Best in both, by their formulas", "best_in_both", "by_theirs"),
+        ("The plan, by our model", "chosen", "by_our_model"),
+        ("The plan, by their formulas", "chosen", "by_theirs"),
+        ("Best of the whole space, by our model", "whole_space", "by_our_model"),
         ("Exact search of their space by their formulas", "best_by_their_formulas", "by_theirs"),
     ):
         ratios = [one[key][model] for one in found if one[key][model] is not None]
@@ -127,11 +140,12 @@ def summary(rows: Sequence[dict[str, Any]], errors: Sequence[tuple[float, int]])
             f"{text}: never slower in {never} of {len(ratios)}, quicker in {quicker}, worst {max(ratios):.4f}, "
             f"best {min(ratios):.4f}."
         )
-    yield from speeds(rows, "our_cpu_seconds", "find_plan")
-    yield from speeds(rows, "its_cpu_seconds", "the exact search by their formulas")
-    none = [one for one in rows if one["status"] == "infeasible"]
-    agreed = sum(one["its_cpu_seconds"] is None for one in none)
-    yield f"{len(none)} searches found nothing; the exact search by their formulas agrees in {agreed}."
+    fits = [max(one["chosen_mb"].values()) <= one["budget_mb"] for one in found]
+    ways = Counter(one["how"] for one in found)
+    yield (
+        f"The plan fits the budget by both memory models in {sum(fits)} of {len(found)}; found by "
+        f"{', '.join(f'{way} ({number})' for way, number in ways.most_common())}."
+    )
 
 
 def speeds(rows: Sequence[dict[str, Any]], key: str, name: str) -> Iterator[str]:
@@ -159,7 +173,8 @@ def main() -> None:
         for search in read_searches(chosen.folder / "searches.jsonl")
         if not search.modified and search.status != "error" and chosen.only in search.name
     ]
-    rows = list(rows_of(searches, chosen.folder))
+    progress = Console(stderr=True, highlight=False)
+    rows = list(rows_of(searches, chosen.folder, progress.print))
     errors = [reproduced(search, chosen.folder) for search in searches if search.status == "ok"]
     lines = list(summary(rows, errors))
     if chosen.json:

@@ -112,6 +112,8 @@ class LayerCost(_Seconds):
         reducing: bytes of the buffer that is reduced; it lives on during the next layer's backward.
         working, forward_working: bytes, see ``LayerPoint``.
         updating: temporary bytes of the optimizer for this layer's items.
+        accumulated: bytes by which gradients are larger where a step has several micro-batches and they stay whole
+            until the last one.
         returning: bytes kept in host memory: on the device while the layer itself computes (part of ``working`` and
             ``forward_working``) and beside the layer after it, on their way in either pass.
     """
@@ -139,6 +141,7 @@ class LayerCost(_Seconds):
     forward_working: int
     updating: int
     passing_gradients: int = 0
+    accumulated: int = 0
     returning: int = 0
 
 
@@ -174,6 +177,7 @@ class LayerCosts(_Seconds):
     forward_working: IntArray
     updating: IntArray
     passing_gradients: IntArray
+    accumulated: IntArray
     returning: IntArray
 
 
@@ -385,6 +389,8 @@ class LayerPricer:
             reduce_item_bytes=ITEM_BYTES[self.profile.reduce_precision],
             microbatches=1,
             host=self._host,
+            accumulates=self.profile.accumulates,
+            shard_share=self.profile.shard_share,
         )
         items = float(kind.parameters.total)
         whole = LayerWork(1.0 * microbatch, 1, False, Recompute.NONE, items, items, items, items)
@@ -429,8 +435,9 @@ class LayerPricer:
         gather, summed = ITEM_BYTES[profile.gather_precision], ITEM_BYTES[profile.reduce_precision]
         bucket = where(strategy.token_degree > 1, profile.bucket_bytes, 0)
         gradients = up(work.gradient_items * (summed + bucket))
-        whole = up(work.reduce_items * gather)
-        at_use = work.gathered_items + work.transient_items
+        reduced = where(profile.unbuffered, 0.0, work.reduce_items)
+        transient = where(profile.unbuffered, 0.0, work.transient_items)
+        whole, at_use = up(reduced * gather), work.gathered_items + transient
         lasting = at_use * gather + whole if grouped else work.gathered_items * gather
         own = work.state_items - work.host_items
         return {
@@ -441,13 +448,14 @@ class LayerPricer:
             "kept": where(work.host_kept > 0, 0, figures.kept),
             "returning": where(work.host_kept > 0, figures.kept, 0),
             "gathered": up(lasting),
-            "gather": 0 if grouped else up(work.transient_items * gather),
+            "gather": 0 if grouped else up(transient * gather),
             "gathering": up(at_use * gather),
             "whole_gradients": 0 if grouped else whole,
-            "reducing": up(work.reduce_items * summed),
+            "reducing": up(reduced * summed),
             "working": largest(figures.working, figures.kept),
             "forward_working": figures.forward_working,
             "passing_gradients": up(work.gradient_items * profile.passing_bytes),
+            "accumulated": largest(up(work.reduce_items * summed) - gradients, 0) if profile.accumulates else 0,
             "updating": up(own * optimizer.working_bytes * optimizer.working_share),
         }
 

@@ -56,6 +56,16 @@ class MemoryTerms:
     updated: Whole
 
 
+def resting(cost: LayerCost | LayerCosts, microbatches: int) -> Whole:
+    """Bytes of parameters, gradients and optimizer states of a layer; gradients that form in backward are counted."""
+    return cost.parameters + cost.states + gradients_of(cost, microbatches)
+
+
+def gradients_of(cost: LayerCost | LayerCosts, microbatches: int) -> Whole:
+    """Bytes of gradients at rest once they have formed; with several micro-batches those that stay whole are whole."""
+    return cost.gradients + cost.formed_gradients + (cost.accumulated if microbatches > 1 else 0)
+
+
 def terms(cost: LayerCost | LayerCosts, in_flight: int, microbatches: int) -> MemoryTerms:
     """The memory figures of a layer with so many micro-batches in flight; arrays where the costs are.
 
@@ -63,11 +73,11 @@ def terms(cost: LayerCost | LayerCosts, in_flight: int, microbatches: int) -> Me
     later layers, so they leave the prefix; with more they are counted as there throughout. Those that last for one
     backward pass never exist in the backward of later layers, nor when the optimizer runs.
     """
-    passing = cost.passing_gradients
-    rest = cost.parameters + cost.gradients + cost.formed_gradients + cost.states
+    passing, rest = cost.passing_gradients, resting(cost, microbatches)
     own = cost.gathered + cost.gather
-    middle = own + cost.working + cost.whole_gradients
-    end = largest(cost.gathered - cost.gathering, 0) + cost.whole_gradients + cost.reducing
+    whole = cost.whole_gradients if microbatches == 1 else largest(cost.whole_gradients - cost.accumulated, 0)
+    middle = own + cost.working + whole
+    end = largest(cost.gathered - cost.gathering, 0) + whole + cost.reducing
     forward = own + cost.gathering + cost.forward_working
     prefix = cost.kept + cost.gathered
     return MemoryTerms(
@@ -126,7 +136,7 @@ def stage_memory(
     states = sum(cost.states for cost in costs)
     parameters = sum(cost.parameters for cost in costs)
     if peak.layer < 0:
-        return _updating(costs, buffers, context)
+        return _updating(costs, microbatches, buffers, context)
     gradients = _gradients_at(costs, peak.layer, microbatches)
     parameters += sum(cost.gathered for cost in costs[: peak.layer + 1]) + costs[peak.layer].gather
     activations = (in_flight - 1) * sum(cost.kept for cost in costs) + sum(c.kept for c in costs[: peak.layer + 1])
@@ -137,11 +147,11 @@ def stage_memory(
     return MemoryBreakdown(parameters, gradients, states, activations, rest - collective, collective + buffers, context)
 
 
-def _updating(costs: Sequence[LayerCost], buffers: int, context: int) -> MemoryBreakdown:
+def _updating(costs: Sequence[LayerCost], microbatches: int, buffers: int, context: int) -> MemoryBreakdown:
     """Bytes at the optimizer's moment."""
     return MemoryBreakdown(
         sum(cost.parameters for cost in costs),
-        sum(cost.gradients + cost.formed_gradients for cost in costs),
+        sum(gradients_of(cost, microbatches) for cost in costs),
         sum(cost.states for cost in costs),
         temporary=sum(cost.updating for cost in costs),
         communication=buffers,
@@ -167,8 +177,8 @@ def group_memory(
     """
     if len(chunks) == 1:
         return stage_memory(chunks[0], held[0][0], microbatches, buffers, context)
-    moments = [_updating([cost for chunk in chunks for cost in chunk], buffers, context)]
-    rests = [_resting(chunk) for chunk in chunks]
+    moments = [_updating([cost for chunk in chunks for cost in chunk], microbatches, buffers, context)]
+    rests = [_resting(chunk, microbatches) for chunk in chunks]
     for own, counts in enumerate(held):
         memory = stage_memory(chunks[own], max(counts[own], 1), microbatches, buffers, context, optimizer=False)
         others = [(rest, count) for place, (rest, count) in enumerate(zip(rests, counts, strict=True)) if place != own]
@@ -187,11 +197,11 @@ class _Resting:
     kept: int
 
 
-def _resting(chunk: Sequence[LayerCost]) -> _Resting:
+def _resting(chunk: Sequence[LayerCost], microbatches: int) -> _Resting:
     return _Resting(
         sum(cost.parameters for cost in chunk),
         sum(cost.gathered for cost in chunk),
-        sum(cost.gradients + cost.formed_gradients for cost in chunk),
+        sum(gradients_of(cost, microbatches) for cost in chunk),
         sum(cost.states for cost in chunk),
         sum(cost.kept for cost in chunk),
     )
@@ -225,6 +235,11 @@ def reserved(memory: MemoryBreakdown, capacity: int) -> int:
 
 def _gradients_at(costs: Sequence[LayerCost], layer: int, microbatches: int) -> int:
     """Bytes of gradients at rest in the backward of one layer."""
-    formed = costs[layer:] if microbatches == 1 else costs
-    passing = sum(cost.passing_gradients for cost in costs[layer:])
-    return sum(cost.gradients for cost in costs) + sum(cost.formed_gradients for cost in formed) + passing
+    if microbatches > 1:
+        return sum(int(gradients_of(cost, microbatches)) for cost in costs) + _passing(costs[layer:])
+    formed = sum(cost.formed_gradients for cost in costs[layer:])
+    return sum(cost.gradients for cost in costs) + formed + _passing(costs[layer:])
+
+
+def _passing(costs: Sequence[LayerCost]) -> int:
+    return sum(cost.passing_gradients for cost in costs)

@@ -29,7 +29,8 @@ def sharing_of(graph: ModelGraph, inside: Container[int]) -> dict[int, Sharing]:
 def _joined(known: Sharing, tie: Tie, place: dict[str, int], index: int, inside: Container[int]) -> Sharing:
     first, second = place[tie.first], place[tie.second]
     if first in inside and second in inside:
-        return Sharing(known.grouped or index == first, known.copied, known.exchanged)
+        owns = index == first and tie.parameters > 0
+        return Sharing(known.grouped or owns, known.copied, known.exchanged)
     copied = tie.parameters if index == second else 0
     return Sharing(known.grouped, known.copied + copied, known.exchanged + tie.parameters)
 

@@ -248,7 +248,7 @@ class Tie:
     Attributes:
         first: name of the layer that owns them.
         second: name of the layer that uses them too; its kind's ``parameters`` do not count them.
-        parameters: items shared.
+        parameters: items shared; 0: the two only have the same strategy.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

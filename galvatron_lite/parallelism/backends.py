@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from galvatron_lite.errors import InputError
@@ -20,16 +20,22 @@ class Backend:
         schedules: pipeline schedules it runs.
         values: what fields of ``Strategy`` may be; a field that is absent may have any value.
         missing: what it leaves out, a line each, told with every plan.
+        rule: what it asks of fields together; None: nothing.
     """
 
     name: str
     schedules: tuple[Schedule, ...]
     values: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
+    rule: Callable[[Strategy], bool] | None = None
 
     def runs(self, strategy: Strategy) -> bool:
         """Whether it trains with a strategy."""
-        return all(getattr(strategy, name) in values for name, values in self.values.items())
+        return all(getattr(strategy, name) in values for name, values in self.values.items()) and self.says(strategy)
+
+    def says(self, strategy: Strategy) -> bool:
+        """Whether the fields of a strategy, each of which it runs, go together."""
+        return self.rule is None or self.rule(strategy)
 
 
 GALVATRON = Backend(

@@ -262,6 +262,8 @@ class DimensionContext:
         reduce_item_bytes: bytes of one item where gradients are reduced.
         microbatches: micro-batches a step.
         host: fixed host seconds by the dimension's name (see ``HostOverhead``).
+        accumulates: see ``Profile``.
+        shard_share: share of a layer's states by which each shard is larger than an even one.
     """
 
     devices: Whole
@@ -271,6 +273,8 @@ class DimensionContext:
     reduce_item_bytes: int
     microbatches: int
     host: Mapping[str, float] = field(default_factory=dict)
+    accumulates: bool = False
+    shard_share: float = 0.0
 
 
 Chosen = Mapping[str, Any]

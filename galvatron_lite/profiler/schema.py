@@ -251,6 +251,12 @@ class Profile:
         parameter_precision: precision in which parameters are held at rest.
         bucket_bytes: bytes for one parameter item of gradient buffers beside the gradients, where replicas sum them.
         passing_bytes: bytes for one parameter item of gradients that last for one backward pass only.
+        accumulates: whether gradients under ZeRO stay whole from micro-batch to micro-batch, where there are several,
+            and are reduced behind the last one (FSDP's ``no_sync``), whatever the stage; else stages 2 and 3 reduce
+            them after each, and under stage 1 they are always whole.
+        shard_share: share of a layer's states by which each shard is larger than an even one (padding, flat buffers).
+        unbuffered: whether no memory is counted for what ZeRO gathers parameters and reduces gradients in, and for what
+            stages send and receive, because the figures of layers have it, or to compare with others that leave it out.
         versions: of the software it was made with.
         scattered_sends: whether pipeline stages send whole boundary tensors in parts, one from each device of a
             tensor group, and gather them on the other side.
@@ -279,6 +285,9 @@ class Profile:
     parameter_precision: str = "fp32"
     bucket_bytes: int = 0
     passing_bytes: int = 0
+    accumulates: bool = False
+    shard_share: float = 0.0
+    unbuffered: bool = False
     versions: tuple[tuple[str, str], ...] = ()
     scattered_sends: bool = False
     types: tuple[DeviceFigures, ...] = ()

@@ -66,6 +66,7 @@ def search(
     stoppable: bool = False,
     known: Found | None = None,
     effort: int = MOST_WORK,
+    below: int | None = None,
 ) -> Found | None:
     """The best plan over all shapes; None where nothing fits.
 
@@ -77,8 +78,9 @@ def search(
         stoppable: whether Ctrl-C ends the search with the best plan so far; where there is none it is raised.
         known: a plan to begin with: what is found beats it, or it is what the search ends with.
         effort: labels after which an exact search ends; looked at between one exact search of a shape and the next.
+        below: picoseconds that a plan must take less than, to be of any use.
     """
-    walk = _Walk([], count(), effort if exact else _QUICK_WORK, exact, known)
+    walk = _Walk([], count(), effort if exact else _QUICK_WORK, exact, known, below=below)
     stopped = False
     try:
         _walk(walk, request, pricer, progress)
@@ -194,7 +196,7 @@ class _Walk:
         heap: (rank, number, node); the rank is the node's bound, or what ``_later`` says.
         order: gives the numbers.
         most_work: labels after which the search ends; an exact one only once there is a plan.
-        exact: see ``search``.
+        exact, below: see ``search``.
         best: plan so far.
         work: labels looked at.
         open: a time that no plan beats in the nodes that were looked into but not to the end.
@@ -213,15 +215,16 @@ class _Walk:
     inside: _Node | None = None
     met: dict[tuple[int, Schedule], Found] = field(default_factory=dict)
     edges: dict[tuple[object, ...], float] = field(default_factory=dict)
+    below: int | None = None
 
     @property
     def limit(self) -> int | None:
         """What a plan must beat."""
-        return None if self.best is None else self.best.partition.time
+        return self.below if self.best is None else self.best.partition.time
 
     def worth(self, bound: float) -> bool:
         """Whether a bound leaves room for a better plan."""
-        return self.best is None or bound < self.best.partition.time
+        return self.limit is None or bound < self.limit
 
     def push(self, problem: Problem, bounds: Relaxed | None, stage: _Stage, bound: float) -> None:
         """Add a node, unless it is known to lead nowhere."""

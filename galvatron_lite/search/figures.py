@@ -8,7 +8,7 @@ import numpy as np
 
 from galvatron_lite.arrays import FloatArray, IntArray
 from galvatron_lite.cost.layer import LayerCosts, LayerPricer, Sharing
-from galvatron_lite.cost.memory import terms
+from galvatron_lite.cost.memory import resting, terms
 from galvatron_lite.cost.stage import weight_seconds
 from galvatron_lite.parallelism.strategies import Strategies
 
@@ -88,7 +88,6 @@ def figures_of(
 
 def _figures(costs: LayerCosts, single: bool) -> Figures:
     memory = terms(costs, 1, 1 if single else 2)
-    states = costs.parameters + costs.gradients + costs.formed_gradients + costs.states
     return Figures(
         all_ticks(costs.forward_seconds),
         all_ticks(costs.backward_seconds),
@@ -96,5 +95,5 @@ def _figures(costs: LayerCosts, single: bool) -> Figures:
         all_ticks(costs.step_seconds),
         costs.kept,
         np.column_stack([getattr(memory, name) for name in MEMORY]),
-        np.column_stack((states, costs.gathered)),
+        np.column_stack((resting(costs, 1 if single else 2), costs.gathered)),
     )

@@ -248,8 +248,10 @@ class ShapeModel:
             self._stages[stage].backward[number] = left
             self._stages[stage + 1].backward[number] = seconds + right
             self._stages[stage + 1].forward[number] = right
-            self._stages[stage].buffers[number] = buffer_bytes(0, size)
-            self._stages[stage + 1].buffers[number] = buffer_bytes(size, 0) + self._copies(stage + 1, sender)
+            counted = not pricer.profile.unbuffered
+            self._stages[stage].buffers[number] = buffer_bytes(0, size, counted=counted)
+            received = buffer_bytes(size, 0, counted=counted)
+            self._stages[stage + 1].buffers[number] = received + self._copies(stage + 1, sender)
         return self._edges[key]
 
     def _copies(self, stage: int, sender: Strategy) -> int:

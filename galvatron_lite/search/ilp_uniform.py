@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from galvatron_lite.cost.layer import ALONE
+from galvatron_lite.cost.memory import resting
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.model.graph import Role
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight
@@ -70,6 +71,6 @@ class UniformModel(ShapeModel):
             layer = self.problem.graph.layers[place]
             sharing = sharing_of(self.problem.graph, self._places(self._group(stage))).get(place, ALONE)
             cost = self._pricer(stage).price_many(layer.kind, table.strategies, shape.microbatch, shape.stages, sharing)
-            bytes_ = cost.parameters + cost.gradients + cost.formed_gradients + cost.states + count * cost.kept
+            bytes_ = resting(cost, shape.microbatches) + count * cost.kept
             total |= row_of(numbers, np.asarray(bytes_ + (cost.gathered if count else 0)))
         return total

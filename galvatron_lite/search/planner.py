@@ -43,7 +43,7 @@ def find_plan(
     budget: int | Budget,
     fixed: Fixed | None = None,
     schedules: Sequence[Schedule] | None = None,
-    backend: str = "galvatron",
+    backend: str | Backend = "galvatron",
     certify: bool = False,
     runners_up: int = 3,
     progress: Progress | None = None,
@@ -61,7 +61,7 @@ def find_plan(
         budget: bytes a device, or of each type of device.
         fixed: what is not left to the search.
         schedules: to choose from where there is a pipeline; None: all that the backend runs.
-        backend: what is to run the plan (``parallelism.backends``).
+        backend: what is to run the plan, or its name (``parallelism.backends``).
         certify: also solve the winning shape as an integer programme; an unequal optimum is an error. What it says is
             kept in the plan's provenance.
         runners_up: how many other plans to report; with 0 nothing is tried either that would make a plan fit.
@@ -79,11 +79,12 @@ def find_plan(
             another model, batch or number of devices.
         InfeasibleError: nothing fits; names the smallest budget that would.
     """
-    runner = backend_named(backend)
+    runner = backend if isinstance(backend, Backend) else backend_named(backend)
     kept = session or Session(profile)
     if kept.profile is not profile:
         raise InputError("session", kept.profile.name, f"It is of another profile than {profile.name}.")
-    request, pricer = _request(kept, devices, global_batch, budget, fixed or Fixed(), schedules, runner), kept.pricer
+    pricer = kept.pricer
+    request = request_of(kept, devices, global_batch, budget, fixed or Fixed(), schedules, runner)
     given = given_plans(request, pricer, known)
     found = search(
         request, pricer, progress, stoppable=stoppable, known=next(iter(given), None), effort=effort, exact=effort > 0
@@ -92,7 +93,7 @@ def find_plan(
         from galvatron_lite.search.lean import infeasible
 
         error = infeasible(request, pricer)
-        more = relief(request, kept, backend) if runners_up else ""
+        more = relief(request, kept, runner.name) if runners_up else ""
         raise InfeasibleError(f"{error} {more}".strip(), error.smallest_budget)
     certificate = _certificate(found, progress) if certify and not found.stopped else ""
     options = finalists(request, pricer, found, 0 if found.stopped else runners_up, given)
@@ -154,7 +155,7 @@ def provenance(profile: Profile, budget: int | Budget, gap: float) -> Provenance
     )
 
 
-def _request(
+def request_of(
     session: Session,
     devices: int,
     global_batch: int,
@@ -163,6 +164,11 @@ def _request(
     schedules: Sequence[Schedule] | None,
     backend: Backend,
 ) -> Request:
+    """What ``find_plan`` searches, of its arguments.
+
+    Raises:
+        InputError: as ``find_plan`` does.
+    """
     profile = session.profile
     if not 1 <= devices <= profile.cluster.devices:
         raise InputError("--gpus", devices, f"The cluster has {profile.cluster.devices}; give 1 to that many.")

@@ -139,7 +139,8 @@ class Problem:
         host = sum(ends) * overhead.pipeline + overhead.microbatch / 2
         context = pricer.profile.cluster.device.context
         copies = self.held(stage) * self._copies(stage, inside)
-        return ticks(right[1] + host), ticks(left[1] + host), buffer_bytes(left[0], right[0]) + context + copies
+        buffers = buffer_bytes(left[0], right[0], counted=not pricer.profile.unbuffered)
+        return ticks(right[1] + host), ticks(left[1] + host), buffers + context + copies
 
     def room(self, stage: int, inside: range) -> int:
         """Bytes that the layers of a stage may take on each of its devices."""

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from galvatron_lite.model.graph import Role
+from galvatron_lite.search.even import offered
 from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.tables import Table
 
@@ -127,7 +128,7 @@ def relaxed(problem: Problem, tables: Sequence[Sequence[Table]]) -> Relaxed | No
             bound = bound + (form.microbatches - 1) * sends[stage]
             outside = before[stage][:, None] + (after[stage][-1] - after[stage])[None, :]
             known[key] = bound + outside - micro[-1]
-        every.append(known[key])
+        every.append(offered(problem, stage, known[key]))
     ahead, behind = _ahead(every), _behind(every)
     if not np.isfinite(ahead[-1][-1]):
         return None

@@ -51,6 +51,8 @@ class Fixed:
         strategy: attributes of ``Strategy`` (fields, or ``batch_degree``) and the value each must have in every layer.
         layers: (name or glob of layers, attribute of ``Strategy``, value): the same for some layers.
         forbidden: names of dimensions (``tensor``, ``pipeline``, ``recompute`` ...) that no layer may use.
+        even: whether every stage of a pipeline has as many blocks as any other (the smallest budget that an error names
+            is that of any split).
     """
 
     pipeline: int | None = None
@@ -60,6 +62,7 @@ class Fixed:
     strategy: tuple[tuple[str, object], ...] = ()
     layers: tuple[tuple[str, str, object], ...] = ()
     forbidden: tuple[str, ...] = ()
+    even: bool = False
 
     def allows(self, strategy: Strategy) -> bool:
         """Whether a strategy has the values pinned for every layer and uses nothing forbidden."""
@@ -138,14 +141,14 @@ class Space:
     def _sensible(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
         wanted = self._narrowed(fixed)
         every = strategies_for(self.graph.kinds[kind], devices, self.node_devices, tokens=self.tokens, narrowed=wanted)
-        return tuple(strategy for strategy in every if fixed.allows(strategy))
+        return tuple(strategy for strategy in every if fixed.allows(strategy) and self.backend.says(strategy))
 
     def _legal(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
         """What is pinned, beyond the rules."""
         plain = {"offload": (Offload.NONE,), "strided": (Strided.NONE,)}
         wanted = Narrowed({**plain, **self._narrowed(fixed).values})
         every = strategies_for(self.graph.kinds[kind], devices, narrowed=wanted)
-        return tuple(strategy for strategy in every if fixed.allows(strategy))
+        return tuple(strategy for strategy in every if fixed.allows(strategy) and self.backend.says(strategy))
 
     def _narrowed(self, fixed: Fixed) -> Narrowed:
         """What backend, cluster and pins leave of the values of each field."""

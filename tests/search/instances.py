@@ -146,6 +146,9 @@ def varied(profile: Profile, draw: random.Random) -> Profile:
         scattered_sends=draw.random() < 0.5,
         bucket_bytes=draw.choice([0, 2]),
         passing_bytes=draw.choice([0, 4]),
+        accumulates=draw.random() < 0.3,
+        shard_share=draw.choice([0.0, 0.01]),
+        unbuffered=draw.random() < 0.2,
     )
 
 

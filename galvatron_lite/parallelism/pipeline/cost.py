@@ -74,11 +74,11 @@ def chunks_in_flight(
     return most_held(stage_actions(schedule, pipeline, group, shown, virtual), virtual)
 
 
-def buffer_bytes(left: int, right: int) -> int:
+def buffer_bytes(left: int, right: int, *, counted: bool = True) -> int:
     """Bytes of send and receive buffers of one stage, beyond what its layers keep.
 
     Coming in: one activation received ahead of its pass and one gradient on its way back (``left`` bytes each, 0 in
     the first stage). Going out: one activation under way and one gradient received (``right``, 0 in the last). The
-    inputs of micro-batches in flight are part of what the first layer keeps.
+    inputs of micro-batches in flight are part of what the first layer keeps. None where the profile counts no buffers.
     """
-    return 2 * (left + right)
+    return 2 * (left + right) if counted else 0

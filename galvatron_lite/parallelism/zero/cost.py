@@ -5,6 +5,9 @@ reduce-scattered and updated parameters all-gathered once a step, together the v
 of arXiv:1910.02054). Stages 2 and 3 are FSDP2's ``fully_shard``: 2 gathers parameters in the forward of every
 micro-batch and lets go of them after its backward; 3 lets go after each use and gathers again for backward (1.5 times
 the volume). Both reduce-scatter gradients in the backward of every micro-batch.
+
+Where gradients accumulate whole (``Profile.accumulates``, FSDP's ``no_sync``), all stages scatter them as they form in
+the last micro-batch: with a single one they are never all there, with several they are, under any stage.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from galvatron_lite.arrays import Flag, Real, never, opposite, where
+from galvatron_lite.arrays import Flag, Real, Whole, never, opposite, where
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.base import (
@@ -76,23 +79,23 @@ class ZeroDimension:
         wrapped = sharded & (strategy.zero_stage != 1)
         passing = wrapped & (strategy.zero_stage == 3)
         parts = shared_items(work, strategy)
-        at_rest = sum(items / spread.shards.size for items, spread in parts)
+        at_rest = sum(items * shard_of(spread.shards.size, context.shard_share) for items, spread in parts)
         moved = (
             one
             for items, spread in parts
             for one in self._moved(items, spread.shards, (once, wrapped, passing), context)
         )
-        host = context.host
+        host, scattered = context.host, sharded if context.accumulates else wrapped
         return replace(
             work,
             samples=work.samples / strategy.zero,
             state_items=where(sharded, at_rest, work.state_items),
             parameter_items=where(wrapped, at_rest, work.parameter_items),
-            gradient_items=where(wrapped, at_rest, work.gradient_items),
+            gradient_items=where(scattered, at_rest, work.gradient_items),
             gathered_items=where(wrapped & opposite(passing), work.parameters, work.gathered_items),
             transient_items=where(passing, work.parameters, work.transient_items),
-            reduce_items=where(wrapped, work.parameters, work.reduce_items),
-            gradients_persist=work.gradients_persist & opposite(wrapped),
+            reduce_items=where(scattered, work.parameters, work.reduce_items),
+            gradients_persist=work.gradients_persist & opposite(scattered),
             communications=(*work.communications, *sent(*moved)),
             step_overhead=work.step_overhead + where(once, host.get("data", 0.0), 0.0),
             microbatch_overhead=work.microbatch_overhead + where(wrapped, host.get(self.name, 0.0), 0.0),
@@ -114,5 +117,11 @@ class ZeroDimension:
         once, wrapped, passing = ((several & stage) * 1 for stage in stages)
         for moment, count in ((Moment.STEP, once), (Moment.FORWARD, wrapped), (Moment.BACKWARD, passing)):
             yield Communication(Collective.ALL_GATHER, gathered, group, moment, True, count, self.name)
-        for moment, count in ((Moment.STEP, once), (Moment.BACKWARD, wrapped)):
+        last, each = (once + wrapped, 0) if context.accumulates else (once, wrapped)
+        for moment, count in ((Moment.STEP, last), (Moment.BACKWARD, each)):
             yield Communication(Collective.REDUCE_SCATTER, reduced, group, moment, True, count, self.name)
+
+
+def shard_of(ranks: Whole, more: float) -> Real:
+    """Share of the states that each of so many ranks holds; ``more``: by which a shard is larger than an even one."""
+    return where(ranks > 1, 1 / ranks + more, 1.0)

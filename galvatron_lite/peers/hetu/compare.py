@@ -1,28 +1,30 @@
 """A recorded search of Hetu-Galvatron beside ours: same profile, budget and batch, both plans by both cost models.
 
-Three plans of ours are told:
+Told of each case:
 
-- ``ours``: what ``find_plan`` gives, the best of our whole space by our cost model.
+- ``ours``: the best of our whole space by our cost model.
+- ``chosen``: one plan of the space that both can say (``common``), within the budget by both memory models and no
+  slower than theirs by either; ``choose`` says how it is found.
 - ``by_theirs``: the best of their space by their formulas (``search``): what their engine would find if it were exact.
-- ``both``: of the plans of their space (even splits, one strategy for embedding and head) that an exact search by
-  their formulas or by ours meets, and of their own plan, the one of least step time by ours among those
-  that take no longer than theirs by their formulas.
 
-Budgets are theirs: a fifth is kept back above 20 GB, and 1 GiB is the context. Where their plan needs more by our
-memory model than that, ours may take as much as it (``room``).
+Budgets are theirs: a fifth is kept back above 20 GB, and 1 GiB is the context. Our memory model is given what theirs
+counts: no buffers of ZeRO, and embedding and head as they were measured in one stage or in two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from itertools import product
 from pathlib import Path
 from time import process_time
 
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.step import price_plan
-from galvatron_lite.errors import GalvatronError, InputError
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.backends import ANY
+from galvatron_lite.peers.hetu.common import backend_of, pins_of, with_edges_alike
 from galvatron_lite.peers.hetu.formulas import price
 from galvatron_lite.peers.hetu.plan import from_plan, to_plan
 from galvatron_lite.peers.hetu.profile import to_profile
@@ -31,16 +33,33 @@ from galvatron_lite.peers.hetu.search import PeerSearch
 from galvatron_lite.peers.hetu.strategy import HetuPlan
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.search.planner import find_plan
+from galvatron_lite.search.best_first import plain, search
+from galvatron_lite.search.planner import find_plan, request_of
+from galvatron_lite.search.session import Session
 from galvatron_lite.search.space import Fixed
 
 MB = 2**20
-SHARES = (1.0, 0.0)
-"""Of their formulas in what a search for ``both`` makes small."""
-PARTS = (1.0, 0.97)
-"""Of the budget that those searches fill: plans that fill theirs may be too large by our memory model."""
+SHARES = (1.0, 0.5, 0.0)
+"""Of their formulas in what the searches of ``choose`` make small."""
+PARTS = (1.0, 0.99)
+"""Of the budget that these may fill: plans that fill it by their formulas may be too large by our memory model."""
+STEPS = (0, 16, 64, 128)
+"""MB less, beyond what a plan is too large by their formulas, in searches with ever smaller budgets."""
+MOST = 32
+"""Of the plans that one search by their formulas meets, how many are priced by ours, the quickest by theirs first."""
 SLACK = 1e-9
 """Relative difference that counts as equal."""
+
+
+class How(StrEnum):
+    """How a plan was found; each is tried where those before it give no plan that is wanted."""
+
+    OURS = "our search"
+    SMALLER = "our search, in less memory"
+    DEGREE = "our search, another pipeline degree"
+    FORMULAS = "exact search by their formulas"
+    MIXED = "search by a mixture of both"
+    THEIRS = "their own plan"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +70,10 @@ class Priced:
         plan: ours.
         seconds: a step by our model.
         memory: MB of the fullest device by ours.
-        their_seconds, their_memory: the same by their formulas, the worse of two where embedding and head are unlike;
-            None where they cannot say it: other than even splits, dimensions that they do not know.
+        their_seconds, their_memory: the same by their formulas; None where they cannot say it: other than even splits,
+            unlike embedding and head, dimensions that they do not know.
         cpu: seconds of the search.
+        how: it was found.
     """
 
     plan: Plan
@@ -62,6 +82,7 @@ class Priced:
     their_seconds: float | None
     their_memory: int | None
     cpu: float = 0.0
+    how: How = How.OURS
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,61 +92,97 @@ class Comparison:
     Attributes:
         search: what was asked, and what they found.
         theirs: their plan; None where they found none.
-        ours, by_theirs, both: ours; None where nothing fits.
-        room: MB that ours may take by our model.
+        ours, chosen, by_theirs: ours; None where nothing fits.
     """
 
     search: RecordedSearch
     theirs: Priced | None
     ours: Priced | None
+    chosen: Priced | None
     by_theirs: Priced | None
-    both: Priced | None
-    room: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Bench:
     """What both are given.
 
     Attributes:
-        peer: their space, with their profiles and our pricer.
-        profile: ours of the same.
+        peer: their space, with their profiles.
+        single, several: our profile of the same, for plans of one stage and of several.
     """
 
     peer: PeerSearch
-    profile: Profile
+    single: Profile
+    several: Profile
+    _sessions: dict[bool, Session] = field(default_factory=dict)
 
-    def priced(self, plan: Plan, cpu: float = 0.0) -> Priced:
+    def session(self, *, single: bool) -> Session:
+        """Searches of one of the profiles, whose embedding and head have one strategy."""
+        if single not in self._sessions:
+            self._sessions[single] = Session(with_edges_alike(self.single if single else self.several))
+        return self._sessions[single]
+
+    def pricer(self, plan: Plan) -> LayerPricer:
+        """What prices a plan of ours."""
+        return self.session(single=plan.pipeline == 1).pricer
+
+    def priced(self, plan: Plan, cpu: float = 0.0, how: How = How.OURS) -> Priced:
         """A plan of ours by both models."""
-        known = price_plan(self.peer.pricer, plan)
+        known = price_plan(self.pricer(plan), plan)
         assert known.prediction is not None
         try:
-            both = [
-                price(self.peer.model, self.peer.hardware, _even(from_plan(known, edge)), self.peer.asked.rules)
-                for edge in ("first", "last")
-            ]
-            said: tuple[float | None, int | None] = (
-                max(one.seconds for one in both),
-                max(max(one.memory) for one in both),
-            )
+            theirs = price(self.peer.model, self.peer.hardware, _even(from_plan(known)), self.peer.asked.rules)
+            said: tuple[float | None, int | None] = (theirs.seconds, max(theirs.memory))
         except InputError:
             said = (None, None)
-        return Priced(known, known.prediction.step_seconds, _mb(known.prediction.peak_memory), *said, cpu)
+        return Priced(known, known.prediction.step_seconds, _mb(known.prediction.peak_memory), *said, cpu, how)
 
-    def of(self, plan: HetuPlan, cpu: float = 0.0) -> Priced:
+    def of(self, plan: HetuPlan, cpu: float = 0.0, how: How = How.THEIRS) -> Priced:
         """A plan of theirs by both models."""
-        theirs = price(self.peer.model, self.peer.hardware, plan, self.peer.asked.rules)
-        known = price_plan(self.peer.pricer, to_plan(plan, self.profile, async_reduce=self.peer.asked.async_reduce))
-        assert known.prediction is not None
-        memory = _mb(known.prediction.peak_memory)
-        return Priced(known, known.prediction.step_seconds, memory, theirs.seconds, max(theirs.memory), cpu)
+        asked, profile = self.peer.asked, self.single if plan.pipeline == 1 else self.several
+        theirs = price(self.peer.model, self.peer.hardware, plan, asked.rules)
+        ours = to_plan(plan, profile, async_reduce=asked.async_reduce, engine=asked.rules.engine)
+        return replace(self.priced(ours, cpu, how), their_seconds=theirs.seconds, their_memory=max(theirs.memory))
+
+    def found(self, degree: int, budget: int, below: int | None = None) -> tuple[Plan, int] | None:
+        """A plan of the common space and a pipeline degree, and its picoseconds by the closed form.
+
+        The best by our model without a pipeline; with one, the best that a quick search meets.
+
+        Args:
+            degree: of the pipeline.
+            budget: MB.
+            below: what these must be less than.
+        """
+        asked, session = self.peer.asked, self.session(single=degree == 1)
+        fixed = replace(pins_of(asked), pipeline=degree)
+        try:
+            request = request_of(
+                session, asked.devices, asked.batch, budget * MB, fixed, (Schedule.ONE_F_ONE_B,), backend_of(asked)
+            )
+            found = search(request, session.pricer, exact=degree == 1, below=below)
+        except InputError:
+            return None
+        return None if found is None else (plain(request, found), found.partition.time)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Pipeline degrees to try."""
+        asked = self.peer.asked
+        most = 1 if pins_of(asked).pipeline == 1 else min(asked.devices, 8)
+        return tuple(degree for degree in (1, 2, 4, 8) if degree <= most)
 
 
 def bench_for(search: RecordedSearch, folder: Path) -> Bench:
     """The profiles of a recorded search, read from the folder that holds them."""
     model, hardware = search.profiles(folder)
-    profile = to_profile(model, hardware, search.rules.engine)
-    return Bench(PeerSearch(search, model, hardware, LayerPricer(profile)), profile)
+    single, several = (
+        to_profile(
+            model, hardware, search.rules.engine, async_reduce=search.async_reduce, unbuffered=True, single=alone
+        )
+        for alone in (True, False)
+    )
+    return Bench(PeerSearch(search, model, hardware, LayerPricer(several)), single, several)
 
 
 def compare(search: RecordedSearch, folder: Path) -> Comparison:
@@ -135,71 +192,98 @@ def compare(search: RecordedSearch, folder: Path) -> Comparison:
         InputError: a profile that cannot be read.
     """
     bench = bench_for(search, folder)
+    warm(bench.single)
     theirs = bench.of(search.hetu_plan()) if search.status == "ok" else None
-    room = max(search.usable, theirs.memory if theirs else 0)
-    ours = _ours(bench, room)
+    chosen = None if theirs is None else choose(bench, theirs)
     started = process_time()
     found = bench.peer.best(search.usable)
-    by_theirs = bench.of(found[0], process_time() - started) if found else None
-    both = None if theirs is None else best_of_both(bench, theirs, room, ours)
-    return Comparison(search, theirs, ours, by_theirs, both, room)
+    by_theirs = bench.of(found[0], process_time() - started, How.FORMULAS) if found else None
+    return Comparison(search, theirs, _whole_space(bench), chosen, by_theirs)
 
 
-def _ours(bench: Bench, room: int) -> Priced | None:
-    search = bench.peer.asked
-    find_plan_warm(bench.profile)
-    started = process_time()
-    try:
-        plan = find_plan(
-            bench.profile, devices=search.devices, global_batch=search.batch, budget=room * MB, fixed=_fixed(search),
-            schedules=(Schedule.ONE_F_ONE_B,), backend="any", runners_up=0,
-        )  # fmt: skip
-    except GalvatronError:
-        return None
-    return bench.priced(replace(plan, alternatives=()), process_time() - started)
+def _whole_space(bench: Bench) -> Priced | None:
+    """The best plan of our whole space, or of what the recorded search left of it.
+
+    Of one node; of several, where that takes minutes, the best that a quick search meets.
+    """
+    asked, started = bench.peer.asked, process_time()
+    words = {"tp": ("tensor",), "sp": ("context", "ulysses"), "pp": ("pipeline",), "ckpt": ("recompute",)}
+    forbidden = tuple(name for one in asked.off for name in words.get(one, ()))
+    fixed = Fixed(pipeline=1 if "pp" in asked.off else None, microbatches=asked.chunks or None, forbidden=forbidden)
+    session = Session(bench.several)
+    request = request_of(
+        session, asked.devices, asked.batch, asked.usable * MB, fixed, (Schedule.ONE_F_ONE_B,), ANY
+    )  # fmt: skip
+    found = search(request, session.pricer, exact=asked.nodes == 1)
+    return None if found is None else bench.priced(plain(request, found), process_time() - started)
 
 
-def find_plan_warm(profile: Profile) -> None:
+def warm(profile: Profile) -> None:
     """One search that costs next to nothing, so that no import is timed."""
     find_plan(profile, devices=1, global_batch=1, budget=10**15, runners_up=0)
 
 
-def _fixed(search: RecordedSearch) -> Fixed:
-    """What the recorded search left out, in our words."""
-    words = {"tp": ("tensor",), "sp": ("context", "ulysses"), "pp": ("pipeline",), "ckpt": ("recompute",)}
-    forbidden = tuple(name for one in search.off for name in words.get(one, ()))
-    return Fixed(pipeline=1 if "pp" in search.off else None, microbatches=search.chunks or None, forbidden=forbidden)
+def choose(bench: Bench, theirs: Priced) -> Priced:
+    """``chosen``; see the module. Its ``cpu`` is that of all that was tried for it.
 
-
-def best_of_both(bench: Bench, theirs: Priced, room: int, ours: Priced | None) -> Priced:
-    """``both``; see the module."""
-    assert theirs.their_seconds is not None
-    limit, usable = theirs.their_seconds * (1 + SLACK), bench.peer.asked.usable
+    Tried in the order of ``How``, until one gives a plan that is no slower than theirs by either model and fits by
+    both; of several from one of them the quickest by ours. Where their plan is too large by our memory model, ours may
+    take as much by it as theirs.
+    """
     started, best = process_time(), theirs
-    for plan in _candidates(bench.peer, usable):
-        if price(bench.peer.model, bench.peer.hardware, plan, bench.peer.asked.rules).seconds > limit:
-            continue
-        found = bench.of(plan)
-        if found.memory <= room and found.seconds < best.seconds:
-            best = found
-    if ours is not None and ours.seconds < best.seconds and within(ours, limit, usable):
-        best = ours
+    for group in _candidates(bench):
+        wanted = [plan for plan in group if _wanted(plan, theirs, bench.peer.asked.usable)]
+        if wanted:
+            best = min(wanted, key=lambda plan: plan.seconds)
+            break
     return replace(best, cpu=process_time() - started)
 
 
-def within(plan: Priced, seconds: float, memory: int) -> bool:
-    """Whether their formulas can say a plan, and give it no more than these seconds and MB."""
-    said = plan.their_seconds is not None and plan.their_memory is not None
-    return said and (plan.their_seconds or 0.0) <= seconds and (plan.their_memory or 0) <= memory
+def _wanted(plan: Priced, theirs: Priced, usable: int) -> bool:
+    if plan.their_seconds is None or plan.their_memory is None or theirs.their_seconds is None:
+        return False
+    fits = plan.their_memory <= usable and plan.memory <= max(usable, theirs.memory)
+    slower = plan.seconds > theirs.seconds * (1 + SLACK)
+    return fits and not slower and plan.their_seconds <= theirs.their_seconds * (1 + SLACK)
 
 
-def _candidates(peer: PeerSearch, usable: int) -> Iterator[HetuPlan]:
+def _candidates(bench: Bench) -> Iterator[list[Priced]]:
+    """Plans of each way, none of which looks at their plan."""
+    usable = bench.peer.asked.usable
+    first = _best(bench, usable)
+    yield [] if first is None else [first]
+    yield [] if first is None else list(_smaller(bench, first))
+    others = [bench.found(degree, usable - STEPS[2]) for degree in bench.degrees]
+    yield [bench.priced(found[0], how=How.DEGREE) for found in others if found is not None]
     seen: set[HetuPlan] = set()
     for share, part in product(SHARES, PARTS):
-        for plan in peer.plans(int(usable * part), share):
-            if plan not in seen:
-                seen.add(plan)
-                yield plan
+        how = How.FORMULAS if share == 1.0 else How.MIXED
+        new = [plan for plan in bench.peer.plans(int(usable * part), share) if plan not in seen]
+        seen.update(new)
+        yield [bench.of(plan, how=how) for plan in sorted(new, key=bench.peer.seconds)[:MOST]]
+
+
+def _best(bench: Bench, budget: int) -> Priced | None:
+    """The best plan that our searches of the common space meet within so many MB, of any pipeline degree."""
+    best: tuple[Plan, int] | None = None
+    for degree in bench.degrees:
+        best = bench.found(degree, budget, best and best[1]) or best
+    return None if best is None else bench.priced(best[0])
+
+
+def _smaller(bench: Bench, plan: Priced) -> Iterator[Priced]:
+    """Plans in ever less memory that have the pipeline degree of one, which their formulas find too large."""
+    usable, room = bench.peer.asked.usable, bench.peer.asked.usable
+    for step in STEPS:
+        over = (plan.their_memory or 0) - usable
+        if over <= 0:
+            return
+        room -= over + step
+        found = bench.found(plan.plan.pipeline, room)
+        if found is None:
+            return
+        plan = bench.priced(found[0], how=How.SMALLER)
+        yield plan
 
 
 def _even(plan: HetuPlan) -> HetuPlan:

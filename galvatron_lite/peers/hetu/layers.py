@@ -25,13 +25,11 @@ ENDS = {Engine.MAIN: 3, Engine.V240: 2}
 """Collectives of the boundary tensor in one forward pass of a layer."""
 
 
-def to_graph(model: HetuModel, engine: Engine = Engine.MAIN) -> ModelGraph:
-    """The model: an embedding, every layer, a head."""
+def to_graph(model: HetuModel, engine: Engine = Engine.MAIN, *, single: bool = False) -> ModelGraph:
+    """The model: an embedding, every layer, a head; ``single``: with what these two take in one stage."""
     item = ITEM_BYTES[model.precision]
-    kinds = {
-        "embed": _edge_kind("embed", model.first, model, item),
-        "head": _edge_kind("head", model.last, model, item),
-    }
+    first, last = _edges(model, single)
+    kinds = {"embed": _edge_kind("embed", first, model, item), "head": _edge_kind("head", last, model, item)}
     layers = [Layer("embed", "embed", Role.BEFORE)]
     for place, kind in enumerate(model.types):
         name = block_name(model, place)
@@ -51,13 +49,37 @@ def block_name(model: HetuModel, place: int) -> str:
     return "block" if len(model.types) == 1 else f"block{place}"
 
 
-def to_points(model: HetuModel) -> tuple[LayerPoint, ...]:
-    """Points of every kind at every tensor degree that was profiled."""
-    half = Line(model.edges.slope / 2, model.edges.start / 2)
-    points = [*_edge_points("embed", model.first, half, model), *_edge_points("head", model.last, half, model)]
+def to_points(model: HetuModel, *, single: bool = False) -> tuple[LayerPoint, ...]:
+    """Points of every kind at every tensor degree that was profiled; ``single`` as in ``to_graph``."""
+    half, (first, last) = Line(model.edges.slope / 2, model.edges.start / 2), _edges(model, single)
+    points = [*_edge_points("embed", first, half, model), *_edge_points("head", last, half, model)]
     for place, kind in enumerate(model.types):
         points += _block_points(block_name(model, place), kind, model)
     return tuple(points)
+
+
+def _edges(model: HetuModel, single: bool) -> tuple[EdgeMemory, EdgeMemory]:
+    """Memory of embedding and head: in stages of their own, or what the two take in one, in the same proportion."""
+    if not single:
+        return model.first, model.last
+    pairs = (model.first, model.last)
+    return _share(model.whole, *pairs), _share(model.whole, *reversed(pairs))
+
+
+def _share(whole: EdgeMemory, own: EdgeMemory, other: EdgeMemory) -> EdgeMemory:
+    """The part of the whole that belongs to one of two."""
+    states, activation = (
+        {
+            degree: figure * mine[degree] / (mine[degree] + rest[degree])
+            for degree, figure in total.items()
+            if degree in mine and degree in rest
+        }
+        for total, mine, rest in (
+            (whole.states, own.states, other.states),
+            (whole.activation, own.activation, other.activation),
+        )
+    )
+    return EdgeMemory(states, activation)
 
 
 def _block_kind(name: str, kind: LayerType, model: HetuModel, item: int, engine: Engine) -> LayerKind:

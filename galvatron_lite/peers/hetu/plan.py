@@ -1,8 +1,9 @@
 """Hetu-Galvatron's plans as ours, and back where its files can say what ours do.
 
 Its ``zero2`` keeps parameters and gradients whole from micro-batch to micro-batch and sums gradients behind the last
-one, which is our ZeRO stage 1; with a single micro-batch it is our stage 2. Its ``zero3`` is our stage 3. Embedding and
-head have one strategy (``vtp``, ``vsp``, ``embed_sdp``).
+one, which is our ZeRO stage 1; with a single micro-batch gradients are scattered as they form, which is our stage 2, or
+stage 1 in a profile that has gradients as its runtime has them (``Profile.accumulates``). Its ``zero3`` is our stage 3.
+Embedding and head have one strategy (``vtp``, ``vsp``, ``embed_sdp``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from itertools import accumulate
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Recompute, Role
 from galvatron_lite.parallelism.base import Offload, Strategy, Strided
+from galvatron_lite.peers.hetu.model import Engine
 from galvatron_lite.peers.hetu.strategy import DataType, HetuPlan, HetuStrategy
 from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.schema import PLAN_VERSION, Plan, Schedule, Stage
@@ -30,6 +32,7 @@ def to_plan(
     precision: str = "bf16",
     tokens: bool = True,
     async_reduce: bool = True,
+    engine: Engine = Engine.MAIN,
 ) -> Plan:
     """Our plan of theirs.
 
@@ -40,13 +43,16 @@ def to_plan(
         tokens: whether tensor groups share the tokens too (its ``sequence_parallel``).
         async_reduce: whether gradients are summed behind the last micro-batch only (its ``async_grad_reduce``); after
             each micro-batch else, which is our stage 2.
+        engine: v2.4.0 shards the states of embedding and head over a Ulysses group of one replica too.
 
     Raises:
         InputError: the profile's model has another number of layers, or numbers do not divide.
     """
     layers = _layers(plan, profile)
     shared = _shares_tokens(profile) if profile else tokens
-    strategies = [our_strategy(one, plan, shared, async_reduce) for one in (plan.edges, *plan.layers, plan.edges)]
+    stage = 1 if async_reduce and (plan.chunks > 1 or (profile is not None and profile.accumulates)) else 2
+    edges = our_strategy(plan.edges, shared, stage, alone=engine is Engine.V240)
+    strategies = [edges, *(our_strategy(one, shared, stage) for one in plan.layers), edges]
     ends = list(accumulate(plan.division))
     ends[-1] += 1
     stages = tuple(
@@ -77,10 +83,17 @@ def _shares_tokens(profile: Profile) -> bool:
     return all(point.sequence_parallel for point in profile.layers if point.tensor > 1)
 
 
-def our_strategy(one: HetuStrategy, plan: HetuPlan, tokens: bool, async_reduce: bool = True) -> Strategy:
-    """Our strategy of one of theirs; the arguments are those of ``to_plan``."""
-    replicated = one.kind is DataType.DDP or one.data == 1
-    stage = 3 if one.kind is DataType.ZERO3 else 1 if plan.chunks > 1 and async_reduce else 2
+def our_strategy(one: HetuStrategy, tokens: bool, zero2: int = 1, *, alone: bool = False) -> Strategy:
+    """Our strategy of one of theirs.
+
+    Args:
+        one: theirs.
+        tokens: as in ``to_plan``.
+        zero2: the stage that stands for its ``zero2``.
+        alone: whether the Ulysses group of a single replica shards states.
+    """
+    replicated = one.kind is DataType.DDP or (one.shards if alone else one.data) == 1
+    stage = 3 if one.kind is DataType.ZERO3 else zero2
     return Strategy(
         data=one.data if replicated else 1,
         zero=1 if replicated else one.data,

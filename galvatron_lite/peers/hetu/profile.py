@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from galvatron_lite.peers.hetu.files import Sizes, read_hardware, read_model
+from galvatron_lite.peers.hetu.formulas_layer import BIAS
 from galvatron_lite.peers.hetu.layers import to_graph, to_points
 from galvatron_lite.peers.hetu.links import to_cluster, to_collectives, to_fits
 from galvatron_lite.peers.hetu.model import Engine, HetuHardware, HetuModel
@@ -20,7 +21,13 @@ does not."""
 
 
 def to_profile(
-    model: HetuModel, hardware: HetuHardware, engine: Engine = Engine.MAIN, memory: int = DEVICE_MEMORY
+    model: HetuModel,
+    hardware: HetuHardware,
+    engine: Engine = Engine.MAIN,
+    memory: int = DEVICE_MEMORY,
+    async_reduce: bool = True,
+    unbuffered: bool = False,
+    single: bool = False,
 ) -> Profile:
     """Our profile of what it measured.
 
@@ -28,17 +35,20 @@ def to_profile(
         model, hardware: its profiles.
         engine: whose communication counts are carried over.
         memory: bytes of one device, which its files do not say.
+        async_reduce: whether gradients are summed behind the last micro-batch only (its ``async_grad_reduce``).
+        unbuffered: whether what ZeRO gathers and stages send need no memory, as in its formulas.
+        single: whether embedding and head take what was measured of them in one stage, instead of in stages apart.
     """
     compute = ITEM_BYTES[model.precision]
     origin = Origin(OriginKind.MEASURED, f"Hetu-Galvatron ({engine.value}): {model.source}")
     return Profile(
         version=PROFILE_VERSION,
         name=f"{model.name}-hetu",
-        graph=to_graph(model, engine),
+        graph=to_graph(model, engine, single=single),
         cluster=to_cluster(hardware, model.precision, memory),
         origin=origin,
         communication_origin=Origin(OriginKind.MEASURED, f"Hetu-Galvatron ({engine.value}): {hardware.source}"),
-        layers=to_points(model),
+        layers=to_points(model, single=single),
         optimizer=OptimizerCost("adam", 16 - 2 * compute, 0.0),
         collectives=to_collectives(hardware),
         fits=to_fits(hardware),
@@ -47,6 +57,9 @@ def to_profile(
         gather_precision=model.precision,
         reduce_precision=model.precision,
         parameter_precision=model.precision,
+        accumulates=async_reduce,
+        shard_share=BIAS,
+        unbuffered=unbuffered,
     )
 
 

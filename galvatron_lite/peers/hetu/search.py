@@ -67,9 +67,13 @@ class PeerSearch:
                         if plan is not None:
                             yield plan
 
+    def seconds(self, plan: HetuPlan) -> float:
+        """A step of a plan by its formulas."""
+        return price(self.model, self.hardware, plan, self.asked.rules).seconds
+
     def best(self, room: int) -> tuple[HetuPlan, float] | None:
         """The quickest plan by its formulas, and its seconds; None where none fits."""
-        priced = [(price(self.model, self.hardware, plan, self.asked.rules).seconds, plan) for plan in self.plans(room)]
+        priced = [(self.seconds(plan), plan) for plan in self.plans(room)]
         if not priced:
             return None
         seconds, plan = min(priced, key=lambda pair: pair[0])
@@ -173,7 +177,7 @@ class PeerSearch:
         theirs = (plan.chunks * plain + weight * (summed - plain)) / 1000
         if share == 1.0:
             return theirs
-        strategy = our_strategy(plan.layers[place], plan, self.model.sequence_parallel)
+        strategy = our_strategy(plan.layers[place], self.model.sequence_parallel, 1 if rules.async_reduce else 2)
         kind = block_name(self.model, self.model.types.index(self.model.type_of(place)))
         cost = self.pricer.price(kind, strategy, plan.batch // plan.chunks, plan.pipeline)
         if cost is None:

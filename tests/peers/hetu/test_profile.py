@@ -13,6 +13,7 @@ from galvatron_lite.peers.hetu.formulas import price
 from galvatron_lite.peers.hetu.formulas_layer import layer_ms
 from galvatron_lite.peers.hetu.plan import to_plan
 from galvatron_lite.peers.hetu.profile import to_profile
+from galvatron_lite.peers.hetu.recorded import RecordedSearch
 from galvatron_lite.peers.hetu.strategy import DataType, HetuPlan, HetuStrategy
 from galvatron_lite.profiler.store import read_profile, write_profile
 
@@ -61,14 +62,27 @@ def test_gradients_hide_behind_backward_as_theirs(tensor: int) -> None:
 @pytest.mark.parametrize("place", [place for place, one in enumerate(FOUND) if one.nodes == 1 and not one.modified])
 def test_whole_plans_cost_about_the_same(place: int) -> None:
     search, (model, hardware) = FOUND[place], profiles(place)
-    profile, plan = to_profile(model, hardware, search.rules.engine), search.hetu_plan()
-    ours = evaluate(profile, to_plan(plan, profile))
+    plan, engine = search.hetu_plan(), search.rules.engine
+    profile = to_profile(
+        model, hardware, engine, async_reduce=search.async_reduce, unbuffered=True, single=plan.pipeline == 1
+    )
+    ours = evaluate(profile, to_plan(plan, profile, async_reduce=search.async_reduce, engine=engine))
     theirs = price(model, hardware, plan, search.rules)
     assert ours.prediction is not None
-    # theirs leaves gradients of embedding and head out, and of ZeRO-3 all but one gather a micro-batch; it holds
-    # ZeRO-3's gradients whole, while ours scatters them in every micro-batch
-    assert ours.prediction.step_seconds == pytest.approx(theirs.seconds, rel=0.08)
-    assert ours.prediction.peak_memory / 2**20 == pytest.approx(max(theirs.memory), rel=0.1)
+    assert ours.prediction.step_seconds == pytest.approx(theirs.seconds, rel=_apart(search))
+    # Theirs holds all gradients even where a single micro-batch forms them one by one while activations go.
+    lower = 0.1 if not search.async_reduce else 0.065 if plan.chunks == 1 else 0.01
+    assert (1 - lower) * max(theirs.memory) <= ours.prediction.peak_memory / 2**20 <= 1.01 * max(theirs.memory)
+
+
+def _apart(search: RecordedSearch) -> float:
+    """How far our step times may be from theirs, which leave three things out.
+
+    What moves between unlike layers (Swin's ends), the second gather of ZeRO-3 and gradients of embedding and head, and
+    that one stage with embedding or head paces all the others.
+    """
+    plan = search.hetu_plan()
+    return 0.09 if search.model == "swin-huge" or plan.pipeline > 2 else 0.03
 
 
 def test_sizes() -> None:

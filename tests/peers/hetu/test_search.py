@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.peers.hetu.compare import bench_for, compare
+from galvatron_lite.peers.hetu.compare import How, bench_for, choose, compare
 from galvatron_lite.peers.hetu.formulas import price
 from galvatron_lite.peers.hetu.fronts import beside, front_of
+from galvatron_lite.peers.hetu.plan import from_plan
 from galvatron_lite.peers.hetu.profile import to_profile
 from galvatron_lite.peers.hetu.recorded import RecordedSearch
 from galvatron_lite.peers.hetu.search import PeerSearch
@@ -102,15 +103,27 @@ def test_both_plans_by_both_models() -> None:
     case = compare(search, FOLDER)
     assert case.theirs is not None
     assert case.ours is not None
-    assert case.both is not None
+    assert case.chosen is not None
     assert case.theirs.their_seconds == pytest.approx(search.seconds, rel=1e-9)
     assert case.ours.seconds <= case.theirs.seconds
-    assert case.both.seconds <= case.theirs.seconds
-    assert case.both.their_seconds is not None
-    assert case.both.their_seconds <= case.theirs.their_seconds * (1 + 1e-9)
-    assert case.both.their_memory is not None
-    assert case.both.their_memory <= search.usable
-    assert case.both.memory <= case.room
+
+
+@pytest.mark.parametrize("place", [place for place, one in enumerate(FOUND) if not one.modified][:4:3])
+def test_the_plan_is_no_slower_and_fits_by_both_models(place: int) -> None:
+    search = FOUND[place]
+    bench = bench_for(search, FOLDER)
+    theirs = bench.of(search.hetu_plan())
+    plan = choose(bench, theirs)
+    assert plan.how is not How.THEIRS
+    assert theirs.their_seconds is not None
+    assert plan.their_seconds is not None
+    assert plan.their_memory is not None
+    assert plan.seconds <= theirs.seconds * (1 + 1e-9)
+    assert plan.their_seconds <= theirs.their_seconds * (1 + 1e-9)
+    assert max(plan.memory, plan.their_memory) <= search.usable
+    # what their files say of the plan is what was priced
+    again = price(bench.peer.model, bench.peer.hardware, from_plan(plan.plan), search.rules)
+    assert (again.seconds, max(again.memory)) == (plan.their_seconds, plan.their_memory)
 
 
 def test_uneven_splits_have_no_price_by_theirs() -> None:
