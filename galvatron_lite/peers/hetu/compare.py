@@ -231,7 +231,7 @@ def choose(bench: Bench, theirs: Priced) -> Priced:
     take as much by it as theirs.
     """
     started, best = process_time(), theirs
-    for group in _candidates(bench):
+    for group in _candidates(bench, theirs.their_seconds or 0.0):
         wanted = [plan for plan in group if _wanted(plan, theirs, bench.peer.asked.usable)]
         if wanted:
             best = min(wanted, key=lambda plan: plan.seconds)
@@ -247,12 +247,17 @@ def _wanted(plan: Priced, theirs: Priced, usable: int) -> bool:
     return fits and not slower and plan.their_seconds <= theirs.their_seconds * (1 + SLACK)
 
 
-def _candidates(bench: Bench) -> Iterator[list[Priced]]:
-    """Plans of each way, none of which looks at their plan."""
+def _candidates(bench: Bench, limit: float) -> Iterator[list[Priced]]:
+    """Plans of each way, none of which looks at their plan.
+
+    Ways are left out that cannot give a plan of at most ``limit`` seconds by their formulas: with less memory the plan
+    of our search is slower yet.
+    """
     usable = bench.peer.asked.usable
     first = _best(bench, usable)
     yield [] if first is None else [first]
-    yield [] if first is None else list(_smaller(bench, first))
+    slow = first is None or (first.their_seconds or limit) > limit * (1 + SLACK)
+    yield [] if first is None or slow else list(_smaller(bench, first))
     others = [bench.found(degree, usable - STEPS[2]) for degree in bench.degrees]
     yield [bench.priced(found[0], how=How.DEGREE) for found in others if found is not None]
     seen: set[HetuPlan] = set()
