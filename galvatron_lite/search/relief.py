@@ -1,4 +1,4 @@
-"""What would make a plan fit where none does: a pin to lift, a dimension to allow again, another backend.
+"""What would make a plan fit where none does: a pin to lift, a dimension to allow again, another backend, more devices.
 
 Tried by quick searches, not guessed.
 """
@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.backends import ANY
+from galvatron_lite.parallelism.backends import ANY, backend_named
+from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.best_first import plain, search
 from galvatron_lite.search.result import summary
 from galvatron_lite.search.session import Session
@@ -31,7 +32,31 @@ def relief(request: Request, session: Session, backend: str) -> str:
         plan = _fitting(asked, session.pricer)
         if plan:
             found.append(f"It fits {said}: {plan}.")
+    for more in _larger(request, session):
+        asked, own = _on(request, more, backend)
+        plan = _fitting(asked, own.pricer)
+        if plan:
+            found.append(f"It fits on {asked.devices} devices: {plan}.")
+            break
     return " ".join(found)
+
+
+def _larger(request: Request, session: Session) -> Iterator[Profile]:
+    """The profile on a cluster of half as many nodes more, of twice and of four times as many."""
+    profile, cluster = session.profile, session.profile.cluster
+    outer = cluster.levels[-1]
+    if not cluster.alike or len(cluster.levels) < 2 or request.devices < cluster.devices:
+        return
+    for size in (*([outer.size * 3 // 2] * (outer.size % 2 == 0)), 2 * outer.size, 4 * outer.size):
+        group = replace(cluster.groups[0], count=cluster.devices // outer.size * size)
+        levels = (*cluster.levels[:-1], replace(outer, size=size))
+        yield profile.on(replace(cluster, levels=levels, groups=(group,)))
+
+
+def _on(request: Request, profile: Profile, backend: str) -> tuple[Request, Session]:
+    session = Session(profile)
+    space, known = session.space(backend_named(backend))
+    return replace(request, devices=profile.cluster.devices, space=space, known=known), session
 
 
 def _wider(request: Request, session: Session, backend: str) -> Iterator[tuple[str, Request]]:

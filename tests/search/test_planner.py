@@ -8,10 +8,13 @@ import sys
 
 import pytest
 
+from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cost.step import evaluate
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.shapes import load_model
 from galvatron_lite.plans.schema import Plan, Proof, Schedule
+from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.search.planner import compare, find_plan
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.space import Fixed
@@ -207,3 +210,15 @@ def test_where_nothing_fits_the_error_names_the_pin_to_lift() -> None:
         else:
             with pytest.raises(InfeasibleError):
                 planned(2, budget=60_000, fixed=fixed)
+
+
+def test_where_nothing_fits_more_devices_are_named_only_where_they_help() -> None:
+    cluster = load_cluster("a100-40gb", 16)
+    profile = estimate_profile(load_model("llama2-7b"), cluster)
+    asked = {"devices": 16, "global_batch": 64, "runners_up": 1}
+    with pytest.raises(InfeasibleError, match="It fits on 64 devices: ") as error:
+        find_plan(profile, budget=5 * 10**9, **asked)
+    assert "24 devices" not in str(error.value)
+    with pytest.raises(InfeasibleError) as error:
+        find_plan(profile, budget=10**8, **asked)
+    assert "It fits on" not in str(error.value)
