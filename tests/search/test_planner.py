@@ -214,7 +214,7 @@ def test_where_nothing_fits_the_error_names_the_pin_to_lift() -> None:
 
 def test_where_nothing_fits_more_devices_are_named_only_where_they_help() -> None:
     cluster = load_cluster("a100-40gb", 16)
-    profile = estimate_profile(load_model("llama2-7b"), cluster)
+    profile = estimate_profile(load_model("llama2-7b"), cluster, precision="bf16", name="7b")
     asked = {"devices": 16, "global_batch": 64, "runners_up": 1}
     with pytest.raises(InfeasibleError, match="It fits on 64 devices: ") as error:
         find_plan(profile, budget=5 * 10**9, **asked)
