@@ -43,7 +43,7 @@ SHARES = (1.0, 0.5, 0.0)
 """Of their formulas in what the searches of ``choose`` make small."""
 PARTS = (1.0, 0.99)
 """Of the budget that these may fill: plans that fill it by their formulas may be too large by our memory model."""
-STEPS = (0, 16, 64, 128)
+STEPS = (8, 32, 128)
 """MB less, beyond what a plan is too large by their formulas, in searches with ever smaller budgets."""
 MOST = 32
 """Of the plans that one search by their formulas meets, how many are priced by ours, the quickest by theirs first."""
@@ -258,7 +258,7 @@ def _candidates(bench: Bench, limit: float) -> Iterator[list[Priced]]:
     yield [] if first is None else [first]
     slow = first is None or (first.their_seconds or limit) > limit * (1 + SLACK)
     yield [] if first is None or slow else list(_smaller(bench, first))
-    others = [bench.found(degree, usable - STEPS[2]) for degree in bench.degrees]
+    others = [bench.found(degree, usable - STEPS[1]) for degree in bench.degrees]
     yield [bench.priced(found[0], how=How.DEGREE) for found in others if found is not None]
     seen: set[HetuPlan] = set()
     for share, part in product(SHARES, PARTS):
