@@ -239,7 +239,9 @@ class Stages:
         return np.where(np.tri(count + 1, dtype=bool), np.inf, found)
 
     def _sent(self) -> FloatArray:
-        """(L + 1,): bytes of what goes over a boundary before each place."""
+        """(L + 1,): bytes of what goes over a boundary before each place; none where no buffers are counted."""
+        if self.problem.pricer.profile.unbuffered:
+            return np.zeros(len(self.problem.graph.layers) + 1)
         sender, size = self.problem.sender, self.problem.shape.microbatch
         crossing = self.problem.tables[0].store.crossing
         known = {own: boundary_bytes(own, size, sender) for own in {*crossing[1:-1]}}

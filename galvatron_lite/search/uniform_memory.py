@@ -100,7 +100,7 @@ def _around(uniform: Uniform, group: int, chunks: Sequence[range], held: Sequenc
     """(B,): buffers of the boundaries, and copies of tensors made before, by the blocks' strategy."""
     problem, table = uniform.problem, next(iter(uniform.parts[1].tables.values()))
     shape, crossing = problem.shape, problem.tables[0].store.crossing
-    most = [max(counts) for counts in zip(*held, strict=True)]
+    most, counted = [max(counts) for counts in zip(*held, strict=True)], not problem.pricer.profile.unbuffered
     samples = [table.options.samples[code] for code in range(len(table.options.samples))]
     found = np.zeros(len(samples), dtype=np.int64)
     for stage, inside, count in zip(uniform.stages_of[group], chunks, most, strict=True):
@@ -109,7 +109,7 @@ def _around(uniform: Uniform, group: int, chunks: Sequence[range], held: Sequenc
         for code in table.present:
             sizes = [boundary_bytes(crossing[cut], shape.microbatch, samples[code]) if cut else 0 for cut in ends]
             copies = boundary_bytes(borrowed, shape.microbatch, samples[code]) if borrowed else 0
-            found[code] += buffer_bytes(sizes[0], sizes[1]) + count * copies
+            found[code] += buffer_bytes(sizes[0], sizes[1], counted=counted) + count * copies
     return found[table.codes]
 
 
