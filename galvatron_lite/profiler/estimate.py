@@ -98,7 +98,10 @@ def estimate_profile(
     if context > 1:
         host = replace(host, attention=host.attention * host.ring)
     devices = _devices(cluster)
-    machines = [machine_of(item, precision, constants_for_device(calibration, item), host) for item in devices]
+    machines = [
+        machine_of(item, precision, constants_for_device(calibration, item), host, stack.uneven_shares)
+        for item in devices
+    ]
     wide = wide_precision(precision)
     if ITEM_BYTES[wide] != ITEM_BYTES.get(wide_precision(graph.precision)):
         raise InputError("--precision", precision, f"The model was captured in {graph.precision}; capture it anew.")

@@ -39,6 +39,7 @@ class Rates(NamedTuple):
         tail: seconds before a kernel's memory streams at full rate.
         item_bytes: bytes of one item.
         gpu: whether matmul kernels work in a GPU's tiles.
+        uneven: whether slices of an extent that does not divide differ by one, so that all wait for the slower of both.
     """
 
     units: int
@@ -48,6 +49,7 @@ class Rates(NamedTuple):
     tail: float
     item_bytes: int
     gpu: bool
+    uneven: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,6 +107,7 @@ def machine_of(
     precision: str,
     reached: DeviceConstants | None = None,
     stack: StackConstants | None = None,
+    uneven: bool = False,
 ) -> Machine:
     """A device at a precision; one it has no units for runs at the next wider one (bf16 on V100 at fp32's rate).
 
@@ -113,6 +116,7 @@ def machine_of(
         precision: fp32, tf32, fp16, bf16, fp8, mxfp8, nvfp4 (``nvfp4`` at fp8's peak where no fp4 peak is known).
         reached: what kernels reach of it; None: the calibrated constants of its type.
         stack: factors of the training software; None: none.
+        uneven: whether it slices unevenly, see ``Rates``.
 
     Raises:
         InputError: an unknown precision, or a device whose peaks do not cover it.
@@ -122,12 +126,14 @@ def machine_of(
     reached = reached or constants_for_device(load_calibration(), device)
     stack = stack or StackConstants()
     wide = wide_precision(precision)
-    other, wide_peak = _rates(device, wide, reached, stack)
-    linear, peak = (other, wide_peak) if wide == precision else _rates(device, precision, reached, stack)
+    other, wide_peak = _rates(device, wide, reached, stack, uneven)
+    linear, peak = (other, wide_peak) if wide == precision else _rates(device, precision, reached, stack, uneven)
     return Machine(device, reached, stack, precision, ITEM_BYTES[wide], peak, wide_peak, linear, other)
 
 
-def _rates(device: Device, precision: str, reached: DeviceConstants, stack: StackConstants) -> tuple[Rates, float]:
+def _rates(
+    device: Device, precision: str, reached: DeviceConstants, stack: StackConstants, uneven: bool
+) -> tuple[Rates, float]:
     for known in _FALLBACK.get(precision, (precision, "fp32")):
         if known in device.peak:
             break
@@ -138,7 +144,8 @@ def _rates(device: Device, precision: str, reached: DeviceConstants, stack: Stac
     unit = peak * _share(reached, known) * kernel / stack.matmul / device.units
     bandwidth = device.memory_bandwidth * reached.memory / stack.memory
     item_bytes = ITEM_BYTES.get(precision, 1)
-    return Rates(device.units, unit, bandwidth, device.launch_overhead, constants.KERNEL_TAIL, item_bytes, gpu), peak
+    launch, tail = device.launch_overhead, constants.KERNEL_TAIL
+    return Rates(device.units, unit, bandwidth, launch, tail, item_bytes, gpu, uneven), peak
 
 
 def _share(reached: DeviceConstants, precision: str) -> float:

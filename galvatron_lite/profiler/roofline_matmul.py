@@ -95,7 +95,8 @@ def _alignment(inner: float, columns: float, rates: Rates) -> float:
     """Factor on the time of 16-bit matmuls where rows of a matrix do not begin at multiples of 16 bytes."""
     if not rates.gpu or rates.item_bytes != 2 or not (inner % 8 or columns % 8):
         return 1.0
-    extents = (floor(inner), floor(columns))  # most ranks' share of an uneven split; padded ones are even
+    # Most ranks' share of an uneven split; padded ones are even.
+    extents = [floor(inner), floor(columns), *([ceil(inner), ceil(columns)] if rates.uneven else [])]
     aligned = min(2 * (extent & -extent) for extent in extents)
     return constants.MISALIGNED.get(aligned, 1.0)
 

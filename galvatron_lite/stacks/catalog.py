@@ -20,6 +20,7 @@ GALVATRON = Stack(
     kernels=Kernels(),
     states=SHARDED,
     optimizer="adamw",
+    uneven_shares=True,  # parallelism/tensor/functions.py: the first ranks take one more
     early_stop=True,
 )
 """The project's own runtime: FSDP2 and DTensor under PyTorch's eager mode."""

@@ -54,6 +54,7 @@ class Stack:
         constants: calibrated costs.
         optimizer: name of the optimizer's implementation (a key of ``OPTIMIZERS``).
         vocab_multiple: the vocabulary is padded to a multiple of this times the tensor degree; 1: not padded.
+        uneven_shares: whether tensor slices of an extent that does not divide differ by one; all wait for the slower.
         parallel_vocabulary: whether embedding and head are split over the tensor group.
         dropout: probability its recipes train plain (not gated) transformers with.
         zero_stage: of data parallelism where a run does not say.
@@ -88,6 +89,7 @@ class Stack:
     constants: StackConstants = StackConstants()  # noqa: RUF009  frozen
     optimizer: str = "adamw"
     vocab_multiple: int = 1
+    uneven_shares: bool = False
     parallel_vocabulary: bool = True
     dropout: float = 0.0
     zero_stage: int = 0

@@ -50,6 +50,14 @@ def test_an_uneven_share_is_rounded_down(degree: int, factor: float) -> None:
     assert seconds == pytest.approx(factor * matmul_at(A100.linear, 2048, 1024, 50257 / degree))
 
 
+@pytest.mark.parametrize(("columns", "factor"), [(50257, MISALIGNED[2]), (50304, 1.0)])
+def test_all_wait_for_the_slower_of_uneven_shares(columns: int, factor: float) -> None:
+    # 50257 entries on 2 ranks: 25129 on the first one, which is odd.
+    machine = machine_of(A100.device, "bf16", uneven=True)
+    seconds = matmul(machine, linear("head", 2048, 1024, columns), 1, 2).forward
+    assert seconds == pytest.approx(factor * matmul_at(machine.linear, 2048, 1024, columns / 2))
+
+
 def test_experts_fill_waves_together() -> None:
     # 64 experts of a few tiles each: together near the device's rate, far faster than one after another.
     grouped = matmul(A100, linear("mlp.experts.up", 256, 4096, 512, 64), 1, 1).forward
