@@ -5,7 +5,7 @@ needs torch; planning never imports it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
@@ -48,13 +48,13 @@ class Setup(TypedDict, total=False):
     model: ModelGraph | str | Path | None
     cluster: Cluster | str | Path | None
     gpus: int | None
-    mem: str | int
+    mem: str | int | float
     batch: int | None
     sequence: int | None
     precision: str | None
-    fix: Sequence[str] | Pins
-    forbid: Sequence[str]
-    schedules: Sequence[Schedule | str] | None
+    fix: str | Sequence[str] | Mapping[str, object] | Pins
+    forbid: str | Sequence[str]
+    schedules: str | Sequence[Schedule | str] | None
     backend: str
     progress: Progress | None
 
@@ -80,27 +80,28 @@ def plan(
             - ``cluster``: name (``a100-80gb``) or YAML file; needed with ``model``, and replaces the profile's links
               otherwise.
             - ``gpus``: how many devices; the whole cluster if not given.
-            - ``mem``: budget a device: ``40GB``, ``40GiB``, ``80%`` of the device's memory, or bytes; 95 % if not
-              given. Where devices are of several types, a share is of each one's own memory (elsewhere than here: of
-              the least).
+            - ``mem``: budget a device: ``40GB``, ``40GiB``, ``80%`` of the device's memory (or 0.8), or bytes; 95 % if
+              not given. Where devices are of several types, a share is of each one's own memory (elsewhere than
+              here: of the least).
             - ``batch``: samples a step over all devices; 8 a device if not given.
             - ``sequence``: tokens a sample, for a model by name.
             - ``precision``: of compute, for a model by name; the best that the devices train in if not given: bf16,
               else fp16, else fp32.
-            - ``fix``: what is not left to the search: ``pp=4``, ``layers.3.recompute=full`` (``questions.pins``).
-            - ``forbid``: dimensions that no layer may use: ``tp``, ``pipeline``.
+            - ``fix``: what is not left to the search: ``pp=4``, ``layers.3.recompute=full`` (``questions.pins``);
+              one, a list, or a mapping: ``{"pp": 4}``.
+            - ``forbid``: dimensions that no layer may use: ``tp``, ``pipeline``; one or a list.
             - ``schedules``: of the pipeline, to choose from.
             - ``backend``: what is to run the plan: ``galvatron``, or ``any`` for all that is priced.
             - ``progress``: called with (done, total, label) while the search runs.
 
     Raises:
-        InputError: an unknown name, an unreadable file, a batch that cannot be divided, a precision that the devices
-            have no units for, a pin that cannot be kept.
+        InputError: an unknown argument or name, an unreadable file, a batch that cannot be divided, a
+            precision that the devices have no units for, a pin that cannot be kept.
         InfeasibleError: no plan fits; names the smallest budget that would.
     """
     from galvatron_lite.questions.setting import ask, batch_for
 
-    setting, batch, progress = _setting(profile, setup)
+    setting, batch, progress = _setting(profile, setup, ("certify", "runners_up"))
     devices = setting.profile.cluster.devices
     budget = _budget(setup.get("mem", DEFAULT_BUDGET), setting.profile)
     return ask(
@@ -124,51 +125,57 @@ def best_batch(
         InfeasibleError: no batch has a plan that fits.
     """
     from galvatron_lite.questions import batches
+    from galvatron_lite.questions.arguments import whole
 
-    setting, batch, progress = _setting(profile, setup)
+    setting, batch, progress = _setting(profile, setup, ("max_batch",))
     if batch is not None:
         raise InputError("--batch", batch, "The best one is looked for; --max-batch limits it.")
-    return batches.best_batch(setting, max_batch, progress)
+    return batches.best_batch(setting, whole("max_batch", max_batch), progress)
 
 
 def fewest_devices(
     profile: Profile | str | Path | None = None,
     *,
-    step: float | None = None,
-    samples: float | None = None,
-    tokens: float | None = None,
+    step: float | str | None = None,
+    samples: float | str | None = None,
+    tokens: float | str | None = None,
     **setup: Unpack[Setup],
 ) -> Fewest:
     """The fewest devices that reach a step time or a throughput, or that fit the model; see ``questions.fewest``.
 
     Args:
         profile: see ``plan``.
-        step: seconds of a step at most, of ``batch`` samples.
-        samples: a second at least.
-        tokens: a second at least.
+        step: seconds of a step at most, of ``batch`` samples; or a text: ``130ms``.
+        samples: a second at least; or a text: ``2K``.
+        tokens: a second at least; or a text: ``1M``.
         setup: see ``plan``; ``gpus`` is the most devices to look at.
 
     Raises:
         InputError: see ``plan``; more than one target.
     """
     from galvatron_lite.questions import fewest
+    from galvatron_lite.questions.arguments import number, seconds
 
-    wanted = {fewest.Goal.STEP: step, fewest.Goal.SAMPLES: samples, fewest.Goal.TOKENS: tokens}
+    wanted = {
+        fewest.Goal.STEP: seconds("step", step),
+        fewest.Goal.SAMPLES: number("samples", samples),
+        fewest.Goal.TOKENS: number("tokens", tokens),
+    }
     targets = [fewest.Target(goal, value) for goal, value in wanted.items() if value is not None]
     if len(targets) > 1:
         raise InputError("target", ", ".join(one.goal for one in targets), "Give one of them.")
-    setting, batch, progress = _setting(profile, setup)
+    setting, batch, progress = _setting(profile, setup, ("step", "samples", "tokens"))
     return fewest.fewest_devices(setting, targets[0] if targets else fewest.Target(fewest.Goal.FIT), batch, progress)
 
 
 def cheapest(
     profile: Profile | str | Path | None = None,
     *,
-    price: float,
-    samples: float | None = None,
-    tokens: float | None = None,
-    steps: float | None = None,
-    within: float | None = None,
+    price: float | str,
+    samples: float | str | None = None,
+    tokens: float | str | None = None,
+    steps: float | str | None = None,
+    within: float | str | None = None,
     **setup: Unpack[Setup],
 ) -> Cheapest:
     """What a run costs by the number of devices, and the cheapest; see ``questions.cheapest``.
@@ -176,10 +183,10 @@ def cheapest(
     Args:
         profile: see ``plan``.
         price: of a device for an hour, in any currency.
-        samples: in the run.
+        samples: in the run; a number, or a text: ``2M``. The same for tokens and steps.
         tokens: in the run; a million if neither samples nor tokens nor steps are given.
         steps: in the run, of ``batch`` samples.
-        within: seconds in which the run must end.
+        within: seconds in which the run must end; or a text: ``30d``.
         setup: see ``plan``; ``gpus`` is the most devices to look at.
 
     Raises:
@@ -187,22 +194,25 @@ def cheapest(
         InfeasibleError: no number of devices has a plan that fits.
     """
     from galvatron_lite.questions import cheapest as asked
+    from galvatron_lite.questions.arguments import number, seconds
 
     if samples is tokens is steps is None:
         tokens = asked.MILLION
-    setting, batch, progress = _setting(profile, setup)
-    run = asked.Run(samples, tokens, steps)
-    return asked.cheapest(setting, run, price, batch=batch, deadline=within, progress=progress)
+    names = ("price", "samples", "tokens", "steps", "within")
+    setting, batch, progress = _setting(profile, setup, names)
+    run = asked.Run(number("samples", samples), number("tokens", tokens), number("steps", steps))
+    cost, deadline = number("price", price) or 0.0, seconds("within", within)
+    return asked.cheapest(setting, run, cost, batch=batch, deadline=deadline, progress=progress)
 
 
 def pareto_front(
-    profile: Profile | str | Path | None = None, *, memory_step: int | None = None, **setup: Unpack[Setup]
+    profile: Profile | str | Path | None = None, *, memory_step: int | str | None = None, **setup: Unpack[Setup]
 ) -> Front:
     """The fastest plan for every budget from ``mem`` down; see ``questions.front``.
 
     Args:
         profile: see ``plan``.
-        memory_step: bytes that budgets differ by at the least; 1/32 of the budget if not given.
+        memory_step: bytes (or a text: ``400MB``) that budgets differ by at the least; 1/32 of the budget if not given.
         setup: see ``plan``.
 
     Raises:
@@ -210,9 +220,10 @@ def pareto_front(
         InfeasibleError: no plan fits.
     """
     from galvatron_lite.questions import front
+    from galvatron_lite.questions.arguments import size
 
-    setting, batch, progress = _setting(profile, setup)
-    return front.pareto_front(setting, batch, step=memory_step, progress=progress)
+    setting, batch, progress = _setting(profile, setup, ("memory_step",))
+    return front.pareto_front(setting, batch, step=size("memory_step", memory_step), progress=progress)
 
 
 def evaluate(
@@ -246,31 +257,49 @@ def evaluate(
     return priced(given, known, mem)
 
 
-def _setting(profile: Profile | str | Path | None, setup: Setup) -> tuple[Setting, int | None, Progress | None]:
-    """What the points of a question share, the batch where one is given, and who is told of progress."""
+def _setting(
+    profile: Profile | str | Path | None, setup: Setup, own: Sequence[str] = ()
+) -> tuple[Setting, int | None, Progress | None]:
+    """What the points of a question share, the batch where one is given, and who is told of progress.
+
+    Args:
+        profile, setup: see ``plan``.
+        own: arguments that the question has besides these.
+
+    Raises:
+        InputError: an argument that there is not, or that cannot be read.
+    """
     from galvatron_lite.parallelism.backends import backend_named
+    from galvatron_lite.questions.arguments import check_names, place, texts, whole
     from galvatron_lite.questions.pins import Pins, read_pins
     from galvatron_lite.questions.schedules import schedules_named
     from galvatron_lite.questions.setting import Setting
 
+    check_names(setup, ("profile", *Setup.__annotations__, *own))
+    for name in ("model", "cluster", "precision"):
+        place(name, setup.get(name))
     known = find_profile(
-        profile, model=setup.get("model"), cluster=setup.get("cluster"), gpus=setup.get("gpus"),
-        sequence=setup.get("sequence"), precision=setup.get("precision"),
+        profile, model=setup.get("model"), cluster=setup.get("cluster"), gpus=whole("gpus", setup.get("gpus")),
+        sequence=whole("sequence", setup.get("sequence")), precision=setup.get("precision"),
     )  # fmt: skip
     fix = setup.get("fix", ())
-    pins = fix if isinstance(fix, Pins) else read_pins(fix, setup.get("forbid", ()), known.graph)
+    pins = fix if isinstance(fix, Pins) else read_pins(
+        texts("fix", fix), texts("forbid", setup.get("forbid")), known.graph
+    )  # fmt: skip
     backend = backend_named(setup.get("backend", "galvatron"))
-    schedules = schedules_named(setup.get("schedules"), pins.fixed.schedule)
+    schedules = schedules_named(texts("schedules", setup.get("schedules")), pins.fixed.schedule)
     budget = _budget(setup.get("mem", DEFAULT_BUDGET), known).least
-    return Setting(known, budget, pins, schedules, backend.name), setup.get("batch"), setup.get("progress")
+    batch = whole("batch", setup.get("batch"))
+    return Setting(known, budget, pins, schedules, backend.name), batch, setup.get("progress")
 
 
-def _budget(mem: str | int, known: Profile) -> Budget:
+def _budget(mem: str | int | float, known: Profile) -> Budget:
     """Bytes a device, or of each type of device.
 
     Raises:
         InputError: unreadable, or more than a device has.
     """
     from galvatron_lite.cluster.budget import budget_on
+    from galvatron_lite.questions.arguments import memory
 
-    return budget_on(known.cluster, mem)
+    return budget_on(known.cluster, memory(mem))

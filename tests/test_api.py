@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,65 @@ def test_a_step_is_no_faster_in_a_precision_that_is_not_the_default() -> None:
 def test_the_precision_needs_a_place() -> None:
     with pytest.raises(InputError, match="--cluster is missing"):
         api.precision_on(None, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("asked", "given", "said"),
+    [
+        (api.plan, {"gpu": 4}, "'gpu' cannot be used. Did you mean gpus?"),
+        (api.plan, {"memory": "2GB"}, "'memory' cannot be used. Did you mean mem?"),
+        (api.plan, {"seq": 512}, "Did you mean sequence?"),
+        (api.cheapest, {"price": 1, "token": 5}, "Did you mean tokens?"),
+        (api.fewest_devices, {"max_batch": 5}, "'max_batch' cannot be used"),
+        (api.best_batch, {"maxbatch": 5}, "Did you mean max_batch?"),
+        (api.pareto_front, {"memory_steps": 5}, "Did you mean memory_step?"),
+    ],
+)
+def test_an_unknown_argument_is_named_with_the_nearest(
+    asked: Callable[..., object], given: dict[str, object], said: str
+) -> None:
+    with pytest.raises(InputError, match=re.escape(said)):
+        asked(model="gpt2", cluster="a100-40gb", **given)
+
+
+GPT2 = {"model": "gpt2", "cluster": "a100-40gb", "gpus": 2, "sequence": 128, "batch": 8}
+
+
+@pytest.mark.parametrize(
+    ("one", "same"),
+    [
+        ({"fix": "pp=2"}, {"fix": ["pp=2"]}),
+        ({"fix": {"pp": 2, "sequence": False}}, {"fix": ["pp=2", "sequence=off"]}),
+        ({"forbid": "zero"}, {"forbid": ["zero"]}),
+        ({"schedules": "gpipe"}, {"schedules": ["gpipe"]}),
+        ({"mem": 0.5}, {"mem": "50%"}),
+        ({"mem": 4e9}, {"mem": "4GB"}),
+    ],
+)
+def test_arguments_are_read_as_the_command_line_reads_them(one: dict[str, object], same: dict[str, object]) -> None:
+    assert api.plan(runners_up=0, **GPT2, **one) == api.plan(runners_up=0, **GPT2, **same)  # type: ignore[arg-type]
+
+
+def test_figures_may_have_units() -> None:
+    whole = {name: value for name, value in GPT2.items() if name != "gpus"} | {"gpus": 2}
+    assert api.fewest_devices(step="1s", **whole) == api.fewest_devices(step=1.0, **whole)  # type: ignore[arg-type]
+    told = api.cheapest(price="2", tokens="1B", within="30d", **whole)  # type: ignore[arg-type]
+    assert told == api.cheapest(price=2.0, tokens=1e9, within=2592000.0, **whole)  # type: ignore[arg-type]
+    coarse = api.pareto_front(memory_step="10GB", **whole)  # type: ignore[arg-type]
+    assert coarse == api.pareto_front(memory_step=10**10, **whole)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("asked", "given", "field"),
+    [
+        (api.plan, {"mem": 1.5}, "mem"), (api.plan, {"mem": None}, "mem"), (api.plan, {"fix": 3}, "fix"),
+        (api.plan, {"forbid": [3]}, "forbid"), (api.plan, {"batch": "8"}, "batch"), (api.plan, {"gpus": 2.0}, "gpus"),
+        (api.plan, {"model": 7}, "model"), (api.fewest_devices, {"step": []}, "step"),
+        (api.fewest_devices, {"step": "130"}, "step"), (api.cheapest, {"price": 1, "tokens": "x"}, "tokens"),
+        (api.pareto_front, {"memory_step": 0.5}, "memory_step"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_named(asked: Callable[..., object], given: dict[str, object], field: str) -> None:
+    with pytest.raises(InputError) as refused:
+        asked(**GPT2 | given)
+    assert refused.value.field == field
