@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from galvatron_lite.api_profile import find_profile, precision_on, profile
+from galvatron_lite.cluster.budget import DEFAULT_BUDGET
 from galvatron_lite.errors import InputError
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from galvatron_lite.questions.pins import Pins
     from galvatron_lite.questions.setting import Setting
 
-DEFAULT_BUDGET = "95%"
 RUNNERS_UP = 5
 
 __all__ = [
@@ -243,18 +243,23 @@ def evaluate(
     Args:
         plan: a plan, or a file: ours, one written by hand (``plans.written``), or Hetu-Galvatron's.
         profile, model, cluster, gpus, sequence, precision: as for ``plan``.
-        mem: budget a device that its memory is held against (``Plan.provenance``); the device's memory if not given.
-        batch: samples a step, for files of another planner that do not say.
+        mem: budget a device that its memory is held against, as for ``plan``; the answer's ``fits`` says whether it is
+            within it, ``overfull`` which stages are not, ``provenance.budget`` what it is.
+        batch: samples a step; the plan's if not given. At others its micro-batches keep their size.
+
+    What is priced otherwise than the plan says (its model, its batch) is in the answer's ``provenance.notes``.
 
     Raises:
-        InputError: a file, layer or number that cannot be used; names it.
+        InputError: a file, layer or number that cannot be used; names it. A plan for another number of devices than
+            ``gpus``, or for more than there are.
     """
-    from galvatron_lite.peers.given import priced, read_any_plan
+    from galvatron_lite.peers.given import check_devices, priced, read_any_plan
     from galvatron_lite.plans.schema import Plan
 
     known = find_profile(profile, model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision)
     given = plan if isinstance(plan, Plan) else read_any_plan(Path(plan), known, batch)
-    return priced(given, known, mem)
+    check_devices(given, known, gpus)
+    return priced(given, known, mem, batch)
 
 
 def _setting(

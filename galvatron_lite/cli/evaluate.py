@@ -25,14 +25,17 @@ def evaluate_command(
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="Name (a100-80gb) or YAML file; needed with --model.")
     ] = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", help="Devices; the whole cluster if not given.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", help="Devices, which must be the plan's; the whole cluster if not given.")
+    ] = None,
     batch: Annotated[
-        int | None, typer.Option("--batch", help="Samples a step, for Hetu-Galvatron's files without it.")
+        int | None, typer.Option("--batch", help="Samples a step; the plan's if not given, else in its micro-batches.")
     ] = None,
     sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a sample, with --model.")] = None,
     precision: Annotated[str | None, typer.Option("--precision", help="Of compute, with --model.")] = None,
     mem: Annotated[
-        str | None, typer.Option("--mem", help="Budget a device to hold it against: 40GB, 40GiB or 80%.")
+        str | None,
+        typer.Option("--mem", help="Budget a device to hold it against: 40GB, 40GiB or 80%; 95% if not given."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the priced plan as JSON.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the priced plan to this file.")] = None,
@@ -42,7 +45,7 @@ def evaluate_command(
     from galvatron_lite.plans.io import write_plan
 
     known = api.find_profile(profile, model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision)
-    found = api.evaluate(plan, known, mem=mem, batch=batch)
+    found = api.evaluate(plan, known, gpus=gpus, mem=mem, batch=batch)
     if output is not None:
         write_plan(found, output)
     _print(found, known, as_json)
@@ -53,14 +56,28 @@ def evaluate_command(
 def _print(found: Plan, known: Profile, as_json: bool) -> None:
     import json
 
+    from galvatron_lite.cli.origins import accuracy
     from galvatron_lite.cli.tables import print_plan
     from galvatron_lite.files import to_data
-    from galvatron_lite.peers.given import over_budget
+    from galvatron_lite.plans.describe import fits_line
 
-    full = over_budget(found)
     if as_json:
-        typer.echo(json.dumps(to_data(found) | {"fits": not full}))
+        typer.echo(json.dumps(to_data(found) | {"fits": found.fits}))
         return
-    print_plan(found, f"{known.name}: {known.origin.kind.value}, {known.origin.source}")
-    if full:
-        typer.echo(f"It does not fit: stage {', '.join(map(str, full))} needs more than the budget.")
+    print_plan(found, f"{known.name}: {known.origin.kind.value}, {known.origin.source}", accuracy(known))
+    for note in found.provenance.notes if found.provenance else ():
+        typer.echo(f"Note: {note}.")
+    typer.echo(fits_line(found))
+    typer.echo(f"galvatron can run it: {_runs(found)}")
+
+
+def _runs(found: Plan) -> str:
+    """Whether ``auto_parallelize`` trains with a plan, and why not."""
+    from galvatron_lite.errors import InputError
+    from galvatron_lite.parallelism.backends import check_runs
+
+    try:
+        check_runs(found)
+    except InputError as error:
+        return f"no. {error}"
+    return "yes"

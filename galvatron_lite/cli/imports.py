@@ -90,7 +90,11 @@ def plan_import_command(
     if not isinstance(data, dict):
         raise InputError(str(path), type(data).__name__, "It must hold a JSON object.")
     devices = gpus or (known.cluster.devices if known else 0)
-    made = to_plan(read_hetu_plan(data, str(path), devices, batch), known)
+    theirs = read_hetu_plan(data, str(path), devices, batch)
+    for option, said, has in (("--gpus", gpus, theirs.devices), ("--batch", batch, theirs.batch)):
+        if said not in (0, has):
+            raise InputError(option, said, f"The file says {has}: leave it out.")
+    made = to_plan(theirs, known)
     made = made if known is None else priced(made, known)
     write_plan(made, output)
     typer.echo(f"{headline(made)}\nWritten to {output}.")

@@ -158,6 +158,7 @@ def _plan(
 ) -> None:
     """The fastest plan."""
     from galvatron_lite import api
+    from galvatron_lite.cli.origins import accuracy
     from galvatron_lite.cli.progress import search_progress
     from galvatron_lite.cli.tables import print_plan
     from galvatron_lite.plans.io import write_plan
@@ -170,7 +171,7 @@ def _plan(
     if as_json:
         _print_json(found)
         return
-    print_plan(found, source, _accuracy(known))
+    print_plan(found, source, accuracy(known))
     if found.provenance is not None and found.provenance.certificate:
         typer.echo(f"Certificate: {found.provenance.certificate}")
     _say_where(output)
@@ -179,6 +180,7 @@ def _plan(
 def _answer(options: Options, known: Profile, setup: Setup, source: str, output: Path | None, as_json: bool) -> None:
     """The answer to another question."""
     from galvatron_lite.cli.answers import print_answer, print_answer_json, require_answer, write_answer
+    from galvatron_lite.cli.origins import accuracy
     from galvatron_lite.cli.progress import search_progress
 
     with search_progress(quiet=as_json) as progress:
@@ -187,7 +189,7 @@ def _answer(options: Options, known: Profile, setup: Setup, source: str, output:
     if as_json:
         print_answer_json(found)
     else:
-        print_answer(found, source, _accuracy(known))
+        print_answer(found, source, accuracy(known))
     require_answer(found)
     if not as_json:
         _say_where(output)
@@ -208,19 +210,6 @@ def _source(known: Profile, named: str, *, best: bool) -> str:
     dated = f", {origin.date}" if origin.date else ""
     chosen = ", the best it trains in (--precision for another)" if best else ""
     return f"{named}: {origin.kind.value}, {origin.source}{dated}{chosen}"
-
-
-def _accuracy(known: Profile) -> str:
-    """How far off estimated costs are, as the constants' cross-validation found; nothing of measured ones."""
-    from galvatron_lite.calibration.store import load_calibration
-    from galvatron_lite.profiler.schema import OriginKind
-
-    if known.origin.kind is not OriginKind.ESTIMATED:
-        return ""
-    error = load_calibration().expected_error.get("without_family")
-    if error is None:
-        return "estimated from data sheets, error not known"
-    return f"estimated step times are off by {error:.0%} on average (published runs of software not fitted to)"
 
 
 def _print_json(found: Plan) -> None:

@@ -8,6 +8,9 @@ from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.errors import InputError
 from galvatron_lite.units import format_budget, parse_budget
 
+DEFAULT_BUDGET = "95%"
+"""Of each device's memory, where nobody says."""
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:

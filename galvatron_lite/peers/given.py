@@ -6,13 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from galvatron_lite.cluster.budget import budget_on
+from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on
 from galvatron_lite.cost.step import evaluate
+from galvatron_lite.errors import InputError
 from galvatron_lite.files import read_data
 from galvatron_lite.plans.schema import Plan, Proof, Provenance
 from galvatron_lite.plans.written import plan_from
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import profile_hash
+
+UNNAMED = "hetu"
+"""Model of a plan of Hetu-Galvatron's that was read without a profile: its files do not name one."""
 
 
 def read_any_plan(path: Path, profile: Profile, batch: int | None = None) -> Plan:
@@ -35,20 +39,76 @@ def read_any_plan(path: Path, profile: Profile, batch: int | None = None) -> Pla
     return plan_from(data, profile.graph, str(path))
 
 
-def priced(plan: Plan, profile: Profile, mem: str | int | None = None) -> Plan:
+def at_batch(plan: Plan, batch: int) -> Plan:
+    """The plan at another number of samples a step: as many micro-batches of the same size as make it up.
+
+    Raises:
+        InputError: they do not.
+    """
+    if batch == plan.global_batch:
+        return plan
+    if batch < 1 or batch % plan.microbatch:
+        remedy = f"The plan's micro-batches have {plan.microbatch} samples: give a multiple of that."
+        raise InputError("--batch", batch, remedy)
+    return replace(plan, global_batch=batch, microbatches=batch // plan.microbatch)
+
+
+def check_devices(plan: Plan, profile: Profile, gpus: int | None = None) -> None:
+    """Whether a cluster has the devices that a plan is made for.
+
+    Args:
+        plan: what is to be priced.
+        profile: with the cluster.
+        gpus: how many the user said the plan runs on; None: nothing said.
+
+    Raises:
+        InputError: another number was said, or the cluster has fewer.
+    """
+    if gpus is not None and gpus != plan.devices:
+        raise InputError("--gpus", gpus, f"The plan is for {plan.devices} devices: plan anew for {gpus}.")
+    if plan.devices > profile.cluster.devices:
+        remedy = f"Cluster {profile.cluster.name} has {profile.cluster.devices}."
+        raise InputError("plan, devices", plan.devices, remedy)
+
+
+def notes_of(given: Plan, at: Plan, profile: Profile) -> tuple[str, ...]:
+    """Where a plan is priced otherwise than it says, a line each.
+
+    Args:
+        given: as its file says.
+        at: the same plan at the batch it is priced with.
+        profile: what it is priced with.
+    """
+    graph, cluster = profile.graph, profile.cluster
+    said = (
+        (given.global_batch != at.global_batch,
+         f"the plan is of batch {given.global_batch} in {given.microbatches} micro-batches, "
+         f"priced at {at.global_batch} in {at.microbatches}"),
+        (given.model not in (graph.name, UNNAMED), f"the plan is of {given.model}, priced for {graph.name}"),
+        (given.precision != graph.precision, f"the plan is in {given.precision}, priced in {graph.precision}"),
+        (given.devices < cluster.devices,
+         f"the plan takes {given.devices} of the {cluster.devices} devices of {cluster.name}"),
+    )  # fmt: skip
+    return tuple(line for holds, line in said if holds)
+
+
+def priced(plan: Plan, profile: Profile, mem: str | int | None = None, batch: int | None = None) -> Plan:
     """The plan with its prediction, and what it was priced with.
 
     Args:
         plan: for the profile's model and at most its devices.
         profile: what layers and communication cost.
-        mem: budget a device to compare its memory with: a size, a share, or bytes; all of its memory if not given.
+        mem: budget a device to compare its memory with: a size, a share, or bytes; 95 % of its memory if not given.
+        batch: samples a step, where they are to be others than the plan's.
 
     Raises:
-        InputError: the plan does not fit the profile's model, or its numbers do not divide.
+        InputError: the plan does not fit the profile's model or cluster, or its numbers do not divide.
     """
     from galvatron_lite import __version__
 
-    budget = budget_on(profile.cluster, "100%" if mem is None else mem)
+    check_devices(plan, profile)
+    at = plan if batch is None else at_batch(plan, batch)
+    budget = budget_on(profile.cluster, DEFAULT_BUDGET if mem is None else mem)
     made_from = Provenance(
         galvatron=__version__,
         profile=profile.name,
@@ -59,13 +119,7 @@ def priced(plan: Plan, profile: Profile, mem: str | int | None = None) -> Plan:
         budget=budget.least,
         proof=Proof.GIVEN,
         budgets=dict(budget.own),
+        notes=notes_of(plan, at, profile),
     )
-    return replace(evaluate(profile, plan), provenance=made_from, alternatives=(), left_out=())
-
-
-def over_budget(plan: Plan) -> tuple[int, ...]:
-    """Numbers of the stages of a priced plan that need more than the budget it was priced with."""
-    made_from = plan.provenance
-    if made_from is None:
-        return ()
-    return tuple(number for number, stage in enumerate(plan.stages) if stage.memory.total > made_from.budget_of(stage))
+    own = replace(at, model=profile.graph.name, precision=profile.graph.precision)
+    return replace(evaluate(profile, own), provenance=made_from, alternatives=(), left_out=())

@@ -8,6 +8,8 @@ from galvatron_lite.plans.schema import LayerRun, MemoryBreakdown, Plan, Stage, 
 from galvatron_lite.units import format_bytes, format_seconds
 
 _BAR = 24
+_SHOWN = {"context": "driver context"}
+"""Parts of the memory that have another name in print: to a reader, context alone is a way to parallelise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,20 @@ def memory_bar(stage: Stage, budget: int) -> str:
 
 def memory_parts(memory: MemoryBreakdown) -> list[tuple[str, int]]:
     """What fills the memory, largest first; parts that are zero left out. Bytes."""
-    parts = [(field.name, int(getattr(memory, field.name))) for field in fields(memory)]
+    parts = [(_SHOWN.get(field.name, field.name), int(getattr(memory, field.name))) for field in fields(memory)]
     return sorted((part for part in parts if part[1]), key=lambda part: -part[1])
+
+
+def fits_line(plan: Plan) -> str:
+    """Whether a priced plan is within its budget, with both figures of the fullest stage; empty for one without."""
+    made_from = plan.provenance
+    if made_from is None or plan.prediction is None:
+        return ""
+    fullest = max(plan.stages, key=lambda stage: stage.memory.total / made_from.budget_of(stage))
+    figures = f"{format_bytes(fullest.memory.total)} of {format_bytes(made_from.budget_of(fullest))}"
+    if plan.fits:
+        return f"fits: yes, {figures}"
+    return f"fits: no, {figures}; too full: stage {', '.join(map(str, plan.overfull))}"
 
 
 def time_parts(time: TimeBreakdown) -> list[tuple[str, float]]:

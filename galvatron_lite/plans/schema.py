@@ -189,6 +189,7 @@ class Provenance:
         proof: whether the search proved the plan optimal in its space.
         gap: where it did not: by the closed form of ``cost.schedule`` no plan takes less than (1 - gap) of this one.
         budgets: bytes on each type of device by its name, where they are unlike.
+        notes: where a plan that was given is priced otherwise than it says: another batch, model or number of devices.
         certificate: what an integer programme of the same shape said (``search.ilp``); empty where none was asked.
     """
 
@@ -204,6 +205,7 @@ class Provenance:
     gap: float = 0.0
     certificate: str = ""
     budgets: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def budget_of(self, stage: Stage) -> int:
         """Bytes that a device of a stage may take."""
@@ -246,6 +248,21 @@ class Plan:
     left_out: tuple[str, ...] = ()
     provenance: Provenance | None = None
     virtual_stages: int = 1
+
+    @property
+    def overfull(self) -> tuple[int, ...]:
+        """Numbers of the stages that need more than the budget; none where there is no prediction or budget."""
+        made_from = self.provenance
+        if made_from is None or self.prediction is None:
+            return ()
+        return tuple(
+            number for number, stage in enumerate(self.stages) if stage.memory.total > made_from.budget_of(stage)
+        )
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every stage is within the budget it was priced with; None where there is no prediction or budget."""
+        return None if self.prediction is None or self.provenance is None else not self.overfull
 
     @property
     def pipeline(self) -> int:

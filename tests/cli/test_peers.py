@@ -1,11 +1,13 @@
 """Commands that read other planners' files, and the one that prices any plan."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from galvatron_lite import api
 from galvatron_lite.cli import app
 from galvatron_lite.errors import InputError
 from galvatron_lite.peers.hetu.formulas import price
@@ -64,8 +66,11 @@ def test_a_plan_by_hand(profile: Path, tmp_path: Path) -> None:
     )
     told = run("evaluate", path, "--profile", profile, "--mem", "16GB").output
     assert "layers.0 … layers.31 (32)" in told
-    assert "It does not fit: stage 0" in told
-    assert "does not fit" not in run("evaluate", path, "--profile", profile).output
+    assert "fits: no, " in told
+    assert "of 14.9 GiB; too full: stage 0" in told
+    assert "galvatron can run it: yes" in told
+    assert "off by" not in told
+    assert "fits: yes, " in run("evaluate", path, "--profile", profile).output
 
 
 def test_the_model_may_be_estimated(tmp_path: Path) -> None:
@@ -73,6 +78,77 @@ def test_the_model_may_be_estimated(tmp_path: Path) -> None:
     path.write_text("devices: 8\nglobal_batch: 64\nmicrobatches: 8\nruns: [{layers: '*', strategy: zero3x8}]\n")
     done = run("evaluate", path, "--model", "gpt2", "--cluster", "a100-80gb", "--gpus", 8, "--json")
     assert json.loads(done.output)["provenance"]["proof"] == "given"
+
+
+@pytest.fixture
+def hand(tmp_path: Path) -> Path:
+    path = tmp_path / "hand.yaml"
+    path.write_text("devices: 8\nglobal_batch: 64\nmicrobatches: 8\nruns: [{layers: '*', strategy: zero2x8}]\n")
+    return path
+
+
+LLAMA = ("--model", "llama2-7b", "--cluster", "a100-80gb")
+
+
+def test_evaluate_says_whether_it_fits_and_how_far_off_it_may_be(hand: Path) -> None:
+    told = run("evaluate", hand, *LLAMA, "--gpus", 8, "--mem", "75%").output
+    figures = re.search(r"fits: yes, ([\d.]+) GiB of ([\d.]+) GiB", told)
+    assert figures is not None
+    assert float(figures[1]) < float(figures[2])
+    assert float(figures[2]) == pytest.approx(80 * 0.75, rel=0.02)
+    assert "estimated step times are off by" in told
+    assert "Note" not in told
+
+
+def test_evaluate_says_what_galvatron_cannot_run(tmp_path: Path) -> None:
+    path = tmp_path / "ring.yaml"
+    path.write_text(
+        "devices: 8\nglobal_batch: 64\nmicrobatches: 4\nruns: [{layers: '*', strategy: zero2x4 context2}]\n"
+    )
+    assert "galvatron can run it: no. " in run("evaluate", path, *LLAMA, "--gpus", 8).output
+
+
+def test_another_batch_keeps_the_size_of_micro_batches(hand: Path, tmp_path: Path) -> None:
+    twice = tmp_path / "twice.yaml"
+    twice.write_text(hand.read_text().replace("64", "128").replace("microbatches: 8", "microbatches: 16"))
+    asked = json.loads(run("evaluate", hand, *LLAMA, "--gpus", 8, "--batch", 128, "--json").output)
+    said = json.loads(run("evaluate", twice, *LLAMA, "--gpus", 8, "--json").output)
+    assert asked["provenance"].pop("notes") == ["the plan is of batch 64 in 8 micro-batches, priced at 128 in 16"]
+    assert asked == said
+    with pytest.raises(InputError, match=r"--batch: 100 .* 8 samples"):
+        run("evaluate", hand, *LLAMA, "--gpus", 8, "--batch", 100)
+
+
+def test_evaluate_takes_the_devices_of_the_plan(hand: Path) -> None:
+    for gpus in (4, 16):
+        with pytest.raises(InputError, match=f"--gpus: {gpus} .* for 8 devices"):
+            run("evaluate", hand, *LLAMA, "--gpus", gpus)
+    profile = api.find_profile(model="llama2-7b", cluster="a100-80gb", gpus=4)
+    with pytest.raises(InputError, match=r"plan, devices: 8 .* has 4"):
+        api.evaluate(hand, profile)
+    larger = api.find_profile(model="llama2-7b", cluster="a100-80gb", gpus=16)
+    found = api.evaluate(hand, larger, mem="20GB")
+    assert found.provenance is not None
+    assert found.provenance.notes == ("the plan takes 8 of the 16 devices of a100-80gb",)
+    assert found.provenance.budget == 20 * 10**9
+    assert (found.fits, found.overfull) == (False, (0,))
+
+
+def test_evaluate_says_that_the_plan_is_of_another_model(hand: Path, tmp_path: Path) -> None:
+    ours = tmp_path / "ours.yaml"
+    run("evaluate", hand, *LLAMA, "--gpus", 8, "-o", ours)
+    other = ("--model", "llama3-8b", "--cluster", "a100-80gb", "--gpus", 8)
+    told = run("evaluate", ours, *other).output
+    assert "Note: the plan is of llama2-7b, priced for llama3-8b." in told
+    assert "Note: the plan is" not in run("evaluate", hand, *other).output
+
+
+def test_a_file_of_theirs_keeps_its_devices_and_batch(theirs: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--gpus: 16 .* for 8 devices"):
+        run("evaluate", theirs, *LLAMA, "--gpus", 16)
+    for option in ("--gpus", "--batch"):
+        with pytest.raises(InputError, match=f"{option}: 16"):
+            run("plan", "import", "--from", "hetu", theirs, option, 16, "-o", tmp_path / "plan.yaml")
 
 
 @pytest.mark.parametrize(

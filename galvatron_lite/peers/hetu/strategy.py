@@ -91,7 +91,7 @@ def read_hetu_plan(data: Mapping[str, Any], field: str, devices: int = 0, batch:
     stages = _whole(data, "pp_deg", field)
     tensor = _list(data, "tp_sizes_enc", field)
     count = len(tensor)
-    world = devices or _whole(data, "world_size", field, stages * max(tensor))
+    world = _whole(data, "world_size", field, devices or stages * max(tensor))
     types, ulysses, checkpoint = (_list(data, key, field, count) for key in ("dp_types_enc", "use_sp", "checkpoint"))
     if any(size != 1 for size in _list(data, "cp_sizes_enc", field, count, 1)):
         raise InputError(f"{field}, cp_sizes_enc", data["cp_sizes_enc"], "Context parallelism is not modelled by it.")
@@ -109,7 +109,7 @@ def read_hetu_plan(data: Mapping[str, Any], field: str, devices: int = 0, batch:
     if sum(division) != count or len(division) != stages:
         raise InputError(f"{field}, pp_division", data.get("pp_division"), f"It must share {count} layers on {stages}.")
     return HetuPlan(
-        world, stages, batch or _whole(data, "global_bsz", field), _whole(data, "chunks", field, 1), division,
+        world, stages, _whole(data, "global_bsz", field, batch or None), _whole(data, "chunks", field, 1), division,
         layers, edges, _schedule(data, field), default,
     )  # fmt: skip
 
@@ -149,7 +149,7 @@ def _joined(figures: Any) -> str:
 
 def _global_plan(data: Mapping[str, Any], field: str, devices: int, batch: int) -> HetuPlan:
     """GLOBAL mode: one strategy for all layers, by its training flags."""
-    world = devices or _whole(data, "world_size", field)
+    world = _whole(data, "world_size", field, devices or None)
     stages, count = _whole(data, "pp_deg", field, 1), _whole(data, "num_layers", field)
     if _whole(data, "global_cp_deg", field, 1) != 1:
         raise InputError(f"{field}, global_cp_deg", data["global_cp_deg"], "Context parallelism is not modelled by it.")
@@ -166,7 +166,7 @@ def _global_plan(data: Mapping[str, Any], field: str, devices: int, batch: int) 
     each = count // stages
     division = (*(each for _ in range(stages - 1)), count - each * (stages - 1))
     return HetuPlan(
-        world, stages, batch or _whole(data, "global_train_batch_size", field), _whole(data, "chunks", field, 1),
+        world, stages, _whole(data, "global_train_batch_size", field, batch or None), _whole(data, "chunks", field, 1),
         division, (layer,) * count, edges, _schedule(data, field), default,
     )  # fmt: skip
 
