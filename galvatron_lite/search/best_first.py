@@ -10,12 +10,15 @@ from itertools import count
 from math import inf
 
 from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.sharing import tied_groups
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.cost.step import price_plan
 from galvatron_lite.plans.schema import Plan, Schedule
+from galvatron_lite.search.duals import score, scores_of
 from galvatron_lite.search.glance import Glance
-from galvatron_lite.search.partition import Partition, best_partition, quick_partition
+from galvatron_lite.search.partition import Partition, best_partition, quick_plan
 from galvatron_lite.search.problem import Problem
+from galvatron_lite.search.refine import Refined, opened, refined
 from galvatron_lite.search.relax import Relaxed
 from galvatron_lite.search.result import plan_of
 from galvatron_lite.search.shapes import (
@@ -24,6 +27,7 @@ from galvatron_lite.search.shapes import (
     bounds_of,
     open_problem,
     shapes_of,
+    tied_children,
     with_edges,
     with_ties,
     without_ties,
@@ -116,19 +120,21 @@ def _told(shape: Shape) -> str:
 
 def _look_into(walk: _Walk, node: _Node) -> None:
     """Replace a node by what is found a step further."""
-    problem, bounds = node.problem, node.bounds
+    problem = node.problem
     if node.stage is _Stage.GLANCED:
         walk.push(problem, None, _Stage.PRICED, max(node.bound, average_of(problem)))
     elif problem.shape.virtual > 1:
         _solve_uniform(walk, node)
     elif node.stage is _Stage.PRICED:
         walk.push_bounded(problem, _Stage.SHAPE, node.bound)
+    elif problem.shape.stages > 1 and walk.exact:
+        _cut_further(walk, node)
     elif node.stage is _Stage.SHAPE:
         for child in with_ties(problem):
             if child.choice.tied:
                 walk.push_bounded(child, _Stage.TIED, node.bound)
             else:
-                walk.push(child, bounds, _Stage.TIED, node.bound)
+                walk.push(child, node.bounds, _Stage.TIED, node.bound)
     elif node.stage is _Stage.TIED:
         for child in with_edges(problem):
             if child.choice.tied:
@@ -137,8 +143,56 @@ def _look_into(walk: _Walk, node: _Node) -> None:
                 walk.push_bounded(child, _Stage.SETTLED, node.bound)
     elif node.stage is _Stage.EDGED:
         walk.push_bounded(problem, _Stage.SETTLED, node.bound)
-    elif bounds is not None:
-        _solve(walk, node, bounds)
+    elif node.stage is _Stage.SETTLED:
+        before = problem.work
+        cuts = (0, len(problem.graph.layers)) if node.bounds is None else tuple(node.bounds.cuts())
+        walk.better(problem, quick_plan(problem, cuts, walk.limit))
+        walk.work += problem.work - before + _LOOK
+        if walk.exact:
+            walk.push(problem, None, _Stage.TRIED, node.bound)
+        else:
+            walk.open = min(walk.open, node.bound)
+    else:
+        _solve(walk, node, None)
+
+
+def _cut_further(walk: _Walk, node: _Node) -> None:
+    """The same with several stages: layouts at boundaries first, then strategies of tied layers.
+
+    Bounds are refined with strategies of tied layers left open; what that shows of stages without such layers holds
+    under every choice of them.
+    """
+    problem = node.problem
+    if node.stage is _Stage.SHAPE:
+        for child in with_edges(problem):
+            walk.push_bounded(child, _Stage.TIED, node.bound)
+    elif node.stage is _Stage.TIED and node.bounds is not None:
+        bounds = _refine(walk, problem, opened(node.bounds))
+        tied = tuple(sorted(place for group in tied_groups(problem.graph) for place in group))
+        if not walk.worth(bounds.bound):
+            return
+        scores, own = scores_of(problem, bounds, tied), bounds.opened(tied)
+        for child in tied_children(problem):
+            least = max(bounds.bound, score(scores, child.choice.tied))
+            walk.push(child, None, _Stage.EDGED if tied else _Stage.TRIED, least, own)
+    elif node.refined is not None and node.stage is _Stage.EDGED:
+        bounds = _refine(walk, problem, node.refined)
+        walk.push(problem, None, _Stage.TRIED, max(bounds.bound, node.bound), bounds)
+    elif node.refined is not None:
+        bounds = _refine(walk, problem, node.refined)
+        if walk.worth(bounds.bound):
+            _solve(walk, node, bounds)
+
+
+def _refine(walk: _Walk, problem: Problem, bounds: Refined) -> Refined:
+    """Sharper bounds; a plan that was met on the way is kept if it has all that is settled."""
+    before = problem.work
+    bounds, plan = refined(problem, bounds, walk.limit)
+    walk.work += problem.work - before
+    if problem.choice.tied or not tied_groups(problem.graph):
+        walk.better(problem, plan)
+    walk.work += _LOOK if plan is not None else 0
+    return bounds
 
 
 def _solve_uniform(walk: _Walk, node: _Node) -> None:
@@ -150,21 +204,12 @@ def _solve_uniform(walk: _Walk, node: _Node) -> None:
         walk.better(node.problem, Uniform(node.problem).best(walk.limit))
 
 
-def _solve(walk: _Walk, node: _Node, bounds: Relaxed) -> None:
-    """The best plan of a node, or first a quick one."""
+def _solve(walk: _Walk, node: _Node, bounds: Refined | None) -> None:
+    """The best plan of a node."""
     problem, before = node.problem, node.problem.work
-    if node.stage is _Stage.SETTLED:
-        quick = quick_partition(problem, bounds, walk.limit)
-        walk.better(problem, quick.plan)
-        walk.work += _LOOK
-        if walk.exact:
-            walk.push(problem, bounds, _Stage.TRIED, max(node.bound, quick.least))
-        else:
-            walk.open = min(walk.open, max(node.bound, quick.least))
-    else:
-        best = best_partition(problem, bounds, walk.limit)
-        walk.better(problem, best.plan)
-        walk.open = min(walk.open, best.least)
+    best = best_partition(problem, bounds, walk.limit)
+    walk.better(problem, best.plan)
+    walk.open = min(walk.open, best.least)
     walk.work += problem.work - before
 
 
@@ -186,6 +231,7 @@ class _Node:
     bounds: Relaxed | None
     stage: _Stage
     bound: float
+    refined: Refined | None = None
 
 
 @dataclass(slots=True)
@@ -226,12 +272,14 @@ class _Walk:
         """Whether a bound leaves room for a better plan."""
         return self.limit is None or bound < self.limit
 
-    def push(self, problem: Problem, bounds: Relaxed | None, stage: _Stage, bound: float) -> None:
+    def push(
+        self, problem: Problem, bounds: Relaxed | None, stage: _Stage, bound: float, sharper: Refined | None = None
+    ) -> None:
         """Add a node, unless it is known to lead nowhere."""
         if not self.worth(bound) or bound == inf:
             return
         rank = self._later(bound) if stage is _Stage.TRIED else bound
-        heapq.heappush(self.heap, (rank, next(self.order), _Node(problem, bounds, stage, bound)))
+        heapq.heappush(self.heap, (rank, next(self.order), _Node(problem, bounds, stage, bound, sharper)))
 
     def push_bounded(self, problem: Problem, stage: _Stage, least: float) -> None:
         """Add a node with its bounds."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 
@@ -22,9 +23,21 @@ from galvatron_lite.arrays import IntArray
 from galvatron_lite.cost.schedule import Form
 from galvatron_lite.search.pareto import pareto_rows
 from galvatron_lite.search.problem import Problem, StagePlan
-from galvatron_lite.search.relax import Relaxed
 
 _BEAM, _UNBOUNDED = 32, 2**61
+
+
+class StageBounds(Protocol):
+    """Bounds of one shape of plan with several stages (``relax.Relaxed``, ``refine.Refined``)."""
+
+    def through(self, stage: int, start: int, stop: int) -> float:
+        """A time that no plan with these layers in a stage beats."""
+
+    def least_after(self, stage: int, place: int) -> float:
+        """Least r of the layers from a place on, in the stages after one, rounded down."""
+
+    def others(self, stage: int, start: int, stop: int) -> int:
+        """Least r of the layers outside a stage, rounded down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,38 +101,40 @@ class Answer:
     least: float
 
 
-def quick_partition(problem: Problem, bounds: Relaxed, limit: int | None) -> Answer:
-    """A good plan, soon: the boundaries of the bound, each stage about as quick as it can be alone."""
-    if len(bounds.excess) == 1:
-        return _whole(problem, limit, _BEAM)
-    cuts = bounds.cuts()
-    cap = None if limit is None else limit - 1
-    stages = [problem.quickest(stage, range(*ends), cap, _BEAM)[0] for stage, ends in enumerate(pairwise(cuts))]
-    found = tuple(stage for stage in stages if stage is not None)
-    if len(found) < len(stages):
-        return Answer(None, bounds.bound)
-    time = step_time(found, problem.form)
-    better = limit is None or time < limit
-    return Answer(Partition(time, tuple(cuts), found) if better else None, bounds.bound)
+def best_partition(problem: Problem, bounds: StageBounds | None, limit: int | None) -> Answer:
+    """The best plan of one shape that takes less than ``limit`` picoseconds, as far as can be told in time.
 
-
-def best_partition(problem: Problem, bounds: Relaxed, limit: int | None) -> Answer:
-    """The best plan of one shape that takes less than ``limit`` picoseconds, as far as can be told in time."""
-    if len(bounds.excess) == 1:
+    Args:
+        problem: with everything settled.
+        bounds: of it; not needed with one stage.
+        limit: picoseconds; None: any plan will do.
+    """
+    if problem.shape.stages == 1 or bounds is None:
         return _whole(problem, limit)
     return _search(problem, bounds, limit)
 
 
-def _whole(problem: Problem, limit: int | None, beam: int | None = None) -> Answer:
+def quick_plan(problem: Problem, cuts: tuple[int, ...], limit: int | None) -> Partition | None:
+    """A good plan, soon, with these boundaries; None where none is met that takes less than the limit."""
+    cap = None if limit is None else limit - 1
+    stages = [problem.good(stage, range(*ends), cap, _BEAM)[0] for stage, ends in enumerate(pairwise(cuts))]
+    found = tuple(stage for stage in stages if stage is not None)
+    if len(found) < len(stages):
+        return None
+    time = step_time(found, problem.form)
+    return Partition(time, cuts, found) if limit is None or time < limit else None
+
+
+def _whole(problem: Problem, limit: int | None) -> Answer:
     """The plan of one stage."""
     layers = len(problem.graph.layers)
-    stage, least = problem.quickest(0, range(layers), None if limit is None else limit - 1, beam)
+    stage, least = problem.quickest(0, range(layers), None if limit is None else limit - 1)
     if stage is None:
         return Answer(None, least)
     return Answer(Partition(step_time((stage,), problem.form), (0, layers), (stage,)), least)
 
 
-def _search(problem: Problem, bounds: Relaxed, limit: int | None) -> Answer:
+def _search(problem: Problem, bounds: StageBounds, limit: int | None) -> Answer:
     layers, least = len(problem.graph.layers), float("inf")
     stages, form = problem.shape.stages, problem.form
     top = float("inf") if limit is None else float(limit)

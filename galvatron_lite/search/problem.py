@@ -10,7 +10,7 @@ Besides legality, the space is bounded by these rules, which the runtime relies 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,8 @@ from galvatron_lite.search.tables import Glue, Layout, Table, Tables, glue_of, t
 
 IntArray = NDArray[np.int64]
 _MOST_CANDIDATES, _LEAST_LABELS = 200_000, 128
+HEAVY = 4096
+"""See ``Problem.lightest``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,27 @@ class StagePlan:
 
 
 @dataclass(slots=True)
+class Answers:
+    """What is known of stages under one shape, whatever else is settled.
+
+    Attributes:
+        tables: with some of the strategies, by table and what is settled.
+        plans: by problem of a stage, the cap it was asked with and ``Problem.plans``.
+        quickest: the same of ``Problem.quickest``.
+        lightest: by problem of a stage, ``Problem.lightest``.
+        alike: by layout at boundaries, stages that cost the same (``alike``).
+        runs: of equal layers, once known (``alike``).
+    """
+
+    tables: dict[tuple[int, object], Table] = field(default_factory=dict)
+    plans: dict[tuple[object, ...], tuple[int, list[StagePlan], float]] = field(default_factory=dict)
+    quickest: dict[tuple[object, ...], tuple[float, StagePlan | None, float]] = field(default_factory=dict)
+    lightest: dict[tuple[object, ...], tuple[StagePlan | None, float]] = field(default_factory=dict)
+    alike: dict[Layout | None, list[list[int]]] = field(default_factory=dict)
+    runs: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Problem:
     """The choice of strategies under one shape of plan and one ``Choice``.
 
@@ -74,6 +97,7 @@ class Problem:
         choice: what is settled.
         budgets: bytes a device, by stage.
         work: labels looked at so far.
+        answers: shared by all problems of one shape.
     """
 
     graph: ModelGraph
@@ -83,9 +107,8 @@ class Problem:
     choice: Choice
     budgets: tuple[int, ...]
     work: int = 0
+    answers: Answers = field(default_factory=Answers)
     _tied: Mapping[int, Strategy] = field(init=False)
-    _filtered: dict[tuple[int, object], Table] = field(default_factory=dict)
-    _plans: dict[tuple[object, ...], tuple[list[StagePlan], float]] = field(default_factory=dict)
     _sharings: dict[tuple[int, int], dict[int, Sharing]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -114,9 +137,9 @@ class Problem:
         if wire is None and glue is None and tied is None:
             return whole
         key = (id(whole), (wire, glue, tied))
-        if key not in self._filtered:
-            self._filtered[key] = _fitting(whole, wire, glue, tied)
-        return self._filtered[key]
+        if key not in self.answers.tables:
+            self.answers.tables[key] = _fitting(whole, wire, glue, tied)
+        return self.answers.tables[key]
 
     @property
     def _end(self) -> int:
@@ -147,7 +170,7 @@ class Problem:
         return self.budgets[stage] - self.fixed_costs(stage, inside)[2]
 
     def _boundary(self, stage: int, cut: int) -> tuple[int, float]:
-        return self._send(stage, self.tables[0].store.crossing[cut])
+        return self.send(stage, self.tables[0].store.crossing[cut])
 
     def _copies(self, stage: int, inside: range) -> int:
         """Bytes of one micro-batch that a stage keeps of tensors made before it, as they lie at its entry."""
@@ -159,7 +182,7 @@ class Problem:
         """A strategy of the layout at boundaries; where that is open, the one that sends least."""
         return of_layout(self.choice.wire or (1, 1, self.shape.stage_devices, NEAR, True))
 
-    def _send(self, stage: int, output: int) -> tuple[int, float]:
+    def send(self, stage: int, output: int) -> tuple[int, float]:
         """Bytes of a boundary tensor on a device before a stage, and the seconds of sending it."""
         sender = self.sender
         size = boundary_bytes(output, self.shape.microbatch, sender)
@@ -175,7 +198,7 @@ class Problem:
             total = ticks(sum(ends) * overhead.pipeline + overhead.microbatch / 2) * 2 - 2
             if self.choice.wire is not None:
                 total += sum(
-                    ticks(self._send(side, smallest)[1]) - 1
+                    ticks(self.send(side, smallest)[1]) - 1
                     for side, there in zip((stage, stage + 1), ends, strict=True)
                     if there
                 )
@@ -252,10 +275,10 @@ class Problem:
         """Every Pareto-best way to run a stage that fits the budget and alone takes at most ``cap`` picoseconds, and a
         time alone that no way left out beats (infinite where none was).
 
-        Answers are remembered for the first cap asked for; later caps must not be greater.
+        Answers are remembered with the cap they were asked for.
         """
-        key = self.key(stage, inside)
-        if key not in self._plans:
+        key, known = self.key(stage, inside), self.answers.plans
+        if key not in known or known[key][0] < cap:
             built = self.chain(stage, inside, scalar=False)
             sends = self.fixed_costs(stage, inside)[:2]
             alone = cap - self.shape.microbatches * sum(sends)
@@ -263,16 +286,28 @@ class Problem:
             tables = [] if built is None else built[1]
             self.work += found.work
             options = [self._stage_plan(path, tables, sends) for path in found.paths]
-            self._plans[key] = (options, found.dropped + self.shape.microbatches * sum(sends))
-        return self._plans[key]
+            known[key] = (cap, options, found.dropped + self.shape.microbatches * sum(sends))
+        return known[key][1:]
 
-    def quickest(
-        self, stage: int, inside: range, cap: int | None, beam: int | None = None
-    ) -> tuple[StagePlan | None, float]:
+    def quickest(self, stage: int, inside: range, cap: int | None) -> tuple[StagePlan | None, float]:
         """The way to run a stage that takes least time alone, and a time that no other way beats.
 
-        None where none fits or none is within the cap. With a beam a good way, soon, and None where none is met.
+        None where none fits or none is within the cap. Answers are remembered.
         """
+        key, known, most = self.key(stage, inside), self.answers.quickest, np.inf if cap is None else cap
+        if key not in known or (known[key][1] is None and known[key][0] < most):
+            known[key] = (most, *self.good(stage, inside, cap))
+        _, plan, least = known[key]
+        return (None, np.inf) if least > most else (plan, least)
+
+    def met(self, stage: int, inside: range) -> StagePlan | None:
+        """The answer of ``quickest`` if it is known."""
+        return self.answers.quickest.get(self.key(stage, inside), (0.0, None, 0.0))[1]
+
+    def good(
+        self, stage: int, inside: range, cap: int | None, beam: int | None = None
+    ) -> tuple[StagePlan | None, float]:
+        """``quickest``, not remembered; with a beam a good way, soon, and None where none is met."""
         built = self.chain(stage, inside, scalar=True)
         if built is None:
             return None, np.inf
@@ -286,6 +321,40 @@ class Problem:
         best, tables = front.paths[0], built[1]
         least = min(front.dropped, best.time[0]) + fixed
         return self._stage_plan(Path(self._times(net, best.choices, tables), best.choices), tables, sends), least
+
+    def lightest(self, stage: int, inside: range) -> tuple[StagePlan | None, float]:
+        """The way to run a stage that delays the step least where another stage is the slowest (of equal ones the
+        quickest), and the least there is of ``HEAVY`` times picoseconds of that delay + picoseconds of the time alone.
+
+        None and infinite where none fits. Answers are remembered.
+        """
+        key, known = self.key(stage, inside), self.answers.lightest
+        if key not in known:
+            known[key] = self._lightest(stage, inside)
+        return known[key]
+
+    def _lightest(self, stage: int, inside: range) -> tuple[StagePlan | None, float]:
+        built = self.chain(stage, inside, scalar=True)
+        if built is None:
+            return None, np.inf
+        (chain, tables), layers = built, list[ChainLayer]()
+        known: dict[int, ChainLayer] = {}
+        for layer, table in zip(chain.layers, tables, strict=True):
+            if id(layer) not in known:
+                # Rounded figures of a layer may come to a picosecond less than nothing.
+                time = HEAVY * np.maximum(table.ramp(self.form), 0) + table.theta(self.form)
+                known[id(layer)] = replace(layer, time=time[:, None])
+            layers.append(known[id(layer)])
+        light = Chain(tuple(layers), HEAVY * 2 + chain.moves, chain.weights, chain.room)
+        net = self._net(stage, inside, light, tables)
+        front = net_paths(net, None, widest(light))
+        self.work += front.work
+        if not front.paths:
+            return None, front.dropped
+        sends, best = self.fixed_costs(stage, inside)[:2], front.paths[0]
+        fixed = (HEAVY + self.shape.microbatches) * sum(sends) - HEAVY * len(layers)
+        plan = self._stage_plan(Path(self._times(net, best.choices, tables), best.choices), tables, sends)
+        return plan, min(front.dropped, best.time[0]) + fixed
 
     def _times(self, net: Net, choices: Sequence[int], tables: Sequence[Table]) -> tuple[int, ...]:
         """The criteria of a path of a scalar chain."""

@@ -47,6 +47,9 @@ class Relaxed:
             and that of its sends; infinite where nothing fits or the range is empty.
         ahead: per stage (L + 1,): the least greatest excess of the stages up to it when it ends at j.
         behind: per stage (L + 1,): the same of the stages from it on when it starts at i.
+        theta: per stage (L + 1, L + 1): bound on theta of layers i..j-1, with sends; infinite as ``excess``.
+        ramps: per stage (L + 1,): least r of the layers before each place on its own devices.
+        sent: per stage r of its sends and host work.
     """
 
     micro: FloatArray
@@ -56,6 +59,9 @@ class Relaxed:
     excess: tuple[FloatArray, ...]
     ahead: tuple[FloatArray, ...]
     behind: tuple[FloatArray, ...]
+    theta: tuple[FloatArray, ...]
+    ramps: tuple[FloatArray, ...]
+    sent: tuple[float, ...]
 
     @property
     def least(self) -> float:
@@ -113,9 +119,9 @@ def relaxed(problem: Problem, tables: Sequence[Sequence[Table]]) -> Relaxed | No
         after = tuple(sums.over(range((stage + 1) % stages, stages)) for stage in range(stages))
     levels = _levels([problem.held(stage) for stage in range(stages)])
     sends = problem.least_sends()
-    known: dict[tuple[object, ...], FloatArray] = {}
+    known: dict[tuple[object, ...], tuple[FloatArray, FloatArray]] = {}
     shared: dict[int, _Layers] = {}
-    every = []
+    every, thetas = [], []
     for stage, own in enumerate(tables):
         ends = (stage > 0, stage + 1 < stages) if problem.choice.wire is not None else (False, False)
         room = float(problem.budgets[stage] - problem.tables[stage].pricer.profile.cluster.device.context)
@@ -127,12 +133,15 @@ def relaxed(problem: Problem, tables: Sequence[Sequence[Table]]) -> Relaxed | No
             bound = _theta(layers, levels[stage], room, ends) if stages > 1 else _single(problem, layers, room)
             bound = bound + (form.microbatches - 1) * sends[stage]
             outside = before[stage][:, None] + (after[stage][-1] - after[stage])[None, :]
-            known[key] = bound + outside - micro[-1]
-        every.append(offered(problem, stage, known[key]))
+            known[key] = bound + outside - micro[-1], bound + sends[stage]
+        every.append(offered(problem, stage, known[key][0]))
+        thetas.append(offered(problem, stage, known[key][1]))
     ahead, behind = _ahead(every), _behind(every)
     if not np.isfinite(ahead[-1][-1]):
         return None
-    return Relaxed(micro, before, after, float(sum(sends)), tuple(every), ahead, behind)
+    own_ramps = tuple(sums.over(range(stage, stage + 1)) for stage in range(stages))
+    sent = tuple(float(own) for own in sends)
+    return Relaxed(micro, before, after, sum(sent), tuple(every), ahead, behind, tuple(thetas), own_ramps, sent)
 
 
 @dataclass(frozen=True, slots=True)

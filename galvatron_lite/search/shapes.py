@@ -171,6 +171,12 @@ def without_ties(problem: Problem) -> Problem:
     return _under(problem, Choice(problem.choice.glue, problem.choice.wire, ()))
 
 
+def tied_children(problem: Problem) -> Iterator[Problem]:
+    """The problem with its layouts at the edges, under every choice of strategies for tied layers."""
+    for tied in _tied_choices(problem):
+        yield _under(problem, Choice(problem.choice.glue, problem.choice.wire, tied))
+
+
 def with_edges(problem: Problem) -> Iterator[Problem]:
     """The problem under every choice of layouts at the edges of the model or of stages."""
     tied = problem.choice.tied
@@ -185,7 +191,9 @@ def with_tied(problem: Problem, tied: tuple[tuple[int, Strategy], ...]) -> Probl
 
 
 def _under(problem: Problem, choice: Choice) -> Problem:
-    return Problem(problem.graph, problem.pricer, problem.shape, problem.tables, choice, problem.budgets)
+    return Problem(
+        problem.graph, problem.pricer, problem.shape, problem.tables, choice, problem.budgets, answers=problem.answers
+    )
 
 
 def bounds_of(problem: Problem) -> Relaxed | None:
