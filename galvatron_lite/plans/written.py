@@ -16,13 +16,16 @@ file is one too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from fnmatch import fnmatchcase
 from typing import Any
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import from_data, to_data
 from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.io import check_plan
+from galvatron_lite.plans.keys import check_keys
 from galvatron_lite.plans.schema import PLAN_VERSION, Plan
 from galvatron_lite.plans.strategy_text import parse_strategy
 
@@ -40,6 +43,7 @@ def plan_from(data: object, graph: ModelGraph, field: str) -> Plan:
     """
     if not isinstance(data, Mapping):
         raise InputError(field, type(data).__name__, "A plan is a mapping: devices, global_batch, microbatches, runs.")
+    _check_top(data, field)
     whole: dict[str, Any] = {"version": PLAN_VERSION, "model": graph.name, "schedule": "1f1b"}
     whole |= {"precision": graph.precision} | {
         key: value for key, value in data.items() if key not in ("runs", "stages")
@@ -55,8 +59,15 @@ def plan_from(data: object, graph: ModelGraph, field: str) -> Plan:
             runs.append(made)
         whole["stages"].append({**stage, "runs": runs})
     if place < len(names):
-        raise InputError(f"{field}, stages", f"ends before {names[place]}", f"The model has {len(names)} layers.")
+        said = f"The stages end before it: they have {place} of the {len(names)} layers of {graph.name}."
+        raise InputError(f"{field}, strategy of {names[place]}", None, said)
     return check_plan(from_data(Plan, whole, field), field)
+
+
+def _check_top(data: Mapping[str, Any], field: str) -> None:
+    """Whether the keys are a plan's; those that the model says may be left out."""
+    known = {one.name for one in fields(Plan)} | {"runs"}
+    check_keys(data, known, ("devices", "global_batch", "microbatches"), f"{field}, ")
 
 
 def _stages(data: Mapping[str, Any], field: str) -> Sequence[Mapping[str, Any]]:
@@ -83,6 +94,8 @@ def _run(run: Mapping[str, Any], names: Sequence[str], field: str) -> dict[str, 
     if "strategy" not in run:
         raise InputError(f"{field}.strategy", None, "Say what the layers do: zero3x8, tensor4+sp recompute.")
     strategy = run["strategy"]
+    if isinstance(strategy, Mapping):
+        check_keys(strategy, {one.name for one in fields(Strategy)}, (), f"{field}.strategy.")
     if isinstance(strategy, str):
         strategy = to_data(parse_strategy(strategy, f"{field}.strategy"))
     if "layers" not in run:
@@ -104,11 +117,19 @@ def _covered(wanted: str, names: Sequence[str], field: str) -> int:
     """How many of the next layers a name, range or glob takes."""
     goes_on = f"The model goes on with {names[0]}." if names else "All layers of the model are planned already."
     first, dots, last = wanted.partition("..")
-    if not names or (dots and (first != names[0] or last not in names)):
+    if not names or (dots and first != names[0]):
         raise InputError(field, wanted, goes_on)
+    if dots and last not in names:
+        raise InputError(field, wanted, _no_end(last, names))
     if dots:
         return list(names).index(last) + 1
     count = next((place for place, name in enumerate(names) if not fnmatchcase(name, wanted)), len(names))
     if count == 0:
         raise InputError(field, wanted, goes_on)
     return count
+
+
+def _no_end(last: str, names: Sequence[str]) -> str:
+    """What to say where a range ends with a layer that is not to come; with the last one called like it."""
+    alike = [name for name in names if name.rstrip("0123456789") == last.rstrip("0123456789")]
+    return f"No layer {last} follows {names[0]}; the last{' of that name' if alike else ''} is {(alike or names)[-1]}."

@@ -92,7 +92,12 @@ def test_a_plan_file_is_one_too() -> None:
     ("run", "named"),
     [
         ({"layers": BLOCKS[1], "strategy": "data4"}, r"runs\.1\.layers: .* goes on with"),
-        ({"layers": f"{BLOCKS[0]}..nowhere", "strategy": "data4"}, r"runs\.1\.layers"),
+        ({"layers": f"{BLOCKS[0]}..nowhere", "strategy": "data4"}, r"runs\.1\.layers.* No layer nowhere"),
+        (
+            {"layers": f"{BLOCKS[0]}..{BLOCKS[-1]}9", "strategy": "data4"},
+            rf"No layer {BLOCKS[-1]}9 follows {BLOCKS[0]}; the last of that name is {LAST}\.",
+        ),
+        ({"layers": BLOCKS[0], "strategy": {"datta": 4}}, r"runs\.1\.strategy\.datta: 4 .* Did you mean data\?"),
         ({"layers": BLOCKS[0], "strategy": "data3x"}, r"runs\.1\.strategy: 'data3x'"),
         ({"layers": f"{BLOCKS[0]}..{BLOCKS[-1]}", "strategy": "data2"}, r"runs\.1\.strategy"),
         ({"layers": BLOCKS[0], "strategy": "data4", "fast": True}, r"runs\.1\.fast"),
@@ -107,8 +112,24 @@ def test_an_error_names_the_run(run: dict[str, object], named: str) -> None:
 
 
 def test_a_plan_that_ends_early_names_the_next_layer() -> None:
-    with pytest.raises(InputError, match=f"ends before {LAST}"):
+    with pytest.raises(
+        InputError, match=rf"strategy of {LAST} is missing\. The stages end before it: they have 6 of the 7 layers"
+    ):
         plan_from({**HAND, "runs": HAND["runs"][:2]}, GRAPH, "plan")  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("batch", "global_batch"), ("gpus", "devices"), ("microbatch", "microbatches")]
+)
+def test_a_key_by_another_name_is_told_its_own(wrong: str, right: str) -> None:
+    data = {wrong if key == right else key: value for key, value in HAND.items()}
+    with pytest.raises(InputError, match=rf"plan, {wrong}: .* Did you mean {right}\? {right} is missing\."):
+        plan_from(data, GRAPH, "plan")
+
+
+def test_a_key_that_lacks_is_named() -> None:
+    with pytest.raises(InputError, match=r"plan, global_batch is missing\. Needed are devices"):
+        plan_from({key: value for key, value in HAND.items() if key != "global_batch"}, GRAPH, "plan")
 
 
 @pytest.mark.parametrize("data", [[], {"devices": 4}, {**HAND, "stages": []}, {**HAND, "runs": "all"}])

@@ -1,0 +1,50 @@
+"""Keys that people write, held against those there are. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from galvatron_lite.errors import InputError
+
+OTHER_WORDS = {
+    "batch": "global_batch", "batch_size": "global_batch", "global_batch_size": "global_batch", "gpus": "devices",
+    "world_size": "devices", "chunks": "microbatches", "gradient_accumulation": "microbatches",
+    "tp": "tensor", "sp": "sequence_parallel", "cp": "context", "dp": "data", "ep": "expert",
+}  # fmt: skip
+"""What others call our keys."""
+
+
+def check_keys(data: Mapping[str, Any], known: Collection[str], needed: Sequence[str], field: str) -> None:
+    """Whether a mapping has all keys that it needs and no others.
+
+    Args:
+        data: what was written.
+        known: keys it may have.
+        needed: those it must have.
+        field: what to name in an error, with what joins it to a key.
+
+    Raises:
+        InputError: names the first unknown key with the one it may be meant to be, and what is missing; or the first
+            missing one.
+    """
+    missing = [key for key in needed if key not in data]
+    unknown = next((key for key in data if key not in known), None)
+    if unknown is not None:
+        lacks = f" {_listed(missing)} missing." if missing else ""
+        raise InputError(
+            f"{field}{unknown}", data[unknown], f"There is no such key.{_meant(str(unknown), known)}{lacks}"
+        )
+    if missing:
+        raise InputError(f"{field}{missing[0]}", None, f"Needed are {', '.join(needed)}.")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'}"
+
+
+def _meant(given: str, known: Collection[str]) -> str:
+    """``Did you mean X?`` after a space, or what there is."""
+    close = [OTHER_WORDS.get(given, "")] if OTHER_WORDS.get(given) in known else get_close_matches(given, known, 1)
+    return f" Did you mean {close[0]}?" if close else f" Known: {', '.join(sorted(known))}."
