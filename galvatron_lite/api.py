@@ -6,6 +6,7 @@ needs torch; planning never imports it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
@@ -14,7 +15,6 @@ from galvatron_lite.cluster.budget import DEFAULT_BUDGET
 from galvatron_lite.errors import InputError
 
 if TYPE_CHECKING:
-    from galvatron_lite.cluster.budget import Budget
     from galvatron_lite.cluster.cluster import Cluster
     from galvatron_lite.model.graph import ModelGraph
     from galvatron_lite.plans.schema import Plan, Schedule
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from galvatron_lite.questions.front import Front
     from galvatron_lite.questions.pins import Pins
     from galvatron_lite.questions.setting import Setting
+
+    Known = Profile | str | Path | Callable[[int | None], Profile] | None
 
 RUNNERS_UP = 5
 
@@ -81,8 +83,7 @@ def plan(
               otherwise.
             - ``gpus``: how many devices; the whole cluster if not given.
             - ``mem``: budget a device: ``40GB``, ``40GiB``, ``80%`` of the device's memory (or 0.8), or bytes; 95 % if
-              not given. Where devices are of several types, a share is of each one's own memory (elsewhere than
-              here: of the least).
+              not given. Where devices are of several types, a share is of each one's own memory.
             - ``batch``: samples a step over all devices; 8 a device if not given.
             - ``sequence``: tokens a sample, for a model by name.
             - ``precision``: of compute, for a model by name; the best that the devices train in if not given: bf16,
@@ -103,20 +104,17 @@ def plan(
 
     setting, batch, progress = _setting(profile, setup, ("certify", "runners_up"))
     devices = setting.profile.cluster.devices
-    budget = _budget(setup.get("mem", DEFAULT_BUDGET), setting.profile)
     return ask(
-        setting, devices, batch_for(devices, batch), budget=budget, certify=certify, runners_up=runners_up,
-        progress=progress, stoppable=True,
+        setting, devices, batch_for(devices, batch), certify=certify, runners_up=runners_up, progress=progress,
+        stoppable=True,
     )  # fmt: skip
 
 
-def best_batch(
-    profile: Profile | str | Path | None = None, *, max_batch: int | None = None, **setup: Unpack[Setup]
-) -> BestBatch:
+def best_batch(profile: Known = None, *, max_batch: int | None = None, **setup: Unpack[Setup]) -> BestBatch:
     """The batch of the greatest throughput; see ``questions.batches``.
 
     Args:
-        profile: see ``plan``.
+        profile: see ``plan``; also a function that gives the profile of so many devices (None: of all).
         max_batch: samples a step up to which batches are looked at; 64 a device if not given.
         setup: see ``plan``; without ``batch``.
 
@@ -134,7 +132,7 @@ def best_batch(
 
 
 def fewest_devices(
-    profile: Profile | str | Path | None = None,
+    profile: Known = None,
     *,
     step: float | str | None = None,
     samples: float | str | None = None,
@@ -144,7 +142,7 @@ def fewest_devices(
     """The fewest devices that reach a step time or a throughput, or that fit the model; see ``questions.fewest``.
 
     Args:
-        profile: see ``plan``.
+        profile: see ``best_batch``.
         step: seconds of a step at most, of ``batch`` samples; or a text: ``130ms``.
         samples: a second at least; or a text: ``2K``.
         tokens: a second at least; or a text: ``1M``.
@@ -169,7 +167,7 @@ def fewest_devices(
 
 
 def cheapest(
-    profile: Profile | str | Path | None = None,
+    profile: Known = None,
     *,
     price: float | str,
     samples: float | str | None = None,
@@ -181,7 +179,7 @@ def cheapest(
     """What a run costs by the number of devices, and the cheapest; see ``questions.cheapest``.
 
     Args:
-        profile: see ``plan``.
+        profile: see ``best_batch``.
         price: of a device for an hour, in any currency.
         samples: in the run; a number, or a text: ``2M``. The same for tokens and steps.
         tokens: in the run; a million if neither samples nor tokens nor steps are given.
@@ -205,13 +203,11 @@ def cheapest(
     return asked.cheapest(setting, run, cost, batch=batch, deadline=deadline, progress=progress)
 
 
-def pareto_front(
-    profile: Profile | str | Path | None = None, *, memory_step: int | str | None = None, **setup: Unpack[Setup]
-) -> Front:
+def pareto_front(profile: Known = None, *, memory_step: int | str | None = None, **setup: Unpack[Setup]) -> Front:
     """The fastest plan for every budget from ``mem`` down; see ``questions.front``.
 
     Args:
-        profile: see ``plan``.
+        profile: see ``best_batch``.
         memory_step: bytes (or a text: ``400MB``) that budgets differ by at the least; 1/32 of the budget if not given.
         setup: see ``plan``.
 
@@ -262,9 +258,7 @@ def evaluate(
     return priced(given, known, mem, batch)
 
 
-def _setting(
-    profile: Profile | str | Path | None, setup: Setup, own: Sequence[str] = ()
-) -> tuple[Setting, int | None, Progress | None]:
+def _setting(profile: Known, setup: Setup, own: Sequence[str] = ()) -> tuple[Setting, int | None, Progress | None]:
     """What the points of a question share, the batch where one is given, and who is told of progress.
 
     Args:
@@ -274,8 +268,10 @@ def _setting(
     Raises:
         InputError: an argument that there is not, or that cannot be read.
     """
+    from galvatron_lite.cluster.budget import budget_on
     from galvatron_lite.parallelism.backends import backend_named
-    from galvatron_lite.questions.arguments import check_names, place, texts, whole
+    from galvatron_lite.questions.arguments import check_names, memory, place, texts, whole
+    from galvatron_lite.questions.counts import first_devices
     from galvatron_lite.questions.pins import Pins, read_pins
     from galvatron_lite.questions.schedules import schedules_named
     from galvatron_lite.questions.setting import Setting
@@ -283,28 +279,28 @@ def _setting(
     check_names(setup, ("profile", *Setup.__annotations__, *own))
     for name in ("model", "cluster", "precision"):
         place(name, setup.get(name))
-    known = find_profile(
-        profile, model=setup.get("model"), cluster=setup.get("cluster"), gpus=whole("gpus", setup.get("gpus")),
-        sequence=whole("sequence", setup.get("sequence")), precision=setup.get("precision"),
-    )  # fmt: skip
+    find = partial(_profile, profile, setup)
+    known = find(whole("gpus", setup.get("gpus")))
     fix = setup.get("fix", ())
     pins = fix if isinstance(fix, Pins) else read_pins(
         texts("fix", fix), texts("forbid", setup.get("forbid")), known.graph
     )  # fmt: skip
     backend = backend_named(setup.get("backend", "galvatron"))
     schedules = schedules_named(texts("schedules", setup.get("schedules")), pins.fixed.schedule)
-    budget = _budget(setup.get("mem", DEFAULT_BUDGET), known).least
-    batch = whole("batch", setup.get("batch"))
-    return Setting(known, budget, pins, schedules, backend.name), batch, setup.get("progress")
+    mem = memory(setup.get("mem", DEFAULT_BUDGET))
+    budget = budget_on(first_devices(known.cluster, 1), mem)
+    source = find if callable(profile) or setup.get("model") is not None else None
+    setting = Setting(known, budget, pins, schedules, backend.name, mem, source)
+    return setting, whole("batch", setup.get("batch")), setup.get("progress")
 
 
-def _budget(mem: str | int | float, known: Profile) -> Budget:
-    """Bytes a device, or of each type of device.
+def _profile(profile: Known, setup: Setup, devices: int | None) -> Profile:
+    """What a question is asked of, on so many devices."""
+    from galvatron_lite.questions.arguments import whole
 
-    Raises:
-        InputError: unreadable, or more than a device has.
-    """
-    from galvatron_lite.cluster.budget import budget_on
-    from galvatron_lite.questions.arguments import memory
-
-    return budget_on(known.cluster, memory(mem))
+    if callable(profile):
+        return profile(devices)
+    return find_profile(
+        profile, model=setup.get("model"), cluster=setup.get("cluster"), gpus=devices,
+        sequence=whole("sequence", setup.get("sequence")), precision=setup.get("precision"),
+    )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,8 @@ import typer
 from galvatron_lite.cli import questions, shapes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from galvatron_lite.api import Setup
     from galvatron_lite.cli.questions import Options
     from galvatron_lite.model.graph import ModelGraph
@@ -96,17 +99,22 @@ def plan_command(
     shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "vocab": vocab}
     kind = {"gated_mlp": gated, "tied_embeddings": tied, "arch": arch, "experts": experts, "topk": topk}
     flags = shapes.given(**shape, **kind)
-    graph = _model(model, flags, sequence, cluster, precision, gpus)
-    known = api.find_profile(
-        profile, model=graph, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision
-    )  # fmt: skip
+
+    @cache
+    def profile_of(devices: int | None) -> Profile:
+        made = _model(model, flags, sequence, cluster, precision, devices)
+        return api.find_profile(
+            profile, model=made, cluster=cluster, gpus=devices, sequence=sequence, precision=precision
+        )  # fmt: skip
+
+    known = profile_of(gpus)
     named = _named(known, bool(flags), profile, model)
-    source = _source(known, named, best=graph is not None and precision is None)
+    source = _source(known, named, best=(bool(flags) or model is not None) and precision is None)
     setup: Setup = {
         "mem": mem, "batch": batch, "fix": fix or (), "forbid": forbid or (), "schedules": schedule, "backend": backend
     }  # fmt: skip
     if options.question:
-        _answer(options, known, setup, source, output, as_json)
+        _answer(options, profile_of, {**setup, "gpus": gpus}, source, output, as_json)
     else:
         _plan(known, setup, source, output, as_json, certify, best)
 
@@ -177,19 +185,26 @@ def _plan(
     _say_where(output)
 
 
-def _answer(options: Options, known: Profile, setup: Setup, source: str, output: Path | None, as_json: bool) -> None:
+def _answer(
+    options: Options,
+    profile_of: Callable[[int | None], Profile],
+    setup: Setup,
+    source: str,
+    output: Path | None,
+    as_json: bool,
+) -> None:
     """The answer to another question."""
     from galvatron_lite.cli.answers import print_answer, print_answer_json, require_answer, write_answer
     from galvatron_lite.cli.origins import accuracy
     from galvatron_lite.cli.progress import search_progress
 
     with search_progress(quiet=as_json) as progress:
-        found = options.ask(known, {**setup, "progress": progress})
+        found = options.ask(profile_of, {**setup, "progress": progress})
     write_answer(found, output, options.plot)
     if as_json:
         print_answer_json(found)
     else:
-        print_answer(found, source, accuracy(known))
+        print_answer(found, source, accuracy(profile_of(setup.get("gpus"))))
     require_answer(found)
     if not as_json:
         _say_where(output)

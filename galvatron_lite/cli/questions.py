@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from galvatron_lite.api import Setup
     from galvatron_lite.profiler.schema import Profile
@@ -136,7 +136,7 @@ class Options:
                 raise InputError(_flag(name), given[name], f"It belongs to {' or '.join(map(_flag, questions))}.")
         return asked[0] if asked else ""
 
-    def ask(self, known: Profile, setup: Setup) -> Answer:
+    def ask(self, known: Callable[[int | None], Profile], setup: Setup) -> Answer:
         """The answer.
 
         Raises:

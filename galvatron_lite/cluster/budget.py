@@ -28,6 +28,17 @@ class Budget:
         """Bytes on a device by name; on devices of several types together (no name) the least."""
         return dict(self.own).get(device, self.least)
 
+    @property
+    def most(self) -> int:
+        """Bytes on the devices that may take most."""
+        return max((size for _, size in self.own), default=self.least)
+
+    def within(self, limit: int) -> Budget:
+        """The same, and nowhere more than so many bytes."""
+        own = tuple((name, min(size, limit)) for name, size in self.own)
+        alike = len({size for _, size in own}) < 2
+        return Budget(min(self.least, limit), () if alike else own)
+
 
 def bytes_on(budget: int | Budget, device: str) -> int:
     """Bytes that a plan may take on a device by name, of a budget that may be one for all."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from galvatron_lite.cluster.budget import bytes_on
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.questions.bounds import least_seconds
@@ -53,6 +54,7 @@ def best_batch(setting: Setting, most: int | None = None, progress: Progress | N
     """
     devices = setting.profile.cluster.devices
     wanted = batches(devices, MOST_SAMPLES_PER_DEVICE * devices if most is None else most)
+    setting.budget_at(devices)  # a budget that cannot be had is the user's error, not a batch's
     seen = gathered(_looked_at(setting, wanted, progress))
     require_plan(seen)
     return _answer(setting, wanted, seen)
@@ -77,7 +79,12 @@ def _looked_at(setting: Setting, wanted: tuple[int, ...], progress: Progress | N
         if progress is not None:
             progress(number, len(wanted), f"batch {batch}")
         if ceiling(setting, batch) <= best:
-            yield Point(devices, batch, setting.budget, reason="cannot beat the best: its compute alone takes longer")
+            yield Point(
+                devices,
+                batch,
+                bytes_on(setting.budget, ""),
+                reason="cannot beat the best: its compute alone takes longer",
+            )
             continue
         point = look(setting, devices, batch)
         best = max(best, point.rate)

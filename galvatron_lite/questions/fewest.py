@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from galvatron_lite.cluster.budget import bytes_on
 from galvatron_lite.errors import InputError
 from galvatron_lite.questions.bounds import least_seconds
 from galvatron_lite.questions.counts import device_counts
 from galvatron_lite.questions.setting import Point, Progress, Setting, batch_for, gathered, look
+from galvatron_lite.units import format_seconds
 
 
 class Goal(StrEnum):
@@ -103,7 +105,8 @@ def _bounded(setting: Setting, target: Target, devices: int, batch: int) -> Poin
     least = least_seconds(setting.profile, devices, batch)
     if least <= target.seconds(batch, setting.profile.graph.sequence):
         return None
-    return Point(devices, batch, setting.budget, reason=f"too few: compute alone takes {least:.3g} s a step")
+    budget = bytes_on(setting.budget, "")
+    return Point(devices, batch, budget, reason=f"too few: compute alone takes {format_seconds(least)} a step")
 
 
 def _met(setting: Setting, target: Target, point: Point) -> bool:

@@ -10,8 +10,9 @@ looked at. With a step of 1 byte none is passed over.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from galvatron_lite.cluster.budget import Budget
 from galvatron_lite.errors import InputError
 from galvatron_lite.questions.setting import Point, Progress, Setting, batch_for, gathered, look, require_plan
 
@@ -52,7 +53,7 @@ def pareto_front(
         InputError: a step below 1.
         InfeasibleError: nothing fits the largest budget.
     """
-    gap = max(setting.budget // STEPS, 1) if step is None else step
+    gap = max(_whole(setting).most // STEPS, 1) if step is None else step
     if gap < 1:
         raise InputError("step", gap, "Give 1 byte or more.")
     seen = gathered(_looked_at(setting, batch, gap, progress))
@@ -76,13 +77,19 @@ def undominated(points: list[Point]) -> tuple[Point, ...]:
 
 def _looked_at(setting: Setting, batch: int | None, step: int, progress: Progress | None) -> Iterator[Point]:
     devices = setting.profile.cluster.devices
-    samples, budget = batch_for(devices, batch), setting.budget
+    samples, whole = batch_for(devices, batch), _whole(setting)
+    budget = whole.most
     while budget >= 1:
         if progress is not None:
-            progress(100 - 100 * budget // setting.budget, 100, f"{budget / 1e9:.2f} GB")
-        point = look(setting, devices, samples, budget)
-        yield point
+            progress(100 - 100 * budget // whole.most, 100, f"{budget / 1e9:.2f} GB")
+        point = look(setting, devices, samples, whole.within(budget))
+        yield replace(point, budget=budget)
         if point.plan is None:
             # The leanest plan lies less than a step below the last one: a search there takes long and tells little.
             return
         budget = point.peak - step
+
+
+def _whole(setting: Setting) -> Budget:
+    given = setting.budget_at(setting.profile.cluster.devices)
+    return Budget(given) if isinstance(given, int) else given

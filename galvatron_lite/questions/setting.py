@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from galvatron_lite.cluster.budget import Budget
+from galvatron_lite.cluster.budget import Budget, budget_on, bytes_on
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.plans.schema import Plan, Prediction, Schedule
 from galvatron_lite.profiler.schema import Profile
@@ -26,26 +26,50 @@ class Setting:
 
     Attributes:
         profile: of the largest cluster that is asked about.
-        budget: bytes a device.
+        budget: bytes a device; of each type of device where they are unlike.
         pins: what is not left to the search.
         schedules: to choose from where there is a pipeline; None: those that the search takes by itself.
         backend: what is to run the plans.
+        memory: the budget as it was asked for, where fewer devices may have another one: a share of their own memory.
+        source: the profile of so many devices, where it is not just that of the first of all: fewer devices may all be
+            of one type, and train in a better precision.
         sessions: what earlier points have priced, by devices.
     """
 
     profile: Profile
-    budget: int
+    budget: int | Budget
     pins: Pins = NOTHING
     schedules: tuple[Schedule, ...] | None = None
     backend: str = "galvatron"
+    memory: str | int | None = None
+    source: Callable[[int], Profile] | None = None
     sessions: dict[int, Session] = field(default_factory=dict, compare=False, repr=False)
 
     def session(self, devices: int) -> Session:
-        """The session of the cluster that the first devices make."""
+        """The session of the cluster that the first devices make.
+
+        Raises:
+            InputError: a number of devices that the cluster cannot be cut to.
+        """
         if devices not in self.sessions:
-            cluster = first_devices(self.profile.cluster, devices)
-            self.sessions[devices] = Session(self.profile.on(cluster))
+            self.sessions[devices] = Session(self._profile(devices))
         return self.sessions[devices]
+
+    def _profile(self, devices: int) -> Profile:
+        cluster = self.profile.cluster
+        if self.source is not None and devices != cluster.devices and not cluster.alike:
+            return self.source(devices)
+        return self.profile.on(first_devices(cluster, devices))
+
+    def budget_at(self, devices: int) -> int | Budget:
+        """Bytes a device of the first devices.
+
+        Raises:
+            InputError: more than one of them has.
+        """
+        if self.memory is None:
+            return self.budget
+        return budget_on(self.session(devices).profile.cluster, self.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +79,7 @@ class Point:
     Attributes:
         devices: how many.
         batch: samples a step.
-        budget: bytes a device.
+        budget: bytes a device; the least where types of devices have unlike ones.
         plan: the fastest; None where there is none, or where it was not looked for.
         reason: why there is no plan; empty where there is one.
         needs: bytes a device that would be enough, where that is known and the reason.
@@ -129,7 +153,7 @@ def ask(
         session.profile,
         devices=devices,
         global_batch=batch,
-        budget=setting.budget if budget is None else budget,
+        budget=setting.budget_at(devices) if budget is None else budget,
         fixed=setting.pins.at(devices, batch),
         schedules=setting.schedules,
         backend=setting.backend,
@@ -141,11 +165,13 @@ def ask(
     )
 
 
-def look(setting: Setting, devices: int, batch: int, budget: int | None = None) -> Point:
+def look(setting: Setting, devices: int, batch: int, budget: int | Budget | None = None) -> Point:
     """A point of a sweep: one without a plan says why."""
-    point = Point(devices, batch, setting.budget if budget is None else budget)
+    point = Point(devices, batch, bytes_on(setting.budget if budget is None else budget, ""))
     try:
-        return replace(point, plan=ask(setting, devices, batch, budget=point.budget))
+        given = setting.budget_at(devices) if budget is None else budget
+        point = replace(point, budget=bytes_on(given, ""))
+        return replace(point, plan=ask(setting, devices, batch, budget=given))
     except InfeasibleError as error:
         return replace(point, reason=str(error), needs=error.smallest_budget)
     except InputError as error:
