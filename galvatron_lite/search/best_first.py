@@ -14,12 +14,12 @@ from galvatron_lite.cost.sharing import tied_groups
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.cost.step import price_plan
 from galvatron_lite.plans.schema import Plan, Schedule
-from galvatron_lite.search.duals import score, scores_of
-from galvatron_lite.search.glance import Glance
+from galvatron_lite.search.bounds.duals import score, scores_of
+from galvatron_lite.search.bounds.glance import Glance
+from galvatron_lite.search.bounds.refine import Refined, opened, refined
+from galvatron_lite.search.bounds.relax import Relaxed
 from galvatron_lite.search.partition import Partition, best_partition, quick_plan
 from galvatron_lite.search.problem import Problem
-from galvatron_lite.search.refine import Refined, opened, refined
-from galvatron_lite.search.relax import Relaxed
 from galvatron_lite.search.result import plan_of
 from galvatron_lite.search.shapes import (
     Request,

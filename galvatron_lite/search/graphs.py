@@ -25,9 +25,9 @@ from itertools import count, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.search.chain import Chain
-from galvatron_lite.search.frontier import Front, Path, pareto_paths
-from galvatron_lite.search.pareto import pareto_rows
+from galvatron_lite.search.chains.chain import Chain
+from galvatron_lite.search.chains.frontier import Front, Path, pareto_paths
+from galvatron_lite.search.chains.pareto import pareto_rows
 
 IntArray = NDArray[np.int64]
 Pair = tuple[int, int]

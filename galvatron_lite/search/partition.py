@@ -21,7 +21,7 @@ import numpy as np
 
 from galvatron_lite.arrays import IntArray
 from galvatron_lite.cost.schedule import Form
-from galvatron_lite.search.pareto import pareto_rows
+from galvatron_lite.search.chains.pareto import pareto_rows
 from galvatron_lite.search.problem import Problem, StagePlan
 
 _BEAM, _UNBOUNDED = 32, 2**61

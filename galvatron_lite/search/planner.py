@@ -28,8 +28,8 @@ from galvatron_lite.search.alternatives import Finalist, alternatives_to, finali
 from galvatron_lite.search.best_first import MOST_WORK, Found, Progress, search
 from galvatron_lite.search.checks import check_batch, skipping, unprofiled
 from galvatron_lite.search.given import given_plans
+from galvatron_lite.search.infeasible.relief import relief
 from galvatron_lite.search.pins import check_pins, schedules_for
-from galvatron_lite.search.relief import relief
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, reasons
@@ -90,7 +90,7 @@ def find_plan(
         request, pricer, progress, stoppable=stoppable, known=next(iter(given), None), effort=effort, exact=effort > 0
     )
     if found is None:
-        from galvatron_lite.search.lean import infeasible
+        from galvatron_lite.search.infeasible.lean import infeasible
 
         error = infeasible(request, pricer)
         more = relief(request, kept, runner.name) if runners_up else ""
@@ -112,7 +112,7 @@ def _certificate(found: Found, progress: Progress | None) -> str:
         return "not certified: the plan is one that was given"
     if found.problem.shape.virtual > 1:
         return "not certified: uniform plans of several stages a group are compared one by one, not as a programme"
-    from galvatron_lite.search.ilp import certify
+    from galvatron_lite.search.programme.ilp import certify
 
     certificate = certify(found.problem, found.partition)
     if progress is not None:

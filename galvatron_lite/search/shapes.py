@@ -19,8 +19,8 @@ from galvatron_lite.cost.stage import Shape
 from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
+from galvatron_lite.search.bounds.relax import Relaxed, averaged, relaxed
 from galvatron_lite.search.problem import Choice, Problem
-from galvatron_lite.search.relax import Relaxed, averaged, relaxed
 from galvatron_lite.search.space import Fixed, Space, microbatch_counts, pipeline_degrees
 from galvatron_lite.search.tables import Glue, Layout, Store, Table, Tables, glue_of
 

@@ -16,9 +16,9 @@ from galvatron_lite.cost.stage import Shape
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.strategies import Strategies
-from galvatron_lite.search.chain import ChainLayer
+from galvatron_lite.search.chains.chain import ChainLayer
+from galvatron_lite.search.chains.pareto import pareto_rows
 from galvatron_lite.search.figures import TICKS, Figures, all_ticks, figures_of, ticks
-from galvatron_lite.search.pareto import pareto_rows
 from galvatron_lite.search.space import Fixed, Space
 
 __all__ = ["TICKS", "Glue", "Layout", "Options", "Store", "Table", "Tables", "glue_of", "ticks"]

@@ -28,8 +28,8 @@ from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, chunks_in_flight
 from galvatron_lite.parallelism.pipeline.schedule import group_of, stage_at
+from galvatron_lite.search.chains.pareto import pareto_rows
 from galvatron_lite.search.figures import ticks
-from galvatron_lite.search.pareto import pareto_rows
 from galvatron_lite.search.partition import Partition
 from galvatron_lite.search.problem import Problem, StagePlan
 from galvatron_lite.search.tables import Table

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galvatron_lite.search.chain import Chain, ChainLayer
-from galvatron_lite.search.frontier import Front, least_room, pareto_paths
-from galvatron_lite.search.segments import path_peak
+from galvatron_lite.search.chains.chain import Chain, ChainLayer
+from galvatron_lite.search.chains.frontier import Front, least_room, pareto_paths
+from galvatron_lite.search.chains.segments import path_peak
 
 QUIET = {"deadline": None, "derandomize": True}
 Times = tuple[int, ...]

@@ -11,8 +11,8 @@ import pytest
 
 from galvatron_lite.cost.memory import MemoryTerms, worst_moment
 from galvatron_lite.search import graphs
-from galvatron_lite.search.chain import Chain, ChainLayer
-from galvatron_lite.search.frontier import Path, pareto_paths
+from galvatron_lite.search.chains.chain import Chain, ChainLayer
+from galvatron_lite.search.chains.frontier import Path, pareto_paths
 from galvatron_lite.search.graphs import net_paths
 from tests.search.nets import Net, Node, best_in_order, time_of
 

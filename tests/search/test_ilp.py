@@ -14,10 +14,10 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.best_first import Found, finished, search
-from galvatron_lite.search.ilp import certify
-from galvatron_lite.search.ilp_model import SCALE, ShapeModel, choosable
-from galvatron_lite.search.ilp_uniform import UniformModel
-from galvatron_lite.search.pulp_adapter import CBC, HIGHS, Programme, Verdict, solve
+from galvatron_lite.search.programme.ilp import certify
+from galvatron_lite.search.programme.ilp_model import SCALE, ShapeModel, choosable
+from galvatron_lite.search.programme.ilp_uniform import UniformModel
+from galvatron_lite.search.programme.pulp_adapter import CBC, HIGHS, Programme, Verdict, solve
 from galvatron_lite.search.shapes import Request, open_problem
 from galvatron_lite.search.space import Fixed
 from tests.factories import random_profile

@@ -113,7 +113,7 @@ def test_compare_sorts_by_time() -> None:
 
 
 def test_planning_imports_no_torch() -> None:
-    code = "import sys, galvatron_lite.search.planner, galvatron_lite.search.ilp; print('torch' in sys.modules, 'pulp' in sys.modules)"  # noqa: E501
+    code = "import sys, galvatron_lite.search.planner, galvatron_lite.search.programme.ilp; print('torch' in sys.modules, 'pulp' in sys.modules)"  # noqa: E501
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from galvatron_lite.cost.sharing import tied_groups
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes
-from galvatron_lite.search.chain import Chain, ChainLayer
-from galvatron_lite.search.frontier import least_room
-from galvatron_lite.search.pareto import pareto_rows
+from galvatron_lite.search.chains.chain import Chain, ChainLayer
+from galvatron_lite.search.chains.frontier import least_room
+from galvatron_lite.search.chains.pareto import pareto_rows
 from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.shapes import tables_by_stage
 from galvatron_lite.search.tables import Layout, Table

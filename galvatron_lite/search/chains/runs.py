@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.search.bounds import Ahead, Bounds, Kind, Line, priced
-from galvatron_lite.search.pareto import pareto_rows
-from galvatron_lite.search.segments import (
+from galvatron_lite.search.chains.bounds import Ahead, Bounds, Kind, Line, priced
+from galvatron_lite.search.chains.pareto import pareto_rows
+from galvatron_lite.search.chains.segments import (
     BOTH,
     FIRST,
     HEAD,

@@ -22,10 +22,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.search.alike import Place, equals
+from galvatron_lite.search.bounds.alike import Place, equals
+from galvatron_lite.search.bounds.relax import Relaxed
 from galvatron_lite.search.partition import Partition, step_time
 from galvatron_lite.search.problem import HEAVY, Problem, StagePlan
-from galvatron_lite.search.relax import Relaxed
 
 FloatArray = NDArray[np.float64]
 _TINY = 1e-9

@@ -18,7 +18,7 @@ from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.model.graph import Role
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight
 from galvatron_lite.parallelism.pipeline.schedule import stage_at
-from galvatron_lite.search.ilp_model import ShapeModel, Terms, added, row_of
+from galvatron_lite.search.programme.ilp_model import ShapeModel, Terms, added, row_of
 from galvatron_lite.search.tables import Table
 
 

@@ -38,7 +38,7 @@ from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_byte
 from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.profiler.schema import HostOverhead
 from galvatron_lite.search.problem import Problem
-from galvatron_lite.search.pulp_adapter import Programme
+from galvatron_lite.search.programme.pulp_adapter import Programme
 from galvatron_lite.search.tables import TICKS, Layout, Table, glue_of
 
 Terms = dict[int, float]

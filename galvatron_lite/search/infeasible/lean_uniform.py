@@ -11,7 +11,7 @@ import numpy as np
 from galvatron_lite.arrays import FloatArray
 from galvatron_lite.model.graph import Role
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight
-from galvatron_lite.search.lean_stages import Lean
+from galvatron_lite.search.infeasible.lean_stages import Lean
 from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.tables import Table
 from galvatron_lite.search.uniform import Uniform

@@ -18,11 +18,11 @@ from galvatron_lite.cost.step import bound_seconds, straggling
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.schedule import group_of
-from galvatron_lite.search.ilp_model import SCALE, ShapeModel, choosable
-from galvatron_lite.search.ilp_uniform import UniformModel
 from galvatron_lite.search.partition import Partition
 from galvatron_lite.search.problem import Problem
-from galvatron_lite.search.pulp_adapter import Verdict, solve
+from galvatron_lite.search.programme.ilp_model import SCALE, ShapeModel, choosable
+from galvatron_lite.search.programme.ilp_uniform import UniformModel
+from galvatron_lite.search.programme.pulp_adapter import Verdict, solve
 from galvatron_lite.search.tables import TICKS
 
 _TOLERANCE = 1e-6

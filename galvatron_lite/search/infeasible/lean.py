@@ -27,9 +27,9 @@ from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, in_flight
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.search.lean_stages import Lean, Memory, Stages, least_share
-from galvatron_lite.search.lean_uniform import LeanUniform
-from galvatron_lite.search.pareto import pareto_rows
+from galvatron_lite.search.chains.pareto import pareto_rows
+from galvatron_lite.search.infeasible.lean_stages import Lean, Memory, Stages, least_share
+from galvatron_lite.search.infeasible.lean_uniform import LeanUniform
 from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.result import plan_of, summary
 from galvatron_lite.search.shapes import Request, open_problem, shapes_of, tied_tables, with_edges, with_tied

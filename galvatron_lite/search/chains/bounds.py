@@ -21,8 +21,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.search.chain import Chain, ChainLayer
-from galvatron_lite.search.segments import (
+from galvatron_lite.search.chains.chain import Chain, ChainLayer
+from galvatron_lite.search.chains.segments import (
     BOTH,
     FIRST,
     GATHERED,

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.search.bounds import Ahead, Bounds, Line, ahead_of
-from galvatron_lite.search.pareto import pareto_rows
-from galvatron_lite.search.runs import Behind, around_run, is_plain, narrowed, run_before, segments_of
-from galvatron_lite.search.segments import (
+from galvatron_lite.search.chains.bounds import Ahead, Bounds, Line, ahead_of
+from galvatron_lite.search.chains.pareto import pareto_rows
+from galvatron_lite.search.chains.runs import Behind, around_run, is_plain, narrowed, run_before, segments_of
+from galvatron_lite.search.chains.segments import (
     BOTH,
     FIRST,
     GATHERED,

@@ -36,10 +36,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from galvatron_lite.search.bounds import Bounds, Kind, Line, ahead_of, best_bounds, bounds_at, line_of
-from galvatron_lite.search.chain import Chain
-from galvatron_lite.search.labels import OPTIMIZER, WAITING, WORST, Search, Step
-from galvatron_lite.search.segments import FIRST, HEAD, PARTS, REST, SINGLE, TAIL, TIME, Segment
+from galvatron_lite.search.chains.bounds import Bounds, Kind, Line, ahead_of, best_bounds, bounds_at, line_of
+from galvatron_lite.search.chains.chain import Chain
+from galvatron_lite.search.chains.labels import OPTIMIZER, WAITING, WORST, Search, Step
+from galvatron_lite.search.chains.segments import FIRST, HEAD, PARTS, REST, SINGLE, TAIL, TIME, Segment
 
 _START, _GROWTH = 0.04, 1.7
 """How far above the bound the first limit is, as a share of an average layer's time; and how that grows."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.search.chain import ChainLayer
+from galvatron_lite.search.chains.chain import ChainLayer
 
 IntArray = NDArray[np.int64]
 NEVER = -(2**61)

@@ -12,10 +12,10 @@ from itertools import pairwise
 import numpy as np
 
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.search.alike import Place
-from galvatron_lite.search.bounds import best_bounds, line_of, priced
+from galvatron_lite.search.bounds.alike import Place
+from galvatron_lite.search.bounds.refine import Refined
+from galvatron_lite.search.chains.bounds import best_bounds, line_of, priced
 from galvatron_lite.search.problem import Problem
-from galvatron_lite.search.refine import Refined
 
 _SLACK = 1e-9
 Scores = dict[int, tuple[float, dict[Strategy, float]]]

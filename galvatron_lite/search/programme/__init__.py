@@ -1,0 +1,1 @@
+"""The certificate: the same problem as an integer programme, solved by another method."""
