@@ -62,6 +62,8 @@ def profile_import_command(
         typer.echo(json.dumps(to_data(made)))
     else:
         print_profile(made, str(where))
+        if output is None:
+            typer.echo("It is the last profile made here: galvatron plan and evaluate take it where none is named.")
 
 
 def plan_import_command(
@@ -107,12 +109,11 @@ def plan_export_command(
 ) -> None:
     """Turn a plan of ours into another planner's, where its files can say it."""
     from galvatron_lite.files import write_data
-    from galvatron_lite.peers.hetu.plan import from_plan
-    from galvatron_lite.peers.hetu.strategy import write_hetu_plan
+    from galvatron_lite.peers.hetu.export import exported
     from galvatron_lite.plans.io import read_plan
 
     _check_peer(peer, "--to")
-    write_data(output, write_hetu_plan(from_plan(read_plan(path))))
+    write_data(output, exported(read_plan(path)))
     typer.echo(f"Written to {output}.")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,42 @@ def test_a_file_of_theirs_keeps_its_devices_and_batch(theirs: Path, tmp_path: Pa
     for option in ("--gpus", "--batch"):
         with pytest.raises(InputError, match=f"{option}: 16"):
             run("plan", "import", "--from", "hetu", theirs, option, 16, "-o", tmp_path / "plan.yaml")
+
+
+def test_a_plan_that_their_files_cannot_say_is_told_what_to_pin(tmp_path: Path) -> None:
+    ours, again, back = tmp_path / "ours.yaml", tmp_path / "again.yaml", tmp_path / "back.json"
+    asked = ("plan", *LLAMA, "--gpus", 8, "--batch", 64, "--mem", "40GB", "--best", 0)
+    run(*asked, "-o", ours)
+    with pytest.raises(InputError, match=r"It must be that of before.* comes of: galvatron plan \.\.\. ") as refused:
+        run("plan", "export", "--to", "hetu", ours, "-o", back)
+    run(*asked, *refused.value.remedy.split("galvatron plan ... ")[1].split(), "-o", again)
+    assert run("plan", "export", "--to", "hetu", again, "-o", back).exit_code == 0
+    priced = [
+        json.loads(run("evaluate", path, *LLAMA, "--gpus", 8, "--json").output)["prediction"] for path in (again, back)
+    ]
+    assert priced[1]["step_seconds"] == pytest.approx(priced[0]["step_seconds"], rel=0.05)
+
+
+def test_an_import_says_where_it_is_and_is_the_last_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = run("profile", "import", "--from", "hetu", FOLDER / "bert-large").output
+    where = re.search(r"Written to (profiles/\S+\.yaml)\.\nIt is the last profile made here", told)
+    assert where is not None
+    assert (tmp_path / where[1]).is_file()
+    assert (tmp_path / "profiles" / "last").read_text().strip() == where[1].removeprefix("profiles/")
+
+
+@pytest.mark.parametrize("model", ["swin-huge", "t5-3B"])
+def test_sizes_that_files_do_not_hold_are_offered(model: str, tmp_path: Path) -> None:
+    asked = ("profile", "import", "--from", "hetu", FOLDER / model)
+    with pytest.raises(InputError, match=r"Give --layers [\d,]+ --hidden [\d,]+: ") as refused:
+        run(*asked)
+    offered = refused.value.remedy.split("Give ")[1].split(":")[0].split()
+    assert run(*asked, *offered, "-o", tmp_path / "made.yaml").exit_code == 0
+    alone = tmp_path / model
+    shutil.copytree(FOLDER / model, alone)
+    with pytest.raises(InputError, match="They are in the model's configuration"):
+        run("profile", "import", "--from", "hetu", alone)
 
 
 @pytest.mark.parametrize(

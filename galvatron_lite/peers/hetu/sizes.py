@@ -9,8 +9,15 @@ from pathlib import Path
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Role
 from galvatron_lite.peers.hetu.files import LAYER_TIME, Sizes
+from galvatron_lite.peers.hetu.recorded import read_searches
 
 ASK = "Give --layers and --hidden, one number for each layer type, joined by commas (24,24)."
+WHERE = (
+    "They are in the model's configuration, for each part in turn (encoder, decoder; stages of pictures): "
+    "num_layers or depths, and hidden_size or d_model (doubled in every next stage of a Swin)."
+)
+SEARCHES = "searches.jsonl"
+"""Recorded searches (``recorded``) beside the folders of profiles, where there are any."""
 
 
 def sizes_for(folder: Path, layers: str = "", hidden: str = "", sequence: str = "") -> list[Sizes]:
@@ -55,14 +62,24 @@ def _known(folder: Path) -> list[tuple[int, int]]:
     try:
         graph = load_model(name.lower())
     except InputError:
-        raise InputError("model", name, f"It is none of the shipped ones. {ASK}") from None
+        raise InputError("model", name, f"It is none of the shipped ones. {_ask(folder, name)}") from None
     blocks = [layer.kind for layer in graph.layers if layer.role is Role.BLOCK]
     found = [(len(list(same)), graph.kinds[kind].dims.hidden) for kind, same in groupby(blocks)]
     if len(found) != _profiled_types(folder):
-        raise InputError(
-            "model", name, f"The profile has {_profiled_types(folder)} layer types, ours {len(found)}. {ASK}"
-        )
+        unlike = f"The profile has {_profiled_types(folder)} layer types, ours {len(found)}."
+        raise InputError("model", name, f"{unlike} {_ask(folder, name)}")
     return found
+
+
+def _ask(folder: Path, name: str) -> str:
+    """What to give: the numbers of a search recorded beside the profile, or where people find them."""
+    path = folder.parent / SEARCHES
+    searches = read_searches(path) if path.is_file() else ()
+    layers = next((search.layers for search in searches if search.model == name), None)
+    if layers is None:
+        return f"{ASK} {WHERE}"
+    counts, widths = (",".join(str(one[place]) for one in layers) for place in (0, 1))
+    return f"Give --layers {counts} --hidden {widths}: those of the searches in {path}."
 
 
 def _model_name(folder: Path) -> str:
