@@ -271,6 +271,7 @@ def _setting(profile: Known, setup: Setup, own: Sequence[str] = ()) -> tuple[Set
     from galvatron_lite.cluster.budget import budget_on
     from galvatron_lite.parallelism.backends import backend_named
     from galvatron_lite.questions.arguments import check_names, memory, place, texts, whole
+    from galvatron_lite.questions.backing import check_backend
     from galvatron_lite.questions.counts import first_devices
     from galvatron_lite.questions.pins import Pins, read_pins
     from galvatron_lite.questions.schedules import schedules_named
@@ -281,12 +282,13 @@ def _setting(profile: Known, setup: Setup, own: Sequence[str] = ()) -> tuple[Set
         place(name, setup.get(name))
     find = partial(_profile, profile, setup)
     known = find(whole("gpus", setup.get("gpus")))
-    fix = setup.get("fix", ())
-    pins = fix if isinstance(fix, Pins) else read_pins(
-        texts("fix", fix), texts("forbid", setup.get("forbid")), known.graph
-    )  # fmt: skip
+    fix, forbid = setup.get("fix", ()), texts("forbid", setup.get("forbid"))
+    pinned = () if isinstance(fix, Pins) else texts("fix", fix)
+    orders = texts("schedules", setup.get("schedules"))
     backend = backend_named(setup.get("backend", "galvatron"))
-    schedules = schedules_named(texts("schedules", setup.get("schedules")), pins.fixed.schedule)
+    check_backend(pinned, orders, backend)
+    pins = fix if isinstance(fix, Pins) else read_pins(pinned, forbid, known.graph)
+    schedules = schedules_named(orders, pins.fixed.schedule)
     mem = memory(setup.get("mem", DEFAULT_BUDGET))
     budget = budget_on(first_devices(known.cluster, 1), mem)
     source = find if callable(profile) or setup.get("model") is not None else None

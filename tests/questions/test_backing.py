@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.backends import ANY, GALVATRON
+from galvatron_lite.questions.backing import check_backend
+
+
+@pytest.mark.parametrize(
+    ("pin", "lacking"),
+    [
+        ("cp=2", "context parallelism"),
+        ("layers.3.context=4", "context parallelism"),
+        ("ulysses=on", "context parallelism"),
+        ("zero=1", "ZeRO-1"),
+        ("EP=2", "expert parallelism"),
+        ("offload=on", "offload"),
+        ("schedule=interleaved", "the interleaved-1f1b schedule"),
+        ("vpp=2", "several stages a group"),
+        ("filters=2", "channel parallelism"),
+    ],
+)
+def test_what_the_backend_lacks_is_named_as_it_was_typed(pin: str, lacking: str) -> None:
+    with pytest.raises(
+        InputError, match=re.escape(f"--fix: '{pin}' cannot be used. Backend galvatron cannot run")
+    ) as no:
+        check_backend([pin], [], GALVATRON)
+    assert lacking in str(no.value)
+    assert "--backend any offers it" in str(no.value)
+    check_backend([pin], [], ANY)
+
+
+def test_schedules_that_are_asked_for_are_held_against_the_backend_too() -> None:
+    check_backend(["cp=1", "ulysses=off", "zero=3", "tp=8", "schedule=gpipe", "vpp=1"], ["1f1b"], GALVATRON)
+    with pytest.raises(InputError, match="--schedule: 'zb1p' cannot be used") as no:
+        check_backend([], ["zb1p"], GALVATRON)
+    assert "--backend any offers it" in str(no.value)
+    check_backend([], ["zb1p"], ANY)
