@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from galvatron_lite.plans.describe import headline, memory_bar, memory_parts, stage_rows, time_line
+from galvatron_lite.plans.describe import (
+    fullest_of,
+    group_label,
+    headline,
+    memory_bar,
+    memory_parts,
+    shown_groups,
+    stage_rows,
+    time_line,
+)
 from galvatron_lite.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -12,8 +21,6 @@ if TYPE_CHECKING:
 
     from galvatron_lite.plans.schema import Plan, Provenance
     from galvatron_lite.profiler.schema import Profile
-
-_MANY_STAGES = 8
 
 
 def print_plan(plan: Plan, source: str, accuracy: str = "") -> None:
@@ -58,13 +65,21 @@ def _print_memory(console: Console, plan: Plan) -> None:
         return
     provenance = plan.provenance
     console.print("Memory on each device of a stage", style="bold")
-    stages = list(enumerate(plan.stages))
-    shown = stages if len(stages) <= _MANY_STAGES else [*stages[:3], stages[len(stages) // 2], *stages[-3:]]
-    for number, stage in shown:
-        console.print(f"  {number:>3} {memory_bar(stage, provenance.budget_of(stage))}")
-    fullest = max(plan.stages, key=lambda stage: stage.memory.total / provenance.budget_of(stage))
+    fullest = fullest_of(plan.stages, provenance)
+    shown = shown_groups(plan, fullest)
+    width = max(3, *(len(group_label(group)) for group in shown if group))
+    for group in shown:
+        console.print(f"  {group_label(group) if group else '…':>{width}} {_bar(plan, provenance, group)}".rstrip())
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory_parts(fullest.memory))
     console.print(f"  fullest: {parts}\n")
+
+
+def _bar(plan: Plan, provenance: Provenance, group: range | None) -> str:
+    """Memory of the fullest of some stages; nothing for those that are not shown."""
+    if group is None:
+        return ""
+    stage = fullest_of([plan.stages[number] for number in group], provenance)
+    return memory_bar(stage, provenance.budget_of(stage)) + " at most" * (len(group) > 1)
 
 
 def _print_time(console: Console, plan: Plan, accuracy: str) -> None:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import groupby
 
-from galvatron_lite.plans.schema import LayerRun, MemoryBreakdown, Plan, Stage, TimeBreakdown
+from galvatron_lite.plans.schema import LayerRun, MemoryBreakdown, Plan, Provenance, Stage, TimeBreakdown
 from galvatron_lite.units import format_bytes, format_seconds
 
 _BAR = 24
+_ALIKE = 3
+"""Stages that do the same and are shown as one, at the least."""
+_MANY = 8
+"""Memory bars at most; of more, as many of each end as ``_ENDS``, and the fullest."""
+_ENDS = 3
 _SHOWN = {"context": "driver context"}
 """Parts of the memory that have another name in print: to a reader, context alone is a way to parallelise."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """One run of layers of one stage, in words.
+    """One run of layers of one stage, or of several that do the same, in words.
 
     Attributes:
-        stage: number of the stage, from 0, with its devices where they are of several types; empty for its second and
-            later runs.
+        stage: numbers of the stages, from 0, with its devices where they are of several types; empty for further runs.
         layers: names of the layers.
         strategy: what they do.
     """
@@ -39,15 +45,49 @@ def headline(plan: Plan) -> str:
     )
 
 
+def stage_groups(plan: Plan) -> list[range]:
+    """Numbers of consecutive stages that do the same with their layers, all stages in order.
+
+    Fewer than three alike stay apart.
+    """
+    same = groupby(range(len(plan.stages)), key=lambda number: _does(plan.stages[number]))
+    groups: list[range] = []
+    for numbers in (list(alike) for _, alike in same):
+        whole = len(numbers) >= _ALIKE
+        groups += [range(numbers[0], numbers[-1] + 1)] if whole else [range(one, one + 1) for one in numbers]
+    return groups
+
+
 def stage_rows(plan: Plan) -> list[StageRow]:
-    """Every run of layers of every stage."""
+    """Every run of layers of every stage; stages that do the same have one row for all of them."""
     rows = []
-    for number, stage in enumerate(plan.stages):
-        labels = [" ".join(filter(None, (str(number), stage.device)))] + [""] * (len(stage.runs) - 1)
+    for group in stage_groups(plan):
+        stages = [plan.stages[number] for number in group]
+        labels = [" ".join(filter(None, (group_label(group), stages[0].device)))] + [""] * (len(stages[0].runs) - 1)
         rows += [
-            StageRow(label, _layers(run), str(run.strategy)) for label, run in zip(labels, stage.runs, strict=True)
+            StageRow(label, _layers([stage.runs[place] for stage in stages]), str(stages[0].runs[place].strategy))
+            for place, label in enumerate(labels)
         ]
     return rows
+
+
+def group_label(group: range) -> str:
+    """``3``, or ``3 … 62 (60)`` for several stages."""
+    return str(group[0]) if len(group) == 1 else f"{group[0]} … {group[-1]} ({len(group)})"
+
+
+def shown_groups(plan: Plan, fullest: Stage) -> list[range | None]:
+    """Stages to draw a memory bar for: all groups, or of many the ends and that of the fullest; None for what is not
+    shown."""
+    groups = stage_groups(plan)
+    if len(groups) <= _MANY:
+        return list(groups)
+    place = next(place for place, group in enumerate(groups) if any(plan.stages[one] is fullest for one in group))
+    kept = sorted({*range(_ENDS), place, *range(len(groups) - _ENDS, len(groups))})
+    shown: list[range | None] = []
+    for before, after in zip([-1, *kept], kept, strict=False):
+        shown += [None] * (after > before + 1) + [groups[after]]
+    return shown
 
 
 def memory_bar(stage: Stage, budget: int) -> str:
@@ -64,12 +104,17 @@ def memory_parts(memory: MemoryBreakdown) -> list[tuple[str, int]]:
     return sorted((part for part in parts if part[1]), key=lambda part: -part[1])
 
 
+def fullest_of(stages: Sequence[Stage], made_from: Provenance) -> Stage:
+    """The stage that fills most of its budget."""
+    return max(stages, key=lambda stage: stage.memory.total / made_from.budget_of(stage))
+
+
 def fits_line(plan: Plan) -> str:
     """Whether a priced plan is within its budget, with both figures of the fullest stage; empty for one without."""
     made_from = plan.provenance
     if made_from is None or plan.prediction is None:
         return ""
-    fullest = max(plan.stages, key=lambda stage: stage.memory.total / made_from.budget_of(stage))
+    fullest = fullest_of(plan.stages, made_from)
     figures = f"{format_bytes(fullest.memory.total)} of {format_bytes(made_from.budget_of(fullest))}"
     if plan.fits:
         return f"fits: yes, {figures}"
@@ -91,5 +136,15 @@ def time_line(plan: Plan) -> str:
     return f"{format_seconds(total)} a step: " + ", ".join(parts)
 
 
-def _layers(run: LayerRun) -> str:
-    return run.first if run.count == 1 else f"{run.first} … {run.last} ({run.count})"
+def _does(stage: Stage) -> tuple[object, ...]:
+    """What makes stages alike: their devices and what their layers do, however many those are."""
+    return (stage.device, *(run.strategy for run in stage.runs))
+
+
+def _layers(runs: Sequence[LayerRun]) -> str:
+    """Layers of the runs of stages that do the same; where others lie between, only where they begin."""
+    first, counts = runs[0], sorted({run.count for run in runs})
+    if len(runs) == 1:
+        return first.first if first.count == 1 else f"{first.first} … {first.last} ({first.count})"
+    each = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+    return f"{first.first} … {runs[-1].last} ({each} a stage)"

@@ -1,0 +1,70 @@
+"""Plans in words and rows."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.plans.describe import memory_parts, shown_groups, stage_groups, stage_rows
+from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, MemoryBreakdown, Plan, Schedule, Stage
+
+PLAIN, SHARDED, SLICED = Strategy(data=2), Strategy(zero=2, zero_stage=3), Strategy(tensor=2)
+
+
+def staged(*stages: list[tuple[int, Strategy]]) -> Plan:
+    """A plan of stages of (layers, strategy), on two devices each."""
+    made, place = [], 0
+    for runs in stages:
+        own = []
+        for count, strategy in runs:
+            own.append(LayerRun(f"l{place}", f"l{place + count - 1}", count, strategy))
+            place += count
+        made.append(Stage(tuple(own)))
+    return Plan(PLAN_VERSION, "m", 2 * len(made), 8, 1, Schedule.ONE_F_ONE_B, "bf16", tuple(made))
+
+
+def test_stages_that_do_the_same_have_one_row() -> None:
+    ends = [(1, PLAIN), (1, SHARDED)]
+    plan = staged(ends, *[[(2, SHARDED)]] * 60, *[[(1, SHARDED)]] * 18, ends[::-1])
+    rows = [(row.stage, row.layers) for row in stage_rows(plan)]
+    assert rows == [
+        ("0", "l0"), ("", "l1"), ("1 … 78 (78)", "l2 … l139 (1 to 2 a stage)"), ("79", "l140"), ("", "l141"),
+    ]  # fmt: skip
+
+
+def test_stages_of_several_runs_have_a_row_for_each() -> None:
+    rows = stage_rows(staged(*[[(2, SLICED), (1, SHARDED)]] * 4))
+    assert [(row.stage, row.layers, row.strategy) for row in rows] == [
+        ("0 … 3 (4)", "l0 … l10 (2 a stage)", "tensor2"),
+        ("", "l2 … l11 (1 a stage)", "zero3x2"),
+    ]
+
+
+def test_two_stages_alike_stay_apart_and_so_do_other_devices() -> None:
+    assert len(stage_rows(staged([(1, PLAIN)], [(1, PLAIN)]))) == 2
+    plan = staged(*[[(1, PLAIN)]] * 6)
+    unlike = tuple(replace(stage, device="ab"[number // 3]) for number, stage in enumerate(plan.stages))
+    assert [row.stage for row in stage_rows(replace(plan, stages=unlike))] == ["0 … 2 (3) a", "3 … 5 (3) b"]
+
+
+@given(st.lists(st.sampled_from([PLAIN, SHARDED, SLICED]), min_size=1, max_size=40))
+def test_groups_are_all_stages_in_order_and_each_does_one_thing(strategies: list[Strategy]) -> None:
+    groups = stage_groups(staged(*[[(1, strategy)] for strategy in strategies]))
+    assert [number for group in groups for number in group] == list(range(len(strategies)))
+    assert all(len({strategies[number] for number in group}) == 1 for group in groups)
+
+
+@pytest.mark.parametrize(("fullest", "bars"), [(0, 6), (10, 7), (19, 6)])
+def test_of_many_groups_the_ends_and_the_fullest_have_bars(fullest: int, bars: int) -> None:
+    plan = staged(*[[(1, PLAIN if number % 2 else SHARDED)] for number in range(20)])
+    shown = shown_groups(plan, plan.stages[fullest])
+    drawn = [group[0] for group in shown if group is not None]
+    assert drawn == sorted({0, 1, 2, fullest, 17, 18, 19})
+    assert len(drawn) == bars
+    assert shown.count(None) == bars - 5
+
+
+def test_memory_of_the_driver_is_not_called_context() -> None:
+    assert memory_parts(MemoryBreakdown(context=1, activations=2)) == [("activations", 2), ("driver context", 1)]
