@@ -75,6 +75,8 @@ class Answers:
         lightest: by problem of a stage, ``Problem.lightest``.
         alike: by layout at boundaries, stages that cost the same (``alike``).
         runs: of equal layers, once known (``alike``).
+        sends: by layout at boundaries, stage and bytes of the tensor, ``Problem.send``.
+        least_sends: by layout at boundaries, ``Problem.least_sends``.
     """
 
     tables: dict[tuple[int, object], Table] = field(default_factory=dict)
@@ -83,6 +85,8 @@ class Answers:
     lightest: dict[tuple[object, ...], tuple[StagePlan | None, float]] = field(default_factory=dict)
     alike: dict[Layout | None, list[list[int]]] = field(default_factory=dict)
     runs: list[tuple[int, int]] = field(default_factory=list)
+    sends: dict[tuple[Layout | None, int, int], tuple[int, float]] = field(default_factory=dict)
+    least_sends: dict[Layout | None, list[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -184,12 +188,21 @@ class Problem:
 
     def send(self, stage: int, output: int) -> tuple[int, float]:
         """Bytes of a boundary tensor on a device before a stage, and the seconds of sending it."""
-        sender = self.sender
-        size = boundary_bytes(output, self.shape.microbatch, sender)
-        return size, transfer_seconds(self.pricer, size, sender, self.shape, (stage - 1, stage))
+        key = (self.choice.wire, stage, output)
+        if key not in self.answers.sends:
+            sender = self.sender
+            size = boundary_bytes(output, self.shape.microbatch, sender)
+            seconds = transfer_seconds(self.pricer, size, sender, self.shape, (stage - 1, stage))
+            self.answers.sends[key] = (size, seconds)
+        return self.answers.sends[key]
 
     def least_sends(self) -> list[int]:
         """Picoseconds that sends and host work add to a micro-batch of each stage at the least."""
+        if self.choice.wire not in self.answers.least_sends:
+            self.answers.least_sends[self.choice.wire] = self._least_sends()
+        return self.answers.least_sends[self.choice.wire]
+
+    def _least_sends(self) -> list[int]:
         smallest = min(self.tables[0].store.crossing[1:-1], default=0)
         sends = []
         for stage in range(self.shape.stages):

@@ -169,9 +169,9 @@ class Uniform:
         """The best plan that fits and takes less than ``limit`` picoseconds; None where there is none."""
         if not all(part.strategies for part in self.parts):
             return None
-        time = self.times()
+        time = self.times(np.inf if limit is None else limit - _HALF)
         place = int(np.argmin(time))
-        if not time.flat[place] < (np.inf if limit is None else limit - _HALF):
+        if not np.isfinite(time.flat[place]):
             return None
         chosen = [int(index) for index in np.unravel_index(place, time.shape)]
         strategies = self.strategies(chosen)
@@ -179,8 +179,9 @@ class Uniform:
         stages = tuple(StagePlan((), 0, tuple(strategies[a:b])) for a, b in pairwise(self.cuts))
         return Partition(round(float(time.flat[place])), self.cuts, stages)
 
-    def times(self) -> FloatArray:
-        """(E, B, H): picoseconds of every candidate; infinite where layers that share parameters differ."""
+    def times(self, limit: float = np.inf) -> FloatArray:
+        """(E, B, H): picoseconds of every candidate below the limit that fits; infinite for the others, and where
+        layers that share parameters differ."""
         form = self.problem.form
         columns = [self._group(group) for group in range(self.problem.shape.stages)]
         total: FloatArray = reduce(np.maximum, (own[-1] for own in columns)).astype(np.float64)
@@ -188,8 +189,12 @@ class Uniform:
             own = [column[part] for column in columns]
             total = total + ramp * reduce(np.add, own) + rounds * reduce(np.maximum, own)
         shape = [len(part.strategies) for part in self.parts]
-        fits = reduce(np.logical_and, (self._fitting(group) for group in range(self.problem.shape.stages)))
-        return np.where(self.agreeing() & fits, np.broadcast_to(total, shape), np.inf)
+        alive = self.agreeing() & (np.broadcast_to(total, shape) < limit)
+        for group in range(self.problem.shape.stages):
+            if not alive.any():
+                break
+            alive = alive & self._fitting(group)
+        return np.where(alive, np.broadcast_to(total, shape), np.inf)
 
     def _fitting(self, group: int) -> NDArray[np.bool_]:
         fits: NDArray[np.bool_] = group_bytes(self, group) <= self.problem.budgets[group]

@@ -107,7 +107,7 @@ def relaxed(problem: Problem, tables: Sequence[Sequence[Table]]) -> Relaxed | No
         problem: gives the shape, the budgets and the micro-batches in flight.
         tables: by stage, of every layer of the model, the widest that the stage may use.
     """
-    if any(not len(table) for own in tables for table in own):
+    if any(not len(table) for own in _distinct(tables) for table in own):
         return None
     form, stages = problem.form, problem.shape.stages
     lows = {id(own): np.array([float(table.ramp(form).min()) for table in own]) for own in _distinct(tables)}
