@@ -42,18 +42,23 @@ def parse_bytes(text: str, field: str = "size") -> int:
 
 
 def parse_budget(text: str, capacity: int, field: str = "--mem") -> int:
-    """Bytes of a memory budget a device: a size (``40GB``, ``40GiB``) or a share of ``capacity`` bytes (``80%``).
+    """Bytes of a memory budget a device: a size (``40GB``, ``40GiB``, plain bytes) or a share of ``capacity`` (``80%``).
 
     Raises:
         UnitError: an unreadable size, a share outside (0, 100], or a budget below 1 MiB.
     """
     share = _SHARE.match(text)
-    budget = parse_bytes(text, field) if share is None else round(float(share[1]) / 100 * capacity)
+    budget = _size(text, field) if share is None else round(float(share[1]) / 100 * capacity)
     if share is not None and not 0 < float(share[1]) <= 100:
         raise UnitError(field, text, "A share of the device's memory lies above 0% and at most at 100%.")
     if budget < _SMALLEST_BUDGET:
         raise UnitError(field, text, "A budget below 1 MiB holds no model; did you mean GB?")
     return budget
+
+
+def _size(text: str, field: str) -> int:
+    """Bytes of a size with or without a unit."""
+    return int(text) if text.strip().isdecimal() else parse_bytes(text, field)
 
 
 def parse_count(text: str, field: str) -> float:

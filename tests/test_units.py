@@ -43,7 +43,12 @@ def test_a_share_is_of_the_capacity() -> None:
     assert parse_budget("80%", 80 * 2**30) == 64 * 2**30
 
 
-@pytest.mark.parametrize("text", ["0%", "101%", "40B", "1kB"])
+def test_a_budget_may_be_plain_bytes() -> None:
+    assert parse_budget("9382739968", 2**40) == 9382739968
+    assert parse_budget(str(2**20), 2**40) == 2**20
+
+
+@pytest.mark.parametrize("text", ["0%", "101%", "40B", "1kB", "40", "1048575", "-5", "1e9"])
 def test_budgets_that_make_no_sense(text: str) -> None:
     with pytest.raises(UnitError):
         parse_budget(text, 2**34)

@@ -53,12 +53,14 @@ def check_output(output: Path | None, question: str) -> None:
     """Whether an answer can be written as a plan.
 
     Raises:
-        InputError: the question is answered by many plans.
+        InputError: the question is answered by many plans, or there is no such folder.
     """
     from galvatron_lite.errors import InputError
 
     if output is not None and question == "pareto":
         raise InputError("-o", str(output), "--pareto has many plans: take one by its memory: --mem, without --pareto.")
+    if output is not None and not output.parent.is_dir():
+        raise InputError("-o", str(output), f"There is no folder {output.parent}: make it first.")
 
 
 def write_answer(answer: Answer, output: Path | None, plot: Path | None) -> None:

@@ -8,6 +8,8 @@ from time import monotonic
 
 PATIENCE = 2.0
 """Seconds before a bar is shown."""
+_INTERRUPTED = 128 + 2
+"""Exit status of a program that SIGINT ended."""
 
 
 @contextmanager
@@ -34,6 +36,12 @@ def progress_bar(title: str, quiet: bool = False) -> Iterator[Callable[[int, int
 
 @contextmanager
 def search_progress(quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """The bar of a search."""
-    with progress_bar("Searching", quiet) as move:
-        yield move
+    """The bar of a search; Ctrl-C before there is a plan ends the command with a line that says so."""
+    import typer
+
+    try:
+        with progress_bar("Searching", quiet) as move:
+            yield move
+    except KeyboardInterrupt:
+        typer.echo("galvatron: Interrupted before a first plan was found.", err=True)
+        raise typer.Exit(_INTERRUPTED) from None

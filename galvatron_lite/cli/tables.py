@@ -102,6 +102,8 @@ def _print_time(console: Console, plan: Plan, accuracy: str) -> None:
 
 def _proof(provenance: Provenance) -> str:
     gap = f" (at most {provenance.gap:.2%} from the best)" if provenance.gap else ""
+    if provenance.interrupted:
+        return f"interrupted; {provenance.proof.value}, at most {provenance.gap:.1%} from the best"
     return f"{provenance.proof.value}{gap}"
 
 

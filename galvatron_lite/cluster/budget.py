@@ -60,7 +60,9 @@ def budget_on(cluster: Cluster, given: str | int, field: str = "--mem") -> Budge
     for device in (group.device for group in cluster.groups):
         size = given if isinstance(given, int) else parse_budget(given, device.memory, field)
         if size > device.memory:
-            raise InputError(field, given, f"{device.name} has {format_budget(device.memory)} ({device.memory} bytes).")
+            share = "" if cluster.alike else f" {field} 90% is of each type's own memory."
+            has = f"{device.name} has {format_budget(device.memory)} ({device.memory} bytes)."
+            raise InputError(field, given, f"{has}{share}")
         own[device.name] = size
     least = min(own.values())
     return Budget(least, () if least == max(own.values()) else tuple(own.items()))

@@ -5,6 +5,7 @@ The format of a cluster file is described in ``configs/clusters/README.md``.
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,9 @@ def _find(name_or_path: str | Path) -> Path:
     known = known_clusters()
     name = str(name_or_path).lower()
     if name not in known:
-        raise InputError("--cluster", str(name_or_path), f"Known: {', '.join(known)}; or give a YAML file.")
+        close = [one for one in known if one.startswith(name)] or get_close_matches(name, known, n=3)
+        hint = f"Did you mean {' or '.join(close)}? " if close else ""
+        raise InputError("--cluster", str(name_or_path), f"{hint}Known: {', '.join(known)}; or give a YAML file.")
     return config_folder("clusters") / f"{name}.yaml"
 
 

@@ -191,6 +191,7 @@ class Provenance:
         budgets: bytes on each type of device by its name, where they are unlike.
         notes: where a plan that was given is priced otherwise than it says: another batch, model or number of devices.
         certificate: what an integer programme of the same shape said (``search.ilp``); empty where none was asked.
+        interrupted: whether the user stopped the search before its end.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -206,6 +207,7 @@ class Provenance:
     certificate: str = ""
     budgets: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    interrupted: bool = False
 
     def budget_of(self, stage: Stage) -> int:
         """Bytes that a device of a stage may take."""

@@ -66,7 +66,10 @@ def last_profile(folder: Path = Path("profiles")) -> Path:
     try:
         name = (folder / LAST).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        remedy = "No profile was made here yet; run `galvatron profile MODEL`, or name one with --profile."
+        remedy = (
+            "No profile was made here yet; run `galvatron profile MODEL`, name one with --profile, or plan without "
+            "one: --model NAME --cluster NAME."
+        )
         raise InputError("profile", str(folder), remedy) from error
     path = folder / name
     if not name or not path.is_file():

@@ -179,12 +179,18 @@ def look(setting: Setting, devices: int, batch: int, budget: int | Budget | None
 
 
 def gathered(points: Iterator[Point]) -> Points:
-    """The points of a sweep; those so far where it is interrupted (Ctrl-C)."""
+    """The points of a sweep; those so far where it is interrupted (Ctrl-C), once one of them has a plan.
+
+    Raises:
+        KeyboardInterrupt: there is no plan yet.
+    """
     done: list[Point] = []
     try:
         for point in points:
             done.append(point)  # one by one: what an interrupt leaves must be there
     except KeyboardInterrupt:
+        if all(point.plan is None for point in done):
+            raise
         return Points(tuple(done), complete=False)
     return Points(tuple(done))
 

@@ -102,7 +102,9 @@ def find_plan(
         chosen.plan,
         alternatives=alternatives_to(options, chosen, runners_up),
         left_out=(*runner.missing, *reasons(profile.graph), *skipping(profile.graph), *unprofiled(request, pricer)),
-        provenance=replace(provenance(profile, budget, _gap(options[0], chosen)), certificate=certificate),
+        provenance=replace(
+            provenance(profile, budget, _gap(options[0], chosen)), certificate=certificate, interrupted=found.stopped
+        ),
     )
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from galvatron_lite.cli import main, progress
 from galvatron_lite.plans.io import read_plan
+from galvatron_lite.plans.schema import Plan, Proof
+from galvatron_lite.search.planner import find_plan
 
 SMALL = ["plan", "--layers", "4", "--hidden", "512", "--heads", "8", "--vocab", "1000", "--seq", "128",
          "--cluster", "a100-40gb", "--gpus", "4"]  # fmt: skip
@@ -185,3 +189,53 @@ def test_a_bar_is_shown_only_after_two_seconds(monkeypatch: pytest.MonkeyPatch) 
         for clock[0] in (0.5, 1.9, 2.1):
             move(1, 2, "something")
     assert started == [2.1]
+
+
+@pytest.mark.parametrize("question", [[], ["--fewest"], ["--best-batch"], ["--price", "1"], ["--pareto"]])
+def test_an_interrupt_before_a_first_plan_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], question: list[str]
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("galvatron_lite.questions.setting.find_plan", stop)
+    assert run(monkeypatch, *SMALL, *question) == 130
+    told = capsys.readouterr()
+    assert told.err == "galvatron: Interrupted before a first plan was found.\n"
+    assert told.out == ""
+
+
+def test_an_interrupted_plan_says_how_far_it_may_be_from_the_best(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*given: Any, **named: Any) -> Plan:
+        plan = find_plan(*given, **named)
+        assert plan.provenance is not None
+        return replace(plan, provenance=replace(plan.provenance, proof=Proof.FEASIBLE, gap=0.25, interrupted=True))
+
+    monkeypatch.setattr("galvatron_lite.questions.setting.find_plan", stopped)
+    assert run(monkeypatch, *SMALL) == 0
+    assert "search: interrupted; feasible, at most 25.0% from the best" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["plan"], "or plan without one: --model NAME --cluster NAME"),
+        (["plan", "--cluster", "a100-80gb"], "--model NAME --cluster NAME"),
+        (["plan", "--model", "gpt2", "--cluster", "a100"], "Did you mean a100-"),
+        (["plan", "--model", "gpt2", "--cluster", "a100-v100", "--mem", "40GB"], "--mem 90% is of each type's own"),
+        ([*SMALL, "-o", "nowhere/at/all.yaml"], "There is no folder nowhere/at: make it first."),
+    ],
+)
+def test_what_is_missing_is_told_with_what_would_do(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    options: list[str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, *options) == 1
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -16,7 +16,7 @@ from galvatron_lite.questions.fewest import Goal, Target, fewest_devices
 from galvatron_lite.questions.front import pareto_front
 from galvatron_lite.questions.plot import figure
 from galvatron_lite.questions.setting import Point, Points, gathered, require_plan
-from tests.questions.cases import small
+from tests.questions.cases import asked, small
 
 SETTING = small(1)
 ANSWERS: dict[str, Answer] = {
@@ -100,9 +100,14 @@ def test_a_sweep_without_any_plan_is_an_error() -> None:
 def test_an_interrupt_keeps_the_points_so_far() -> None:
     def points():  # type: ignore[no-untyped-def]
         yield Point(1, 8, 100)
-        yield Point(2, 8, 100)
+        yield Point(2, 8, 100, plan=plan)
         raise KeyboardInterrupt
 
+    plan = asked(small(0), 2, 8)
+    assert plan is not None
     seen = gathered(points())
     assert [point.devices for point in seen.points] == [1, 2]
     assert not seen.complete
+    plan = None
+    with pytest.raises(KeyboardInterrupt):
+        gathered(points())

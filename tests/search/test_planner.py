@@ -143,6 +143,7 @@ def test_ctrl_c_returns_the_best_plan_so_far() -> None:
     assert plan.prediction is not None
     assert plan.provenance is not None
     assert plan.provenance.proof is Proof.FEASIBLE
+    assert plan.provenance.interrupted
     assert 0.0 < plan.provenance.gap < 1.0
     with pytest.raises(KeyboardInterrupt):
         stopped_at(len(told) - 1, stoppable=False)
