@@ -42,7 +42,7 @@ def parse_bytes(text: str, field: str = "size") -> int:
 
 
 def parse_budget(text: str, capacity: int, field: str = "--mem") -> int:
-    """Bytes of a memory budget a device: a size (``40GB``, ``40GiB``, plain bytes) or a share of ``capacity`` (``80%``).
+    """Bytes of a memory budget a device: a size (``40GB``, ``40GiB``, bytes) or a share of ``capacity`` (``80%``).
 
     Raises:
         UnitError: an unreadable size, a share outside (0, 100], or a budget below 1 MiB.
