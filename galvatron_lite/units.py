@@ -57,8 +57,9 @@ def parse_budget(text: str, capacity: int, field: str = "--mem") -> int:
 
 
 def _size(text: str, field: str) -> int:
-    """Bytes of a size with or without a unit."""
-    return int(text) if text.strip().isdecimal() else parse_bytes(text, field)
+    """Bytes of a size with a unit, or of plain bytes; a small number lacks its unit."""
+    plain = int(text) if text.strip().isdecimal() else 0
+    return plain if plain >= _SMALLEST_BUDGET else parse_bytes(text, field)
 
 
 def parse_count(text: str, field: str) -> float:
