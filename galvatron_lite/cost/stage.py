@@ -11,7 +11,7 @@ from galvatron_lite.cost.memory import group_memory
 from galvatron_lite.cost.schedule import StageTimes
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import OperatorClass, Sharding
+from galvatron_lite.model.graph import OperatorClass, Recompute, Sharding
 from galvatron_lite.parallelism.base import Collective, Communication, Moment, Strategy
 from galvatron_lite.parallelism.pipeline.cost import (
     NAME,
@@ -24,6 +24,7 @@ from galvatron_lite.parallelism.pipeline.cost import (
 from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, group_of
 from galvatron_lite.parallelism.ranks import tensor_group
 from galvatron_lite.plans.schema import MemoryBreakdown, Schedule
+from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.units import activation_bytes
 
 
@@ -171,12 +172,19 @@ def _layer_cost(pricer: LayerPricer, shape: Shape, place: int, strategy: Strateg
     layer = pricer.profile.graph.layers[place]
     cost = pricer.price(layer.kind, strategy, shape.microbatch, shape.stages, sharing)
     if cost is None:
-        raise InputError(
-            f"strategy of {layer.name}",
-            str(strategy),
-            "The profile holds no figures for its tensor degree and recompute choice. Profile them too.",
-        )
+        raise InputError(f"strategy of {layer.name}", str(strategy), _profiled(pricer.profile, layer.kind, strategy))
     return cost
+
+
+def _profiled(profile: Profile, kind: str, strategy: Strategy) -> str:
+    """What a profile has figures of a kind of layer for, to say beside a strategy that it has none for."""
+    points = [point for point in profile.layers if point.kind == kind]
+    held = {point.recompute for point in points}
+    if strategy.recompute not in held:
+        again = ", ".join(choice.value for choice in Recompute if choice in held)
+        return f"The profile has figures of {kind} with recompute {again} only."
+    degrees = sorted({point.tensor for point in points if strategy.devices % point.tensor == 0})
+    return f"The profile has no figures for it; of {kind} it has tensor {', '.join(map(str, degrees))}."
 
 
 def _moving(pricer: LayerPricer, shape: Shape, inside: range, strategies: Sequence[Strategy]) -> float:

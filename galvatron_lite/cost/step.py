@@ -70,9 +70,8 @@ def strategies_of(plan: Plan, profile: Profile) -> list[Strategy]:
     for run in (run for stage in plan.stages for run in stage.runs):
         covered = names[len(strategies) : len(strategies) + run.count]
         if not covered or (covered[0], covered[-1], len(covered)) != (run.first, run.last, run.count):
-            raise InputError(
-                "stages.runs", f"{run.first} .. {run.last}", f"The model {profile.graph.name} goes on with {covered}."
-            )
+            follows = f"goes on with {covered[0]} .. {covered[-1]}" if covered else f"has only {len(names)} layers"
+            raise InputError("stages.runs", f"{run.first} .. {run.last}", f"The model {profile.graph.name} {follows}.")
         strategies.extend([run.strategy] * run.count)
     if len(strategies) != len(names):
         raise InputError("stages.runs", len(strategies), f"The model has {len(names)} layers; plan them all.")

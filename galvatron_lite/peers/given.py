@@ -36,7 +36,14 @@ def read_any_plan(path: Path, profile: Profile, batch: int | None = None) -> Pla
         from galvatron_lite.peers.hetu.strategy import read_hetu_plan
 
         return to_plan(read_hetu_plan(data, str(path), profile.cluster.devices, batch or 0), profile)
-    return plan_from(data, profile.graph, str(path))
+    try:
+        return plan_from(data, profile.graph, str(path))
+    except InputError as error:
+        said = data.get("model") if isinstance(data, Mapping) else None
+        if said in (None, profile.graph.name):
+            raise
+        other = f"The plan is of {said}, and is to be priced for {profile.graph.name}."
+        raise InputError(error.field, error.value, f"{error.remedy} {other}") from error
 
 
 def at_batch(plan: Plan, batch: int) -> Plan:

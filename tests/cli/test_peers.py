@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,23 @@ def test_evaluate_says_that_the_plan_is_of_another_model(hand: Path, tmp_path: P
     told = run("evaluate", ours, *other).output
     assert "Note: the plan is of llama2-7b, priced for llama3-8b." in told
     assert "Note: the plan is" not in run("evaluate", hand, *other).output
+    smaller = ours.with_name("smaller.yaml")
+    smaller.write_text(ours.read_text().replace("last: after", "last: layers.30"))
+    with pytest.raises(InputError, match="The plan is of llama2-7b, and is to be priced for llama3-8b"):
+        run("evaluate", smaller, *other)
+
+
+def test_a_strategy_without_figures_is_told_those_there_are(hand: Path) -> None:
+    text = hand.read_text()
+    for strategy, said in (
+        ("zero2x8 recompute", "with recompute none only"),
+        ("zero2x4 tensor2", r"of before it has tensor 1, 4\."),
+    ):
+        hand.write_text(text.replace("zero2x8", strategy))
+        profile = api.find_profile(model="llama2-7b", cluster="a100-80gb", gpus=8)
+        held = tuple(point for point in profile.layers if point.tensor in (1, 3, 4))
+        with pytest.raises(InputError, match=rf"strategy of before: .* {said}"):
+            api.evaluate(hand, replace(profile, layers=held))
 
 
 def test_a_file_of_theirs_keeps_its_devices_and_batch(theirs: Path, tmp_path: Path) -> None:
