@@ -12,9 +12,17 @@ GalvatronError
 
 from __future__ import annotations
 
+from enum import Enum
+from pathlib import PurePath
+
 
 class GalvatronError(Exception):
     """Base class of every error this package raises on purpose."""
+
+
+def _shown(value: object) -> str:
+    """A value as it was written: paths and choices as their text."""
+    return repr(str(value) if isinstance(value, (PurePath, Enum)) else value)
 
 
 class InputError(GalvatronError, ValueError):
@@ -28,7 +36,9 @@ class InputError(GalvatronError, ValueError):
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
         self.field, self.value, self.remedy = field, value, remedy
-        said = f"{field} is missing." if value is None else f"{field}: {value!r} cannot be used."
+        said = f"{field} is missing." if value is None else f"{field}: {_shown(value)} cannot be used."
+        if value is True:  # an option that is on has no value of its own to show
+            said = f"{field} cannot be used here."
         super().__init__(f"{said} {remedy}")
 
 

@@ -75,6 +75,12 @@ def read_data(path: Path) -> Any:
         raise FileFormatError("file", str(path), f"It cannot be read ({reason}). Make it anew.") from error
 
 
+def kind_of(data: object) -> str:
+    """What plain data is, in the words of whoever wrote the file."""
+    words = {type(None): "nothing", list: "a list", str: "a text", dict: "a mapping"}
+    return words.get(type(data), type(data).__name__)
+
+
 def read_value(kind: type[T], path: Path) -> T:
     """A value of dataclass ``kind`` from a YAML or JSON file.
 

@@ -128,9 +128,7 @@ class Options:
         # --fewest beside a target says the same as the target alone.
         asked = [name for name in _ASK if name in given and not (name == "fewest" and given.keys() & set(_ALIKE[1:]))]
         if len(asked) > 1:
-            raise InputError(
-                _flag(asked[1]), str(given[asked[1]]), f"{_flag(asked[0])} asks something else: ask one thing."
-            )
+            raise InputError(_flag(asked[1]), given[asked[1]], f"{_flag(asked[0])} asks something else: ask one thing.")
         for name, questions in _BELONG.items():
             if name in given and not set(asked) & set(questions):
                 raise InputError(_flag(name), given[name], f"It belongs to {' or '.join(map(_flag, questions))}.")
@@ -164,8 +162,7 @@ class Options:
 
     def _given(self) -> Mapping[str, object]:
         every = {field.name: getattr(self, field.name) for field in fields(self)}
-        given = {name: value for name, value in every.items() if value is not None and value is not False}
-        return {name: "on" if value is True else value for name, value in given.items()}
+        return {name: value for name, value in every.items() if value is not None and value is not False}
 
 
 def _flag(name: str) -> str:

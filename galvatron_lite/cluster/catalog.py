@@ -16,7 +16,7 @@ from galvatron_lite.cluster.links import level_of_link
 from galvatron_lite.cluster.unlike import check_sizes, slower_levels
 from galvatron_lite.configs_path import config_folder
 from galvatron_lite.errors import FileFormatError, InputError
-from galvatron_lite.files import from_data, read_data, to_data
+from galvatron_lite.files import from_data, kind_of, read_data, to_data
 from galvatron_lite.units import parse_bytes
 
 ANY = "any"
@@ -79,9 +79,7 @@ def load_cluster(name_or_path: str | Path, gpus: int | None = None) -> Cluster:
     path = _find(name_or_path)
     data = read_data(path)
     if not isinstance(data, dict):
-        raise FileFormatError(
-            str(path), type(data).__name__, "A cluster file is a mapping with name, device and levels."
-        )
+        raise FileFormatError(str(path), kind_of(data), "A cluster file is a mapping with name, device and levels.")
     cluster = from_data(Cluster, _expand(dict(data), gpus, str(path)), str(path))
     _check(cluster, str(path))
     return cluster

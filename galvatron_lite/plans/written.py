@@ -21,7 +21,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.files import from_data, to_data
+from galvatron_lite.files import from_data, kind_of, to_data
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.io import check_plan
@@ -42,7 +42,7 @@ def plan_from(data: object, graph: ModelGraph, field: str) -> Plan:
         InputError: a key, layer or number that does not fit; names it.
     """
     if not isinstance(data, Mapping):
-        raise InputError(field, type(data).__name__, "A plan is a mapping: devices, global_batch, microbatches, runs.")
+        raise InputError(field, kind_of(data), "A plan is a mapping: devices, global_batch, microbatches, runs.")
     _check_top(data, field)
     whole: dict[str, Any] = {"version": PLAN_VERSION, "model": graph.name, "schedule": "1f1b"}
     whole |= {"precision": graph.precision} | {

@@ -73,7 +73,8 @@ def _(answer: BestBatch) -> Said:
 @said.register
 def _(answer: Fewest) -> Said:
     rows = tuple(
-        (_span(run, "devices"), str(run[0].batch) if len({p.batch for p in run}) == 1 else "", *_speed(run[0]),
+        (_span(run, "devices"), str(run[0].batch) if len({p.batch for p in run}) == 1 else "",
+         *_speed(run[0], answer.target.goal),
          *(_plan(run[0]) if run[0].plan is not None else ("", why(run[-1]))))
         for run in _runs(answer.points)
     )  # fmt: skip
@@ -82,12 +83,12 @@ def _(answer: Fewest) -> Said:
         reached = _reach(answer.target, chosen.devices > 1)
         sentence = (
             f"Fewest: {_gpus(chosen.devices)} {reached}: {format_seconds(chosen.seconds)} a step of {chosen.batch}, "
-            f"{format_count(chosen.rate)} samples/s."
+            f"{_pace(chosen, answer.target.goal)}."
         )
     else:
         sentence = missed(answer)
     notes = ("Looked at: every number of GPUs to a node, then whole nodes, up to the answer.",)
-    columns = ("GPUs", "batch", "step", "samples/s", "memory", "plan")
+    columns = ("GPUs", "batch", "step", _unit(answer.target.goal), "memory", "plan")
     return Said(columns, rows, sentence, (*notes, *_unfinished(answer.complete)), chosen)
 
 
@@ -98,7 +99,7 @@ def _(answer: Cheapest) -> Said:
         (
             cost.point.devices,
             (str(cost.point.devices), str(cost.point.batch), _money(cost.cost), format_duration(cost.seconds),
-             f"{cost.device_hours:,.1f}", format_seconds(cost.point.seconds), _mark(answer, cost, kept)),
+             _hours(cost.device_hours), format_seconds(cost.point.seconds), _mark(answer, cost, kept)),
         )
         for cost in answer.costs
     ]  # fmt: skip
@@ -154,7 +155,7 @@ def missed(answer: Fewest) -> str:
     if planned:
         best = max(planned, key=lambda p: p.rate) if answer.target.goal in _RATES else min(planned, key=_seconds)
         nearest = (
-            f" The nearest: {format_seconds(best.seconds)} a step, {format_count(best.rate)} samples/s, on "
+            f" The nearest: {format_seconds(best.seconds)} a step, {_pace(best, answer.target.goal)}, on "
             f"{_gpus(best.devices)}."
         )
     elif answer.points:
@@ -207,6 +208,10 @@ def _mark(answer: Cheapest, cost: RunCost, kept: set[int]) -> str:
     return "too late" if late else "frontier" if cost.point.devices in kept else ""
 
 
+def _hours(hours: float) -> str:
+    return f"{hours:,.1f}" if hours >= 10 else f"{hours:.2g}"
+
+
 def _money(cost: float) -> str:
     return f"{cost:,.0f}" if cost >= 1000 else f"{cost:.3g}"
 
@@ -215,8 +220,20 @@ def _gpus(devices: int) -> str:
     return f"{devices} GPU{'s' * (devices > 1)}"
 
 
-def _speed(point: Point) -> tuple[str, str]:
-    return ("", "") if point.plan is None else (format_seconds(point.seconds), format_count(point.rate))
+def _speed(point: Point, goal: Goal = Goal.SAMPLES) -> tuple[str, str]:
+    if point.plan is None:
+        return "", ""
+    return format_seconds(point.seconds), _pace(point, goal).partition(" ")[0]
+
+
+def _unit(goal: Goal) -> str:
+    return "tokens/s" if goal is Goal.TOKENS else "samples/s"
+
+
+def _pace(point: Point, goal: Goal) -> str:
+    """The throughput in what the target is told in."""
+    tokens = 0.0 if point.prediction is None else point.prediction.tokens_per_second
+    return f"{format_count(tokens if goal is Goal.TOKENS else point.rate)} {_unit(goal)}"
 
 
 def _plan(point: Point) -> tuple[str, str]:

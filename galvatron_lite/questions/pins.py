@@ -115,6 +115,7 @@ def read_pins(fix: Sequence[str], forbid: Sequence[str], graph: ModelGraph) -> P
             _put(some, (layers, pin.field), value, given)
         else:
             _put(once if pin.once else every, pin.field, value, given)
+    some = _narrowest(some, graph)
     _check_forbidden(forbidden, [*every.items(), *((name, value) for (_, name), value in some.items())])
     _check_counts(once)
     own = {name: once.pop(name, None) for name in ("microbatch", "device_samples")}
@@ -126,6 +127,43 @@ def read_pins(fix: Sequence[str], forbid: Sequence[str], graph: ModelGraph) -> P
         forbidden=forbidden,
     )
     return Pins(fixed, **own)  # type: ignore[arg-type]
+
+
+def _narrowest(some: dict[tuple[str, str], object], graph: ModelGraph) -> dict[tuple[str, str], object]:
+    """Pins of layers such that no two say otherwise of one: the one that names fewer layers holds.
+
+    Raises:
+        InputError: two that name as many layers each.
+    """
+    names = [layer.name for layer in graph.layers]
+    meant = {layers: [one for one in names if fnmatchcase(one, layers)] for layers, _ in some}
+    known = dict[tuple[str, str], object]()
+    for (layers, field_name), value in some.items():
+        rivals = [(other, said) for (other, name), said in some.items() if name == field_name and said != value]
+        own = [one for one in meant[layers] if not any(_beats(meant, other, layers, one) for other, _ in rivals)]
+        equal = [
+            (other, said) for other, said in rivals
+            if len(meant[other]) == len(meant[layers]) and set(own) & set(meant[other])
+        ]  # fmt: skip
+        if equal:
+            typed = next(pin.name for pin in NAMES if pin.field == field_name)
+            other, said = equal[0]
+            raise InputError(
+                "--fix", f"{layers}.{typed}={_shown(value)}",
+                f"--fix {other}.{typed}={_shown(said)} asks for another of the same layer; lift one of them.",
+            )  # fmt: skip
+        kept = [layers] if own == meant[layers] else own
+        known |= {(one, field_name): value for one in kept}
+    return known
+
+
+def _beats(meant: dict[str, list[str]], other: str, layers: str, one: str) -> bool:
+    """Whether another pin names a layer too, and fewer of them."""
+    return one in meant[other] and len(meant[other]) < len(meant[layers])
+
+
+def _shown(value: object) -> object:
+    return getattr(value, "value", value)
 
 
 def _read(given: str, graph: ModelGraph) -> tuple[str | None, PinName, object]:

@@ -21,7 +21,7 @@ def check_pins(graph: ModelGraph, fixed: Fixed) -> None:
     for names, field, value in fixed.layers:
         if not any(fnmatchcase(layer.name, names) for layer in graph.layers):
             some = ", ".join(layer.name for layer in graph.layers[:3])
-            raise InputError(f"--fix layers.{names}.{field}", value, f"No layer has that name; there are {some}, ...")
+            raise InputError(f"--fix {names}.{field}", value, f"No layer has that name; there are {some}, ...")
     if "pipeline" in fixed.forbidden and (fixed.pipeline or 1) > 1:
         raise InputError("--fix pp", fixed.pipeline, "--forbid pipeline rules it out; lift one of the two.")
     if fixed.pipeline == 1 and (fixed.virtual or 1) > 1:
@@ -30,7 +30,7 @@ def check_pins(graph: ModelGraph, fixed: Fixed) -> None:
     _check_against(whole, fixed.forbidden)
     _check_one_another(whole)
     for layer in graph.layers:
-        own = [(f"--fix layers.{names}.{f}", f, v) for names, f, v in fixed.layers if fnmatchcase(layer.name, names)]
+        own = [(f"--fix {names}.{f}", f, v) for names, f, v in fixed.layers if fnmatchcase(layer.name, names)]
         _check_against(own, fixed.forbidden)
         _check_one_another([*whole, *own])
 

@@ -88,7 +88,7 @@ def test_where_no_number_of_gpus_is_enough_the_table_is_shown_and_the_status_is_
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--pareto", "--price", "2"], "--pareto: 'on' cannot be used. --price asks something else: ask one thing."),
+        (["--pareto", "--price", "2"], "--pareto cannot be used here. --price asks something else: ask one thing."),
         (["--step", "1s", "--rate", "5", "--batch", "8"], "--rate: '5' cannot be used. --step asks something else"),
         (["--best-batch", "--fewest"], "ask one thing"),
         (["--steps", "5"], "--steps: '5' cannot be used. It belongs to --price."),
@@ -239,3 +239,25 @@ def test_what_is_missing_is_told_with_what_would_do(
     assert run(monkeypatch, *options) == 1
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_words_of_answers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, *SMALL, "--tokens", "0.2M") == 0
+    out = capsys.readouterr().out
+    assert "tokens/s" in out
+    assert "samples/s" not in out
+    assert run(monkeypatch, *SMALL, "--price", "2", "--batch", "16", "--tokens-total", "1M") == 0
+    assert " 0.0 " not in capsys.readouterr().out
+    assert run(monkeypatch, *SMALL, "--certify", "--fewest") == 1
+    assert "--certify cannot be used here. It belongs to a single plan" in capsys.readouterr().err
+    assert run(monkeypatch, *SMALL, "--plot", "x.svg") == 1
+    assert "--plot: 'x.svg' cannot be used" in capsys.readouterr().err
+
+
+def test_an_empty_file_is_told_as_such(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty.yaml"
+    empty.touch()
+    assert run(monkeypatch, "plan", "--model", "gpt2", "--cluster", str(empty)) == 1
+    assert "'nothing' cannot be used" in capsys.readouterr().err

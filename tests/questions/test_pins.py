@@ -224,3 +224,18 @@ def test_schedules_by_name() -> None:
         schedules_named(["gpipe"], Schedule.ONE_F_ONE_B)
     with pytest.raises(InputError, match="1f1b"):
         schedules_named(["pipedream"], None)
+
+
+def test_of_two_pins_of_a_layer_the_one_that_names_fewer_layers_holds() -> None:
+    for fix in (["l*.tp=2", "l3.tp=4"], ["l3.tp=4", "l*.tp=2"]):
+        kept = {(layers, name): value for layers, name, value in pins(*fix).fixed.layers}
+        others = {layer.name for layer in GRAPH.layers if layer.name.startswith("l")} - {"l3"}
+        assert kept == {("l3", "tensor"): 4} | {(name, "tensor"): 2 for name in others}
+    assert pins("l*.tp=2", "l3.tp=2", "l3.zero=3").fixed.layers[0] == ("l*", "tensor", 2)
+
+
+def test_two_pins_of_a_layer_that_name_as_many_layers_are_told_as_they_were_typed() -> None:
+    with pytest.raises(
+        InputError, match=r"--fix: 'l\?1.tensor=4' cannot be used. --fix \*11.tensor=2 asks for another"
+    ):
+        read_pins(["l?1.tp=4", "*11.tp=2"], [], GRAPH)

@@ -10,7 +10,7 @@ from typing import Any
 
 from galvatron_lite.configs_path import config_folder
 from galvatron_lite.errors import FileFormatError, InputError
-from galvatron_lite.files import from_data, read_data
+from galvatron_lite.files import from_data, kind_of, read_data
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.model.shapes.complete import complete
@@ -122,7 +122,7 @@ def load_shape(name_or_path: str, *, overrides: Mapping[str, object] | None = No
     path = _find(name_or_path)
     data = read_data(path)
     if not isinstance(data, dict):
-        raise FileFormatError(str(path), type(data).__name__, "A model file holds one mapping of fields.")
+        raise FileFormatError(str(path), kind_of(data), "A model file holds one mapping of fields.")
     return shape_from_data({"name": path.stem} | data | dict(overrides or {}), str(path))
 
 
