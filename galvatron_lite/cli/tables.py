@@ -101,7 +101,8 @@ def _print_time(console: Console, plan: Plan, accuracy: str) -> None:
 
 
 def _proof(provenance: Provenance) -> str:
-    gap = f" (at most {provenance.gap:.2%} from the best)" if provenance.gap else ""
+    told = f"at most {max(provenance.gap, 1e-4):.2%}"
+    gap = f" ({told} from the best)" if provenance.gap else ""
     if provenance.interrupted:
         return f"interrupted; {provenance.proof.value}, at most {provenance.gap:.1%} from the best"
     return f"{provenance.proof.value}{gap}"
@@ -113,7 +114,7 @@ def _print_alternatives(console: Console, plan: Plan) -> None:
     if not plan.alternatives or plan.prediction is None:
         return
     table = Table(
-        "runner-up (a good one of its kind, not proven the best)",
+        "runner-up (not proven)",
         "step",
         "slower by",
         "memory",

@@ -22,7 +22,7 @@ from galvatron_lite.validate.understood import FRAMEWORKS
 from ..validate.runs import GPT
 from .pages import ROOT, script_source, text_of
 
-COSTS, VALIDATE = text_of("docs/costs.md"), text_of("docs/validate.md")
+COSTS, VALIDATE = text_of("docs/costs.md") + text_of("docs/limits.md"), text_of("docs/validate.md")
 PACKAGE = ROOT / "galvatron_lite"
 
 
