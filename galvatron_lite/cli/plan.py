@@ -90,6 +90,7 @@ def plan_command(
     if context.invoked_subcommand is not None:
         return
     from galvatron_lite import api
+    from galvatron_lite.cli.progress import interruptible
 
     options = questions.Options(
         best_batch, max_batch, fewest, step, rate, tokens, price, tokens_total, samples_total, steps, within, pareto,
@@ -107,9 +108,12 @@ def plan_command(
             profile, model=made, cluster=cluster, gpus=devices, sequence=sequence, precision=precision
         )  # fmt: skip
 
-    known = profile_of(gpus)
+    with interruptible():
+        known = profile_of(gpus)
     named = _named(known, bool(flags), profile, model)
     source = _source(known, named, best=(bool(flags) or model is not None) and precision is None)
+    if options.question and precision is None and not known.cluster.alike:
+        source += "; fewer GPUs, all of one type, in their own best"
     setup: Setup = {
         "mem": mem, "batch": batch, "fix": fix or (), "forbid": forbid or (), "schedules": schedule, "backend": backend
     }  # fmt: skip

@@ -36,12 +36,18 @@ def progress_bar(title: str, quiet: bool = False) -> Iterator[Callable[[int, int
 
 @contextmanager
 def search_progress(quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """The bar of a search; Ctrl-C before there is a plan ends the command with a line that says so."""
+    """The bar of a search; Ctrl-C before there is a plan ends the command as ``interruptible`` does."""
+    with interruptible(), progress_bar("Searching", quiet) as move:
+        yield move
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C ends the command with a line that says that there is no plan yet."""
     import typer
 
     try:
-        with progress_bar("Searching", quiet) as move:
-            yield move
+        yield
     except KeyboardInterrupt:
         typer.echo("galvatron: Interrupted before a first plan was found.", err=True)
         raise typer.Exit(_INTERRUPTED) from None

@@ -261,3 +261,24 @@ def test_an_empty_file_is_told_as_such(
     empty.touch()
     assert run(monkeypatch, "plan", "--model", "gpt2", "--cluster", str(empty)) == 1
     assert "'nothing' cannot be used" in capsys.readouterr().err
+
+
+def test_an_interrupt_of_the_estimate_says_so_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("galvatron_lite.api.find_profile", stop)
+    assert run(monkeypatch, *SMALL) == 130
+    assert capsys.readouterr().err == "galvatron: Interrupted before a first plan was found.\n"
+
+
+def test_numbers_of_one_type_of_devices_say_that_their_precision_is_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model", "gpt2", "--seq", "128", "--cluster", "a100-v100", "--fewest", "--batch", "8"]
+    assert run(monkeypatch, "plan", *options, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["precision"] == "bf16"
+    assert run(monkeypatch, "plan", *options) == 0
+    assert "all of one type, in their own best" in capsys.readouterr().out
