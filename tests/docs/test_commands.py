@@ -21,7 +21,7 @@ RUN = [
     if command.startswith(("galvatron validate ", "galvatron plan --model ")) and "…" not in command
 ]  # fmt: skip
 
-ANSWERS = ("family", '"families"', "samples/s", "GPU-hours", "none is beaten in both time and memory")
+ANSWERS = ("family", '"families"', "samples/s", "tokens/s", "GPU-hours", "none is beaten in both time and memory")
 """What the output of every command that is run has one of."""
 
 
