@@ -287,8 +287,8 @@ def _setting(profile: Known, setup: Setup, own: Sequence[str] = ()) -> tuple[Set
     orders = texts("schedules", setup.get("schedules"))
     backend = backend_named(setup.get("backend", "galvatron"))
     pins = fix if isinstance(fix, Pins) else read_pins(pinned, forbid, known.graph)
-    check_backend(pinned, orders, backend)
     schedules = schedules_named(orders, pins.fixed.schedule)
+    check_backend(pinned, orders, backend)
     mem = memory(setup.get("mem", DEFAULT_BUDGET))
     budget = budget_on(first_devices(known.cluster, 1), mem)
     source = find if callable(profile) or setup.get("model") is not None else None

@@ -19,10 +19,16 @@ def schedules_named(given: Sequence[Schedule | str] | None, pinned: Schedule | N
     Raises:
         InputError: an unknown name, or a pinned schedule that is not among those given.
     """
-    read = pin_named("schedule").read
-    named = tuple(dict.fromkeys(Schedule(str(read("schedule", name.lower()))) for name in given or ()))
+    named = tuple(dict.fromkeys(_schedule(name) for name in given or ()))
     if pinned is None:
         return named or None
     if named and pinned not in named:
         raise InputError("--fix schedule", pinned.value, f"It is not among --schedule {', '.join(named)}.")
     return (pinned,)
+
+
+def _schedule(name: str) -> Schedule:
+    try:
+        return Schedule(str(pin_named("schedule").read("schedule", name.lower())))
+    except InputError as error:
+        raise InputError("--schedule", name, error.remedy) from None

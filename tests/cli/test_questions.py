@@ -222,6 +222,7 @@ def test_an_interrupted_plan_says_how_far_it_may_be_from_the_best(
     ("options", "said"),
     [
         (["plan"], "or plan without one: --model NAME --cluster NAME"),
+        ([*SMALL, "--schedule", "1f2b"], "--schedule: '1f2b' cannot be used. Did you mean 1f1b?"),
         (["plan", "--cluster", "a100-80gb"], "--model NAME --cluster NAME"),
         (["plan", "--model", "gpt2", "--cluster", "a100"], "Did you mean a100-"),
         (["plan", "--model", "gpt2", "--cluster", "a100-v100", "--mem", "40GB"], "--mem 90% is of each type's own"),
