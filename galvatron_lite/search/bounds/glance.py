@@ -36,6 +36,7 @@ class Glance:
     profile: Profile
     _points: dict[str, dict[int, list[tuple[LayerPoint, ...]]]] = field(init=False)
     _known: dict[tuple[str, int, float], tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    _least: dict[tuple[str, int, int, float], tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Indexes the profile."""
@@ -50,6 +51,12 @@ class Glance:
 
     def least(self, kind: str, devices: int, microbatch: int, freed: float) -> tuple[float, float]:
         """Seconds of a layer, at the least: of a micro-batch (c), and what it delays the step by (r)."""
+        key = (kind, devices, microbatch, freed)
+        if key not in self._least:
+            self._least[key] = self._found(kind, devices, microbatch, freed)
+        return self._least[key]
+
+    def _found(self, kind: str, devices: int, microbatch: int, freed: float) -> tuple[float, float]:
         found = [
             pair
             for degree in self._points.get(kind, {})
