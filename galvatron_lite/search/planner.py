@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from galvatron_lite.cluster.budget import Budget, bytes_on
 from galvatron_lite.cost.step import evaluate
@@ -86,9 +87,11 @@ def find_plan(
     pricer = kept.pricer
     request = request_of(kept, devices, global_batch, budget, fixed or Fixed(), schedules, runner)
     given = given_plans(request, pricer, known)
-    found = search(
-        request, pricer, progress, stoppable=stoppable, known=next(iter(given), None), effort=effort, exact=effort > 0
+    looked = partial(
+        search, request, pricer, progress, stoppable=stoppable, known=next(iter(given), None), effort=effort
     )
+    # Quick searches that meet nothing do not show that nothing fits: an exact one goes on to the first plan.
+    found = (looked(exact=False) if effort == 0 else None) or looked()
     if found is None:
         from galvatron_lite.search.infeasible.lean import infeasible
 

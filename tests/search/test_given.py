@@ -9,6 +9,7 @@ from galvatron_lite.cost.step import evaluate
 from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import Plan, Proof
 from galvatron_lite.search import planner
+from galvatron_lite.search.best_first import search
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.space import Fixed
 from tests.factories import random_profile
@@ -91,3 +92,18 @@ def test_it_is_said_that_a_given_plan_is_not_certified(monkeypatch: pytest.Monke
     assert bare(again) == bare(best)
     assert again.provenance is not None
     assert "given" in again.provenance.certificate
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_quick_searches_that_meet_nothing_are_not_the_last_word(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = random_profile(random.Random(seed), devices=2, blocks=2)
+    best = find_plan(profile, devices=2, global_batch=4, budget=2**50)
+
+    def blind(*args: object, exact: bool = True, **given: object) -> object:
+        return search(*args, exact=exact, **given) if exact else None  # type: ignore[arg-type]
+
+    monkeypatch.setattr(planner, "search", blind)
+    found = find_plan(profile, devices=2, global_batch=4, budget=2**50, effort=0)
+    assert found.prediction is not None
+    assert best.prediction is not None
+    assert found.prediction.step_seconds >= best.prediction.step_seconds
