@@ -115,8 +115,6 @@ def _certificate(found: Found, progress: Progress | None) -> str:
     """What an integer programme of the same shape says, without the seconds it took: plans repeat."""
     if found.given:
         return "not certified: the plan is one that was given"
-    if found.problem.shape.virtual > 1:
-        return "not certified: uniform plans of several stages a group are compared one by one, not as a programme"
     from galvatron_lite.search.programme.ilp import certify
 
     certificate = certify(found.problem, found.partition)

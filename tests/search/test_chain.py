@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from galvatron_lite.search.chains.chain import Chain, ChainLayer
 from galvatron_lite.search.chains.frontier import Front, least_room, pareto_paths
-from galvatron_lite.search.chains.segments import path_peak
 
 QUIET = {"deadline": None, "derandomize": True}
 Times = tuple[int, ...]
@@ -205,15 +204,7 @@ def test_runs_of_equal_layers(seed: int) -> None:
         check(own, pareto_paths(own), plain_labels(own))
 
 
-def test_path_peak_is_the_worst_moment() -> None:
-    draw = random.Random(1)
-    for _ in range(50):
-        chain = random_chain(draw, draw.randint(1, 6), 4, 1, equal=False)
-        choices = tuple(draw.randrange(len(layer.rest)) for layer in chain.layers)
-        assert path_peak(chain.layers, choices) == moments_peak(chain, choices)
-
-
 def test_the_same_answer_again() -> None:
     chain = random_chain(random.Random(7), 12, 4, 2, equal=True)
-    own = with_room(chain, path_peak(chain.layers, (0,) * 12))
+    own = with_room(chain, moments_peak(chain, (0,) * 12))
     assert pareto_paths(own) == pareto_paths(own)

@@ -63,6 +63,18 @@ def test_pinned_values_hold() -> None:
     assert "(proven), gap 0" in plan.provenance.certificate
 
 
+@pytest.mark.parametrize("schedule", [Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE_V])
+def test_uniform_plans_are_certified_too(schedule: Schedule) -> None:
+    profile = random_profile(random.Random(3), devices=2, blocks=4)
+    plan = find_plan(
+        profile, devices=2, global_batch=4, budget=2**40, backend="any", schedules=(schedule,),
+        fixed=Fixed(pipeline=2), certify=True, runners_up=0,
+    )  # fmt: skip
+    assert plan.virtual_stages > 1
+    assert plan.provenance is not None
+    assert "(proven), gap 0" in plan.provenance.certificate
+
+
 def test_progress_reaches_its_end() -> None:
     seen: list[tuple[int, int]] = []
     planned(progress=lambda done, total, label: seen.append((done, total)))

@@ -101,16 +101,3 @@ def join(first: Segment, second: Segment, rows: IntArray, others: IntArray, move
     figures[GATHERED], figures[PENDING] = y[GATHERED], x[PENDING]
     figures[HEAD], figures[TAIL] = x[HEAD], y[TAIL]
     return Segment(first.layers + second.layers, figures, halves=(first, second), places=np.array([rows, others]))
-
-
-def path_peak(layers: tuple[ChainLayer, ...], choices: tuple[int, ...]) -> int:
-    """The worst moment of one path in bytes: the left side of (2) and (3) of ``frontier``, at its greatest."""
-    worst, waiting, start, updated, beside = 0, NEVER, 0, 0, 0
-    for layer, choice in zip(layers, choices, strict=True):
-        rest, middle = int(layer.rest[choice]), start + int(layer.middle[choice]) + beside
-        worst = max(worst, waiting + int(layer.pending[choice]), start + int(layer.peak[choice]) + beside, middle)
-        worst, waiting = worst + rest, middle + rest
-        start += rest + int(layer.prefix[choice])
-        updated += int(layer.updated[choice])
-        beside = int(layer.prefetched[choice])
-    return max(worst, updated)
