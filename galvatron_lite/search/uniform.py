@@ -196,8 +196,13 @@ class Uniform:
             alive = alive & self._fitting(group)
         return np.where(alive, np.broadcast_to(total, shape), np.inf)
 
+    def group_bytes(self, group: int) -> IntArray:
+        """(E, B, H): bytes on each device of a group; axes of length 1 where alike."""
+        chunks = {stage: range(self.cuts[stage], self.cuts[stage + 1]) for stage in self.stages_of[group]}
+        return group_bytes(self.problem, [part.tables for part in self.parts], group, chunks)
+
     def _fitting(self, group: int) -> NDArray[np.bool_]:
-        fits: NDArray[np.bool_] = group_bytes(self, group) <= self.problem.budgets[group]
+        fits: NDArray[np.bool_] = self.group_bytes(group) <= self.problem.budgets[group]
         return fits
 
     def _summed(self, places: Iterable[int], figure: Callable[[Table], IntArray]) -> IntArray:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, chunks_in_flight
 from galvatron_lite.parallelism.pipeline.schedule import group_of
+from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.tables import Table
-
-if TYPE_CHECKING:
-    from galvatron_lite.search.uniform import Uniform
 
 IntArray = NDArray[np.int64]
 REST, PREFIX, PEAK, MIDDLE, PREFETCHED, PENDING, UPDATED = range(7)
@@ -29,11 +26,19 @@ def along(values: IntArray, axis: int) -> IntArray:
     return values.reshape(shape)
 
 
-def group_bytes(uniform: Uniform, group: int) -> IntArray:
-    """(E, B, H): bytes on each device of a group, for every candidate; axes of length 1 where alike."""
-    shape = uniform.problem.shape
-    chunks = [range(uniform.cuts[stage], uniform.cuts[stage + 1]) for stage in uniform.stages_of[group]]
-    runs = [list(_runs(uniform, inside)) for inside in chunks]
+def group_bytes(
+    problem: Problem, parts: Sequence[Mapping[int, Table]], group: int, chunks: Mapping[int, range]
+) -> IntArray:
+    """(E, B, H): bytes on each device of a group, for every candidate; axes of length 1 where alike.
+
+    Args:
+        problem: the shape.
+        parts: figures by layer, of layers before the blocks, of blocks, after them.
+        group: its number.
+        chunks: the layers of each of its stages.
+    """
+    shape = problem.shape
+    runs = [list(_runs(parts, inside)) for inside in chunks.values()]
     held = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
     peak = sum((_column(own, lambda table: table.figures.memory[:, UPDATED]) for own in runs), start=_ZERO)
     for own, counts in enumerate(held):
@@ -42,20 +47,15 @@ def group_bytes(uniform: Uniform, group: int) -> IntArray:
             if other != own:
                 moment = moment + _waiting(runs[other], count)
         peak = np.maximum(peak, moment)
-    context = uniform.problem.tables[group].pricer.profile.cluster.device.context
-    return peak + along(_around(uniform, group, chunks, held), 1) + context
+    context = problem.tables[group].pricer.profile.cluster.device.context
+    return peak + along(_around(problem, parts[1], chunks, held), 1) + context
 
 
 _ZERO = np.zeros((1, 1, 1), dtype=np.int64)
 
 
-def _runs(uniform: Uniform, inside: range) -> Iterator[Run]:
-    own = [
-        (axis, part.tables[place])
-        for place in inside
-        for axis, part in enumerate(uniform.parts)
-        if place in part.tables
-    ]
+def _runs(parts: Sequence[Mapping[int, Table]], inside: range) -> Iterator[Run]:
+    own = [(axis, part[place]) for place in inside for axis, part in enumerate(parts) if place in part]
     for (axis, _), same in groupby(own, key=lambda pair: (pair[0], id(pair[1]))):
         layers = list(same)
         yield axis, layers[0][1], len(layers)
@@ -96,15 +96,17 @@ def _worst(runs: Sequence[Run], held: int) -> IntArray:
     return rest if worst is None else worst + rest
 
 
-def _around(uniform: Uniform, group: int, chunks: Sequence[range], held: Sequence[Sequence[int]]) -> IntArray:
+def _around(
+    problem: Problem, blocks: Mapping[int, Table], chunks: Mapping[int, range], held: Sequence[Sequence[int]]
+) -> IntArray:
     """(B,): buffers of the boundaries, and copies of tensors made before, by the blocks' strategy."""
-    problem, table = uniform.problem, next(iter(uniform.parts[1].tables.values()))
+    table = next(iter(blocks.values()))
     shape, crossing = problem.shape, problem.tables[0].store.crossing
     most, counted = [max(counts) for counts in zip(*held, strict=True)], not problem.pricer.profile.unbuffered
     samples = [table.options.samples[code] for code in range(len(table.options.samples))]
     found = np.zeros(len(samples), dtype=np.int64)
-    for stage, inside, count in zip(uniform.stages_of[group], chunks, most, strict=True):
-        ends = [_sent_over(uniform, side, cut) for side, cut in ((stage, inside.start), (stage + 1, inside.stop))]
+    for (stage, inside), count in zip(chunks.items(), most, strict=True):
+        ends = [_sent_over(problem, side, cut) for side, cut in ((stage, inside.start), (stage + 1, inside.stop))]
         borrowed = problem.tables[0].store.borrowed(inside)
         for code in table.present:
             sizes = [boundary_bytes(crossing[cut], shape.microbatch, samples[code]) if cut else 0 for cut in ends]
@@ -113,10 +115,10 @@ def _around(uniform: Uniform, group: int, chunks: Sequence[range], held: Sequenc
     return found[table.codes]
 
 
-def _sent_over(uniform: Uniform, stage: int, cut: int) -> int:
+def _sent_over(problem: Problem, stage: int, cut: int) -> int:
     """The place before which a stage begins, 0 where nothing is sent there."""
-    shape = uniform.problem.shape
-    if cut in (0, len(uniform.problem.graph.layers)):
+    shape = problem.shape
+    if cut in (0, len(problem.graph.layers)):
         return 0
     left, right = (group_of(shape.schedule, shape.stages, side) for side in (stage - 1, stage))
     return 0 if left == right else cut

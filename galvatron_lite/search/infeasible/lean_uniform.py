@@ -15,7 +15,7 @@ from galvatron_lite.search.infeasible.lean_stages import Lean
 from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.tables import Table
 from galvatron_lite.search.uniform import Uniform
-from galvatron_lite.search.uniform_memory import PREFIX, REST, UPDATED, group_bytes
+from galvatron_lite.search.uniform_memory import PREFIX, REST, UPDATED
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class LeanUniform:
         uniform = Uniform(self.problem, lean=True)
         if not all(part.strategies for part in uniform.parts):
             return None
-        sizes = [group_bytes(uniform, group) for group in range(self.problem.shape.stages)]
+        sizes = [uniform.group_bytes(group) for group in range(self.problem.shape.stages)]
         peak = reduce(np.maximum, (size * scale for size, scale in zip(sizes, self.scales, strict=True)))
         full = np.broadcast_to(peak, [len(part.strategies) for part in uniform.parts])
         found = np.where(uniform.agreeing(), full, np.inf)
