@@ -141,6 +141,7 @@ class SplitDims:
     experts: int = 0
     in_channels: int = 0
     out_channels: int = 0
+    depth: int = 0
     height: int = 0
     width: int = 0
 

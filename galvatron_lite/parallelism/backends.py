@@ -47,6 +47,7 @@ GALVATRON = Backend(
         "zero_stage": (0, 2, 3),
         "offload": (Offload.NONE,),
         "strided": (Strided.NONE,),
+        "depth": (1,),
         "height": (1,),
         "width": (1,),
         "filters": (1,),

@@ -61,14 +61,14 @@ class Strategy:
             arXiv:2309.14509) instead of passing keys and values around a ring.
         offload: what is kept in host memory.
         strided: the dimension whose ranks lie farthest apart.
-        height, width: devices that share the pixels of each sample, as a grid of rows and columns (spatial
-            parallelism of convolutions).
+        depth, height, width: devices that share the pixels of each sample, as a grid of planes, rows and columns
+            (spatial parallelism of convolutions).
         filters: devices that share the output channels of convolutions, whose inputs are whole on each.
         channels: devices that share the input channels of convolutions, and the channels of what lies between layers.
 
-    Rank order inside a stage is row-major over (data, zero, context, tensor, height, width, filters, channels), the
-    last innermost (closest); where one is strided, it comes first: (zero, data, ...), whose replicas are near, or
-    (context, data, zero, tensor).
+    Rank order inside a stage is row-major over (data, zero, context, tensor, depth, height, width, filters,
+    channels), the last innermost (closest); where one is strided, it comes first: (zero, data, ...), whose
+    replicas are near, or (context, data, zero, tensor).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -84,6 +84,7 @@ class Strategy:
     ulysses: bool = False
     offload: Offload = Offload.NONE
     strided: Strided = Strided.NONE
+    depth: int = 1
     height: int = 1
     width: int = 1
     filters: int = 1
@@ -97,7 +98,7 @@ class Strategy:
     @property
     def spatial(self) -> int:
         """How many ways the pixels of a sample are split."""
-        return self.height * self.width
+        return self.depth * self.height * self.width
 
     @property
     def slices(self) -> int:
@@ -143,7 +144,8 @@ class Strategy:
         if self.tensor > 1:
             parts.append(f"tensor{self.tensor}" + ("+sp" if self.sequence_parallel else ""))
         if self.spatial > 1:
-            parts.append(f"spatial{self.height}x{self.width}")
+            planes = f"{self.depth}x" if self.depth > 1 else ""
+            parts.append(f"spatial{planes}{self.height}x{self.width}")
         parts += [f"{name}{degree}" for name in ("filters", "channels") if (degree := getattr(self, name)) > 1]
         if self.recompute is not Recompute.NONE:
             parts.append("recompute" if self.recompute is Recompute.FULL else "selective")
@@ -288,7 +290,7 @@ def sliced(chosen: Chosen) -> int:
 
 def shared(chosen: Chosen) -> int:
     """Devices that share the tokens or pixels of each sample."""
-    return int(chosen["context"] * chosen["height"] * chosen["width"])
+    return int(chosen["context"] * chosen["depth"] * chosen["height"] * chosen["width"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ class Strategies:
     ulysses: BoolArray
     offload: IntArray
     strided: IntArray
+    depth: IntArray
     height: IntArray
     width: IntArray
     filters: IntArray
@@ -64,7 +65,7 @@ class Strategies:
     @cached_property
     def spatial(self) -> IntArray:
         """How many ways the pixels of a sample are split."""
-        return self.height * self.width
+        return self.depth * self.height * self.width
 
     @cached_property
     def slices(self) -> IntArray:

@@ -11,7 +11,8 @@ from galvatron_lite.questions.pin_names import pin_named
 
 _WORDS = {
     "context": "context parallelism", "ulysses": "context parallelism", "expert": "expert parallelism",
-    "zero_stage": "ZeRO-1", "offload": "offload", "height": "spatial parallelism", "width": "spatial parallelism",
+    "zero_stage": "ZeRO-1", "offload": "offload",
+    "depth": "spatial parallelism", "height": "spatial parallelism", "width": "spatial parallelism",
     "filters": "channel parallelism", "channels": "channel parallelism",
     "virtual": "several stages a group of devices",
 }  # fmt: skip

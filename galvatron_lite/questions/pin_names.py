@@ -97,6 +97,7 @@ NAMES: tuple[PinName, ...] = (
     PinName("ulysses", (), _switch, "ulysses", means="on or off: heads for tokens instead of a ring"),
     PinName("expert", ("ep",), _number, "expert", means="expert-parallel degree"),
     PinName("expert_tensor", ("etp",), _number, "expert_tensor", means="tensor degree of experts"),
+    PinName("depth", (), _number, "depth", means="devices that share the planes of a volume"),
     PinName("height", (), _number, "height", means="devices that share the rows of a picture"),
     PinName("width", (), _number, "width", means="devices that share the columns of a picture"),
     PinName("filters", (), _number, "filters", means="devices that share convolutions' output channels"),

@@ -101,7 +101,7 @@ STRATEGY_FIELDS: dict[str, tuple[str, ...]] = {
     "recompute": ("recompute",),
     "offload": ("offload",),
     "placement": ("strided",),
-    "spatial": ("height", "width"),
+    "spatial": ("depth", "height", "width"),
     "filters": ("filters",),
     "channels": ("channels",),
 }
