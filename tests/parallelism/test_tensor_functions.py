@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.functions import (
     copy_to_group,
     gather_last,
     gather_tokens,
     reduce_from_group,
     reduce_scatter_tokens,
-    share,
 )
 from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, gather_full, slice_full

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.functions import (
     copy_to_group,
     gather_last,
     gather_tokens,
     reduce_from_group,
     reduce_scatter_tokens,
-    share,
 )
 from galvatron_lite.parallelism.tensor.group import TensorGroup
 from galvatron_lite.parallelism.tensor.regions import Region, TensorPlan, TokenGather, bias_of, output_dim, weight_of

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.group import TensorGroup
 
 TOKENS = 1
@@ -51,12 +52,6 @@ def gather_last(tensor: Tensor, group: TensorGroup, extent: int) -> Tensor:
     """
     result: Tensor = _GatherLast.apply(tensor, group, extent)  # type: ignore[no-untyped-call]
     return result
-
-
-def share(extent: int, degree: int, rank: int) -> tuple[int, int]:
-    """(start, length) of a rank's share of ``extent`` items; the first ``extent % degree`` ranks hold one more."""
-    base, extra = divmod(extent, degree)
-    return rank * base + min(rank, extra), base + (rank < extra)
 
 
 def gather_shares(local: Tensor, group: TensorGroup, extent: int, dim: int) -> Tensor:

@@ -15,7 +15,7 @@ from itertools import combinations, islice, product
 
 from torch import Tensor, nn
 
-from galvatron_lite.parallelism.tensor.functions import share
+from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.infer_flow import Candidate, Reference
 from galvatron_lite.parallelism.tensor.infer_probe import Handler, LowRank, Probe, describe
 from galvatron_lite.parallelism.tensor.regions import AttributePatch, Column, Region

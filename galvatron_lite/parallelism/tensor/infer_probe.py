@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import TraceError
-from galvatron_lite.parallelism.tensor.functions import share
+from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.regions import is_linear, output_dim, weight_of
 
 RANK = 16

@@ -8,7 +8,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from galvatron_lite.parallelism.tensor.functions import gather_shares, share
+from galvatron_lite.parallelism.shares import share
+from galvatron_lite.parallelism.tensor.functions import gather_shares
 from galvatron_lite.parallelism.tensor.group import TensorGroup
 
 

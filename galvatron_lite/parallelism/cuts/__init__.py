@@ -1,0 +1,1 @@
+"""Tensors that are cut along some dims, and what functions do with them."""

@@ -1,0 +1,108 @@
+"""Collectives on cut tensors whose backward is their exact adjoint; see ``cuts.tensor`` for what gradients mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+
+from galvatron_lite.parallelism.cuts.line import Line
+from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts, Rules, cut_tensor, cuts_of, local_of
+from galvatron_lite.parallelism.shares import share
+from galvatron_lite.parallelism.tensor.functions import gather_shares
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank: gathered along each cut; in backward the ranks' gradients are summed and cut."""
+    gathered = local_of(tensor)
+    for cut in cuts_of(tensor):
+        gathered = _apply(_Gather, gathered, cut)
+    return gathered
+
+
+def own(tensor: Tensor, cuts: Cuts, rules: Rules) -> Tensor:
+    """This rank's share of a tensor that is whole on every rank; in backward the rest of the gradient is zero."""
+    for cut in cuts:
+        tensor = tensor.narrow(cut.dim, cut.start, cut.length)
+    return cut_tensor(tensor, cuts, rules)
+
+
+def sum_over(tensor: Tensor, lines: Iterable[Line]) -> Tensor:
+    """The sum of a plain tensor over the ranks of lines, on each of them; so are the gradients."""
+    for line in lines:
+        tensor = _apply(_Sum, tensor, line)
+    return tensor
+
+
+def enter(tensor: Tensor, lines: Iterable[Line]) -> Tensor:
+    """A whole tensor comes from code in which the gradient of a replica is complete: sums its gradient's parts."""
+    for line in lines:
+        tensor = _apply(_Enter, tensor, line)
+    return tensor
+
+
+def leave(tensor: Tensor, lines: Iterable[Line]) -> Tensor:
+    """A whole tensor goes to code in which the gradient of a replica is complete: each rank takes its part of it."""
+    for line in lines:
+        tensor = _apply(_Leave, tensor, line)
+    return tensor
+
+
+def _apply(function: type[Function], *args: Any) -> Tensor:
+    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    return result
+
+
+def scatter_sum(tensor: Tensor, line: Line, extent: int, dim: int) -> Tensor:
+    """This rank's share along ``dim`` of the sum of the ranks' whole tensors. No autograd."""
+    if extent % line.size == 0:
+        return line.reduce_scatter(tensor.contiguous(), dim)
+    start, length = share(extent, line.size, line.rank)
+    return line.all_reduce(tensor).narrow(dim, start, length).contiguous()
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, cut: Cut) -> Tensor:
+        ctx.cut = cut
+        return gather_shares(local.contiguous(), cut.line, cut.extent, cut.dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        cut = ctx.cut
+        return scatter_sum(gradient, cut.line, cut.extent, cut.dim), None
+
+
+class _Sum(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, line: Line) -> Tensor:
+        ctx.line = line
+        return line.all_reduce(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.line.all_reduce(gradient), None
+
+
+class _Enter(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, line: Line) -> Tensor:
+        ctx.line = line
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.line.all_reduce(gradient), None
+
+
+class _Leave(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, line: Line) -> Tensor:
+        ctx.line = line
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.line.size, None

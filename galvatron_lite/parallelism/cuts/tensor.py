@@ -1,0 +1,174 @@
+"""A tensor that holds this rank's share of a larger one, and knows how that is cut.
+
+To code that uses it, it is the whole tensor: it tells its whole shape, and every torch function that is called with it
+goes to the ``Rules`` it carries, which know what the function means for shares. Only public extension points of torch
+are used (``__torch_function__``). Autograd, saved tensors and kernels see plain tensors of the local shape.
+
+Gradients: the objective is the sum over ranks of what each starts its backward pass from, and the backward of every
+collective is its exact adjoint. So the gradient of a tensor or parameter that is whole on every rank of a line is a
+part on each; their sum over the line is the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.cuts.line import Line
+from galvatron_lite.parallelism.shares import share
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one dim of a tensor is shared.
+
+    Attributes:
+        dim: counted from the front.
+        extent: of the whole tensor.
+        line: the ranks that share it, by ``shares.share``.
+    """
+
+    dim: int
+    extent: int
+    line: Line
+
+    @property
+    def start(self) -> int:
+        """Where this rank's share begins."""
+        return share(self.extent, self.line.size, self.line.rank)[0]
+
+    @property
+    def length(self) -> int:
+        """Items of this rank's share."""
+        return share(self.extent, self.line.size, self.line.rank)[1]
+
+
+Cuts = tuple[Cut, ...]
+"""At most one a dim, in the order of dims."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A torch function that was called with a cut tensor.
+
+    Attributes:
+        function: what was called.
+        name: its name: ``conv2d``, ``add``, ``shape`` (of a property).
+        args: as they were given.
+        kwargs: as they were given.
+        rules: of the first cut tensor among the arguments.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rules: Rules
+
+
+Handler = Callable[[Call], Any]
+"""Does a call: returns plain tensors that are whole on every rank, and cut ones."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rules:
+    """What functions do with cut tensors.
+
+    Attributes:
+        handlers: by the function's name.
+        otherwise: of every other function.
+    """
+
+    handlers: Mapping[str, Handler]
+    otherwise: Handler
+
+
+class CutTensor(torch.Tensor):
+    """See the module. Made by ``cut_tensor``; read by ``local_of``.
+
+    Attributes:
+        cuts: how it is cut; never empty.
+        rules: what functions do with it.
+    """
+
+    cuts: Cuts
+    rules: Rules
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Hand the call to the rules of the first cut tensor among the arguments."""
+        given = kwargs or {}
+        rules = next(cut_tensors((args, given))).rules
+        name = name_of(func)
+        return rules.handlers.get(name, rules.otherwise)(Call(func, name, args, given, rules))
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a torch function; of a property (``Tensor.shape.__get__``) the property's."""
+    name: str = getattr(function, "__name__", type(function).__name__)
+    return str(function.__self__.__name__) if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
+
+
+def cut_tensors(value: Any) -> Iterator[CutTensor]:
+    """Every cut tensor in a nest of tuples, lists and mappings."""
+    if isinstance(value, CutTensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from cut_tensors(tuple(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from cut_tensors(item)
+
+
+def cut_tensor(local: Tensor, cuts: Sequence[Cut], rules: Rules) -> Tensor:
+    """This rank's share as a cut tensor; the tensor itself, which is whole, where there are no cuts.
+
+    Args:
+        local: the share, a plain tensor of which nobody else takes notice; it becomes the cut tensor.
+        cuts: how the whole is cut, by dims of ``local``.
+        rules: what functions do with it.
+
+    Raises:
+        InputError: the share has another length than the rule of shares gives.
+    """
+    if not cuts:
+        return local
+    for cut in cuts:
+        if local.shape[cut.dim] != cut.length:
+            remedy = (
+                f"Rank {cut.line.rank} of {cut.line.size} holds {cut.length} of {cut.extent} items of dim {cut.dim}."
+            )
+            raise InputError("share of a cut tensor", tuple(local.shape), remedy)
+    # As torch's own parameters of unknown shape do when they take shape. `as_subclass` would make a view, and in-place
+    # functions on a view cost a copy in backward.
+    made: CutTensor = local  # type: ignore[assignment]
+    made.__class__ = CutTensor
+    made.cuts, made.rules = tuple(sorted(cuts, key=lambda cut: cut.dim)), rules
+    return made
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The share as a plain tensor (a view of the cut tensor); plain tensors as they are."""
+    if not isinstance(tensor, CutTensor):
+        return tensor
+    # documented in "Extending PyTorch" as the way out of __torch_function__
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)
+
+
+def cuts_of(tensor: Tensor) -> Cuts:
+    """How a tensor is cut; nothing for a plain one."""
+    return tensor.cuts if isinstance(tensor, CutTensor) else ()
+
+
+def whole_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of the whole tensor."""
+    extents = {cut.dim: cut.extent for cut in cuts_of(tensor)}
+    return tuple(extents.get(dim, extent) for dim, extent in enumerate(local_of(tensor).shape))

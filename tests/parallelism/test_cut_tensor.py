@@ -1,0 +1,64 @@
+"""Cut tensors: what they tell, how they are gathered and how gradients flow, against the whole tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.cuts.functions import own, sum_over, whole
+from galvatron_lite.parallelism.cuts.grid import Grid
+from galvatron_lite.parallelism.cuts.tensor import Call, Rules, cut_tensor, cuts_of, local_of, whole_shape
+from tests.parallelism.thread_group import ThreadGroup, grid_groups, run_threads
+
+
+def gathered(call: Call) -> object:
+    return call.function(*[whole(arg) if isinstance(arg, Tensor) else arg for arg in call.args], **call.kwargs)
+
+
+RULES = Rules({}, gathered)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2, 1), (1, 3), (2, 2)])
+def test_shares_of_a_picture_gather_to_the_whole_and_gradients_come_back(rows: int, columns: int) -> None:
+    picture = torch.randn(2, 3, 5, 7, dtype=torch.float64)
+    weight = torch.randn(2, 3, 5, 7, dtype=torch.float64)
+
+    def work(group: ThreadGroup) -> tuple[Tensor, Tensor]:
+        down, along = grid_groups(group, rows, columns)
+        grid = Grid((None, down if rows > 1 else None, along if columns > 1 else None), group)
+        leaf = picture.clone().requires_grad_()
+        cut = own(leaf, grid.cuts(picture.shape), RULES)
+        assert whole_shape(cut) == (2, 3, 5, 7)
+        assert local_of(cut).shape != picture.shape
+        assert all(one.length == local_of(cut).shape[one.dim] for one in cuts_of(cut))
+        together = whole(cut)
+        (together * weight).sum().backward()
+        assert leaf.grad is not None
+        return together.detach(), sum_over(leaf.grad, [group])
+
+    for together, gradient in run_threads(rows * columns, work):
+        assert torch.equal(together, picture)
+        # every rank's loss counts
+        assert torch.allclose(gradient, rows * columns * weight)
+
+
+def test_functions_without_a_rule_go_to_the_one_for_all_others() -> None:
+    def work(group: ThreadGroup) -> Tensor:
+        cuts = Grid((None, None, group), group).cuts((1, 1, 2, 5))
+        cut = own(torch.arange(10.0).view(1, 1, 2, 5), cuts, RULES)
+        return torch.sort(cut, descending=True)[0]
+
+    for found in run_threads(2, work):
+        assert type(found) is Tensor
+        assert found.tolist() == [[[[4.0, 3.0, 2.0, 1.0, 0.0], [9.0, 8.0, 7.0, 6.0, 5.0]]]]
+
+
+def test_a_share_of_another_length_is_refused() -> None:
+    def work(group: ThreadGroup) -> None:
+        cuts = Grid((None, group, None), group).cuts((1, 1, 5, 4))
+        with pytest.raises(InputError, match="holds"):
+            cut_tensor(torch.zeros(1, 1, 4, 4), cuts, RULES)
+
+    run_threads(2, work)
