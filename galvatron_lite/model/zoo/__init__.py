@@ -1,27 +1,35 @@
-"""Reference models, and small named sizes of them. Torch is imported when one is built."""
+"""Reference models, and named sizes of them. Torch is imported when one is built."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.zoo import sizes
 
 if TYPE_CHECKING:
     from torch import nn
 
-SIZES: dict[str, dict[str, Any]] = {
-    "gpt-tiny": {"vocab": 256, "layers": 4, "hidden": 64, "heads": 4, "sequence": 64},
-    "gpt-small": {"vocab": 256, "layers": 6, "hidden": 256, "heads": 8, "sequence": 256},
-    "llama-tiny": {"vocab": 256, "layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn_hidden": 176}
-    | {"sequence": 64},
-    "llama-small": {"vocab": 256, "layers": 6, "hidden": 256, "heads": 8, "kv_heads": 4, "ffn_hidden": 688}
-    | {"sequence": 256},
-}
+_FAMILIES = (
+    (sizes.GPT, "gpt", "GPT"),
+    (sizes.LLAMA, "llama", "Llama"),
+    (sizes.RESNET, "resnet", "ResNet"),
+    (sizes.VGG, "vgg", "VGG"),
+    (sizes.ALEXNET, "alexnet", "AlexNet"),
+    (sizes.CONVNEXT, "convnext", "ConvNeXt"),
+    (sizes.REGNET, "regnet", "RegNet"),
+    (sizes.UNET, "unet", "UNet"),
+    (sizes.COSMOFLOW, "cosmoflow", "CosmoFlow"),
+)
+"""Sizes of each family, its module here, and its class, beside which stands the class's config."""
+
+SIZES: dict[str, dict[str, Any]] = {name: fields for family, _, _ in _FAMILIES for name, fields in family.items()}
 """Config fields of every named size."""
 
 
 def build(name: str, **overrides: Any) -> nn.Module:
-    """A reference model by name (``gpt-tiny``), on the current default device.
+    """A reference model by name (``gpt-tiny``, ``resnet-50``), on the current default device.
 
     Args:
         name: a key of ``SIZES``.
@@ -32,12 +40,12 @@ def build(name: str, **overrides: Any) -> nn.Module:
     """
     if name not in SIZES:
         raise InputError("model", name, f"Choose one of {', '.join(SIZES)}.")
-    from galvatron_lite.model.zoo.gpt import GPT, GPTConfig
-    from galvatron_lite.model.zoo.llama import Llama, LlamaConfig
-
+    module, label = next((module, label) for family, module, label in _FAMILIES if name in family)
+    home = import_module(f"{__name__}.{module}")
+    config = getattr(home, f"{label}Config")
     fields = SIZES[name] | overrides
-    config = GPTConfig if name.startswith("gpt") else LlamaConfig
     unknown = set(fields) - set(config.__dataclass_fields__)
     if unknown:
         raise InputError("overrides", sorted(unknown), f"The fields are {', '.join(config.__dataclass_fields__)}.")
-    return GPT(GPTConfig(**fields)) if config is GPTConfig else Llama(LlamaConfig(**fields))
+    made: nn.Module = getattr(home, label)(config(**fields))
+    return made
