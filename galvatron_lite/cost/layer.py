@@ -32,7 +32,7 @@ from galvatron_lite.parallelism.base import (
 from galvatron_lite.parallelism.offload.cost import HostItem, HostTraffic, host_traffic
 from galvatron_lite.parallelism.ranks import Either
 from galvatron_lite.parallelism.registry import DIMENSIONS
-from galvatron_lite.parallelism.spatial.cost import splits_pixels
+from galvatron_lite.parallelism.spatial.cost import samples_of, shares_pixels
 from galvatron_lite.parallelism.strategies import Strategies
 from galvatron_lite.profiler.schema import LayerPoint, Profile
 from galvatron_lite.units import ITEM_BYTES, activation_bytes
@@ -249,7 +249,8 @@ class LayerPricer:
 
         Returns:
             None where the profile holds no point for the strategy's tensor, channel and recompute choice, where it uses
-            host memory and the device's link to it is not known, or where it shares pixels of what is no picture.
+            host memory and the device's link to it is not known, or where it shares pixels of what is no picture, or of
+            one that is too small.
         """
         key = (kind, sharing, strategy, microbatch, stages)
         if key not in self._known:
@@ -259,9 +260,10 @@ class LayerPricer:
     def _new_price(
         self, kind: str, strategy: Strategy, microbatch: int, stages: int, sharing: Sharing
     ) -> LayerCost | None:
-        points, samples = self._points_of(kind, strategy), microbatch / strategy.token_degree
+        points = self._points_of(kind, strategy)
         if points is None:
             return None
+        samples = samples_of(self.profile.graph.kinds[kind], strategy, microbatch)
         figures = figures_at(points, samples)
         plain = self._points_of(kind, replace(strategy, recompute=Recompute.NONE))
         again = 0.0 if plain is None else _again(figures.backward, figures_at(plain, samples).backward)
@@ -285,7 +287,8 @@ class LayerPricer:
             sharing: with other layers.
         """
         many = strategies if isinstance(strategies, Strategies) else Strategies.of(strategies)
-        curves, samples = self._curves_of(kind), microbatch / many.token_degree
+        curves, shape = self._curves_of(kind), self.profile.graph.kinds[kind]
+        samples = samples_of(shape, many, microbatch)
         if not len(curves.codes) or not len(many):
             return _as_arrays(dict.fromkeys(_NAMES, 0), np.zeros(len(many), dtype=np.bool_))
         shard, parts = (many.tensor, many.sequence_parallel), (many.expert, many.filters, many.channels)
@@ -293,8 +296,7 @@ class LayerPricer:
         plain, known = curves.backward(code_of(*shard, Recompute.NONE, *parts), samples)
         if not self.profile.cluster.device.host_bandwidth:
             valid = valid & is_option(many.offload, Offload.NONE)
-        if not splits_pixels(self.profile.graph.kinds[kind]):
-            valid = valid & (many.spatial == 1)
+        valid = valid & shares_pixels(shape, many)
         again = np.where(known, _again(figures.backward, plain), 0.0)
         return _as_arrays(self._priced(kind, many, microbatch, stages, sharing, figures, again), valid)
 
@@ -310,7 +312,7 @@ class LayerPricer:
     def _points_of(self, kind: str, strategy: Strategy) -> Sequence[LayerPoint] | None:
         if strategy.offload is not Offload.NONE and not self.profile.cluster.device.host_bandwidth:
             return None
-        if strategy.spatial > 1 and not splits_pixels(self.profile.graph.kinds[kind]):
+        if not shares_pixels(self.profile.graph.kinds[kind], strategy):
             return None
         shard = (kind, strategy.tensor, strategy.sequence_parallel)
         parts = (strategy.expert, strategy.filters, strategy.channels)

@@ -10,13 +10,17 @@ from galvatron_lite.parallelism.base import Strategy, Strided
 Layout = tuple[int, int, int, int, bool]
 """How boundary tensors lie on a stage's devices: ways that samples are split, ways that the tokens or pixels of a
 sample are, devices that hold the same or share it once more, how the parts are cut (``NEAR``, ``FAR``, ``CHANNELS``, or
-``ROWS`` + rows of a grid of pixels), and whether those devices share (tokens or channels) rather than hold the same."""
+``GRID`` and the planes and rows of a grid of pixels), and whether those devices share (tokens or channels) rather than
+hold the same."""
 NEAR = 0
 FAR = 1
 """The parts of a sample lie far apart (strided) with those of other samples between them."""
 CHANNELS = 2
 """By channels."""
-ROWS = CHANNELS
+GRID = CHANNELS
+"""By pixels: what is added is planes * ``PLANE`` + rows of the grid of devices."""
+PLANE = 2**10
+"""More than there are rows of a grid."""
 
 
 def layout(strategy: Strategy) -> Layout:
@@ -29,16 +33,17 @@ def layout(strategy: Strategy) -> Layout:
     if strategy.spatial * strategy.slices == 1:
         return batch, context, tensor, FAR if far else NEAR, strategy.sequence_parallel
     split = strategy.channels > 1
-    cut = ROWS + strategy.height if strategy.spatial > 1 else CHANNELS if split else NEAR
+    pixels = GRID + strategy.depth * PLANE + strategy.height
+    cut = pixels if strategy.spatial > 1 else CHANNELS if split else NEAR
     return batch, context * strategy.spatial, tensor * strategy.slices, cut, strategy.sequence_parallel or split
 
 
 def of_layout(own: Layout) -> Strategy:
     """A strategy of a layout."""
     data, context, tensor, cut, shared = own
-    if cut > ROWS:
-        rows = cut - ROWS
-        return Strategy(data=data, height=rows, width=context // rows, filters=tensor)
+    if cut > GRID:
+        planes, rows = divmod(cut - GRID, PLANE)
+        return Strategy(data=data, depth=planes, height=rows, width=context // planes // rows, filters=tensor)
     if cut == CHANNELS:
         return Strategy(data=data, context=context, channels=tensor)
     far = cut == FAR

@@ -89,9 +89,9 @@ class Operator:
         name: where it comes from, for people (``attention.qkv``, ``mlp.act``).
         kind: what bounds it.
         shape: matmul (rows per sample, inner, columns); attention (query heads, key-value heads, query length,
-            key length, head size); convolution (input channels, output channels, groups, then input extents, then
-            kernel extents, then strides); memory: (items per sample,), and of a pooling window its channels, input
-            extents, kernel extents and strides.
+            key length, head size); convolution (input channels, output channels, groups) and sides; memory: (items per
+            sample,), of batch normalisation its channels too, of a pooling window its channels and sides. Sides are
+            input extents, kernel extents, strides, paddings and dilations (see ``model.sides``).
         count: how many such calls one forward pass makes.
         flops: forward FLOPs per sample, all calls together.
         backward_flops: backward FLOPs per sample, all calls together.

@@ -81,7 +81,7 @@ def _operator(key: _Key, calls: list[CallFigures], backward_flops: int, backward
     path, kind, shape = key
     largest = max(calls, key=lambda call: (call.moved, call.shape)).name
     widest = max((call.shape for call in calls), key=lambda sizes: (len(sizes), sizes))
-    window = widest[1:] if len(widest) == WINDOW else ()
+    window = widest[1:] if len(widest) > NORM else ()
     name = path if kind is OperatorClass.MATMUL and path else ".".join(filter(None, (path, largest)))
     return Operator(
         name=name,
@@ -98,5 +98,5 @@ def _operator(key: _Key, calls: list[CallFigures], backward_flops: int, backward
     )
 
 
-WINDOW = 8
-"""Sizes of a pooling window over two sides: items, channels, input, kernel, strides."""
+NORM = 2
+"""Figures in the shape of a batch normalisation, items and channels; a pooling window's has its sides besides."""

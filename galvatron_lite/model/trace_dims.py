@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from galvatron_lite.model.graph import Operator, OperatorClass, Role, SplitDims
+from galvatron_lite.model.sides import SIDES, sides_of
 
 _NAMES = {
     "heads": ("num_attention_heads", "n_head", "num_heads", "heads"),
@@ -69,9 +70,9 @@ def _block_dims(dims: dict[str, int], operators: Sequence[Operator]) -> dict[str
 
 
 def _convolution_dims(operators: Sequence[Operator]) -> dict[str, int]:
-    shapes = [operator.shape for operator in operators if operator.kind is OperatorClass.CONVOLUTION]
-    if not shapes:
+    convolutions = [operator for operator in operators if operator.kind is OperatorClass.CONVOLUTION]
+    if not convolutions:
         return {}
-    channels = {"in_channels": shapes[0][0], "out_channels": shapes[-1][1]}
-    spatial = (len(shapes[0]) - 3) // 3
-    return channels | ({"height": shapes[0][3], "width": shapes[0][4]} if spatial == 2 else {})
+    sides = sides_of(convolutions[0])
+    extents = zip(SIDES[-len(sides) :], (side.extent for side in sides), strict=True)
+    return {"in_channels": convolutions[0].shape[0], "out_channels": convolutions[-1].shape[1], **dict(extents)}

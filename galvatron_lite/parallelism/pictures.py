@@ -7,6 +7,10 @@ from functools import lru_cache
 from math import prod
 
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass
+from galvatron_lite.model.sides import SIDES, Side, sides_of
+
+Extents = tuple[int, int, int]
+"""Pixels along depth, height and width."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,23 +19,23 @@ class Window:
 
     Attributes:
         count: how many such there are in a layer.
-        channels: of the input.
-        extent: height and width of the input.
-        kernel: height and width of the window.
-        stride: along each side.
+        channels: of the input, and of the output.
+        sides: depth, height and width; those that a picture or a line does not have are one pixel.
         gradient: whether the input takes one.
     """
 
     count: int
-    channels: int
-    extent: tuple[int, int]
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
+    channels: tuple[int, int]
+    sides: tuple[Side, Side, Side]
     gradient: bool
 
-    def beyond(self, side: int) -> int:
-        """Rows (side 0) or columns (1) that a device's own outputs need of its neighbours, both sides together."""
-        return max(self.kernel[side] - self.stride[side], 0)
+    @property
+    def items(self) -> tuple[int, int]:
+        """Items of input and output, a sample."""
+        return (
+            self.channels[0] * prod(side.extent for side in self.sides),
+            self.channels[1] * prod(side.output for side in self.sides),
+        )
 
 
 def is_picture(kind: LayerKind) -> bool:
@@ -43,28 +47,26 @@ def is_picture(kind: LayerKind) -> bool:
     return kind.dims.in_channels > 0 and kind.dims.sequence <= 1 and not mixes
 
 
+def extents_of(kind: LayerKind) -> Extents:
+    """Pixels of the picture that enters a layer along depth, height and width; 1 along sides it does not have."""
+    return max(kind.dims.depth, 1), max(kind.dims.height, 1), max(kind.dims.width, 1)
+
+
 @lru_cache(maxsize=4096)
 def windows_of(operators: tuple[Operator, ...]) -> tuple[Window, ...]:
-    """The windows that pass over pictures of more than one pixel; two sides only."""
-    return tuple(window for one in operators if (window := _window(one)) and window.extent != (1, 1))
+    """The windows that pass over pictures of more than one pixel."""
+    every = (_window(one) for one in operators if sides_of(one))
+    return tuple(window for window in every if any(side.extent > 1 for side in window.sides))
 
 
-def _window(one: Operator) -> Window | None:
-    """A convolution's, or that of a pooling operator whose shape says it."""
-    if one.kind is OperatorClass.CONVOLUTION and len(one.shape) == _CONVOLUTION:
-        channels, sides, gradient = one.shape[0], one.shape[3:], one.backward_flops > one.flops
-    elif one.kind is OperatorClass.MEMORY and len(one.shape) == _POOLING:
-        channels, sides, gradient = one.shape[1], one.shape[2:], True
+def _window(one: Operator) -> Window:
+    own = sides_of(one)
+    depth, height, width = (Side(1),) * (len(SIDES) - len(own)) + own
+    if one.kind is OperatorClass.CONVOLUTION:
+        channels, gradient = (one.shape[0], one.shape[1]), one.backward_flops > one.flops
     else:
-        return None
-    height, width, rows, columns, down, along = sides
-    return Window(one.count or 1, channels, (height, width), (rows, columns), (down, along), gradient)
-
-
-_CONVOLUTION = 9
-"""Figures in the shape of a convolution over two sides."""
-_POOLING = 8
-"""Figures in the shape of a pooling window over two sides."""
+        channels, gradient = (one.shape[1], one.shape[1]), True
+    return Window(one.count or 1, channels, (depth, height, width), gradient)
 
 
 def has_weights(one: Operator) -> bool:
@@ -80,15 +82,12 @@ def channels_of(one: Operator) -> tuple[int, int, int]:
 
 
 def items_of(one: Operator) -> tuple[int, int, int]:
-    """Items of input and output a sample, and of weights, of an operator with weights, all calls together.
-
-    A convolution's output is what its FLOPs say: padding is not part of its shape.
-    """
+    """Items of input and output a sample, and of weights, of an operator with weights, all calls together."""
     if one.kind is OperatorClass.MATMUL:
         rows, inner, columns = one.shape
         return one.count * rows * inner, one.count * rows * columns, one.count * inner * columns
     inputs, outputs, groups = one.shape[:3]
-    sides = (len(one.shape) - 3) // 3
-    extent, kernel = prod(one.shape[3 : 3 + sides]), prod(one.shape[3 + sides : 3 + 2 * sides])
-    inner = inputs // groups * kernel
-    return one.count * inputs * extent, one.flops // (2 * inner), one.count * outputs * inner
+    sides = sides_of(one)
+    weights = outputs * inputs // groups * prod(side.kernel for side in sides)
+    entering, leaving = (prod(getattr(side, name) for side in sides) for name in ("extent", "output"))
+    return one.count * inputs * entering, one.count * outputs * leaving, one.count * weights

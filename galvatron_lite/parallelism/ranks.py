@@ -29,6 +29,7 @@ import numpy as np
 
 from galvatron_lite.arrays import Real, Whole, is_option, largest, least, never, opposite, where
 from galvatron_lite.cluster.cluster import Apart, RankGroup
+from galvatron_lite.model.sides import SIDES
 from galvatron_lite.parallelism.base import LayerWork, Strategy, Strided
 from galvatron_lite.parallelism.strategies import Strategies
 
@@ -108,6 +109,15 @@ def context_group(strategy: Either) -> RankGroup:
 def spatial_group(strategy: Either) -> RankGroup:
     """The ranks that share the pixels of each sample."""
     return rank_group(strategy.spatial, strategy.slices, strategy.devices // strategy.spatial)
+
+
+def side_group(strategy: Either, side: str) -> RankGroup:
+    """The ranks that share one side of each picture: ``depth``, ``height`` or ``width``, the last innermost."""
+    inner = strategy.slices
+    for name in reversed(SIDES[SIDES.index(side) + 1 :]):
+        inner = inner * getattr(strategy, name)
+    degree = getattr(strategy, side)
+    return rank_group(degree, inner, strategy.devices // degree)
 
 
 @_remembered

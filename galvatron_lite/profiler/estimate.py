@@ -20,7 +20,7 @@ from galvatron_lite.parallelism.channel.cost import BY
 from galvatron_lite.parallelism.channel.parts import divides, sliced_kind, splits_channels
 from galvatron_lite.parallelism.context.cost import LEAST_TOKENS, splits_tokens
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.spatial.cost import splits_pixels
+from galvatron_lite.parallelism.spatial.grids import splits_pixels
 from galvatron_lite.profiler.estimate_efficiency import HOST, NVIDIA_OVERLAP
 from galvatron_lite.profiler.estimate_layer import LayerTimes, layer_times
 from galvatron_lite.profiler.estimate_optimizer import optimizer_cost

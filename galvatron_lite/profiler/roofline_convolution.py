@@ -22,6 +22,7 @@ from functools import lru_cache
 from math import ceil, prod
 
 from galvatron_lite.model.graph import Operator
+from galvatron_lite.model.sides import sides_of
 from galvatron_lite.profiler.roofline_machine import Machine, Seconds, stream
 
 TILES = ((128, 1.0), (64, 0.9), (32, 0.75))
@@ -78,8 +79,7 @@ def convolution(machine: Machine, operator: Operator, samples: float, shared: in
         shared: devices that its output channels are spread over.
     """
     inputs, outputs, groups = operator.shape[:3]
-    dims = (len(operator.shape) - 3) // 3
-    kernel = prod(operator.shape[3 + dims : 3 + 2 * dims])
+    kernel = prod(side.kernel for side in sides_of(operator))
     # outputs are what the FLOPs say: padding is not in the shape
     pixels = operator.flops / (2 * (inputs // groups) * outputs * kernel) * samples
     seconds = stream(machine, (operator.moved * samples + operator.weight_bytes) / shared)

@@ -153,7 +153,7 @@ def test_flops_and_parameters_of_reference_models(shape: tuple[int, int, int, in
 def test_convolution_flops_and_shape() -> None:
     kind = captured_block("plain")
     wide, narrow = (operator for operator in kind.operators if operator.kind is OperatorClass.CONVOLUTION)
-    assert wide.shape == (32, 32, 1, 16, 3, 1)
+    assert wide.shape == (32, 32, 1, 16, 3, 1, 1, 1)  # padded by one pixel, not dilated
     assert wide.flops == 2 * 32 * 32 * 3 * 16
     assert narrow.flops == 2 * 32 * 32 * 16
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from math import prod
 
 import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch.nn import functional
 
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.cost.communication import Links
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, SplitDims, TensorSplit
 from galvatron_lite.model.shapes.registry import load_model
+from galvatron_lite.model.sides import SIDES, Side
 from galvatron_lite.parallelism.base import Collective, Communication, Moment, Strategy
-from galvatron_lite.parallelism.pictures import windows_of
-from galvatron_lite.parallelism.spatial.cost import SpatialDimension, splits_pixels
+from galvatron_lite.parallelism.shares import share
+from galvatron_lite.parallelism.spatial.cost import SpatialDimension
+from galvatron_lite.parallelism.spatial.grids import borrowed, laid_on, lent, sensible_grids, splits_pixels
 from galvatron_lite.profiler.schema import LayerPoint
 from tests.factories import make_cluster, make_graph, make_kind, make_profile
 from tests.parallelism.test_states_cost import work
@@ -61,9 +68,8 @@ def test_columns_go_to_two_neighbours() -> None:
 def test_a_grid_sends_rows_of_its_own_columns_and_columns_with_the_rows_that_arrived() -> None:
     rows, columns = sends(Strategy(data=2, height=2, width=4), stack(convolved("a", 3)), Moment.FORWARD)
     share = 2 * 4 / 2 * CHANNELS
-    assert (rows.size, rows.count) == (share * WIDTH / 4, 2)
-    assert (columns.size, columns.count) == (share * (HEIGHT / 2 + 2), 2)
-    assert rows.group == RankGroup(8, 1, 2)
+    assert (rows.size, rows.count, rows.group) == (share * WIDTH / 4, 1, RankGroup(2, 4, 8))
+    assert (columns.size, columns.count, columns.group) == (share * (HEIGHT / 2 + 1), 2, RankGroup(4, 1, 4))
 
 
 def test_windows_that_do_not_overlap_send_nothing() -> None:
@@ -72,9 +78,9 @@ def test_windows_that_do_not_overlap_send_nothing() -> None:
 
 def test_a_stride_needs_fewer_neighbours_and_an_image_takes_no_gradient() -> None:
     kind = stack(convolved("a", 7, 2, gradient=False))
-    (one,) = sends(Strategy(height=2), kind, Moment.FORWARD)
-    assert one.size == 2 * 4 * CHANNELS * WIDTH * 5 / 2
-    assert sends(Strategy(height=2), kind, Moment.BACKWARD) == []
+    (one,) = sends(Strategy(height=4), kind, Moment.FORWARD)  # three rows above a share, two below
+    assert (one.size * one.count, one.count) == (2 * 4 * CHANNELS * WIDTH * 5, 2)
+    assert sends(Strategy(height=4), kind, Moment.BACKWARD) == []
 
 
 def test_a_pooling_window_has_edges_too() -> None:
@@ -111,11 +117,11 @@ def test_shards_of_states_go_over_spatial_ranks(stage: int) -> None:
 def test_full_recomputation_sends_again_and_keeps_no_edges() -> None:
     strategy = Strategy(height=2, recompute=Recompute.FULL)
     count = sum(one.count for one in sends(strategy, stack(*STACK), Moment.BACKWARD))
-    assert count == 2 * 2 * 2
+    assert count == 2 * 2
     assert work(strategy, stack(*STACK), 4.0).edge_bytes == 0
 
 
-@pytest.mark.parametrize("ways", [2, 4])
+@pytest.mark.parametrize("ways", [4, 8])
 def test_seconds_are_those_of_the_closed_form(ways: int) -> None:
     """Kahira et al. 2021, table 3, "spatial", without weights: FW / p, and 2 a + B (halo(x) + halo(dL/dy)) d b, twice.
 
@@ -147,31 +153,91 @@ def test_what_is_kept_is_a_share_and_the_edges() -> None:
     assert (cost.kept, cost.working) == (8 * 10**6 // 4 + edges, 8 * 10**6 // 4 + edges)
 
 
-def offered(kind: LayerKind, devices: int) -> set[tuple[int, int]]:
-    pairs = [SpatialDimension(), SpatialDimension(degree="width")]
-    heights, widths = (
-        [int(str(choice[one.degree])) for choice in one.choices(kind, devices)] for one in pairs
-    )  # fmt: skip
-    return {(h, w) for h in heights for w in widths if devices % (h * w) == 0}
+def offered(kind: LayerKind, devices: int) -> set[tuple[int, ...]]:
+    """Grids whose degrees are offered, side by side."""
+    sides = [SpatialDimension(degree=name) for name in SIDES]
+    degrees = [[int(str(choice[one.degree])) for choice in one.choices(kind, devices)] for one in sides]
+    return {grid for grid in product(*degrees) if devices % prod(grid) == 0}
 
 
-def test_degrees_share_every_picture_evenly() -> None:
-    assert offered(stack(convolved("a", 3)), 6) == {(1, 1), (2, 1), (1, 2), (3, 1), (6, 1), (3, 2)}
-    # after a stride of 2 there are 24 rows and 32 columns, of which 16 devices would have 2: enough for one beyond
-    assert (1, 16) in offered(stack(convolved("a", 3, 2)), 16)
-    assert (1, 32) not in offered(stack(convolved("a", 7)), 32)  # 2 columns each, 3 needed of a neighbour
+def test_degrees_leave_everybody_what_its_neighbours_need() -> None:
+    assert offered(stack(convolved("a", 3)), 6) == {
+        (1, 1, 1), (1, 2, 1), (1, 1, 2), (1, 3, 1), (1, 1, 3), (1, 6, 1), (1, 1, 6), (1, 2, 3), (1, 3, 2),
+    }  # fmt: skip
+    # after a stride of 2 there are 24 rows and 32 columns
+    assert (1, 24, 1) in offered(stack(convolved("a", 3, 2)), 24)
+    assert (1, 48, 1) not in offered(stack(convolved("a", 3, 2)), 48)
+    assert (1, 1, 32) not in offered(stack(convolved("a", 7)), 32)  # 2 columns each, 3 needed of a neighbour
 
 
-@pytest.mark.parametrize("model", ["resnet50", "convnext-xl"])
-@pytest.mark.parametrize("devices", [2, 4, 8])
-def test_no_device_needs_more_than_its_neighbours_have(model: str, devices: int) -> None:
-    for kind in load_model(model).kinds.values():
-        for height, width in offered(kind, devices) - {(1, 1)}:
-            for window in windows_of(kind.operators):
-                own = (window.extent[0] / height, window.extent[1] / width)
-                assert all(side == int(side) for side in own)
-                for size, ways, kernel, stride in zip(own, (height, width), window.kernel, window.stride, strict=True):
-                    assert ways == 1 or size >= (kernel - stride) / 2
+def beyond(side: Side, held: range, outputs: range) -> tuple[int, int]:
+    """Pixels before and after a share up to the first and the last one that outputs read, tap by tap."""
+    reads = [one * side.stride - side.padding + tap * side.dilation for one in outputs for tap in range(side.kernel)]
+    first, last = max(min(reads), 0), min(max(reads), side.extent - 1)
+    return max(held.start - first, 0), max(last - held.stop + 1, 0)
+
+
+def ranges(extent: int, degree: int) -> list[range]:
+    """Everybody's share."""
+    return [range(start, start + length) for start, length in (share(extent, degree, rank) for rank in range(degree))]
+
+
+@given(
+    st.builds(Side, st.integers(2, 40), st.integers(1, 7), st.integers(1, 4), st.integers(0, 3), st.integers(1, 3)),
+    st.integers(2, 5),
+)
+def test_what_is_borrowed_is_what_windows_read_beyond_their_share(side: Side, degree: int) -> None:
+    assume(side.output >= degree and side.extent >= degree)
+    own = ranges(side.extent, degree)
+    spans = [beyond(side, *pair) for pair in zip(own, ranges(side.output, degree), strict=True)]
+    assert borrowed(side, degree)[0] == max(before + after for before, after in spans)
+    lenders = [range(0), *own, range(0)]
+    assert lent(side, degree) is all(
+        before <= len(left) and after <= len(right)
+        for (before, after), left, right in zip(spans, lenders, lenders[2:], strict=False)
+    )
+
+
+def test_a_transposed_convolution_needs_what_its_outputs_are_made_of() -> None:
+    side = Side(8, 4, 2, 1, 1, transposed=True)  # 16 outputs, one of them made of two or one inputs
+    picture = torch.zeros(1, 1, 8, requires_grad=True, dtype=torch.float64)
+    out = functional.conv_transpose1d(picture, torch.ones(1, 1, 4, dtype=torch.float64), stride=2, padding=1)
+    assert out.shape[-1] == side.output
+    for degree in (2, 3, 4):
+        most = 0
+        for rank in range(degree):
+            (start, length), (first, many) = share(8, degree, rank), share(16, degree, rank)
+            (grad,) = torch.autograd.grad(out[0, 0, first : first + many].sum(), picture, retain_graph=True)
+            read = grad[0, 0].nonzero().flatten().tolist()
+            most = max(most, sum(pixel < start or pixel >= start + length for pixel in read))
+        assert borrowed(side, degree)[0] == most
+
+
+@pytest.mark.parametrize(("extent", "degree", "most"), [(7, 4, 2), (7, 2, 4), (56, 3, 19), (8, 8, 1)])
+def test_the_largest_share_decides(extent: int, degree: int, most: int) -> None:
+    shape = (CHANNELS, CHANNELS, 1, 4, extent, 1, 1, 1, 1)
+    kind = stack(replace(convolved("a", 1), shape=shape))
+    kind = replace(kind, dims=replace(kind.dims, height=4, width=extent))
+    assert laid_on(kind, (1, 1, degree)).share == most / extent
+    point = LayerPoint("block", 1, 1, False, Recompute.NONE, 1e-3, 2e-3, 10**6, 10**6, 10**6)
+    profile = make_profile(make_graph([kind], ["block"]), [point], make_cluster(degree))
+    cost = LayerPricer(profile).price("block", Strategy(width=degree), 4, 1)
+    assert cost is not None
+    assert cost.forward == pytest.approx(4e-3 * most / extent)
+    assert cost.kept == pytest.approx(4e6 * most / extent, abs=1)
+
+
+def test_volumes_are_cut_along_three_sides() -> None:
+    shape = (4, 8, 1, *(32,) * 3, *(3,) * 3, *(1,) * 3, *(1,) * 3, *(1,) * 3)
+    operator = Operator("conv", OperatorClass.CONVOLUTION, shape, 1, 1000, 2000, 1, 1, 1)
+    kind = replace(stack(operator), dims=SplitDims(in_channels=4, out_channels=8, depth=32, height=32, width=32))
+    assert sensible_grids(kind, 8) == ((1, 1, 8), (2, 2, 2))
+    planes, rows, columns = sends(Strategy(depth=2, height=2, width=2), kind, Moment.FORWARD)
+    item = 2 * 4 * 4  # bytes, samples, channels
+    assert (planes.size, planes.group) == (item * 16 * 16, RankGroup(2, 4, 4))
+    assert (rows.size, rows.group) == (item * 17 * 16, RankGroup(2, 2, 4))
+    assert (columns.size, columns.group) == (item * 17 * 17, RankGroup(2, 1, 4))
+    assert laid_on(kind, (2, 2, 2)).share == 1 / 8
 
 
 def test_shares_of_what_is_no_picture_have_no_price() -> None:

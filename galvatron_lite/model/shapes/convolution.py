@@ -47,7 +47,7 @@ def convolution(
     flops = 2 * weight * after[0] * after[1]
     tape.own(weight + outer * bias)
     moved = x.bytes + out.bytes
-    shape = (inner, outer, groups, *extent, *sides, stride, stride)
+    shape = (inner, outer, groups, *extent, *sides, stride, stride, *_pads(sides, padding), 1, 1)
     operator = Operator(
         name, OperatorClass.CONVOLUTION, shape, 1, flops, 2 * flops if x.grad else flops, moved, 2 * moved,
         (weight + outer * bias) * tape.item_bytes, sharding_of(x),
@@ -56,11 +56,15 @@ def convolution(
 
 
 def _after(extent: Extent, sides: Extent, stride: int, padding: int | None) -> Extent:
-    pads = (side // 2 if padding is None else padding for side in sides)
     height, width = (
-        (whole + 2 * pad - side) // stride + 1 for whole, side, pad in zip(extent, sides, pads, strict=True)
+        (whole + 2 * pad - side) // stride + 1
+        for whole, side, pad in zip(extent, sides, _pads(sides, padding), strict=True)
     )
     return height, width
+
+
+def _pads(sides: Extent, padding: int | None) -> Extent:
+    return (sides[0] // 2, sides[1] // 2) if padding is None else (padding, padding)
 
 
 def pooled_extent(extent: Extent, kernel: int, stride: int, padding: int) -> Extent:
@@ -93,13 +97,14 @@ def max_pool(
     places = tape.value(out.items, x.part, ops.INDEX, grad=False)
     moved = x.bytes + out.bytes + places.bytes
     call = Call((x,), out, saved=(x, places))
-    operator = windowed(memory_operator(name, out, moved, moved), channels, extent, kernel, stride)
+    operator = windowed(memory_operator(name, out, moved, moved), channels, extent, (kernel, stride, kernel // 2))
     return tape.record(call, operator), after
 
 
-def windowed(operator: Operator, channels: int, extent: Extent, kernel: int, stride: int) -> Operator:
-    """A pooling operator that says what window passes over its picture."""
-    return replace(operator, shape=(*operator.shape, channels, *extent, kernel, kernel, stride, stride))
+def windowed(operator: Operator, channels: int, extent: Extent, window: tuple[int, int, int]) -> Operator:
+    """A pooling operator that says what window passes over its picture: kernel, stride and padding of either side."""
+    sides = (figure for figure in (*window, 1) for _ in extent)
+    return replace(operator, shape=(*operator.shape, channels, *extent, *sides))
 
 
 def global_pool(tape: Tape, name: str, x: Value, channels: int) -> Value:

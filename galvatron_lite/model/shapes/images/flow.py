@@ -196,7 +196,7 @@ class Flow:
         moved = self.value.bytes + out.bytes + sum(place.bytes for place in places)
         call = Call((self.value,), out, saved=(self.value, *places))
         operator = memory_operator(self._name("pool"), out, moved, moved)
-        self.value = self.tape.record(call, rules.windowed(operator, self.channels, self.extent, kernel, stride))
+        self.value = self.tape.record(call, rules.windowed(operator, self.channels, self.extent, (kernel, stride, pad)))
         self.extent = after
         return self
 

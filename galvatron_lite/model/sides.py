@@ -1,0 +1,82 @@
+"""The sides of pictures that windows pass over, as the shapes of operators tell them. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Operator, OperatorClass
+
+SIDES = ("depth", "height", "width")
+"""Of a volume; a picture has the last two, a line the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A window along one side of a picture.
+
+    Attributes:
+        extent: pixels of the input.
+        kernel: pixels of the window.
+        stride: pixels from one window to the next; where the convolution is transposed, of the output.
+        padding: pixels put on at either end.
+        dilation: pixels from one of the window's to the next.
+        transposed: whether the window is laid on the output, once for each pixel of the input.
+    """
+
+    extent: int
+    kernel: int = 1
+    stride: int = 1
+    padding: int = 0
+    dilation: int = 1
+    transposed: bool = False
+
+    @property
+    def reach(self) -> int:
+        """Pixels from the window's first to its last, ke = d (k - 1) + 1."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    @property
+    def output(self) -> int:
+        """Pixels of the output, as ``torch.nn.Conv2d`` and ``ConvTranspose2d`` have them (rounded down, nothing
+        added)."""
+        if self.transposed:
+            return (self.extent - 1) * self.stride - 2 * self.padding + self.reach
+        return (self.extent + 2 * self.padding - self.reach) // self.stride + 1
+
+
+def sides_of(one: Operator) -> tuple[Side, ...]:
+    """The sides that a convolution's kernel or a pooling window passes over; none of other operators."""
+    if one.kind is OperatorClass.CONVOLUTION:
+        return sides_told(one.shape[3:])
+    if one.kind is OperatorClass.MEMORY and len(one.shape) > _NORM:
+        return sides_told(one.shape[2:])
+    return ()
+
+
+_NORM = 2
+"""Figures in the shape of a batch normalisation; a pooling window has more."""
+
+
+@lru_cache(maxsize=4096)
+def sides_told(figures: tuple[int, ...]) -> tuple[Side, ...]:
+    """Sides from (input extents, kernel extents, strides, paddings, dilations).
+
+    Strides of a transposed convolution are negative. Where paddings and dilations are left out, windows that overlap
+    are padded by half of the kernel and others not at all, and no window is dilated.
+
+    Raises:
+        InputError: as many figures as no number of sides has.
+    """
+    told = {parts * sides: (parts, sides) for parts in (3, 5) for sides in (1, 2, 3)}
+    if len(figures) not in told:
+        raise InputError("shape", figures, "Give extents, kernel, strides, paddings and dilations of 1 to 3 sides.")
+    parts, count = told[len(figures)]
+    rows = [figures[place * count : (place + 1) * count] for place in range(parts)]
+    if parts == 3:
+        rows += [tuple(k // 2 if k > s else 0 for k, s in zip(*rows[1:], strict=True)), (1,) * count]
+    return tuple(
+        Side(extent, kernel, abs(stride), padding, dilation, stride < 0)
+        for extent, kernel, stride, padding, dilation in zip(*rows, strict=True)
+    )

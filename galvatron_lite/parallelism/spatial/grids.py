@@ -1,0 +1,188 @@
+"""How pictures lie on grids of devices: whose pixels are whose, what is borrowed, which grids will do. No torch here.
+
+Every extent is shared by the rule of ``parallelism.shares``, whether it divides or not: the first device of a side
+holds the most pixels of every picture, and so is the slowest. Outputs [o0, o1) of a window of reach ke, stride s and
+padding q need inputs [o0 s - q, (o1 - 1) s - q + ke); what of it lies with the neighbours is borrowed. Only direct
+neighbours lend, so it may not be more than they hold, and everybody holds a pixel at least of every picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from galvatron_lite.model.graph import LayerKind, OperatorClass
+from galvatron_lite.model.sides import SIDES, Side
+from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.pictures import Extents, Window, extents_of, is_picture, windows_of
+from galvatron_lite.parallelism.shares import share
+
+Grid = tuple[int, int, int]
+"""Devices along depth, height and width."""
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """What devices exchange along one side in forward, a sample.
+
+    Attributes:
+        items: of all windows, in both directions together; the device that borrows most.
+        sends: messages of a device.
+        returned: messages of gradients in backward.
+        returned_items: their items.
+    """
+
+    items: int = 0
+    sends: int = 0
+    returned: int = 0
+    returned_items: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A layer on a grid of devices.
+
+    Attributes:
+        share: of a sample's pixels on the device that holds most.
+        borders: along depth, height and width.
+        legal: whether the grid can be used.
+    """
+
+    share: float
+    borders: tuple[Border, Border, Border]
+    legal: bool
+
+
+def splits_pixels(kind: LayerKind) -> bool:
+    """Whether devices may share the pixels of a layer's pictures.
+
+    A layer without convolutions may take their mean; a picture that enters a matmul as one row (a flattened one) is
+    whole on every device.
+    """
+    if not is_picture(kind) or prod(extents_of(kind)) <= 1:
+        return False
+    if any(one.kind is OperatorClass.CONVOLUTION for one in kind.operators):
+        return True
+    first = next((one for one in kind.operators if one.kind is OperatorClass.MATMUL), None)
+    return first is None or first.shape[1] == kind.dims.in_channels
+
+
+def laid_on(kind: LayerKind, grid: Grid) -> Laid:
+    """A layer on a grid of devices."""
+    return _laid(windows_of(kind.operators), extents_of(kind), grid)
+
+
+@lru_cache(maxsize=8192)
+def _laid(windows: tuple[Window, ...], extents: Extents, grid: Grid) -> Laid:
+    told = [*_pictures(windows)] or [(1, extents)]
+    whole = sum(channels * prod(picture) for channels, picture in told)
+    own = sum(channels * prod(map(_most, picture, grid)) for channels, picture in told)
+    borders = [_border(windows, grid, place) for place in range(len(SIDES))]
+    legal = all(_fits(windows, extents, place, degree) for place, degree in enumerate(grid))
+    return Laid(own / whole, (borders[0], borders[1], borders[2]), legal)
+
+
+def _pictures(windows: tuple[Window, ...]) -> Iterator[tuple[int, Extents]]:
+    """Channels (of all calls) and extents before and after every window."""
+    for window in windows:
+        for channels, name in zip(window.channels, ("extent", "output"), strict=True):
+            depth, height, width = (getattr(side, name) for side in window.sides)
+            yield window.count * channels, (depth, height, width)
+
+
+def _most(extent: int, degree: int) -> int:
+    """Pixels of the largest share."""
+    return share(extent, degree, 0)[1]
+
+
+def _border(windows: tuple[Window, ...], grid: Grid, place: int) -> Border:
+    if grid[place] == 1:
+        return Border()
+    items = sends = returned = returned_items = 0
+    for window in windows:
+        pixels, lenders = borrowed(window.sides[place], grid[place])
+        size = window.count * window.channels[0] * pixels * _edge(window, grid, place)
+        calls = window.count * lenders
+        items, sends = items + size, sends + calls
+        if window.gradient:
+            returned_items, returned = returned_items + size, returned + calls
+    return Border(items, sends, returned, returned_items)
+
+
+def _edge(window: Window, grid: Grid, place: int) -> int:
+    """Pixels of one line that is borrowed: of the other sides a device's own, and what arrived along those before."""
+    arrived = (borrowed(window.sides[side], grid[side])[0] if side < place else 0 for side in range(len(SIDES)))
+    own = (_most(side.extent, degree) for side, degree in zip(window.sides, grid, strict=True))
+    return prod(pixels + more for side, (pixels, more) in enumerate(zip(own, arrived, strict=True)) if side != place)
+
+
+@lru_cache(maxsize=8192)
+def borrowed(side: Side, degree: int) -> tuple[int, int]:
+    """The most pixels that a device borrows of both neighbours together, and the most of them that lend it any."""
+    needs = [_need(side, degree, rank) for rank in range(degree)]
+    return max(before + after for before, after in needs), max((before > 0) + (after > 0) for before, after in needs)
+
+
+def _need(side: Side, degree: int, rank: int) -> tuple[int, int]:
+    """Pixels that a device's outputs need beyond its own, before and after them."""
+    own, length = share(side.extent, degree, rank)
+    first, last = _input_range(side, *share(side.output, degree, rank))
+    return max(own - max(first, 0), 0), max(min(last, side.extent) - own - length, 0)
+
+
+def _input_range(side: Side, first: int, length: int) -> tuple[int, int]:
+    """Inputs [start, stop) that so many outputs need, from one on; padding is left to the caller."""
+    last = first + length - 1
+    if side.transposed:
+        return -((side.reach - 1 - first - side.padding) // side.stride), (last + side.padding) // side.stride + 1
+    return first * side.stride - side.padding, last * side.stride - side.padding + side.reach
+
+
+def _fits(windows: tuple[Window, ...], extents: Extents, place: int, degree: int) -> bool:
+    if degree == 1:
+        return True
+    pictures = (extents, *(told for _, told in _pictures(windows)))
+    if any(told[place] < degree for told in pictures):
+        return False
+    return all(lent(window.sides[place], degree) for window in windows)
+
+
+@lru_cache(maxsize=8192)
+def lent(side: Side, degree: int) -> bool:
+    """Whether nobody needs more of a neighbour than it holds."""
+    held = [share(side.extent, degree, rank)[1] for rank in range(degree)]
+    needs = [_need(side, degree, rank) for rank in range(degree)]
+    before = all(need <= own for (need, _), own in zip(needs[1:], held, strict=False))
+    return before and all(need <= own for (_, need), own in zip(needs, held[1:], strict=False))
+
+
+def can_share(kind: LayerKind, place: int, degree: int) -> bool:
+    """Whether so many devices can share a side (0 depth, 1 height, 2 width) of all pictures of a layer."""
+    return _fits(windows_of(kind.operators), extents_of(kind), place, degree)
+
+
+def sensible_grids(kind: LayerKind, devices: int) -> tuple[Grid, ...]:
+    """Of the grids of so many devices that can be used, the one with the least cut, and the one with the least cut that
+    shares one side only and so sends the fewest messages."""
+    return _sensible(windows_of(kind.operators), extents_of(kind), devices)
+
+
+@lru_cache(maxsize=8192)
+def _sensible(windows: tuple[Window, ...], extents: Extents, devices: int) -> tuple[Grid, ...]:
+    every = [
+        (depth, height, devices // depth // height)
+        for depth in divisors(devices)
+        for height in divisors(devices // depth)
+    ]
+    fits = [grid for grid in every if all(_fits(windows, extents, *pair) for pair in enumerate(grid))]
+    single = [grid for grid in fits if sum(degree > 1 for degree in grid) == 1]
+    found = [min(group, key=lambda grid: (_cut(extents, grid), grid)) for group in (single, fits) if group]
+    return tuple(dict.fromkeys(found))
+
+
+def _cut(extents: Extents, grid: Grid) -> int:
+    """Pixels along all cuts."""
+    whole = prod(extents)
+    return sum((degree - 1) * (whole // extent) for degree, extent in zip(grid, extents, strict=True))
