@@ -1,0 +1,201 @@
+"""Windows over shared sides, against sets of places taken one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from galvatron_lite.parallelism.shares import share
+from galvatron_lite.parallelism.spatial.windows import (
+    PAD_MODES,
+    Loan,
+    Window,
+    borrowed,
+    borrows,
+    crop,
+    interior,
+    items,
+    layout,
+    lends,
+    needed,
+    output_extent,
+    output_range,
+    own_range,
+    refusal,
+)
+
+EXTENTS = st.integers(1, 24)
+DEGREES = st.integers(1, 5)
+
+
+@st.composite
+def windows(draw: st.DrawFn) -> Window:
+    kernel, stride = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    padding = st.integers(0, 4)
+    transposed = draw(st.booleans())
+    return Window(
+        kernel,
+        stride,
+        draw(padding),
+        draw(padding),
+        draw(st.integers(1, 3)),
+        draw(st.booleans()) and not transposed,
+        transposed,
+    )
+
+
+def reads(window: Window, output: int) -> set[int]:
+    """Places that an output of a window that is not transposed reads, with the holes between them."""
+    first = output * window.stride - window.before
+    return set(range(first, first + window.dilation * (window.kernel - 1) + 1))
+
+
+def read_by(window: Window, extent: int, output: int) -> set[int]:
+    """Places of a picture that an output depends on, with the holes between them."""
+    if not window.transposed:
+        return {place for place in reads(window, output) if 0 <= place < extent}
+    reach = window.dilation * (window.kernel - 1)
+    return {i for i in range(extent) if 0 <= output + window.before - i * window.stride <= reach}
+
+
+def places(loans: tuple[Loan, ...]) -> dict[int, set[int]]:
+    return {peer: {place for start, stop in ranges for place in range(start, stop)} for peer, ranges in loans}
+
+
+@given(windows(), EXTENTS)
+def test_extent_is_torchs(window: Window, extent: int) -> None:
+    picture = torch.zeros(1, 1, extent)
+    if window.transposed:
+        extra = window.before - window.after
+        assume(0 <= extra < max(window.stride, window.dilation) and output_extent(window, extent) > 0)
+        weight = torch.zeros(1, 1, window.kernel)
+        made = functional.conv_transpose1d(
+            picture, weight, None, window.stride, window.before, extra, 1, window.dilation
+        )
+        assert made.shape[-1] == output_extent(window, extent)
+        return
+    assume(output_extent(window, extent) > 0)
+    assume(window.before == window.after <= window.kernel // 2)
+    made = functional.max_pool1d(picture, window.kernel, window.stride, window.before, window.dilation, window.ceil)
+    assert made.shape[-1] == output_extent(window, extent)
+
+
+@given(windows(), EXTENTS, DEGREES)
+def test_ranks_borrow_just_what_their_outputs_depend_on(window: Window, extent: int, degree: int) -> None:
+    assume(min(extent, output_extent(window, extent)) >= degree)
+    shares = [set(range(*own_range(extent, degree, rank))) for rank in range(degree)]
+    for rank in range(degree):
+        outputs = range(*output_range(window, extent, degree, rank))
+        start, stop = needed(window, extent, (outputs.start, outputs.stop))
+        span = {place for place in range(start, stop) if 0 <= place < extent}
+        used = set().union(*[read_by(window, extent, output) for output in outputs])
+        assert used <= span
+        if window.transposed:
+            assert not used or (min(span), max(span)) == (min(used), max(used))
+        else:
+            assert (start, stop - 1) == (min(reads(window, outputs[0])), max(reads(window, outputs[-1])))
+        found = places(borrows(window, extent, degree, rank))
+        assert found == {peer: span & own for peer, own in enumerate(shares) if peer != rank and span & own}
+        assert borrowed(window, extent, degree, rank) == (
+            sum(len(found.get(peer, ())) for peer in range(rank)),
+            sum(len(found.get(peer, ())) for peer in range(rank + 1, degree)),
+        )
+
+
+@given(windows(), EXTENTS, DEGREES)
+def test_what_one_borrows_another_lends(window: Window, extent: int, degree: int) -> None:
+    assume(min(extent, output_extent(window, extent)) >= degree)
+    sent = {(rank, peer, ranges) for rank in range(degree) for peer, ranges in lends(window, extent, degree, rank)}
+    assert sent == {
+        (peer, rank, ranges) for rank in range(degree) for peer, ranges in borrows(window, extent, degree, rank)
+    }
+
+
+@given(windows(), EXTENTS, DEGREES)
+def test_refused_where_a_rank_has_nothing_or_needs_more_than_the_next_ones(
+    window: Window, extent: int, degree: int
+) -> None:
+    outputs = output_extent(window, extent)
+    if min(extent, outputs) < degree:
+        assert "without a share" in refusal(window, extent, degree)
+        return
+    far = False
+    for rank in range(degree):
+        start, stop = needed(window, extent, output_range(window, extent, degree, rank))
+        near = {
+            p
+            for peer in (rank - 1, rank, rank + 1)
+            if 0 <= peer < degree
+            for p in range(*own_range(extent, degree, peer))
+        }
+        far |= not {place for place in range(start, stop) if 0 <= place < extent} <= near
+    assert ("beside it" in refusal(window, extent, degree)) == far
+
+
+@given(windows(), EXTENTS, DEGREES)
+def test_interior_needs_the_own_share_only(window: Window, extent: int, degree: int) -> None:
+    assume(not window.transposed and min(extent, output_extent(window, extent)) >= degree)
+    for rank in range(degree):
+        own = set(range(*own_range(extent, degree, rank)))
+        outputs = range(*output_range(window, extent, degree, rank))
+        inner = [output for output in outputs if reads(window, output) <= own]
+        assert list(range(*interior(window, extent, degree, rank))) == inner
+
+
+@given(windows(), EXTENTS, DEGREES)
+def test_a_transposed_window_on_the_part_is_the_part_of_the_whole(window: Window, extent: int, degree: int) -> None:
+    assume(window.transposed and min(extent, output_extent(window, extent)) >= degree)
+    for rank in range(degree):
+        outputs = output_range(window, extent, degree, rank)
+        start, stop = needed(window, extent, outputs)
+        if start == stop:
+            continue
+        before, after = crop(window, outputs, (start, stop))
+        first = start * window.stride - window.before
+        last = (stop - 1) * window.stride - window.before + window.reach
+        assert (first + before, last - after) == outputs
+
+
+@given(st.sampled_from(PAD_MODES), st.integers(2, 16), st.integers(-1, 6), st.integers(-1, 6), DEGREES)
+def test_pads_name_the_places_that_torch_pads_with(
+    mode: str, extent: int, before: int, after: int, degree: int
+) -> None:
+    assume(max(before, after) < extent)
+    window = Window(before=before, after=after, mode=mode)
+    assume(min(extent, output_extent(window, extent)) >= degree)
+    if mode != "constant":
+        assume(min(before, after) >= 0)
+    picture = torch.arange(1.0, extent + 1).view(1, 1, extent)
+    padded = functional.pad(picture, (before, after), mode=mode).flatten().tolist()
+    made: list[float] = []
+    for rank in range(degree):
+        start, length = share(extent, degree, rank)
+        known = set(range(start, start + length)).union(*places(borrows(window, extent, degree, rank)).values())
+        for run in layout(window, extent, degree, rank):
+            spots = [None if run.step is None else run.start + j * run.step for j in range(run.length)]
+            assert {spot for spot in spots if spot is not None} <= known
+            made += [0.0 if spot is None else spot + 1.0 for spot in spots]
+    assert made == padded
+
+
+def test_a_picture_of_a_ring_may_be_borrowed_from_its_other_end() -> None:
+    window = Window(before=1, after=1, mode="circular")
+    assert refusal(window, 12, 4) == ""
+    assert [peer for peer, _ in borrows(window, 12, 4, 0)] == [3]
+    assert items(borrows(window, 12, 4, 0)[0][1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("window", "counts"),
+    [
+        (Window(3, 1, 1, 1), [(0, 1), (1, 1), (1, 1), (1, 0)]),
+        (Window(7, 2, 3, 3), [(0, 2), (3, 2), (3, 2), (3, 0)]),
+        (Window(2, 2), [(0, 0)] * 4),
+        (Window(2, 2, transposed=True), [(0, 0)] * 4),
+    ],
+)
+def test_borders_of_well_known_layers(window: Window, counts: list[tuple[int, int]]) -> None:
+    assert [borrowed(window, 32, 4, rank) for rank in range(4)] == counts
