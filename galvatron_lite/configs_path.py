@@ -1,4 +1,4 @@
-"""Where the shipped model and cluster files are."""
+"""Where the shipped model and cluster files and profiles are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,20 @@ def config_folder(kind: str) -> Path:
     Raises:
         InputError: the installation holds no such folder.
     """
-    for root in (_PACKAGE / "configs", _PACKAGE.parent / "configs"):
+    return _shipped("configs", kind)
+
+
+def profile_folder(kind: str) -> Path:
+    """The folder of shipped profiles of one kind (``paradl``); see ``config_folder``.
+
+    Raises:
+        InputError: the installation holds no such folder.
+    """
+    return _shipped("profiles", kind)
+
+
+def _shipped(folder: str, kind: str) -> Path:
+    for root in (_PACKAGE / folder, _PACKAGE.parent / folder):
         if (root / kind).is_dir():
             return root / kind
-    raise InputError("configs", kind, f"The folder {_PACKAGE / 'configs' / kind} is missing; install the package anew.")
+    raise InputError(folder, kind, f"The folder {_PACKAGE / folder / kind} is missing; install the package anew.")

@@ -23,6 +23,10 @@ ANY = "any"
 """Size of an outermost level that takes as many members as the number of GPUs asks for."""
 
 
+UP_TO = "up to "
+"""What stands before the most members of a level that is filled evenly, whatever the number of GPUs."""
+
+
 def known_devices() -> tuple[str, ...]:
     """Names of the devices with a data sheet."""
     return tuple(sheet.device.name for sheet in SHEETS)
@@ -185,12 +189,15 @@ def _sized(levels: list[dict[str, Any]], gpus: int | None, field: str) -> list[d
     for number, level in enumerate(levels):
         size = _size(level.get("size"), f"{field}, levels.{number}.size", number == len(levels) - 1)
         if wanted is None:
-            sized += [level | {"size": size or 1}] if size or not sized else []
+            fixed = size if level["size"] == size else None
+            sized += [level | {"size": fixed or 1}] if fixed or not sized else []
             continue
         if size is None or wanted <= size:
             return [*sized, level | {"size": wanted}]
+        if level["size"] != size:
+            size = next(share for share in range(size, 0, -1) if wanted % share == 0)
         _check_multiple(unit * wanted, unit * size, str(level.get("name", "node")))
-        sized.append(level)
+        sized.append(level | {"size": size})
         wanted, unit = wanted // size, unit * size
     if wanted is not None:
         raise InputError("--gpus", gpus, f"{field} has {unit} devices.")
@@ -198,11 +205,14 @@ def _sized(levels: list[dict[str, Any]], gpus: int | None, field: str) -> list[d
 
 
 def _size(given: Any, place: str, outermost: bool) -> int | None:
-    """A level's size; None where it takes as many as there are."""
+    """A level's size, the most of one filled evenly (``up to 17``); None where it takes as many as there are."""
     if given == ANY and outermost:
         return None
+    if isinstance(given, str) and (most := given.removeprefix(UP_TO)) != given and most.isdecimal() and int(most):
+        return int(most)
     if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-        raise FileFormatError(place, given, "Give a number, or any for the outermost level.")
+        remedy = "Give a number, up to a number for even shares, or any for the outermost level."
+        raise FileFormatError(place, given, remedy)
     return given
 
 

@@ -33,7 +33,7 @@ def level(**changes: object) -> dict[str, object]:
 
 
 def test_the_shipped_clusters_are_the_promised_ones() -> None:
-    assert set(known_clusters()) == {*SHIPPED, "a100-v100"}
+    assert set(known_clusters()) == {*SHIPPED, "a100-v100", "abci"}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -181,3 +181,17 @@ def test_broken_files(tmp_path: Path, text: str) -> None:
         load_cluster(path)
     with pytest.raises(FileFormatError, match="no such file"):
         load_cluster(tmp_path / "missing.yaml")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sizes"), [(None, [4]), (2, [2]), (64, [4, 16]), (68, [4, 17]), (72, [4, 9, 2]), (1024, [4, 16, 16])]
+)
+def test_levels_that_are_filled_evenly(gpus: int | None, sizes: list[int]) -> None:
+    assert [level.size for level in load_cluster("abci", gpus).levels] == sizes
+
+
+@pytest.mark.parametrize("size", ["up to 0", "up to", "upto 4", "up to x"])
+def test_a_most_that_is_none(tmp_path: Path, size: str) -> None:
+    levels = [{"name": "node", "size": size, "bandwidth": 1e10, "latency": 1e-5}]
+    with pytest.raises(FileFormatError, match="up to a number"):
+        load_cluster(user_file(tmp_path, levels=levels), 4)

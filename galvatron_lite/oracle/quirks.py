@@ -1,0 +1,42 @@
+"""Where the released ParaDL oracle computes otherwise than its paper's formulas: options, all off by default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+from galvatron_lite.errors import InputError
+
+
+class Quirk(StrEnum):
+    """One difference between the released code (``parallel_analysis.py``) and the formulas."""
+
+    FILTER_MEMORY = "filter-memory-divides-twice"
+    WHOLE_WEIGHTS = "data-filter-reduces-whole-weights"
+    STOPS_AT_SPLIT = "data-spatial-stops-at-split"
+    COUNTS_REUSED = "data-spatial-counts-reused-activations"
+    WHOLE_GATHER = "data-spatial-gathers-whole-activations"
+
+
+MEANINGS = {
+    Quirk.FILTER_MEMORY: "filter and channel: the sharded weights, and those of layers not split, are divided by p again",
+    Quirk.WHOLE_WEIGHTS: "data+filter: whole weights are reduced between groups, not a device's part of them",
+    Quirk.STOPS_AT_SPLIT: "data+spatial: compute and memory leave out the layers after the last split one",
+    Quirk.COUNTS_REUSED: "data+spatial: memory counts ReLU and batch normalisation too",
+    Quirk.WHOLE_GATHER: "data+spatial: each ring step of the all-gather carries the whole activation, not its p2-th part",
+}
+"""What each does, for people."""
+
+
+def quirks_named(names: Iterable[str]) -> frozenset[Quirk]:
+    """Quirks by their names; ``all`` is every one.
+
+    Raises:
+        InputError: an unknown name.
+    """
+    given = tuple(names)
+    known = {quirk.value: quirk for quirk in Quirk}
+    for name in given:
+        if name not in known and name != "all":
+            raise InputError("--quirk", name, f"Known: {', '.join(known)}, all.")
+    return frozenset(Quirk) if "all" in given else frozenset(known[name] for name in given)

@@ -1,0 +1,46 @@
+"""The closed forms against what the released oracle printed, and against the totals it printed of its inputs."""
+
+import pytest
+
+from galvatron_lite.oracle.formulas import estimate
+from galvatron_lite.oracle.layers import Split
+from galvatron_lite.oracle.shipped import Printed, fabric_named, network_named, printed
+
+ABCI = fabric_named("abci")
+LINES = [(one, devices) for one in printed() for devices in one.rows]
+TOTALS = {  # inputs, outputs, weights, seconds a sample: systems.md 5.4, from the heads of the logs
+    "resnet50": (14_971_596, 14_819_368, 22_734_016, 0.003119502),
+    "vgg16": (15_705_164, 15_552_936, 169_801_408, 0.008245589),
+    "alexnet": (931_692, 779_464, 62_367_776, 0.000610938),
+    "cosmoflow-512": (3_528_104_656, 2_991_233_748, 2_128_064, 2.108143184),
+    "cosmoflow-256": (464_228_736, 397_119_876, 2_128_064, 0.263517898),
+}
+
+
+def shown(value: float) -> str:
+    """A float as Python 2 prints it: 12 significant digits."""
+    return f"{value:.12g}"
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_layers_sum_to_the_published_totals(name: str) -> None:
+    found = network_named(name)
+    assert (found.inputs, found.outputs, found.weights, found.seconds) == TOTALS[name]
+
+
+@pytest.mark.parametrize(("name", "layers", "items"), [("resnet50", 49, 9_096_256), ("vgg16", 13, 13_939_200)])
+def test_layers_that_filters_split(name: str, layers: int, items: int) -> None:
+    split = network_named(name).split_by(Split.FILTER)
+    assert (len(split), sum(layer.outputs for layer in split)) == (layers, items)
+
+
+@pytest.mark.parametrize(
+    ("one", "devices"), LINES, ids=lambda v: f"{v.model}-{v.strategy}" if isinstance(v, Printed) else str(v)
+)
+def test_every_printed_digit(one: Printed, devices: int) -> None:
+    assert ABCI is not None
+    found = estimate(one.case(network_named(one.model), ABCI, devices))
+    compute, communication, memory = one.rows[devices]
+    assert shown(found.compute) == shown(compute)
+    assert shown(found.moved.total) == shown(communication)
+    assert shown(found.memory) == shown(memory)
