@@ -1,4 +1,4 @@
-"""Terms that several closed forms have: compute of split layers, collectives of each, halos, parts of weights. No torch."""
+"""Terms that several closed forms have: compute of split layers, collectives of each, halos, weights. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ships under ``profiles/paradl``: networks of layers, networks of links, printed and measured figures. No torch."""
+"""What ships under ``profiles/paradl``: tables of layers, links, printed and measured figures. No torch."""
 
 from __future__ import annotations
 

@@ -34,9 +34,10 @@ def test_layers_that_filters_split(name: str, layers: int, items: int) -> None:
     assert (len(split), sum(layer.outputs for layer in split)) == (layers, items)
 
 
-@pytest.mark.parametrize(
-    ("one", "devices"), LINES, ids=lambda v: f"{v.model}-{v.strategy}" if isinstance(v, Printed) else str(v)
-)
+NAMES = [f"{one.model} {one.strategy.value} {one.batch} {devices}" for one, devices in LINES]
+
+
+@pytest.mark.parametrize(("one", "devices"), LINES, ids=NAMES)
 def test_every_printed_digit(one: Printed, devices: int) -> None:
     assert ABCI is not None
     found = estimate(one.case(network_named(one.model), ABCI, devices))
