@@ -19,7 +19,7 @@ class Quirk(StrEnum):
 
 
 MEANINGS = {
-    Quirk.FILTER_MEMORY: "filter and channel: a device's weights, those of layers not split too, are divided by p again",
+    Quirk.FILTER_MEMORY: "filter, channel: a device's weights, those of layers not split too, are divided by p again",
     Quirk.WHOLE_WEIGHTS: "data+filter: whole weights are reduced between groups, not a device's part of them",
     Quirk.STOPS_AT_SPLIT: "data+spatial: compute and memory leave out the layers after the last split one",
     Quirk.COUNTS_REUSED: "data+spatial: memory counts ReLU and batch normalisation too",
