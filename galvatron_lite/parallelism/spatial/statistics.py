@@ -1,0 +1,247 @@
+"""Means and variances over pixels that ranks share, and normalisation by them.
+
+Each rank finds mean and variance of its own items; those of all are combined pairwise (Chan, Golub and LeVeque 1979,
+"Updating formulae and a pairwise algorithm for computing sample variances"), which loses no digits where the mean is
+large. In forward a rank gives two numbers a statistic to each line of ranks, in backward two (sum of dy, sum of dy
+times the normalised input). Statistics are fp32 of inputs of 16 bits, and kept with the rank's own share of the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional
+
+from galvatron_lite.parallelism.cuts.line import Line
+from galvatron_lite.parallelism.cuts.tensor import Cut
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Statistics of a tensor.
+
+    Attributes:
+        mean: one number a statistic.
+        variance: the mean squared deviation, likewise.
+        count: items of each statistic.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    count: float | Tensor
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In the type statistics are taken in: fp32, or fp64 of fp64."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def moments(tensor: Tensor, dims: Sequence[int]) -> Moments:
+    """Of this rank's own items: over ``dims``, one statistic an item of the other dims, in their order."""
+    count = prod(tensor.shape[dim] for dim in dims)
+    tensor = wide(tensor.detach())
+    if count == 0:
+        kept = [extent for dim, extent in enumerate(tensor.shape) if dim not in dims]
+        nothing = tensor.new_zeros(kept)
+        return Moments(nothing, nothing, 0)
+    variance, mean = torch.var_mean(tensor, list(dims), correction=0)
+    return Moments(mean, variance, count)
+
+
+def over_cut(found: Moments, cut: Cut, count: int) -> Moments:
+    """Of the items of all ranks that share a dim, from each one's own; ``count``: items of them all."""
+    line = cut.line
+    gathered = line.all_gather(torch.stack((found.mean, found.variance))[None], 0)
+    mean, variance = _merged(gathered[:, 0], gathered[:, 1], _weights(cut, found.mean))
+    return Moments(mean, variance, count)
+
+
+def over_line(found: Moments, line: Line) -> Moments:
+    """Of the items of all ranks of a line, each of which has any number of them (none of whose counts others know)."""
+    own = torch.stack((found.mean, found.variance)).flatten()
+    count = torch.as_tensor(found.count, dtype=own.dtype, device=own.device).reshape(1)
+    gathered = line.all_gather(torch.cat((own, count))[None], 0)
+    counts = gathered[:, -1:]
+    means, variances = gathered[:, :-1].reshape(line.size, 2, -1).unbind(1)
+    mean, variance = _merged(means, variances, counts / counts.sum())
+    return Moments(mean, variance, counts.sum())
+
+
+def _merged(means: Tensor, variances: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Chan et al.: squared deviations from the ranks' own means, and of these from the mean of all."""
+    weights = weights.view(-1, *[1] * (means.dim() - 1))
+    mean = (weights * means).sum(0)
+    return mean, (weights * (variances + (means - mean).square())).sum(0)
+
+
+def _weights(cut: Cut, like: Tensor) -> Tensor:
+    """What part of the extent each rank has; filled in on the device, which nobody needs to wait for."""
+    base, extra = divmod(cut.extent, cut.line.size)
+    weights = like.new_full((cut.line.size,), base / cut.extent)
+    weights[:extra] = (base + 1) / cut.extent
+    return weights
+
+
+@dataclass(frozen=True, slots=True)
+class Normal:
+    """How a picture is normalised, feature by feature.
+
+    Attributes:
+        shape: in which features are dim 1.
+        each: features that follow one another and share a statistic.
+        count: items of a statistic, of all ranks.
+        lines: along which statistics were taken.
+        eps: added to the variance.
+    """
+
+    shape: tuple[int, ...]
+    each: int
+    count: float | Tensor
+    lines: tuple[Line, ...]
+    eps: float
+
+
+def normalise(tensor: Tensor, affine: tuple[Tensor | None, Tensor | None], found: Moments, how: Normal) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias of this rank's share, by torch's kernels.
+
+    Args:
+        tensor: the share.
+        affine: weight and bias, one number a feature; their gradients are this rank's part.
+        found: statistics of all ranks.
+        how: which feature has which statistic.
+
+    Returns:
+        The share of the result, in the type of the tensor.
+    """
+    weight, bias = (None if one is None else one.to(found.mean.dtype) for one in affine)
+    result: Tensor = _Normalise.apply(tensor, weight, bias, found.mean, found.variance, how)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Normalise(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        how: Normal,
+    ) -> Tensor:
+        ctx.save_for_backward(tensor, weight, mean, variance)
+        ctx.how = how
+        each_mean, each_variance = (one.repeat_interleave(how.each) for one in (mean, variance))
+        shown = tensor.reshape(how.shape)
+        result = functional.batch_norm(shown, each_mean, each_variance, weight, bias, False, 0.0, how.eps)
+        return result.view(tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        tensor, weight, mean, variance = ctx.saved_tensors
+        how: Normal = ctx.how
+        each_mean, each_variance = (one.repeat_interleave(how.each) for one in (mean, variance))
+        shown, arriving = tensor.reshape(how.shape), gradient.reshape(how.shape)
+        slope = torch.ones_like(each_mean) if weight is None else weight
+        # With statistics that are given the kernel's gradients are exact sums of this rank's own items.
+        passed, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
+            arriving, shown, slope, each_mean, each_variance, None, None, False, how.eps, [True, True, True]
+        )
+        if ctx.needs_input_grad[0]:
+            sums = torch.stack((slope * by_weight, slope * by_bias)).view(2, -1, how.each).sum(2)
+            for line in how.lines:
+                sums = line.all_reduce(sums)
+            scale = -(variance + how.eps).rsqrt() / how.count
+            factor, offset = ((scale * one).repeat_interleave(how.each) for one in sums)
+            passed += functional.batch_norm(shown, each_mean, each_variance, factor, offset, False, 0.0, how.eps)
+        return passed.view(tensor.shape), *_wanted(ctx, by_weight, by_bias), None, None, None
+
+
+def _wanted(ctx: Any, by_weight: Tensor, by_bias: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The kernel finds gradients of parameters that may not be there."""
+    return by_weight if ctx.needs_input_grad[1] else None, by_bias if ctx.needs_input_grad[2] else None
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How items of normalised dims, which are the last, are shared.
+
+    Attributes:
+        dims: how many they are.
+        count: items of a row, of all ranks.
+        lines: along which they are shared.
+    """
+
+    dims: int
+    count: int
+    lines: tuple[Line, ...]
+
+    @property
+    def last(self) -> tuple[int, ...]:
+        """The normalised dims, counted from the back."""
+        return tuple(range(-self.dims, 0))
+
+
+def normalise_rows(
+    tensor: Tensor, affine: tuple[Tensor | None, Tensor | None], mean: Tensor | None, inverse: Tensor, rows: Rows
+) -> Tensor:
+    """(x - mean) * inverse * weight + bias of this rank's share of rows.
+
+    Args:
+        tensor: the share (..., *normalised).
+        affine: weight and bias of its items (*normalised); their gradients are this rank's part.
+        mean: of whole rows (..., 1, ...); None where only the root mean square is divided by.
+        inverse: of whole rows' standard deviation or root mean square, of the same shape.
+        rows: how rows are shared.
+
+    Returns:
+        The share of the result, in the type of the tensor.
+    """
+    result: Tensor = _NormaliseRows.apply(tensor, *affine, mean, inverse, rows)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _normal(tensor: Tensor, mean: Tensor | None, inverse: Tensor) -> Tensor:
+    return (tensor * inverse) if mean is None else (tensor - mean) * inverse
+
+
+class _NormaliseRows(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor | None,
+        inverse: Tensor,
+        rows: Rows,
+    ) -> Tensor:
+        ctx.save_for_backward(tensor, weight, bias, mean, inverse)
+        ctx.rows = rows
+        result = _normal(tensor, mean, inverse)
+        result = result if weight is None else result * weight
+        return (result if bias is None else result + bias).to(tensor.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        tensor, weight, bias, mean, inverse = ctx.saved_tensors
+        rows: Rows = ctx.rows
+        normal, arriving = _normal(tensor, mean, inverse), wide(gradient)
+        others = tuple(range(tensor.dim() - rows.dims))
+        by_weight = None if weight is None else (arriving * normal).sum(others).to(weight.dtype)
+        by_bias = None if bias is None else arriving.sum(others).to(bias.dtype)
+        arriving = arriving if weight is None else arriving * weight
+        sums = torch.stack(
+            [(arriving * normal).sum(rows.last, True), arriving.sum(rows.last, True)][: 2 - (mean is None)]
+        )
+        for line in rows.lines:
+            sums = line.all_reduce(sums)
+        passed = arriving - normal * sums[0] / rows.count
+        passed = passed if mean is None else passed - sums[1] / rows.count
+        return (passed * inverse).to(tensor.dtype), by_weight, by_bias, None, None, None
