@@ -1,0 +1,93 @@
+"""The strategy of every layer of a model for one of the oracle's words, or for a text. No torch here.
+
+A layer that cannot be split so many ways is split as far as it can be; the rest of its group takes samples of its own,
+and where the batch has too few for that, every device of the group works through all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import LayerKind, Recompute
+from galvatron_lite.oracle.case import Kind
+from galvatron_lite.parallelism.base import Offload, Strategy, Strided
+from galvatron_lite.search.strategies import Narrowed, strategies_for
+
+_PLAIN: dict[str, tuple[object, ...]] = {
+    "zero": (1,),
+    "zero_stage": (0,),
+    "tensor": (1,),
+    "sequence_parallel": (False,),
+    "recompute": (Recompute.NONE,),
+    "context": (1,),
+    "expert": (1,),
+    "expert_tensor": (0,),
+    "ulysses": (False,),
+    "offload": (Offload.NONE,),
+    "strided": (Strided.NONE,),
+}
+_PIXELS = ("depth", "height", "width")
+_SLICES = {Kind.FILTER: "filters", Kind.DATA_FILTER: "filters", Kind.CHANNEL: "channels"}
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What one kind of layer does.
+
+    Attributes:
+        strategy: over all devices.
+        alike: devices of its group that all do the same work; 1 where each has work of its own.
+    """
+
+    strategy: Strategy
+    alike: int = 1
+
+
+def degree_of(kind: Kind, strategy: Strategy) -> int:
+    """Ways that a strategy splits a layer as the oracle's word says."""
+    return strategy.slices if kind in _SLICES else strategy.spatial
+
+
+def options(layer: LayerKind, kind: Kind, group: int, batch: int) -> list[Strategy]:
+    """Strategies of a group for a kind of layer, those first that split it most ways; none where the batch is small.
+
+    Args:
+        layer: kind of layer.
+        kind: the oracle's word.
+        group: devices.
+        batch: samples of the group.
+    """
+    wanted = dict(_PLAIN)
+    own = (_SLICES[kind],) if kind in _SLICES else _PIXELS
+    wanted |= {name: (1,) for name in ("filters", "channels", *_PIXELS) if name not in own}
+    found = strategies_for(layer, group, narrowed=Narrowed(wanted))
+    legal = [one for one in found if batch % one.data == 0]
+    most = max((degree_of(kind, one) for one in legal), default=0)
+    return [one for one in legal if degree_of(kind, one) == most]
+
+
+def widened(strategy: Strategy, replicas: int) -> Strategy:
+    """A group's strategy for so many groups."""
+    return replace(strategy, data=strategy.data * replicas)
+
+
+def check_text(strategy: Strategy, layers: dict[str, LayerKind]) -> None:
+    """Whether every layer of a model can be split as a strategy says.
+
+    Raises:
+        InputError: names the first kind of layer that cannot.
+    """
+    for name, kind in layers.items():
+        if strategy not in strategies_for(kind, strategy.devices):
+            said = f"{name} cannot be split so"
+            raise InputError("--strategy", str(strategy), f"{said}; see what its layers allow: {allowed(kind)}.")
+
+
+def allowed(kind: LayerKind) -> str:
+    """The most ways that a kind of layer can be split, for people."""
+    found = dict.fromkeys(("height", "width", "filters", "channels"), 1)
+    for group in (2, 3, 4, 8, 16, 32, 64):
+        for one in strategies_for(kind, group, narrowed=Narrowed({**_PLAIN, "data": (1,)})):
+            found = {name: max(most, getattr(one, name)) for name, most in found.items()}
+    return ", ".join(f"{name} up to {most}" for name, most in found.items())

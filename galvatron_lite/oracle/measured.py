@@ -1,0 +1,241 @@
+"""Measured epochs and iterations, and how near either kind of formulas comes to them. No torch here.
+
+Accuracy is 1 - |predicted - measured| / measured, as Kahira et al. 2021 (arXiv:2104.09075, section 5) have it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from galvatron_lite.configs_path import profile_folder
+from galvatron_lite.errors import GalvatronError
+from galvatron_lite.files import STRICT, from_data, read_data
+from galvatron_lite.oracle.case import Case, Kind
+from galvatron_lite.oracle.formulas import estimate
+from galvatron_lite.oracle.models import graph_named
+from galvatron_lite.oracle.network import wires_of
+from galvatron_lite.oracle.priced import Machine, Question, machine_of, row_of
+from galvatron_lite.oracle.rows import iterations_of
+from galvatron_lite.oracle.shipped import fabric_named, network_named
+from galvatron_lite.stacks.catalog import match_stack
+
+if TYPE_CHECKING:
+    from pydantic import ConfigDict
+
+CLUSTER, FRAMEWORK, PRECISION = "abci", "Chainer/ChainerMN", "fp32"
+"""Where and with which software the rows were measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One measured row.
+
+    Attributes:
+        origin: ``report`` or ``logs``.
+        model: a table of layers.
+        strategy: how it was split.
+        devices: how many.
+        batch: samples of a replica.
+        per: what ``seconds`` are of: an epoch or an iteration.
+        seconds: measured.
+        compute, communication: what the report says they are made of; 0 where it does not.
+        projected: what the authors' oracle said; 0 where it is not printed.
+        note: what to know of it.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    origin: str
+    model: str
+    strategy: Kind
+    devices: int
+    batch: int
+    per: str
+    seconds: float
+    compute: float = 0.0
+    communication: float = 0.0
+    projected: float = 0.0
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A measured row and what the formulas say.
+
+    Attributes:
+        row: the measured one.
+        predicted: seconds by formulas (``paradl``, ``galvatron``, ``published``), None where there is no figure.
+        problems: why there is none.
+    """
+
+    row: Measured
+    predicted: dict[str, float | None]
+    problems: dict[str, str] = field(default_factory=dict)
+
+    def accuracy(self, formulas: str) -> float | None:
+        """1 - |error| / measured; None without a prediction."""
+        found = self.predicted.get(formulas)
+        return None if found is None else 1 - abs(found - self.row.seconds) / self.row.seconds
+
+
+FORMULAS = ("paradl", "galvatron", "published")
+"""The closed forms, the planner's cost model, and what the authors' oracle printed of these rows."""
+
+
+def measured_rows() -> tuple[Measured, ...]:
+    """The rows under ``profiles/paradl/measured.yaml``."""
+    path = profile_folder("paradl") / "measured.yaml"
+    rows = read_data(path)["rows"]
+    return tuple(from_data(Measured, _renamed(row), f"{path}, {number}") for number, row in enumerate(rows))
+
+
+def _renamed(row: dict[str, Any]) -> dict[str, Any]:
+    """``from`` is a word of Python's."""
+    return {"origin" if name == "from" else name: value for name, value in row.items()}
+
+
+def check_rows(rows: Sequence[Measured]) -> tuple[Check, ...]:
+    """Every row against the closed forms and the planner's cost model."""
+    machines = _machines(rows)
+    return tuple(_check(row, machines) for row in rows)
+
+
+def _machines(rows: Iterable[Measured]) -> dict[str, Machine | str]:
+    """The planner's costs of each model on the rows' cluster; why there are none where there are none."""
+    most, batches = defaultdict[str, int](int), dict[str, int]()
+    for row in rows:
+        most[row.model], batches[row.model] = max(most[row.model], row.devices), row.batch
+    found: dict[str, Machine | str] = {}
+    for model, devices in most.items():
+        try:
+            graph = graph_named(network_named(model).graph or model, PRECISION)
+            stack = match_stack(FRAMEWORK)
+            found[model] = machine_of(graph, CLUSTER, devices, PRECISION, batches[model], stack)
+        except GalvatronError as error:
+            found[model] = str(error)
+    return found
+
+
+def _check(row: Measured, machines: dict[str, Machine | str]) -> Check:
+    ways: dict[str, Callable[[], float]] = {
+        "paradl": lambda: closed_seconds(row),
+        "galvatron": lambda: priced_seconds(row, machines[row.model]),
+    }
+    predicted, problems = dict[str, float | None](), dict[str, str]()
+    for name, way in ways.items():
+        try:
+            predicted[name] = way()
+        except GalvatronError as error:
+            predicted[name], problems[name] = None, str(error)
+    return Check(row, predicted | {"published": row.projected or None}, problems)
+
+
+def closed_seconds(row: Measured) -> float:
+    """What the closed forms say of a row, without quirks, with the network's default setting."""
+    fabric = fabric_named(CLUSTER)
+    assert fabric is not None
+    case = Case(network_named(row.model), wires_of(fabric), row.strategy, row.devices, row.batch)
+    found = estimate(case).epoch
+    return found if row.per == "epoch" else found / case.iterations
+
+
+def priced_seconds(row: Measured, machine: Machine | str) -> float:
+    """What the planner's cost model says of a row.
+
+    Raises:
+        GalvatronError: the model or the strategy cannot be priced.
+    """
+    if isinstance(machine, str):
+        raise GalvatronError(machine)
+    samples = network_named(row.model).samples
+    found = row_of(machine, Question(row.strategy, row.devices, row.batch, samples))
+    if found.problem:
+        raise GalvatronError(found.problem)
+    return found.epoch if row.per == "epoch" else found.iteration
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How near some rows are predicted.
+
+    Attributes:
+        name: which rows.
+        rows: how many.
+        accuracy: mean by formulas; None where none of the rows has a prediction.
+    """
+
+    name: str
+    rows: int
+    accuracy: dict[str, float | None]
+
+
+def scores(checks: Sequence[Check], key: Callable[[Measured], str]) -> tuple[Score, ...]:
+    """Mean accuracy of groups of rows, in the order they first appear."""
+    groups = defaultdict[str, list[Check]](list)
+    for check in checks:
+        groups[key(check.row)].append(check)
+    return tuple(
+        Score(name, len(group), {way: mean_accuracy(group, way) for way in FORMULAS}) for name, group in groups.items()
+    )
+
+
+def mean_accuracy(checks: Iterable[Check], formulas: str) -> float | None:
+    """Mean over rows that have a prediction."""
+    known = [found for check in checks if (found := check.accuracy(formulas)) is not None]
+    return fmean(known) if known else None
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Strategies of one model on one number of devices, from the same source, fastest first.
+
+    Attributes:
+        name: of the group.
+        measured: their order.
+        predicted: by formulas; without those that have no prediction.
+        right: by formulas, whether no pair is the wrong way round (equal predictions are not wrong).
+    """
+
+    name: str
+    measured: tuple[str, ...]
+    predicted: dict[str, tuple[str, ...]]
+    right: dict[str, bool]
+
+
+def rankings(checks: Sequence[Check]) -> tuple[Ranking, ...]:
+    """Rankings of every group of two strategies and more, by seconds of an epoch."""
+    groups = defaultdict[str, list[Check]](list)
+    for check in checks:
+        row = check.row
+        groups[f"{row.model} on {row.devices} ({row.origin})"].append(check)
+    return tuple(_ranking(name, group) for name, group in groups.items() if len(group) > 1)
+
+
+def _ranking(name: str, group: Sequence[Check]) -> Ranking:
+    def named(order: Iterable[Check]) -> tuple[str, ...]:
+        return tuple(check.row.strategy.value for check in order)
+
+    predicted, right = dict[str, tuple[str, ...]](), dict[str, bool]()
+    for way in FORMULAS:
+        known = [(check, found) for check in group if (found := check.predicted.get(way)) is not None]
+        times = [(check, _epoch(check.row, found)) for check, found in known]
+        predicted[way] = named(check for check, _ in sorted(times, key=lambda pair: pair[1]))
+        right[way] = len(times) > 1 and not any(_turned(left, other) for left, other in combinations(times, 2))
+    return Ranking(name, named(sorted(group, key=lambda check: _epoch(check.row, check.row.seconds))), predicted, right)
+
+
+def _turned(left: tuple[Check, float], other: tuple[Check, float]) -> bool:
+    measured = _epoch(left[0].row, left[0].row.seconds) - _epoch(other[0].row, other[0].row.seconds)
+    return measured * (left[1] - other[1]) < 0
+
+
+def _epoch(row: Measured, seconds: float) -> float:
+    """Seconds of an epoch from a row's own."""
+    if row.per == "epoch":
+        return seconds
+    question = Question(row.strategy, row.devices, row.batch, 1)
+    return seconds * iterations_of(network_named(row.model).samples, question.global_batch)

@@ -1,0 +1,130 @@
+"""What both kinds of formulas answer: one strategy on one number of devices. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import ceil
+
+from galvatron_lite.oracle.case import Moved
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How far a strategy scales.
+
+    Attributes:
+        devices: at most so many; None: no limit of its own.
+        reason: why, in words.
+    """
+
+    devices: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One strategy on so many devices; seconds are of an epoch.
+
+    Attributes:
+        strategy: its name.
+        devices: how many.
+        batch: samples of an iteration.
+        iterations: of an epoch.
+        compute: forward and backward, what is computed twice included.
+        moved: communication that nothing hides.
+        update: weight update.
+        waiting: of a pipeline's stages for one another; 0 where that is part of ``compute``.
+        other: fixed work of the host, and waiting for the slowest of many nodes.
+        memory: bytes a device.
+        capacity: bytes that a device has.
+        whole: the part of ``memory`` that each device of a group holds alike.
+        layer: the layer that communicates longest; empty where none stands out.
+        uneven: the slowest stage's seconds over the mean stage's.
+        twice: share of ``compute`` that several devices do alike.
+        problem: why there are no figures; empty where there are.
+    """
+
+    strategy: str
+    devices: int
+    batch: int
+    iterations: int
+    compute: float = 0.0
+    moved: Moved = field(default_factory=Moved)
+    update: float = 0.0
+    waiting: float = 0.0
+    other: float = 0.0
+    memory: float = 0.0
+    capacity: float = 0.0
+    whole: float = 0.0
+    layer: str = ""
+    uneven: float = 1.0
+    twice: float = 0.0
+    problem: str = ""
+
+    @property
+    def busy(self) -> float:
+        """Seconds of an epoch that are not communication."""
+        return self.compute + self.update + self.waiting + self.other
+
+    @property
+    def epoch(self) -> float:
+        """Seconds of an epoch."""
+        return self.busy + self.moved.total
+
+    @property
+    def iteration(self) -> float:
+        """Seconds of an iteration."""
+        return self.epoch / self.iterations
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device's memory is enough."""
+        return not self.problem and self.memory <= self.capacity
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A strategy over numbers of devices.
+
+    Attributes:
+        strategy: its name.
+        rows: by devices, ascending.
+        limit: how far it scales.
+    """
+
+    strategy: str
+    rows: tuple[Row, ...]
+    limit: Limit
+
+    @property
+    def known(self) -> tuple[Row, ...]:
+        """Rows with figures."""
+        return tuple(row for row in self.rows if not row.problem)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The whole table.
+
+    Attributes:
+        model: its name.
+        cluster: its name.
+        formulas: ``paradl`` or ``galvatron``.
+        samples: of an epoch.
+        origin: what the seconds come from, and whether they were measured or estimated.
+        notes: what the reader should know.
+        lines: the strategies.
+    """
+
+    model: str
+    cluster: str
+    formulas: str
+    samples: int
+    origin: str
+    notes: tuple[str, ...]
+    lines: tuple[Line, ...]
+
+
+def iterations_of(samples: int, batch: int) -> int:
+    """Whole iterations of an epoch."""
+    return ceil(samples / batch)

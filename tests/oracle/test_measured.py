@@ -1,0 +1,68 @@
+"""Measured rows and how near the formulas come to them."""
+
+import pytest
+
+from galvatron_lite.oracle.case import Kind
+from galvatron_lite.oracle.measured import Check, Measured, check_rows, mean_accuracy, measured_rows, rankings, scores
+
+
+def row(strategy: Kind, seconds: float, **changes: object) -> Measured:
+    fields = {"origin": "report", "model": "resnet50", "devices": 32, "batch": 64, "per": "epoch"}
+    return Measured(strategy=strategy, seconds=seconds, **fields | changes)  # type: ignore[arg-type]
+
+
+def test_the_rows_are_those_of_the_report() -> None:
+    rows = [one for one in measured_rows() if one.origin == "report" and one.projected and one.compute]
+    assert len(rows) == 24
+    # 1 - |error| / measured of what the authors projected, as worked out from their table 8.
+    judged = [Check(one, {"published": one.projected}) for one in rows]
+    spans = {
+        ("data+filter", "vgg16"): (0.89, 0.94),
+        ("data+filter", "resnet50"): (0.59, 0.88),
+        ("data+spatial", "resnet50"): (0.59, 0.70),
+        ("data+spatial", "vgg16"): (0.49, 0.54),
+    }
+    for (strategy, model), (low, high) in spans.items():
+        found = [one.accuracy("published") for one in judged if (one.row.strategy, one.row.model) == (strategy, model)]
+        assert len(found) == 4
+        known = [one for one in found if one is not None]
+        assert (min(known), max(known)) == pytest.approx((low, high), abs=0.006)
+
+
+def test_parts_of_measured_rows_add_up() -> None:
+    for one in measured_rows():
+        if one.compute and not one.note:
+            assert one.compute + one.communication == pytest.approx(one.seconds, abs=2)
+
+
+def test_accuracy_and_ranking_by_hand() -> None:
+    fast, slow, even = row(Kind.DATA, 10.0), row(Kind.FILTER, 40.0), row(Kind.CHANNEL, 50.0)
+    checks = (
+        Check(fast, {"paradl": 12.0, "galvatron": 30.0, "published": None}),
+        Check(slow, {"paradl": 20.0, "galvatron": 20.0, "published": None}),
+        Check(even, {"paradl": 20.0, "galvatron": None, "published": None}),
+    )
+    assert [one.accuracy("paradl") for one in checks] == pytest.approx([0.8, 0.5, 0.4])
+    assert mean_accuracy(checks, "galvatron") == pytest.approx((-1 + 0.5) / 2)
+    assert mean_accuracy(checks, "published") is None
+    (found,) = rankings(checks)
+    assert found.measured == ("data", "filter", "channel")
+    assert found.right == {"paradl": True, "galvatron": False, "published": False}
+    assert [score.rows for score in scores(checks, lambda one: one.model)] == [3]
+
+
+def test_iterations_are_ranked_by_their_epochs() -> None:
+    """An iteration of data parallelism has more samples."""
+    data = row(Kind.DATA, 0.2, devices=4, per="iteration")  # 5,000 of them: 1,000 s
+    inner = row(Kind.DATA_SPATIAL, 0.1, devices=4, per="iteration")  # 20,000 of them: 2,000 s
+    checks = [Check(one, {"paradl": 1.0, "galvatron": None, "published": None}) for one in (data, inner)]
+    assert rankings(checks)[0].measured == ("data", "data+spatial")
+
+
+def test_rows_are_predicted_by_both_kinds_of_formulas() -> None:
+    wanted = [one for one in measured_rows() if one.model == "vgg16" and one.strategy in (Kind.SERIAL, Kind.DATA)]
+    checks = check_rows(wanted)
+    assert all((one.predicted[way] or 0) > 0 for one in checks for way in ("paradl", "galvatron"))
+    alone = next(one for one in checks if one.row.strategy is Kind.SERIAL)
+    assert (alone.accuracy("paradl") or 0) > 0.99  # its seconds are this measurement
+    assert (alone.accuracy("galvatron") or 0) > 0.8
