@@ -85,7 +85,7 @@ def machine_of(
 
 
 def _flat(cluster: Cluster) -> Cluster:
-    """The cluster with wide nodes: slices of convolutions are estimated within a node only, of which links are no part."""
+    """The cluster with wide nodes: slices of convolutions are estimated within a node only, whatever its links."""
     near, *far = cluster.levels
     return replace(cluster, levels=(replace(near, size=max(near.size, WIDEST)), *far))
 
