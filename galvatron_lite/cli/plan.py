@@ -44,6 +44,9 @@ def plan_command(
         Path | None, typer.Option("--profile", help="Profile to plan from; the last one made here if not given.")
     ] = None,
     sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a sample, with --model.")] = None,
+    image: Annotated[
+        str | None, typer.Option("--image", help="Pixels of a picture, with --model of pictures: 512x1024.")
+    ] = None,
     precision: Annotated[
         str | None,
         typer.Option("--precision", help="Of compute, with --model; if not given bf16, or the best the devices have."),
@@ -103,7 +106,7 @@ def plan_command(
 
     @cache
     def profile_of(devices: int | None) -> Profile:
-        made = _model(model, flags, sequence, cluster, precision, devices)
+        made = _model(model, flags, sequence, image, cluster, precision, devices)
         return api.find_profile(
             profile, model=made, cluster=cluster, gpus=devices, sequence=sequence, precision=precision
         )  # fmt: skip
@@ -146,18 +149,21 @@ def _model(
     model: str | None,
     flags: dict[str, str],
     sequence: int | None,
+    image: str | None,
     cluster: str | None,
     precision: str | None,
     gpus: int | None,
 ) -> ModelGraph | str | None:
-    """The model by its name, or by the shape that flags give.
+    """The model by its name, with pictures of a size where one is given, or by the shape that flags give.
 
     Raises:
-        InputError: both.
+        InputError: both, or a size for what takes no pictures.
     """
     from galvatron_lite import api
     from galvatron_lite.errors import InputError
 
+    if image is not None:
+        return shapes.pictured(model, image, api.precision_on(cluster, precision, gpus))
     if not flags:
         return model
     if model is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -30,6 +31,29 @@ Gated = Annotated[bool, typer.Option("--gated", help="Gated MLP, as in Llama.", 
 def given(**flags: object) -> dict[str, str]:
     """The flags that were given, by name, as text."""
     return {name: str(value).lower() for name, value in flags.items() if value not in (None, False)}
+
+
+def pictured(model: str | None, image: str, precision: str) -> ModelGraph:
+    """The model by its name, with pictures of a size.
+
+    Raises:
+        InputError: no model, one whose pictures have no such size, or a size that cannot be read.
+    """
+    from galvatron_lite.errors import InputError
+    from galvatron_lite.model.shapes import build_graph, load_shape
+
+    if model is None:
+        raise InputError("--image", image, "Name the model with --model.")
+    sides = image.lower().split("x")
+    if len(sides) > 2 or not all(side.isdecimal() and int(side) for side in sides):
+        raise InputError("--image", image, "Give pixels as 224, or height and width as 512x1024.")
+    height, width = int(sides[0]), int(sides[-1])
+    shape = load_shape(model)
+    sizes = {"image_height": height, "image_width": width} if height != width else {"image_size": height}
+    if not all(hasattr(shape, name) for name in sizes):
+        square = "Its pictures are square: give 224." if hasattr(shape, "image_size") else "It takes no pictures."
+        raise InputError("--image", image, f"{model}: {square}")
+    return build_graph(replace(shape, **sizes), precision=precision)
 
 
 def graph(flags: dict[str, str], precision: str) -> ModelGraph:

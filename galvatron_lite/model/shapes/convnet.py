@@ -6,6 +6,8 @@ parallelism is not offered: Megatron's column and row pairs do not exist here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Role, SplitDims
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
@@ -22,8 +24,11 @@ from galvatron_lite.model.shapes.convolution import (
     relu,
 )
 from galvatron_lite.model.shapes.fields import ConvNextShape, ResNetShape
+from galvatron_lite.model.shapes.norms import layer_norm_in_steps
 from galvatron_lite.model.shapes.tape import Tape
 
+Norm = Callable[[Tape, str, Value, int], Value]
+"""A normalisation over so many channels."""
 _REASON = "A convolutional block has no pair of column-split and row-split matmuls."
 
 
@@ -110,15 +115,16 @@ def _bottleneck(
 def convnext_graph(shape: ConvNextShape, precision: str, item_bytes: int, kernels: Kernels = EAGER) -> ModelGraph:
     """Stem, stages of blocks with downsampling layers between, pooling, norm, head and loss (Liu et al. 2022)."""
     whole = (shape.image_height or shape.image_size, shape.image_width or shape.image_size)
+    norm = ops.layer_norm if shape.fused_norm else layer_norm_in_steps
     stem, extent = _shrink(
-        Tape(item_bytes, kernels), "before", (shape.channels, shape.widths[0]), whole, kernel=4, stem=True
+        Tape(item_bytes, kernels), "before", (shape.channels, shape.widths[0]), whole, kernel=4, norm=norm, stem=True
     )
     kinds, layers = [stem], []
     for stage, (depth, width) in enumerate(zip(shape.depths, shape.widths, strict=True)):
         if stage:
             channels = (shape.widths[stage - 1], width)
             kind, extent = _shrink(
-                Tape(item_bytes, kernels), f"downsample{stage}", channels, extent, kernel=2, stem=False
+                Tape(item_bytes, kernels), f"downsample{stage}", channels, extent, kernel=2, norm=norm, stem=False
             )
             kinds.append(kind)
             layers.append(Layer(f"downsample.{stage}", kind.name, Role.BLOCK))
@@ -131,15 +137,15 @@ def convnext_graph(shape: ConvNextShape, precision: str, item_bytes: int, kernel
 
 
 def _shrink(
-    tape: Tape, name: str, channels: tuple[int, int], extent: Extent, *, kernel: int, stem: bool
+    tape: Tape, name: str, channels: tuple[int, int], extent: Extent, *, kernel: int, norm: Norm, stem: bool
 ) -> tuple[LayerKind, Extent]:
     """A convolution whose stride is its kernel; the norm follows it in the stem and goes before it elsewhere."""
     x = enter_image(tape, channels[0], extent) if stem else _enter(tape, channels[0], extent)
     if not stem:
-        x = ops.layer_norm(tape, "norm", x, channels[0])
+        x = norm(tape, "norm", x, channels[0])
     x, after = convolution(tape, "conv", x, channels, extent, kernel=kernel, stride=kernel, padding=0, bias=True)
     if stem:
-        x = ops.layer_norm(tape, "norm", x, channels[1])
+        x = norm(tape, "norm", x, channels[1])
     return _finish(tape, name, x, channels, extent), after
 
 
@@ -147,7 +153,7 @@ def _convnext_block(shape: ConvNextShape, tape: Tape, name: str, width: int, ext
     """Depthwise convolution, norm, MLP of four times the width, learned scale, residual."""
     x = _enter(tape, width, extent)
     y, _ = convolution(tape, "conv", x, (width, width), extent, kernel=shape.kernel, groups=width, bias=True)
-    y = ops.layer_norm(tape, "norm", y, width)
+    y = (ops.layer_norm if shape.fused_norm else layer_norm_in_steps)(tape, "norm", y, width)
     y = ops.linear(tape, "mlp.up", y, width, 4 * width, Part.WHOLE, bias=True)
     y = ops.linear(tape, "mlp.down", ops.activation(tape, "mlp.act", y), 4 * width, width, Part.WHOLE, bias=True)
     out = ops.add(tape, "residual", x, ops.scale(tape, "scale", y, width))

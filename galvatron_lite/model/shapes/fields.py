@@ -232,6 +232,8 @@ class ConvNextShape:
         image_height, image_width: where the picture is not square; 0: ``image_size``.
         channels: of the image.
         classes: outputs of the head.
+        fused_norm: whether LayerNorm runs as one kernel, or step by step over channels that lie first (as PyTorch's
+            ``torch/distributed/tensor/examples/convnext_example.py`` has it); the last one, of the mean, always does.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -246,6 +248,7 @@ class ConvNextShape:
     image_width: int = 0
     channels: int = 3
     classes: int = 1000
+    fused_norm: bool = True
 
 
 Shape = (

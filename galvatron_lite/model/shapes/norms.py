@@ -7,12 +7,27 @@ from galvatron_lite.model.shapes.tape import Tape, memory_operator
 
 _RMS_PASSES = (7, 23)
 """Times that RMSNorm, step by step, reads or writes a tensor of its input's size: forward, backward."""
+_LAYER_PASSES = (14, 40)
+"""The same of LayerNorm."""
 
 
 def layer_norm(tape: Tape, name: str, x: Value, width: int, *, bias: bool = True, affine: bool = True) -> Value:
     """LayerNorm over the last ``width`` items: keeps its input, and mean and reciprocal deviation in fp32."""
     statistics = tape.value(2 * (x.items // width), x.part, FP32, grad=False)
     return _norm(tape, name, x, statistics, (1 + bias) * width * affine)
+
+
+def layer_norm_in_steps(tape: Tape, name: str, x: Value, width: int) -> Value:
+    """LayerNorm over channels that lie first: u = mean(x), s = mean((x - u)^2), w (x - u) / sqrt(s + e) + b.
+
+    Both differences and their quotient are kept; the input is not.
+    """
+    out, root = (tape.value(items, x.part) for items in (x.items, x.items // width))
+    kept = tuple(tape.value(x.items, x.part) for _ in range(3))
+    tape.own(2 * width)
+    moved, backward_moved = (passes * x.bytes for passes in _LAYER_PASSES)
+    operator = memory_operator(name, x, moved, backward_moved, 2 * width * tape.item_bytes, count=10)
+    return tape.record(Call((x,), out, saved=(*kept, root), fusible=True), operator)
 
 
 def rms_norm(tape: Tape, name: str, x: Value, width: int, *, fused: bool) -> Value:
