@@ -39,13 +39,18 @@ def classify(func: Any) -> OperatorClass:
 def flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> int:
     """FLOPs of one call by PyTorch's own formulas (``torch.utils.flop_counter``); 0 for memory-bound operators.
 
-    Attention counts every query against every key, causal or not, as those formulas do.
+    Attention counts every query against every key, causal or not, as those formulas do. Theirs for the gradients of a
+    convolution (torch 2.11 to 2.13) forgets its groups; either gradient takes what forward does.
     """
     name = name_of(func)
     if func.namespace == "galvatron_lite":
         return _attention_flops(name, args)
     if name == "_grouped_mm":
         return int(2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1])
+    if name == "convolution_backward":
+        made, taken, weight, transposed, wanted = (args[place] for place in (0, 1, 2, 7, 10))
+        pixels = prod((taken if transposed else made).shape[2:])
+        return int(2 * taken.shape[0] * pixels * weight.numel() * sum(wanted[:2]))
     formula = flop_registry.get(func.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
 

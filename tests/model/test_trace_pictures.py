@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.graph import ModelGraph, OperatorClass
 from galvatron_lite.model.sides import Side
 from galvatron_lite.model.trace import trace
 from galvatron_lite.parallelism.channel.parts import divides
@@ -95,3 +95,14 @@ def test_windows_of_lines_pictures_and_volumes_tell_the_extent_after_them(sides:
         assert tuple(side.output for side in window.sides[3 - sides :]) == y.shape[2:]
         assert window.items == (x[0].numel(), y[0].numel())
         x = y
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_either_gradient_of_a_convolution_takes_what_forward_does(groups: int) -> None:
+    layers = nn.ModuleList([nn.Conv2d(4, 8, 3, padding=1, groups=groups), nn.ConvTranspose2d(8, 4, 2, 2)])
+    graph = trace(Volume(layers), {"picture": torch.randn(2, 4, 6, 6)}, blocks=())
+    plain, back = (one for one in graph.kind_of(graph.layers[0]).operators if one.kind is OperatorClass.CONVOLUTION)
+    assert plain.flops == 2 * 36 * 8 * (4 // groups) * 9
+    assert plain.backward_flops == plain.flops  # a picture takes no gradient
+    assert back.flops == 2 * 36 * 8 * 4 * 4
+    assert back.backward_flops == 2 * back.flops

@@ -21,7 +21,8 @@ from galvatron_lite.model.sides import SIDES, Side
 from galvatron_lite.parallelism.base import Collective, Communication, Moment, Strategy
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.spatial.cost import SpatialDimension
-from galvatron_lite.parallelism.spatial.grids import borrowed, laid_on, lent, sensible_grids, splits_pixels
+from galvatron_lite.parallelism.spatial.grids import borrowed, laid_on, sensible_grids, splits_pixels, window_along
+from galvatron_lite.parallelism.spatial.windows import refusal
 from galvatron_lite.profiler.schema import LayerPoint
 from tests.factories import make_cluster, make_graph, make_kind, make_profile
 from tests.parallelism.test_states_cost import work
@@ -36,7 +37,10 @@ def convolved(name: str, kernel: int, stride: int = 1, *, gradient: bool = True)
     return Operator(name, OperatorClass.CONVOLUTION, shape, 1, flops, 2 * flops if gradient else flops, 1, 1, 1)
 
 
-NORM = Operator("norm", OperatorClass.MEMORY, (CHANNELS * HEIGHT * WIDTH,), 1, 0, 0, 1, 1, statistics=2 * CHANNELS)
+NORM = Operator(
+    "norm", OperatorClass.MEMORY, (CHANNELS * HEIGHT * WIDTH, CHANNELS), 1, 0, 0, 1, 1, 8 * CHANNELS,
+    statistics=2 * CHANNELS,
+)  # fmt: skip
 STACK = (convolved("a", 3), NORM, convolved("b", 1), convolved("c", 7))
 
 
@@ -90,13 +94,21 @@ def test_a_pooling_window_has_edges_too() -> None:
     assert one.size * one.count == 2 * 4 * CHANNELS * WIDTH
 
 
-def test_statistics_of_a_batch_are_summed_over_the_group_in_either_pass() -> None:
+def test_statistics_of_a_batch_are_gathered_along_each_side_and_their_gradients_summed() -> None:
+    mean = replace(NORM, name="mean", weight_bytes=0)
     found = [
-        one for one in work(Strategy(data=2, height=2), stack(*STACK), 4.0).communications
-        if one.collective is Collective.ALL_REDUCE and one.moment is not Moment.STEP
+        (one.collective, one.size * one.count, one.moment, one.group)
+        for one in work(Strategy(data=2, height=2, width=4), stack(*STACK, mean), 4.0).communications
+        if one.collective is not Collective.SEND_RECV and one.moment is not Moment.STEP
     ]  # fmt: skip
-    assert [(one.size, one.moment, one.group) for one in found] == [
-        (4 * 2 * CHANNELS, moment, RankGroup(2, 1, 2)) for moment in (Moment.FORWARD, Moment.BACKWARD)
+    rows, columns, size = RankGroup(2, 4, 8), RankGroup(4, 1, 4), 4 * 2 * CHANNELS
+    assert found == [
+        (Collective.ALL_GATHER, 2 * size, Moment.FORWARD, rows),
+        (Collective.ALL_REDUCE, size, Moment.FORWARD, rows),
+        (Collective.ALL_REDUCE, 2 * size, Moment.BACKWARD, rows),
+        (Collective.ALL_GATHER, 4 * size, Moment.FORWARD, columns),
+        (Collective.ALL_REDUCE, size, Moment.FORWARD, columns),
+        (Collective.ALL_REDUCE, 2 * size, Moment.BACKWARD, columns),
     ]
 
 
@@ -192,7 +204,7 @@ def test_what_is_borrowed_is_what_windows_read_beyond_their_share(side: Side, de
     spans = [beyond(side, *pair) for pair in zip(own, ranges(side.output, degree), strict=True)]
     assert borrowed(side, degree)[0] == max(before + after for before, after in spans)
     lenders = [range(0), *own, range(0)]
-    assert lent(side, degree) is all(
+    assert (not refusal(window_along(side), side.extent, degree)) is all(
         before <= len(left) and after <= len(right)
         for (before, after), left, right in zip(spans, lenders, lenders[2:], strict=False)
     )

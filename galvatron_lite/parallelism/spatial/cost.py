@@ -10,8 +10,8 @@ halo(x) and halo(dL/dy)). What arrived in forward is kept for the gradient of th
 with the planes that arrived, then columns with both. Nothing hides these exchanges. Where extents do not divide, the
 device with most pixels decides.
 
-Sums over all pixels, of a batch normalisation's statistics, of a mean over the picture (``Operator.statistics``), are
-all-reduced in either pass. What follows a mean over the picture each device does in full; that is priced as if
+Sums over all pixels, of a batch normalisation's statistics, of a mean over the picture (``Operator.statistics``), go
+along each side in either pass. What follows a mean over the picture each device does in full; that is priced as if
 shared, as its work is small. A layer on a share of the pixels costs what that share of a sample costs: the roofline of
 a convolution depends on samples x pixels only, so points at shares of a sample are points at the sharded shape.
 """
@@ -24,7 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from galvatron_lite.arrays import Flag, Real, is_option, never, up, where
+from galvatron_lite.arrays import Flag, Real, Whole, is_option, never, up, where
+from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.model.sides import SIDES
 from galvatron_lite.parallelism.base import (
@@ -40,8 +41,8 @@ from galvatron_lite.parallelism.base import (
 )
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pictures import extents_of
-from galvatron_lite.parallelism.ranks import Either, side_group, spatial_group
-from galvatron_lite.parallelism.spatial.grids import Border, Laid, can_share, laid_on, sensible_grids, splits_pixels
+from galvatron_lite.parallelism.ranks import Either, side_group
+from galvatron_lite.parallelism.spatial.grids import Border, Laid, laid_on, refusal, sensible_grids, splits_pixels
 from galvatron_lite.parallelism.strategies import Strategies
 
 
@@ -56,7 +57,7 @@ class SpatialDimension:
         """Off, and degrees that leave each device a pixel of every picture, and what its neighbours need."""
         place = SIDES.index(self.degree)
         degrees = divisors(devices)[1:] if splits_pixels(kind) else ()
-        return [{self.degree: degree} for degree in (1, *(own for own in degrees if can_share(kind, place, own)))]
+        return [{self.degree: degree} for degree in (1, *(own for own in degrees if not refusal(kind, place, own)))]
 
     def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:
         """Beside data parallelism, ZeRO and recomputation only.
@@ -76,10 +77,8 @@ class SpatialDimension:
 
     def reason(self, kind: LayerKind) -> str:
         """Why pictures that are too small stay whole."""
-        if not splits_pixels(kind) or any(can_share(kind, place, 2) for place in range(len(SIDES))):
-            return ""
-        shown = " x ".join(str(extent) for extent in extents_of(kind) if extent > 1)
-        return f"spatial: {kind.name}: two devices cannot share {shown} pixels: its windows need more than one holds"
+        said = [refusal(kind, place, 2) for place, extent in enumerate(extents_of(kind)) if extent > 1]
+        return f"spatial: {kind.name}: {said[0]}" if splits_pixels(kind) and all(said) else ""
 
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:
         """A share of the pixels, exchanges with neighbours and sums over all pixels.
@@ -169,12 +168,26 @@ def _moved(kind: LayerKind, strategy: Either, borders: Sequence[Border], share: 
         for moment, items, sends in both:
             size = items * share / where(sends > 0, sends, 1)
             yield Communication(Collective.SEND_RECV, size, group, moment, False, sends, "spatial")
-    sums = [one.statistics for one in kind.operators if one.statistics]
-    if sums:
-        group = spatial_group(strategy)
-        size, count = STATISTIC_BYTES * sum(sums) / len(sums), (strategy.spatial > 1) * len(sums)
-        for moment in (Moment.FORWARD, Moment.BACKWARD):
-            yield Communication(Collective.ALL_REDUCE, size, group, moment, False, count, "spatial")
+    for name in SIDES:
+        yield from _summed(kind, side_group(strategy, name), getattr(strategy, name))
+
+
+def _summed(kind: LayerKind, group: RankGroup, degree: Whole) -> Iterator[Communication]:
+    """Sums over all pixels along one side.
+
+    Means and variances of normalisations are gathered in forward, from which each device makes those of the whole
+    (Chan et al. 1983); all else is all-reduced.
+    """
+    several = degree > 1
+    norms = [one.statistics * STATISTIC_BYTES for one in kind.operators if one.statistics and one.weight_bytes]
+    means = [one.statistics * STATISTIC_BYTES for one in kind.operators if one.statistics and not one.weight_bytes]
+    gathered, forward, backward = (sum(sizes) / max(len(sizes), 1) for sizes in (norms, means, norms + means))
+    for collective, size, moment, count in (
+        (Collective.ALL_GATHER, gathered * degree, Moment.FORWARD, len(norms)),
+        (Collective.ALL_REDUCE, forward, Moment.FORWARD, len(means)),
+        (Collective.ALL_REDUCE, backward, Moment.BACKWARD, len(norms + means)),
+    ):
+        yield Communication(collective, size, group, moment, False, several * count, "spatial")
 
 
 STATISTIC_BYTES = 4

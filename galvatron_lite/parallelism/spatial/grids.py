@@ -1,9 +1,9 @@
 """How pictures lie on grids of devices: whose pixels are whose, what is borrowed, which grids will do. No torch here.
 
 Every extent is shared by the rule of ``parallelism.shares``, whether it divides or not: the first device of a side
-holds the most pixels of every picture, and so is the slowest. Outputs [o0, o1) of a window of reach ke, stride s and
-padding q need inputs [o0 s - q, (o1 - 1) s - q + ke); what of it lies with the neighbours is borrowed. Only direct
-neighbours lend, so it may not be more than they hold, and everybody holds a pixel at least of every picture.
+holds the most pixels of every picture, and so is the slowest. What outputs need beyond their device's own pixels is
+borrowed (``spatial.windows``). Only direct neighbours lend, so it may not be more than they hold, and everybody holds a
+pixel at least of every picture.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from galvatron_lite.model.sides import SIDES, Side
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pictures import Extents, Window, extents_of, is_picture, windows_of
 from galvatron_lite.parallelism.shares import share
+from galvatron_lite.parallelism.spatial import windows
 
 Grid = tuple[int, int, int]
 """Devices along depth, height and width."""
@@ -75,18 +76,18 @@ def laid_on(kind: LayerKind, grid: Grid) -> Laid:
 
 
 @lru_cache(maxsize=8192)
-def _laid(windows: tuple[Window, ...], extents: Extents, grid: Grid) -> Laid:
-    told = [*_pictures(windows)] or [(1, extents)]
+def _laid(passing: tuple[Window, ...], extents: Extents, grid: Grid) -> Laid:
+    told = [*_pictures(passing)] or [(1, extents)]
     whole = sum(channels * prod(picture) for channels, picture in told)
     own = sum(channels * prod(map(_most, picture, grid)) for channels, picture in told)
-    borders = [_border(windows, grid, place) for place in range(len(SIDES))]
-    legal = all(_fits(windows, extents, place, degree) for place, degree in enumerate(grid))
+    borders = [_border(passing, grid, place) for place in range(len(SIDES))]
+    legal = not any(_refusal(passing, extents, place, degree) for place, degree in enumerate(grid))
     return Laid(own / whole, (borders[0], borders[1], borders[2]), legal)
 
 
-def _pictures(windows: tuple[Window, ...]) -> Iterator[tuple[int, Extents]]:
+def _pictures(passing: tuple[Window, ...]) -> Iterator[tuple[int, Extents]]:
     """Channels (of all calls) and extents before and after every window."""
-    for window in windows:
+    for window in passing:
         for channels, name in zip(window.channels, ("extent", "output"), strict=True):
             depth, height, width = (getattr(side, name) for side in window.sides)
             yield window.count * channels, (depth, height, width)
@@ -97,11 +98,11 @@ def _most(extent: int, degree: int) -> int:
     return share(extent, degree, 0)[1]
 
 
-def _border(windows: tuple[Window, ...], grid: Grid, place: int) -> Border:
+def _border(passing: tuple[Window, ...], grid: Grid, place: int) -> Border:
     if grid[place] == 1:
         return Border()
     items = sends = returned = returned_items = 0
-    for window in windows:
+    for window in passing:
         pixels, lenders = borrowed(window.sides[place], grid[place])
         size = window.count * window.channels[0] * pixels * _edge(window, grid, place)
         calls = window.count * lenders
@@ -121,46 +122,31 @@ def _edge(window: Window, grid: Grid, place: int) -> int:
 @lru_cache(maxsize=8192)
 def borrowed(side: Side, degree: int) -> tuple[int, int]:
     """The most pixels that a device borrows of both neighbours together, and the most of them that lend it any."""
-    needs = [_need(side, degree, rank) for rank in range(degree)]
-    return max(before + after for before, after in needs), max((before > 0) + (after > 0) for before, after in needs)
-
-
-def _need(side: Side, degree: int, rank: int) -> tuple[int, int]:
-    """Pixels that a device's outputs need beyond its own, before and after them."""
-    own, length = share(side.extent, degree, rank)
-    first, last = _input_range(side, *share(side.output, degree, rank))
-    return max(own - max(first, 0), 0), max(min(last, side.extent) - own - length, 0)
-
-
-def _input_range(side: Side, first: int, length: int) -> tuple[int, int]:
-    """Inputs [start, stop) that so many outputs need, from one on; padding is left to the caller."""
-    last = first + length - 1
-    if side.transposed:
-        return -((side.reach - 1 - first - side.padding) // side.stride), (last + side.padding) // side.stride + 1
-    return first * side.stride - side.padding, last * side.stride - side.padding + side.reach
-
-
-def _fits(windows: tuple[Window, ...], extents: Extents, place: int, degree: int) -> bool:
-    if degree == 1:
-        return True
-    pictures = (extents, *(told for _, told in _pictures(windows)))
-    if any(told[place] < degree for told in pictures):
-        return False
-    return all(lent(window.sides[place], degree) for window in windows)
+    loans = [windows.borrowed(window_along(side), side.extent, degree, rank) for rank in range(degree)]
+    return max(below + above for below, above in loans), max((below > 0) + (above > 0) for below, above in loans)
 
 
 @lru_cache(maxsize=8192)
-def lent(side: Side, degree: int) -> bool:
-    """Whether nobody needs more of a neighbour than it holds."""
-    held = [share(side.extent, degree, rank)[1] for rank in range(degree)]
-    needs = [_need(side, degree, rank) for rank in range(degree)]
-    before = all(need <= own for (need, _), own in zip(needs[1:], held, strict=False))
-    return before and all(need <= own for (_, need), own in zip(needs, held[1:], strict=False))
+def window_along(side: Side) -> windows.Window:
+    """The window that passes along a side."""
+    padding = side.padding
+    return windows.Window(side.kernel, side.stride, padding, padding, side.dilation, transposed=side.transposed)
 
 
-def can_share(kind: LayerKind, place: int, degree: int) -> bool:
-    """Whether so many devices can share a side (0 depth, 1 height, 2 width) of all pictures of a layer."""
-    return _fits(windows_of(kind.operators), extents_of(kind), place, degree)
+def refusal(kind: LayerKind, place: int, degree: int) -> str:
+    """Why so many devices cannot share a side (0 depth, 1 height, 2 width) of all pictures of a layer; empty where they
+    can."""
+    return _refusal(windows_of(kind.operators), extents_of(kind), place, degree)
+
+
+@lru_cache(maxsize=8192)
+def _refusal(passing: tuple[Window, ...], extents: Extents, place: int, degree: int) -> str:
+    if degree == 1:
+        return ""
+    if extents[place] < degree:
+        return f"an extent of {extents[place]} leaves a rank of {degree} without a share"
+    sides = (window.sides[place] for window in passing)
+    return next((said for side in sides if (said := windows.refusal(window_along(side), side.extent, degree))), "")
 
 
 def sensible_grids(kind: LayerKind, devices: int) -> tuple[Grid, ...]:
@@ -170,13 +156,13 @@ def sensible_grids(kind: LayerKind, devices: int) -> tuple[Grid, ...]:
 
 
 @lru_cache(maxsize=8192)
-def _sensible(windows: tuple[Window, ...], extents: Extents, devices: int) -> tuple[Grid, ...]:
+def _sensible(passing: tuple[Window, ...], extents: Extents, devices: int) -> tuple[Grid, ...]:
     every = [
         (depth, height, devices // depth // height)
         for depth in divisors(devices)
         for height in divisors(devices // depth)
     ]
-    fits = [grid for grid in every if all(_fits(windows, extents, *pair) for pair in enumerate(grid))]
+    fits = [grid for grid in every if not any(_refusal(passing, extents, *pair) for pair in enumerate(grid))]
     single = [grid for grid in fits if sum(degree > 1 for degree in grid) == 1]
     found = [min(group, key=lambda grid: (_cut(extents, grid), grid)) for group in (single, fits) if group]
     return tuple(dict.fromkeys(found))
