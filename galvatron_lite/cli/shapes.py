@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,7 +39,7 @@ def pictured(model: str | None, image: str, precision: str) -> ModelGraph:
         InputError: no model, one whose pictures have no such size, or a size that cannot be read.
     """
     from galvatron_lite.errors import InputError
-    from galvatron_lite.model.shapes import build_graph, load_shape
+    from galvatron_lite.model.shapes import load_model, load_shape
 
     if model is None:
         raise InputError("--image", image, "Name the model with --model.")
@@ -49,11 +48,13 @@ def pictured(model: str | None, image: str, precision: str) -> ModelGraph:
         raise InputError("--image", image, "Give pixels as 224, or height and width as 512x1024.")
     height, width = int(sides[0]), int(sides[-1])
     shape = load_shape(model)
-    sizes = {"image_height": height, "image_width": width} if height != width else {"image_size": height}
+    sizes: dict[str, object] = (
+        {"image_height": height, "image_width": width} if height != width else {"image_size": height}
+    )
     if not all(hasattr(shape, name) for name in sizes):
         square = "Its pictures are square: give 224." if hasattr(shape, "image_size") else "It takes no pictures."
         raise InputError("--image", image, f"{model}: {square}")
-    return build_graph(replace(shape, **sizes), precision=precision)
+    return load_model(model, overrides=sizes, precision=precision)
 
 
 def graph(flags: dict[str, str], precision: str) -> ModelGraph:

@@ -68,7 +68,7 @@ def test_other_sizes(sides: tuple[int, int], most: float) -> None:
 
 def test_a_plan_for_four_gpus_takes_no_more_than_was_published(profile: Profile) -> None:
     budget = 11.9 * GIB
-    plan = g.plan(profile, gpus=4, batch=PICTURES, mem=int(budget), backend="any", runners_up=0)
+    plan = g.plan(profile, cluster="a100-80gb", gpus=4, batch=PICTURES, mem=int(budget), backend="any", runners_up=0)
     assert max(stage.memory.total for stage in plan.stages) <= budget
     assert any(run.strategy.spatial == 4 for stage in plan.stages for run in stage.runs)
 
