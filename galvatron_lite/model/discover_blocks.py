@@ -21,10 +21,11 @@ def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[str]
     """Paths of the repeated blocks in registration order.
 
     Unless the user names them they are runs of two or more neighbouring children of one class in a ModuleList or
-    Sequential, the outermost such, at least two of the children being structurally equal or nearly so. Runs with less
-    than a tenth of the model's parameters do not count. Other modules of such a run's class that stand in a ModuleList
-    or Sequential are blocks, too (residual networks change width inside a run). A model without any, that is (or wraps
-    nothing but) a Sequential, has every child of it as a block; any other has no block.
+    Sequential, the outermost such; of a class of torch.nn only where at least two of the children are structurally
+    equal or nearly so. Runs with less than a tenth of the model's parameters do not count. Other modules of such a
+    run's class that stand in a ModuleList or Sequential are blocks, too (residual networks change width inside a run).
+    A model without any (a plain chain of convolutions, pooling and activations) has as blocks the children of one
+    Sequential, the one that has most children with parameters; without a Sequential it has no block.
 
     Raises:
         TraceError: a name that the model does not have.
@@ -75,11 +76,19 @@ def _repeated_blocks(model: nn.Module) -> list[str]:
     sizes = {path: sum(p.numel() for p in module.parameters()) for path, module in modules.items()}
     runs = _runs(model, "")
     large = [run for run in runs if sum(map(sizes.__getitem__, run)) >= _LEAST_SHARE * sizes[""] and sizes[""]]
-    classes = {type(modules[run[0]]) for run in large if _some_alike([modules[path] for path in run])}
-    own = tuple(kind for kind in classes if not kind.__module__.startswith("torch.nn."))
+    classes = {
+        type(modules[run[0]])
+        for run in large
+        if _is_own(type(modules[run[0]])) or _some_alike([modules[path] for path in run])
+    }
+    own = tuple(kind for kind in classes if _is_own(kind))
     chosen = {path for run in runs if type(modules[run[0]]) in classes for path in run}
     chosen |= {path for path, module in modules.items() if type(module) in own and _is_listed(modules, path)}
     return _outermost([path for path in modules if path in chosen])
+
+
+def _is_own(kind: type[nn.Module]) -> bool:
+    return not kind.__module__.startswith("torch.nn.")
 
 
 def _is_listed(modules: dict[str, nn.Module], path: str) -> bool:
@@ -112,10 +121,14 @@ def _some_alike(children: list[nn.Module]) -> bool:
 
 
 def _sequential_children(model: nn.Module) -> list[str]:
-    path, module = "", model
-    while not isinstance(module, nn.Sequential):
-        children = list(module.named_children())
-        if len(children) != 1:
-            return []
-        path, module = _join(path, children[0][0]), children[0][1]
-    return [_join(path, name) for name, _ in module.named_children()]
+    """Children of the outermost Sequential that has most children with parameters, of equals the first."""
+    rows = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Sequential)]
+    chains = [(path, module) for path, module in rows if not any(inside(path, other) for other, _ in rows)]
+    if not chains:
+        return []
+    path, chain = max(chains, key=lambda row: sum(_is_weighty(child) for child in row[1]))
+    return [_join(path, name) for name, _ in chain.named_children()]
+
+
+def _is_weighty(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())

@@ -90,8 +90,8 @@ class Operator:
         kind: what bounds it.
         shape: matmul (rows per sample, inner, columns); attention (query heads, key-value heads, query length,
             key length, head size); convolution (input channels, output channels, groups) and sides; memory: (items per
-            sample,), of batch normalisation its channels too, of a pooling window its channels and sides. Sides are
-            input extents, kernel extents, strides, paddings and dilations (see ``model.sides``).
+            sample,), of a window (pooling, interpolation) its channels and sides too. Sides are input extents, kernel
+            extents, strides, paddings and dilations (see ``model.sides``).
         count: how many such calls one forward pass makes.
         flops: forward FLOPs per sample, all calls together.
         backward_flops: backward FLOPs per sample, all calls together.

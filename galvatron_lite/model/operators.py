@@ -18,7 +18,8 @@ Shardings = Mapping[tuple[str, OperatorClass], Sharding]
 def merge(calls: Sequence[CallFigures], shardings: Shardings) -> tuple[Operator, ...]:
     """Operators of one layer from its calls, in running order.
 
-    Heavy calls of one module and shape are one entry; so are all memory-bound calls of one module. Backward calls add
+    Heavy calls of one module and shape are one entry; so are all memory-bound calls of one module, but for those that
+    pass a window over a picture, of which those of one window are. Backward calls add
     to the forward entries of their module and class, by share of forward FLOPs or bytes; where there is none (the sum
     that makes a bias gradient), to the module's first entry, or its parent's.
     """
@@ -35,7 +36,7 @@ def merge(calls: Sequence[CallFigures], shardings: Shardings) -> tuple[Operator,
 def _grouped(calls: Sequence[CallFigures]) -> dict[_Key, list[CallFigures]]:
     groups: dict[_Key, list[CallFigures]] = {}
     for call in calls:
-        shape = () if call.kind is OperatorClass.MEMORY else call.shape
+        shape = call.shape[1:] if call.kind is OperatorClass.MEMORY else call.shape
         groups.setdefault((call.path, call.kind, shape), []).append(call)
     return groups
 
@@ -80,13 +81,11 @@ def _homes(call: CallFigures, keys: list[_Key]) -> list[_Key]:
 def _operator(key: _Key, calls: list[CallFigures], backward_flops: int, backward_moved: int) -> Operator:
     path, kind, shape = key
     largest = max(calls, key=lambda call: (call.moved, call.shape)).name
-    widest = max((call.shape for call in calls), key=lambda sizes: (len(sizes), sizes))
-    window = widest[1:] if len(widest) > NORM else ()
     name = path if kind is OperatorClass.MATMUL and path else ".".join(filter(None, (path, largest)))
     return Operator(
         name=name,
         kind=kind,
-        shape=shape or (max(call.shape[0] for call in calls), *window),
+        shape=shape if kind is not OperatorClass.MEMORY else max(call.shape for call in calls),
         count=len(calls),
         flops=sum(call.flops for call in calls),
         backward_flops=backward_flops,
@@ -94,9 +93,5 @@ def _operator(key: _Key, calls: list[CallFigures], backward_flops: int, backward
         backward_moved=backward_moved,
         weight_bytes=sum(call.weight_bytes for call in calls),
         causal=all(call.causal for call in calls),
-        statistics=sum(2 * call.shape[1] for call in calls if kind is OperatorClass.MEMORY and len(call.shape) == 2),
+        statistics=sum(call.statistics for call in calls),
     )
-
-
-NORM = 2
-"""Figures in the shape of a batch normalisation, items and channels; a pooling window's has its sides besides."""

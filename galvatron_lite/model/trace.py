@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from galvatron_lite.model.graph import (
 from galvatron_lite.model.operators import merge
 from galvatron_lite.model.trace_dims import split_dims
 from galvatron_lite.model.trace_edges import run_edges
-from galvatron_lite.model.trace_figures import SAMPLES, figures
+from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures
 from galvatron_lite.model.trace_meta import dtype_of, meta_copy, precision_of
 from galvatron_lite.model.trace_owners import Owners, find_owners
 from galvatron_lite.model.trace_passed import lent, passed_between
@@ -147,6 +148,17 @@ def _with_lent(kind: LayerKind, size: int) -> LayerKind:
     return replace(kind, kept={choice: replace(own, whole=own.whole + size) for choice, own in kind.kept.items()})
 
 
+def _sample_shape(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """Shape of one sample of the first floating tensor; empty where there is none."""
+    return next((tuple(tensor.shape[1:]) for tensor in tensors if tensor.is_floating_point()), ())
+
+
+def _with_entering(kind: LayerKind, size: int) -> LayerKind:
+    """What enters (so many bytes) kept where nothing is recomputed; else it is among what is kept."""
+    none = kind.kept[Recompute.NONE]
+    return replace(kind, kept=kind.kept | {Recompute.NONE: replace(none, whole=none.whole + size)})
+
+
 @dataclass(frozen=True, slots=True)
 class _Capture:
     """A model on the meta device, its layers, and its runs and the blocks' calls at the two batch sizes."""
@@ -168,8 +180,20 @@ class _Capture:
         tensors = passed_between(self.layers, self.seen, SAMPLES, {kind: own[2] for kind, own in found.items()})
         blocks, lending = self._lending({kind: block for kind, (block, _, _) in found.items()}, tensors)
         sides = [figure.whole.side - _read(tensors, first[kind], lending) for kind, (_, figure, _) in found.items()]
-        before, after = self._edges(batches, loss_fn, max(sides, default=0))
-        return {"before": before, **blocks, "after": after}, tensors
+        edges = self._edges(batches, loss_fn, max(sides, default=0))
+        made = {"before": edges[0][0], **blocks, "after": edges[1][0]}
+        wholes = {"before": edges[0][1], "after": edges[1][1]} | {kind: own[1].whole for kind, own in found.items()}
+        return self._with_handed(made, wholes), tensors
+
+    def _with_handed(self, made: dict[str, LayerKind], wholes: Mapping[str, RegionFigures]) -> dict[str, LayerKind]:
+        """The kinds with what the layer before keeps of its own output, where they do not keep it themselves.
+
+        An activation in place at a layer's end keeps its output: one tensor, counted with the layer that it enters.
+        """
+        extra = dict.fromkeys(made, 0)
+        for left, right in pairwise(self.layers):
+            extra[right.kind] = max(extra[right.kind], wholes[left.kind].held - wholes[right.kind].handed)
+        return {name: _with_entering(kind, extra[name]) for name, kind in made.items()}
 
     def _lending(
         self, blocks: dict[str, LayerKind], tensors: Sequence[Passed]
@@ -192,15 +216,16 @@ class _Capture:
         entering = _slope([_bytes(call.inputs[i] for i in chain) for call, chain in zip(calls, chains, strict=True)])
         leaving = _slope([_bytes(tensors_of(call.output)) for call in calls])
         figure = split_block(block, calls, chains, figures(*runs))
-        kept = {
-            Recompute.NONE: figure.split("kept"),
-            Recompute.SELECTIVE: figure.split("selective"),
-            Recompute.FULL: TensorSplit(sequence=entering),
-        }
+        again = {Recompute.SELECTIVE: figure.split("selective"), Recompute.FULL: TensorSplit(sequence=entering)}
+        kept = {Recompute.NONE: figure.split("kept")} | ({} if figure.whole.overwrites else again)
         untrained = {f"{layer.name}.{name}" for name in runs[1].recording.untrained}
-        return self._kind(layer, figure, kept, (entering, leaving), untrained), figure, runs[1].needed
+        shape = _sample_shape([calls[1].inputs[place] for place in chains[1]])
+        return self._kind(layer, figure, kept, (entering, leaving), untrained, shape), figure, runs[1].needed
 
-    def _edges(self, batches: Sequence[Any], loss_fn: LossFn | None, side: int) -> tuple[LayerKind, LayerKind]:
+    def _edges(
+        self, batches: Sequence[Any], loss_fn: LossFn | None, side: int
+    ) -> tuple[tuple[LayerKind, RegionFigures], tuple[LayerKind, RegionFigures]]:
+        """The layers before and after the blocks, and their figures on one device."""
         before, after = self.layers[0], self.layers[-1]
         tail = self.owners.used(after)
         runs = [run_edges(self.twin, b, calls, loss_fn, tail) for b, calls in zip(batches, self.calls, strict=True)]
@@ -212,10 +237,11 @@ class _Capture:
         batch = _slope([_bytes(tensors_of(example)) for example in batches])
         entry, leave = self._boundary()
         unused = untrained[0] & untrained[1] if self.calls[0] else untrained[0]
-        return (
-            self._kind(before, first, {Recompute.NONE: kept}, (batch, entry), unused),
-            self._kind(after, last, {Recompute.NONE: last.split("kept")}, (leave, 0), untrained[1]),
-        )
+        given = _sample_shape(tensors_of(batches[1]))
+        handed = _sample_shape(tensors_of(self.calls[1][-1].output)) if self.calls[1] else given
+        opening = self._kind(before, first, {Recompute.NONE: kept}, (batch, entry), unused, given)
+        closing = self._kind(after, last, {Recompute.NONE: last.split("kept")}, (leave, 0), untrained[1], handed)
+        return (opening, wholes[0]), (closing, wholes[1])
 
     def _boundary(self) -> tuple[int, int]:
         """Bytes per sample that enter the first block and leave the last one."""
@@ -232,6 +258,7 @@ class _Capture:
         kept: dict[Recompute, TensorSplit],
         boundary: tuple[int, int],
         untrained: set[str],
+        entering: Sequence[int],
     ) -> LayerKind:
         operators = merge(figure.whole.calls, figure.shardings())
         parameters = self.owners.parameters[layer.name]
@@ -246,7 +273,7 @@ class _Capture:
             forward_working=figure.split("forward_working"),
             input_bytes=boundary[0],
             output_bytes=boundary[1],
-            dims=split_dims(self.twin, modules, layer.role, operators, self.sequence),
+            dims=split_dims(self.twin, modules, layer.role, operators, self.sequence, entering),
             buffer_bytes=self.owners.buffer_bytes[layer.name],
             tensor_degrees=plan.max_degree,
             tensor_reason=plan.reason,

@@ -21,8 +21,16 @@ _NAMES = {
 """What configs call each dim: those of Hugging Face first, then our own."""
 
 
+_MIXING = (OperatorClass.MATMUL, OperatorClass.ATTENTION)
+
+
 def split_dims(
-    model: nn.Module, modules: Sequence[nn.Module], role: Role, operators: Sequence[Operator], sequence: int
+    model: nn.Module,
+    modules: Sequence[nn.Module],
+    role: Role,
+    operators: Sequence[Operator],
+    sequence: int,
+    entering: Sequence[int] = (),
 ) -> SplitDims:
     """Dims of one layer; those the config does not give are read off its operators and modules.
 
@@ -32,6 +40,7 @@ def split_dims(
         role: where it stands; only blocks have heads and an MLP, only edges a vocabulary.
         operators: what it calls.
         sequence: tokens per sample.
+        entering: shape of one sample of what enters.
     """
     config = getattr(model, "config", None)
     found = {name: value for name in _NAMES if (value := _from_config(config, name))}
@@ -40,7 +49,7 @@ def split_dims(
         heavy = _block_dims(dims, operators)
     else:
         heavy = {name: dims[name] for name in ("hidden", "vocab") if name in dims}
-    return SplitDims(sequence=sequence, **heavy, **_convolution_dims(operators))
+    return SplitDims(sequence=sequence, **heavy, **_picture_dims(modules, operators, entering))
 
 
 def _from_config(config: Any, name: str) -> int:
@@ -69,10 +78,48 @@ def _block_dims(dims: dict[str, int], operators: Sequence[Operator]) -> dict[str
     return kept | {"heads": heads, "kv_heads": dims.get("kv_heads", min(kv_heads, heads) or heads)}
 
 
-def _convolution_dims(operators: Sequence[Operator]) -> dict[str, int]:
+def _picture_dims(
+    modules: Sequence[nn.Module], operators: Sequence[Operator], entering: Sequence[int]
+) -> dict[str, int]:
+    """Channels in and out, and extents of the picture or volume that enters; nothing where none does.
+
+    A layer with convolutions works on one. One without does where it passes windows over what enters or sums over its
+    pixels, or has no weights but one for each channel. Where something else enters, the first convolution's input is
+    the picture.
+    """
     convolutions = [operator for operator in operators if operator.kind is OperatorClass.CONVOLUTION]
-    if not convolutions:
+    light = not any(one.kind in _MIXING for one in operators) and _scales(modules, entering)
+    taken = [operator.shape[0] for operator in convolutions[:1]] or (
+        entering[:1] if light else _pooled_channels(operators)
+    )
+    if entering and entering[0] in taken and len(entering) - 1 in (2, 3):
+        inner, extents = entering[0], tuple(entering[1:])
+    elif convolutions:
+        inner, extents = convolutions[0].shape[0], tuple(side.extent for side in sides_of(convolutions[0]))
+    else:
         return {}
-    sides = sides_of(convolutions[0])
-    extents = zip(SIDES[-len(sides) :], (side.extent for side in sides), strict=True)
-    return {"in_channels": convolutions[0].shape[0], "out_channels": convolutions[-1].shape[1], **dict(extents)}
+    named = zip(SIDES[-len(extents) :], extents, strict=True)
+    return {"in_channels": inner, "out_channels": _leaving(operators, inner), **dict(named)}
+
+
+def _scales(modules: Sequence[nn.Module], entering: Sequence[int]) -> bool:
+    """Whether all weights of a layer are vectors of an item for each channel (normalisation, learned scales)."""
+    return all(tuple(p.shape) == tuple(entering[:1]) for module in modules for p in module.parameters())
+
+
+def _pooled_channels(operators: Sequence[Operator]) -> list[int]:
+    """Channels that windows pass over, or of which the mean is taken."""
+    memory = [operator for operator in operators if operator.kind is OperatorClass.MEMORY]
+    found = [operator.shape[1] for operator in memory if len(operator.shape) > 1]
+    return found + [operator.statistics for operator in memory if operator.statistics]
+
+
+def _leaving(operators: Sequence[Operator], inner: int) -> int:
+    """Output channels of the last operator with weights; those that enter where there is none."""
+    heavy = [
+        operator.shape[1] if operator.kind is OperatorClass.CONVOLUTION else operator.shape[2]
+        for operator in operators
+        if operator.kind is OperatorClass.CONVOLUTION
+        or (operator.kind is OperatorClass.MATMUL and operator.weight_bytes)
+    ]
+    return heavy[-1] if heavy else inner

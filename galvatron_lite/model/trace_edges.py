@@ -96,4 +96,8 @@ def run_edges(
             recorder.start_backward(before)
             torch.autograd.backward([end])
             recorder.finish(before, twin.named_parameters())
-    return RegionRun(before, given, ()), RegionRun(after, (*stand_in.numbers, *given), ())
+        leaving = tuple(recorder.number(tensor) for tensor in stand_in.entry)
+    return (
+        RegionRun(before, given, (), leaving=leaving),
+        RegionRun(after, (*stand_in.numbers, *given), (), handed=stand_in.numbers),
+    )

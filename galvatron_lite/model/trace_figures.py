@@ -5,7 +5,7 @@ What grows with the batch is the sample's; what does not (weights, causal masks,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from galvatron_lite.errors import TraceError
@@ -30,6 +30,7 @@ class CallFigures:
     weight_bytes: int
     backward: bool
     causal: bool
+    statistics: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,10 @@ class RegionFigures:
 
     Attributes:
         calls: every call, in order.
-        kept: with no recompute.
+        kept: with no recompute; what leaves counts with the layer that it enters, and is not among it.
+        handed: part of ``kept`` that the layer before made.
+        held: kept of what leaves.
+        overwrites: whether it changes in place what enters it.
         selective: kept where outputs of matmuls, convolutions and attention are saved beside the input.
         side: kept of what enters at the side (position tables, masks), which all layers share.
         working: beyond ``kept`` in backward.
@@ -47,6 +51,9 @@ class RegionFigures:
 
     calls: tuple[CallFigures, ...]
     kept: int
+    handed: int
+    held: int
+    overwrites: bool
     selective: int
     side: int
     working: int
@@ -62,16 +69,23 @@ def figures(small: RegionRun, large: RegionRun) -> RegionFigures:
     _check_alike(small.recording, large.recording)
     sizes = _growth(small.recording.sizes, large.recording.sizes)
     recording = large.recording
-    made = {event for event in recording.events if event > 0}
-    kept = sum(sizes[number] for number in recording.kept if number in made)
-    taken = sum(sizes[number] for number in recording.kept if number in large.chain)
+    made = {event for event in recording.events if event > 0}.difference(large.leaving)
+    taken = set(large.chain).difference(large.leaving)
+
+    def kept_of(storages: Collection[int]) -> int:
+        return sum(sizes[number] for number in recording.kept if number in storages)
+
+    kept = kept_of(made)
     entering = sum(sizes.get(number, 0) for number in large.chain)
     forward, backward = _peaks(recording, sizes)
     return RegionFigures(
         calls=tuple(_per_sample(a, b) for a, b in zip(small.recording.calls, recording.calls, strict=True)),
-        kept=kept + taken,
+        kept=kept + kept_of(taken),
+        handed=kept_of(taken.intersection(large.handed)),
+        held=kept_of(large.leaving),
+        overwrites=large.overwrites,
         selective=entering + sum(sizes[number] for number in _heavy_outputs(recording)),
-        side=sum(sizes[number] for number in recording.kept if number in large.side),
+        side=kept_of(large.side),
         working=max(0, backward - kept),
         forward_working=max(0, forward - kept),
     )
@@ -128,6 +142,7 @@ def _per_sample(small: Call, large: Call) -> CallFigures:
         weight_bytes=weights,
         backward=large.backward,
         causal=large.causal,
+        statistics=large.statistics,
     )
 
 

@@ -12,12 +12,12 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from galvatron_lite.model.graph import OperatorClass
 from galvatron_lite.model.trace_attention import attention, attention_backward  # noqa: F401  registers the operators
+from galvatron_lite.model.trace_pictures import convolution_shape, window_of
 
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm", "_grouped_mm"}
 _CONVOLUTIONS = {"convolution", "_convolution", "convolution_backward"}
 _ATTENTIONS = {"attention", "attention_backward"}
 _LOOKUPS = {"embedding", "index_select", "gather", "index", "nll_loss_forward"}
-_POOLS = {"max_pool2d_with_indices", "avg_pool2d", "max_pool3d_with_indices", "avg_pool3d"}
 _FIRST = {"addmm": 1, "baddbmm": 1, "addbmm": 1}
 
 
@@ -76,8 +76,8 @@ def is_causal(func: Any, args: Sequence[Any]) -> bool:
 
 def extents(func: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[int, ...]:
     """Sizes of one call: matmul (rows, inner, columns); attention (samples, query heads, key-value heads, queries,
-    keys, head size); convolution (input channels, output channels, groups) and its sides; else (items,), of batch
-    normalisation with its channels, of a pooling window with channels and sides. Sides: see ``Operator.shape``.
+    keys, head size); convolution (input channels, output channels, groups) and its sides; else (items,), of what passes
+    a window over a picture with channels and sides. Sides: see ``Operator.shape``.
     """
     kind, name = classify(func), name_of(func)
     if kind is OperatorClass.MATMUL:
@@ -88,42 +88,9 @@ def extents(func: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[
         heads = (query.shape[-3], key.shape[-3], query.shape[-2], key.shape[-2], query.shape[-1])
         return (prod(query.shape[:-3]), *heads)
     if kind is OperatorClass.CONVOLUTION and name != "convolution_backward":
-        return _convolved(args)
+        return convolution_shape(args)
     items = max((tensor.numel() for tensor in outputs), default=0)
-    if "batch_norm" in name and not name.endswith("backward"):
-        return (items, args[0].shape[1])
-    return (items, *_pooled(name, args)) if name in _POOLS else (items,)
-
-
-def _convolved(args: Sequence[Any]) -> tuple[int, ...]:
-    """Channels, groups and sides of ``aten.convolution``'s arguments; strides below 0 where it is transposed."""
-    taken, weight, stride, padding, dilation, transposed, groups = (args[place] for place in (0, 1, 3, 4, 5, 6, 8))
-    sides = taken.dim() - 2
-    steps = [-step if transposed else step for step in _each(stride, sides)]
-    around = (*_each(padding, sides), *_each(dilation, sides))
-    channels = weight.shape[1] * groups if transposed else weight.shape[0]
-    return (taken.shape[1], channels, groups, *taken.shape[2:], *weight.shape[2:], *steps, *around)
-
-
-def _pooled(name: str, args: Sequence[Any]) -> tuple[int, ...]:
-    """Channels and sides of a pooling operator's arguments."""
-    sides = int(name.partition("pool")[2][0])
-    whole = args[0].shape[-sides - 1 :]
-    padding = args[3] if len(args) > _PADDED else (0,)
-    dilation = args[4] if len(args) > _DILATED and name.startswith("max") else (1,)
-    kernel = _each(args[1], sides)
-    stride = _each(args[2], sides) if len(args) > 2 and args[2] else kernel
-    return (*whole, *kernel, *stride, *_each(padding, sides), *_each(dilation, sides))
-
-
-_PADDED, _DILATED = 3, 4
-"""Places of padding and dilation among the arguments of a pooling operator."""
-
-
-def _each(figures: Sequence[int] | int, sides: int) -> tuple[int, ...]:
-    """A figure for each side; one may stand for all."""
-    told = (figures,) if isinstance(figures, int) else tuple(figures)
-    return told * sides if len(told) == 1 else told
+    return (items, *window_of(name, args))
 
 
 def moved(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:

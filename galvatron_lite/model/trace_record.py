@@ -20,6 +20,7 @@ from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.model.graph import OperatorClass
 from galvatron_lite.model.trace_operators import classify, extents, flops, is_causal, moved, name_of
+from galvatron_lite.model.trace_pictures import statistics_of
 
 _ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 
@@ -38,6 +39,7 @@ class Call:
         backward: whether it ran in backward.
         outputs: storages of its outputs.
         causal: of attention: whether a query sees no later key.
+        statistics: items that are summed over all pixels of a picture before its result is known.
     """
 
     path: str
@@ -49,6 +51,7 @@ class Call:
     backward: bool
     outputs: tuple[int, ...]
     causal: bool = False
+    statistics: int = 0
 
 
 @dataclass(slots=True)
@@ -115,8 +118,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sizes = extents(func, args, outputs)
         traffic = moved(func, inputs, outputs)
         kind = classify(func)
+        called, sums = name_of(func), statistics_of(name_of(func), args)
         causal = is_causal(func, args)
-        target.calls.append(Call(self.path, name_of(func), kind, sizes, flop, traffic, self.backward, numbers, causal))
+        target.calls.append(Call(self.path, called, kind, sizes, flop, traffic, self.backward, numbers, causal, sums))
 
     def number(self, tensor: Tensor, made: bool = False) -> int:
         """The number of a tensor's storage; one not seen before gets the next, and an event if it was ``made``."""

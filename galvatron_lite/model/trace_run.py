@@ -125,6 +125,23 @@ class _Incoming(torch.autograd.Function):
         return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in ctx.outputs)
 
 
+class _Entering(torch.autograd.Function):
+    """Begins a region: hands on a tensor that is no leaf, as a layer before would, so that it may be overwritten."""
+
+    @staticmethod
+    def forward(_: Any, tensor: Tensor) -> Tensor:
+        return tensor.data  # the same storage, but no view of the leaf
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def _entered(tensor: Tensor) -> Tensor:
+    entered: Tensor = _Entering.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+    return entered
+
+
 def region_end(outputs: Sequence[Tensor]) -> Tensor | None:
     """A scalar whose backward gives every output that trains a gradient; None where none does."""
     trained = [tensor for tensor in outputs if tensor.requires_grad]
@@ -149,13 +166,29 @@ def chain_inputs(calls: Sequence[BlockCall], paths: Collection[str]) -> tuple[in
 
 @dataclass(slots=True)
 class RegionRun:
-    """A recording and the storages that enter: those of the layer before (or the batch), and those at its side; and
-    the places of inputs at its side that backward needs."""
+    """One region's recording, and which storages enter and leave it.
+
+    Attributes:
+        recording: what it did.
+        chain: storages that enter from the layer before, or of the batch.
+        side: those that enter at its side.
+        needed: places of inputs at its side that backward needs.
+        handed: those among ``chain`` that the layer before made.
+        leaving: storages that the next layer takes.
+    """
 
     recording: Recording
     chain: tuple[int, ...]
     side: tuple[int, ...]
     needed: tuple[int, ...] = ()
+    handed: tuple[int, ...] = ()
+    leaving: tuple[int, ...] = ()
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether it changes in place what enters it, so that it cannot be run again."""
+        forward = (call for call in self.recording.calls if not call.backward)
+        return any(not set(self.chain).isdisjoint(call.outputs) for call in forward)
 
 
 def run_block(block: nn.Module, call: BlockCall, chain: Sequence[int]) -> RegionRun:
@@ -171,13 +204,14 @@ def run_block(block: nn.Module, call: BlockCall, chain: Sequence[int]) -> Region
     """
     recorder, recording = Recorder(), Recording()
     inputs = [_leaf(tensor, place in chain) for place, tensor in enumerate(call.inputs)]
-    supply = iter(inputs)
+    supply = iter(_entered(tensor) for tensor in inputs)
     args, kwargs = map_tensors((call.args, call.kwargs), lambda _: next(supply))
     with explaining(call.path, block), shapes_only(recorder), recorder.watching(block):
         recorder.target = recording
         numbers = [recorder.number(tensor) for tensor in inputs]
         output = block(*args, **kwargs)
         end = region_end(list(tensors_of(output)))
+        leaving = tuple(recorder.number(tensor) for tensor in tensors_of(output))
         del output
         recorder.start_backward(recording)
         if end is not None:
@@ -185,7 +219,8 @@ def run_block(block: nn.Module, call: BlockCall, chain: Sequence[int]) -> Region
         recorder.finish(recording, block.named_parameters())
     side = tuple(number for place, number in enumerate(numbers) if place not in chain)
     needed = tuple(place for place, number in enumerate(numbers) if number in side and number in recording.kept)
-    return RegionRun(recording, tuple(numbers[place] for place in chain), side, needed)
+    entering = tuple(numbers[place] for place in chain)
+    return RegionRun(recording, entering, side, needed, entering, leaving)
 
 
 def _leaf(tensor: Tensor, chained: bool) -> Tensor:
