@@ -122,7 +122,7 @@ def test_refused_where_a_rank_has_nothing_or_needs_more_than_the_next_ones(
     if min(extent, outputs) < degree:
         assert "without a share" in refusal(window, extent, degree)
         return
-    far = False
+    far = nothing = False
     for rank in range(degree):
         start, stop = needed(window, extent, output_range(window, extent, degree, rank))
         near = {
@@ -131,8 +131,11 @@ def test_refused_where_a_rank_has_nothing_or_needs_more_than_the_next_ones(
             if 0 <= peer < degree
             for p in range(*own_range(extent, degree, peer))
         }
-        far |= not {place for place in range(start, stop) if 0 <= place < extent} <= near
-    assert ("beside it" in refusal(window, extent, degree)) == far
+        wanted = {place for place in range(start, stop) if 0 <= place < extent}
+        far, nothing = far or not wanted <= near, nothing or not wanted
+    assert bool(refusal(window, extent, degree)) == (far or nothing)
+    assert far or "beside it" not in refusal(window, extent, degree)
+    assert nothing or "outside the picture" not in refusal(window, extent, degree)
 
 
 @given(windows(), EXTENTS, DEGREES)

@@ -69,6 +69,12 @@ class Run:
     step: int | None = None
 
 
+def covered(run: Run) -> Range:
+    """The places of the picture in a run, which lies inside it."""
+    last = run.start + (run.length - 1) * (run.step or 0)
+    return min(run.start, last), max(run.start, last) + 1
+
+
 def output_extent(window: Window, extent: int) -> int:
     """Outputs along a side of ``extent`` places (as torch counts them); 0 or less where there are none."""
     if window.transposed:
@@ -165,6 +171,12 @@ def borrowed(window: Window, extent: int, degree: int, rank: int) -> tuple[int, 
     return below, sum(items(ranges) for peer, ranges in loans if peer > rank)
 
 
+@lru_cache(maxsize=4096)
+def travels(window: Window, extent: int, degree: int) -> bool:
+    """Whether any rank borrows; the same on all of them."""
+    return any(borrows(window, extent, degree, rank) for rank in range(degree))
+
+
 def items(ranges: tuple[Range, ...]) -> int:
     """Places in disjoint ranges."""
     return sum(stop - start for start, stop in ranges)
@@ -172,14 +184,18 @@ def items(ranges: tuple[Range, ...]) -> int:
 
 @lru_cache(maxsize=4096)
 def refusal(window: Window, extent: int, degree: int) -> str:
-    """Why ranks cannot share a side under a window, or nothing: every rank has inputs and outputs, and what these need
-    lies with it and the ranks beside it (in a ring where the picture is one).
+    """Why ranks cannot share a side under a window, or nothing.
+
+    They can where every rank has inputs and outputs, its outputs need some of the picture, and what they need lies with
+    it and the ranks beside it (in a ring where the picture is one).
     """
     outputs = output_extent(window, extent)
     if min(extent, outputs) < degree:
         made = f"{extent} -> {outputs}"
         return f"an extent of {made} leaves a rank of {degree} without a share"
     for rank in range(degree):
+        if not _wanted(window, extent, degree, rank):
+            return f"the outputs of rank {rank} of {degree} lie outside the picture of {extent}"
         for peer, ranges in borrows(window, extent, degree, rank):
             if not _beside(window, degree, rank, peer):
                 return (
@@ -208,17 +224,12 @@ def interior(window: Window, extent: int, degree: int, rank: int) -> Range:
 def _wanted(window: Window, extent: int, degree: int, rank: int) -> tuple[Range, ...]:
     """The places of the picture that a rank needs: ranges that are disjoint and ascend."""
     merged: list[Range] = []
-    for start, stop in sorted(_covered(run) for run in layout(window, extent, degree, rank) if run.step is not None):
+    for start, stop in sorted(covered(run) for run in layout(window, extent, degree, rank) if run.step is not None):
         if merged and start <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(merged[-1][1], stop)
         else:
             merged.append((start, stop))
     return tuple(merged)
-
-
-def _covered(run: Run) -> Range:
-    last = run.start + (run.length - 1) * (run.step or 0)
-    return min(run.start, last), max(run.start, last) + 1
 
 
 def _within(ranges: tuple[Range, ...], bounds: Range) -> tuple[Range, ...]:

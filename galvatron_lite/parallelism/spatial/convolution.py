@@ -1,0 +1,361 @@
+"""Convolutions of pictures whose pixels ranks share, transposed ones too: as on one device, bit for bit of rounding.
+
+One autograd function borrows the borders, and returns their gradients. It keeps the share and the borders, not the
+picture made of both; that is put together again for the gradient of the weights, while the borders of the input's
+gradient travel. Gradients of weights and biases are this rank's parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional, grad
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.cuts.grid import PIXELS
+from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
+from galvatron_lite.parallelism.cuts.tensor import (
+    Call,
+    Cut,
+    CutTensor,
+    Handler,
+    cut_tensor,
+    cuts_of,
+    local_of,
+    whole_shape,
+)
+from galvatron_lite.parallelism.spatial.halo import (
+    Box,
+    Halo,
+    Part,
+    Side,
+    borrow,
+    checked,
+    give_back,
+    laid,
+    padded,
+    shape_of,
+)
+from galvatron_lite.parallelism.spatial.windows import Window, crop, needed, output_extent
+
+Amount = int | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A convolution of a picture.
+
+    Attributes:
+        name: of torch's function.
+        windows: one a side of the picture.
+        groups: of channels.
+    """
+
+    name: str
+    windows: tuple[Window, ...]
+    groups: int
+
+    @property
+    def transposed(self) -> bool:
+        """Whether it is the adjoint of a convolution."""
+        return self.windows[0].transposed
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How this rank does its part of a convolution.
+
+    Attributes:
+        halo: sides that are cut, or padded unevenly.
+        layer: what to do.
+        padding: what torch's function pads by: nothing on the sides of the halo.
+        split: see ``splits``.
+    """
+
+    halo: Halo
+    layer: Layer
+    padding: tuple[int, ...]
+    split: bool = False
+
+    @property
+    def steps(self) -> dict[str, Any]:
+        """What torch's functions for this convolution are told."""
+        windows = self.layer.windows
+        stride, dilation = tuple(one.stride for one in windows), tuple(one.dilation for one in windows)
+        return {"stride": stride, "padding": self.padding, "dilation": dilation, "groups": self.layer.groups}
+
+
+def pixels(extents: Sequence[int], windows: Sequence[Window], cuts: Sequence[Cut], layer: str) -> Halo:
+    """The halo of windows that slide along the sides of a picture; sides that are whole are in it if padded unevenly.
+
+    Raises:
+        InputError: ranks cannot share the picture under these windows.
+    """
+    lines = {cut.dim: cut.line for cut in cuts}
+    uneven = {dim for dim, window in enumerate(windows, PIXELS) if window.before != window.after}
+    sides = [
+        Side(dim, extent, lines.get(dim, ALONE), window)
+        for dim, (extent, window) in enumerate(zip(extents, windows, strict=True), PIXELS)
+        if dim in lines or dim in uneven
+    ]
+    return checked(sides, layer)
+
+
+ALONE = ShapeOnlyLine(1, 0)
+"""The line of a side that is whole."""
+
+
+def cuts_after(cuts: Sequence[Cut], windows: Sequence[Window]) -> tuple[Cut, ...]:
+    """How what windows make of a picture is cut."""
+    return tuple(Cut(cut.dim, output_extent(windows[cut.dim - PIXELS], cut.extent), cut.line) for cut in cuts)
+
+
+def numbers(amount: Amount, sides: int) -> tuple[int, ...]:
+    """One number a side: torch's functions take one for all."""
+    given = (amount,) if isinstance(amount, int) else tuple(amount)
+    return given * sides if len(given) == 1 else given
+
+
+def check_batched(picture: Tensor, sides: int, layer: str) -> None:
+    """Refuse a picture that is not (samples, channels, and its sides)."""
+    if len(whole_shape(picture)) != PIXELS + sides:
+        remedy = "Give (samples, channels, ...): pictures that are shared have a dim of samples."
+        raise InputError(f"shape of the input of {layer}", whole_shape(picture), remedy)
+
+
+def convolve(call: Call) -> Any:
+    """conv1d, conv2d, conv3d and conv_transpose1d, 2d, 3d of a cut picture with whole weights: a cut picture.
+
+    Raises:
+        InputError: the picture has no dim of samples, or its ranks need more than the ranks beside them hold.
+    """
+    sides = int(call.name[-2])
+    reader = _transposed if "transpose" in call.name else _plain
+    picture, weight, bias, layer = reader(call.name, sides, *call.args, **call.kwargs)
+    check_batched(picture, sides, call.name)
+    cuts = cuts_of(picture)
+    if not cuts or cuts[0].dim < PIXELS or isinstance(weight, CutTensor) or isinstance(bias, CutTensor):
+        return call.rules.otherwise(call)
+    halo = pixels(whole_shape(picture)[PIXELS:], layer.windows, cuts, call.name)
+    ours = {side.dim for side in halo.sides}
+    padding = tuple(0 if dim in ours else one.before for dim, one in enumerate(layer.windows, PIXELS))
+    share, weight, bias = _as_autocast(local_of(picture), weight, bias)
+    plan = Plan(halo, layer, padding, not layer.transposed and splits(halo, share, weight))
+    made: Tensor = _Convolve.apply(share, weight, bias, plan)  # type: ignore[no-untyped-call]
+    return cut_tensor(made, cuts_after(cuts, layer.windows), call.rules)
+
+
+def _plain(
+    name: str,
+    sides: int,
+    input: Tensor,  # noqa: A002 - as torch names it
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Amount = 1,
+    padding: Amount | str = 0,
+    dilation: Amount = 1,
+    groups: int = 1,
+) -> tuple[Tensor, Tensor, Tensor | None, Layer]:
+    kernel, strides, dilations = weight.shape[PIXELS:], numbers(stride, sides), numbers(dilation, sides)
+    if isinstance(padding, str):
+        spare = [d * (k - 1) if padding == "same" else 0 for k, d in zip(kernel, dilations, strict=True)]
+        pads = [(one // 2, one - one // 2) for one in spare]
+    else:
+        pads = [(one, one) for one in numbers(padding, sides)]
+    windows = (Window(k, s, *q, d) for k, s, q, d in zip(kernel, strides, pads, dilations, strict=True))
+    return input, weight, bias, Layer(name, tuple(windows), groups)
+
+
+def _transposed(
+    name: str,
+    sides: int,
+    input: Tensor,  # noqa: A002 - as torch names it
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Amount = 1,
+    padding: Amount = 0,
+    output_padding: Amount = 0,
+    groups: int = 1,
+    dilation: Amount = 1,
+) -> tuple[Tensor, Tensor, Tensor | None, Layer]:
+    amounts = (numbers(amount, sides) for amount in (stride, padding, output_padding, dilation))
+    windows = (
+        Window(k, s, q, q - more, d, transposed=True)
+        for k, s, q, more, d in zip(weight.shape[PIXELS:], *amounts, strict=True)
+    )
+    return input, weight, bias, Layer(name, tuple(windows), groups)
+
+
+def _as_autocast(share: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """In the dtype that autocast runs convolutions in, where it is on; it leaves float64 alone."""
+    kind = share.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return share, weight, bias
+    cast = partial(_lowered, dtype=torch.get_autocast_dtype(kind))
+    return cast(share), cast(weight), None if bias is None else cast(bias)
+
+
+def _lowered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+
+SPLIT_WORK = 2**30
+"""Multiplications and additions that take an accelerator as long (20 us at 50e12 a second) as a message takes."""
+SPLIT_DEPTH = 256
+"""Multiplications for an output from which on these take longer than to copy it (8 bytes at 2e12 bytes a second)."""
+SPLIT_EDGE = 4
+"""Outputs for one at the border, from which on few of them are done as thin strips, which fill an accelerator badly."""
+
+
+def splits(halo: Halo, share: Tensor, weight: Tensor) -> bool:
+    """Whether outputs that need no borders are computed on their own while the borders travel.
+
+    That hides the messages, but costs a copy of the outputs and a kernel for each strip at the border. So it is done
+    where something travels, outputs at the border are few, one output takes more work than its copy, and the work lasts
+    as long as a message. A rule of sizes only: no clock, so runs repeat.
+    """
+    inner = prod(stop - start for start, stop in (side.interior for side in halo.sides))
+    every = prod(stop - start for start, stop in (side.outputs for side in halo.sides))
+    depth = weight[0].numel()
+    rest = prod(extent for dim, extent in enumerate(share.shape) if dim not in (1, *(side.dim for side in halo.sides)))
+    few = inner * SPLIT_EDGE >= every * (SPLIT_EDGE - 1)
+    return bool(halo.travelling) and few and depth >= SPLIT_DEPTH and inner * rest * weight.numel() >= SPLIT_WORK
+
+
+class _Convolve(Function):
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+        run = _run_transposed if plan.layer.transposed else _run_split if plan.split else _run
+        made, borders = run(share, weight, bias, plan)
+        ctx.plan, ctx.shape = plan, share.shape
+        kept = (share, *borders) if ctx.needs_input_grad[1] else ()
+        ctx.save_for_backward(weight, *kept)
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        weight, *kept = ctx.saved_tensors
+        plan: Plan = ctx.plan
+        of_input, of_weight = _transposed_gradients(plan) if plan.layer.transposed else _gradients(plan)
+        for_share, for_weight, for_bias, _ = ctx.needs_input_grad
+        whole = _uncropped(gradient, plan) if plan.layer.transposed else gradient
+        size = shape_of(ctx.shape, plan.halo, plan.halo.needed)
+        returning = give_back(of_input(size, weight, whole), plan.halo) if for_share else None
+        weights = of_weight(_together(kept, plan.halo), weight.shape, whole) if for_weight else None
+        biases = gradient.sum((0, *range(PIXELS, gradient.dim()))) if for_bias else None
+        return returning.wait() if returning is not None else None, weights, biases, None
+
+
+def _together(kept: Sequence[Tensor], halo: Halo) -> Tensor:
+    """The share and its borders as one picture."""
+    boxes = (halo.own, *halo.borders())
+    return laid([Part(tensor, box) for tensor, box in zip(kept, boxes, strict=True)], halo, halo.needed)
+
+
+Result = tuple[Tensor, tuple[Tensor, ...]]
+"""Outputs, and the borders that were borrowed for them."""
+
+
+def _run(share: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Result:
+    parts = borrow(share, plan.halo).wait()
+    made = _function(plan)(laid(parts, plan.halo, plan.halo.needed), weight, bias, **plan.steps)
+    return made, tuple(part.tensor for part in parts[1:])
+
+
+def _run_split(share: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Result:
+    """The outputs that need no borders while these travel, and then the others."""
+    halo = plan.halo
+    coming = borrow(share, halo)
+    every = tuple(side.outputs for side in halo.sides)
+    inner = tuple(side.interior for side in halo.sides)
+    run = partial(_outputs, halo=halo, weight=weight, bias=bias, plan=plan)
+    first = run(coming.here, box=inner)
+    parts = coming.wait()
+    strips = [Part(run(parts, box=box), box) for box in _frame(every, inner)]
+    return laid([Part(first, inner), *strips], _of_outputs(halo), every), tuple(part.tensor for part in parts[1:])
+
+
+def _of_outputs(halo: Halo) -> Halo:
+    """The sides of what a layer makes."""
+    return Halo(tuple(Side(one.dim, output_extent(one.window, one.extent), one.line, Window()) for one in halo.sides))
+
+
+def _outputs(parts: Sequence[Part], box: Box, halo: Halo, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+    """The outputs of a box."""
+    places = tuple(needed(side.window, side.extent, one) for side, one in zip(halo.sides, box, strict=True))
+    made: Tensor = _function(plan)(laid(parts, halo, places), weight, bias, **plan.steps)
+    return made
+
+
+def _frame(outer: Box, inner: Box) -> Iterator[Box]:
+    """Boxes that cover ``outer`` without ``inner``, each place once."""
+    for index, ((start, stop), (low, high)) in enumerate(zip(outer, inner, strict=True)):
+        for places in ((start, low), (high, stop)):
+            if places[0] < places[1]:
+                yield (*inner[:index], places, *outer[index + 1 :])
+
+
+def _run_transposed(share: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Result:
+    """The transposed convolution of what the outputs depend on, cropped to them."""
+    parts = borrow(share, plan.halo).wait()
+    crops = _crops(plan.halo)
+    gaps = any(min(one) < 0 for one in crops)
+    steps = plan.steps
+    made = _function(plan)(
+        laid(parts, plan.halo, plan.halo.needed), weight, None if gaps else bias, output_padding=0, **steps
+    )
+    made = padded(made, plan.halo, [(-before, -after) for before, after in crops])
+    if gaps and bias is not None:
+        made += bias.view(-1, *[1] * len(plan.layer.windows))
+    return made, tuple(part.tensor for part in parts[1:])
+
+
+def _crops(halo: Halo) -> list[tuple[int, int]]:
+    return [crop(side.window, side.outputs, side.needed) for side in halo.sides]
+
+
+def _uncropped(gradient: Tensor, plan: Plan) -> Tensor:
+    """The gradient of what a transposed convolution made before it was cropped."""
+    return padded(gradient, plan.halo, _crops(plan.halo))
+
+
+def _function(plan: Plan) -> Callable[..., Tensor]:
+    function: Callable[..., Tensor] = getattr(functional, plan.layer.name)
+    return function
+
+
+OfInput = Callable[[Sequence[int], Tensor, Tensor], Tensor]
+OfWeight = Callable[[Tensor, Sequence[int], Tensor], Tensor]
+
+
+def _gradients(plan: Plan) -> tuple[OfInput, OfWeight]:
+    """Of a convolution: (its input's shape, weight, gradient) -> that of its input, and (input, weight's shape,
+    gradient) -> that of its weight."""
+    name = plan.layer.name
+    return partial(getattr(grad, f"{name}_input"), **plan.steps), partial(getattr(grad, f"{name}_weight"), **plan.steps)
+
+
+def _transposed_gradients(plan: Plan) -> tuple[OfInput, OfWeight]:
+    """As ``_gradients``: a transposed convolution is the adjoint of the convolution with its weight, so the gradient of
+    its input is that convolution, and that of its weight the convolution's with input and gradient changed about."""
+    name = plan.layer.name.replace("_transpose", "")
+    forward, of_weight = getattr(functional, name), getattr(grad, f"{name}_weight")
+    return (
+        lambda size, weight, gradient: forward(gradient, weight, **plan.steps),  # noqa: ARG005
+        lambda picture, shape, gradient: of_weight(gradient, shape, picture, **plan.steps),
+    )
+
+
+HANDLERS: Mapping[str, Handler] = {
+    f"conv{kind}{sides}d": convolve for kind in ("", "_transpose") for sides in (1, 2, 3)
+}
+"""Convolutions."""

@@ -1,0 +1,480 @@
+"""Convolutions and pads of shared pictures: as on one device, borders counted, and what autograd keeps."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.cuts.functions import own, sum_over, whole
+from galvatron_lite.parallelism.cuts.grid import Grid
+from galvatron_lite.parallelism.cuts.tensor import (
+    Call,
+    Cut,
+    CutTensor,
+    Rules,
+    cut_tensor,
+    cuts_of,
+    local_of,
+    whole_shape,
+)
+from galvatron_lite.parallelism.spatial import convolution, pads
+from galvatron_lite.parallelism.spatial.convolution import splits
+from galvatron_lite.parallelism.spatial.windows import Window, borrows, needed, output_extent, output_range, refusal
+from tests.parallelism.thread_group import ThreadGroup, grid_groups, run_threads
+
+
+def unexpected(call: Call) -> object:
+    raise AssertionError(f"{call.name} has no handler")
+
+
+RULES = Rules({**convolution.HANDLERS, **pads.HANDLERS}, unexpected)
+GRIDS = [(2, 1), (1, 2), (3, 1), (1, 3), (2, 2), (4, 1), (1, 4)]
+
+
+def grid_of(group: ThreadGroup, rows: int, columns: int) -> Grid:
+    down, along = grid_groups(group, rows, columns)
+    return Grid((None, down if rows > 1 else None, along if columns > 1 else None), group)
+
+
+@dataclass
+class Found:
+    """What one rank has after a forward and backward pass."""
+
+    output: Tensor
+    picture: Tensor
+    parameters: list[Tensor]
+    lines: list[ThreadGroup] = field(default_factory=list)
+
+
+def alone(layer: Callable[..., Tensor], picture: Tensor, parameters: list[Tensor], seed: int) -> Found:
+    leaf = picture.clone().requires_grad_()
+    leaves = [one.clone().requires_grad_() for one in parameters]
+    output = layer(leaf, *leaves)
+    output.backward(direction(output, seed))
+    assert leaf.grad is not None
+    return Found(output.detach(), leaf.grad, [one.grad for one in leaves if one.grad is not None])
+
+
+def shared(
+    layer: Callable[..., Tensor],
+    picture: Tensor,
+    parameters: list[Tensor],
+    grid: tuple[int, int],
+    seed: int,
+    rules: Rules = RULES,
+) -> list[Found]:
+    """The same where ranks share the pixels; gradients are summed over them."""
+
+    def work(group: ThreadGroup) -> Found:
+        lines = grid_of(group, *grid)
+        leaf = picture.clone().requires_grad_()
+        leaves = [one.clone().requires_grad_() for one in parameters]
+        output = layer(own(leaf, lines.cuts(picture.shape), rules), *leaves)
+        assert isinstance(output, CutTensor)
+        # a rank's objective counts its own pixels
+        torch.autograd.backward(local_of(output), local_of(own(direction(output, seed), cuts_of(output), rules)))
+        assert leaf.grad is not None
+        gradients = [sum_over(one.grad, [group]) for one in leaves if one.grad is not None]
+        used = [line for line in lines.lines if isinstance(line, ThreadGroup)]
+        return Found(whole(output).detach(), sum_over(leaf.grad, [group]), gradients, used)
+
+    return run_threads(grid[0] * grid[1], work)
+
+
+def direction(output: Tensor, seed: int) -> Tensor:
+    return torch.randn(whole_shape(output), generator=torch.Generator().manual_seed(seed), dtype=local_of(output).dtype)
+
+
+def same(found: Found, wanted: Found) -> None:
+    close(found.output, wanted.output)
+    close(found.picture, wanted.picture)
+    assert len(found.parameters) == len(wanted.parameters)
+    for one, other in zip(found.parameters, wanted.parameters, strict=True):
+        close(one, other)
+
+
+def close(one: Tensor, other: Tensor) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def double(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def fits(windows: list[Window], extents: list[int], cut: list[int]) -> bool:
+    return all(
+        output_extent(window, extent) > 0 and not (degree > 1 and refusal(window, extent, degree))
+        for window, extent, degree in zip(windows, extents, cut, strict=True)
+    )
+
+
+@st.composite
+def layers(draw: st.DrawFn, sides: int, transposed: bool) -> tuple[dict[str, Any], list[int], list[Window]]:
+    """Arguments of a convolution, its kernel, and its windows."""
+    every = range(sides)
+    kernel = [draw(st.integers(1, 4)) for _ in every]
+    stride = [draw(st.integers(1, 3)) for _ in every]
+    dilation = [draw(st.integers(1, 2)) for _ in every]
+    padding = [draw(st.integers(0, 2)) for _ in every]
+    steps = {"stride": tuple(stride), "dilation": tuple(dilation), "padding": tuple(padding)}
+    if transposed:
+        extra = [draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)]
+        steps["output_padding"] = tuple(extra)
+        parts = zip(kernel, stride, padding, extra, dilation, strict=True)
+        return steps, kernel, [Window(k, s, q, q - e, d, transposed=True) for k, s, q, e, d in parts]
+    parts = zip(kernel, stride, padding, dilation, strict=True)
+    return steps, kernel, [Window(k, s, q, q, d) for k, s, q, d in parts]
+
+
+def layer_of(name: str, steps: dict[str, Any], groups: int) -> Callable[..., Tensor]:
+    function = getattr(functional, name)
+    return lambda picture, weight, bias=None: function(picture, weight, bias, groups=groups, **steps)
+
+
+def check(
+    name: str,
+    drawn: tuple[dict[str, Any], list[int], list[Window]],
+    extents: list[int],
+    grid: tuple[int, int],
+    seed: int,
+) -> None:
+    """A convolution of 2 groups with biases (or without, by the seed) on shared pictures against the whole picture."""
+    steps, kernel, windows = drawn
+    torch.manual_seed(seed)
+    groups, bias = 1 + seed % 2, seed % 3 > 0
+    channels = (4, 6 // groups) if "transpose" in name else (6, 4 // groups)
+    parameters = [double(*channels, *kernel), *([double(6)] if bias else [])]
+    layer, picture = layer_of(name, steps, groups), double(2, 4, *extents)
+    wanted = alone(layer, picture, parameters, seed)
+    ranks = shared(layer, picture, parameters, grid, seed)
+    for found in ranks:
+        same(found, wanted)
+    cut = dict(zip(range(len(extents) + 1, 1, -1), reversed(grid), strict=False))
+    assert sum(line.sent_bytes for one in ranks for line in one.lines) == 2 * 8 * borders(windows, extents, cut)
+
+
+def borders(windows: list[Window], extents: list[int], cut: dict[int, int]) -> int:
+    """Items that all ranks borrow of a picture of 2 samples and 4 channels: rows, then columns with rows that came."""
+    sides = [(dim, degree) for dim, degree in sorted(cut.items()) if degree > 1]
+    total = 0
+    for places in torch.cartesian_prod(*[torch.arange(degree) for _, degree in sides]).view(-1, len(sides)).tolist():
+        for index, (dim, degree) in enumerate(sides):
+            window, extent = windows[dim - 2], extents[dim - 2]
+            loans = borrows(window, extent, degree, places[index])
+            size = 8 * sum(stop - start for _, ranges in loans for start, stop in ranges)
+            for other, whole_extent in enumerate(extents, 2):
+                size *= length(windows[other - 2], whole_extent, sides, places, index, other) if other != dim else 1
+            total += size
+    return total
+
+
+def length(window: Window, extent: int, sides: list[tuple[int, int]], places: list[int], index: int, other: int) -> int:
+    """Of a border along another dim: what outputs need of it where it was taken before, the own share otherwise."""
+    ranks = {dim: (place, degree) for (dim, degree), place in zip(sides, places, strict=True)}
+    place, degree = ranks.get(other, (0, 1))
+    # whole sides that are padded unevenly are taken in turn too
+    taken = other in ranks or window.before != window.after
+    if taken and other < sides[index][0]:
+        start, stop = needed(window, extent, output_range(window, extent, degree, place))
+        return min(stop, extent) - max(start, 0)
+    return extent // degree + (place < extent % degree)
+
+
+SEEDS = st.integers(0, 1000)
+
+
+@settings(max_examples=40, deadline=None)
+@given(layers(2, False), st.integers(3, 14), st.integers(3, 14), st.sampled_from(GRIDS), SEEDS)
+def test_convolutions_of_rows_and_columns(
+    drawn: Any, height: int, width: int, grid: tuple[int, int], seed: int
+) -> None:
+    assume(fits(drawn[2], [height, width], list(grid)))
+    check("conv2d", drawn, [height, width], grid, seed)
+
+
+@settings(max_examples=40, deadline=None)
+@given(layers(2, True), st.integers(2, 9), st.integers(2, 9), st.sampled_from(GRIDS), SEEDS)
+def test_transposed_convolutions_of_rows_and_columns(
+    drawn: Any, height: int, width: int, grid: tuple[int, int], seed: int
+) -> None:
+    assume(fits(drawn[2], [height, width], list(grid)))
+    check("conv_transpose2d", drawn, [height, width], grid, seed)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data(), st.booleans(), st.integers(4, 20), st.sampled_from([(1, 2), (1, 3), (1, 4)]), SEEDS)
+def test_convolutions_of_one_side(
+    data: st.DataObject, transposed: bool, extent: int, grid: tuple[int, int], seed: int
+) -> None:
+    drawn = data.draw(layers(1, transposed))
+    assume(fits(drawn[2], [extent], [grid[1]]))
+    check("conv_transpose1d" if transposed else "conv1d", drawn, [extent], grid, seed)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data(), st.booleans(), st.integers(4, 8), st.sampled_from([(2, 1), (2, 2), (1, 3)]), SEEDS)
+def test_convolutions_of_volumes(
+    data: st.DataObject, transposed: bool, extent: int, grid: tuple[int, int], seed: int
+) -> None:
+    drawn = data.draw(layers(3, transposed))
+    extents = [3, extent, extent + 1]
+    assume(fits(drawn[2], extents, [1, *grid]))
+    check("conv_transpose3d" if transposed else "conv3d", drawn, extents, grid, seed)
+
+
+def test_volumes_may_be_cut_along_all_sides() -> None:
+    picture, weight = double(1, 2, 5, 6, 7), double(3, 2, 3, 3, 3)
+    wanted = functional.conv3d(picture, weight, padding=1)
+
+    def work(group: ThreadGroup) -> Tensor:
+        plane, rest = divmod(group.rank, 4)
+        inner = ThreadGroup(4, rest, group.meeting.show(group.rank, type(group.meeting)(4))[plane * 4])
+        planes = ThreadGroup(2, plane, group.meeting.show(group.rank, type(group.meeting)(2))[rest])
+        cuts = Grid((planes, *grid_groups(inner, 2, 2)), group).cuts(picture.shape)
+        return whole(functional.conv3d(own(picture, cuts, RULES), weight, padding=1))
+
+    for found in run_threads(8, work):
+        close(found, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel")
+@pytest.mark.parametrize("kernel", [2, 3, 4])
+@pytest.mark.parametrize("grid", [(2, 1), (1, 2), (2, 2)])
+def test_padding_by_name(kernel: int, grid: tuple[int, int]) -> None:
+    picture, weight = double(1, 2, 7, 8), double(3, 2, kernel, kernel)
+    for padding in ("same", "valid"):
+        layer = layer_of("conv2d", {"padding": padding}, 1)
+        for found in shared(layer, picture, [weight], grid, 0):
+            same(found, alone(layer, picture, [weight], 0))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(["constant", "reflect", "replicate", "circular"]),
+    st.tuples(*[st.integers(-2, 4)] * 4),
+    st.integers(5, 10),
+    st.integers(5, 10),
+    st.sampled_from(GRIDS),
+)
+def test_pads_and_crops(mode: str, amounts: tuple[int, ...], height: int, width: int, grid: tuple[int, int]) -> None:
+    if mode != "constant":
+        amounts = tuple(max(one, 0) for one in amounts)
+    windows = [Window(before=amounts[i], after=amounts[i + 1], mode=mode) for i in (2, 0)]
+    assume(fits(windows, [height, width], list(grid)))
+    assume(all(any(amounts[i : i + 2]) or degree == 1 for i, degree in ((2, grid[0]), (0, grid[1]))))
+    value = 1.5 if mode == "constant" else None
+
+    def layer(picture: Tensor) -> Tensor:
+        return functional.pad(picture, amounts, mode, value)
+
+    picture = double(2, 3, height, width)
+    wanted = alone(layer, picture, [], 0)
+    for found in shared(layer, picture, [], grid, 0):
+        same(found, wanted)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+def test_modules_pad_by_their_mode(mode: Any) -> None:
+    torch.manual_seed(0)
+    module = nn.Conv2d(3, 4, 5, stride=2, padding=2, padding_mode=mode).double()
+
+    def layer(picture: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.func.functional_call(module, {"weight": weight, "bias": bias}, (picture,))
+
+    picture = double(2, 3, 9, 11)
+    parameters = [module.weight.detach(), module.bias.detach()] if module.bias is not None else []
+    wanted = alone(layer, picture, parameters, 1)
+    for found in shared(layer, picture, parameters, (2, 2), 1):
+        same(found, wanted)
+
+
+def big() -> tuple[Tensor, Tensor, Tensor]:
+    """Large enough that outputs that need no borders are computed on their own."""
+    return torch.randn(1, 96, 64, 64), torch.randn(96, 96, 3, 3), torch.randn(96)
+
+
+@pytest.mark.parametrize("grid", [(2, 1), (1, 2)])
+def test_interior_is_computed_while_borders_travel(grid: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolution, "SPLIT_WORK", 2**10)
+    monkeypatch.setattr(convolution, "SPLIT_DEPTH", 4)
+    picture, parameters = double(2, 4, 24, 26), [double(6, 4, 3, 3), double(6)]
+    layers = [layer_of("conv2d", {"padding": 1, "stride": stride}, 1) for stride in (1, 2)]
+    results = [alone(layer, picture, parameters, 3) for layer in layers]
+    order: dict[int, list[str]] = defaultdict(list)
+
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        order[threading.get_ident()].append("compute")
+        return torch.conv2d(*args, **kwargs)
+
+    class Noted:
+        def wait(self) -> None:
+            order[threading.get_ident()].append("wait")
+
+    def exchange(line: ThreadGroup, *parcels: Any) -> Noted:
+        send(line, *parcels)
+        return Noted()
+
+    send = ThreadGroup.exchange
+    monkeypatch.setattr(functional, "conv2d", noted)
+    monkeypatch.setattr(ThreadGroup, "exchange", exchange)
+    for layer, wanted in zip(layers, results, strict=True):
+        for found in shared(layer, picture, parameters, grid, 3):
+            same(found, wanted)
+    assert all(one[:3] == ["compute", "wait", "compute"] for one in order.values())
+
+
+def test_large_pictures_are_split_and_small_or_shallow_ones_are_not() -> None:
+    picture, weight, _ = big()
+
+    def plan(extent: int, kernel: Tensor, group: ThreadGroup) -> bool:
+        cuts = Grid((None, group, None), group).cuts((1, 96, extent, extent))
+        halo = convolution.pixels((extent, extent), [Window(3, 1, 1, 1)] * 2, cuts, "conv2d")
+        return splits(halo, picture.new_empty(1, 96, extent // 2, extent), kernel)
+
+    def work(group: ThreadGroup) -> tuple[bool, ...]:
+        shallow = torch.randn(96, 1, 3, 3)
+        return plan(256, weight, group), plan(16, weight, group), plan(6, weight, group), plan(2048, shallow, group)
+
+    assert run_threads(2, work) == [(True, False, False, False)] * 2
+
+
+def kept(run: Callable[[], Any]) -> list[Tensor]:
+    """What autograd keeps of a forward pass."""
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layer", "borrowed"),
+    [
+        (layer_of("conv2d", {"padding": 2}, 1), 2 * 3 * 2 * 10),
+        (layer_of("conv2d", {"stride": 2, "padding": 2}, 1), 2 * 3 * 1 * 10),
+        (layer_of("conv_transpose2d", {"stride": 2, "padding": 2}, 1), 2 * 3 * 1 * 10),
+    ],
+)
+def test_share_and_borders_are_kept_and_no_picture_made_of_them(layer: Callable[..., Tensor], borrowed: int) -> None:
+    picture, weight = double(2, 3, 8, 10), double(3, 3, 5, 5)
+
+    def work(group: ThreadGroup) -> list[int]:
+        cut = own(picture, grid_of(group, 2, 1).cuts(picture.shape), RULES)
+        leaf = weight.clone().requires_grad_()
+        return [one.numel() for one in kept(lambda: layer(cut, leaf)) if one.shape != weight.shape]
+
+    first, last = run_threads(2, work)
+    assert first[0] == last[0] == 2 * 3 * 4 * 10
+    assert first[1:] == [borrowed]
+
+
+def test_what_is_not_asked_for_is_neither_kept_nor_computed() -> None:
+    picture, weight = double(2, 3, 8, 10), double(3, 3, 5, 5)
+
+    def work(group: ThreadGroup) -> tuple[int, int, int]:
+        cuts = grid_of(group, 2, 1).cuts(picture.shape)
+        line = cuts[0].line
+        assert isinstance(line, ThreadGroup)
+        frozen = own(picture.clone().requires_grad_(), cuts, RULES)
+        # a frozen weight: only the weight
+        sizes = [one.numel() for one in kept(lambda: functional.conv2d(frozen, weight, padding=2))]
+        image, leaf = own(picture, cuts, RULES), weight.clone().requires_grad_()
+        output = local_of(functional.conv2d(image, leaf, padding=2))
+        before = line.calls["exchange"]
+        output.sum().backward()
+        assert leaf.grad is not None
+        return sum(sizes), weight.numel(), line.calls["exchange"] - before
+
+    for size, of_weight, calls in run_threads(2, work):
+        assert size == of_weight
+        assert calls == 0
+
+
+def test_autocast_runs_and_keeps_the_lower_dtype() -> None:
+    picture, weight, bias = torch.randn(2, 3, 8, 10), torch.randn(4, 3, 3, 3), torch.randn(4)
+
+    def run(given: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return functional.conv2d(given, leaf, bias, padding=1)
+
+    leaf = weight.clone().requires_grad_()
+    wanted = run(picture)
+    wanted.float().sum().backward()
+    gradient = leaf.grad
+
+    def work(group: ThreadGroup) -> tuple[Tensor, Tensor, set[torch.dtype]]:
+        mine = weight.clone().requires_grad_()
+        cut = own(picture, grid_of(group, 2, 1).cuts(picture.shape), RULES)
+        with torch.autocast("cpu", torch.bfloat16):
+            found: list[Tensor] = []
+            dtypes = {one.dtype for one in kept(lambda: found.append(functional.conv2d(cut, mine, bias, padding=1)))}
+        local_of(found[0]).float().sum().backward()
+        assert mine.grad is not None
+        return whole(found[0]), sum_over(mine.grad, [group]), dtypes
+
+    for found, mine, dtypes in run_threads(2, work):
+        assert found.dtype == torch.bfloat16
+        assert dtypes == {torch.bfloat16}
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(mine, gradient, rtol=2e-2, atol=5e-2)
+
+
+def test_channels_last_stays() -> None:
+    picture, weight = double(2, 4, 8, 10), double(4, 4, 3, 3)
+    last = torch.channels_last
+
+    def work(group: ThreadGroup) -> tuple[bool, bool]:
+        cut = own(picture, grid_of(group, 1, 2).cuts(picture.shape), RULES)
+        share = local_of(cut).detach().contiguous(memory_format=last).requires_grad_()
+        halved = cut_tensor(share.view_as(share), cuts_of(cut), RULES)
+        output = local_of(functional.conv2d(halved, weight.contiguous(memory_format=last), padding=1))
+        output.backward(torch.ones_like(output))
+        assert share.grad is not None
+        return output.is_contiguous(memory_format=last), share.grad.is_contiguous(memory_format=last)
+
+    assert run_threads(2, work) == [(True, True)] * 2
+
+
+def test_no_second_derivatives() -> None:
+    def work(group: ThreadGroup) -> None:
+        weight = double(2, 2, 3, 3).requires_grad_()
+        cut = own(double(1, 2, 6, 6).requires_grad_(), grid_of(group, 2, 1).cuts((1, 2, 6, 6)), RULES)
+        output = local_of(functional.conv2d(cut, weight)).square().sum()
+        (gradient,) = torch.autograd.grad(output, weight, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.sum().backward()
+
+    run_threads(2, work)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "degree", "said"),
+    [
+        ((1, 2, 3, 8), 1, 4, "an extent of 3 -> 3 leaves a rank of 4 without a share"),
+        ((1, 2, 4, 8), 3, 4, "an extent of 4 -> 2 leaves a rank of 4 without a share"),
+        ((1, 2, 9, 8), 7, 4, "more than the share of the rank beside it"),
+        ((2, 8, 8), 3, 2, "dim of samples"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(shape: tuple[int, ...], kernel: int, degree: int, said: str) -> None:
+    def work(group: ThreadGroup) -> None:
+        cut = own(torch.zeros(shape), [Cut(len(shape) - 2, shape[-2], group)], RULES)
+        with pytest.raises(InputError, match=said):
+            functional.conv2d(cut, torch.zeros(2, 2, kernel, kernel), padding=(kernel // 2 if kernel > 3 else 0, 0))
+
+    run_threads(degree, work)
