@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.profiler.measure_edges import EdgeInput, measure_edges
 from galvatron_lite.profiler.measure_layers import LayerSetting, measure_block
 from galvatron_lite.profiler.measure_overhead import measure_overhead
+from galvatron_lite.profiler.measure_pictures import WHOLE, cut_pictures
 from galvatron_lite.profiler.measure_waiting import Waiting, measure_waiting
 from galvatron_lite.profiler.schema import HostOverhead, LayerPoint
 from galvatron_lite.profiler.segments import BlockCall, Skeleton, copy_block, make_skeleton, record_calls
@@ -52,9 +54,16 @@ class LayerBench:
     _plans: dict[str, TensorPlan] = field(default_factory=dict)
     _calls: tuple[int, Mapping[str, BlockCall]] = field(default_factory=lambda: (0, {}))
 
-    def measure_block(self, setting: LayerSetting) -> LayerPoint:
-        """One point of one kind of block."""
-        call, block = self._calls_at(setting.samples)[setting.kind], self._blocks[setting.kind]
+    def measure_block(self, setting: LayerSetting) -> LayerPoint | None:
+        """One point of one kind of block; None where it does not run on a share of its pictures (it makes a row of
+        them for a linear layer)."""
+        return self._measured(setting) if setting.grid == WHOLE else _if_it_runs(lambda: self._measured(setting))
+
+    def _measured(self, setting: LayerSetting) -> LayerPoint:
+        call, block = self._calls_at(ceil(setting.samples))[setting.kind], self._blocks[setting.kind]
+        kind = self.graph.kinds[setting.kind]
+        args, kwargs = (cut_pictures(given, kind, setting.grid) for given in (call.args, call.kwargs))
+        call = replace(call, args=args, kwargs=kwargs)
         if setting.tensor > 1 and setting.kind not in self._plans:
             self._plans[setting.kind] = infer_block(block, call.args, call.kwargs)
         plan = self._plans.get(setting.kind)
@@ -62,11 +71,19 @@ class LayerBench:
 
     def measure_edges(self, samples: int, tensor: int) -> tuple[LayerPoint, LayerPoint]:
         """One point of what lies before the blocks and one of what lies after, at one tensor degree."""
-        calls = self._calls_at(samples)
         names = [next(layer.kind for layer in self.graph.layers if layer.role is role) for role in _EDGES]
         before, after = (LayerSetting(name, samples, tensor) for name in names)
-        given = EdgeInput(self._sharded(tensor), calls, self._batch_at(samples), self.loss_fn, self.graph.precision)
-        return measure_edges(given, (before, after), self.device, self.rule)
+        return self._measure_edges((before, after), self._batch_at(samples))
+
+    def measure_stem(self, before: LayerSetting) -> LayerPoint | None:
+        """One point of what lies before the blocks, on a share of one sample's pixels; None where it does not run."""
+        batch = cut_pictures(self._batch_at(1), self.graph.kinds[before.kind], before.grid)
+        return _if_it_runs(lambda: self._measure_edges((before, before), batch)[0])
+
+    def _measure_edges(self, settings: tuple[LayerSetting, LayerSetting], batch: Any) -> tuple[LayerPoint, LayerPoint]:
+        calls = self._calls_at(ceil(settings[0].samples))
+        given = EdgeInput(self._sharded(settings[0].tensor), calls, batch, self.loss_fn, self.graph.precision)
+        return measure_edges(given, settings, self.device, self.rule)
 
     def measure_overhead(self) -> HostOverhead:
         """The runtime's overhead around the most frequent kind of block, at one sample."""
@@ -126,3 +143,10 @@ class LayerBench:
                 modules = {path: model.get_submodule(path) for path in layer.modules}
                 shard_layer(modules, infer_edge(modules, model), ShapeOnlyGroup(tensor), False)
         return skeleton.twin(model)
+
+
+def _if_it_runs(measure: Callable[[], LayerPoint]) -> LayerPoint | None:
+    try:
+        return measure()
+    except RuntimeError:  # what torch raises for shapes that do not fit
+        return None

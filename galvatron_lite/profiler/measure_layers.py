@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
+from galvatron_lite.parallelism.spatial.grids import Grid
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.infer import infer_block
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
+from galvatron_lite.profiler.measure_pictures import WHOLE
 from galvatron_lite.profiler.memory import Phase, storage_bytes, track_peak
 from galvatron_lite.profiler.schema import LayerPoint
 from galvatron_lite.profiler.segments import BlockCall, hidden_state
@@ -29,13 +31,19 @@ _CPU_ROOM = 2**29
 
 @dataclass(frozen=True, slots=True)
 class LayerSetting:
-    """Under which choices a layer is measured; the key of a ``LayerPoint``."""
+    """Under which choices a layer is measured; the key of a ``LayerPoint``.
+
+    Attributes:
+        kind, samples, tensor, sequence_parallel, recompute: see ``LayerPoint``.
+        grid: devices that share the pixels of one sample, of which the first has ``samples``.
+    """
 
     kind: str
-    samples: int
+    samples: float
     tensor: int = 1
     sequence_parallel: bool = False
     recompute: Recompute = Recompute.NONE
+    grid: Grid = WHOLE
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from galvatron_lite.profiler.measure_hardware import measure_throughput
 from galvatron_lite.profiler.measure_layers import LayerSetting
 from galvatron_lite.profiler.measure_optimizer import measure_optimizer
 from galvatron_lite.profiler.measure_overlap import measure_overlap
+from galvatron_lite.profiler.measure_pictures import measured_grids, share_on
 from galvatron_lite.profiler.measure_tasks import Task
 from galvatron_lite.profiler.timing import TimingRule
 
@@ -53,9 +54,15 @@ class Scope:
 
 
 def layer_settings(scope: Scope) -> list[LayerSetting]:
-    """Every point of every kind of block, fewest samples first."""
+    """Every point of every kind of block: shares of a sample's pixels, then fewest samples first."""
     kinds = {layer.kind: scope.graph.kind_of(layer) for layer in scope.graph.layers if layer.role is Role.BLOCK}
-    return [
+    shares = [
+        LayerSetting(name, share_on(kind, grid), recompute=recompute, grid=grid)
+        for name, kind in kinds.items()
+        for grid in measured_grids(kind)
+        for recompute in kind.kept
+    ]
+    return shares + [
         LayerSetting(name, samples, degree, shared, recompute)
         for samples in scope.samples
         for name, kind in kinds.items()
@@ -73,6 +80,7 @@ def make_tasks(scope: Scope, bench: LayerBench) -> list[Task]:
     tasks = [Task("throughput", "throughput", lambda _: to_data(measure_throughput(device, precision, rule)))]
     tasks += [_layer_task(setting, bench, scope) for setting in layer_settings(scope)]
     tasks += [_edge_task(samples, degree, bench) for samples in scope.samples for degree in scope.degrees]
+    tasks += [_stem_task(setting, bench) for setting in stem_settings(scope)]
     tasks += [
         Task("optimizer", "optimizer", lambda _: to_data(measure_optimizer(device, rule))),
         Task("overlap", "overlap", lambda _: to_data(measure_overlap(device, rule))),
@@ -86,11 +94,19 @@ def make_tasks(scope: Scope, bench: LayerBench) -> list[Task]:
     return tasks
 
 
+def stem_settings(scope: Scope) -> list[LayerSetting]:
+    """Points of what lies before the blocks on shares of a sample's pixels."""
+    name = next(layer.kind for layer in scope.graph.layers if layer.role is Role.BEFORE)
+    kind = scope.graph.kinds[name]
+    return [LayerSetting(name, share_on(kind, grid), grid=grid) for grid in measured_grids(kind)]
+
+
 def _layer_task(setting: LayerSetting, bench: LayerBench, scope: Scope) -> Task:
     def run(results: Mapping[str, Any]) -> Any:
         if not _fits(setting, scope, results):
             return None
-        return to_data(bench.measure_block(setting))
+        point = bench.measure_block(setting)
+        return None if point is None else to_data(point)
 
     key = layer_key(setting)
     return Task(key, key.replace("/", " "), run)
@@ -114,6 +130,11 @@ def layer_key(setting: LayerSetting) -> str:
 def _edge_task(samples: int, degree: int, bench: LayerBench) -> Task:
     key = f"{EDGES}/samples {samples}/tensor {degree}"
     return Task(key, key.replace("/", " "), lambda _: [to_data(one) for one in bench.measure_edges(samples, degree)])
+
+
+def _stem_task(setting: LayerSetting, bench: LayerBench) -> Task:
+    key = f"{EDGES}/pixels {setting.samples}"
+    return Task(key, key.replace("/", " "), lambda _: [to_data(one) for one in (bench.measure_stem(setting),) if one])
 
 
 def _collective_task(

@@ -1,0 +1,116 @@
+"""Layers on a share of their pixels: what is run, and what plans are made of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.cluster.catalog import load_cluster
+from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.model.graph import Operator, OperatorClass, Recompute, Role, SplitDims
+from galvatron_lite.model.zoo import build
+from galvatron_lite.parallelism.backends import ANY
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.profiler.measure import measure_profile
+from galvatron_lite.profiler.measure_pictures import cut_pictures, measured_grids, share_on
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.profiler.timing import TimingRule
+from galvatron_lite.search.space import Fixed, Space
+from tests.factories import make_kind
+
+QUICK = TimingRule(warmup=1, least=2, most=2, seconds=0.02)
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    model = build("resnet-mini", depths=(1, 2))
+    folder = tmp_path_factory.mktemp("profiles")
+    return measure_profile(
+        model, model.example_batch(2), folder=folder, name="mini", rule=QUICK, device="cpu", max_samples=2
+    )
+
+
+def test_every_block_and_the_stem_are_run_on_shares(profile: Profile) -> None:
+    roles = {layer.kind: layer.role for layer in profile.graph.layers}
+    for name, kind in profile.graph.kinds.items():
+        found = {point.samples for point in profile.layers if point.kind == name and point.samples < 1}
+        expected = {share_on(kind, grid) for grid in measured_grids(kind) if roles[name] is not Role.AFTER}
+        assert found == expected
+        assert roles[name] is Role.AFTER or 0.5 in found
+
+
+def test_a_share_keeps_its_share(profile: Profile) -> None:
+    for name, kind in profile.graph.kinds.items():
+        own = {one.samples: one for one in profile.layers if one.kind == name and one.recompute is Recompute.NONE}
+        whole = own[2].kept - own[1].kept
+        for samples in own.keys() - {1, 2}:
+            # what does not shrink: statistics of batch normalisations, a row of sums
+            assert own[samples].kept == pytest.approx(whole * samples, rel=0.02, abs=1500)
+        assert kind.dims.in_channels
+
+
+def test_all_that_is_offered_is_priced_at_the_shape_that_was_run(profile: Profile) -> None:
+    known = profile.on(load_cluster("a100-80gb", 4))
+    pricer, space = LayerPricer(known), Space(known.graph, 8, ANY)
+    for name in known.graph.kinds:
+        strategies = [one for one in space.strategies(name, 4, Fixed()) if one.spatial > 1]
+        assert strategies
+        assert pricer.price_many(name, strategies, 4, 1).valid.all()
+    block = next(layer.kind for layer in known.graph.layers if layer.role is Role.BLOCK)
+    point = next(
+        one for one in known.layers
+        if one.kind == block and one.samples == 0.25 and one.recompute is Recompute.NONE
+    )  # fmt: skip
+    cost = pricer.price(block, Strategy(width=4), 1, 1)
+    assert cost is not None
+    assert (cost.forward, cost.backward) == (point.forward, point.backward)
+
+
+class Flat(nn.Module):
+    """A block that makes a row of its picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.mlp = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4 * 64, 4 * 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.mix(x).flatten(1)).view_as(x)
+
+
+class Network(nn.Module):
+    """Two such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 4, 1), nn.Linear(4, 2)
+        self.blocks = nn.ModuleList(Flat() for _ in range(2))
+
+    def forward(self, picture: Tensor, target: Tensor) -> Tensor:
+        x = self.stem(picture)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x.mean((2, 3))), target)
+
+
+def test_what_needs_its_picture_whole_is_run_whole(tmp_path: Path) -> None:
+    batch = {"picture": torch.randn(2, 3, 8, 8), "target": torch.zeros(2, dtype=torch.int64)}
+    profile = measure_profile(Network(), batch, folder=tmp_path, name="flat", rule=QUICK, device="cpu", max_samples=1)
+    assert {point.samples for point in profile.layers if point.kind == "block"} == {1}
+    assert {point.samples for point in profile.layers if point.kind == "before"} >= {1, 0.5, 0.25}
+
+
+def test_only_pictures_are_cut() -> None:
+    side = (3, 3, 1, 7, 7, 1, 1, 1, 1)
+    operator = Operator("conv", OperatorClass.CONVOLUTION, side, 1, 1, 2, 1, 1, 1)
+    dims = SplitDims(in_channels=3, out_channels=3, height=7, width=7)
+    kind = replace(make_kind("block", 9), operators=(operator,), dims=dims)
+    grid = measured_grids(kind)[0]
+    picture, mask = torch.arange(2 * 3 * 7 * 7.0).view(2, 3, 7, 7), torch.zeros(2, 3, 7, 7, dtype=torch.int64)
+    cut = cut_pictures({"x": picture, "mask": mask, "row": torch.zeros(2, 3)}, kind, grid)
+    assert torch.equal(cut["x"], picture[..., :4] if grid[2] == 2 else picture[:, :, :4])
+    assert cut["mask"].shape == mask.shape
+    assert cut["row"].shape == (2, 3)
