@@ -114,7 +114,8 @@ def _layer_task(setting: LayerSetting, bench: LayerBench, scope: Scope) -> Task:
 
 def _fits(setting: LayerSetting, scope: Scope, results: Mapping[str, Any]) -> bool:
     """Whether the device can hold it, judged from fewer samples; if not, no plan can use it either."""
-    fewer = {after: before for before, after in pairwise(scope.samples)}.get(setting.samples)
+    steps: dict[float, int] = {after: before for before, after in pairwise(scope.samples)}
+    fewer = steps.get(setting.samples)
     if fewer is None:
         return True
     known = results.get(layer_key(replace(setting, samples=fewer)))
