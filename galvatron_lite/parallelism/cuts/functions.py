@@ -18,8 +18,20 @@ def whole(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank: gathered along each cut; in backward the ranks' gradients are summed and cut."""
     gathered = local_of(tensor)
     for cut in cuts_of(tensor):
-        gathered = _apply(_Gather, gathered, cut)
+        gathered = gather(gathered, cut)
     return gathered
+
+
+def gather(local: Tensor, cut: Cut) -> Tensor:
+    """Shares gathered along one cut: plain tensor in, plain tensor out; the gradients are summed and cut."""
+    return _apply(_Gather, local, cut)
+
+
+def gathered_along(tensor: Tensor, cuts: Iterable[Cut]) -> Tensor:
+    """A cut tensor gathered along some of its cuts, within ``shares_only``: plain, or itself where there are none."""
+    for cut in cuts:
+        tensor = gather(tensor, cut)
+    return tensor
 
 
 def own(tensor: Tensor, cuts: Cuts, rules: Rules) -> Tensor:

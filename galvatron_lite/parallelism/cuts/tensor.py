@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,12 +48,18 @@ class Cut:
         return share(self.extent, self.line.size, self.line.rank)[1]
 
 
+shares_only = torch._C.DisableTorchFunctionSubclass
+"""Context in which cut tensors are to torch what they hold: plain tensors of the local shape.
+
+New tensors are then plain, and in-place functions return the cut tensor itself. Documented in "Extending PyTorch" as
+the way out of ``__torch_function__``.
+"""
+
 Cuts = tuple[Cut, ...]
 """At most one a dim, in the order of dims."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A torch function that was called with a cut tensor.
 
     Attributes:
@@ -104,8 +110,9 @@ class CutTensor(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Hand the call to the rules of the first cut tensor among the arguments."""
-        given = kwargs or {}
-        rules = next(cut_tensors((args, given))).rules
+        given = {} if kwargs is None else kwargs
+        first = args[0] if args else None
+        rules = first.rules if isinstance(first, CutTensor) else next(cut_tensors((args, given))).rules
         name = name_of(func)
         return rules.handlers.get(name, rules.otherwise)(Call(func, name, args, given, rules))
 
@@ -154,12 +161,26 @@ def cut_tensor(local: Tensor, cuts: Sequence[Cut], rules: Rules) -> Tensor:
     return made
 
 
+def cut_like(result: Any, cuts: Cuts, rules: Rules) -> Any:
+    """What a function made of shares, as cut tensors: ``cut_tensor`` without the check, for tuples and lists too.
+
+    Tensors that are cut already (an in-place function returns its argument), and what is no tensor, stay as they are.
+    """
+    if type(result) is Tensor:
+        if cuts:
+            result.__class__ = CutTensor
+            result.cuts, result.rules = cuts, rules  # type: ignore[attr-defined]
+        return result
+    if isinstance(result, (tuple, list)):
+        return type(result)([cut_like(one, cuts, rules) for one in result])
+    return result
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """The share as a plain tensor (a view of the cut tensor); plain tensors as they are."""
     if not isinstance(tensor, CutTensor):
         return tensor
-    # documented in "Extending PyTorch" as the way out of __torch_function__
-    with torch._C.DisableTorchFunctionSubclass():
+    with shares_only():
         return tensor.as_subclass(Tensor)
 
 
@@ -170,5 +191,8 @@ def cuts_of(tensor: Tensor) -> Cuts:
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:
     """The shape of the whole tensor."""
-    extents = {cut.dim: cut.extent for cut in cuts_of(tensor)}
-    return tuple(extents.get(dim, extent) for dim, extent in enumerate(local_of(tensor).shape))
+    with shares_only():
+        shape = tuple(tensor.shape)
+    for cut in cuts_of(tensor):
+        shape = (*shape[: cut.dim], cut.extent, *shape[cut.dim + 1 :])
+    return shape

@@ -1,0 +1,214 @@
+"""Taking parts of a cut tensor: ``x[...]``, ``narrow`` and ``select``.
+
+Other dims are indexed on the shares. Along a cut dim, a slice stays cut: each rank picks what it holds of it, and rows
+then move between ranks until the rule of shares holds. A crop by a few pixels moves a few rows, where gathering would
+move all and leave what follows to every rank. One row, or what an index made of tensors picks, becomes whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from galvatron_lite.parallelism.cuts.alignment import at, brought
+from galvatron_lite.parallelism.cuts.calls import argument, fronted
+from galvatron_lite.parallelism.cuts.fallback import on_whole, refuse_writing
+from galvatron_lite.parallelism.cuts.functions import sum_over
+from galvatron_lite.parallelism.cuts.moving import Range, recut, shares_of
+from galvatron_lite.parallelism.cuts.tensor import (
+    Call,
+    Cut,
+    Cuts,
+    CutTensor,
+    Handler,
+    cut_like,
+    shares_only,
+    whole_shape,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What an index means.
+
+    Attributes:
+        local: index of the share, whole along cut dims.
+        sliced: slices of cut dims, dims of the tensor.
+        chosen: rows of cut dims, dims of the tensor.
+        homes: which dim of ``local``'s result each cut dim becomes.
+    """
+
+    local: tuple[Any, ...]
+    sliced: dict[int, slice]
+    chosen: dict[int, int]
+    homes: dict[int, int]
+
+
+def _expanded(index: Any, dims: int) -> tuple[Any, ...]:
+    """An index as a tuple that says something of every dim."""
+    given = index if isinstance(index, tuple) else (index,)
+    missing = dims - sum(_used(one) for one in given)
+    if not any(one is Ellipsis for one in given):
+        return (*given, *[slice(None)] * missing)
+    place = next(number for number, one in enumerate(given) if one is Ellipsis)
+    return (*given[:place], *[slice(None)] * missing, *given[place + 1 :])
+
+
+def _used(one: Any) -> int:
+    return 0 if one is None or one is Ellipsis else 1
+
+
+def _is_list(one: Any) -> bool:
+    """An index of many rows: a list of numbers, or a plain tensor of numbers."""
+    if isinstance(one, Tensor):
+        return not isinstance(one, CutTensor) and not one.dtype.is_floating_point and "bool" not in str(one.dtype)
+    return isinstance(one, list) and all(type(item) is int for item in one)
+
+
+def _plan(index: Any, cuts: Cuts, dims: int) -> _Plan | None:
+    """The plan of an index; None where it must see the whole."""
+    given = _expanded(index, dims)
+    lists = [one for one in given if _is_list(one)]
+    known = (int, slice, type(None))
+    if len(lists) > 1 or any(isinstance(one, bool) or not (isinstance(one, known) or _is_list(one)) for one in given):
+        return None
+    plan, dim, home = _Plan((), {}, {}, {}), 0, 0
+    local = list[Any]()
+    for one in given:
+        if one is None:
+            local.append(None)
+            home += 1
+            continue
+        if at(cuts, dim) is None:
+            local.append(one)
+            home += 1 if isinstance(one, slice) else _rank(one)
+        elif isinstance(one, slice):
+            plan.sliced[dim], plan.homes[dim] = one, home
+            local.append(slice(None))
+            home += 1
+        elif isinstance(one, int):
+            plan.chosen[dim] = one
+            local.append(0)
+        else:
+            return None
+        dim += 1
+    # torch moves the dim of a list to the front where a number stands apart from it
+    if lists and any(isinstance(one, int) for one in local):
+        return None
+    return _Plan(tuple(local), plan.sliced, plan.chosen, plan.homes)
+
+
+def _rank(one: Any) -> int:
+    """Dims that an index of one dim leaves."""
+    return one.dim() if isinstance(one, Tensor) else int(isinstance(one, list))
+
+
+def _get(call: Call) -> Any:
+    tensor, index = call.args
+    if not isinstance(tensor, CutTensor):
+        return on_whole(call)
+    with shares_only():
+        plan = _plan(index, tensor.cuts, tensor.dim())
+    return on_whole(call) if plan is None else _taken(tensor, plan)
+
+
+def _taken(tensor: CutTensor, plan: _Plan) -> Any:
+    """The part that a plan names."""
+    cuts, rules, after = tensor.cuts, tensor.rules, list[Cut]()
+    result: Tensor = tensor
+    with shares_only():
+        for cut in cuts:
+            if cut.dim in plan.chosen:
+                result = _row(result, cut, plan.chosen[cut.dim])
+            else:
+                result, extent = _slice(result, cut, plan.sliced[cut.dim])
+                after.append(Cut(plan.homes[cut.dim], extent, cut.line))
+        whole = all(isinstance(one, slice) and one == slice(None) for one in plan.local)
+        result = result.view_as(result) if whole and result is tensor else result[plan.local]
+    return cut_like(result, tuple(after), rules)
+
+
+def _slice(local: Tensor, cut: Cut, wanted: slice) -> tuple[Tensor, int]:
+    """A share of the rows that a slice names, and how many these are in all."""
+    start, stop, step = wanted.indices(cut.extent)
+    if step < 1:
+        raise ValueError("step must be greater than zero")
+    extent = len(range(start, stop, step))
+    if extent == cut.extent:
+        return local, extent
+    rows = shares_of(cut.extent, cut.line)
+    held = [_numbers(one, start, step, extent) for one in rows]
+    first, last = held[cut.line.rank]
+    offset = start + first * step - rows[cut.line.rank][0] if first < last else 0
+    index = (
+        *[slice(None)] * cut.dim,
+        slice(offset, offset + (last - first - 1) * step + 1 if first < last else offset, step),
+    )
+    return recut(local[index], cut.dim, held, shares_of(extent, cut.line), cut.line), extent
+
+
+def _numbers(rows: Range, start: int, step: int, extent: int) -> Range:
+    """Which items of a slice lie in a range of rows."""
+    first, last = (min(max(-(-(row - start) // step), 0), extent) for row in rows)
+    return first, last
+
+
+def _row(local: Tensor, cut: Cut, number: int) -> Tensor:
+    """One row of a cut dim on every rank, as a dim of 1: its owner gives it, the others add nothing."""
+    if not -cut.extent <= number < cut.extent:
+        raise IndexError(f"index {number} is out of bounds for dimension {cut.dim} with size {cut.extent}")
+    number %= cut.extent
+    mine = cut.start <= number < cut.start + cut.length
+    row = local.narrow(cut.dim, number - cut.start if mine else 0, int(mine))
+    return sum_over(row.sum(cut.dim, keepdim=True, dtype=local.dtype), [cut.line])
+
+
+def _narrow(call: Call) -> Any:
+    """``narrow(x, dim, start, length)``: a slice."""
+    tensor, dim, start, length = (
+        argument(fronted(call), n, name) for n, name in enumerate(("", "dim", "start", "length"))
+    )
+    if not isinstance(tensor, CutTensor):
+        return on_whole(call)
+    shape = whole_shape(tensor)
+    dim, begin = dim % len(shape), start + shape[dim] if start < 0 else start
+    if not 0 <= begin <= begin + length <= shape[dim]:
+        raise RuntimeError(f"start ({start}) + length ({length}) exceeds dimension size ({shape[dim]}).")
+    return tensor[(*[slice(None)] * dim, slice(begin, begin + length))]
+
+
+def _select(call: Call) -> Any:
+    """``select(x, dim, index)``: one row."""
+    tensor, dim, index = (argument(fronted(call), n, name) for n, name in enumerate(("", "dim", "index")))
+    if not isinstance(tensor, CutTensor):
+        return on_whole(call)
+    return tensor[(*[slice(None)] * (dim % len(whole_shape(tensor))), index)]
+
+
+def _set(call: Call) -> Any:
+    """``x[index] = value`` where the index takes cut dims whole."""
+    tensor, index, value = call.args
+    if not isinstance(tensor, CutTensor):
+        return on_whole(call)
+    with shares_only():
+        plan = _plan(index, tensor.cuts, tensor.dim())
+    if (
+        plan is None
+        or plan.chosen
+        or any(one.indices(cut.extent) != (0, cut.extent, 1) for one, cut in _pairs(plan, tensor))
+    ):
+        return refuse_writing(call)
+    with shares_only():
+        cuts = tuple(Cut(plan.homes[cut.dim], cut.extent, cut.line) for cut in tensor.cuts)
+        tensor[plan.local] = brought(value, cuts, tensor[plan.local].dim()) if isinstance(value, Tensor) else value
+    return None
+
+
+def _pairs(plan: _Plan, tensor: CutTensor) -> list[tuple[slice, Cut]]:
+    return [(plan.sliced[cut.dim], cut) for cut in tensor.cuts if cut.dim in plan.sliced]
+
+
+HANDLERS: Mapping[str, Handler] = {"__getitem__": _get, "__setitem__": _set, "narrow": _narrow, "select": _select}
