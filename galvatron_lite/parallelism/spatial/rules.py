@@ -5,6 +5,9 @@ from __future__ import annotations
 from galvatron_lite.parallelism.cuts.fallback import on_whole
 from galvatron_lite.parallelism.cuts.shared import SHARED
 from galvatron_lite.parallelism.cuts.tensor import Rules
+from galvatron_lite.parallelism.spatial import convolution, interpolation, norms, pads
 
-PIXELS_RULES = Rules(SHARED, otherwise=on_whole)
+PIXELS_RULES = Rules(
+    {**SHARED, **convolution.HANDLERS, **pads.HANDLERS, **norms.HANDLERS, **interpolation.HANDLERS}, otherwise=on_whole
+)
 """Of every picture that is split along its planes, rows or columns."""
