@@ -25,7 +25,8 @@ class Meeting:
         self.slots: list[Any] = [None] * size
 
     def swap(self, rank: int, tensor: Tensor) -> list[Tensor]:
-        return self.show(rank, tensor.detach())
+        # a copy: others may still read while this rank goes on and writes to its tensor
+        return self.show(rank, tensor.detach().clone())
 
     def show(self, rank: int, item: Item) -> list[Item]:
         """What every rank shows, in order."""

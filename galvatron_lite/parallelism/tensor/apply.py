@@ -164,7 +164,9 @@ def _gather_argument(
     return (*args[:index], gather_tokens(args[index], group), *args[index + 1 :]), kwargs
 
 
-def _slice(parameter: Tensor | None, dim: int, parts: tuple[int, ...], group: TensorGroup, shards: Shards) -> None:
+def slice_parameter(
+    parameter: Tensor | None, dim: int, parts: tuple[int, ...], group: TensorGroup, shards: Shards
+) -> None:
     """Replaces a parameter's data by the local slice, unless a tied layer has done so already."""
     if parameter is None:
         return
@@ -181,8 +183,8 @@ def _slice(parameter: Tensor | None, dim: int, parts: tuple[int, ...], group: Te
 
 
 def _slice_columns(linear: nn.Module, parts: tuple[int, ...], group: TensorGroup, shards: Shards) -> None:
-    _slice(weight_of(linear), output_dim(linear), parts, group, shards)
-    _slice(bias_of(linear), 0, parts, group, shards)
+    slice_parameter(weight_of(linear), output_dim(linear), parts, group, shards)
+    slice_parameter(bias_of(linear), 0, parts, group, shards)
     local = sum(share(extent, group.size, group.rank)[1] for extent in parts)
     setattr(linear, "out_features" if isinstance(linear, nn.Linear) else "nf", local)
 
@@ -191,7 +193,7 @@ def _make_row(
     linear: nn.Module, entrance: _Entrance, group: TensorGroup, sequence_parallel: bool, shards: Shards
 ) -> None:
     weight, dim = weight_of(linear), 1 - output_dim(linear)
-    _slice(weight, dim, (weight.shape[dim],), group, shards)
+    slice_parameter(weight, dim, (weight.shape[dim],), group, shards)
     setattr(linear, "in_features" if isinstance(linear, nn.Linear) else "nx", weight.shape[dim])
     leave = reduce_scatter_tokens if sequence_parallel else reduce_from_group
     # An instance attribute, because a hook cannot keep the bias out of the sum over the group.
@@ -211,7 +213,7 @@ def _shard_embedding(embedding: nn.Module, group: TensorGroup, shards: Shards) -
     if not isinstance(embedding, nn.Embedding):
         raise InputError("embedding", type(embedding).__name__, "Use a plan that was inferred for these modules.")
     start, length = share(embedding.num_embeddings, group.size, group.rank)
-    _slice(embedding.weight, 0, (embedding.num_embeddings,), group, shards)
+    slice_parameter(embedding.weight, 0, (embedding.num_embeddings,), group, shards)
     embedding.forward = partial(_embedding_forward, embedding, group, start, length)  # type: ignore[method-assign]
 
 
@@ -228,8 +230,8 @@ def _embedding_forward(embedding: nn.Embedding, group: TensorGroup, start: int, 
 def _shard_head(head: nn.Module, group: TensorGroup, shards: Shards) -> None:
     """Each device computes its own columns; the outputs are gathered. ``out_features`` keeps saying the whole."""
     extent: int = head.out_features if isinstance(head, nn.Linear) else head.nf  # type: ignore[assignment]
-    _slice(weight_of(head), output_dim(head), (extent,), group, shards)
-    _slice(bias_of(head), 0, (extent,), group, shards)
+    slice_parameter(weight_of(head), output_dim(head), (extent,), group, shards)
+    slice_parameter(bias_of(head), 0, (extent,), group, shards)
     head.register_forward_pre_hook(_Entrance(group, sequence_parallel=False, columns=1))
     head.register_forward_hook(partial(_gather_output, group, extent))
 

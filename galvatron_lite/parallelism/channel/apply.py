@@ -1,0 +1,85 @@
+"""Gives a layer its share of the devices that share channels: slices its weights in place, replaces forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.channel.borders import enter_layer, leave_layer
+from galvatron_lite.parallelism.channel.modules import Weighted
+from galvatron_lite.parallelism.channel.plan import ChannelPlan
+from galvatron_lite.parallelism.channel.rules import CHANNELS_RULES, filters_rules
+from galvatron_lite.parallelism.channel.split import Sharing, split_module
+from galvatron_lite.parallelism.cuts.line import Line
+from galvatron_lite.parallelism.spatial import norms
+from galvatron_lite.parallelism.tensor.apply import Shards, find_module, named_parameters
+from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
+
+__all__ = ["gather_running", "shard_channels"]
+
+
+def shard_channels(
+    layer: nn.Module | Mapping[str, nn.Module], plan: ChannelPlan, line: Line
+) -> dict[str, ParameterShard]:
+    """Splits a layer over the devices that share its channels, in place.
+
+    Parameters stay the same objects and hold the local slice, as by ``tensor.apply.shard_layer``. Weights of
+    convolutions and linears are sliced; biases, norms and all else stay whole. By ``filters`` tensors enter and leave
+    the layer whole, and gradients of replicas are complete; by ``channels`` every tensor of numbers with two dims or
+    more enters and leaves as this device's share along dim 1.
+
+    Args:
+        layer: a block, or the modules of a layer by their path in the model, each of which has these borders.
+        plan: what ``infer_channels`` or ``infer_channel_edges`` found for it.
+        line: the devices that share it.
+
+    Returns:
+        How each parameter lies in the whole one, by its name in ``layer`` (behind the module's path, if several).
+
+    Raises:
+        InputError: the plan is for another number of devices.
+    """
+    if line.size != plan.degree:
+        raise InputError(plan.by, line.size, f"Use a plan for {line.size} devices, or {plan.degree} devices.")
+    modules = {"": layer} if isinstance(layer, nn.Module) else dict(layer)
+    sharing = Sharing(plan.by, line, filters_rules() if plan.by == "filters" else CHANNELS_RULES)
+    shards: Shards = {}
+    if line.size > 1:
+        for path, part in plan.parts.items():
+            weighted: Weighted = find_module(modules, path)  # type: ignore[assignment]
+            shards |= split_module(weighted, part, sharing)
+        for module in modules.values():
+            # what is outside, checkpointing too, sees plain tensors
+            module.forward = partial(_forward, module.forward, sharing, plan.inputs or None)
+    return {
+        name: shards.get(id(parameter)) or _kept(parameter, name, plan, line)
+        for name, parameter in named_parameters(modules)
+    }
+
+
+def gather_running(layer: nn.Module, line: Line) -> None:
+    """Make running statistics whole, of which a device kept those of its own channels only; all devices must call it.
+
+    Args:
+        layer: a layer that was split.
+        line: the devices that share it.
+    """
+    for module in layer.modules():
+        norms.gather_running(module, line)
+
+
+def _kept(parameter: nn.Parameter, name: str, plan: ChannelPlan, line: Line) -> ParameterShard:
+    is_partial = line.size > 1 and (plan.by == "channels" or name in plan.partial)
+    placement = Placement.PARTIAL if is_partial else Placement.REPLICATED
+    return ParameterShard(placement, tuple(parameter.shape), line.size, line.rank)
+
+
+def _forward(
+    forward: Callable[..., Any], sharing: Sharing, extents: Sequence[int] | None, *args: Any, **kwargs: Any
+) -> Any:
+    entered, named = enter_layer((args, kwargs), sharing, extents)
+    return leave_layer(forward(*entered, **named), sharing)

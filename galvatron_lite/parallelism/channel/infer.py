@@ -1,0 +1,193 @@
+"""Finds out which convolutions and linears of a layer share outputs, inputs or groups: by running a copy of it.
+
+The copy has no storages and runs as one of the devices would. Whatever has weights is split when it is called first, by
+whether what enters is shared then; so shares go through whatever works channel by channel, and shortcuts, branches and
+the order of operators need no guessing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.trace_meta import meta_copy
+from galvatron_lite.parallelism.channel.borders import CHANNELS, enter_layer, is_shared, leave_layer
+from galvatron_lite.parallelism.channel.modules import (
+    Weighted,
+    channel_dim,
+    channels_of_module,
+    is_weighted,
+    takes_samples,
+)
+from galvatron_lite.parallelism.channel.nests import map_tensors, tensors_in
+from galvatron_lite.parallelism.channel.parts import Part
+from galvatron_lite.parallelism.channel.plan import ChannelPlan
+from galvatron_lite.parallelism.channel.rules import CHANNELS_RULES, filters_rules
+from galvatron_lite.parallelism.channel.split import Sharing, split_module, split_part
+from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
+from galvatron_lite.parallelism.cuts.tensor import Call, cut_tensors, cuts_of, whole_shape
+from galvatron_lite.parallelism.shares import share
+
+
+def infer_channels(
+    layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], by: str, degree: int
+) -> ChannelPlan:
+    """How the channels of a block are shared.
+
+    Args:
+        layer: on any device; not changed or run.
+        args: positional inputs that it is called with, whole, on any device; pictures have (samples, channels, ...).
+        kwargs: keyword inputs.
+        by: ``filters`` or ``channels``; see ``channel.parts``.
+        degree: devices that share them.
+
+    Raises:
+        InputError: nothing in the layer can be split so; it mixes shares and whole pictures in a way that is not known;
+            by ``channels`` what enters or leaves has no channels to share.
+    """
+    with torch.device("meta"), torch.inference_mode(False), torch.enable_grad():
+        run = _Run(meta_copy(layer), by, ShapeOnlyLine(degree))
+        return run.plan(args, kwargs)
+
+
+def infer_channel_edges(modules: Mapping[str, nn.Module], by: str, degree: int) -> ChannelPlan:
+    """How the channels of the modules before or after the blocks are shared: of each module by itself.
+
+    As the model's own code runs between them, what leaves a module is laid out as what enters it, and nothing has to
+    be run: by ``filters`` convolutions and linears make shares of their outputs, which are gathered at once.
+
+    Args:
+        modules: by path.
+        by: ``filters`` or ``channels``.
+        degree: devices that share them.
+
+    Raises:
+        InputError: nothing can be split so; by ``channels`` a number of channels that does not divide evenly.
+    """
+    found = {path: one for path, one in _weighted(modules) if channels_of_module(one).groups == 1}
+    extents = {path: channels_of_module(one) for path, one in found.items()}
+    for path, one in extents.items():
+        if by == "channels" and (one.inputs % degree or one.outputs % degree):
+            remedy = f"Use a divisor of both numbers of channels of {path}, or share its filters."
+            raise InputError("channels", f"{one.inputs} to {one.outputs} by {degree}", remedy)
+    parts = {path: split_part(one, by, by == "channels", degree) for path, one in extents.items()}
+    return _checked(ChannelPlan(by, degree, {path: part for path, part in parts.items() if part is not Part.WHOLE}))
+
+
+def _weighted(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Weighted]]:
+    for prefix, module in modules.items():
+        for name, one in module.named_modules():
+            if is_weighted(one):
+                yield ".".join(part for part in (prefix, name) if part), one
+
+
+def _checked(plan: ChannelPlan) -> ChannelPlan:
+    if not plan.parts:
+        remedy = "No convolution or linear of this layer can be split so; keep it whole."
+        raise InputError(plan.by, plan.degree, remedy)
+    return plan
+
+
+@dataclass(slots=True)
+class _Run:
+    """One run of a copy on the meta device, and what it showed."""
+
+    twin: nn.Module
+    by: str
+    line: ShapeOnlyLine
+    parts: dict[str, Part] = field(default_factory=dict)
+    met: dict[int, Tensor] = field(default_factory=dict)
+    entered: set[int] = field(default_factory=set)
+
+    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ChannelPlan:
+        """Run, and say what was split."""
+        sharing = Sharing(self.by, self.line, filters_rules(self.witness) if self.by == "filters" else CHANNELS_RULES)
+        for path, one in list(_weighted({"": self.twin})):
+            one.forward = partial(self.first, path, one, sharing)  # type: ignore[method-assign]
+        for module in self.twin.modules():
+            _refuse_both(module)
+        given = map_tensors((tuple(args), dict(kwargs)), _leaf)
+        self.entered = {id(one) for one in tensors_in(given) if one.requires_grad}
+        inputs = _extents(given)
+        own = map_tensors(given, partial(_own, line=self.line)) if self.by == "channels" else given
+        entered, named = enter_layer(own, sharing, inputs)
+        left = self.twin(*entered, **named)
+        outputs = _extents(left)
+        leave_layer(left, sharing)
+        names = (name for name, one in self.twin.named_parameters(remove_duplicate=False) if id(one) in self.met)
+        return _checked(ChannelPlan(self.by, self.line.size, self.parts, frozenset(names), inputs, outputs))
+
+    def first(self, path: str, module: Weighted, sharing: Sharing, tensor: Tensor, *rest: Any, **named: Any) -> Tensor:
+        """The first call of a convolution or linear: it is split by what enters, and called again."""
+        del module.forward
+        channels = channels_of_module(module)
+        is_shared = [cut.dim for cut in cuts_of(tensor)] == [channel_dim(module, tensor)]
+        part = split_part(channels, self.by, is_shared, self.line.size)
+        if part is not Part.WHOLE and not rest and not named and takes_samples(module, tensor):
+            self.parts[path] = part
+            split_module(module, part, sharing)
+        result: Tensor = module(tensor, *rest, **named)
+        return result
+
+    def witness(self, call: Call, met: Sequence[Tensor]) -> None:
+        """Note parameters of which each device needs a share only."""
+        for tensor in met:
+            for leaf in _leaves(tensor):
+                if id(leaf) in self.entered:
+                    remedy = "Share the channels of this layer in another way, or keep it whole."
+                    raise InputError(f"{call.name} of shares and a whole tensor of", tuple(tensor.shape), remedy)
+                self.met[id(leaf)] = leaf
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    twin = torch.empty_like(tensor, device="meta")
+    return twin.requires_grad_(twin.is_floating_point())
+
+
+def _extents(value: Any) -> tuple[int, ...]:
+    return tuple(whole_shape(one)[CHANNELS] for one in tensors_in(value) if is_shared(one))
+
+
+def _own(tensor: Tensor, line: ShapeOnlyLine) -> Tensor:
+    """This device's share of a picture that enters."""
+    if not is_shared(tensor):
+        return tensor
+    start, length = share(tensor.shape[CHANNELS], line.size, line.rank)
+    if tensor.shape[CHANNELS] < line.size:
+        raise InputError("channels", tensor.shape[CHANNELS], f"{line.size} devices cannot share them; keep it whole.")
+    return tensor.narrow(CHANNELS, start, length)
+
+
+def _leaves(tensor: Tensor) -> Iterator[Tensor]:
+    """What a tensor's gradient flows to in the end."""
+    if tensor.requires_grad and tensor.grad_fn is None:
+        yield tensor
+    seen, open_nodes = set[Any](), [tensor.grad_fn] if tensor.grad_fn else []
+    while open_nodes:
+        node = open_nodes.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        following = {one for one, _ in node.next_functions if one is not None} - seen
+        seen |= following
+        open_nodes += following
+
+
+def _refuse_both(module: nn.Module) -> None:
+    """Make a module with parameters, that is not split, refuse to run on shares once and on a whole picture another
+    time: its gradients would be parts, and complete."""
+    seen = set[bool]()
+
+    def note(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        seen.add(next(cut_tensors(args), None) is not None)
+        if len(seen) > 1:
+            remedy = "It runs on shares of channels and on whole pictures: keep the layer whole."
+            raise InputError("module", type(module).__name__, remedy)
+
+    if not is_weighted(module) and any(True for _ in module.parameters(recurse=False)):
+        module.register_forward_pre_hook(note)
