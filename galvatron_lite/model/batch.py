@@ -73,15 +73,32 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
     Named tuples and mappings that are dataclasses (transformers' outputs) keep their type; other mappings become dicts.
     """
+    return map_places(value, lambda _, tensor: change(tensor))
+
+
+def map_places(value: Any, change: Callable[[str, Tensor], Tensor], place: str = "") -> Any:
+    """``map_tensors`` with ``change(place, tensor)``: the path to the tensor, keys and indices with dots between."""
     if isinstance(value, Tensor):
-        return change(value)
+        return change(place, value)
     if isinstance(value, Mapping):
-        items = {key: map_tensors(item, change) for key, item in value.items()}
+        items = {key: map_places(item, change, f"{place}.{key}") for key, item in value.items()}
         return type(value)(**items) if is_dataclass(value) else items
     if isinstance(value, (tuple, list)):
-        mapped = [map_tensors(item, change) for item in value]
+        mapped = [map_places(item, change, f"{place}.{index}") for index, item in enumerate(value)]
         return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
     return value
+
+
+def places(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in a nest with its place; see ``map_places``."""
+    found: list[tuple[str, Tensor]] = []
+
+    def note(place: str, tensor: Tensor) -> Tensor:
+        found.append((place, tensor))
+        return tensor
+
+    map_places(value, note)
+    return iter(found)
 
 
 def batch_size(batch: Any) -> int:

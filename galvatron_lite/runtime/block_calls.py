@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, nn
 
 from galvatron_lite.errors import TraceError
-from galvatron_lite.model.batch import resize_batch
+from galvatron_lite.model.batch import places, resize_batch
 from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.model.trace_run import BlockCall, observe
 
@@ -46,30 +46,3 @@ def sample_arguments(model: nn.Module, names: Collection[str], batch: Any) -> di
 
 def _grows(few: Tensor, more: Tensor) -> bool:
     return few.dim() > 0 and more.dim() > 0 and (few.shape[0], more.shape[0]) == (_FEW, _MORE)
-
-
-def map_places(value: Any, change: Callable[[str, Tensor], Tensor], place: str = "") -> Any:
-    """The same nest of mappings, tuples and lists with every tensor replaced by ``change(place, tensor)``.
-
-    A place is the path to the tensor: keys and indices with dots between.
-    """
-    if isinstance(value, Tensor):
-        return change(place, value)
-    if isinstance(value, Mapping):
-        return {key: map_places(item, change, f"{place}.{key}") for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        items = [map_places(item, change, f"{place}.{index}") for index, item in enumerate(value)]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
-
-
-def places(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in a nest with its place; see ``map_places``."""
-    found: list[tuple[str, Tensor]] = []
-
-    def note(place: str, tensor: Tensor) -> Tensor:
-        found.append((place, tensor))
-        return tensor
-
-    map_places(value, note)
-    return iter(found)

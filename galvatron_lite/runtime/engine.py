@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError, NonFiniteLossError
-from galvatron_lite.model.batch import LossFn, batch_size, call_model, loss_of, move_batch, slice_batch
+from galvatron_lite.model.batch import LossFn, batch_size, call_model, loss_of, slice_batch
 from galvatron_lite.model.graph import Layer
+from galvatron_lite.parallelism.spatial.apply import leaving
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.zero.apply import set_all_reduce
 from galvatron_lite.plans.schema import Plan
@@ -188,10 +189,10 @@ class ParallelModel(nn.Module):
         samples = batch_size(batch)
         check_samples(samples, self.plan, count)
         self._rows = samples // count
-        own = self.runtime.traffic.glue.rectangle(self.runtime.meshes.index_in_stage, self._rows, 1)
-        starts = range(0, samples, self._rows)
-        parts = [slice_batch(batch, start + own.top, start + own.bottom) for start in starts]
-        return [move_batch(part, self.device) for part in parts]
+        traffic, place = self.runtime.traffic, self.runtime.meshes.index_in_stage
+        ((top, bottom),) = traffic.glue.samples((self._rows,)).box(place, (self._rows,)).ranges
+        parts = [slice_batch(batch, start + top, start + bottom) for start in range(0, samples, self._rows)]
+        return [traffic.cut_batch(part, self.device) for part in parts]
 
     def _local_loss(self, part: Any) -> Tensor:
         traffic = self.runtime.traffic
@@ -201,7 +202,7 @@ class ParallelModel(nn.Module):
                 output = call_model(self.module, part)
                 if not self.runtime.is_last:
                     return torch.zeros((), device=self.device)
-                return loss_of(output, part, self._loss_fn)
+                return leaving(loss_of(output, part, self._loss_fn), traffic.border.lines)
         finally:
             traffic.end()
 

@@ -1,99 +1,30 @@
-"""Hooks on a stage's blocks that bring what they are given into their layout and precision.
+"""Hooks on a stage's layers that bring what they are given into their layout and precision.
 
-What a block returned goes to the next block as it is, if both lie alike. Everything else a block is given (masks,
-positions) comes from the glue code, in the glue layout. Blocks of one container form a chain; what leaves a chain
-returns to the glue layout, since other code looks at it.
+What a layer returns keeps its layout until another layer takes it, or code between layers looks at it (``laid``); so it
+moves once, to where it is wanted, and skip connections between layers of unlike layouts need no rules of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from galvatron_lite.model.batch import map_tensors, tensors_of
+from galvatron_lite.model.batch import map_places, tensors_of
 from galvatron_lite.model.graph import Role
-from galvatron_lite.runtime.block_calls import map_places
-from galvatron_lite.runtime.layout import Layout
+from galvatron_lite.parallelism.cuts.tensor import Cuts
+from galvatron_lite.parallelism.spatial.apply import CUTS
+from galvatron_lite.runtime.border import Border, Piece
+from galvatron_lite.runtime.laid import LaidTensor
+from galvatron_lite.runtime.layout import INNER, Layout, Split
 from galvatron_lite.runtime.placement import Placed
-from galvatron_lite.runtime.redistribute import Mover
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What the hooks of one stage share.
-
-    Attributes:
-        mover: changes layouts.
-        glue: the stage's glue layout.
-        compute: what floating-point inputs of blocks are cast to; None: left alone.
-        sampled: by block and place, whether an argument has the samples along dim 0; where nothing is known, one
-            whose dim 0 has as many items as there are samples is taken to.
-        rows: of the micro-batch, over the whole stage.
-        returned: tensors that the last block returned, by identity, with their layout.
-        brought: glue tensors that were converted for a layout in this micro-batch, by identity.
-    """
-
-    mover: Mover
-    glue: Layout
-    compute: torch.dtype | None
-    sampled: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
-    rows: int = 0
-    returned: dict[int, tuple[Tensor, Layout]] = field(default_factory=dict)
-    brought: dict[tuple[int, Layout], tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    def begin(self, rows: int) -> None:
-        """A micro-batch of so many rows, over the whole stage, starts its forward pass."""
-        self.rows = rows
-        self.end()
-
-    def end(self) -> None:
-        """Let go of the micro-batch's tensors."""
-        self.returned.clear()
-        self.brought.clear()
-
-    def cast(self, tensor: Tensor) -> Tensor:
-        """In the precision of compute."""
-        return tensor if self.compute is None or not tensor.is_floating_point() else tensor.to(self.compute)
-
-    def bring(self, tensor: Tensor, target: Layout, sampled: bool | None) -> Tensor:
-        """A tensor of the glue code in a block's layout (its tokens stay whole), once a micro-batch.
-
-        Args:
-            tensor: as the glue code gives it.
-            target: the block's layout.
-            sampled: whether it has the samples along dim 0; None: not known.
-        """
-        key = (id(tensor), target)
-        if key not in self.brought:
-            moved = self.cast(tensor)
-            fits = tensor.dim() > 0 and tensor.shape[0] * self.glue.batch == self.rows
-            if fits and sampled is not False and self.glue.batch != target.batch:
-                moved = self.mover(moved, self.glue, target.whole_tokens, self.rows)
-            # the original is kept too, so that no other tensor gets its identity
-            self.brought[key] = (tensor, moved)
-        return self.brought[key][1]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One block of a chain: where its hidden state comes from and how it wants it."""
-
-    placed: Placed
-    source: Layout
-
-    @property
-    def target(self) -> Layout:
-        """The layout the block works in."""
-        return self.placed.layout
+from galvatron_lite.runtime.traffic import Traffic
 
 
 def install_hooks(
-    model: nn.Module, stage: Sequence[Placed], traffic: Traffic, incoming: Layout | None, last_stage: bool
+    model: nn.Module, stage: Sequence[tuple[Placed, Border]], traffic: Traffic, incoming: Layout | None
 ) -> None:
     """Put the hooks on a stage's layers, where layouts or precision ask for any.
 
@@ -101,100 +32,104 @@ def install_hooks(
 
     Args:
         model: holds the layers.
-        stage: the stage's layers.
+        stage: the stage's layers, and what they work on.
         traffic: shared by the hooks.
         incoming: layout in which the previous stage sends; None for the first stage.
-        last_stage: whether no stage follows; what another stage is sent stays in its last block's layout.
     """
-    chains = _chains(stage, traffic.glue, incoming)
-    for number, chain in enumerate(chains):
-        returns = last_stage or number + 1 < len(chains)
-        for position, step in enumerate(chain):
-            module = model.get_submodule(step.placed.layer.modules[0])
-            following = chain[position + 1] if position + 1 < len(chain) else None
-            if _converts(step, traffic):
-                module.register_forward_pre_hook(_Entry(traffic, step), prepend=True, with_kwargs=True)
-            if following is not None and _converts(following, traffic):
-                module.register_forward_hook(_Keep(traffic, step.target))
-            if following is None and returns and step.target != traffic.glue:
-                module.register_forward_hook(_Leave(traffic, step.target))
-
-
-def _chains(stage: Sequence[Placed], glue: Layout, incoming: Layout | None) -> list[list[Step]]:
-    """Consecutive blocks of one container; a stage without blocks takes what it is sent at its first module."""
-    blocks = [placed for placed in stage if placed.layer.role is Role.BLOCK]
-    if not blocks and incoming is not None and stage[0].layer.modules:
-        return [[Step(stage[0], incoming)]]
-    chains: list[list[Step]] = []
-    source = incoming or glue
-    for _, group in groupby(blocks, key=lambda placed: placed.layer.modules[0].rpartition(".")[0]):
-        chain: list[Step] = []
-        for placed in group:
-            chain.append(Step(placed, source))
-            source = placed.layout
-        chains.append(chain)
-        source = glue
-    return chains
-
-
-def _converts(step: Step, traffic: Traffic) -> bool:
-    moves = step.source != step.target or step.target.batch != traffic.glue.batch
-    return moves or traffic.compute is not None
+    layouts = {incoming or traffic.glue, *(placed.layout for placed, _ in stage)}
+    moves = layouts != {traffic.glue} or bool(traffic.border.lines)
+    for placed, border in stage:
+        casts = traffic.compute is not None and placed.layer.role is Role.BLOCK
+        for path in placed.layer.modules:
+            module = model.get_submodule(path)
+            if moves or casts:
+                module.register_forward_pre_hook(_Entry(traffic, placed, border), prepend=True, with_kwargs=True)
+            if placed.layout != traffic.glue or border.lines:
+                module.register_forward_hook(_Exit(traffic, placed, border))
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Pre-hook: the first floating-point tensor is the hidden state; the rest is known by identity, or is glue's."""
+    """Pre-hook: the first floating-point tensor is the hidden state; pixels of all pictures like it are shared."""
 
     traffic: Traffic
-    step: Step
+    placed: Placed
+    border: Border
 
     def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = next((tensor for tensor in tensors_of((args, kwargs)) if tensor.is_floating_point()), None)
-
-        sampled = self.traffic.sampled.get(self.step.placed.layer.name, {})
+        sampled = self.traffic.sampled.get(self.placed.layer.name, {})
+        cuts: dict[str, Cuts] = {}
 
         def convert(place: str, tensor: Tensor) -> Tensor:
-            traffic, target = self.traffic, self.step.target
+            piece = self.traffic.piece(tensor, sampled.get(place))
+            if piece is None:
+                return self._loose(tensor)
+            target = self._target(piece.shape, tensor is hidden, hidden)
+            if found := self.border.cuts(target, piece.shape):
+                cuts[place] = found
             if tensor is hidden:
-                return traffic.mover(traffic.cast(tensor), self.step.source, target, traffic.rows)
-            known = traffic.returned.get(id(tensor))
-            if known is None:
-                return traffic.bring(tensor, target, sampled.get(place))
-            return traffic.mover(traffic.cast(tensor), known[1], target.whole_tokens, traffic.rows)
+                return self._moved(piece, target)
+            return self._once(tensor, target, lambda: self._moved(piece, target))
 
-        converted = map_places((args, kwargs), convert)
-        self.traffic.returned.clear()
-        return converted
+        args, kwargs = map_places((args, kwargs), convert)
+        return args, {**kwargs, CUTS: cuts} if self.border.lines else kwargs
+
+    def _target(self, shape: tuple[int, ...], is_hidden: bool, hidden: Tensor | None) -> Split:
+        layout = self.placed.layout
+        alike = layout.splits_pixels and hidden is not None and len(shape) == hidden.dim()
+        return layout.hidden(shape) if is_hidden or alike else layout.samples(shape)
+
+    def _loose(self, tensor: Tensor) -> Tensor:
+        layout = self.placed.layout
+        return self._once(tensor, layout, lambda: self._cast(self.traffic.loose(tensor, layout)))
+
+    def _once(self, tensor: Tensor, key: object, make: Callable[[], Tensor]) -> Tensor:
+        """What several layers may take of the glue code (a mask, positions) is converted once a micro-batch."""
+        if isinstance(tensor, LaidTensor):
+            return make()
+        known, place = self.traffic.brought, (id(tensor), key)
+        if place not in known:
+            # the original is kept too, so that no other tensor gets its identity
+            known[place] = (tensor, make())
+        return known[place][1]
+
+    def _moved(self, piece: Piece, target: Split) -> Tensor:
+        return self.traffic.mover(self._cast(piece.tensor), piece.split, target, piece.shape)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        """In the precision of compute."""
+        compute, casts = self.traffic.compute, self.placed.layer.role is Role.BLOCK
+        return tensor.to(compute) if casts and compute is not None and tensor.is_floating_point() else tensor
 
 
 @dataclass(frozen=True, slots=True)
-class _Keep:
-    """Hook: remembers what the block returned beside its hidden state, for the next block."""
+class _Exit:
+    """Hook: what the layer returned, as the code behind it is given it."""
 
     traffic: Traffic
-    layout: Layout
-
-    def __call__(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        for tensor in list(tensors_of(output))[1:]:
-            if tensor.dim() > 0 and tensor.shape[0] * self.layout.batch == self.traffic.rows:
-                self.traffic.returned[id(tensor)] = (tensor, self.layout.whole_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class _Leave:
-    """Hook of a chain's last block: what it returns goes back to the glue layout."""
-
-    traffic: Traffic
-    layout: Layout
+    placed: Placed
+    border: Border
 
     def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        traffic, hidden = self.traffic, next(tensors_of(output), None)
+        output, cuts = output if self.border.lines else (output, {})
+        hidden = next(tensors_of(output), None)
 
-        def convert(tensor: Tensor) -> Tensor:
-            if tensor.dim() == 0 or tensor.shape[0] * self.layout.batch != traffic.rows:
-                return tensor
-            source = self.layout if tensor is hidden else self.layout.whole_tokens
-            return traffic.mover(tensor, source, traffic.glue, traffic.rows)
+        def convert(place: str, tensor: Tensor) -> Tensor:
+            if not self.traffic.has_rows(tensor, self.placed.layout):
+                return self.traffic.see(tensor)
+            return self.traffic.hand(self._piece(tensor, cuts.get(place, ()), tensor is hidden))
 
-        return map_tensors(output, convert)
+        return map_places(output, convert)
+
+    def _piece(self, tensor: Tensor, cuts: Cuts, is_hidden: bool) -> Piece:
+        layout = self.placed.layout
+        shape = [self.traffic.rows, *tensor.shape[1:]]
+        for cut in cuts:
+            shape[cut.dim] = cut.extent
+        if self.border.lines:
+            return Piece(tensor, self.border.split(cuts, shape), tuple(shape))
+        if is_hidden and tensor.dim() > INNER:
+            shape[INNER] *= layout.sequence * layout.channels
+            return Piece(tensor, layout.hidden(shape), tuple(shape))
+        return Piece(tensor, layout.samples(shape), tuple(shape))

@@ -1,92 +1,187 @@
-"""How an activation lies on the ranks of a stage: rectangles of rows (samples) and tokens. No torch here.
+"""How activations lie on the ranks of a stage: every rank holds a box of the whole tensor. No torch here.
 
-A layout splits the rows ``batch`` ways and the tokens ``sequence`` ways. Ranks are row-major over (batch, tensor), so
-the rank at ``place`` takes row share ``place // (devices / batch)``; the ranks of one row share hold the same rows, and
-either all of their tokens or one share each.
+The ranks of a stage are row-major over (batch, tensor, depth, height, width, channels). A ``Layout`` says how many ways
+a strategy shares the samples, and the tokens, pixels or channels of each. A ``Split`` says the same of one tensor, dim
+by dim: a picture (samples, channels, [[planes,] rows,] columns) and the scores made of it lie unlike in one layout.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.shares import share
+
+Sides = tuple[int, int, int]
+"""Ways that planes, rows and columns of pictures are shared."""
+INNER, PIXELS = 1, 2
+"""Dims of a tensor where tokens or channels lie, and where pixels begin."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rectangle:
-    """Rows ``top`` to ``bottom`` and tokens ``left`` to ``right`` of a micro-batch, ends excluded."""
+class Axis:
+    """Ranks along which one dim of a tensor is shared: the rank at ``place`` takes share ``place // stride % ways``."""
 
-    top: int
-    bottom: int
-    left: int
-    right: int
+    ways: int = 1
+    stride: int = 1
+
+
+WHOLE = Axis()
+"""Of a dim that is not shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Part of a tensor: (start, stop) along each dim, ends excluded."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its extents."""
+        return tuple(max(0, stop - start) for start, stop in self.ranges)
 
     @property
     def items(self) -> int:
-        """Places (row, token) inside."""
-        return max(0, self.bottom - self.top) * max(0, self.right - self.left)
+        """Items inside."""
+        return prod(self.shape)
 
-    def meet(self, other: Rectangle) -> Rectangle:
+    def meet(self, other: Box) -> Box:
         """What both cover; without items where they do not meet."""
-        return Rectangle(
-            max(self.top, other.top), min(self.bottom, other.bottom),
-            max(self.left, other.left), min(self.right, other.right),
-        )  # fmt: skip
+        pairs = zip(self.ranges, other.ranges, strict=True)
+        return Box(tuple((max(a, c), min(b, d)) for (a, b), (c, d) in pairs))
 
-    def within(self, other: Rectangle) -> Rectangle:
-        """The same places counted from the first row and token of ``other``."""
-        return Rectangle(self.top - other.top, self.bottom - other.top, self.left - other.left, self.right - other.left)
+    def within(self, other: Box) -> Box:
+        """The same items counted from the first of ``other``."""
+        pairs = zip(self.ranges, other.ranges, strict=True)
+        return Box(tuple((start - first, stop - first) for (start, stop), (first, _) in pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How one tensor is shared by the ranks of a stage; ranks that differ in no axis hold the same.
+
+    Attributes:
+        devices: ranks of the stage.
+        axes: one a dim.
+    """
+
+    devices: int
+    axes: tuple[Axis, ...]
+
+    def box(self, place: int, shape: Sequence[int]) -> Box:
+        """What the rank at ``place`` of the stage holds of a whole tensor of that shape, by ``shares.share``."""
+        shares = [
+            share(extent, axis.ways, place // axis.stride % axis.ways)
+            for extent, axis in zip(shape, self.axes, strict=True)
+        ]
+        return Box(tuple((start, start + length) for start, length in shares))
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A way to lay an activation on a stage.
+    """How a strategy lays activations on a stage.
 
     Attributes:
-        batch: ways the rows are split; divides ``devices``.
+        batch: ways the samples are split; divides ``devices``.
         sequence: ways the tokens are split: 1, or ``devices / batch``.
         devices: ranks of the stage.
+        sides: ways the planes, rows and columns of pictures are split: 1, or ``devices / batch`` together.
+        channels: ways the channels of pictures are split: 1, or ``devices / batch``.
     """
 
     batch: int
     sequence: int
     devices: int
+    sides: Sides = (1, 1, 1)
+    channels: int = 1
 
     def __post_init__(self) -> None:
-        if self.devices % self.batch or self.sequence not in (1, self.devices // self.batch):
-            raise InputError("layout", self, "batch must divide devices, and sequence be 1 or devices / batch.")
+        inside = self.sequence * prod(self.sides) * self.channels
+        if self.devices % self.batch or inside not in (1, self.devices // self.batch):
+            remedy = "batch must divide devices, and the ways that a sample is split be 1 or devices / batch."
+            raise InputError("layout", self, remedy)
 
     @property
     def whole_tokens(self) -> Layout:
-        """The same rows with all tokens."""
-        return Layout(self.batch, 1, self.devices)
+        """The same samples and pixels with all tokens and channels."""
+        return replace(self, sequence=1, channels=1)
 
-    def rectangle(self, place: int, rows: int, tokens: int) -> Rectangle:
-        """What the rank at ``place`` of the stage holds of a micro-batch of so many rows and tokens.
+    @property
+    def replicas(self) -> int:
+        """Ranks that have the same samples."""
+        return self.devices // self.batch
+
+    @property
+    def splits_pixels(self) -> bool:
+        """Whether ranks share pixels."""
+        return prod(self.sides) > 1
+
+    @property
+    def pixel_axes(self) -> tuple[Axis, Axis, Axis]:
+        """Ranks along planes, rows and columns."""
+        _, height, width = self.sides
+        strides = height * width, width, 1
+        planes, rows, columns = (
+            Axis(ways, stride) if ways > 1 else WHOLE for ways, stride in zip(self.sides, strides, strict=True)
+        )
+        return planes, rows, columns
+
+    def samples(self, shape: Sequence[int]) -> Split:
+        """How a tensor lies whose samples alone are shared.
+
+        Args:
+            shape: of the whole tensor, the stage's whole micro-batch.
 
         Raises:
-            InputError: rows or tokens cannot be shared evenly.
+            InputError: the samples cannot be shared evenly.
         """
-        if rows % self.batch:
-            raise InputError("samples", rows, f"A micro-batch must be divisible by {self.batch}.")
-        if tokens % self.sequence:
-            raise InputError("tokens", tokens, f"With sequence parallelism they must be divisible by {self.sequence}.")
-        high, wide, group = rows // self.batch, tokens // self.sequence, self.devices // self.batch
-        row, column = place // group, place % group if self.sequence > 1 else 0
-        return Rectangle(row * high, (row + 1) * high, column * wide, (column + 1) * wide)
+        if shape[0] % self.batch:
+            raise InputError("samples", shape[0], f"A micro-batch must be divisible by {self.batch}.")
+        rows = Axis(self.batch, self.replicas) if self.batch > 1 else WHOLE
+        return Split(self.devices, (rows, *[WHOLE] * (len(shape) - 1)))
+
+    def hidden(self, shape: Sequence[int], pictures: bool = True) -> Split:
+        """How a hidden state lies: samples are shared, and tokens, channels or pixels.
+
+        Args:
+            shape: of the whole tensor: (samples, tokens, ...) or (samples, channels, [[planes,] rows,] columns).
+            pictures: whether it is a picture where pixels are shared.
+
+        Raises:
+            InputError: samples or tokens cannot be shared evenly.
+        """
+        split = self.samples(shape)
+        axes = list(split.axes)
+        if len(axes) > INNER and self.sequence * self.channels > 1:
+            if shape[INNER] % self.sequence:
+                remedy = f"With sequence parallelism they must be divisible by {self.sequence}."
+                raise InputError("tokens", shape[INNER], remedy)
+            axes[INNER] = Axis(self.sequence * self.channels, 1)
+        count = len(axes) - PIXELS
+        if pictures and 0 < count <= len(self.sides) and self._fills(shape[PIXELS:]):
+            axes[PIXELS:] = self.pixel_axes[len(self.sides) - count :]
+        return Split(self.devices, tuple(axes))
+
+    def _fills(self, extents: Sequence[int]) -> bool:
+        """Whether every rank gets pixels."""
+        return all(extent >= ways for extent, ways in zip(extents, self.sides[-len(extents) :], strict=True))
 
 
 def layout_of(strategy: Strategy) -> Layout:
     """The layout of the activations at the borders of a block under a strategy."""
     sequence = strategy.tensor if strategy.sequence_parallel else 1
-    return Layout(strategy.batch_degree, sequence, strategy.devices)
+    sides = (strategy.depth, strategy.height, strategy.width)
+    return Layout(strategy.batch_degree, sequence, strategy.devices, sides, strategy.channels)
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one rank sends and receives to change the layout of one activation.
+    """What one rank sends and receives to change the split of one tensor.
 
     Attributes:
         held: what the rank holds before.
@@ -96,35 +191,36 @@ class Route:
         local: whether no rank of the stage needs anything from another.
     """
 
-    held: Rectangle
-    wanted: Rectangle
-    sends: tuple[Rectangle, ...]
-    receives: tuple[Rectangle, ...]
+    held: Box
+    wanted: Box
+    sends: tuple[Box, ...]
+    receives: tuple[Box, ...]
     local: bool
 
 
 @lru_cache(maxsize=4096)
-def route(source: Layout, target: Layout, rows: int, tokens: int, place: int) -> Route:
-    """The way of the rank at ``place`` from one layout to another."""
-    before = [source.rectangle(rank, rows, tokens) for rank in range(source.devices)]
-    after = [target.rectangle(rank, rows, tokens) for rank in range(target.devices)]
-    moved = [[_transfer(before, sender, rank, after[rank]) for sender in range(source.devices)]
-             for rank in range(target.devices)]  # fmt: skip
-    local = all(
-        not piece.items or sender == rank for rank, pieces in enumerate(moved) for sender, piece in enumerate(pieces)
-    )
+def route(source: Split, target: Split, shape: tuple[int, ...], place: int) -> Route:
+    """The way of the rank at ``place`` from one split of a tensor of that whole shape to another."""
+    ranks = range(source.devices)
+    before = [source.box(rank, shape) for rank in ranks]
+    after = [target.box(rank, shape) for rank in ranks]
+    holders: dict[Box, list[int]] = {}
+    for rank, box in enumerate(before):
+        holders.setdefault(box, []).append(rank)
+
+    def given(sender: int, receiver: int) -> Box:
+        """Of ranks that hold the same, the receiver itself gives, or one by turns."""
+        same = holders[before[sender]]
+        chosen = receiver if receiver in same else same[receiver % len(same)]
+        piece = before[sender].meet(after[receiver])
+        return piece if piece.items and sender == chosen else _nothing(len(shape))
+
+    local = all(after[rank].meet(before[rank]) == after[rank] or not after[rank].items for rank in ranks)
     return Route(
-        before[place], after[place], tuple(moved[rank][place] for rank in range(target.devices)),
-        tuple(moved[place]), local,
+        before[place], after[place], tuple(given(place, rank) for rank in ranks),
+        tuple(given(rank, place) for rank in ranks), local,
     )  # fmt: skip
 
 
-_NOTHING = Rectangle(0, 0, 0, 0)
-
-
-def _transfer(before: list[Rectangle], sender: int, receiver: int, wanted: Rectangle) -> Rectangle:
-    """What ``sender`` gives to ``receiver``. Of ranks that hold the same, the receiver itself or one by turns gives."""
-    piece = before[sender].meet(wanted)
-    holders = [rank for rank, held in enumerate(before) if held == before[sender]]
-    chosen = receiver if receiver in holders else holders[receiver % len(holders)]
-    return piece if piece.items and sender == chosen else _NOTHING
+def _nothing(dims: int) -> Box:
+    return Box(((0, 0),) * dims)

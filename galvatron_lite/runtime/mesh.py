@@ -1,19 +1,22 @@
 """The launched world as the plan sees it: stages of ranks, and the process groups of every strategy.
 
-World ranks are row-major over (stages, data, zero, tensor), tensor innermost. Groups are made by all ranks in the same
-order, and made once: strategies that split the ranks alike share them. Groups of one rank are None: nothing to do.
+World ranks are row-major over (stages, data, zero, tensor, depth, height, width, channel), the last innermost. Groups
+are made by all ranks in the same order, and made once: strategies that split the ranks alike share them. Groups of one
+rank are None: nothing to do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_lite.errors import InputError, LaunchError
+from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE
 from galvatron_lite.plans.schema import Plan
@@ -22,9 +25,8 @@ from galvatron_lite.runtime.world import join
 Group = dist.ProcessGroup | None
 Ranks = tuple[int, ...]
 Key = tuple[str, Ranks]
-Degrees = tuple[int, int, int]
 
-GRADIENTS, STATES, ACTIVATIONS, PIPELINE = "gradients", "states", "activations", "pipeline"
+GRADIENTS, STATES, ACTIVATIONS, PIXELS, PIPELINE = "gradients", "states", "activations", "pixels", "pipeline"
 """Purposes: groups of equal ranks are separate by purpose, so that traffic of one kind waits for no other."""
 
 
@@ -34,11 +36,14 @@ class StrategyGroups:
 
     Attributes:
         data: ranks that hold the same states and take other samples (for ZeRO's mesh).
-        zero: ranks that share the states.
+        zero: ranks that share the states: ZeRO's and the spatial ones.
         tensor: ranks that share the matmuls of each sample.
-        batch: data and zero together: ranks that take other samples; for gradients.
-        stage: all ranks of the stage; for gradients of parameters used on token shards.
+        slices: ranks that share the channels of convolutions.
+        batch: data and zero together: ranks that take other samples.
+        gradients: ranks that take other samples or pixels with equal slices of the parameters.
+        stage: all ranks of the stage; for gradients of parameters used on shares of tokens or channels.
         everyone: all ranks of the stage; for moving activations between layouts.
+        depth, height, width: ranks along a side of pictures.
         zero_mesh: what ``fully_shard`` takes: axes (data, zero), or only zero; None without ZeRO.
         batch_index: which share of the samples this rank takes.
         tensor_index: this rank's place in ``tensor``.
@@ -47,9 +52,14 @@ class StrategyGroups:
     data: Group
     zero: Group
     tensor: Group
+    slices: Group
     batch: Group
+    gradients: Group
     stage: Group
     everyone: Group
+    depth: Group
+    height: Group
+    width: Group
     zero_mesh: DeviceMesh | None
     batch_index: int
     tensor_index: int
@@ -64,14 +74,14 @@ class Meshes:
         stages: pipeline stages.
         stage_devices: ranks of one stage.
         pipeline: ranks with this rank's place in every stage, in stage order.
-        by_degrees: groups by (data, zero, tensor), for this rank's stage.
+        by_degrees: groups of strategies, of which only the degrees count, for this rank's stage.
     """
 
     rank: int
     stages: int
     stage_devices: int
     pipeline: Group
-    by_degrees: Mapping[Degrees, StrategyGroups]
+    by_degrees: Mapping[Strategy, StrategyGroups]
 
     @property
     def world(self) -> int:
@@ -137,11 +147,13 @@ def _check_strategies(plan: Plan) -> None:
                 )
 
 
-def _degrees(strategy: Strategy) -> Degrees:
-    return strategy.data, strategy.zero, strategy.tensor
+def _degrees(strategy: Strategy) -> Strategy:
+    """A strategy of the same groups, the same for all strategies that have them."""
+    sharded = strategy.state_shards > 1
+    return replace(strategy, sequence_parallel=False, recompute=Recompute.NONE, zero_stage=3 if sharded else 0)
 
 
-def _stage_degrees(plan: Plan) -> list[list[Degrees]]:
+def _stage_degrees(plan: Plan) -> list[list[Strategy]]:
     return [sorted({_degrees(run.strategy) for run in stage.runs}) for stage in plan.stages]
 
 
@@ -149,44 +161,61 @@ def _build(plan: Plan, device_type: str, rank: int) -> Meshes:
     per_stage, size = _stage_degrees(plan), plan.stage_devices
     keys = [key for stage, all_degrees in enumerate(per_stage) for d in all_degrees for key in _keys(d, stage * size)]
     keys += [(PIPELINE, tuple(range(place, plan.devices, size))) for place in range(size)]
-    made = _make_groups(keys)
+    made = _make_groups(keys, device_type)
     stage = rank // size
     views = {degrees: _view(degrees, stage * size, rank, made, device_type) for degrees in per_stage[stage]}
     pipeline = _own(made, [(PIPELINE, tuple(range(rank % size, plan.devices, size)))], rank)
     return Meshes(rank, len(plan.stages), size, pipeline, views)
 
 
-def _lines(degrees: Degrees, start: int) -> dict[str, list[Ranks]]:
-    """Rank groups of a stage starting at rank ``start``, by axis."""
-    data, zero, tensor = degrees
-    grid = (start + torch.arange(data * zero * tensor)).reshape(data, zero, tensor)
-    shapes = {
-        "data": grid.permute(1, 2, 0).reshape(-1, data),
-        "zero": grid.permute(0, 2, 1).reshape(-1, zero),
-        "tensor": grid.reshape(-1, tensor),
-        "batch": grid.permute(2, 0, 1).reshape(tensor, -1),
-        "stage": grid.reshape(1, -1),
+_ORDER = ("data", "zero", "tensor", "depth", "height", "width", "slices")
+"""Fields of ``Strategy`` in the order of ranks."""
+_SPATIAL = ("depth", "height", "width")
+_GROUPS = {
+    "data": (STATES, ("data",)),
+    "zero": (STATES, ("zero", *_SPATIAL)),
+    "tensor": (ACTIVATIONS, ("tensor",)),
+    "slices": (ACTIVATIONS, ("slices",)),
+    "batch": (GRADIENTS, ("data", "zero")),
+    "gradients": (GRADIENTS, ("data", "zero", *_SPATIAL)),
+    "stage": (GRADIENTS, _ORDER),
+    "everyone": (ACTIVATIONS, _ORDER),
+    **{side: (PIXELS, (side,)) for side in _SPATIAL},
+}
+"""Of each group its purpose, and the degrees in which its ranks differ."""
+
+
+def _lines(degrees: Strategy, start: int, names: Sequence[str]) -> list[Ranks]:
+    """Groups of the ranks that differ in these degrees only, of a stage that starts at rank ``start``."""
+    shape = [getattr(degrees, name) for name in _ORDER]
+    grid = (start + torch.arange(degrees.devices)).reshape(shape)
+    inside = [place for place, name in enumerate(_ORDER) if name in names]
+    outside = [place for place in range(len(shape)) if place not in inside]
+    rows = grid.permute(outside + inside).reshape(-1, prod(shape[place] for place in inside))
+    return [tuple(int(rank) for rank in row) for row in rows]
+
+
+def _named_keys(degrees: Strategy, start: int) -> dict[str, list[Key]]:
+    skipped = ("data", "zero") if degrees.state_shards == 1 else ()
+    return {
+        axis: [(purpose, ranks) for ranks in _lines(degrees, start, names)] if axis not in skipped else []
+        for axis, (purpose, names) in _GROUPS.items()
     }
-    return {axis: [tuple(int(r) for r in row) for row in rows] for axis, rows in shapes.items()}
 
 
-def _named_keys(degrees: Degrees, start: int) -> dict[str, list[Key]]:
-    lines = _lines(degrees, start)
-    purposes = {"data": STATES, "zero": STATES, "tensor": ACTIVATIONS, "batch": GRADIENTS, "stage": GRADIENTS}
-    named = {axis: [(purpose, ranks) for ranks in lines[axis]] for axis, purpose in purposes.items()}
-    if degrees[1] == 1:
-        named["data"] = named["zero"] = []
-    return named | {"everyone": [(ACTIVATIONS, ranks) for ranks in lines["stage"]]}
-
-
-def _keys(degrees: Degrees, start: int) -> list[Key]:
+def _keys(degrees: Strategy, start: int) -> list[Key]:
     return [key for keys in _named_keys(degrees, start).values() for key in keys]
 
 
-def _make_groups(keys: Sequence[Key]) -> dict[Key, dist.ProcessGroup]:
+def _make_groups(keys: Sequence[Key], device_type: str) -> dict[Key, dist.ProcessGroup]:
     """One process group for every distinct key of more than one rank; the same order on every rank."""
     wanted = [key for key in dict.fromkeys(keys) if len(key[1]) > 1]
-    return {(purpose, ranks): dist.new_group(list(ranks), group_desc=purpose) for purpose, ranks in wanted}
+    made = {(purpose, ranks): dist.new_group(list(ranks), group_desc=purpose) for purpose, ranks in wanted}
+    for (purpose, ranks), group in made.items():
+        if purpose == PIXELS and dist.get_rank() in ranks and device_type == "cuda":
+            # the first messages from rank to rank make NCCL's communicator, and not every rank may have one to send
+            dist.all_reduce(torch.zeros(1, device=device_type), group=group)
+    return made
 
 
 def _own(made: Mapping[Key, dist.ProcessGroup], keys: Sequence[Key], rank: int) -> Group:
@@ -194,29 +223,30 @@ def _own(made: Mapping[Key, dist.ProcessGroup], keys: Sequence[Key], rank: int) 
 
 
 def _view(
-    degrees: Degrees, start: int, rank: int, made: Mapping[Key, dist.ProcessGroup], device_type: str
+    degrees: Strategy, start: int, rank: int, made: Mapping[Key, dist.ProcessGroup], device_type: str
 ) -> StrategyGroups:
-    named, place = _named_keys(degrees, start), rank - start
-    own = {axis: _own(made, keys, rank) for axis, keys in named.items()}
+    own = {axis: _own(made, keys, rank) for axis, keys in _named_keys(degrees, start).items()}
+    place, inner = rank - start, degrees.spatial * degrees.slices
     return StrategyGroups(
         **own,
         zero_mesh=_zero_mesh(degrees, start, rank, own, device_type),
-        batch_index=place // degrees[2],
-        tensor_index=place % degrees[2],
+        batch_index=place // (inner * degrees.tensor),
+        tensor_index=place // inner % degrees.tensor,
     )
 
 
 def _zero_mesh(
-    degrees: Degrees, start: int, rank: int, own: Mapping[str, Group], device_type: str
+    degrees: Strategy, start: int, rank: int, own: Mapping[str, Group], device_type: str
 ) -> DeviceMesh | None:
-    data, zero, tensor = degrees
     shard, replicate = own["zero"], own["data"]
     if shard is None:
         return None
     if replicate is None:
         return DeviceMesh.from_group(shard, device_type, mesh_dim_names=(_axis("zero", shard),))
-    grid = (start + torch.arange(data * zero * tensor)).reshape(data, zero, tensor)[..., (rank - start) % tensor]
+    rows = _lines(degrees, start, ("data", "zero", *_SPATIAL))
+    mine = next(row for row in rows if rank in row)
     names = _axis("data", replicate), _axis("zero", shard)
+    grid = torch.tensor(mine).reshape(degrees.data, -1)
     return DeviceMesh.from_group([replicate, shard], device_type, mesh=grid, mesh_dim_names=names)
 
 

@@ -68,18 +68,29 @@ def _shorten(names: Sequence[str]) -> str:
     return ", ".join(shown)
 
 
-def glue_layout(stage: Sequence[Placed]) -> Layout:
-    """The layout of a stage's inputs, and of what runs between its layers: the edges', else the first block's.
+def glue_of(stage: Sequence[Placed]) -> Placed:
+    """The layer in whose layout (with whole tokens) a stage's inputs lie, and what runs between its layers.
+
+    It is the first of the edges, else the first block.
 
     Raises:
-        InputError: ``before`` and ``after`` share a stage but not a layout.
+        InputError: ``before`` and ``after`` share a stage but not a layout, and matmuls are split.
     """
-    edges = {placed.layer.name: placed.layout for placed in stage if placed.layer.role is not Role.BLOCK}
-    if len(set(edges.values())) > 1:
-        shown = ", ".join(f"{name}: batch {layout.batch}" for name, layout in edges.items())
+    edges = [placed for placed in stage if placed.layer.role is not Role.BLOCK]
+    if len({placed.layout for placed in edges}) > 1 and any(placed.strategy.tensor > 1 for placed in stage):
+        shown = ", ".join(f"{placed.layer.name}: batch {placed.layout.batch}" for placed in edges)
         remedy = "In one stage, before and after must split samples and matmuls alike."
         raise InputError("strategies of the edges", shown, remedy)
-    return next(iter(edges.values()), stage[0].layout.whole_tokens)
+    return edges[0] if edges else stage[0]
+
+
+def glue_layout(stage: Sequence[Placed]) -> Layout:
+    """The layout of a stage's inputs, and of what runs between its layers.
+
+    Raises:
+        InputError: see ``glue_of``.
+    """
+    return glue_of(stage).layout.whole_tokens
 
 
 def check_samples(samples: int, plan: Plan, microbatches: int) -> None:

@@ -1,7 +1,8 @@
-"""Moving an activation from one layout on the stage to another, forward and backward."""
+"""Moving an activation from one way to lie on the stage to another, forward and backward."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron_lite.runtime.layout import Layout, Rectangle, Route, route
+from galvatron_lite.runtime.layout import Box, Route, Split, route
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Mover:
-    """Moves activations between layouts of a stage.
+    """Moves activations between splits on a stage.
 
     Attributes:
         group: all ranks of the stage; None for a stage of one rank.
@@ -24,68 +27,67 @@ class Mover:
     group: dist.ProcessGroup | None
     place: int
 
-    def __call__(self, tensor: Tensor, source: Layout, target: Layout, rows: int) -> Tensor:
-        """The tensor in another layout.
+    def __call__(self, tensor: Tensor, source: Split, target: Split, shape: Shape) -> Tensor:
+        """The tensor split another way.
 
         Args:
-            tensor: this rank's share: (rows, ...) or (rows, tokens, ...).
-            source: the layout it is in.
-            target: the layout it is to be in.
-            rows: of the whole micro-batch.
+            tensor: this rank's box of it, a plain tensor.
+            source: how it is split.
+            target: how it is to be split.
+            shape: of the whole tensor.
 
         Returns:
-            This rank's share in the target layout. The gradient goes the way back: the gradient of a share that
-            several ranks hold is complete on each of them.
+            This rank's box under the target. The gradient goes the way back: the gradient of a box that several ranks
+            hold is complete on each of them.
         """
         if source == target or self.group is None:
             return tensor
-        moved: Tensor = _Redistribute.apply(tensor, self, source, target, rows)  # type: ignore[no-untyped-call]
+        moved: Tensor = _Redistribute.apply(tensor, self, source, target, shape)  # type: ignore[no-untyped-call]
         return moved
 
-    def move(self, tensor: Tensor, source: Layout, target: Layout, rows: int) -> Tensor:
+    def move(self, tensor: Tensor, source: Split, target: Split, shape: Shape) -> Tensor:
         """The same without autograd."""
-        flat = tensor if tensor.dim() > 1 else tensor.unsqueeze(1)
-        way = route(source, target, rows, flat.shape[1] * source.sequence, self.place)
-        moved = _cut(flat, way.wanted.within(way.held)).clone() if way.local else self._exchange(flat, way)
-        return moved if tensor.dim() > 1 else moved.squeeze(1)
+        way = route(source, target, shape, self.place)
+        if way.local:
+            return _cut(tensor, way.wanted.within(way.held)).clone(memory_format=torch.contiguous_format)
+        return self._exchange(tensor, way)
 
     def _exchange(self, tensor: Tensor, way: Route) -> Tensor:
         """All-to-all of the pieces, as bytes: gloo does not know every dtype."""
-        rest = tensor.shape[2:]
-        item = rest.numel() * tensor.element_size()
-        sent = torch.cat([_cut(tensor, piece.within(way.held)).flatten() for piece in way.sends if piece.items])
-        received = sent.new_empty(sum(piece.items for piece in way.receives) * rest.numel())
+        pieces = [_cut(tensor, piece.within(way.held)).flatten() for piece in way.sends if piece.items]
+        sent = torch.cat(pieces) if pieces else tensor.new_empty(0)
+        arriving = [piece for piece in way.receives if piece.items]
+        # what comes from one rank alone is in order already; no view, so that code behind may change it in place
+        received = tensor.new_empty(way.wanted.shape if len(arriving) <= 1 else way.wanted.items)
+        item = tensor.element_size()
         dist.all_to_all_single(
-            received.view(torch.uint8), sent.view(torch.uint8),
+            received.view(-1).view(torch.uint8), sent.view(torch.uint8),
             [piece.items * item for piece in way.receives], [piece.items * item for piece in way.sends],
             group=self.group,
         )  # fmt: skip
-        return _assemble(received, way, rest)
+        return received if len(arriving) <= 1 else _assemble(received, way.wanted, arriving)
 
 
-def _cut(tensor: Tensor, piece: Rectangle) -> Tensor:
-    return tensor[piece.top : piece.bottom, piece.left : piece.right]
+def _cut(tensor: Tensor, piece: Box) -> Tensor:
+    return tensor[tuple(slice(start, stop) for start, stop in piece.ranges)]
 
 
-def _assemble(received: Tensor, way: Route, rest: torch.Size) -> Tensor:
-    """The wanted rectangle from the pieces, which lie one after the other by sender."""
-    wanted = way.wanted
-    result = received.new_empty((wanted.bottom - wanted.top, wanted.right - wanted.left, *rest))
-    pieces = [piece for piece in way.receives if piece.items]
-    parts = torch.split(received, [piece.items * rest.numel() for piece in pieces])
+def _assemble(received: Tensor, wanted: Box, pieces: Sequence[Box]) -> Tensor:
+    """The wanted box from pieces that lie one after the other."""
+    result = received.new_empty(wanted.shape)
+    parts = torch.split(received, [piece.items for piece in pieces])
     for piece, part in zip(pieces, parts, strict=True):
-        place = _cut(result, piece.within(wanted))
-        place.copy_(part.view(place.shape))
+        _cut(result, piece.within(wanted)).copy_(part.view(piece.shape))
     return result
 
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, mover: Mover, source: Layout, target: Layout, rows: int) -> Tensor:
-        ctx.way = (mover, source, target, rows)
-        return mover.move(tensor, source, target, rows)
+    def forward(ctx: Any, tensor: Tensor, mover: Mover, source: Split, target: Split, shape: Shape) -> Tensor:
+        ctx.way = (mover, source, target, shape)
+        return mover.move(tensor, source, target, shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        mover, source, target, rows = ctx.way
-        return mover.move(gradient, target, source, rows), None, None, None, None
+        mover, source, target, shape = ctx.way
+        return mover.move(gradient, target, source, shape), None, None, None, None

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.data.apply import GradientReducer
-from galvatron_lite.parallelism.pipeline.runner import PipelineRunner
+from galvatron_lite.parallelism.pipeline.runner import Luggage, PipelineRunner
 from galvatron_lite.parallelism.pipeline.stage import StageEnd, StageModel
 from galvatron_lite.parallelism.pipeline.tied import SharedCopies, check_shared, find_shared
 from galvatron_lite.parallelism.pipeline.transfer import pipeline_groups
+from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.block_calls import sample_arguments
-from galvatron_lite.runtime.hooks import Traffic, install_hooks
+from galvatron_lite.runtime.border import border_of
+from galvatron_lite.runtime.hooks import install_hooks
 from galvatron_lite.runtime.layout import Layout
 from galvatron_lite.runtime.materialize import Materializer
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
-from galvatron_lite.runtime.placement import Placed, glue_layout, place_layers
+from galvatron_lite.runtime.placement import Placed, glue_layout, glue_of, place_layers
 from galvatron_lite.runtime.redistribute import Mover
 from galvatron_lite.runtime.sharding import Owned, Sharded, owned_parameters, reduced_parameters, shard_stage
 from galvatron_lite.runtime.tensor_plans import tensor_plans
+from galvatron_lite.runtime.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +71,7 @@ class StageRuntime:
     @property
     def glue_groups(self) -> StrategyGroups:
         """Groups of a layer in whose layout glue code runs."""
-        batch = self.traffic.glue.batch
-        return self.meshes.groups(next(one.strategy for one in self.stage if one.layout.batch == batch))
+        return self.meshes.groups(glue_of(self.stage).strategy)
 
     @property
     def is_last(self) -> bool:
@@ -95,22 +97,25 @@ def set_up(
     strategies = {placed.layer.name: placed.strategy for placed in everything}
     ties = find_shared(model, layers)
     check_shared(ties, strategies)
-    stage, glue = stages[meshes.stage_index], glue_layout(stages[meshes.stage_index])
+    stage = stages[meshes.stage_index]
+    glue = glue_layout(stage)
     plans = tensor_plans(model, everything, batch) if options.tensor_plans is None else options.tensor_plans
     sampled = _sample_arguments(model, stage, glue, batch)
     broadcast_values(model, options.device)
-    if any(strategy.tensor > 1 for strategy in strategies.values()):
+    if any(strategy.devices > strategy.batch_degree for strategy in strategies.values()):
         share_random_state(options.device)
     names = [[placed.layer.name for placed in one] for one in stages]
     cut = _cut_stage(model, layers, names, meshes.stage_index)
     sharded = _split(model, layers, stage, meshes, plans, options)
     mover = Mover(meshes.groups(stage[0].strategy).everyone, meshes.index_in_stage)
-    traffic = Traffic(mover, glue, options.compute, sampled)
+    strategy = glue_of(stage).strategy
+    border = border_of(glue, strategy, meshes.groups(strategy))
+    traffic = Traffic(mover, border, PIXELS_RULES, options.compute, sampled)
     incoming = stages[meshes.stage_index - 1][-1].layout if meshes.stage_index else None
-    install_hooks(model, stage, traffic, incoming, last_stage=stage is stages[-1])
+    install_hooks(model, sharded.borders, traffic, incoming)
     shared = SharedCopies(model, ties, names, strategies) if len(stages) > 1 else None
     owned = owned_parameters(model, stage, meshes, sharded.shards)
-    reducer, runner = GradientReducer(reduced_parameters(owned)), _runner(cut, plan, meshes, options.device)
+    reducer, runner = GradientReducer(reduced_parameters(owned)), _runner(cut, plan, meshes, traffic, options.device)
     return StageRuntime(stage, meshes, owned, sharded, reducer, traffic, runner, shared)
 
 
@@ -154,30 +159,40 @@ def _split(
     return shard_stage(model, stage, meshes, plans, materializer.place, options.compute)
 
 
-def _runner(cut: StageModel | None, plan: Plan, meshes: Meshes, device: torch.device) -> PipelineRunner | None:
+def _runner(
+    cut: StageModel | None, plan: Plan, meshes: Meshes, traffic: Traffic, device: torch.device
+) -> PipelineRunner | None:
     if cut is None:
         return None
     count = len(plan.stages)
-    return PipelineRunner(cut, pipeline_groups(count), count, meshes.stage_index, plan.schedule, device)
+    luggage = Luggage(traffic.pack, traffic.unpack)
+    return PipelineRunner(cut, pipeline_groups(count), count, meshes.stage_index, plan.schedule, device, luggage)
 
 
 def _sample_arguments(
     model: nn.Module, stage: Sequence[Placed], glue: Layout, batch: Any
 ) -> dict[str, dict[str, bool]]:
-    """What must be known of the arguments of blocks that split the samples in another way than the glue code."""
-    unlike = [placed.layer.name for placed in stage if placed.layout.batch != glue.batch]
+    """What must be known of the arguments of blocks that split samples in another way than the glue code."""
+    unlike = [
+        placed.layer.name
+        for placed in stage
+        if placed.layer.role is Role.BLOCK and replace(placed.layout, sequence=1) != replace(glue, sequence=1)
+    ]
     return sample_arguments(model, unlike, batch) if unlike and batch is not None else {}
 
 
 def share_random_state(device: torch.device) -> None:
-    """Give every rank rank 0's random state: ranks of a tensor group must drop the same activations."""
-    state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    """Give every rank rank 0's random states: ranks that share samples must drop the same activations."""
+    torch.set_rng_state(_first(torch.get_rng_state(), device))
+    if device.type != "cpu":
+        torch.cuda.set_rng_state(_first(torch.cuda.get_rng_state(device), device), device)
+
+
+def _first(state: Tensor, device: torch.device) -> Tensor:
+    """Rank 0's value of a tensor on the CPU."""
     there = state.to(device)
     dist.broadcast(there, src=0)
-    if device.type == "cpu":
-        torch.set_rng_state(there)
-    else:
-        torch.cuda.set_rng_state(there.cpu(), device)
+    return there.cpu()
 
 
 def broadcast_values(model: nn.Module, device: torch.device) -> None:

@@ -15,11 +15,14 @@ from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.data.apply import Reduced
 from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
+from galvatron_lite.parallelism.spatial.apply import split_pixels
+from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 from galvatron_lite.parallelism.zero.apply import STAGE_2, ZeroGroup, apply_root, shard_group
+from galvatron_lite.runtime.border import Border, border_of
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
 from galvatron_lite.runtime.placement import Placed
 
@@ -48,6 +51,12 @@ class Owned:
         return isinstance(self.parameter, DTensor)
 
     @property
+    def slices(self) -> ProcessTensorGroup | None:
+        """The ranks that hold slices of the same parameters; None where they are whole."""
+        group = self.groups.tensor or self.groups.slices
+        return None if group is None else ProcessTensorGroup(group)
+
+    @property
     def is_partial(self) -> bool:
         """Whether every rank of the stage has a part of its gradient."""
         return self.shard is not None and self.shard.placement is Placement.PARTIAL
@@ -61,11 +70,13 @@ class Sharded:
         shards: how parameters lie in the whole ones by tensor parallelism, by name.
         zero_modules: modules that FSDP manages.
         replicated: those of them whose mesh has a data axis, too.
+        borders: every layer, and what it works on.
     """
 
     shards: dict[str, ParameterShard] = field(default_factory=dict)
     zero_modules: list[FSDPModule] = field(default_factory=list)
     replicated: list[FSDPModule] = field(default_factory=list)
+    borders: list[tuple[Placed, Border]] = field(default_factory=list)
 
 
 def shard_stage(
@@ -76,7 +87,7 @@ def shard_stage(
     place: Callable[[Layer], None],
     compute: torch.dtype | None,
 ) -> Sharded:
-    """Split a stage's layers in place: tensor parallelism, recomputation, ZeRO.
+    """Split a stage's layers in place: tensor and spatial parallelism, recomputation, ZeRO.
 
     Args:
         model: holds the layers.
@@ -91,8 +102,13 @@ def shard_stage(
         for placed in layers:
             place(placed.layer)
             _split_matmuls(model, placed, meshes, plans, done)
+            border = border_of(placed.layout, placed.strategy, meshes.groups(placed.strategy))
             for path in placed.layer.modules:
-                apply_recompute(model.get_submodule(path), placed.strategy.recompute)
+                module = model.get_submodule(path)
+                if border.lines:
+                    split_pixels(module, border.lines, PIXELS_RULES)
+                apply_recompute(module, placed.strategy.recompute)
+            done.borders.append((placed, border))
         _share_states(model, layers, meshes, compute, done)
     meshed = [meshes.groups(placed.strategy).zero_mesh for placed in stage]
     mesh = next((mesh for mesh in meshed if mesh is not None), None)
@@ -175,15 +191,15 @@ def _own(
     shards: Mapping[str, ParameterShard],
 ) -> Owned:
     shard = next((shards[name] for name in names if name in shards), None)
-    split = strategy.tensor if shard is not None and shard.placement is Placement.SHARDED else 1
-    shared = strategy.zero if isinstance(parameter, DTensor) else 1
+    split = shard.degree if shard is not None and shard.placement is Placement.SHARDED else 1
+    shared = strategy.state_shards if isinstance(parameter, DTensor) else 1
     return Owned(names, parameter, shard, meshes.groups(strategy), strategy.devices // (split * shared))
 
 
 def reduced_parameters(owned: Sequence[Owned]) -> list[Reduced]:
     """The parameters whose gradients we sum ourselves, and over which ranks."""
     return [
-        Reduced(one.parameter, one.groups.stage if one.is_partial else one.groups.batch)
+        Reduced(one.parameter, one.groups.stage if one.is_partial else one.groups.gradients)
         for one in owned
         if not one.is_zero
     ]

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.parallelism.tensor.shards import gather_full, slice_full
 from galvatron_lite.runtime.sharding import Owned
 
@@ -34,13 +33,14 @@ def full_gradients(parallel: ParallelModel) -> dict[str, Tensor]:
 def full_state_dict(parallel: ParallelModel) -> dict[str, Tensor]:
     """The user's model's ``state_dict()``: whole parameters and buffers, on the CPU of every rank.
 
-    All ranks must call it.
+    Buffers are those of each stage's first rank: under data parallelism, batch norms track the statistics of their own
+    share of the samples, as in DistributedDataParallel. All ranks must call it.
     """
     found: dict[str, Tensor] = {}
     for one in parallel.runtime.owned:
         found |= dict.fromkeys(one.names, _whole(one.parameter.detach(), one))
     state: dict[str, Any] = parallel.module.state_dict()
-    found |= {name: value.cpu().clone() for name, value in state.items() if name not in found}
+    found |= {name: _first(parallel, value) for name, value in state.items() if name not in found}
     return _from_all_stages(parallel, found)
 
 
@@ -64,9 +64,18 @@ def load_full_state_dict(parallel: ParallelModel, state: Mapping[str, Tensor]) -
 def _whole(tensor: Tensor, one: Owned) -> Tensor:
     """A parameter or gradient of a stage, put together from ZeRO's and then tensor parallelism's parts."""
     local = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    if one.shard is not None and one.groups.tensor is not None:
-        local = gather_full(local, one.shard, ProcessTensorGroup(one.groups.tensor))
+    if one.shard is not None and one.slices is not None:
+        local = gather_full(local, one.shard, one.slices)
     return local.detach().cpu().clone()
+
+
+def _first(parallel: ParallelModel, value: Tensor) -> Tensor:
+    """A tensor of the stage's first rank."""
+    meshes, there = parallel.runtime.meshes, value.detach().clone()
+    group = parallel.runtime.traffic.mover.group
+    if group is not None:
+        dist.broadcast(there, src=meshes.stage_index * meshes.stage_devices, group=group)
+    return there.cpu()
 
 
 def _from_all_stages(parallel: ParallelModel, found: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,6 @@ from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.apply import find_shared
 from galvatron_lite.parallelism.tensor.apply import gather_full
-from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.engine import ParallelModel
@@ -149,8 +148,8 @@ def whole(
         if tensor is None:
             continue
         local = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if one.shard is not None and one.groups.tensor is not None:
-            local = gather_full(local, one.shard, ProcessTensorGroup(one.groups.tensor))
+        if one.shard is not None and one.slices is not None:
+            local = gather_full(local, one.shard, one.slices)
         found[first_names.get(one.names[0], one.names[0])] = local.clone()
     return found
 

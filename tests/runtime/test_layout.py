@@ -1,4 +1,4 @@
-"""The arithmetic of rectangles: every place is held, and moving gives every rank what it wants, once."""
+"""The arithmetic of boxes: every item is held, and moving gives every rank what it wants, once."""
 
 from __future__ import annotations
 
@@ -9,69 +9,108 @@ from hypothesis import strategies as st
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.runtime.layout import Layout, Rectangle, layout_of, route
+from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.runtime.layout import Axis, Box, Layout, Split, layout_of, route
 
-ROWS, TOKENS = 16, 48
+ROWS = 12
+Pair = tuple[Split, Split, tuple[int, ...]]
 
 
 @st.composite
 def layouts(draw: st.DrawFn, devices: int) -> Layout:
-    batch = draw(
-        st.sampled_from([degree for degree in range(1, devices + 1) if devices % degree == 0 == ROWS % degree])
-    )
-    return Layout(batch, draw(st.sampled_from([1, devices // batch])), devices)
+    batch = draw(st.sampled_from([degree for degree in divisors(devices) if ROWS % degree == 0]))
+    group = devices // batch
+    kind = draw(st.sampled_from(["whole", "tokens", "channels", "pixels"]))
+    if kind != "pixels":
+        return Layout(batch, group if kind == "tokens" else 1, devices, channels=group if kind == "channels" else 1)
+    depth = draw(st.sampled_from(divisors(group)))
+    height = draw(st.sampled_from(divisors(group // depth)))
+    return Layout(batch, 1, devices, (depth, height, group // depth // height))
 
 
 @st.composite
-def pairs(draw: st.DrawFn) -> tuple[Layout, Layout]:
-    devices = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
-    return draw(layouts(devices)), draw(layouts(devices))
+def pairs(draw: st.DrawFn) -> Pair:
+    """Two ways to split a tensor whose tokens can be shared by all and whose pixels are any."""
+    devices = draw(st.sampled_from([1, 2, 3, 4, 6]))
+    shape = (ROWS, 12, *draw(st.lists(st.integers(1, 7), max_size=3)))
+    source, target = draw(layouts(devices)), draw(layouts(devices))
+    chosen = [draw(st.sampled_from([layout.hidden(shape), layout.samples(shape)])) for layout in (source, target)]
+    return chosen[0], chosen[1], shape
 
 
-def painted(piece: Rectangle) -> numpy.ndarray:
-    page = numpy.zeros((ROWS, TOKENS), dtype=int)
-    page[piece.top : piece.bottom, piece.left : piece.right] = 1
+def painted(piece: Box, shape: tuple[int, ...]) -> numpy.ndarray:
+    page = numpy.zeros(shape, dtype=int)
+    if piece.items:
+        page[tuple(slice(start, stop) for start, stop in piece.ranges)] = 1
     return page
 
 
 @given(pairs())
-def test_a_layout_covers_every_place_equally_often(pair: tuple[Layout, Layout]) -> None:
-    layout = pair[0]
-    count = sum(painted(layout.rectangle(place, ROWS, TOKENS)) for place in range(layout.devices))
-    assert (count == layout.devices // (layout.batch * layout.sequence)).all()
+def test_a_split_covers_every_item_equally_often(pair: Pair) -> None:
+    split, _, shape = pair
+    count = sum(painted(split.box(place, shape), shape) for place in range(split.devices))
+    assert (count == split.devices // numpy.prod([axis.ways for axis in split.axes])).all()
 
 
 @given(pairs())
-def test_every_rank_receives_what_it_wants_once(pair: tuple[Layout, Layout]) -> None:
-    source, target = pair
-    ways = [route(source, target, ROWS, TOKENS, place) for place in range(source.devices)]
+def test_every_rank_receives_what_it_wants_once(pair: Pair) -> None:
+    source, target, shape = pair
+    ways = [route(source, target, shape, place) for place in range(source.devices)]
     for place, way in enumerate(ways):
-        assert way.wanted == target.rectangle(place, ROWS, TOKENS)
-        numpy.testing.assert_array_equal(sum(painted(piece) for piece in way.receives), painted(way.wanted))
-        for sender, piece in enumerate(way.receives):
-            assert ways[sender].sends[place] == piece
-            held = painted(ways[sender].held)
-            assert not piece.items or (held[piece.top : piece.bottom, piece.left : piece.right] == 1).all()
+        assert (way.held, way.wanted) == (source.box(place, shape), target.box(place, shape))
+        pieces = [painted(piece, shape) for piece in way.receives]
+        numpy.testing.assert_array_equal(sum(pieces), painted(way.wanted, shape))
+        for sender, piece in enumerate(pieces):
+            assert ways[sender].sends[place] == way.receives[sender]
+            assert (piece <= painted(ways[sender].held, shape)).all()
 
 
 @given(pairs())
-def test_nothing_travels_that_is_at_hand(pair: tuple[Layout, Layout]) -> None:
-    source, target = pair
-    for place in range(source.devices):
-        way = route(source, target, ROWS, TOKENS, place)
+def test_nothing_travels_that_is_at_hand(pair: Pair) -> None:
+    source, target, shape = pair
+    ways = [route(source, target, shape, place) for place in range(source.devices)]
+    for place, way in enumerate(ways):
         assert way.receives[place] == way.held.meet(way.wanted) or not way.held.meet(way.wanted).items
-        assert not way.local or all(not piece.items for rank, piece in enumerate(way.receives) if rank != place)
+        assert way.local == all(not piece.items or to == at for at, w in enumerate(ways) for to, piece in
+                                enumerate(w.sends))  # fmt: skip
+        if source == target:
+            assert way.local
+    total = sum(piece.items for place, way in enumerate(ways) for at, piece in enumerate(way.sends) if at != place)
+    missing = [painted(way.wanted, shape) & ~painted(way.held, shape) for way in ways]
+    assert total == sum(int(one.sum()) for one in missing)
 
 
-def test_strategies_have_layouts() -> None:
-    assert layout_of(Strategy(data=2, zero=2, zero_stage=3, tensor=2)) == Layout(4, 1, 8)
-    assert layout_of(Strategy(data=2, tensor=4, sequence_parallel=True)) == Layout(2, 4, 8)
+def test_layouts_of_strategies() -> None:
+    assert layout_of(Strategy(data=2, tensor=2)) == Layout(2, 1, 4)
+    assert layout_of(Strategy(zero=2, zero_stage=3, tensor=2, sequence_parallel=True)) == Layout(2, 2, 4)
+    assert layout_of(Strategy(tensor=2, sequence_parallel=True)).whole_tokens == Layout(1, 1, 2)
+    assert layout_of(Strategy(data=2, height=2, width=3)) == Layout(2, 1, 12, (1, 2, 3))
+    assert layout_of(Strategy(data=2, depth=2)).whole_tokens == Layout(2, 1, 4, (2, 1, 1))
+    assert layout_of(Strategy(filters=2)) == Layout(1, 1, 2)
+    assert layout_of(Strategy(channels=4)) == Layout(1, 1, 4, channels=4)
 
 
-def test_uneven_shares_are_refused() -> None:
-    with pytest.raises(InputError, match=r"samples: 6.*divisible by 4"):
-        Layout(4, 1, 4).rectangle(0, 6, 1)
-    with pytest.raises(InputError, match=r"tokens: 7.*divisible by 2"):
-        Layout(1, 2, 2).rectangle(0, 6, 7)
+def test_pixels_are_the_last_dims() -> None:
+    layout = Layout(2, 1, 12, (1, 2, 3))
+    assert layout.hidden((4, 8, 6, 6)).axes == (Axis(2, 6), Axis(), Axis(2, 3), Axis(3, 1))
+    assert layout.hidden((4, 8, 9, 6, 6)).axes == (Axis(2, 6), Axis(), Axis(), Axis(2, 3), Axis(3, 1))
+    assert layout.hidden((4, 8, 6)).axes == (Axis(2, 6), Axis(), Axis(3, 1))
+    assert layout.hidden((4, 8)).axes == (Axis(2, 6), Axis())
+    assert layout.hidden((4, 8, 6, 2)) == layout.samples((4, 8, 6, 2))
+
+
+def test_what_a_rank_holds_of_an_uneven_picture() -> None:
+    split = Layout(2, 1, 4, (1, 2, 1)).hidden((4, 3, 5, 7))
+    assert [split.box(place, (4, 3, 5, 7)).ranges for place in range(4)] == [
+        ((0, 2), (0, 3), (0, 3), (0, 7)), ((0, 2), (0, 3), (3, 5), (0, 7)),
+        ((2, 4), (0, 3), (0, 3), (0, 7)), ((2, 4), (0, 3), (3, 5), (0, 7)),
+    ]  # fmt: skip
+
+
+def test_what_cannot_be_shared_is_refused() -> None:
+    with pytest.raises(InputError, match="samples"):
+        Layout(2, 1, 2).samples((3, 4))
+    with pytest.raises(InputError, match="tokens"):
+        Layout(1, 2, 2).hidden((2, 3, 4))
     with pytest.raises(InputError, match="layout"):
-        Layout(2, 2, 8)
+        Layout(2, 3, 4)

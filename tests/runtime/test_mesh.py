@@ -19,11 +19,14 @@ def members(group: dist.ProcessGroup | None) -> list[int] | None:
     return None if group is None else dist.get_process_group_ranks(group)
 
 
-def groups_of(stages: list[list[Strategy]], of: Strategy) -> dict[str, object]:
-    names = [[f"layer{s}{i}" for i in range(len(stage))] for s, stage in enumerate(stages)]
-    meshes = build_meshes(make_plan(names, stages, 8), "cpu")
+NAMES = ("data", "zero", "tensor", "batch", "stage", "everyone")
+
+
+def groups_of(stages: list[list[Strategy]], of: Strategy, names: tuple[str, ...] = NAMES) -> dict[str, object]:
+    layers = [[f"layer{s}{i}" for i in range(len(stage))] for s, stage in enumerate(stages)]
+    meshes = build_meshes(make_plan(layers, stages, 8), "cpu")
     view = meshes.groups(of)
-    found = {axis: members(getattr(view, axis)) for axis in ("data", "zero", "tensor", "batch", "stage", "everyone")}
+    found = {axis: members(getattr(view, axis)) for axis in names}
     mesh = None if view.zero_mesh is None else view.zero_mesh.mesh.tolist()
     return found | {
         "mesh": mesh, "place": (meshes.stage_index, meshes.index_in_stage, view.batch_index, view.tensor_index),
@@ -37,6 +40,27 @@ def test_three_axes_on_eight_ranks(pool: WorkerPool) -> None:
     assert found[5] == {
         "data": [1, 5], "zero": [5, 7], "tensor": [4, 5], "batch": [1, 3, 5, 7], "stage": list(range(8)),
         "everyone": list(range(8)), "mesh": [[1, 3], [5, 7]], "place": (0, 5, 2, 1), "pipeline": None,
+    }  # fmt: skip
+
+
+def test_ranks_that_share_pixels_lie_inside_those_that_share_samples(pool: WorkerPool) -> None:
+    strategy = Strategy(data=2, zero_stage=3, height=2, width=2)
+    names = ("data", "zero", "batch", "gradients", "depth", "height", "width", "slices")
+    found = pool.run(8, groups_of, stages=[[strategy, Strategy(data=4, filters=2)]], of=strategy, names=names)
+    assert found[5] == {
+        "data": [1, 5], "zero": [4, 5, 6, 7], "batch": [1, 5], "gradients": list(range(8)), "depth": None,
+        "height": [5, 7], "width": [4, 5], "slices": None, "mesh": [[0, 1, 2, 3], [4, 5, 6, 7]], "place": (0, 5, 1, 0),
+        "pipeline": None,
+    }  # fmt: skip
+
+
+def test_ranks_that_share_channels_are_neighbours(pool: WorkerPool) -> None:
+    strategy = Strategy(data=2, zero=2, zero_stage=2, channels=2)
+    names = ("data", "zero", "batch", "gradients", "slices", "stage")
+    found = pool.run(8, groups_of, stages=[[strategy]], of=strategy, names=names)
+    assert found[5] == {
+        "data": [1, 5], "zero": [5, 7], "batch": [1, 3, 5, 7], "gradients": [1, 3, 5, 7], "slices": [4, 5],
+        "stage": list(range(8)), "mesh": [[1, 3], [5, 7]], "place": (0, 5, 2, 0), "pipeline": None,
     }  # fmt: skip
 
 

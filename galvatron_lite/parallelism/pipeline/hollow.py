@@ -67,7 +67,8 @@ def _device_of(arguments: Any) -> torch.device:
 
 
 def _to_meta(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("meta")
+    # by its shape: a picture of which this rank holds a share says the whole one
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _unknown(tensor: Tensor, device: torch.device) -> Tensor:

@@ -37,6 +37,19 @@ class _InFlight:
     shapes: list[Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Luggage:
+    """What the stages make of values that travel: by default nothing.
+
+    Attributes:
+        pack: plain tensors to be sent, and what the next stage must know of them beside their shapes.
+        unpack: what the stage is given of tensors that arrived, and of that.
+    """
+
+    pack: Callable[[Value], tuple[Value, Any]] = lambda value: (value, None)
+    unpack: Callable[[Value, Any], Value] = lambda value, _: value
+
+
 @dataclass(slots=True)
 class _Step:
     """The state of one training step."""
@@ -62,6 +75,7 @@ class PipelineRunner:
         index: this stage, 0 the first.
         schedule: order of the micro-batches.
         device: where activations live.
+        luggage: how values travel.
     """
 
     def __init__(
@@ -72,14 +86,16 @@ class PipelineRunner:
         index: int,
         schedule: Schedule,
         device: torch.device,
+        luggage: Luggage | None = None,
     ) -> None:
         stage.attach()
+        self._luggage = luggage or Luggage()
         self._stage, self._stages, self._index, self._schedule = stage, stages, index, schedule
         self._device = device
         self._previous = None if stage.first else _Neighbour(groups, index - 1, device)
         self._next = None if stage.last else _Neighbour(groups, index + 1, device)
         # what the previous stage sends, by the shapes of a micro-batch; shapes that were sent on already
-        self._templates: dict[object, Value] = {}
+        self._templates: dict[object, tuple[Value, Any]] = {}
         self._announced: set[object] = set()
 
     def step(
@@ -117,9 +133,12 @@ class PipelineRunner:
 
     def _forward(self, step: _Step, action: Action, following: Action | None) -> None:
         received = self._arrived(step, action)
-        value = filled(self._templates[step.shape], received) if self._previous else None
+        template, known = self._templates[step.shape] if self._previous else (None, None)
+        value = filled(template, received)
         self._expect(step, following)
-        produced = self._stage.run(lambda: step.call(step.microbatches[action.microbatch]), value)
+        given = self._luggage.unpack(value, known) if self._previous else None
+        produced = self._stage.run(lambda: step.call(step.microbatches[action.microbatch]), given)
+        produced, knowledge = self._luggage.pack(produced) if self._next else (produced, None)
         outputs = differentiable(produced)
         edges = [get_gradient_edge(tensor) for tensor in outputs]
         shapes = [torch.empty_like(tensor, device="meta") for tensor in outputs]
@@ -127,7 +146,7 @@ class PipelineRunner:
         if self._next is None:
             step.loss += produced.detach()
         else:
-            self._send(self._next, step.shape, produced)
+            self._send(self._next, step.shape, produced, knowledge)
 
     def _backward(self, step: _Step, action: Action, following: Action | None) -> None:
         gradients = self._arrived(step, action)
@@ -138,9 +157,9 @@ class PipelineRunner:
         if self._previous is not None:
             self._previous.backward.send([_gradient(leaf) for leaf in done.inputs])
 
-    def _send(self, neighbour: _Neighbour, shape: object, produced: Value) -> None:
+    def _send(self, neighbour: _Neighbour, shape: object, produced: Value, knowledge: Any) -> None:
         if shape not in self._announced:
-            neighbour.forward.send_object(template_of(produced))
+            neighbour.forward.send_object((template_of(produced), knowledge))
             self._announced.add(shape)
         neighbour.forward.send(list(tensors_of(produced)))
 
@@ -159,7 +178,7 @@ class PipelineRunner:
         if action.what is Pass.FORWARD and self._previous is not None:
             if step.shape not in self._templates:
                 self._templates[step.shape] = self._previous.forward.receive_object()
-            likes = list(tensors_of(self._templates[step.shape]))
+            likes = list(tensors_of(self._templates[step.shape][0]))
             step.expected[action] = self._previous.forward.receive(likes)
         elif action.what is Pass.BACKWARD and self._next is not None and action.microbatch in step.passes:
             step.expected[action] = self._next.backward.receive(step.passes[action.microbatch].shapes)

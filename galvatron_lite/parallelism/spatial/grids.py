@@ -57,25 +57,17 @@ class Laid:
 
 
 def splits_pixels(kind: LayerKind) -> bool:
-    """Whether devices may share the pixels of a layer's pictures."""
-    return not whole_because(kind)
-
-
-def whole_because(kind: LayerKind) -> str:
-    """Why devices may not share the pixels of a layer's pictures; empty where they may.
+    """Whether devices may share the pixels of a layer's pictures.
 
     A layer without convolutions may take their mean; a picture that enters a matmul as one row (a flattened one) is
     whole on every device.
     """
-    if not is_picture(kind):
-        return "it does not work on pictures pixel by pixel and window by window"
-    if prod(extents_of(kind)) <= 1:
-        return "its picture is one pixel"
+    if not is_picture(kind) or prod(extents_of(kind)) <= 1:
+        return False
     if any(one.kind is OperatorClass.CONVOLUTION for one in kind.operators):
-        return ""
+        return True
     first = next((one for one in kind.operators if one.kind is OperatorClass.MATMUL), None)
-    flat = first is not None and first.shape[1] != kind.dims.in_channels
-    return f"{first.name} takes its picture as one row" if flat and first is not None else ""
+    return first is None or first.shape[1] == kind.dims.in_channels
 
 
 def laid_on(kind: LayerKind, grid: Grid) -> Laid:
@@ -144,7 +136,7 @@ def window_along(side: Side) -> windows.Window:
 def refusal(kind: LayerKind, place: int, degree: int) -> str:
     """Why so many devices cannot share a side (0 depth, 1 height, 2 width) of all pictures of a layer; empty where they
     can."""
-    return whole_because(kind) or _refusal(windows_of(kind.operators), extents_of(kind), place, degree)
+    return _refusal(windows_of(kind.operators), extents_of(kind), place, degree)
 
 
 @lru_cache(maxsize=8192)

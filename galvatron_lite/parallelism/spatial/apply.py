@@ -1,0 +1,77 @@
+"""Makes a module work on its share of pictures: its forward runs on cut tensors, its hooks see plain ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from galvatron_lite.model.batch import map_places
+from galvatron_lite.parallelism.cuts.functions import enter, leave
+from galvatron_lite.parallelism.cuts.line import Line
+from galvatron_lite.parallelism.cuts.tensor import Cuts, Rules, cut_tensor, cuts_of, local_of
+
+CUTS = "galvatron_cuts"
+"""Name of the argument that tells a split module how its other arguments are cut."""
+
+CutsAt = Mapping[str, Cuts]
+"""How tensors of a nest are cut, by place (see ``map_places``); those that are whole are left out."""
+
+
+def split_pixels(module: nn.Module, lines: Sequence[Line], rules: Rules) -> None:
+    """Make a module work on shares of pictures, in place.
+
+    Its forward then takes plain tensors, this rank's shares, and by the name ``CUTS`` how they are cut; it returns what
+    it returned before as plain tensors, and how those are cut: (output, ``CutsAt``). So hooks, ZeRO and recomputation
+    see plain tensors, and what recomputation runs again is told the same.
+
+    What is whole has a complete gradient outside, on every rank, and a part of it inside (see ``cuts.tensor``).
+
+    Args:
+        module: any; its parameters stay whole.
+        lines: ranks that share pictures in it.
+        rules: what functions do inside.
+    """
+    module.forward = _on_shares(module.forward, tuple(lines), rules)
+
+
+def _on_shares(forward: Callable[..., Any], lines: Sequence[Line], rules: Rules) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, CutsAt]:
+        given: CutsAt = kwargs.pop(CUTS, {})
+
+        def inside(place: str, tensor: Tensor) -> Tensor:
+            return entering(tensor, given.get(place, ()), lines, rules)
+
+        args, kwargs = map_places((args, kwargs), inside)
+        found: dict[str, Cuts] = {}
+
+        def outside(place: str, tensor: Tensor) -> Tensor:
+            if cuts := cuts_of(tensor):
+                found[place] = cuts
+            return leaving(tensor, lines)
+
+        return map_places(forward(*args, **kwargs), outside), found
+
+    return run
+
+
+def entering(tensor: Tensor, cuts: Cuts, lines: Iterable[Line], rules: Rules) -> Tensor:
+    """A plain tensor as code sees it whose gradients are parts on the ranks of lines along which it is not cut."""
+    if tensor.requires_grad:
+        tensor = enter(tensor, _across(cuts, lines))
+    # an alias: whoever holds the tensor keeps a plain one
+    return cut_tensor(tensor.view_as(tensor), cuts, rules) if cuts else tensor
+
+
+def leaving(tensor: Tensor, lines: Iterable[Line]) -> Tensor:
+    """A tensor of such code as a plain one whose gradient is complete on every rank that holds the same."""
+    plain = local_of(tensor)
+    return leave(plain, _across(cuts_of(tensor), lines)) if plain.requires_grad else plain
+
+
+def _across(cuts: Cuts, lines: Iterable[Line]) -> list[Line]:
+    along = {id(cut.line) for cut in cuts}
+    return [line for line in lines if id(line) not in along]

@@ -1,0 +1,72 @@
+"""Between layers and the code around them: how a tensor lies, told by cuts (inside) and by splits (outside)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.cuts.line import Line, ProcessLine
+from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts
+from galvatron_lite.runtime.layout import WHOLE, Axis, Layout, Split
+from galvatron_lite.runtime.mesh import StrategyGroups
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """A rank's part of a tensor of the stage.
+
+    Attributes:
+        tensor: a plain one; its gradient is complete on every rank that holds the same.
+        split: how the whole lies on the stage.
+        shape: of the whole.
+    """
+
+    tensor: Tensor
+    split: Split
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Border:
+    """What code in one layout works on.
+
+    Attributes:
+        layout: of its activations.
+        axes: those along which its pictures are cut; none where it works on plain tensors.
+        lines: the ranks along each.
+    """
+
+    layout: Layout
+    axes: tuple[Axis, ...] = ()
+    lines: tuple[Line, ...] = ()
+
+    def cuts(self, split: Split, shape: Sequence[int]) -> Cuts:
+        """How a rank's box of a tensor is cut inside."""
+        lines = dict(zip(self.axes, self.lines, strict=True))
+        places = enumerate(zip(split.axes, shape, strict=True))
+        return tuple(Cut(dim, extent, lines[axis]) for dim, (axis, extent) in places if axis in lines)
+
+    def split(self, cuts: Cuts, shape: Sequence[int]) -> Split:
+        """How a tensor that is cut inside lies on the stage; its samples are shared."""
+        whole = self.layout.samples(shape)
+        axes = list(whole.axes)
+        for cut in cuts:
+            axes[cut.dim] = next(axis for axis, line in zip(self.axes, self.lines, strict=True) if line is cut.line)
+        return Split(whole.devices, tuple(axes))
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that have the same samples and a part each of gradients of what is whole; 1 where none are parts."""
+        return self.layout.replicas if self.lines else 1
+
+
+def border_of(layout: Layout, strategy: Strategy, groups: StrategyGroups) -> Border:
+    """The border of a layer: lines of ranks along the sides of pictures that its strategy shares."""
+    sides = zip(layout.pixel_axes, (groups.depth, groups.height, groups.width), strict=True)
+    lines = [(axis, ProcessLine(group)) for axis, group in sides if axis != WHOLE and group is not None]
+    if strategy.spatial == 1 or not lines:
+        return Border(layout)
+    return Border(layout, tuple(axis for axis, _ in lines), tuple(line for _, line in lines))

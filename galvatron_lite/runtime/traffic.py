@@ -1,0 +1,168 @@
+"""The glue code of a stage: what it works on, and what goes from it to layers and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from galvatron_lite.model.batch import map_places, map_tensors, tensors_of
+from galvatron_lite.parallelism.cuts.tensor import Rules, cut_tensor, cuts_of, local_of, whole_shape
+from galvatron_lite.parallelism.spatial.apply import entering, leaving
+from galvatron_lite.runtime.border import Border, Piece
+from galvatron_lite.runtime.laid import LaidTensor, laid_tensor
+from galvatron_lite.runtime.layout import PIXELS, Axis, Layout, Split
+from galvatron_lite.runtime.redistribute import Mover
+
+Arrived = Mapping[str, tuple[Split, tuple[int, ...]]]
+"""How tensors of a nest that travels between stages lie, by place: split, and shape of the whole."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What the hooks of one stage share.
+
+    Attributes:
+        mover: changes layouts.
+        border: of the glue code: its layout, and the ranks that share its pictures.
+        rules: what functions do with cut tensors.
+        compute: what floating-point inputs of blocks are cast to; None: left alone.
+        sampled: by layer and place, whether an argument has the samples along dim 0; where nothing is known, one
+            whose dim 0 has as many items as there are samples is taken to.
+        rows: of the micro-batch, over the whole stage.
+        brought: glue tensors that were converted for a layer in this micro-batch, by identity.
+    """
+
+    mover: Mover
+    border: Border
+    rules: Rules
+    compute: torch.dtype | None
+    sampled: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
+    rows: int = 0
+    brought: dict[tuple[int, object], tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def glue(self) -> Layout:
+        """The layout of the glue code."""
+        return self.border.layout
+
+    def begin(self, rows: int) -> None:
+        """A micro-batch of so many rows, over the whole stage, starts its forward pass."""
+        self.rows = rows
+        self.end()
+
+    def end(self) -> None:
+        """Let go of the micro-batch's tensors."""
+        self.brought.clear()
+
+    def has_rows(self, tensor: Tensor, layout: Layout) -> bool:
+        """Whether a tensor may hold a share of the samples along dim 0."""
+        return tensor.dim() > 0 and tensor.shape[0] * layout.batch == self.rows
+
+    def piece(self, tensor: Tensor, sampled: bool | None = None) -> Piece | None:
+        """What a tensor of the glue code is on the stage; None where it does not hold the samples.
+
+        Args:
+            tensor: plain, cut, or as a layer returned it.
+            sampled: whether it has the samples along dim 0; None: not known.
+        """
+        if isinstance(tensor, LaidTensor):
+            return tensor.piece
+        if sampled is False or not self.has_rows(tensor, self.glue):
+            return None
+        cuts, shape = cuts_of(tensor), (self.rows, *whole_shape(tensor)[1:])
+        return Piece(leaving(tensor, self.border.lines), self.border.split(cuts, shape), shape)
+
+    def loose(self, tensor: Tensor, layout: Layout) -> Tensor:
+        """A glue tensor without samples for a layer: its gradient there, summed over the stage, counts once."""
+        plain = local_of(tensor)
+        return _scaled(plain, 1 / layout.replicas) if self.border.lines and plain.requires_grad else plain
+
+    def see(self, tensor: Tensor) -> Tensor:
+        """What a layer returned that does not hold the samples, as glue code sees it."""
+        return entering(tensor, (), self.border.lines, self.rules)
+
+    def show(self, piece: Piece) -> Tensor:
+        """A piece in the glue layout, as glue code sees it."""
+        split = self._target(piece.shape)
+        moved = self.mover(piece.tensor, piece.split, split, piece.shape)
+        return entering(moved, self.border.cuts(split, piece.shape), self.border.lines, self.rules)
+
+    def hand(self, piece: Piece) -> Tensor:
+        """What glue code is given of what a layer returned; it moves once code looks at it."""
+        if piece.split == self._target(piece.shape):
+            return self.show(piece)
+        return laid_tensor(piece, self.rows // self.glue.batch, self.show)
+
+    def _target(self, shape: tuple[int, ...]) -> Split:
+        layout = self.glue
+        return layout.hidden(shape) if self.border.lines else layout.samples(shape)
+
+    def pack(self, value: Any) -> tuple[Any, Arrived]:
+        """What travels to the next stage: plain tensors, and how those lie that hold samples."""
+        lying: dict[str, tuple[Split, tuple[int, ...]]] = {}
+
+        def plain(place: str, tensor: Tensor) -> Tensor:
+            piece = self.piece(tensor)
+            if piece is None:
+                return self.loose(tensor, self.glue)
+            lying[place] = piece.split, piece.shape
+            return piece.tensor
+
+        return map_places(value, plain), lying
+
+    def unpack(self, value: Any, lying: Arrived) -> Any:
+        """What came from the stage before, as glue code is given it."""
+
+        def given(place: str, tensor: Tensor) -> Tensor:
+            return self.hand(Piece(tensor, *lying[place])) if place in lying else tensor
+
+        return map_places(value, given)
+
+    def cut_batch(self, part: Any, device: torch.device) -> Any:
+        """This rank's share of pictures, and of all whose last dims are the pictures' pixels, as glue code sees it.
+
+        Args:
+            part: this rank's samples, whole.
+            device: where to put it.
+        """
+        sides = _sides(part) if self.border.lines else ()
+
+        def own(tensor: Tensor) -> Tensor:
+            first = tensor.dim() - len(sides)
+            if not sides or first < 1 or tuple(tensor.shape[first:]) != sides:
+                return tensor.to(device, non_blocking=True)
+            axes = (*[Axis()] * first, *self.glue.pixel_axes[-len(sides) :])
+            cuts = self.border.cuts(Split(self.glue.devices, axes), tensor.shape)
+            for cut in cuts:
+                tensor = tensor.narrow(cut.dim, cut.start, cut.length)
+            there = tensor.to(device, non_blocking=True).contiguous()
+            return cut_tensor(there.view_as(there), cuts, self.rules)
+
+        return map_tensors(part, own)
+
+
+def _sides(part: Any) -> tuple[int, ...]:
+    """Extents of the pixels of the batch's pictures: its floating-point tensor of the most dims."""
+    pictures = [tensor for tensor in tensors_of(part) if tensor.is_floating_point() and tensor.dim() > PIXELS]
+    return tuple(max(pictures, key=lambda tensor: tensor.dim()).shape[PIXELS:]) if pictures else ()
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+def _scaled(tensor: Tensor, factor: float) -> Tensor:
+    """The tensor, and its gradient times a factor."""
+    scaled: Tensor = _Scale.apply(tensor, factor)  # type: ignore[no-untyped-call]
+    return scaled
