@@ -6,7 +6,8 @@ and where the batch has too few for that, every device of the group works throug
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, Recompute
@@ -67,27 +68,50 @@ def options(layer: LayerKind, kind: Kind, group: int, batch: int) -> list[Strate
     return [one for one in legal if degree_of(kind, one) == most]
 
 
-def widened(strategy: Strategy, replicas: int) -> Strategy:
-    """A group's strategy for so many groups."""
-    return replace(strategy, data=strategy.data * replicas)
+def inside(outer: Strategy, own: Strategy) -> Strategy:
+    """A group's strategy within the replicas and shards of another."""
+    return replace(own, data=own.data * outer.data, zero=outer.zero, zero_stage=outer.zero_stage)
 
 
-def check_text(strategy: Strategy, layers: dict[str, LayerKind]) -> None:
-    """Whether every layer of a model can be split as a strategy says.
+def legal(layer: LayerKind, strategy: Strategy) -> bool:
+    """Whether a kind of layer can be split as a strategy says; how many replicas there are does not matter."""
+    inner = replace(strategy, data=1)
+    values: dict[str, tuple[object, ...]] = {item.name: (getattr(inner, item.name),) for item in fields(inner)}
+    return inner in strategies_for(layer, inner.devices, narrowed=Narrowed(values))
+
+
+def family_of(strategy: Strategy) -> Kind | None:
+    """The oracle's word for how a strategy splits convolutions; None where it does not."""
+    if strategy.spatial > 1:
+        return Kind.SPATIAL
+    if strategy.slices > 1:
+        return Kind.FILTER if strategy.filters > 1 else Kind.CHANNEL
+    return None
+
+
+def plain(strategy: Strategy) -> Strategy:
+    """The strategy with replicas in place of the devices that share convolutions."""
+    shared = strategy.spatial * strategy.slices
+    return replace(strategy, data=strategy.data * shared, depth=1, height=1, width=1, filters=1, channels=1)
+
+
+def check_text(strategy: Strategy, kinds: Mapping[str, LayerKind]) -> None:
+    """Whether any layer of a model can be split as a strategy says.
 
     Raises:
-        InputError: names the first kind of layer that cannot.
+        InputError: none can; says what its layers allow.
     """
-    for name, kind in layers.items():
-        if strategy not in strategies_for(kind, strategy.devices):
-            said = f"{name} cannot be split so"
-            raise InputError("--strategy", str(strategy), f"{said}; see what its layers allow: {allowed(kind)}.")
+    if any(legal(kind, strategy) for kind in kinds.values()):
+        return
+    ways = {name: allowed(kind) for name, kind in kinds.items()}
+    said = "; ".join(f"{name}: {found}" for name, found in ways.items() if found)
+    raise InputError("--strategy", str(strategy), f"No layer can be split so. They allow {said or 'no such split'}.")
 
 
-def allowed(kind: LayerKind) -> str:
-    """The most ways that a kind of layer can be split, for people."""
-    found = dict.fromkeys(("height", "width", "filters", "channels"), 1)
+def allowed(layer: LayerKind) -> str:
+    """The most ways that a kind of layer can be split, for people; empty where it cannot be."""
+    found = dict.fromkeys(("tensor", "height", "width", "filters", "channels"), 1)
     for group in (2, 3, 4, 8, 16, 32, 64):
-        for one in strategies_for(kind, group, narrowed=Narrowed({**_PLAIN, "data": (1,)})):
+        for one in strategies_for(layer, group, narrowed=Narrowed({**_PLAIN, "tensor": (1, group), "data": (1,)})):
             found = {name: max(most, getattr(one, name)) for name, most in found.items()}
-    return ", ".join(f"{name} up to {most}" for name, most in found.items())
+    return ", ".join(f"{name} up to {most}" for name, most in found.items() if most > 1)

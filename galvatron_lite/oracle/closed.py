@@ -5,7 +5,7 @@ Limits: Kahira et al. 2021 (arXiv:2104.09075), table 3, last column.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -13,7 +13,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.oracle.case import HYBRIDS, Case, Kind, group_of
 from galvatron_lite.oracle.formulas import estimate
 from galvatron_lite.oracle.layers import Network, OracleLayer, Split
-from galvatron_lite.oracle.rows import Forecast, Limit, Line, Row
+from galvatron_lite.oracle.rows import Forecast, Limit, Line, Loudest, Row, beyond
 from galvatron_lite.oracle.shares import seconds_in_full
 from galvatron_lite.oracle.stages import balanced
 
@@ -65,14 +65,15 @@ def _check(asked: Asked) -> None:
 
 def _line(case: Case, counts: Sequence[int]) -> Line:
     limit = limit_of(case)
-    return Line(case.kind.value, tuple(_row(replace(case, devices=count), limit) for count in counts), limit)
+    rows = tuple(_row(replace(case, devices=count), limit) for count in counts)
+    return Line(case.kind.value, rows, limit, case.network.samples * case.network.seconds)
 
 
 def _row(case: Case, limit: Limit) -> Row:
     """One row; beyond the limit it says so and has no figures."""
     row = Row(case.kind.value, case.devices, case.global_batch, case.iterations)
     if limit.devices is not None and case.devices > limit.devices:
-        return replace(row, problem=f"beyond its limit: {limit.reason}")
+        return replace(row, problem=beyond(limit))
     try:
         case = group_of(case)
         found = estimate(case)
@@ -88,10 +89,17 @@ def _row(case: Case, limit: Limit) -> Row:
         memory=found.memory,
         capacity=case.wires.memory,
         whole=_alike(case),
-        layer=_loudest(case),
+        loudest=_loudest(case),
         uneven=_uneven(case),
         twice=_twice(case),
+        congested=found.moved.total - estimate(replace(case, contention=False)).moved.total,
+        shared=_shared(case),
     )
+
+
+def _shared(case: Case) -> int:
+    """Devices that split the work of one sample."""
+    return case.devices // case.replicas if case.kind not in (Kind.LAYER, Kind.PIPELINE) else 1
 
 
 def limit_of(case: Case) -> Limit:
@@ -121,8 +129,8 @@ def limit_of(case: Case) -> Limit:
     }[case.kind]
 
 
-def _least(network: Network, split: Split, extent: object) -> int:
-    return min((extent(one) for one in network.split_by(split)), default=1)  # type: ignore[operator]
+def _least(network: Network, split: Split, extent: Callable[[OracleLayer], int]) -> int:
+    return min((extent(one) for one in network.split_by(split)), default=1)
 
 
 def _alike(case: Case) -> float:
@@ -141,19 +149,16 @@ def _alike(case: Case) -> float:
     return 0.0
 
 
-def _loudest(case: Case) -> str:
-    """The layer that communicates most: by output under filter and channel, by halo under spatial, by weights else."""
-    network = case.network
-
-    def size(one: OracleLayer) -> int:
-        match case.kind:
-            case Kind.SPATIAL | Kind.DATA_SPATIAL:
-                return one.halo(one.x) if Split.SPATIAL in one.split else 0
-            case Kind.FILTER | Kind.CHANNEL | Kind.DATA_FILTER:
-                return one.outputs if Split.FILTER in one.split else 0
-        return one.weights
-
-    return max(network.layers, key=size).name
+def _loudest(case: Case) -> Loudest:
+    """The layers that communicate most: by weights, by outputs of split ones, by halos or a stage's output."""
+    network, moved = case.network, estimate(case).moved
+    gradients = max(network.layers, key=lambda one: one.weights).name if moved.gradients else ""
+    wide = max(network.split_by(Split.FILTER), key=lambda one: one.outputs, default=None) if moved.layers else None
+    if moved.messages:
+        ends = [stage[-1] for stage in balanced(network, case.devices)[:-1]]
+        return Loudest(messages=max(ends, key=lambda one: one.outputs).name)
+    near = max(network.split_by(Split.SPATIAL), key=lambda one: one.halo(one.x), default=None) if moved.halo else None
+    return Loudest(gradients, wide.name if wide else "", near.name if near else "")
 
 
 def _uneven(case: Case) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cluster.cluster import Cluster, RankGroup
@@ -20,8 +21,8 @@ from galvatron_lite.cost.step import straggling
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, ModelGraph
 from galvatron_lite.oracle.case import HYBRIDS, Kind, Moved
-from galvatron_lite.oracle.chosen import Chosen, degree_of, options, widened
-from galvatron_lite.oracle.rows import Row, iterations_of
+from galvatron_lite.oracle.chosen import Chosen, allowed, family_of, inside, legal, options, plain
+from galvatron_lite.oracle.rows import Loudest, Row, iterations_of
 from galvatron_lite.oracle.stages import least_runs
 from galvatron_lite.parallelism.base import Collective, Communication, Moment, Strategy
 from galvatron_lite.plans.schema import MemoryBreakdown, Schedule
@@ -30,7 +31,7 @@ from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.stacks.catalog import GALVATRON
 from galvatron_lite.stacks.schema import Stack
 
-WIDEST = 64
+WIDEST = 512
 """Devices among which the channels of convolutions are split at most."""
 SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Samples a device that are estimated."""
@@ -43,10 +44,13 @@ class Machine:
     Attributes:
         cluster: name or path.
         profile: of the largest number of devices asked for.
+        free: whether flows never share an adapter.
     """
 
     cluster: str
     profile: Profile
+    free: bool = False
+    _alone: Machine | None = None
     _pricers: dict[int, LayerPricer] = field(default_factory=dict)
 
     @property
@@ -61,8 +65,26 @@ class Machine:
             InputError: a number of devices that the cluster does not have.
         """
         if devices not in self._pricers:
-            self._pricers[devices] = LayerPricer(self.profile.on(load_cluster(self.cluster, devices)))
+            found = load_cluster(self.cluster, devices)
+            self._pricers[devices] = LayerPricer(self.profile.on(_unshared(found) if self.free else found))
         return self._pricers[devices]
+
+    @property
+    def alone(self) -> Machine:
+        """The same where every device has an adapter of its own: what the real one takes longer is congestion."""
+        if self._alone is None:
+            self._alone = Machine(self.cluster, self.profile, free=True)
+        return self._alone
+
+
+def _unshared(cluster: Cluster) -> Cluster:
+    """As many adapters in a node as it has devices, each as fast as one of the real ones."""
+    near, *far = cluster.levels
+    wider = []
+    for level in far:
+        lanes = max(near.size, level.lanes)
+        wider.append(replace(level, bandwidth=level.bandwidth / level.lanes * lanes, lanes=lanes, contention=1.0))
+    return replace(cluster, levels=(near, *wider))
 
 
 def machine_of(
@@ -135,17 +157,13 @@ class Question:
 
 
 def row_of(machine: Machine, question: Question) -> Row:
-    """The figures of a row; one that cannot be run says why.
-
-    Raises:
-        InputError: devices that the cluster does not have.
-    """
-    pricer = machine.pricer(question.devices)
+    """The figures of a row; one that cannot be run says why."""
     row = Row(
         question.name or question.kind.value, question.devices, question.global_batch,
         iterations_of(question.samples, question.global_batch),
     )  # fmt: skip
     try:
+        pricer = machine.pricer(question.devices)
         in_turn = question.kind in (Kind.PIPELINE, Kind.LAYER)
         priced = _pipeline(pricer, question) if in_turn else _stage(pricer, question)
     except InputError as error:
@@ -181,22 +199,24 @@ def _filled(row: Row, pricer: LayerPricer, question: Question, priced: _Priced) 
     slowest = groups[works.index(max(works))]
     layers = [one for cost in slowest for one in cost.layers]
     update = sum(one.update for one in layers)
-    known = max(works) + update + priced.moved.total
-    host = min(profile.overhead.step + seconds - seconds / straggling(profile, question.devices), seconds)
+    host = profile.overhead.step + seconds - seconds / straggling(profile, question.devices)
+    left = max(seconds - max(works) - update - priced.moved.total, 0.0)
+    waiting = max(left - host, 0.0) if len(costs) > 1 else 0.0
     count, memory = row.iterations, max((cost.memory for cost in costs), key=lambda one: one.total)
     return replace(
         row,
         compute=count * max(works),
         moved=priced.moved.times(count),
         update=count * update,
-        waiting=count * max(seconds - known - host, 0.0) if len(costs) > 1 else 0.0,
-        other=count * (max(seconds - known, 0.0) if len(costs) == 1 else min(host, max(seconds - known, 0.0))),
+        waiting=count * waiting,
+        other=count * (left - waiting),
         memory=memory.total,
         capacity=profile.cluster.device.memory,
         whole=_alike(question, memory),
-        layer=_loudest(profile.graph, costs),
+        loudest=_loudest(profile.graph, question, costs),
         uneven=max(works) * len(works) / max(sum(works), 1e-30),
         twice=priced.alike,
+        shared=1 if len(costs) > 1 else question.width,
     )
 
 
@@ -204,11 +224,23 @@ def _compute(cost: StageCost) -> float:
     return sum(layer.forward + layer.backward + layer.recompute for layer in cost.layers)
 
 
-def _loudest(graph: ModelGraph, costs: Sequence[StageCost]) -> str:
-    """The layer whose communication is exposed longest."""
+def _loudest(graph: ModelGraph, question: Question, costs: Sequence[StageCost]) -> Loudest:
+    """The layers whose communication is exposed longest; of a pipeline the last one of the stage that sends longest."""
     layers = [one for cost in costs for one in cost.layers]
-    exposed = [one.forward_exposed + one.backward_exposed + one.step_exposed for one in layers]
-    return graph.layers[exposed.index(max(exposed))].name if max(exposed) > 0 else ""
+    if len(costs) > 1:
+        ends = list(accumulate(len(cost.layers) for cost in costs))
+        slow = max(range(len(costs)), key=lambda stage: costs[stage].times.send_forward)
+        return Loudest(messages=graph.layers[ends[slow] - 1].name)
+    once = _named(graph, [one.step_exposed for one in layers])
+    inner = _named(graph, [one.forward_exposed + one.backward_exposed for one in layers])
+    by_pixels = _by_pixels(question)
+    return Loudest(once, "" if by_pixels else inner, inner if by_pixels else "")
+
+
+def _named(graph: ModelGraph, seconds: Sequence[float]) -> str:
+    """The layer with the most seconds; empty where all are 0."""
+    most = max(seconds)
+    return graph.layers[seconds.index(most)].name if most > 0 else ""
 
 
 def _alike(question: Question, memory: MemoryBreakdown) -> float:
@@ -249,27 +281,47 @@ def _work(layer: LayerCost) -> float:
 
 def _by_pixels(question: Question) -> bool:
     if question.strategy is not None:
-        return question.strategy.spatial > 1
+        return family_of(question.strategy) is Kind.SPATIAL
     return question.kind in (Kind.SPATIAL, Kind.DATA_SPATIAL)
 
 
 def _chosen(pricer: LayerPricer, question: Question, name: str) -> Chosen:
     """What a kind of layer does: of the ways to split it the most, the cheapest."""
     if question.strategy is not None:
-        return Chosen(question.strategy)
-    group, layer = question.width, pricer.profile.graph.kinds[name]
-    if group == 1:
+        return _given(pricer, question, name, question.strategy)
+    if question.width == 1:
         return Chosen(Strategy(data=question.devices))
+    return _widest(pricer, question, name, question.kind, Strategy(data=question.replicas), question.width)
+
+
+def _given(pricer: LayerPricer, question: Question, name: str, strategy: Strategy) -> Chosen:
+    """A strategy that is given, where the layer allows it; else as much of it as it does.
+
+    Raises:
+        InputError: it cannot be split so at all.
+    """
+    layer, family = pricer.profile.graph.kinds[name], family_of(strategy)
+    if legal(layer, strategy):
+        return Chosen(strategy)
+    if family is None or strategy.tensor * strategy.context > 1:
+        raise InputError("--strategy", str(strategy), f"{name} allows {allowed(layer) or 'replicas only'}.")
+    group = strategy.spatial * strategy.slices
+    outer = replace(plain(strategy), data=strategy.data)
+    return _widest(pricer, question, name, family, outer, group)
+
+
+def _widest(pricer: LayerPricer, question: Question, name: str, kind: Kind, outer: Strategy, group: int) -> Chosen:
+    """The cheapest of the ways to split a layer the most among a group, inside replicas; alike where there is none."""
+    layer = pricer.profile.graph.kinds[name]
     found = [
         (sum(_seconds(cost)), number, one)
-        for number, option in enumerate(options(layer, question.kind, group, question.batch))
-        for one in (widened(option, question.replicas),)
+        for number, option in enumerate(options(layer, kind, group, question.batch))
+        for one in (inside(outer, option),)
         if (cost := pricer.price(name, one, question.global_batch, 1)) is not None
     ]
-    best = min(found, default=None)
-    if best is None or (degree_of(question.kind, best[2]) == 1 and best[2].data < question.devices):
-        return Chosen(Strategy(data=question.devices), alike=group)
-    return Chosen(best[2])
+    if not found:
+        return Chosen(replace(outer, data=outer.data * group), alike=group)
+    return Chosen(min(found)[2])
 
 
 def _seconds(cost: LayerCost) -> tuple[float, float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
 
 from galvatron_lite.oracle.case import Moved
@@ -22,6 +22,24 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
+class Loudest:
+    """Layers that communicate longest, by what for; empty where none does.
+
+    Attributes:
+        gradients: in the gradient exchange.
+        layers: in its own collectives.
+        messages: with neighbours.
+    """
+
+    gradients: str = ""
+    layers: str = ""
+    messages: str = ""
+
+
+NOTHING, QUIET = Moved(), Loudest()
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One strategy on so many devices; seconds are of an epoch.
 
@@ -38,9 +56,11 @@ class Row:
         memory: bytes a device.
         capacity: bytes that a device has.
         whole: the part of ``memory`` that each device of a group holds alike.
-        layer: the layer that communicates longest; empty where none stands out.
+        loudest: the layers that communicate longest.
         uneven: the slowest stage's seconds over the mean stage's.
         twice: share of ``compute`` that several devices do alike.
+        congested: the part of ``moved`` that is waiting for other flows on the same links.
+        shared: devices that split the work of one sample; 1 under data parallelism.
         problem: why there are no figures; empty where there are.
     """
 
@@ -49,16 +69,18 @@ class Row:
     batch: int
     iterations: int
     compute: float = 0.0
-    moved: Moved = field(default_factory=Moved)
+    moved: Moved = NOTHING
     update: float = 0.0
     waiting: float = 0.0
     other: float = 0.0
     memory: float = 0.0
     capacity: float = 0.0
     whole: float = 0.0
-    layer: str = ""
+    loudest: Loudest = QUIET
     uneven: float = 1.0
     twice: float = 0.0
+    congested: float = 0.0
+    shared: int = 1
     problem: str = ""
 
     @property
@@ -90,11 +112,13 @@ class Line:
         strategy: its name.
         rows: by devices, ascending.
         limit: how far it scales.
+        alone: seconds of compute of an epoch on one device; 0 where it is not known.
     """
 
     strategy: str
     rows: tuple[Row, ...]
     limit: Limit
+    alone: float = 0.0
 
     @property
     def known(self) -> tuple[Row, ...]:
@@ -123,6 +147,11 @@ class Forecast:
     origin: str
     notes: tuple[str, ...]
     lines: tuple[Line, ...]
+
+
+def beyond(limit: Limit) -> str:
+    """What a row beyond a strategy's limit says."""
+    return f"beyond its limit of {limit.devices:,} GPUs"
 
 
 def iterations_of(samples: int, batch: int) -> int:

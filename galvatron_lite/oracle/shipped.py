@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -39,9 +40,15 @@ def network_named(name_or_path: str) -> Network:
         close = get_close_matches(name_or_path, names, n=3)
         hint = f"Did you mean {' or '.join(close)}? " if close else ""
         raise InputError("model", name_or_path, f"{hint}Tables of layers: {', '.join(names)}.")
-    return read_value(Network, _folder() / "models" / f"{name_or_path}.yaml")
+    return _network(name_or_path)
 
 
+@cache
+def _network(name: str) -> Network:
+    return read_value(Network, _folder() / "models" / f"{name}.yaml")
+
+
+@cache
 def fabric_named(name: str) -> Fabric | None:
     """The closed forms' figures of a cluster by its name; None where it has none of its own."""
     path = _folder() / "networks" / f"{name}.yaml"

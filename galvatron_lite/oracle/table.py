@@ -1,0 +1,124 @@
+"""The table of the planner's own cost model: strategies over numbers of devices, with how far each scales. No torch.
+
+A strategy scales as far as some layer can still be split among all devices of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from galvatron_lite.model.graph import LayerKind, OperatorClass
+from galvatron_lite.oracle.case import HYBRIDS, Kind
+from galvatron_lite.oracle.chosen import degree_of, options
+from galvatron_lite.oracle.priced import Machine, Question, row_of
+from galvatron_lite.oracle.rows import Forecast, Limit, Line, Row, beyond
+from galvatron_lite.parallelism.base import Strategy
+
+MOST = 4096
+"""Devices up to which limits are looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a table is asked for.
+
+    Attributes:
+        question: of whose strategy and devices there are several.
+        kinds: the oracle's words.
+        strategies: texts, each of every layer.
+        counts: numbers of devices, ascending.
+    """
+
+    question: Question
+    kinds: tuple[Kind, ...]
+    strategies: tuple[Strategy, ...]
+    counts: tuple[int, ...]
+
+
+def forecast(machine: Machine, wanted: Wanted) -> Forecast:
+    """The table."""
+    question, graph = wanted.question, machine.graph
+    lines = [_kind_line(machine, replace(question, kind=kind), wanted.counts) for kind in wanted.kinds]
+    lines += [_text_line(machine, replace(question, strategy=one), wanted.counts) for one in wanted.strategies]
+    notes = (f"{graph.precision}, {question.batch} samples a replica",)
+    origin = f"{machine.profile.origin.kind.value}: {machine.profile.origin.source}"
+    return Forecast(
+        graph.name, machine.profile.cluster.name, "galvatron", question.samples, origin, notes, tuple(lines)
+    )
+
+
+def _kind_line(machine: Machine, question: Question, counts: Sequence[int]) -> Line:
+    limit = limit_of(machine, question)
+    rows = tuple(_row(machine, replace(question, devices=count), limit) for count in counts)
+    return Line(question.kind.value, rows, limit, _alone(machine, question))
+
+
+def _alone(machine: Machine, question: Question) -> float:
+    """Seconds of compute of an epoch on one device, whether or not that has the memory."""
+    return row_of(machine, replace(question, kind=Kind.SERIAL, devices=1, strategy=None)).compute
+
+
+def _text_line(machine: Machine, question: Question, counts: Sequence[int]) -> Line:
+    """A strategy that is given, with as many more replicas as there are devices for."""
+    given = question.strategy
+    assert given is not None
+    name, unit = str(given), given.devices
+    limit = Limit(question.samples // question.batch * unit, f"whole copies of its {unit} devices")
+    rows = []
+    for count in counts:
+        if count % unit:
+            problem = f"{name} takes {unit} devices or a multiple"
+            rows.append(Row(name, count, question.batch, 1, problem=problem))
+            continue
+        more = replace(given, data=given.data * count // unit)
+        rows.append(_row(machine, replace(question, devices=count, strategy=more, name=name), limit))
+    return Line(name, tuple(rows), limit, _alone(machine, question))
+
+
+def _row(machine: Machine, question: Question, limit: Limit) -> Row:
+    """A row, with what congestion costs; beyond the limit it says so and has no figures."""
+    if limit.devices is not None and question.devices > limit.devices:
+        name = question.name or question.kind.value
+        return Row(name, question.devices, question.global_batch, 1, problem=beyond(limit))
+    found = row_of(machine, question)
+    if found.problem or question.devices <= machine.profile.cluster.levels[0].size:
+        return found
+    free = row_of(machine.alone, question)
+    return replace(found, congested=max(found.moved.total - free.moved.total, 0.0))
+
+
+def limit_of(machine: Machine, question: Question) -> Limit:
+    """How many devices a strategy can use."""
+    graph, kind = machine.graph, question.kind
+    replicas = max(question.samples // question.batch, 1)
+    if kind is Kind.DATA:
+        return Limit(replicas, f"p <= B, and B = {question.batch} p is at most the data set")
+    if kind in (Kind.PIPELINE, Kind.LAYER):
+        return Limit(len(graph.layers), f"p <= {len(graph.layers)} layers")
+    if kind is Kind.SERIAL:
+        return Limit(1, "p = 1")
+    ways = _ways(machine, kind)
+    if kind in HYBRIDS:
+        group = min(ways, question.group)
+        return Limit(replicas * group, f"p <= B x {group}, groups of {question.group}, B at most the data set")
+    return Limit(ways, f"p <= {ways}, the ways in which every layer with convolutions can be split")
+
+
+def _ways(machine: Machine, kind: Kind) -> int:
+    """The most ways, a power of two, in which every kind of layer with convolutions can be split, of those that can."""
+    reach = [_most(one, kind) for one in machine.graph.kinds.values() if has_convolutions(one)]
+    return min((most for most in reach if most > 1), default=1)
+
+
+def _most(layer: LayerKind, kind: Kind) -> int:
+    """The most ways, a power of two, in which a kind of layer can be split."""
+    ways = 1
+    while ways < MOST and any(degree_of(kind, one) == 2 * ways for one in options(layer, kind, 2 * ways, 1)):
+        ways *= 2
+    return ways
+
+
+def has_convolutions(layer: LayerKind) -> bool:
+    """Whether a kind of layer is what model parallelism of convolutions is for."""
+    return any(one.kind is OperatorClass.CONVOLUTION for one in layer.operators)

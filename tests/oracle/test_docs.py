@@ -1,0 +1,72 @@
+"""The page of the oracle: its commands run, its figures are those of the code, its figure is the command's."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from galvatron_lite.cli import app
+from galvatron_lite.oracle.bottlenecks import CAUSES, SPLIT_THRESHOLD, Sort
+from galvatron_lite.oracle.measured import measured_rows
+from galvatron_lite.oracle.quirks import Quirk
+from galvatron_lite.oracle.shipped import fabric_named, printed
+
+from ..docs.pages import commands, text_of
+
+PAGE = text_of("docs/oracle.md")
+COMMANDS = sorted(set(commands(PAGE)) - {"galvatron plan --model"})
+RUN = [words for words in COMMANDS if words.startswith("galvatron oracle ")]
+
+
+def test_there_are_commands() -> None:
+    assert len(RUN) >= 8
+    assert all(word in " ".join(RUN) for word in ("--formulas paradl", "--strategy", "--check", "--json", "--plot"))
+
+
+@pytest.mark.parametrize("words", RUN)
+def test_commands_run(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, shlex.split(words)[1:])
+    assert done.exit_code == 0, done.output
+    assert "communication" in done.output or "Mean accuracy" in done.output
+    for path in re.findall(r"--plot (\S+)", words):
+        # The closed forms change with nothing but themselves: the page's figure is this one.
+        assert (tmp_path / path).read_text() == text_of("docs/oracle.svg")
+
+
+def test_quirks_and_settings_are_explained() -> None:
+    for quirk in Quirk:
+        assert f"| `{quirk.value}` |" in PAGE
+    abci = fabric_named("abci")
+    assert abci is not None
+    for name in abci.settings:
+        assert f"`{name}`" in PAGE
+
+
+def test_thresholds_are_those_of_the_code() -> None:
+    for cause in CAUSES:
+        mark = "L" if cause.sort is Sort.LIMITATION else "B"
+        assert f"| {cause.name} ({mark}) | {100 * cause.threshold:.0f} % |" in PAGE
+    assert f"| split work (B) | {100 * SPLIT_THRESHOLD:.0f} % |" in PAGE
+
+
+def test_counts_of_rows_are_those_of_the_files() -> None:
+    assert f"holds {sum(len(one.rows) for one in printed())} rows" in PAGE
+    assert f"on {len(measured_rows())} measured rows" in PAGE
+
+
+def test_golden_rows_of_the_page_are_printed_ones() -> None:
+    known = {(devices, *figures) for one in printed() for devices, figures in one.rows.items()}
+    told = re.findall(
+        r"^\| [\w-]+ [\w+]+, \d+[\w ]* \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| ([\d,.]+) \|$", PAGE, re.MULTILINE
+    )
+    assert len(told) == 5
+    for cells in told:
+        devices, *figures = (float(cell.replace(",", "")) for cell in cells)
+        assert (int(devices), *figures) in known
+
+
+def test_the_page_is_short() -> None:
+    assert len(PAGE.split()) < 2000

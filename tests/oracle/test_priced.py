@@ -1,0 +1,164 @@
+"""Rows of the planner's cost model against plans that it prices by itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from galvatron_lite.cost.step import evaluate
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.oracle.case import Kind
+from galvatron_lite.oracle.chosen import allowed, degree_of, legal, options
+from galvatron_lite.oracle.models import graph_named
+from galvatron_lite.oracle.priced import Machine, Question, machine_of, row_of
+from galvatron_lite.oracle.rows import Row
+from galvatron_lite.oracle.table import Wanted, forecast, limit_of
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
+from galvatron_lite.plans.strategy_text import parse_strategy
+
+SAMPLES, BATCH = 12_800, 16
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    return machine_of(graph_named("resnet50", "fp32"), "abci", 64, "fp32", BATCH)
+
+
+def plan(graph: ModelGraph, strategies: list[Strategy], batch: int, sizes: list[int], parts: int = 1) -> Plan:
+    ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+    stages = tuple(
+        Stage(
+            tuple(
+                LayerRun(graph.layers[place].name, graph.layers[place].name, 1, strategies[place])
+                for place in range(end - size, end)
+            )
+        )
+        for end, size in zip(ends, sizes, strict=True)
+    )
+    devices = strategies[0].devices * len(sizes)
+    return Plan(PLAN_VERSION, graph.name, devices, batch, parts, Schedule.GPIPE, "fp32", stages)
+
+
+def compare(machine: Machine, row: Row, priced: Plan) -> None:
+    assert priced.prediction is not None
+    assert row.problem == ""
+    assert row.iteration == pytest.approx(priced.prediction.step_seconds)
+    assert row.memory == priced.prediction.peak_memory
+
+
+@pytest.mark.parametrize("devices", [1, 4, 32])
+def test_data_is_the_plan_of_replicas(machine: Machine, devices: int) -> None:
+    row = row_of(machine, Question(Kind.DATA, devices, BATCH, SAMPLES))
+    layers = len(machine.graph.layers)
+    plain = plan(machine.graph, [Strategy(data=devices)] * layers, BATCH * devices, [layers])
+    compare(machine, row, evaluate(machine.pricer(devices).profile, plain))
+    assert row.batch == BATCH * devices
+    assert row.moved.gradients == row.moved.total
+
+
+@pytest.mark.parametrize("kind", [Kind.SPATIAL, Kind.FILTER, Kind.CHANNEL, Kind.DATA_FILTER, Kind.DATA_SPATIAL])
+def test_split_layers_are_the_plan_of_their_strategies(machine: Machine, kind: Kind) -> None:
+    """What the row says is what the planner's own road says of the same strategies."""
+    from galvatron_lite.oracle.priced import _chosen
+
+    devices = 4 if kind in (Kind.SPATIAL, Kind.FILTER, Kind.CHANNEL) else 16
+    question = Question(kind, devices, BATCH, SAMPLES)
+    pricer, graph = machine.pricer(devices), machine.graph
+    picked = [_chosen(pricer, question, layer.kind) for layer in graph.layers]
+    assert all(one.alike == 1 for one in picked)
+    assert any(degree_of(kind, one.strategy) == 4 for one in picked)
+    strategies = [one.strategy for one in picked]
+    whole = plan(graph, strategies, question.global_batch, [len(graph.layers)])
+    compare(machine, row_of(machine, question), evaluate(pricer.profile, whole))
+
+
+def test_a_pipeline_is_the_plan_of_its_stages(machine: Machine) -> None:
+    row = row_of(machine, Question(Kind.PIPELINE, 4, BATCH, SAMPLES, segments=8))
+    from galvatron_lite.oracle.stages import least_runs
+
+    graph, profile = machine.graph, machine.pricer(4).profile
+    costs = [machine.pricer(4).price(layer.kind, Strategy(), 2, 4) for layer in graph.layers]
+    sizes = least_runs([cost.forward + cost.backward for cost in costs if cost], 4)
+    compare(machine, row, evaluate(profile, plan(graph, [Strategy()] * len(graph.layers), BATCH, sizes, 8)))
+    assert row.waiting > 0
+    assert row.uneven > 1
+    in_turn = row_of(machine, Question(Kind.LAYER, 4, BATCH, SAMPLES))
+    assert in_turn.iteration > row.iteration
+    assert in_turn.waiting > row.waiting
+
+
+def test_parts_add_up(machine: Machine) -> None:
+    for kind in Kind:
+        row = row_of(machine, Question(kind, 1 if kind is Kind.SERIAL else 8, BATCH, SAMPLES))
+        parts = row.compute + row.update + row.waiting + row.other + row.moved.total
+        assert row.epoch == pytest.approx(parts)
+        assert row.epoch / row.iterations == row.iteration
+        assert row.fits
+
+
+def test_too_small_a_batch_is_worked_through_alike() -> None:
+    """One sample a group: what cannot be split is done by all of them."""
+    machine = machine_of(graph_named("vgg16", "fp32"), "abci", 8, "fp32", 1)
+    row = row_of(machine, Question(Kind.DATA_SPATIAL, 8, 1, SAMPLES))
+    assert row.problem == ""
+    assert 0 < row.twice < 1
+    assert row.moved.gather > 0
+    several = row_of(machine, Question(Kind.DATA_SPATIAL, 8, 4, SAMPLES))
+    assert several.twice == 0
+
+
+def test_a_given_strategy(machine: Machine) -> None:
+    given = parse_strategy("data8 spatial2x1")
+    row = row_of(machine, Question(Kind.SERIAL, 16, BATCH, SAMPLES, strategy=given, name=str(given)))
+    assert (row.batch, row.strategy) == (128, "data8 spatial2x1")
+    same = row_of(machine, Question(Kind.DATA_SPATIAL, 16, BATCH, SAMPLES, group=2))
+    assert row.iteration == pytest.approx(same.iteration, rel=0.05)  # rows or columns, whichever is cheaper
+    sharded = row_of(machine, Question(Kind.SERIAL, 4, BATCH, SAMPLES, strategy=parse_strategy("zero3x4")))
+    plain = row_of(machine, Question(Kind.DATA, 4, BATCH, SAMPLES))
+    assert sharded.memory < plain.memory
+
+
+def test_table_of_words_and_texts(machine: Machine) -> None:
+    question = Question(Kind.SERIAL, 1, BATCH, SAMPLES)
+    texts = (parse_strategy("data2 spatial2x1"),)
+    found = forecast(machine, Wanted(question, (Kind.DATA, Kind.FILTER), texts, (1, 4, 6, 64)))
+    data, filters, text = found.lines
+    assert [row.devices for row in data.known] == [1, 4, 64]  # no half node: 6 says why
+    assert "fills whole ones" in data.rows[2].problem
+    assert filters.rows[3].problem == ""
+    assert filters.rows[3].congested > 0
+    assert data.rows[1].congested == 0  # within a node
+    assert [row.devices for row in text.known] == [4, 64]
+    assert "takes 4 devices or a multiple" in text.rows[0].problem
+    assert found.origin.startswith("estimated")
+
+
+def test_limits(machine: Machine) -> None:
+    def most(kind: Kind) -> int | None:
+        return limit_of(machine, Question(kind, 1, BATCH, SAMPLES)).devices
+
+    assert most(Kind.DATA) == SAMPLES // BATCH
+    assert most(Kind.PIPELINE) == len(machine.graph.layers)
+    assert most(Kind.FILTER) == 64
+    assert most(Kind.DATA_FILTER) == SAMPLES // BATCH * 4
+    rows = (
+        forecast(machine, Wanted(Question(Kind.SERIAL, 1, BATCH, SAMPLES), (Kind.PIPELINE,), (), (32,))).lines[0].rows
+    )
+    assert rows[0].problem == "beyond its limit of 18 GPUs"
+
+
+def test_what_layers_allow(machine: Machine) -> None:
+    block = machine.graph.kinds["stage0_block"]
+    assert {one.filters for one in options(block, Kind.FILTER, 4, 1)} == {4}
+    assert all(one.spatial == 4 for one in options(block, Kind.SPATIAL, 4, 1))
+    assert legal(block, parse_strategy("data3 filters4"))
+    assert not legal(block, parse_strategy("tensor2"))
+    assert "filters up to 64" in allowed(block)
+    row = row_of(machine, Question(Kind.SERIAL, 2, BATCH, SAMPLES, strategy=parse_strategy("tensor2")))
+    assert "--strategy: 'tensor2'" in row.problem
+
+
+def test_unknown_models() -> None:
+    with pytest.raises(InputError, match=r"model: 'resnet51000'.*resnet50"):
+        graph_named("resnet51000", "fp32")
