@@ -16,7 +16,7 @@ from torch.nn import functional
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cuts.functions import own, whole
 from galvatron_lite.parallelism.cuts.grid import Grid
-from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Rules, local_of
+from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Rules, local_of, shares_only
 from galvatron_lite.parallelism.spatial.cost import STATISTIC_BYTES
 from galvatron_lite.parallelism.spatial.norms import HANDLERS, gather_running, sync_batch_norm
 from tests.parallelism.cut_compare import Outcome, Parameters, alone, assert_equal, lines_of, rules, together
@@ -275,6 +275,31 @@ def test_what_is_kept_for_backward_is_the_share_and_its_statistics() -> None:
 
     run_threads(2, work)
     assert kept == [[picture.nbytes // 2, 4 * CHANNELS, 4 * CHANNELS]] * 2
+
+
+@pytest.mark.parametrize("name", ["batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"])
+def test_results_may_be_written_to(name: str) -> None:
+    picture = torch.randn(2, CHANNELS, 5, 4, dtype=torch.float64)
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
+        "batch_norm": lambda x: functional.batch_norm(x, None, None, training=True),
+        "group_norm": lambda x: functional.group_norm(x, 3),
+        "instance_norm": functional.instance_norm,
+        "layer_norm": lambda x: functional.layer_norm(x, x.shape[1:]),
+        "rms_norm": lambda x: functional.rms_norm(x, x.shape[1:]),
+    }
+
+    def work(group: ThreadGroup) -> Tensor:
+        leaf = picture.clone().requires_grad_()
+        result = calls[name](own(leaf, (Cut(2, 5, group),), RULES))
+        with shares_only():
+            result.mul_(2.0).clamp_(min=0.5).sum().backward()
+        assert leaf.grad is not None
+        return group.all_reduce(leaf.grad)
+
+    leaf = picture.clone().requires_grad_()
+    calls[name](leaf).mul_(2.0).clamp_(min=0.5).sum().backward()
+    for found in run_threads(2, work):
+        torch.testing.assert_close(found, leaf.grad, rtol=1e-10, atol=1e-10)
 
 
 def _refused(group: ThreadGroup) -> None:

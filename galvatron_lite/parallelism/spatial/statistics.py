@@ -157,8 +157,8 @@ class _Normalise(Function):
         each_mean, each_variance = (one.repeat_interleave(how.each) for one in (mean, variance))
         shown = tensor.reshape(how.shape)
         result = functional.batch_norm(shown, each_mean, each_variance, weight, bias, False, 0.0, how.eps)
-        # no view, so that the function behind (ReLU) may work in place
-        return result.resize_(tensor.shape)
+        # Not a view, so that the function behind (ReLU) may work in place.
+        return result if how.shape == tensor.shape else result.resize_(tensor.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
