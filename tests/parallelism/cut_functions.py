@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,6 +56,7 @@ def compare(
     degrees: Sequence[int],
     *,
     stays_cut: bool | None = None,
+    gathers: bool | None = False,
     tolerance: float = 1e-10,
 ) -> None:
     """Check a function.
@@ -65,6 +67,8 @@ def compare(
         cut: of each tensor the dims that the sides of the grid cut; -1 for a side that does not.
         degrees: ranks of each side, one or two.
         stays_cut: whether every result must be cut (True) or whole (False); None: either.
+        gathers: whether it must say that it gathers a picture; None: it may.
+        tolerance: relative and absolute.
     """
     rows, columns = (*degrees, 1)[:2]
 
@@ -90,7 +94,10 @@ def compare(
     alone = leaves()
     expected = train(function, alone, [one.view_as(one) for one in alone], 1)
     count = len(expected) - sum(one.requires_grad for one in alone)
-    everyone = run_threads(rows * columns, work)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        everyone = run_threads(rows * columns, work)
+    assert gathers in (None, any("has no rule for split pictures" in str(one.message) for one in said))
     for found in everyone:
         for one, wanted in zip(found[:count], expected[:count], strict=True):
             assert one.dtype == wanted.dtype

@@ -14,7 +14,7 @@ from galvatron_lite.parallelism.cuts.calls import fronted, handled_by, tensors_o
 from galvatron_lite.parallelism.cuts.fallback import on_whole
 from galvatron_lite.parallelism.cuts.functions import sum_over
 from galvatron_lite.parallelism.cuts.pointwise import pointwise
-from galvatron_lite.parallelism.cuts.tensor import Call, Handler, cut_like, cuts_of, shares_only, whole_shape
+from galvatron_lite.parallelism.cuts.tensor import Call, CutTensor, Handler, cut_like, cuts_of, shares_only, whole_shape
 
 CLASSES = 1
 """Dim of the classes in logits (samples, classes, ...)."""
@@ -86,7 +86,7 @@ def _classified(call: Call) -> Any:
     gone = 0 if likely else 1
     seen = tuple(moved(cut, cut.dim + (gone if cut.dim >= CLASSES else 0)) for cut in cuts_of(target))
     cuts = first_cuts([cuts_of(logits), seen])
-    if len(shape) < 2 or at(cuts, CLASSES) is not None or cuts_of(call.kwargs.get("weight", target)) != cuts_of(target):
+    if len(shape) < 2 or at(cuts, CLASSES) is not None or isinstance(call.kwargs.get("weight"), CutTensor):
         return on_whole(call)
     fewer = tuple(moved(cut, cut.dim - (1 if cut.dim > CLASSES else 0)) for cut in cuts)
     with shares_only():

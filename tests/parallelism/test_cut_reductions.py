@@ -1,0 +1,138 @@
+"""Reductions and products of cut tensors, against whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+from tests.parallelism.cut_functions import Lines, compare, picture
+
+PIXELS: Lines = (2, 3)
+
+Reduction = Callable[[Tensor, Any, bool], Any]
+REDUCTIONS: dict[str, Reduction] = {
+    "sum": lambda x, dims, keep: x.sum(dims, keep),
+    "mean": lambda x, dims, keep: torch.mean(x, dims, keepdim=keep),
+    "amax": lambda x, dims, keep: x.amax(dims, keep),
+    "amin": lambda x, dims, keep: torch.amin(x.relu(), dim=dims, keepdim=keep),
+    "var": lambda x, dims, keep: x.var(dims, keepdim=keep),
+    "biased var": lambda x, dims, keep: torch.var(x, dims, False, keep),
+    "std": lambda x, dims, keep: x.std(dim=dims, correction=0.5, keepdim=keep),
+    "var_mean": lambda x, dims, keep: torch.var_mean(x, dims, unbiased=False, keepdim=keep),
+    "std_mean": lambda x, dims, keep: torch.std_mean(x, dim=dims, correction=0, keepdim=keep),
+    "norm": lambda x, dims, keep: x.norm(2, dim=dims, keepdim=keep),
+    "3-norm": lambda x, dims, keep: torch.linalg.vector_norm(x, 3, dims, keep),
+    "largest": lambda x, dims, keep: torch.linalg.vector_norm(x, float("inf"), dims, keepdim=keep),
+    "any": lambda x, dims, keep: (x > 1.5).any(dims, keep),
+    "all": lambda x, dims, keep: torch.all(x > -1, dim=dims, keepdim=keep),
+}
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_reductions_over_any_dims(data: st.DataObject) -> None:
+    function = REDUCTIONS[data.draw(st.sampled_from(sorted(REDUCTIONS)))]
+    shape = (2, 3, data.draw(st.integers(2, 7)), data.draw(st.integers(2, 6)))
+    dims = tuple(data.draw(st.sets(st.integers(-4, 3), min_size=1)))
+    dims = tuple({one % 4: one for one in dims}.values())
+    keep = data.draw(st.booleans())
+    cut, degrees = data.draw(st.sampled_from([((2,), (3,)), ((3,), (2,)), ((1,), (4,)), ((2, 3), (2, 3))]))
+    # rounded, so that there are equal items
+    tensor = (picture(*shape) * 4).round() / 4
+    compare(lambda x: function(x, dims, keep), [tensor], [cut], degrees)
+
+
+WHOLE: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda x: x.sum() + torch.sum(x.float(), dtype=torch.float64),
+    "mean": lambda x: x.mean(),
+    "var": lambda x: x.var(False) + x.std() + torch.var(x, unbiased=True),
+    "norm": lambda x: x.norm() + torch.norm(x, p=1) + torch.linalg.norm(x),
+    "max": lambda x: x.max() - x.min() + x.amax(),
+    "max of equal ones": lambda x: (x - 1).relu().amin((2, 3)) + torch.max((x * 2).round() / 2),
+    "any": lambda x: ((x > 2).any(), (x > -9).all(), (x > 0).count_nonzero()),
+    "pool": lambda x: x.mean([2, 3]).unsqueeze(-1),
+    "pool and keep": lambda x: (x.mean((2, 3), keepdim=True) * x).sum((2, 3)),
+    "0-norm": lambda x: torch.linalg.vector_norm(x.relu(), 0) + x.sum(),
+    "std of equal ones": lambda x: torch.ones_like(x).mul(x.detach()).std((2, 3)) + (x * 0).std((2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_reductions_over_everything(name: str) -> None:
+    compare(WHOLE[name], [picture(2, 4, 7, 5)], [PIXELS], (3, 2), stays_cut=False)
+
+
+def test_places_of_the_largest_along_whole_dims() -> None:
+    compare(lambda x: x.max(1), [picture(2, 4, 7, 5)], [PIXELS], (3, 2), stays_cut=True)
+    compare(lambda x: torch.min(x, dim=1, keepdim=True), [picture(2, 4, 7, 5)], [PIXELS], (3, 2), stays_cut=True)
+    compare(lambda x: x.argmax(1), [picture(2, 4, 7, 5)], [PIXELS], (3, 2), stays_cut=True)
+
+
+def test_places_of_the_largest_along_cut_dims() -> None:
+    compare(lambda x: x.max(dim=2), [picture(2, 4, 7, 5)], [PIXELS], (3, 2), stays_cut=True, gathers=True)
+    compare(lambda x: x.max(3)[0].max(2)[1], [picture(2, 4, 7, 5)], [PIXELS], (3, 2), stays_cut=False, gathers=True)
+
+
+def test_larger_of_two() -> None:
+    both = [picture(2, 4, 7, 5), picture(2, 4, 7, 5, seed=1)]
+    compare(lambda x, y: torch.max(x, y) - torch.min(x, other=y), both, [PIXELS, ()], (3, 2), stays_cut=True)
+
+
+def test_ranks_without_items_add_nothing() -> None:
+    for name, function in REDUCTIONS.items():
+        if name not in ("3-norm", "norm"):
+            compare(lambda x, f=function: f(x, (2, 3), False), [picture(2, 3, 2, 5)], [(2,)], (4,), stays_cut=False)
+    compare(lambda x: x.std((2, 3)), [picture(2, 3, 2, 1)], [(2,)], (3,), stays_cut=False)
+
+
+def test_sums_of_half_precision_do_not_overflow() -> None:
+    compare(lambda x: x.half().mean((2, 3)), [picture(1, 2, 64, 64) + 100], [PIXELS], (2, 2), tolerance=1e-3)
+
+
+Product = Callable[..., Any]
+PRODUCTS: list[tuple[Product, Sequence[Tensor], Sequence[Lines], bool]] = [
+    (
+        lambda x, w, b: functional.linear(x.permute(0, 2, 3, 1), w, b).permute(0, 3, 1, 2),
+        [picture(2, 4, 7, 5), picture(6, 4), picture(6)],
+        [PIXELS, (), ()],
+        True,
+    ),
+    (lambda x, w: functional.linear(x, w), [picture(2, 4, 7, 5), picture(6, 5)], [PIXELS, ()], True),
+    (lambda x, w: functional.linear(x, w, w[:, 0]), [picture(2, 3, 5), picture(6, 5)], [(2, -1), ()], False),
+    (lambda x, w: x.permute(0, 2, 3, 1) @ w, [picture(2, 4, 7, 5), picture(4, 3)], [PIXELS, ()], True),
+    (lambda x, w: x @ w, [picture(2, 4, 7, 5), picture(5, 3)], [PIXELS, ()], True),
+    (lambda x, w: w @ x, [picture(2, 4, 7, 5), picture(3, 7)], [PIXELS, ()], True),
+    (lambda x, y: x @ y.mT, [picture(2, 4, 7, 5), picture(2, 4, 6, 5)], [PIXELS, PIXELS], True),
+    (lambda x, v: x @ v, [picture(2, 4, 7, 5), picture(5)], [PIXELS, ()], True),
+    (lambda x, y: torch.bmm(x, y), [picture(2, 7, 5), picture(2, 5, 3)], [(1, 2), ()], True),
+    (lambda x, w: torch.einsum("nchw,oc->nohw", x, w), [picture(2, 4, 7, 5), picture(3, 4)], [PIXELS, ()], True),
+    (
+        lambda x, y: torch.einsum("nchw,ndhw->ncd", x, y),
+        [picture(2, 4, 7, 5), picture(2, 3, 7, 5)],
+        [PIXELS, PIXELS],
+        False,
+    ),
+    (lambda x, y: torch.einsum("nchw, nchw", x, y), [picture(2, 4, 7, 5)] * 2, [PIXELS, ()], False),
+]
+
+
+@pytest.mark.parametrize("number", range(len(PRODUCTS)))
+def test_products(number: int) -> None:
+    function, tensors, cut, stays_cut = PRODUCTS[number]
+    compare(function, tensors, cut, (3, 2), stays_cut=stays_cut)
+
+
+def test_attention_over_pixels_gathers_them() -> None:
+    def attend(x: Tensor) -> Tensor:
+        tokens = x.flatten(2).transpose(1, 2)
+        found = functional.scaled_dot_product_attention(tokens, tokens, tokens)
+        return found.transpose(1, 2).reshape(x.shape) + x
+
+    compare(attend, [picture(2, 4, 7, 5)], [PIXELS], (3, 2), stays_cut=True, gathers=True)

@@ -1,0 +1,204 @@
+"""Functions that change shapes, take parts and join, on cut tensors against whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.cuts.functions import cut_copy, own
+from galvatron_lite.parallelism.cuts.grid import Grid
+from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
+from galvatron_lite.parallelism.cuts.moving import recut, shares_of
+from galvatron_lite.parallelism.cuts.tensor import Cut, cuts_of, local_of
+from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
+from tests.parallelism.cut_functions import Lines, compare, picture
+from tests.parallelism.thread_group import ThreadGroup, run_threads
+
+PIXELS: Lines = (2, 3)
+Function = Callable[[Tensor], Any]
+
+STAYS: dict[str, Function] = {
+    "permute": lambda x: x.permute(0, 2, 3, 1) * 2,
+    "permute by list": lambda x: torch.permute(x, [3, 0, 1, 2]),
+    "permute by name": lambda x: torch.permute(input=x, dims=(3, 0, 1, 2)),
+    "transpose": lambda x: x.transpose(1, -1).swapaxes(0, 1).movedim(0, -1),
+    "mT": lambda x: x.mT,
+    "unsqueeze": lambda x: x.unsqueeze(1).unsqueeze(-1).squeeze(1).squeeze(),
+    "view": lambda x: x.view(2, 2, 2, 7, 5).transpose(1, 2).reshape(2, 4, 7, -1),
+    "view by size": lambda x: x.view(x.size(0), -1, *x.shape[2:]),
+    "flatten": lambda x: x.flatten(0, 1).unflatten(0, (4, 2)),
+    "view as": lambda x: x.view_as(x) + x.reshape_as(x),
+    "expand": lambda x: x.unsqueeze(1).expand(-1, 3, -1, -1, -1).flatten(1, 2),
+    "repeat": lambda x: x.repeat(1, 2, 1, 1) + x.repeat_interleave(2, 1),
+    "flip": lambda x: x.flip(1) + torch.roll(x, 1, 1) + torch.roll(x, (1, 1), dims=(0, 1)) + x.flip(0, 1),
+    "chunk": lambda x: x.chunk(3, 1),
+    "split": lambda x: torch.split(x, [1, 3], dim=1),
+    "unbind": lambda x: list(x),
+    "sort": lambda x: torch.sort(x, 1),
+    "topk": lambda x: x.topk(2, dim=1)[0],
+    "index": lambda x: x[:, [2, 0, 1]] + x[:, 1:, :, :],
+    "index by tensor": lambda x: x[:, torch.tensor([3, 0])] + x.index_select(1, torch.tensor([1, 1])),
+    "new dim": lambda x: x[:, None, ..., None],
+    "sample": lambda x: x[1],
+    "crop": lambda x: x[:, 1:3, 1:6, 2:],
+    "every other": lambda x: torch.cat([x[..., ::2, 1::2], x[..., 1::2, :2][..., :1, :].expand(2, 4, 4, 2)], 1),
+    "row": lambda x: x[:, :, 3] + x[:, :, -1] + x.select(2, 0),
+    "narrow": lambda x: torch.narrow(x, 2, 1, 4).narrow(-1, 1, 3),
+    "stack": lambda x: torch.stack([x, x * 2], 2),
+    "softmax": lambda x: x.softmax(1).log_softmax(dim=1),
+    "size": lambda x: x.view(x.shape[0] * x.shape[1], *x.shape[2:]) * x.numel() * len(x) * x.dim(),
+    "center crop": lambda x: x[..., (x.size(-2) - 3) // 2 :, :][..., :3, 1:4],
+}
+GATHERS: dict[str, Function] = {
+    "features": lambda x: torch.flatten(x, 1),
+    "all": lambda x: x.reshape(-1),
+    "pixels": lambda x: x.flatten(2).transpose(1, 2),
+    "blocks": lambda x: x.view(2, 4, 7, 5, 1).reshape(2, 4, 35),
+    "one pixel": lambda x: x[:, :, -1, None, 2],
+    "rows sorted": lambda x: x.sort(dim=2)[0].cumsum(3),
+    "places": lambda x: x[x > 0],
+    "list of rows": lambda x: x[:, :, [0, 3]][..., torch.tensor([1])],
+    "arg": lambda x: torch.argmax(x),
+    "cat of rows": lambda x: torch.cat([x, x], 2).unbind(3),
+    "rolled rows": lambda x: x.roll(1, 2).flip(3),
+}
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_dims_that_are_kept_apart_stay_cut(name: str) -> None:
+    compare(STAYS[name], [picture(2, 4, 7, 5)], [PIXELS], (3, 2), stays_cut=True)
+    compare(STAYS[name], [picture(2, 4, 7, 5)], [(3,)], (4,), gathers=None)
+
+
+@pytest.mark.parametrize("name", GATHERS)
+def test_dims_that_are_merged_or_picked_from_are_gathered(name: str) -> None:
+    compare(GATHERS[name], [picture(2, 4, 7, 5)], [PIXELS], (3, 2), stays_cut=False, gathers=None)
+
+
+def test_channels_may_be_cut_too() -> None:
+    for name, function in (STAYS | GATHERS).items():
+        if name != "view":
+            compare(function, [picture(2, 4, 7, 5)], [(1,)], (3,), gathers=None)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """(shape, another shape of as many items, cut dims): factors grouped in two ways."""
+    factors = draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=3, max_size=5))
+
+    def grouped() -> tuple[int, ...]:
+        ends = sorted(draw(st.sets(st.integers(1, len(factors) - 1), min_size=1)))
+        edges = list(zip([0, *ends], [*ends, len(factors)], strict=True))
+        return tuple(int(torch.tensor(factors[start:stop]).prod()) for start, stop in edges)
+
+    shape = grouped()
+    return shape, grouped(), tuple(draw(st.permutations(range(len(shape))))[: draw(st.integers(1, 2))])
+
+
+@settings(max_examples=60, deadline=None)
+@given(views(), st.sampled_from([2, 3]))
+def test_any_reshape(case: tuple[tuple[int, ...], ...], degree: int) -> None:
+    before, after, cut = case
+    compare(lambda x: x.reshape(after) * 1, [picture(*before)], [cut], (degree, 2)[: len(cut)], gathers=None)
+
+
+def indices(extent: int) -> st.SearchStrategy[Any]:
+    edge = st.none() | st.integers(-extent - 1, extent + 1)
+    slices = st.builds(slice, edge, edge, st.none() | st.integers(1, 3))
+    return slices | slices | st.integers(-extent, extent - 1)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_any_slices(data: st.DataObject) -> None:
+    shape = (2, 3, data.draw(st.integers(1, 9)), data.draw(st.integers(2, 7)))
+    index = tuple(data.draw(indices(extent)) for extent in shape)[: data.draw(st.integers(1, 4))]
+    if data.draw(st.booleans()):
+        place = data.draw(st.integers(0, len(index)))
+        index = (*index[:place], data.draw(st.sampled_from([None, Ellipsis])), *index[place:])
+    cut, degrees = data.draw(st.sampled_from([((2,), (3,)), ((3,), (2,)), ((1, 2), (2, 2)), ((2, 3), (2, 3))]))
+    compare(lambda x: x[index] * 2, [picture(*shape)], [cut], degrees)
+
+
+@pytest.mark.parametrize("cut", [(2, 3), (3, 2), (2, -1)])
+def test_joined_tensors_share_their_cuts(cut: Lines) -> None:
+    both = [picture(2, 2, 5, 4), picture(2, 3, 5, 4, seed=1)]
+    for given_cut in ([cut, cut], [cut, ()], [(), cut], [cut, cut[::-1]]):
+        compare(lambda x, y: torch.cat([x, y, x], dim=1), both, given_cut, (2, 2), stays_cut=True)
+        compare(lambda x, y: torch.stack((x, y[:, 1:]), dim=-1), both, given_cut, (2, 2), stays_cut=True)
+
+
+def test_parts_of_whole_dims_are_written_to() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        made = x * 1
+        made[:, 1:3] = y[:, :2]
+        made[:, 0] = 0.0
+        made[0, :, :, :].mul_(2)
+        made[:, 3] += y[:, 0]
+        return made
+
+    for cut in (PIXELS, ()):
+        both = [picture(2, 4, 7, 5), picture(2, 4, 7, 5, seed=1)]
+        compare(function, both, [PIXELS, cut], (3, 2), stays_cut=True)
+
+
+def test_writing_to_rows_of_a_cut_dim_is_refused() -> None:
+    cut = own(torch.zeros(1, 1, 6, 6), (Cut(2, 6, ShapeOnlyLine(2)),), PIXELS_RULES)
+    for index in ((..., slice(1, 3), slice(None)), (0, 0, 2), cut > 0):
+        with pytest.raises(InputError, match="__setitem__ of a split picture"):
+            cut[index] = 1.0
+
+
+@pytest.mark.parametrize("extent", [1, 4, 7, 10])
+def test_rows_move_to_whoever_wants_them_and_gradients_move_back(extent: int) -> None:
+    whole = picture(2, extent, 3)
+    edges = {1: [0, 0, 1, 1], 4: [0, 3, 3, 4], 7: [0, 1, 2, 7], 10: [0, 8, 9, 10]}[extent]
+    held = tuple(pairwise(edges))
+
+    def work(group: ThreadGroup) -> tuple[Tensor, Tensor]:
+        start, stop = held[group.rank]
+        leaf = whole[:, start:stop].clone().requires_grad_()
+        moved = recut(leaf, 1, held, shares_of(extent, group), group)
+        (moved * moved.detach()).sum().backward()
+        assert leaf.grad is not None
+        return moved.detach(), leaf.grad
+
+    found = run_threads(3, work)
+    assert torch.equal(torch.cat([moved for moved, _ in found], 1), whole)
+    assert torch.equal(torch.cat([gradient for _, gradient in found], 1), whole)
+
+
+def test_rows_that_nobody_moves_cost_nothing() -> None:
+    def work(group: ThreadGroup) -> int:
+        cut = own(picture(1, 2, 8, 6), (Cut(2, 8, group),), PIXELS_RULES)
+        assert local_of(cut[:, :, ::2, 1:]).shape == (1, 2, 2, 5)
+        assert local_of(cut[..., 2:]).shape == (1, 2, 4, 4)
+        return group.sent_bytes
+
+    assert run_threads(2, work) == [0, 0]
+
+
+def test_a_crop_sends_the_rows_that_change_hands() -> None:
+    def work(group: ThreadGroup) -> int:
+        cut = own(picture(1, 2, 8, 6), (Cut(2, 8, group),), PIXELS_RULES)
+        assert local_of(cut[:, :, 2:]).shape == (1, 2, 3, 6)
+        return group.sent_bytes
+
+    assert run_threads(2, work) == [0, 2 * 6 * 8]
+
+
+def test_a_batch_is_cut_to_memory_of_its_own() -> None:
+    line = ShapeOnlyLine(2, 1)
+    batch = picture(2, 3, 5, 4)
+    cut = cut_copy(batch, Grid((None, line, None), line), PIXELS_RULES)
+    assert [one.dim for one in cuts_of(cut)] == [2]
+    assert torch.equal(local_of(cut), batch[:, :, 3:])
+    assert local_of(cut).untyped_storage().nbytes() == 2 * 3 * 2 * 4 * 8
