@@ -30,6 +30,7 @@ from galvatron_lite.parallelism.cuts.tensor import (
 )
 from galvatron_lite.parallelism.spatial import convolution, pads
 from galvatron_lite.parallelism.spatial.convolution import splits
+from galvatron_lite.parallelism.spatial.layers import pixels
 from galvatron_lite.parallelism.spatial.windows import Window, borrows, needed, output_extent, output_range, refusal
 from tests.parallelism.thread_group import ThreadGroup, grid_groups, run_threads
 
@@ -339,7 +340,7 @@ def test_large_pictures_are_split_and_small_or_shallow_ones_are_not() -> None:
 
     def plan(extent: int, kernel: Tensor, group: ThreadGroup) -> bool:
         cuts = Grid((None, group, None), group).cuts((1, 96, extent, extent))
-        halo = convolution.pixels((extent, extent), [Window(3, 1, 1, 1)] * 2, cuts, "conv2d")
+        halo = pixels((extent, extent), [Window(3, 1, 1, 1)] * 2, cuts, "conv2d")
         return splits(halo, picture.new_empty(1, 96, extent // 2, extent), kernel)
 
     def work(group: ThreadGroup) -> tuple[bool, ...]:

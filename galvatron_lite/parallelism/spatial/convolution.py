@@ -19,12 +19,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional, grad
 
-from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cuts.grid import PIXELS
-from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
 from galvatron_lite.parallelism.cuts.tensor import (
     Call,
-    Cut,
     CutTensor,
     Handler,
     cut_tensor,
@@ -38,15 +35,13 @@ from galvatron_lite.parallelism.spatial.halo import (
     Part,
     Side,
     borrow,
-    checked,
     give_back,
     laid,
     padded,
     shape_of,
 )
+from galvatron_lite.parallelism.spatial.layers import Amount, check_batched, cuts_after, numbers, pixels
 from galvatron_lite.parallelism.spatial.windows import Window, crop, needed, output_extent
-
-Amount = int | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,44 +86,6 @@ class Plan:
         windows = self.layer.windows
         stride, dilation = tuple(one.stride for one in windows), tuple(one.dilation for one in windows)
         return {"stride": stride, "padding": self.padding, "dilation": dilation, "groups": self.layer.groups}
-
-
-def pixels(extents: Sequence[int], windows: Sequence[Window], cuts: Sequence[Cut], layer: str) -> Halo:
-    """The halo of windows that slide along the sides of a picture; sides that are whole are in it if padded unevenly.
-
-    Raises:
-        InputError: ranks cannot share the picture under these windows.
-    """
-    lines = {cut.dim: cut.line for cut in cuts}
-    uneven = {dim for dim, window in enumerate(windows, PIXELS) if window.before != window.after}
-    sides = [
-        Side(dim, extent, lines.get(dim, ALONE), window)
-        for dim, (extent, window) in enumerate(zip(extents, windows, strict=True), PIXELS)
-        if dim in lines or dim in uneven
-    ]
-    return checked(sides, layer)
-
-
-ALONE = ShapeOnlyLine(1, 0)
-"""The line of a side that is whole."""
-
-
-def cuts_after(cuts: Sequence[Cut], windows: Sequence[Window]) -> tuple[Cut, ...]:
-    """How what windows make of a picture is cut."""
-    return tuple(Cut(cut.dim, output_extent(windows[cut.dim - PIXELS], cut.extent), cut.line) for cut in cuts)
-
-
-def numbers(amount: Amount, sides: int) -> tuple[int, ...]:
-    """One number a side: torch's functions take one for all."""
-    given = (amount,) if isinstance(amount, int) else tuple(amount)
-    return given * sides if len(given) == 1 else given
-
-
-def check_batched(picture: Tensor, sides: int, layer: str) -> None:
-    """Refuse a picture that is not (samples, channels, and its sides)."""
-    if len(whole_shape(picture)) != PIXELS + sides:
-        remedy = "Give (samples, channels, ...): pictures that are shared have a dim of samples."
-        raise InputError(f"shape of the input of {layer}", whole_shape(picture), remedy)
 
 
 def convolve(call: Call) -> Any:
