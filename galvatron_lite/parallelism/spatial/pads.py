@@ -56,7 +56,7 @@ def pad(call: Call) -> Any:
     extents = (output_extent(windows.get(cut.dim, Window()), cut.extent) for cut in cuts)
     after = [Cut(cut.dim, extent, cut.line) for cut, extent in zip(cuts, extents, strict=True)]
     # what torch pads is never the tensor itself, even where it pads by nothing
-    return cut_tensor(share.clone() if share is local_of(tensor) else share, after, call.rules)
+    return cut_tensor(share if moved or any(local) else share.clone(), after, call.rules)
 
 
 def _arguments(

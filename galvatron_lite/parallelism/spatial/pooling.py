@@ -59,7 +59,7 @@ def max_pool(call: Call) -> Any:
         InputError: the picture has no dim of samples, or its ranks need more than the ranks beside them hold.
     """
     picture, windows, places = _max_arguments(sides_of(call), *call.args, **call.kwargs)
-    if places or not canpool_of(picture, windows, call):
+    if places or not can_pool(picture, windows, call):
         return call.rules.otherwise(call)
     made = max_of_windows(picture, call.name, windows)
     return cut_tensor(made, cuts_after(cuts_of(picture), windows), call.rules)
@@ -72,7 +72,7 @@ def avg_pool(call: Call) -> Any:
         InputError: as ``max_pool``.
     """
     picture, windows, counted, divisor = _avg_arguments(sides_of(call), *call.args, **call.kwargs)
-    if not canpool_of(picture, windows, call):
+    if not can_pool(picture, windows, call):
         return call.rules.otherwise(call)
     made = mean_of_windows(local_of(picture), pool_of(picture, call.name, windows), counted, divisor)
     return cut_tensor(made, cuts_after(cuts_of(picture), windows), call.rules)
@@ -85,7 +85,7 @@ def lp_pool(call: Call) -> Any:
         InputError: as ``max_pool``.
     """
     picture, power, windows = _lp_arguments(sides_of(call), *call.args, **call.kwargs)
-    if not canpool_of(picture, windows, call):
+    if not can_pool(picture, windows, call):
         return call.rules.otherwise(call)
     pool = pool_of(picture, call.name.replace("lp", "avg"), windows)
     mean = mean_of_windows(local_of(picture).pow(power), pool)
@@ -112,7 +112,7 @@ def can_pool(picture: Tensor, windows: Sequence[Window], call: Call) -> bool:
 
 def max_of_windows(picture: Tensor, name: str, windows: Sequence[Window]) -> Tensor:
     """This rank's share of the largest of each window; ``name``: of torch's function."""
-    made: Tensor = _MaxPool.apply(local_of(picture), pool_of(picture, name, windows))
+    made: Tensor = _MaxPool.apply(local_of(picture), pool_of(picture, name, windows))  # type: ignore[no-untyped-call]
     return made
 
 
@@ -125,13 +125,14 @@ def mean_of_windows(share: Tensor, pool: Pool, counted: bool = True, divisor: in
         counted: places outside the picture, by which it is padded, count.
         divisor: of the sum of a window; else its places.
     """
-    made: Tensor = _MeanPool.apply(share, pool, divisor)
+    made: Tensor = _MeanPool.apply(share, pool, divisor)  # type: ignore[no-untyped-call]
     if divisor is not None:
         return made
     for dim, window in enumerate(pool.windows, PIXELS):
         places = _places(pool, dim, window, counted, share.device)
         if places is not None:
-            made = made * (window.kernel / places).to(made.dtype).view(-1, *[1] * (made.dim() - 1 - dim))
+            exact = places.to(torch.promote_types(made.dtype, torch.float32))
+            made = made * (window.kernel / exact).to(made.dtype).view(-1, *[1] * (made.dim() - 1 - dim))
     return made
 
 
@@ -217,8 +218,7 @@ class _MaxPool(Function):
         made, places = function(picture, **pool.steps, dilation=dilation, return_indices=True)
         ctx.pool, ctx.shape, ctx.layout = pool, picture.shape, layout_of(share)
         ctx.save_for_backward(places)
-        output: Tensor = made
-        return output
+        return _no_view(made)
 
     @staticmethod
     @once_differentiable
@@ -235,7 +235,7 @@ class _MeanPool(Function):
     @staticmethod
     def forward(ctx: Any, share: Tensor, pool: Pool, divisor: int | None) -> Tensor:
         ctx.pool, ctx.shape, ctx.divisor = pool, share.shape, divisor
-        return _means(laid(borrow(share, pool.halo).wait(), pool.halo, pool.halo.needed), pool, divisor)
+        return _no_view(_means(laid(borrow(share, pool.halo).wait(), pool.halo, pool.halo.needed), pool, divisor))
 
     @staticmethod
     @once_differentiable
@@ -255,6 +255,11 @@ def _means(picture: Tensor, pool: Pool, divisor: int | None) -> Tensor:
     places = {} if len(pool.windows) == 1 else {"divisor_override": divisor or prod(one.kernel for one in pool.windows)}
     made: Tensor = function(picture, **pool.steps, **places)
     return made
+
+
+def _no_view(made: Tensor) -> Tensor:
+    """The same memory, to autograd no view: pools of one side return views, which in-place functions cannot follow."""
+    return made.new_empty(0).set_(made.untyped_storage(), made.storage_offset(), made.shape, made.stride())
 
 
 _POOLS: Mapping[str, Handler] = {"max_pool": max_pool, "avg_pool": avg_pool, "lp_pool": lp_pool}
