@@ -42,6 +42,9 @@ def oracle_command(
         int, typer.Option("--segments", help="Micro-batches of a pipeline; as many as stages if not given.")
     ] = 0,
     precision: Annotated[str | None, typer.Option("--precision", help="Of compute, of the default formulas.")] = None,
+    image: Annotated[
+        str | None, typer.Option("--image", help="Pixels of a picture, of models of the planner: 512x1024.")
+    ] = None,
     network: Annotated[
         str | None, typer.Option("--network", help="Setting of the links with --formulas paradl: plx-15us, plx-20us.")
     ] = None,
@@ -72,7 +75,7 @@ def oracle_command(
         check_target(plot)
     options = Options(
         counts_of(gpus), formulas, tuple(strategies.replace(" ", "").split(",")) if strategies else (),
-        tuple(strategy or ()), batch, samples, group, segments, precision, network, tuple(quirk or ()), contention,
+        tuple(strategy or ()), batch, samples, group, segments, precision, image, network, tuple(quirk or ()), contention,
     )  # fmt: skip
     found = forecast(model, cluster, options)
     if plot is not None:

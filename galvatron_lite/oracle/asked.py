@@ -41,6 +41,7 @@ class Options:
         group: devices of a group of a hybrid; 0: of a node.
         segments: of a pipeline.
         precision: of compute, of the default formulas.
+        image: pixels of a picture, of models of the planner.
         network: setting of the links, of the closed forms.
         quirks: of the closed forms.
         contention: of the closed forms.
@@ -55,6 +56,7 @@ class Options:
     group: int = 0
     segments: int = 0
     precision: str | None = None
+    image: str | None = None
     network: str | None = None
     quirks: tuple[str, ...] = ()
     contention: bool = True
@@ -152,11 +154,11 @@ def _network(model: str, cluster: str, options: Options) -> Network:
     """
     from dataclasses import replace
 
-    if model in network_names() or (model.endswith((".yaml", ".json")) and _holds_layers(model)):
+    if (model in network_names() and options.image is None) or (model.endswith((".yaml", ".json")) and _holds_layers(model)):
         found = network_named(model)
         return found if options.samples is None else replace(found, samples=options.samples)
     samples, batch = options.samples or SAMPLES, options.batch or BATCH
-    machine = machine_of(graph_named(model, "fp32"), cluster, 1, "fp32", batch)
+    machine = machine_of(graph_named(model, "fp32", options.image), cluster, 1, "fp32", batch)
     row = row_of(machine, Question(Kind.SERIAL, 1, batch, samples))
     source = f"{machine.profile.origin.source}, {batch} samples at a time, by the planner's cost model"
     return network_of(machine.graph, row.compute / samples, source, samples, batch)
@@ -183,7 +185,7 @@ def _priced(model: str, cluster: str, options: Options) -> Forecast:
     samples = options.samples or (known.samples if known else SAMPLES)
     most = max(options.counts)
     precision = precision_on(cluster, options.precision, most)
-    graph = graph_named(known.graph if known else model, precision)
+    graph = graph_named(known.graph if known else model, precision, options.image)
     for one in strategies:
         check_text(one, graph.kinds)
     machine = machine_of(graph, cluster, most, precision, batch)

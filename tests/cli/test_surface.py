@@ -15,7 +15,7 @@ SURFACE = {
         "--json", "-o", "--output", "--layers", "--hidden", "--heads", "--kv-heads", "--ffn", "--vocab", "--gated",
         "--tied", "--arch", "--experts", "--topk", "--best", "--fix", "--forbid", "--schedule", "--backend",
         "--best-batch", "--max-batch", "--fewest", "--step", "--rate", "--tokens", "--price", "--tokens-total",
-        "--samples-total", "--steps", "--within", "--pareto", "--memory-step", "--plot",
+        "--samples-total", "--steps", "--within", "--pareto", "--memory-step", "--plot", "--image",
     },
     "profile": {
         "--cluster", "--gpus", "--estimate", "--seq", "--precision", "--max-samples", "--name", "--folder", "--json",
@@ -27,6 +27,10 @@ SURFACE = {
     "evaluate": {
         "--profile", "--model", "--cluster", "--gpus", "--batch", "--seq", "--precision", "--mem", "--json", "-o",
         "--output",
+    },
+    "oracle": {
+        "--cluster", "--gpus", "--formulas", "--strategies", "--strategy", "--batch", "--samples", "--group",
+        "--segments", "--precision", "--image", "--network", "--quirk", "--contention", "--check", "--json", "--plot",
     },
     "validate": {"--by", "--family", "--quality", "--calibration", "--worst", "--plot", "--json", "--skipped"},
 }  # fmt: skip
@@ -52,6 +56,7 @@ def test_the_commands_and_their_options_are_pinned() -> None:
         ["plan", "export"],
         ["evaluate"],
         ["validate"],
+        ["oracle"],
     ],
 )
 def test_every_command_explains_itself(command: list[str]) -> None:

@@ -113,6 +113,13 @@ def test_any_model_and_any_cluster() -> None:
     assert data.rows[2].epoch < data.rows[1].epoch < data.rows[0].epoch
 
 
+def test_pictures_of_another_size() -> None:
+    small, large = (forecast("convnext-xl", "v100", Options((4,), batch=4, image=image)) for image in (None, "448x896"))
+    assert large.lines[0].rows[0].compute > 6 * small.lines[0].rows[0].compute
+    closed = forecast("vgg16", "abci", Options((4,), "paradl", image="112"))  # not the published table, of 226
+    assert closed.origin.startswith("estimated")
+
+
 def test_a_table_of_one_s_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     layer = "{name: conv, op: conv, x: [3, 8, 8], kernel: [3, 3], y: [4, 8, 8], split: [filter, spatial]}"
@@ -159,6 +166,10 @@ def test_the_check_tells_rows_means_and_orders() -> None:
         ("resnet50 --cluster abci --samples 0", "--samples: 0"),
         ("resnet50 --cluster abci --group -1", "--group: -1"),
         ("resnet50 --cluster abci --precision fp64", "--precision"),
+        ("resnet50 --cluster abci --image 12y", "--image: '12y'"),
+        ("resnet50 --cluster abci --image 224x448", "--image: '224x448' .*square"),
+        ("vgg16 --cluster abci --image 224x448", "--image: '224x448' .*square"),
+        ("gpt2 --cluster v100 --image 224", "--image: '224' .*takes no pictures"),
         ("resnet50 --cluster abci --plot x.png", "--plot: 'x.png'"),
         ("gpt2 --cluster abci --formulas paradl", "closed forms are of convolutional networks"),
     ],
