@@ -75,7 +75,8 @@ def oracle_command(
         check_target(plot)
     options = Options(
         counts_of(gpus), formulas, tuple(strategies.replace(" ", "").split(",")) if strategies else (),
-        tuple(strategy or ()), batch, samples, group, segments, precision, image, network, tuple(quirk or ()), contention,
+        tuple(strategy or ()), batch, samples, group, segments, precision, image, network, tuple(quirk or ()),
+        contention,
     )  # fmt: skip
     found = forecast(model, cluster, options)
     if plot is not None:

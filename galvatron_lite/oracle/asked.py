@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.files import read_data
 from galvatron_lite.oracle import closed, table
 from galvatron_lite.oracle.case import Case, Kind
 from galvatron_lite.oracle.chosen import check_text
@@ -152,9 +154,8 @@ def _network(model: str, cluster: str, options: Options) -> Network:
     Raises:
         InputError: no such model, or none that the closed forms know.
     """
-    from dataclasses import replace
-
-    if (model in network_names() and options.image is None) or (model.endswith((".yaml", ".json")) and _holds_layers(model)):
+    named = model in network_names() and options.image is None
+    if named or (model.endswith((".yaml", ".yml", ".json")) and _holds_layers(model)):
         found = network_named(model)
         return found if options.samples is None else replace(found, samples=options.samples)
     samples, batch = options.samples or SAMPLES, options.batch or BATCH
@@ -166,10 +167,6 @@ def _network(model: str, cluster: str, options: Options) -> Network:
 
 def _holds_layers(path: str) -> bool:
     """Whether a file is a table of layers, not a model of the planner."""
-    from pathlib import Path
-
-    from galvatron_lite.files import read_data
-
     data = read_data(Path(path))
     return isinstance(data, dict) and "seconds_source" in data
 
