@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.cuts.functions import own, sum_over, whole
+from galvatron_lite.parallelism.cuts.functions import enter, leave, own, sum_over, whole
 from galvatron_lite.parallelism.cuts.grid import Grid
-from galvatron_lite.parallelism.cuts.tensor import Call, Rules, cut_tensor, cuts_of, local_of, whole_shape
+from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Rules, cut_tensor, cuts_of, local_of, whole_shape
 from tests.parallelism.thread_group import ThreadGroup, grid_groups, run_threads
 
 
@@ -62,3 +62,18 @@ def test_a_share_of_another_length_is_refused() -> None:
             cut_tensor(torch.zeros(1, 1, 4, 4), cuts, RULES)
 
     run_threads(2, work)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_collectives_return_may_be_written_to(size: int) -> None:
+    def work(group: ThreadGroup) -> None:
+        leaf = torch.ones(1, 2, 4, 2, requires_grad=True)
+        cut = own(leaf, (Cut(2, 4, group),), RULES)
+        for made in (whole(cut), sum_over(leaf * 1, [group]), enter(leaf * 1, [group]), leave(leaf * 1, [group])):
+            torch.relu_(made).sum().backward()
+        saved = (leaf * 1).sigmoid()
+        enter(saved, [group]).mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved.sum().backward()
+
+    run_threads(size, work)

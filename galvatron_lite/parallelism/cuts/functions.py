@@ -81,6 +81,14 @@ def _apply(function: type[Function], *args: Any) -> Tensor:
     return result
 
 
+def unviewed(tensor: Tensor) -> Tensor:
+    """The tensor as a result of a ``Function`` that may be written to: autograd forbids that where it is a view.
+
+    Memory and version are shared with the tensor, so what must not be written to is still noticed.
+    """
+    return tensor.detach()
+
+
 def scatter_sum(tensor: Tensor, line: Line, extent: int, dim: int) -> Tensor:
     """This rank's share along ``dim`` of the sum of the ranks' whole tensors. No autograd."""
     if extent % line.size == 0:
@@ -93,7 +101,7 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
-        return gather_shares(local.contiguous(), cut.line, cut.extent, cut.dim)
+        return unviewed(gather_shares(local.contiguous(), cut.line, cut.extent, cut.dim))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -105,7 +113,7 @@ class _Sum(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, line: Line) -> Tensor:
         ctx.line = line
-        return line.all_reduce(tensor)
+        return unviewed(line.all_reduce(tensor))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -116,7 +124,7 @@ class _Enter(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, line: Line) -> Tensor:
         ctx.line = line
-        return tensor.view_as(tensor)
+        return unviewed(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -127,7 +135,7 @@ class _Leave(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, line: Line) -> Tensor:
         ctx.line = line
-        return tensor.view_as(tensor)
+        return unviewed(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

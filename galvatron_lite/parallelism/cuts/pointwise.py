@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from galvatron_lite.parallelism.cuts.alignment import brought, common_cuts, moved
-from galvatron_lite.parallelism.cuts.calls import argument, fronted, handled_by, in_place, tensors_of
+from galvatron_lite.parallelism.cuts.calls import argument, fronted, handled_by, in_place
 from galvatron_lite.parallelism.cuts.fallback import gathered, on_whole, refuse_writing
 from galvatron_lite.parallelism.cuts.tensor import Call, CutTensor, Handler, cut_like, cuts_of, shares_only
 
@@ -20,24 +20,39 @@ def pointwise(call: Call) -> Any:
         InputError: ``out=`` is given.
         RuntimeError: whole shapes that cannot be broadcast.
     """
-    tensors = tensors_of(call)
     if call.kwargs:
         call = fronted(call)
-    if len(tensors) > 1 and not _alike(tensors):
-        return _together(call, tensors)
+    args, kwargs = call.args, call.kwargs
+    tensors = [one for one in args if isinstance(one, Tensor)]
+    if kwargs:
+        tensors += [one for one in kwargs.values() if isinstance(one, Tensor)]
+    cut: Any = tensors[0]
+    if len(tensors) > 1:
+        cut = _fitted(tensors)
+        if cut is None or (cut is not tensors[0] and in_place(call)):
+            return _together(call, tensors)
     with shares_only():
-        result = call.function(*call.args, **call.kwargs)
-    return cut_like(result, cuts_of(tensors[0]), call.rules)
+        result = call.function(*args, **kwargs)
+    return cut_like(result, cut.cuts, call.rules)
 
 
-def _alike(tensors: list[Tensor]) -> bool:
-    """Whether all are cut in the same way and have as many dims: their shares are broadcast as the wholes are."""
-    first = tensors[0]
-    if not isinstance(first, CutTensor):
-        return False
+def _fitted(tensors: list[Tensor]) -> CutTensor | None:
+    """The first that is cut, if the others are broadcast to its share as they are; None otherwise."""
+    first = next(one for one in tensors if isinstance(one, CutTensor))
     with shares_only():
         dims = first.dim()
-        return all(isinstance(one, CutTensor) and one.dim() == dims and one.cuts == first.cuts for one in tensors[1:])
+        fits = all(one is first or _fits(one, first, dims) for one in tensors)
+    return first if fits else None
+
+
+def _fits(other: Tensor, cut: CutTensor, dims: int) -> bool:
+    """Whether a tensor is cut in the same way, or as whole as it is has no dim where the other one is cut."""
+    own = other.dim()
+    if isinstance(other, CutTensor):
+        return own == dims and other.cuts == cut.cuts
+    return own <= dims and all(
+        one.dim < dims - own or (other.shape[one.dim - dims + own] == 1 and one.extent > 1) for one in cut.cuts
+    )
 
 
 def _together(call: Call, tensors: list[Tensor]) -> Any:
