@@ -37,11 +37,15 @@ class Border:
         layout: of its activations.
         axes: those along which its pictures are cut; none where it works on plain tensors.
         lines: the ranks along each.
+        slices: the ranks that share the channels of what enters and leaves; None where they are whole.
+        outputs: channels of the pictures that leave, in order; empty where their shares are equal.
     """
 
     layout: Layout
     axes: tuple[Axis, ...] = ()
     lines: tuple[Line, ...] = ()
+    slices: Line | None = None
+    outputs: tuple[int, ...] = ()
 
     def cuts(self, split: Split, shape: Sequence[int]) -> Cuts:
         """How a rank's box of a tensor is cut inside."""

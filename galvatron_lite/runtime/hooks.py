@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from galvatron_lite.model.batch import map_places, tensors_of
 from galvatron_lite.model.graph import Role
-from galvatron_lite.parallelism.cuts.tensor import Cuts
+from galvatron_lite.parallelism.channel.borders import is_shared
+from galvatron_lite.parallelism.cuts.functions import enter
+from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts
 from galvatron_lite.parallelism.spatial.apply import CUTS
 from galvatron_lite.runtime.border import Border, Piece
 from galvatron_lite.runtime.laid import LaidTensor
@@ -65,7 +67,7 @@ class _Entry:
             piece = self.traffic.piece(tensor, sampled.get(place))
             if piece is None:
                 return self._loose(tensor)
-            target = self._target(piece.shape, tensor is hidden, hidden)
+            target = self._target(piece.shape, tensor, hidden)
             if found := self.border.cuts(target, piece.shape):
                 cuts[place] = found
             if tensor is hidden:
@@ -75,14 +77,24 @@ class _Entry:
         args, kwargs = map_places((args, kwargs), convert)
         return args, {**kwargs, CUTS: cuts} if self.border.lines else kwargs
 
-    def _target(self, shape: tuple[int, ...], is_hidden: bool, hidden: Tensor | None) -> Split:
+    def _target(self, shape: tuple[int, ...], tensor: Tensor, hidden: Tensor | None) -> Split:
         layout = self.placed.layout
         alike = layout.splits_pixels and hidden is not None and len(shape) == hidden.dim()
-        return layout.hidden(shape) if is_hidden or alike else layout.samples(shape)
+        if self.border.slices is not None:
+            alike = is_shared(tensor)
+        return layout.hidden(shape) if tensor is hidden or alike else layout.samples(shape)
 
     def _loose(self, tensor: Tensor) -> Tensor:
-        layout = self.placed.layout
-        return self._once(tensor, layout, lambda: self._cast(self.traffic.loose(tensor, layout)))
+        layout, line = self.placed.layout, self.border.slices
+
+        def make() -> Tensor:
+            whole = self._cast(self.traffic.loose(tensor, layout))
+            if line is None or not is_shared(whole):
+                return whole
+            cut = Cut(INNER, whole.shape[INNER], line)
+            return enter(whole, [line]).narrow(INNER, cut.start, cut.length)
+
+        return self._once(tensor, layout, make)
 
     def _once(self, tensor: Tensor, key: object, make: Callable[[], Tensor]) -> Tensor:
         """What several layers may take of the glue code (a mask, positions) is converted once a micro-batch."""
@@ -114,13 +126,22 @@ class _Exit:
     def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         output, cuts = output if self.border.lines else (output, {})
         hidden = next(tensors_of(output), None)
+        extents = iter(self.border.outputs)
 
         def convert(place: str, tensor: Tensor) -> Tensor:
+            if self.border.slices is not None and is_shared(tensor):
+                return self.traffic.hand(self._slice(tensor, next(extents, None)))
             if not self.traffic.has_rows(tensor, self.placed.layout):
                 return self.traffic.see(tensor)
             return self.traffic.hand(self._piece(tensor, cuts.get(place, ()), tensor is hidden))
 
         return map_places(output, convert)
+
+    def _slice(self, tensor: Tensor, channels: int | None) -> Piece:
+        """A share of channels; of so many, or of equal ones."""
+        layout, (_, own, *rest) = self.placed.layout, tensor.shape
+        shape = (self.traffic.rows, channels or own * layout.channels, *rest)
+        return Piece(tensor, layout.hidden(shape), shape)
 
     def _piece(self, tensor: Tensor, cuts: Cuts, is_hidden: bool) -> Piece:
         layout = self.placed.layout
@@ -130,6 +151,6 @@ class _Exit:
         if self.border.lines:
             return Piece(tensor, self.border.split(cuts, shape), tuple(shape))
         if is_hidden and tensor.dim() > INNER:
-            shape[INNER] *= layout.sequence * layout.channels
+            shape[INNER] *= layout.sequence
             return Piece(tensor, layout.hidden(shape), tuple(shape))
         return Piece(tensor, layout.samples(shape), tuple(shape))

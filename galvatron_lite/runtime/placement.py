@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Role
@@ -22,9 +22,9 @@ class Placed:
 
     @property
     def layout(self) -> Layout:
-        """How the activations lie that the layer takes and returns. Edges hold whole samples."""
+        """How the activations lie that the layer takes and returns. Edges hold all tokens of their samples."""
         layout = layout_of(self.strategy)
-        return layout if self.layer.role is Role.BLOCK else layout.whole_tokens
+        return layout if self.layer.role is Role.BLOCK else replace(layout, sequence=1)
 
 
 Stages = tuple[tuple[Placed, ...], ...]

@@ -22,13 +22,21 @@ from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.block_calls import sample_arguments
 from galvatron_lite.runtime.border import border_of
+from galvatron_lite.runtime.channel_plans import channel_plans
 from galvatron_lite.runtime.hooks import install_hooks
 from galvatron_lite.runtime.layout import Layout
 from galvatron_lite.runtime.materialize import Materializer
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
 from galvatron_lite.runtime.placement import Placed, glue_layout, glue_of, place_layers
 from galvatron_lite.runtime.redistribute import Mover
-from galvatron_lite.runtime.sharding import Owned, Sharded, owned_parameters, reduced_parameters, shard_stage
+from galvatron_lite.runtime.sharding import (
+    LayerPlans,
+    Owned,
+    Sharded,
+    owned_parameters,
+    reduced_parameters,
+    shard_stage,
+)
 from galvatron_lite.runtime.tensor_plans import tensor_plans
 from galvatron_lite.runtime.traffic import Traffic
 
@@ -99,7 +107,8 @@ def set_up(
     check_shared(ties, strategies)
     stage = stages[meshes.stage_index]
     glue = glue_layout(stage)
-    plans = tensor_plans(model, everything, batch) if options.tensor_plans is None else options.tensor_plans
+    matmuls = tensor_plans(model, everything, batch) if options.tensor_plans is None else options.tensor_plans
+    plans = LayerPlans(matmuls, channel_plans(model, stage, batch))
     sampled = _sample_arguments(model, stage, glue, batch)
     broadcast_values(model, options.device)
     if any(strategy.devices > strategy.batch_degree for strategy in strategies.values()):
@@ -148,7 +157,7 @@ def _split(
     layers: Sequence[Layer],
     stage: Sequence[Placed],
     meshes: Meshes,
-    plans: Mapping[str, TensorPlan],
+    plans: LayerPlans,
     options: Options,
 ) -> Sharded:
     materializer = Materializer(model, layers, options.device, options.seed, options.init_fn)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.channel.apply import shard_channels
+from galvatron_lite.parallelism.channel.plan import ChannelPlan
+from galvatron_lite.parallelism.cuts.line import ProcessLine
 from galvatron_lite.parallelism.data.apply import Reduced
 from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
@@ -79,21 +82,34 @@ class Sharded:
     borders: list[tuple[Placed, Border]] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerPlans:
+    """How layers are split inside, by layer name.
+
+    Attributes:
+        tensor: where a strategy splits matmuls.
+        channel: where it shares channels.
+    """
+
+    tensor: Mapping[str, TensorPlan]
+    channel: Mapping[str, ChannelPlan]
+
+
 def shard_stage(
     model: nn.Module,
     stage: Sequence[Placed],
     meshes: Meshes,
-    plans: Mapping[str, TensorPlan],
+    plans: LayerPlans,
     place: Callable[[Layer], None],
     compute: torch.dtype | None,
 ) -> Sharded:
-    """Split a stage's layers in place: tensor and spatial parallelism, recomputation, ZeRO.
+    """Split a stage's layers in place: tensor, channel and spatial parallelism, recomputation, ZeRO.
 
     Args:
         model: holds the layers.
         stage: the layers and their strategies; layers that share parameters have equal ones.
         meshes: process groups.
-        plans: tensor plans, by layer name, where a strategy splits matmuls.
+        plans: how layers are split.
         place: brings a layer onto the device; called for one layer at a time, before it is split.
         compute: dtype of compute; None: that of the parameters.
     """
@@ -101,8 +117,10 @@ def shard_stage(
     for layers in _tied_layers(model, stage):
         for placed in layers:
             place(placed.layer)
-            _split_matmuls(model, placed, meshes, plans, done)
+            _split_matmuls(model, placed, meshes, plans.tensor, done)
             border = border_of(placed.layout, placed.strategy, meshes.groups(placed.strategy))
+            if placed.layer.name in plans.channel:
+                border = _split_channels(model, placed, border, meshes, plans.channel[placed.layer.name], done)
             for path in placed.layer.modules:
                 module = model.get_submodule(path)
                 if border.lines:
@@ -147,6 +165,20 @@ def _split_matmuls(
     else:
         modules = {path: model.get_submodule(path) for path in layer.modules}
         done.shards |= shard_layer(modules, plans[layer.name], group, False)
+
+
+def _split_channels(
+    model: nn.Module, placed: Placed, border: Border, meshes: Meshes, plan: ChannelPlan, done: Sharded
+) -> Border:
+    """Share a layer's channels in place; its border then."""
+    layer, line = placed.layer, ProcessLine(meshes.groups(placed.strategy).slices)
+    if layer.role is Role.BLOCK:
+        path = layer.modules[0]
+        shards = shard_channels(model.get_submodule(path), plan, line)
+        done.shards |= {f"{path}.{name}": shard for name, shard in shards.items()}
+    else:
+        done.shards |= shard_channels({path: model.get_submodule(path) for path in layer.modules}, plan, line)
+    return replace(border, slices=line, outputs=plan.outputs) if placed.strategy.channels > 1 else border
 
 
 def _share_states(

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.channel.apply import gather_running
+from galvatron_lite.parallelism.cuts.line import ProcessLine
 from galvatron_lite.parallelism.tensor.shards import gather_full, slice_full
 from galvatron_lite.runtime.sharding import Owned
 
@@ -39,6 +41,7 @@ def full_state_dict(parallel: ParallelModel) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for one in parallel.runtime.owned:
         found |= dict.fromkeys(one.names, _whole(one.parameter.detach(), one))
+    _gather_running(parallel)
     state: dict[str, Any] = parallel.module.state_dict()
     found |= {name: _first(parallel, value) for name, value in state.items() if name not in found}
     return _from_all_stages(parallel, found)
@@ -67,6 +70,14 @@ def _whole(tensor: Tensor, one: Owned) -> Tensor:
     if one.shard is not None and one.slices is not None:
         local = gather_full(local, one.shard, one.slices)
     return local.detach().cpu().clone()
+
+
+def _gather_running(parallel: ParallelModel) -> None:
+    """Running statistics of which ranks keep those of their own channels."""
+    for placed in parallel.runtime.stage:
+        group = parallel.runtime.meshes.groups(placed.strategy).slices
+        for path in placed.layer.modules if group is not None else ():
+            gather_running(parallel.module.get_submodule(path), ProcessLine(group))
 
 
 def _first(parallel: ParallelModel, value: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -75,3 +76,21 @@ def test_no_recompute_leaves_forward_alone() -> None:
     module = nn.Linear(2, 2)
     apply_recompute(module, Recompute.NONE)
     assert "forward" not in vars(module)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("recompute", [Recompute.FULL, Recompute.SELECTIVE])
+def test_norms_track_a_batch_once(recompute: Recompute, momentum: float | None) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3, momentum=momentum), nn.ReLU(inplace=True))
+    again = copy.deepcopy(plain)
+    apply_recompute(again, recompute)
+    for _ in range(2):
+        picture = torch.randn(4, 2, 3, 3)
+        for module in (plain, again):
+            module(picture).square().sum().backward()
+    for (name, value), other in zip(plain.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(value, other), name
+    for one, other in zip(plain.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert again[1].momentum == momentum

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -30,6 +32,26 @@ TWO = {
 }
 
 
+FILTERS, CHANNELS = Strategy(filters=2), Strategy(channels=2)
+CHANNELED = {
+    "filters": [FILTERS] * 5,
+    "channels": [DATA, CHANNELS, CHANNELS, CHANNELS, DATA],
+    "filters and rows": [ROWS, FILTERS, replace(FILTERS, recompute=Recompute.FULL), DATA, ROWS],
+    "channels and rows": [ROWS, CHANNELS, COLUMNS, replace(CHANNELS, recompute=Recompute.FULL), ROWS],
+}
+
+
+@pytest.mark.parametrize("norm", ["group", "batch"])
+@pytest.mark.parametrize("name", list(CHANNELED))
+def test_shared_channels(pool: WorkerPool, name: str, norm: str) -> None:
+    case = Pictures(CHANNELED[name], norm=norm, max_grad_norm=0.05)
+    if norm == "batch":
+        case = replace(case, strategies=[ROWS if one.data > 1 else one for one in case.strategies])
+    wanted = train_net_alone(case)
+    for found in pool.run(2, train_net, case=case):
+        assert_same(found, wanted, TOLERANCE)
+
+
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("name", list(TWO))
 def test_two_processes(pool: WorkerPool, name: str, dense: bool) -> None:
@@ -44,6 +66,10 @@ FOUR = {
     "grid": [Strategy(height=2, width=2)] * 5,
     "data and rows": [Strategy(data=2, height=2)] * 5,
     "states shared": [Strategy(zero=2, zero_stage=3, width=2)] * 5,
+    "channels": [
+        Strategy(data=2, filters=2), Strategy(data=2, filters=2), Strategy(zero=2, zero_stage=3, channels=2),
+        Strategy(channels=4), Strategy(data=2, height=2),
+    ],
     "mixed": [
         Strategy(data=2, width=2), Strategy(height=4), FOUR_SHARED,
         Strategy(zero=4, zero_stage=3, recompute=Recompute.FULL), Strategy(data=4),

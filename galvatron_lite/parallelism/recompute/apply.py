@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,17 +34,24 @@ KEPT_OPERATORS: frozenset[Any] = frozenset(
 """Operators whose outputs selective recomputation keeps: matmuls, convolutions and attention."""
 
 
-def recomputed(forward: Forward, recompute: Recompute) -> Forward:
+Tracking = Sequence[Any]
+"""Norms that track statistics of what they see in training."""
+
+
+def recomputed(forward: Forward, recompute: Recompute, tracking: Tracking = ()) -> Forward:
     """A forward function that recomputes as told; ``forward`` itself where nothing is recomputed.
 
     ``FULL`` keeps only the inputs. ``SELECTIVE`` keeps what ``KEPT_OPERATORS`` return and recomputes the rest.
     Non-reentrant ``torch.utils.checkpoint``; random numbers (dropout) are the same both times.
+
+    Args:
+        forward: of a module.
+        recompute: what is computed again.
+        tracking: norms inside that track statistics; they take in what they see the first time only.
     """
     if recompute is Recompute.NONE:
         return forward
-    options: dict[str, Any] = {"use_reentrant": False}
-    if recompute is Recompute.SELECTIVE:
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_expensive)
+    options: dict[str, Any] = {"use_reentrant": False, "context_fn": functools.partial(_contexts, recompute, tracking)}
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -57,7 +65,37 @@ def recomputed(forward: Forward, recompute: Recompute) -> Forward:
 def apply_recompute(module: nn.Module, recompute: Recompute) -> None:
     """Make a module recompute, in place. Its hooks stay outside: what they do happens once."""
     if recompute is not Recompute.NONE:
-        module.forward = recomputed(module.forward, recompute)
+        tracking = [one for one in module.modules() if isinstance(getattr(one, "running_mean", None), torch.Tensor)]
+        module.forward = recomputed(module.forward, recompute, tracking)
+
+
+def _contexts(
+    recompute: Recompute, tracking: Tracking
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What forward runs in the first time, and what the second time."""
+    first: AbstractContextManager[Any] = nullcontext()
+    again: AbstractContextManager[Any] = nullcontext()
+    if recompute is Recompute.SELECTIVE:
+        first, again = create_selective_checkpoint_contexts(_keep_expensive)  # type: ignore[no-untyped-call]
+    return first, _untracked(again, tracking)
+
+
+@contextmanager
+def _untracked(context: AbstractContextManager[Any], tracking: Tracking) -> Iterator[None]:
+    """The norms see a batch that they have seen before: their statistics stay as they are.
+
+    Without tracking they would save other tensors for backward than the first time; so what is new weighs nothing.
+    """
+    before = [(one, one.momentum, one.num_batches_tracked) for one in tracking]
+    for one, _, count in before:
+        one.momentum = 0.0
+        one.num_batches_tracked = None if count is None else count.clone()
+    try:
+        with context:
+            yield
+    finally:
+        for one, momentum, count in before:
+            one.momentum, one.num_batches_tracked = momentum, count
 
 
 def _keep_expensive(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG001
