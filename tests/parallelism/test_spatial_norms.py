@@ -19,6 +19,7 @@ from galvatron_lite.parallelism.cuts.grid import Grid
 from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Rules, local_of, shares_only
 from galvatron_lite.parallelism.spatial.cost import STATISTIC_BYTES
 from galvatron_lite.parallelism.spatial.norms import HANDLERS, gather_running, sync_batch_norm
+from galvatron_lite.parallelism.spatial.statistics import as_autocast
 from tests.parallelism.cut_compare import Outcome, Parameters, alone, assert_equal, lines_of, rules, together
 from tests.parallelism.thread_group import ThreadGroup, run_threads
 
@@ -300,6 +301,35 @@ def test_results_may_be_written_to(name: str) -> None:
     calls[name](leaf).mul_(2.0).clamp_(min=0.5).sum().backward()
     for found in run_threads(2, work):
         torch.testing.assert_close(found, leaf.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["batch_norm", "group_norm", "layer_norm"])
+def test_autocast_gives_the_types_it_gives_one_device(name: str) -> None:
+    picture = torch.randn(2, CHANNELS, 4, 3).bfloat16()
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
+        "batch_norm": lambda x: functional.batch_norm(x, None, None, torch.ones(CHANNELS), None, training=True),
+        "group_norm": lambda x: functional.group_norm(x, 3),
+        "layer_norm": lambda x: functional.layer_norm(x, x.shape[1:]),
+    }
+
+    def work(group: ThreadGroup) -> torch.dtype:
+        cut = own(picture.clone(), (Cut(2, 4, group),), RULES)
+        with torch.autocast("cpu", torch.bfloat16):
+            return local_of(calls[name](cut)).dtype
+
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = calls[name](picture).dtype
+    assert run_threads(2, work) == [expected] * 2
+
+
+def test_accelerators_take_fp32_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's autocast of CUDA does; asked of a device without numbers."""
+    tensor = torch.empty(2, dtype=torch.bfloat16, device="meta")
+    assert as_autocast(tensor) is tensor
+    monkeypatch.setattr(torch.amp, "is_autocast_available", lambda _: True)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: True)
+    assert as_autocast(tensor).dtype is torch.float32
+    assert as_autocast(tensor.new_empty(2, device="cpu")).dtype is torch.bfloat16
 
 
 def _refused(group: ThreadGroup) -> None:

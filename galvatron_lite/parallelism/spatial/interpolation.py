@@ -24,6 +24,7 @@ from galvatron_lite.parallelism.cuts.grid import PIXELS
 from galvatron_lite.parallelism.cuts.line import Line, Parcel
 from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Handler, cut_tensor, cuts_of, local_of, whole_shape
 from galvatron_lite.parallelism.shares import share
+from galvatron_lite.parallelism.spatial.statistics import as_autocast
 
 Range = tuple[int, int]
 """Rows [start, stop)."""
@@ -76,7 +77,7 @@ def interpolate(call: Call) -> Any:
         return call.rules.otherwise(call)
     shape = whole_shape(tensor)
     result = functional.interpolate(torch.empty(shape, device="meta"), **given).shape
-    local, sides = local_of(tensor), _sides(given, shape, result)
+    local, sides = _as_autocast(local_of(tensor), given["mode"]), _sides(given, shape, result)
     cut_dims = {cut.dim for cut in pixels}
     for cut in pixels:
         local = _resampled(local, cut.dim, sides[cut.dim - PIXELS], cut.line)
@@ -90,6 +91,11 @@ def interpolate(call: Call) -> Any:
 
 
 HANDLERS: Mapping[str, Handler] = {"interpolate": interpolate, "upsample": interpolate}
+
+
+def _as_autocast(local: Tensor, mode: str) -> Tensor:
+    """Means of areas are no such function: they are pools."""
+    return local if mode == "area" else as_autocast(local)
 
 
 def _given(call: Call) -> dict[str, Any]:

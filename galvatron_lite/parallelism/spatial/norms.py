@@ -24,6 +24,7 @@ from galvatron_lite.parallelism.spatial.statistics import (
     Moments,
     Normal,
     Rows,
+    as_autocast,
     moments,
     normalise,
     normalise_rows,
@@ -53,7 +54,7 @@ def instance_norm(call: Call) -> Any:
     given = _given(call, functional.instance_norm, (*_BUILT_IN, "use_input_stats", "momentum", "eps"))
     tensor = given["input"]
     channel, pixels = _split(cuts_of(tensor))
-    if not cuts_of(tensor) or (tensor.dim() == 2):
+    if not cuts_of(tensor):
         return call.rules.otherwise(call)
     own = {name: _own(given[name], channel) for name in _STATE}
     local = local_of(tensor)
@@ -82,7 +83,7 @@ def group_norm(call: Call) -> Any:
         return call.rules.otherwise(call)
     own = {name: _own(given[name], channel) for name in ("weight", "bias")}
     groups //= channel.line.size if channel else 1
-    local = local_of(tensor)
+    local = as_autocast(local_of(tensor))
     if not pixels:
         return _like(functional.group_norm(local, groups, **own, eps=given["eps"]), tensor)
     samples, channels = local.shape[:2]
@@ -204,7 +205,7 @@ def _normalised_rows(call: Call, given: Mapping[str, Any], *, centred: bool) -> 
     first = len(shape) - len(normalised)
     if not cuts_of(tensor) or shape[first:] != normalised:
         return call.rules.otherwise(call)
-    local, cuts = local_of(tensor), [cut for cut in cuts_of(tensor) if cut.dim >= first]
+    local, cuts = as_autocast(local_of(tensor)), [cut for cut in cuts_of(tensor) if cut.dim >= first]
     weight, bias = (_own_items(given.get(name), cuts, first) for name in ("weight", "bias"))
     affine = {"weight": weight, "bias": bias} if centred else {"weight": weight}
     if not cuts:

@@ -42,6 +42,14 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
+def as_autocast(tensor: Tensor) -> Tensor:
+    """In fp32 where autocast is on, on devices where it runs these functions in that: all but CPUs."""
+    kind = tensor.device.type
+    if kind == "cpu" or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensor
+    return wide(tensor)
+
+
 def moments(tensor: Tensor, dims: Sequence[int]) -> Moments:
     """Of this rank's own items: over ``dims``, one statistic an item of the other dims, in their order."""
     count = prod(tensor.shape[dim] for dim in dims)
@@ -50,25 +58,26 @@ def moments(tensor: Tensor, dims: Sequence[int]) -> Moments:
     if count == 0:
         nothing = wide(tensor.new_zeros(kept))
         return Moments(nothing, nothing, 0)
-    if tensor.dtype.itemsize < torch.float32.itemsize:
-        mean, variance = _of_few_bits(tensor if dims[0] == 0 else tensor.reshape(1, prod(kept), count))
-        return Moments(mean.view(kept), variance.view(kept), count)
-    variance, mean = torch.var_mean(tensor, list(dims), correction=0)
-    return Moments(mean, variance, count)
+    mean, variance = _per_channel(tensor if dims[0] == 0 else tensor.reshape(1, prod(kept), count))
+    return Moments(mean.view(kept), variance.view(kept), count)
 
 
-def _of_few_bits(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance in fp32 of each item of dim 1, without a wide copy of the tensor.
+def _per_channel(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each item of dim 1, over all others.
 
-    torch's batch normalisation finds them with weights in fp32, beside a result that is not used.
+    The first half of torch's own batch normalisation, where there is one: it makes no wide copy of 16 bits. Running
+    statistics in the wide type, which nobody needs, have it answer in that.
     """
-    ones = torch.ones(tensor.shape[1], device=tensor.device)
-    _, mean, inverse = torch.native_batch_norm(tensor, ones, ones, None, None, True, 0.0, _TINY)
-    return mean, inverse.pow(-2)
+    if tensor.device.type in _HALVES:
+        unused = wide(tensor.new_zeros(tensor.shape[1]))
+        mean, variance = torch.batch_norm_update_stats(tensor, unused, unused.clone(), 0.0)
+        return mean, variance
+    variance, mean = torch.var_mean(wide(tensor), [0, *range(2, tensor.dim())], correction=0)
+    return mean, variance
 
 
-_TINY = 1e-30
-"""Keeps the variance of equal numbers from being divided by; it is lost in the rounding of any other."""
+_HALVES = ("cpu", "cuda")
+"""Devices with ``batch_norm_update_stats``."""
 
 
 def over_cut(found: Moments, cut: Cut, count: int) -> Moments:
