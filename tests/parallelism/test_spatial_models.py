@@ -1,0 +1,331 @@
+"""Small networks, as users write them, on cut pictures: results and gradients are those of one device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from math import prod
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from galvatron_lite.parallelism.cuts.functions import leave, own, sum_over, whole
+from galvatron_lite.parallelism.cuts.tensor import Cut
+from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
+from tests.parallelism.cut_compare import lines_of
+from tests.parallelism.thread_group import ThreadGroup, run_threads
+
+
+class Residual(nn.Module):
+    """ResNet's bottleneck, with a projection."""
+
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4)
+        self.conv2, self.bn2 = nn.Conv2d(4, 4, 3, stride, 1, bias=False), nn.BatchNorm2d(4)
+        self.conv3, self.bn3 = nn.Conv2d(4, 8, 1, bias=False), nn.BatchNorm2d(8)
+        self.relu = nn.ReLU(inplace=True)
+        self.down = nn.Sequential(nn.Conv2d(4, 8, 1, stride, bias=False), nn.BatchNorm2d(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = self.down(x)
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.relu(self.bn2(self.conv2(out)))
+        out = self.bn3(self.conv3(out))
+        out += identity
+        return self.relu(out)
+
+
+class Stem(nn.Module):
+    """ResNet's first layer, and its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(4, 6, 7, 2, 3, bias=False), nn.BatchNorm2d(6)
+        self.pool, self.average, self.fc = nn.MaxPool2d(3, 2, 1), nn.AdaptiveAvgPool2d((1, 1)), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(functional.relu(self.bn(self.conv(x))))
+        return self.fc(torch.flatten(self.average(x), 1))
+
+
+class SqueezeExcite(nn.Module):
+    """Hu et al. 2018: channels weighed by what their means say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 4), nn.Sigmoid())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.silu(self.conv(x))
+        b, c, _, _ = x.size()
+        scale = self.fc(self.pool(x).view(b, c)).view(b, c, 1, 1)
+        return x * scale.expand_as(x)
+
+
+class SqueezeConv(nn.Module):
+    """The same by convolutions of a picture of one pixel, as in MobileNetV3 and RegNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up, self.last = nn.Conv2d(4, 2, 1), nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = functional.hardsigmoid(self.up(functional.relu(self.down(x.mean((2, 3), keepdim=True)))))
+        return self.last(scale * x)
+
+
+class LayerNorm2d(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.permute(0, 2, 3, 1)
+        x = functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        return x.permute(0, 3, 1, 2)
+
+
+class ConvNeXt(nn.Module):
+    """Liu et al. 2022: depth-wise 7 x 7, channels last, layer scale; patches before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm0, self.patches = LayerNorm2d(4), nn.Conv2d(4, 6, 2, 2)
+        self.depthwise, self.norm = nn.Conv2d(6, 6, 7, padding=3, groups=6), nn.LayerNorm(6, eps=1e-6)
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+        self.scale = nn.Parameter(torch.rand(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(self.norm0(x))
+        shortcut = x
+        x = self.depthwise(x).permute(0, 2, 3, 1)
+        x = self.scale * self.down(functional.gelu(self.up(self.norm(x))))
+        return shortcut + x.permute(0, 3, 1, 2)
+
+
+class ChannelsFirstNorm(nn.Module):
+    """Layer normalisation from element-wise functions, as ConvNeXt's authors wrote it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = x.mean(1, keepdim=True)
+        s = (x - u).pow(2).mean(1, keepdim=True)
+        x = (x - u) / torch.sqrt(s + 1e-6)
+        return self.weight[:, None, None] * x + self.bias[:, None, None]
+
+
+def _double(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
+
+
+class UNet(nn.Module):
+    """Ronneberger et al. 2015: skips are padded (or cropped) to what was up-sampled."""
+
+    def __init__(self, bilinear: bool, crop: bool = False) -> None:
+        super().__init__()
+        self.crop = crop
+        self.first, self.second = _double(4, 4), nn.Sequential(nn.MaxPool2d(2), _double(4, 8))
+        up = nn.Sequential(nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True), nn.Conv2d(8, 4, 1))
+        self.up = up if bilinear else nn.ConvTranspose2d(8, 4, 2, stride=2)
+        self.last, self.out = _double(8, 4), nn.Conv2d(4, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.first(x)
+        x = self.up(self.second(skip))
+        dy, dx = skip.size()[2] - x.size()[2], skip.size()[3] - x.size()[3]
+        if self.crop:
+            skip = skip[:, :, : x.shape[2], : x.shape[3]]
+        else:
+            x = functional.pad(x, [dx // 2, dx - dx // 2, dy // 2, dy - dy // 2])
+        return self.out(self.last(torch.cat([skip, x], dim=1)))
+
+
+class Vgg(nn.Module):
+    """Simonyan and Zisserman 2014: flattened pictures of 7 x 7."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(4, 3, 3, padding=1), nn.ReLU(True), nn.MaxPool2d(2, 2))
+        self.avgpool = nn.AdaptiveAvgPool2d((7, 7))
+        self.classifier = nn.Sequential(nn.Linear(3 * 7 * 7, 8), nn.ReLU(True), nn.Linear(8, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(torch.flatten(self.avgpool(self.features(x)), 1))
+
+
+class Volumes(nn.Module):
+    """CosmoFlow's kind of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.pool = nn.Conv3d(2, 3, 3, padding=1), nn.GroupNorm(3, 3), nn.MaxPool3d(2)
+        self.up, self.fc = nn.ConvTranspose3d(3, 3, 2, 2), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(functional.leaky_relu(self.norm(self.conv(x)), 0.3))
+        return self.fc(self.up(x).mean(dim=(-3, -2, -1)))
+
+
+class Pyramid(nn.Module):
+    """Chen et al. 2017: dilated convolutions and a whole-picture branch that is up-sampled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Conv2d(4, 3, 3, padding=d, dilation=d, bias=False) for d in (1, 2, 3))
+        self.pooled, self.last = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 3, 1)), nn.Conv2d(12, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.shape[-2:]
+        whole_picture = functional.interpolate(self.pooled(x), size=size, mode="bilinear", align_corners=False)
+        x = self.last(torch.cat([*(functional.relu(branch(x)) for branch in self.branches), whole_picture], 1))
+        return functional.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)
+
+
+class Separable(nn.Module):
+    """MobileNetV2's inverted residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Sequential(
+            nn.Conv2d(4, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU6(inplace=True),
+            nn.Conv2d(8, 8, 5, padding=2, groups=8, bias=False), nn.BatchNorm2d(8), nn.ReLU6(inplace=True),
+            nn.Conv2d(8, 4, 1, bias=False), nn.InstanceNorm2d(4, affine=True),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(x)
+
+
+class Inception(nn.Module):
+    """Szegedy et al. 2014: branches of different windows side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.three = nn.Conv2d(4, 2, 1), nn.Conv2d(4, 2, 3, padding=1)
+        self.five, self.rows = nn.Conv2d(4, 2, 5, padding=2), nn.Conv2d(4, 2, (1, 7), padding=(0, 3))
+        self.pool = nn.Sequential(nn.MaxPool2d(3, 1, 1), nn.Conv2d(4, 2, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        average = functional.avg_pool2d(x, kernel_size=3, stride=1, padding=1)
+        branches = [self.one(x), self.three(x), self.five(x), self.rows(x), self.pool(x), average]
+        return torch.cat([functional.relu(b, inplace=True) for b in branches], 1)
+
+
+class Shuffle(nn.Module):
+    """ShuffleNetV2: halves of the channels, shuffled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1, groups=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = x.chunk(2, dim=1)
+        x = torch.cat((one, self.conv(other)), dim=1)
+        batch, channels, height, width = x.size()
+        x = x.view(batch, 2, channels // 2, height, width)
+        return torch.transpose(x, 1, 2).contiguous().view(batch, channels, height, width)
+
+
+class PerPixel(nn.Module):
+    """The loss of a segmentation, with pixels that do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 3, 3, padding=1)
+        self.register_buffer("labels", torch.arange(2 * 11 * 9).view(2, 11, 9) % 3)
+        self.labels[:, 3] = -100
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.conv(x)
+        return functional.cross_entropy(logits, self.labels) + 0.1 * functional.mse_loss(
+            logits, torch.zeros_like(logits)
+        )
+
+
+class AlexNet(nn.Module):
+    """Krizhevsky et al. 2012: wide strides, responses normalised, overlapping pools."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.pool = nn.Conv2d(4, 6, 5, 2, 2), nn.LocalResponseNorm(3), nn.MaxPool2d(3, 2)
+        self.fc = nn.Linear(6 * 4 * 4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(self.norm(functional.relu(self.conv(x))))
+        return self.fc(x.reshape(x.size(0), -1))
+
+
+FLAT = (2, 4, 11, 9)
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "residual": (lambda: Residual(1), FLAT),
+    "residual, half": (lambda: Residual(2), FLAT),
+    "stem and head": (Stem, (2, 4, 19, 22)),
+    "squeeze-excite": (SqueezeExcite, FLAT),
+    "squeeze by convolutions": (SqueezeConv, FLAT),
+    "convnext": (ConvNeXt, (2, 4, 12, 16)),
+    "norm of channels first": (ChannelsFirstNorm, FLAT),
+    "u-net, transposed": (lambda: UNet(False), FLAT),
+    "u-net, bilinear": (lambda: UNet(True), FLAT),
+    "u-net, cropped": (lambda: UNet(False, crop=True), FLAT),
+    "vgg head": (Vgg, (2, 4, 14, 28)),
+    "vgg head, gathered": (Vgg, (2, 4, 18, 20)),
+    "volumes": (Volumes, (2, 2, 5, 6, 7)),
+    "pyramid": (Pyramid, FLAT),
+    "separable": (Separable, FLAT),
+    "inception": (Inception, FLAT),
+    "shuffle": (Shuffle, FLAT),
+    "per pixel": (PerPixel, FLAT),
+    "alexnet": (AlexNet, (2, 4, 18, 17)),
+}
+GRIDS = [{2: 2}, {3: 3}, {2: 2, 3: 2}]
+
+
+class Run:
+    """What a network gives on one device, or on shares."""
+
+    def __init__(self, module: nn.Module, picture: Tensor, result: Tensor) -> None:
+        assert picture.grad is not None
+        self.result, self.picture = result.detach(), picture.grad
+        self.gradients = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
+        self.state = {name: one.detach() for name, one in module.named_buffers()}
+
+
+def _loss(result: Tensor) -> Tensor:
+    return (result * torch.linspace(-1, 1, result.numel(), dtype=result.dtype).view(result.shape)).sum()
+
+
+@pytest.mark.parametrize("degrees", GRIDS, ids=str)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_are_equal_to_one_device(name: str, degrees: dict[int, int]) -> None:
+    make, shape = NETWORKS[name]
+    torch.manual_seed(0)
+    module, picture = make().double().train(), torch.randn(shape, dtype=torch.float64)
+    alone, leaf = deepcopy(module), picture.clone().requires_grad_()
+    expected = alone(leaf)
+    _loss(expected).backward()
+    theirs = Run(alone, leaf, expected)
+
+    def work(group: ThreadGroup) -> Run:
+        mine, leaf = deepcopy(module), picture.clone().requires_grad_()
+        cuts = tuple(Cut(dim, shape[dim], line) for dim, line in lines_of(group, degrees).items())
+        result = leave(whole(mine(own(leaf.clone(), cuts, PIXELS_RULES))), [group])
+        _loss(result).backward()
+        ours = Run(mine, leaf, result)
+        ours.picture = sum_over(ours.picture, [group])
+        ours.gradients = {name: sum_over(one, [group]) for name, one in ours.gradients.items()}
+        return ours
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if "gathered" in name else "error")
+        found = run_threads(prod(degrees.values()), work)
+    near = {"rtol": 1e-10, "atol": 1e-10}
+    for ours in found:
+        torch.testing.assert_close(ours.result, theirs.result, **near)
+        torch.testing.assert_close(ours.picture, theirs.picture, **near)
+        torch.testing.assert_close(ours.gradients, theirs.gradients, **near)
+        torch.testing.assert_close(ours.state, theirs.state, **near)
