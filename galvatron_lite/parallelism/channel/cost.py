@@ -4,7 +4,7 @@ Kahira et al. 2021 (arXiv:2104.09075, table 3, "filter" and "channel"): weights 
 pictures are brought together in every layer. Of a picture x that enters an operator and y that leaves it:
 
                                                  forward               backward
-    filters, alone (``Part.GATHERED``)           all-gather of y       all-reduce of x's gradient
+    filters, alone (``Part.GATHERED``)           all-gather of y*      all-reduce of x's gradient
     filters, the first of a pair (FILTERS)       nothing               all-reduce of x's gradient
     filters, the second of a pair (CHANNELS)     all-reduce of y       nothing
     channels (SCATTERED)                         reduce-scatter of y   all-gather of y's gradient
@@ -13,7 +13,10 @@ The first line is theirs: 3 (p - 1) (a + B y / p b) over layers whose inputs are
 of it; so do ``channels``, which reduce and scatter where the paper's all-reduce (it names the saving: "2 instead of
 3"), and leave every activation shared. The image takes no gradient. Nothing hides these collectives.
 
-A norm over the channels of each pixel (LayerNorm) on shared channels sums two figures a pixel in either pass.
+* of what pooling left of it, once for two that are added (``parts.gathered_items``).
+
+A norm over the channels of each pixel (LayerNorm) on shared channels gathers two figures a pixel of every device in
+forward, and sums two in backward.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from dataclasses import dataclass, replace
 
 from galvatron_lite.arrays import Flag, Real, never, where
 from galvatron_lite.cluster.cluster import RankGroup
-from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass
+from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.base import (
     Chosen,
     Collective,
@@ -34,11 +37,19 @@ from galvatron_lite.parallelism.base import (
     Room,
     sent,
 )
-from galvatron_lite.parallelism.channel.parts import Part, divides, parts_of, split_items, splits_channels
+from galvatron_lite.parallelism.channel.parts import (
+    Part,
+    divides,
+    gathered_items,
+    parts_of,
+    pixel_norms,
+    split_items,
+    splits_channels,
+    takes_gradient,
+)
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pictures import has_weights, items_of
 from galvatron_lite.parallelism.ranks import Either, channel_group
-from galvatron_lite.units import ITEM_BYTES
 
 BY = ("filters", "channels")
 """Fields of ``Strategy``: output channels, input channels."""
@@ -96,10 +107,10 @@ class ChannelDimension:
 
 def _moved(kind: LayerKind, strategy: Either, by: str, share: Real) -> Iterator[Communication]:
     """The collectives of the module's table; ``share``: samples x bytes of an item."""
-    group, split = channel_group(strategy), getattr(strategy, by) > 1
-    for collective, moment, sizes in _sizes(kind, by):
+    group, degree = channel_group(strategy), getattr(strategy, by)
+    for collective, moment, sizes in _sizes(kind, by, degree):
         if sizes:
-            yield _together(collective, moment, [size * share for size in sizes], group, split)
+            yield _together(collective, moment, [size * share for size in sizes], group, degree > 1)
 
 
 def _together(
@@ -110,39 +121,25 @@ def _together(
     return Communication(collective, size, group, moment, False, split * len(sizes), "channel")
 
 
-_Sizes = tuple[Collective, Moment, list[float]]
+_Sizes = tuple[Collective, Moment, Sequence[Real]]
 """A collective, when it happens, and the items a sample of each call."""
 
 
-def _sizes(kind: LayerKind, by: str) -> tuple[_Sizes, ...]:
+def _sizes(kind: LayerKind, by: str, degree: Real) -> tuple[_Sizes, ...]:
     """The collectives of a layer."""
     parts = [(one, part) for one, part in parts_of(kind.operators, by) if has_weights(one)]
     sums = [items_of(one)[1] for one, part in parts if part is Part.CHANNELS]
-    gathers: list[float] = [items_of(one)[1] for one, part in parts if part is Part.GATHERED]
-    entering = [items_of(one)[0] for one, part in parts if part in _FROM_WHOLE and one.backward_flops > one.flops]
-    shares: list[float] = [items_of(one)[1] for one, part in parts if part is Part.SCATTERED]
-    norms: list[float] = [_statistics(one) for one in kind.operators if by == "channels" and _is_pixel_norm(one)]
-    forward: tuple[_Sizes, ...] = (
-        (Collective.ALL_REDUCE, Moment.FORWARD, [*sums, *norms]),
-        (Collective.ALL_GATHER, Moment.FORWARD, gathers),
-        (Collective.REDUCE_SCATTER, Moment.FORWARD, shares),
-    )
+    gathers = gathered_items(kind) if by == "filters" else []
+    entering = [items_of(one)[0] for one, part in parts if part in _FROM_WHOLE and takes_gradient(one)]
+    shares = [items_of(one)[1] for one, part in parts if part is Part.SCATTERED]
+    norms = pixel_norms(kind, by)
     return (
-        *forward,
+        (Collective.ALL_REDUCE, Moment.FORWARD, sums),
+        (Collective.ALL_GATHER, Moment.FORWARD, [*gathers, *(degree * one for one in norms)]),
+        (Collective.REDUCE_SCATTER, Moment.FORWARD, shares),
         (Collective.ALL_REDUCE, Moment.BACKWARD, [*entering, *norms]),
         (Collective.ALL_GATHER, Moment.BACKWARD, shares),
     )
 
 
 _FROM_WHOLE = (Part.FILTERS, Part.GATHERED)
-
-
-def _is_pixel_norm(one: Operator) -> bool:
-    """Whether an operator normalises over the channels of each pixel."""
-    return one.kind is OperatorClass.MEMORY and one.weight_bytes > 0 and not one.statistics
-
-
-def _statistics(one: Operator) -> float:
-    """Two figures for each pixel; its weights are two fp32 items for each channel."""
-    channels = max(one.weight_bytes // (2 * ITEM_BYTES["fp32"]), 1)
-    return 2 * one.shape[0] / channels

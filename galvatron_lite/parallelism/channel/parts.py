@@ -4,7 +4,8 @@
 channels; the next one that reads exactly these channels takes them as its share of input channels and makes partial
 sums of its whole output. So operators pair up, and one sum serves two of them, as in Megatron's column and row pairs.
 Grouped convolutions and what works channel by channel go on with the shares between the two; in front of a pair each
-device does them in full. Shares that no operator takes up are gathered.
+device does them in full. Shares that no operator takes up are gathered where a whole picture is needed: after pooling,
+and once for two that are added.
 
 ``channels``: every picture is shared by channels. Each operator makes partial sums of its whole output from its share
 of input channels, which are reduced and scattered into shares.
@@ -21,7 +22,8 @@ from functools import lru_cache
 from math import ceil
 
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, TensorSplit
-from galvatron_lite.parallelism.pictures import channels_of, has_weights, is_picture, items_of
+from galvatron_lite.parallelism.pictures import channels_of, has_weights, is_picture, items_of, sides_of
+from galvatron_lite.units import ITEM_BYTES
 
 
 class Part(StrEnum):
@@ -88,6 +90,62 @@ def _gather(parts: list[Part], begun: int) -> None:
     """Nothing takes up the shares that the operator at ``begun`` made."""
     if begun >= 0:
         parts[begun] = Part.GATHERED
+
+
+def gathered_items(kind: LayerKind) -> list[int]:
+    """Items a sample of every picture that is gathered, by ``filters``.
+
+    Of two that are as large as what leaves the layer, the second is taken to be added to the first. What is made of an
+    image is gathered at once, as the model's own code may run behind it.
+    """
+    parts = parts_of(kind.operators, "filters")
+    found: list[tuple[int, int]] = []
+    for place, (one, part) in enumerate(parts):
+        if part is Part.GATHERED:
+            made = items_of(one)[1]
+            behind = parts[place + 1 :] if takes_gradient(one) else ()
+            found.append((_left_of(made, behind), channels_of(one)[1]))
+    leaving = kind.dims.out_channels
+    return [
+        items
+        for place, (items, outputs) in enumerate(found)
+        if outputs != leaving or (items, outputs) not in found[place + 1 :]
+    ]
+
+
+def _left_of(items: int, behind: Parts) -> int:
+    """Items of a picture after what works on its shares: pooling makes it smaller, another may scale it up."""
+    for one, part in behind:
+        if has_weights(one) and part is not Part.SHARED:
+            break
+        if one.kind is OperatorClass.MEMORY and (sides_of(one) or one.shape[0] > items):
+            items = one.shape[0]
+    return items
+
+
+def takes_gradient(one: Operator) -> bool:
+    """Whether what enters an operator with weights takes a gradient; the image takes none."""
+    return one.backward_flops > one.flops
+
+
+def pixel_norms(kind: LayerKind, by: str) -> list[float]:
+    """Statistics (two figures a pixel) that are summed over shared channels, of every norm over a pixel's channels.
+
+    Norms have two items for each channel, of the precision of weights or fp32; learned scales have one.
+    """
+    channels, shared, found = kind.dims.in_channels, by == "channels", list[float]()
+    for one, part in parts_of(kind.operators, by):
+        if has_weights(one):
+            channels, shared = channels_of(one)[1], by == "channels" or takes_gradient(one)
+        elif shared and part is Part.SHARED and one.weight_bytes in _norm_bytes(kind, channels) and not one.statistics:
+            found.append(2 * one.shape[0] / channels)
+    return found
+
+
+def _norm_bytes(kind: LayerKind, channels: int) -> tuple[int, int]:
+    """Bytes of a norm's weights."""
+    sizes = [one.weight_bytes // items_of(one)[2] for one in kind.operators if has_weights(one)]
+    return 2 * channels * min(sizes, default=0), 2 * channels * ITEM_BYTES["fp32"]
 
 
 def splits_channels(kind: LayerKind, by: str) -> bool:

@@ -23,9 +23,9 @@ from galvatron_lite.parallelism.cuts.tensor import (
     shares_only,
     whole_shape,
 )
-from galvatron_lite.parallelism.spatial import norms
+from galvatron_lite.parallelism.spatial import norms, pads
 
-HANDLERS: Mapping[str, Handler] = {**SHARED, **norms.HANDLERS, **local.HANDLERS}
+HANDLERS: Mapping[str, Handler] = {**SHARED, **pads.HANDLERS, **norms.HANDLERS, **local.HANDLERS}
 """In which gradients of what is whole are parts on each rank."""
 
 CHANNELS_RULES = Rules(HANDLERS, fallback.on_whole)
