@@ -125,3 +125,52 @@ class Stem(nn.Sequential):
             nn.ReLU(inplace=True),
             nn.MaxPool2d(3, 2, 1),
         )
+
+
+class SqueezedBottleneck(Bottleneck):
+    """A bottleneck whose result is weighed by channel before the shortcut is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.squeeze = nn.Conv2d(16, 4, 1)
+        self.excite = nn.Conv2d(4, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.relu(self.norm1(self.conv1(x)))
+        out = self.relu(self.norm2(self.conv2(out)))
+        out = self.norm3(self.conv3(out))
+        scale = self.excite(self.relu(self.squeeze(functional.adaptive_avg_pool2d(out, 1))))
+        return self.relu(out * torch.sigmoid(scale) + x)
+
+
+class Shuffle(nn.Module):
+    """Grouped convolutions between which channels are dealt out anew (Zhang et al. 2017), and a learned temperature."""
+
+    def __init__(self, width: int = 8, groups: int = 4) -> None:
+        super().__init__()
+        self.groups = groups
+        self.first = nn.Conv2d(width, 2 * width, 1)
+        self.second = nn.Conv2d(2 * width, 2 * width, 3, padding=1, groups=groups)
+        self.temperature = nn.Parameter(torch.zeros(1))
+        self.last = nn.Conv2d(2 * width, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.first(x) / self.temperature.exp())
+        samples, channels, height, width = y.shape
+        y = y.view(samples, self.groups, channels // self.groups, height, width).transpose(1, 2)
+        return self.last(y.reshape(samples, channels, height, width)) + x.mean(1, keepdim=True)
+
+
+class Classifier(nn.Module):
+    """Pooling, flattening and two linears behind a convolution."""
+
+    def __init__(self, width: int = 8, classes: int = 12) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, 2 * width, 3)
+        self.pool = nn.AdaptiveAvgPool2d(2)
+        self.hidden = nn.Linear(8 * width, 16)
+        self.head = nn.Linear(16, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.flatten(self.pool(torch.relu(self.conv(x))), 1)
+        return self.head(torch.relu(self.hidden(x)))

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.channel.apply import gather_running, shard_channels
 from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.channel.plan import ChannelPlan
+from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.functions import gather_shares
 from galvatron_lite.parallelism.tensor.shards import Placement, gather_full
@@ -24,7 +26,7 @@ class Outcome:
     """Of a step: what one device and each rank have."""
 
     output: Tensor
-    input_gradient: Tensor | None
+    input_gradients: list[Tensor | None]
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -41,13 +43,17 @@ def seeded(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def alone(layer: nn.Module, picture: Tensor, gradient: bool = True) -> Outcome:
+def alone(layer: nn.Module, *pictures: Tensor, gradient: bool = True) -> Outcome:
     """One device."""
-    layer, picture = copy.deepcopy(layer), picture.clone().requires_grad_(gradient)
-    output = layer(picture)
+    layer, own = copy.deepcopy(layer), [one.clone().requires_grad_(gradient) for one in pictures]
+    output = layer(*own)
     (output * weights_of(output)).sum().backward()
     return Outcome(
-        output.detach(), picture.grad, _gradients(layer), dict(layer.named_parameters()), dict(layer.named_buffers())
+        output.detach(),
+        [one.grad for one in own],
+        _gradients(layer),
+        dict(layer.named_parameters()),
+        dict(layer.named_buffers()),
     )
 
 
@@ -61,14 +67,19 @@ def _gradients(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def shared(
-    layer: nn.Module, picture: Tensor, by: str, degree: int, plan: ChannelPlan | None = None, gradient: bool = True
+    layer: nn.Module,
+    *pictures: Tensor,
+    by: str,
+    degree: int,
+    gradient: bool = True,
+    recompute: Recompute = Recompute.NONE,
 ) -> list[Outcome]:
     """What each rank has, brought together as the runtime does."""
-    plan = plan or infer_channels(layer, (picture,), {}, by, degree)
+    plan = infer_channels(layer, pictures, {}, by, degree)
     layers = [copy.deepcopy(layer) for _ in range(degree)]
 
     def work(group: ThreadGroup) -> Outcome:
-        return _step(layers[group.rank], picture, plan, Counted(group), gradient)
+        return _step(layers[group.rank], pictures, plan, Counted(group), gradient, recompute)
 
     return run_threads(degree, work)
 
@@ -95,31 +106,43 @@ class Counted:
         return run
 
 
-def _step(layer: nn.Module, picture: Tensor, plan: ChannelPlan, line: Counted, gradient: bool) -> Outcome:
-    group = line.group
+def _step(
+    layer: nn.Module,
+    pictures: tuple[Tensor, ...],
+    plan: ChannelPlan,
+    line: Counted,
+    gradient: bool,
+    recompute: Recompute,
+) -> Outcome:
+    group, shares = line.group, plan.by == "channels"
     shards = shard_channels(layer, plan, line)
-    shares = plan.by == "channels"
-    mine = picture.narrow(1, *share(picture.shape[1], line.size, line.rank)) if shares else picture
-    mine = mine.clone().requires_grad_(gradient)
-    output = layer(mine)
+    apply_recompute(layer, recompute)
+    mine = [(_share(one, group) if shares else one).clone().requires_grad_(gradient) for one in pictures]
+    output = layer(*mine)
     assert type(output) is Tensor
-    forward = (Counter(group.calls), Counter(line.bytes))
+    forward = Counter(group.calls), Counter(line.bytes)
     whole = gather_shares(output.detach(), group, plan.outputs[0], 1) if shares else output.detach()
     group.calls, line.bytes = Counter(), Counter()
     weights = weights_of(whole)
-    if shares:
-        weights = weights.narrow(1, *share(plan.outputs[0], line.size, line.rank))
-    (output * weights).sum().backward()
-    backward = (Counter(group.calls), Counter(line.bytes))
+    (output * (_share(weights, group) if shares else weights)).sum().backward()
+    backward = Counter(group.calls), Counter(line.bytes)
+    extents = plan.inputs if shares else [0] * len(mine)
     return Outcome(
         whole,
-        gather_shares(mine.grad, group, picture.shape[1], 1) if shares and mine.grad is not None else mine.grad,
+        [
+            gather_shares(one.grad, group, extent, 1) if extent and one.grad is not None else one.grad
+            for one, extent in zip(mine, extents, strict=True)
+        ],
         {name: _whole(one, shards[name], group) for name, one in _gradients(layer).items()},
         {name: gather_full(one.detach(), shards[name], group) for name, one in layer.named_parameters()},
         _buffers(layer, group),
         (forward[0], backward[0]),
         (forward[1], backward[1]),
     )
+
+
+def _share(tensor: Tensor, group: ThreadGroup) -> Tensor:
+    return tensor.narrow(1, *share(tensor.shape[1], group.size, group.rank))
 
 
 def _whole(gradient: Tensor, shard: Any, group: ThreadGroup) -> Tensor:
@@ -136,9 +159,10 @@ def _buffers(layer: nn.Module, group: ThreadGroup) -> dict[str, Tensor]:
 def assert_equal(found: Outcome, expected: Outcome) -> None:
     """To 1e-10 of what is compared."""
     close(found.output, expected.output)
-    if expected.input_gradient is not None:
-        assert found.input_gradient is not None
-        close(found.input_gradient, expected.input_gradient)
+    for mine, its in zip(found.input_gradients, expected.input_gradients, strict=True):
+        assert (mine is None) == (its is None)
+        if mine is not None and its is not None:
+            close(mine, its)
     for one, other in (
         (found.gradients, expected.gradients),
         (found.parameters, expected.parameters),

@@ -2,34 +2,176 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
 
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Recompute
+from galvatron_lite.parallelism.channel.apply import shard_channels
+from galvatron_lite.parallelism.channel.infer import infer_channel_edges, infer_channels
+from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
+from galvatron_lite.parallelism.tensor.shards import Placement, gather_full
 from tests.parallelism import channel_blocks as blocks
-from tests.parallelism.channel_runs import alone, assert_equal, seeded, shared
+from tests.parallelism.channel_runs import alone, assert_equal, close, seeded, shared, weights_of
+from tests.parallelism.thread_group import ThreadGroup, run_threads
 
-LAYERS = {
-    "basic": lambda: blocks.Basic(),
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "basic": blocks.Basic,
     "basic, first": lambda: blocks.Basic(8, 16, 2),
-    "bottleneck": lambda: blocks.Bottleneck(),
+    "bottleneck": blocks.Bottleneck,
     "bottleneck, first": lambda: blocks.Bottleneck(8, 8, 16, 2),
     "bottleneck, grouped": lambda: blocks.Bottleneck(groups=4),
-    "convnext": lambda: blocks.ConvNextBlock(),
-    "squeeze and excite": lambda: blocks.SqueezeExcite(),
-    "vgg": lambda: blocks.VggGroup(),
-    "inception": lambda: blocks.Inception(),
+    "convnext": blocks.ConvNextBlock,
+    "squeeze and excite": blocks.SqueezeExcite,
+    "squeeze and excite behind a bottleneck": blocks.SqueezedBottleneck,
+    "vgg": blocks.VggGroup,
+    "inception": blocks.Inception,
+    "shuffle": blocks.Shuffle,
+    "classifier": blocks.Classifier,
 }
 
 
 @pytest.mark.parametrize("by", ["filters", "channels"])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.filterwarnings("ignore:.*has no rule for split pictures")
 def test_blocks(name: str, by: str) -> None:
     torch.manual_seed(0)
-    layer = seeded(LAYERS[name]())
+    layer = seeded(BLOCKS[name]())
     inputs = next(one for one in layer.modules() if isinstance(one, nn.Conv2d)).in_channels
     picture = torch.randn(2, inputs, 6, 5, dtype=torch.float64)
     expected = alone(layer, picture)
     for degree in (2, 4):
-        for found in shared(layer, picture, by, degree):
+        for found in shared(layer, picture, by=by, degree=degree):
             assert_equal(found, expected)
+
+
+class Drawn(nn.Module):
+    """A convolution, perhaps with a norm, an activation and a shortcut."""
+
+    def __init__(self, convolution: nn.Module, norm: nn.Module, inplace: bool, beside: bool) -> None:
+        super().__init__()
+        self.convolution, self.norm, self.inplace, self.beside = convolution, norm, inplace, beside
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.silu(self.norm(self.convolution(x)), inplace=self.inplace)
+        if self.beside and y.shape == x.shape:
+            y += x
+        return y
+
+
+CONVOLUTIONS = {
+    1: (nn.Conv1d, nn.ConvTranspose1d),
+    2: (nn.Conv2d, nn.ConvTranspose2d),
+    3: (nn.Conv3d, nn.ConvTranspose3d),
+}
+BATCH_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+
+
+@st.composite
+def stacks(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
+    """A few convolutions with whatever parameters, the first of them dense, and a picture."""
+    sides = draw(st.sampled_from([1, 2, 2, 2, 3]))
+    width = draw(st.sampled_from([4, 6, 7, 8]))
+    modules, inputs = list[nn.Module](), width
+    for place in range(draw(st.integers(1, 4))):
+        kind = draw(st.sampled_from(["dense", "dense", "grouped", "depthwise"])) if place else "dense"
+        outputs = draw(st.sampled_from([4, 5, 8, 12])) if kind == "dense" else inputs
+        groups = {"dense": 1, "depthwise": inputs, "grouped": next(g for g in (4, 2, 3, 5, 7) if inputs % g == 0)}[kind]
+        plain, back = CONVOLUTIONS[sides]
+        size, dilation = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 1, 2]))
+        stride, bias = draw(st.sampled_from([1, 1, 2])), draw(st.booleans())
+        if draw(st.integers(0, 5)) == 0:
+            made = back(inputs, outputs, size, stride, groups=groups, bias=bias)
+        else:
+            mode = draw(st.sampled_from(["zeros", "zeros", "reflect", "circular"]))
+            reach = dilation * (size - 1)
+            padding = "same" if stride == 1 and draw(st.booleans()) else reach // 2 + reach % 2
+            made = plain(inputs, outputs, size, stride, padding, dilation, groups, bias, mode)
+        norm = draw(st.sampled_from(["none", "batch", "group"]))
+        parts = next(g for g in (4, 2, 5, 3, 1) if outputs % g == 0)
+        norms = {"none": nn.Identity(), "batch": BATCH_NORMS[sides](outputs), "group": nn.GroupNorm(parts, outputs)}
+        modules.append(Drawn(made, norms[norm], draw(st.booleans()), draw(st.booleans())))
+        inputs = outputs
+    return seeded(nn.Sequential(*modules)), torch.randn(2, width, *[7, 6, 5][:sides], dtype=torch.float64)
+
+
+@settings(max_examples=40, deadline=None)
+@given(drawn=stacks(), by=st.sampled_from(["filters", "channels"]), degree=st.integers(2, 4))
+@pytest.mark.filterwarnings("ignore:.*has no rule for split pictures")
+def test_any_convolutions(drawn: tuple[nn.Module, Tensor], by: str, degree: int) -> None:
+    layer, picture = drawn
+    try:
+        expected = alone(layer, picture)
+    except RuntimeError:  # a picture has become smaller than its window or padding
+        reject()
+    for found in shared(layer, picture, by=by, degree=degree):
+        assert_equal(found, expected)
+
+
+def test_the_gradient_of_an_image_is_not_asked_for() -> None:
+    layer, image = seeded(blocks.Stem()), torch.randn(2, 3, 12, 12, dtype=torch.float64)
+    expected = alone(layer, image, gradient=False)
+    for found in shared(layer, image, by="filters", degree=2, gradient=False):
+        assert_equal(found, expected)
+        assert found.calls[0] == {"all_gather": 1}
+        assert not found.calls[1]
+
+
+def test_modules_before_and_after_the_blocks_are_whole_in_between() -> None:
+    """Each by itself, as the model's own code runs between them."""
+    torch.manual_seed(0)
+    stem, head = seeded(nn.Conv2d(3, 7, 3, bias=True)), seeded(nn.Linear(7, 5))
+    modules = {"stem": stem, "norm": seeded(nn.BatchNorm2d(7)), "head": head}
+    image = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+
+    def run(own: nn.ModuleDict) -> Tensor:
+        logits = own["head"](own["norm"](own["stem"](image)).relu().amax((2, 3)))
+        assert type(logits) is Tensor
+        (logits * weights_of(logits)).sum().backward()
+        return logits.detach()
+
+    plan = infer_channel_edges(modules, "filters", 2)
+    expected = nn.ModuleDict({name: copy.deepcopy(one) for name, one in modules.items()})
+    logits = run(expected)
+
+    def work(group: ThreadGroup) -> None:
+        own = nn.ModuleDict({name: copy.deepcopy(one) for name, one in modules.items()})
+        shards = shard_channels(dict(own.items()), plan, group)
+        close(run(own), logits)
+        placements = {name: shard.placement for name, shard in shards.items()}
+        assert placements == {
+            "stem.weight": Placement.SHARDED, "stem.bias": Placement.PARTIAL, "norm.weight": Placement.REPLICATED,
+            "norm.bias": Placement.REPLICATED, "head.weight": Placement.SHARDED, "head.bias": Placement.PARTIAL,
+        }  # fmt: skip
+        for name, parameter in expected.named_parameters():
+            mine, shard = own.get_parameter(name).grad, shards[name]
+            assert mine is not None
+            partial = shard.placement is Placement.PARTIAL
+            close(group.all_reduce(mine) if partial else gather_full(mine, shard, group), parameter.grad)
+
+    run_threads(2, work)
+
+
+def test_a_layer_recomputes_as_any_other() -> None:
+    layer = blocks.SqueezeExcite()
+    layer.norm = nn.Identity()  # type: ignore[assignment]  # running statistics would be taken twice
+    layer, picture = seeded(layer), torch.randn(2, 8, 6, 6, dtype=torch.float64)
+    expected = alone(layer, picture)
+    for by in ("filters", "channels"):
+        for recompute in (Recompute.FULL, Recompute.SELECTIVE):
+            for found in shared(layer, picture, by=by, degree=2, recompute=recompute):
+                assert_equal(found, expected)
+
+
+def test_a_plan_for_another_number_of_devices_is_refused() -> None:
+    layer = blocks.Basic()
+    plan = infer_channels(layer, (torch.zeros(2, 8, 6, 6),), {}, "filters", 2)
+    with pytest.raises(InputError, match="plan for 4 devices"):
+        shard_channels(layer, plan, ShapeOnlyLine(4))

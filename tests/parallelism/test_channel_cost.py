@@ -34,8 +34,9 @@ def memory(channels: int) -> Operator:
 
 
 def layer(*operators: Operator) -> LayerKind:
-    inputs, outputs = operators[0].shape[0], operators[-1].shape[1]
-    weights = sum(items_of(one)[2] for one in operators if has_weights(one))
+    dense = [one for one in operators if has_weights(one)]
+    inputs, outputs = dense[0].shape[0], dense[-1].shape[1]
+    weights = sum(items_of(one)[2] for one in dense)
     dims = SplitDims(in_channels=inputs, out_channels=outputs, height=SIDE, width=SIDE)
     plain = make_kind("block", 0, recompute=list(Recompute))
     kept = {choice: TensorSplit(whole=4096) for choice in Recompute}
@@ -91,8 +92,35 @@ def test_an_image_takes_no_gradient() -> None:
 
 def test_a_norm_over_shared_channels_sums_two_figures_a_pixel() -> None:
     norm = replace(memory(64), name="norm", weight_bytes=2 * 4 * 64)
-    found = calls(Strategy(channels=4), layer(convolved(32, 64), norm, convolved(64, 64)))
-    assert (Collective.ALL_REDUCE, Moment.FORWARD, 2 * SIDE**2) in found
+    scale = replace(memory(64), name="scale", weight_bytes=2 * 64)
+    kind = layer(convolved(32, 64), norm, convolved(64, 64), scale)
+    found = calls(Strategy(channels=4), kind)
+    assert (Collective.ALL_GATHER, Moment.FORWARD, 4 * 2 * SIDE**2) in found
+    assert (Collective.ALL_REDUCE, Moment.BACKWARD, 2 * SIDE**2) in found
+    assert calls(Strategy(filters=4), kind) == [
+        (Collective.ALL_REDUCE, Moment.FORWARD, 64 * SIDE**2),
+        (Collective.ALL_GATHER, Moment.FORWARD, 4 * 2 * SIDE**2),
+        (Collective.ALL_REDUCE, Moment.BACKWARD, (32 + 2) * SIDE**2),
+    ]
+
+
+def test_shares_are_gathered_behind_pooling_and_once_where_two_are_added() -> None:
+    pool = Operator("pool", OperatorClass.MEMORY, (64 * 8 * 8, 64, 16, 16, 2, 2, 2, 2), 1, 0, 0, 4, 4)
+    pooled = (Collective.ALL_GATHER, Moment.FORWARD, 64 * SIDE**2 / 4)
+    assert pooled in calls(Strategy(filters=4), layer(convolved(32, 64), memory(64), pool))
+    # of an image: at once, as the model's own code may pool
+    image = layer(convolved(3, 64, gradient=False), pool)
+    assert calls(Strategy(filters=2), image) == [(Collective.ALL_GATHER, Moment.FORWARD, 64 * SIDE**2)]
+    added = layer(convolved(32, 16), convolved(16, 16), convolved(16, 64), convolved(32, 64), memory(64))
+    assert (Collective.ALL_GATHER, Moment.FORWARD, 64 * SIDE**2) in calls(Strategy(filters=2), added)
+    joined = replace(added, dims=replace(added.dims, out_channels=128))
+    assert (Collective.ALL_GATHER, Moment.FORWARD, 2 * 64 * SIDE**2) in calls(Strategy(filters=2), joined)
+
+
+def test_a_factor_for_each_channel_makes_a_picture_that_is_gathered() -> None:
+    factor = replace(convolved(4, 64), shape=(4, 64, 1, 1, 1, 1, 1, 1, 1))
+    kind = layer(convolved(32, 64), memory(64), convolved(64, 4), factor, memory(64))
+    assert (Collective.ALL_GATHER, Moment.FORWARD, 64 * SIDE**2) in calls(Strategy(filters=2), kind)
 
 
 @pytest.mark.parametrize(("strategy", "units"), [("filters", 3), ("channels", 2)])

@@ -35,11 +35,16 @@ def _apply(function: type[Function], *args: Any) -> Tensor:
     return result
 
 
+def _own_tensor(tensor: Tensor) -> Tensor:
+    """A tensor in the same memory that autograd does not take for a view, so that it may be written to."""
+    return tensor.new_empty(0).set_(tensor)
+
+
 class _GatherComplete(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
-        return gather_shares(local.contiguous(), cut.line, cut.extent, cut.dim)
+        return _own_tensor(gather_shares(local.contiguous(), cut.line, cut.extent, cut.dim))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -50,7 +55,7 @@ class _Scatter(Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
-        return scatter_sum(partial, cut.line, cut.extent, cut.dim)
+        return _own_tensor(scatter_sum(partial, cut.line, cut.extent, cut.dim))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

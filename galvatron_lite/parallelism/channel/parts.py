@@ -102,9 +102,8 @@ def gathered_items(kind: LayerKind) -> list[int]:
     found: list[tuple[int, int]] = []
     for place, (one, part) in enumerate(parts):
         if part is Part.GATHERED:
-            made = items_of(one)[1]
             behind = parts[place + 1 :] if takes_gradient(one) else ()
-            found.append((_left_of(made, behind), channels_of(one)[1]))
+            found.append((_left_of(one, behind), channels_of(one)[1]))
     leaving = kind.dims.out_channels
     return [
         items
@@ -113,13 +112,15 @@ def gathered_items(kind: LayerKind) -> list[int]:
     ]
 
 
-def _left_of(items: int, behind: Parts) -> int:
-    """Items of a picture after what works on its shares: pooling makes it smaller, another may scale it up."""
-    for one, part in behind:
-        if has_weights(one) and part is not Part.SHARED:
+def _left_of(one: Operator, behind: Parts) -> int:
+    """Items of what an operator makes after what works on its shares: pooling makes a picture smaller; a factor for
+    each channel is one pixel that makes a picture of the largest that follows."""
+    items, is_factor = items_of(one)[1], items_of(one)[1] == channels_of(one)[1]
+    for other, part in behind:
+        if has_weights(other) and part is not Part.SHARED:
             break
-        if one.kind is OperatorClass.MEMORY and (sides_of(one) or one.shape[0] > items):
-            items = one.shape[0]
+        if other.kind is OperatorClass.MEMORY and (sides_of(other) or (is_factor and other.shape[0] > items)):
+            items = other.shape[0]
     return items
 
 

@@ -1,0 +1,191 @@
+"""What of a layer is split, and that it then communicates what the cost model says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import LayerKind, Role
+from galvatron_lite.model.trace import trace
+from galvatron_lite.model.zoo import build
+from galvatron_lite.parallelism.base import Moment, Strategy
+from galvatron_lite.parallelism.channel.cost import ChannelDimension
+from galvatron_lite.parallelism.channel.infer import infer_channel_edges, infer_channels
+from galvatron_lite.parallelism.channel.parts import Part
+from galvatron_lite.parallelism.channel.plan import ChannelPlan
+from tests.parallelism import channel_blocks as blocks
+from tests.parallelism.channel_runs import Outcome, shared
+from tests.parallelism.test_states_cost import work
+
+
+def plan_of(layer: nn.Module, by: str, degree: int = 2, channels: int = 8) -> ChannelPlan:
+    return infer_channels(layer, (torch.zeros(2, channels, 6, 6),), {}, by, degree)
+
+
+def test_a_residual_block_is_a_pair_beside_its_shortcut() -> None:
+    plan = plan_of(blocks.Basic(8, 16, 2), "filters")
+    assert plan.parts == {"conv1": Part.FILTERS, "conv2": Part.CHANNELS, "project.0": Part.FILTERS}
+    assert plan.partial == {"bn1.weight", "bn1.bias", "project.1.weight", "project.1.bias"}
+
+
+def test_equal_widths_and_a_shortcut_that_runs_first_need_no_guess() -> None:
+    class Block(blocks.Basic):
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.project is not None
+            beside = self.project(x)
+            return self.conv2(self.conv1(x)) + beside
+
+    plan = plan_of(Block(8, 8, 2), "filters")
+    assert plan.parts == {"project.0": Part.FILTERS, "conv1": Part.FILTERS, "conv2": Part.CHANNELS}
+
+
+def test_a_convnext_block_splits_its_linears_behind_a_whole_norm() -> None:
+    plan = plan_of(blocks.ConvNextBlock(), "filters")
+    assert (plan.parts, plan.partial) == ({"up": Part.FILTERS, "down": Part.CHANNELS}, frozenset())
+    plan = plan_of(blocks.ConvNextBlock(), "channels")
+    assert plan.parts == {"conv": Part.SHARED, "up": Part.SCATTERED, "down": Part.SCATTERED}
+    assert (plan.inputs, plan.outputs) == ((8,), (8,))
+
+
+def test_depthwise_and_squeezed_channels_stay_shares() -> None:
+    plan = plan_of(blocks.SqueezeExcite(), "filters")
+    assert [plan.parts[name] for name in ("expand", "depthwise", "squeeze", "excite", "reduce")] == [
+        Part.FILTERS, Part.SHARED, Part.CHANNELS, Part.FILTERS, Part.CHANNELS,
+    ]  # fmt: skip
+
+
+def test_groups_that_cannot_be_shared_stay_whole() -> None:
+    plan = plan_of(blocks.Bottleneck(8, 12, 8, groups=3), "filters")
+    assert plan.parts == {"conv1": Part.FILTERS, "conv3": Part.FILTERS}
+
+
+def test_convolutions_with_a_forward_of_their_own_stay_whole() -> None:
+    class Standardised(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return self._conv_forward(x, self.weight - self.weight.mean(), self.bias)
+
+    layer = nn.Sequential(nn.Conv2d(8, 8, 1), Standardised(8, 8, 1), nn.Conv2d(8, 8, 1))
+    assert plan_of(layer, "filters").parts == {"0": Part.FILTERS, "2": Part.FILTERS}
+
+
+def test_edges_are_split_without_being_run() -> None:
+    modules = {"stem": nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), "norm": nn.BatchNorm2d(8), "head": nn.Linear(8, 4)}
+    plan = infer_channel_edges(modules, "filters", 2)
+    assert plan.parts == {"stem.0": Part.FILTERS, "head": Part.FILTERS}
+    with pytest.raises(InputError, match="divisor of both"):
+        infer_channel_edges(modules, "channels", 2)
+
+
+class Twice(nn.Module):
+    """A norm that is given shares, and then whole pictures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.one, self.two = nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.two(self.norm(self.one(x))))
+
+
+@pytest.mark.parametrize(
+    ("layer", "by", "reason"),
+    [
+        (nn.Conv2d(8, 8, 1, groups=8), "filters", "can be split so"),
+        (nn.Sequential(nn.Conv2d(8, 8, 1), nn.Flatten(0)), "channels", "no channels"),
+        (nn.Conv2d(8, 1, 1), "filters", "can be split so"),
+        (Twice(), "filters", "keep the layer whole"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*has no rule for split pictures")
+def test_layers_that_cannot_be_split_are_refused(layer: nn.Module, by: str, reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        plan_of(layer, by)
+
+
+def test_fewer_channels_than_devices_are_refused() -> None:
+    with pytest.raises(InputError, match="channels"):
+        plan_of(nn.Conv2d(3, 8, 1), "channels", 4, channels=3)
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "resnet-50": {"depths": (2, 2), "width": 8, "side": 32, "classes": 8},
+    "vgg-16": {
+        "depths": (2, 2, 3),
+        "widths": (8, 16, 16),
+        "hidden": 16,
+        "pooled": 2,
+        "side": 32,
+        "classes": 10,
+        "dropout": 0.0,
+    },
+    "convnext-t": {"depths": (2, 2), "widths": (8, 16), "height": 32, "width": 32, "classes": 8},
+    "regnet-y-400mf": {"widths": (16, 16, 32, 32), "group": 8, "stem": 8, "side": 32, "classes": 8},
+    "unet-mini": {"side": 32},
+    "cosmoflow-mini": {},
+}
+SIDES = {"cosmoflow-mini": (4, 32, 32, 32), "unet-mini": (1, 32, 32)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_of_the_reference_models_communicate_what_is_priced(name: str) -> None:
+    """How often and how many bytes in either pass, of the layers of ``galvatron_lite.model.zoo``, small."""
+    model = build(name, **MODELS[name])
+    pictures = torch.rand(2, *SIDES.get(name, (3, 32, 32)))
+    graph = trace(model, pictures, loss_fn=lambda output, _: output.float().sum())
+    layers = {one.kind: one.modules[0] for one in reversed(graph.layers) if one.role is Role.BLOCK}
+    inputs = inputs_of(model.double(), list(layers.values()), pictures.double())
+    compared = 0
+    for kind, path in layers.items():
+        for by in ("filters", "channels"):
+            if by == "channels" and len(inputs[path]) > 1:
+                continue  # pictures that are joined along shared channels are dealt out anew, which is not priced
+            if _offered(graph.kinds[kind], by):
+                outcome = shared(model.get_submodule(path), *inputs[path], by=by, degree=2)[0]
+                assert counted(outcome) == pytest.approx(priced(graph.kinds[kind], by)), (path, by)
+                compared += 1
+    assert compared >= len(layers)
+
+
+def _offered(kind: LayerKind, by: str) -> bool:
+    return {by: 2} in list(ChannelDimension(degree=by).choices(kind, 2))
+
+
+def inputs_of(model: nn.Module, paths: list[str], pictures: Tensor) -> dict[str, list[Tensor]]:
+    """What each module is given."""
+    found = dict[str, list[Tensor]]()
+
+    def note(path: str, args: tuple[Tensor, ...]) -> None:
+        found.setdefault(path, [one.detach() for one in args])
+
+    hooks = [
+        model.get_submodule(path).register_forward_pre_hook(lambda _, args, path=path: note(path, args))
+        for path in paths
+    ]
+    model(pictures)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def priced(kind: LayerKind, by: str) -> dict[str, float]:
+    """Calls and bytes by pass and collective, two samples of eight bytes an item."""
+    found = dict[str, float]()
+    for one in work(Strategy(**{by: 2}), kind, 2.0, 8).communications:
+        if one.moment is not Moment.STEP:
+            name = f"{one.moment.value} {one.collective.value}"
+            found[f"{name} calls"] = found.get(f"{name} calls", 0) + one.count
+            found[f"{name} bytes"] = found.get(f"{name} bytes", 0) + one.size * one.count
+    return found
+
+
+def counted(outcome: Outcome) -> dict[str, float]:
+    """The same as they happened."""
+    found = dict[str, float]()
+    for moment, calls, moved in zip((Moment.FORWARD, Moment.BACKWARD), outcome.calls, outcome.moved, strict=True):
+        found |= {f"{moment.value} {name} calls": count for name, count in calls.items()}
+        found |= {f"{moment.value} {name} bytes": size for name, size in moved.items()}
+    return found
