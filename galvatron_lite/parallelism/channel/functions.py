@@ -37,7 +37,7 @@ def _apply(function: type[Function], *args: Any) -> Tensor:
 
 def _own_tensor(tensor: Tensor) -> Tensor:
     """A tensor in the same memory that autograd does not take for a view, so that it may be written to."""
-    return tensor.new_empty(0).set_(tensor)
+    return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 class _GatherComplete(Function):

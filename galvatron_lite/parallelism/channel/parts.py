@@ -22,7 +22,8 @@ from functools import lru_cache
 from math import ceil
 
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, TensorSplit
-from galvatron_lite.parallelism.pictures import channels_of, has_weights, is_picture, items_of, sides_of
+from galvatron_lite.model.sides import sides_of
+from galvatron_lite.parallelism.pictures import channels_of, has_weights, is_picture, items_of
 from galvatron_lite.units import ITEM_BYTES
 
 
