@@ -14,9 +14,11 @@ from galvatron_lite.oracle.case import Case, Kind
 from galvatron_lite.oracle.chosen import check_text
 from galvatron_lite.oracle.derived import network_of
 from galvatron_lite.oracle.layers import Network
+from galvatron_lite.oracle.machine import Machine, machine_of
 from galvatron_lite.oracle.models import graph_named
 from galvatron_lite.oracle.network import Wires, wires_of, wires_of_cluster
-from galvatron_lite.oracle.priced import Machine, Question, machine_of, row_of
+from galvatron_lite.oracle.priced import row_of
+from galvatron_lite.oracle.question import Question
 from galvatron_lite.oracle.quirks import quirks_named
 from galvatron_lite.oracle.rows import Forecast
 from galvatron_lite.oracle.shipped import fabric_named, network_named, network_names

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from math import floor
 
 from galvatron_lite.oracle.rows import Forecast, Line, Row
 from galvatron_lite.units import format_bytes
@@ -170,8 +171,13 @@ def _overfull(line: Line) -> Iterator[Finding]:
     if not tight:
         return
     worst = max(tight, key=lambda row: row.memory)
-    counts = ", ".join(f"{row.devices:,}" for row in tight) if len(tight) < len(line.known) else "any number of"
-    words = f"does not fit {format_bytes(worst.capacity)} on {counts} GPUs: {format_bytes(worst.memory)}"
+    some = ", ".join(f"{row.devices:,}" for row in tight)
+    counts = f"{some} GPUs" if len(tight) < len(line.known) else "any of these numbers of GPUs"
+    words = f"does not fit {format_bytes(worst.capacity)} on {counts}: {format_bytes(worst.memory)}"
+    if worst.largest:
+        words += (
+            f"; {floor(worst.largest):,} samples a replica would fit" if worst.largest >= 1 else "; not one sample fits"
+        )
     first, most = (row.memory / row.capacity for row in (tight[0], worst))
     yield Finding("memory", Sort.LIMITATION, line.strategy, tight[0].devices, first, most, worst.devices, words)
 

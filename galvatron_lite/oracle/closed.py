@@ -11,7 +11,7 @@ from math import prod
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.oracle.case import HYBRIDS, Case, Kind, group_of
-from galvatron_lite.oracle.formulas import estimate
+from galvatron_lite.oracle.formulas import estimate, largest_batch
 from galvatron_lite.oracle.layers import Network, OracleLayer, Split
 from galvatron_lite.oracle.rows import Forecast, Limit, Line, Loudest, Row, beyond
 from galvatron_lite.oracle.shares import seconds_in_full
@@ -94,6 +94,7 @@ def _row(case: Case, limit: Limit) -> Row:
         twice=_twice(case),
         congested=found.moved.total - estimate(replace(case, contention=False)).moved.total,
         shared=_shared(case),
+        largest=largest_batch(case),
     )
 
 

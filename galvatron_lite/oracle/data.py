@@ -64,6 +64,7 @@ def _row(row: Row) -> dict[str, Any]:
             "memory": row.memory,
             "capacity": row.capacity,
             "fits": row.fits,
+            "largest_batch": row.largest or None,
         }
     )
 

@@ -19,6 +19,7 @@ normalisation are not counted. Where the report misprints (D/B of a pipeline's w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import ceil
 
 from galvatron_lite.oracle.case import Case, Estimate, Kind, Moved, group_of
@@ -36,6 +37,15 @@ def estimate(case: Case) -> Estimate:
         InputError: more devices than the cluster has, or a hybrid's devices that make no whole groups.
     """
     return _FORMULAS[case.kind](group_of(case))
+
+
+def largest_batch(case: Case) -> float:
+    """Samples of a replica that a device's memory holds: (M - m(0)) / (m(1) - m(0)) of memory m linear in the batch.
+
+    0 where not even the weights fit. The released oracle checks its rows against it, (items / 2 - w) / (x + y).
+    """
+    one, two = (estimate(replace(case, batch=batch)).memory for batch in (1, 2))
+    return max((case.wires.memory - 2 * one + two) / (two - one), 0.0)
 
 
 def serial(case: Case) -> Estimate:

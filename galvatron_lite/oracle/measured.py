@@ -17,9 +17,11 @@ from galvatron_lite.errors import GalvatronError
 from galvatron_lite.files import STRICT, from_data, read_data
 from galvatron_lite.oracle.case import Case, Kind
 from galvatron_lite.oracle.formulas import estimate
+from galvatron_lite.oracle.machine import Machine, machine_of
 from galvatron_lite.oracle.models import graph_named
 from galvatron_lite.oracle.network import wires_of
-from galvatron_lite.oracle.priced import Machine, Question, machine_of, row_of
+from galvatron_lite.oracle.priced import row_of
+from galvatron_lite.oracle.question import Question
 from galvatron_lite.oracle.rows import iterations_of
 from galvatron_lite.oracle.shipped import fabric_named, network_named
 from galvatron_lite.stacks.catalog import match_stack

@@ -221,9 +221,10 @@ def _memories(line: Line, here: _Place) -> Iterator[str]:
     end = here.x + here.step * len(line.rows)
     yield f'<path class="grid" d="M{here.x:.1f} {base:.1f}H{end:.1f}"/>'
     yield f'<path class="one" stroke-dasharray="4 3" d="M{here.x:.1f} {y:.1f}H{end:.1f}"/>'
-    yield text(end, y - 5, f"GPU: {format_bytes(capacity)}", "end", "soft", ' font-size="10"')
+    above = base - _MEMORY - 5
+    yield text(end, above, f"GPU: {format_bytes(capacity)}", "end", "soft", ' font-size="10"')
     fullest = max(known, key=lambda row: row.memory)
-    yield text(here.x, y - 5, f"peak {format_bytes(fullest.memory)}", "start", "soft", ' font-size="10"')
+    yield text(here.x, above, f"peak {format_bytes(fullest.memory)}", "start", "soft", ' font-size="10"')
 
 
 def _counts(line: Line, here: _Place) -> Iterator[str]:

@@ -1,159 +1,27 @@
 """One strategy on so many devices, priced by the planner's cost model. No torch here.
 
 Compute is at the shape that a device really works on, communication that compute hides costs nothing, and memory is the
-worst moment of a step. Layers are split as ``chosen`` says.
+worst moment of a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
 
-from galvatron_lite.cluster.catalog import load_cluster
-from galvatron_lite.cluster.cluster import Cluster, RankGroup
-from galvatron_lite.cost.groups import busy_seconds, groups_of, price_stages
-from galvatron_lite.cost.layer import LayerCost, LayerPricer
-from galvatron_lite.cost.memory import group_memory
-from galvatron_lite.cost.schedule import StageTimes
-from galvatron_lite.cost.stage import Shape, StageCost
+from galvatron_lite.cost.groups import busy_seconds, groups_of
+from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.stage import StageCost
 from galvatron_lite.cost.step import straggling
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import Layer, ModelGraph
-from galvatron_lite.oracle.case import HYBRIDS, Kind, Moved
-from galvatron_lite.oracle.chosen import Chosen, allowed, family_of, inside, legal, options, plain
+from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.oracle.case import Kind
+from galvatron_lite.oracle.laid import Laid, by_pixels, laid_out
+from galvatron_lite.oracle.machine import Machine
+from galvatron_lite.oracle.question import Question
 from galvatron_lite.oracle.rows import Loudest, Row, iterations_of
-from galvatron_lite.oracle.stages import least_runs
-from galvatron_lite.parallelism.base import Collective, Communication, Moment, Strategy
-from galvatron_lite.plans.schema import MemoryBreakdown, Schedule
-from galvatron_lite.profiler.estimate import estimate_profile
-from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.stacks.catalog import GALVATRON
-from galvatron_lite.stacks.schema import Stack
-
-WIDEST = 512
-"""Devices among which the channels of convolutions are split at most."""
-SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Samples a device that are estimated."""
-
-
-@dataclass(slots=True)
-class Machine:
-    """A model's costs on a cluster of any number of devices; answers are remembered.
-
-    Attributes:
-        cluster: name or path.
-        profile: of the largest number of devices asked for.
-        free: whether flows never share an adapter.
-    """
-
-    cluster: str
-    profile: Profile
-    free: bool = False
-    _alone: Machine | None = None
-    _pricers: dict[int, LayerPricer] = field(default_factory=dict)
-
-    @property
-    def graph(self) -> ModelGraph:
-        """The model."""
-        return self.profile.graph
-
-    def pricer(self, devices: int) -> LayerPricer:
-        """Prices on the first so many devices.
-
-        Raises:
-            InputError: a number of devices that the cluster does not have.
-        """
-        if devices not in self._pricers:
-            found = load_cluster(self.cluster, devices)
-            self._pricers[devices] = LayerPricer(self.profile.on(_unshared(found) if self.free else found))
-        return self._pricers[devices]
-
-    @property
-    def alone(self) -> Machine:
-        """The same where every device has an adapter of its own: what the real one takes longer is congestion."""
-        if self._alone is None:
-            self._alone = Machine(self.cluster, self.profile, free=True)
-        return self._alone
-
-
-def _unshared(cluster: Cluster) -> Cluster:
-    """As many adapters in a node as it has devices, each as fast as one of the real ones."""
-    near, *far = cluster.levels
-    wider = []
-    for level in far:
-        lanes = max(near.size, level.lanes)
-        wider.append(replace(level, bandwidth=level.bandwidth / level.lanes * lanes, lanes=lanes, contention=1.0))
-    return replace(cluster, levels=(near, *wider))
-
-
-def machine_of(
-    graph: ModelGraph, cluster: str, devices: int, precision: str, batch: int, stack: Stack = GALVATRON
-) -> Machine:
-    """The costs of a model from data sheets, for up to so many devices.
-
-    Args:
-        graph: the model, in ``precision``.
-        cluster: name or path.
-        devices: the most that are asked about.
-        precision: of compute.
-        batch: samples of a replica, which are estimated beside ``SAMPLES``.
-        stack: the training software.
-    """
-    whole = load_cluster(cluster, devices)
-    samples = sorted({*SAMPLES, batch})
-    profile = estimate_profile(graph, _flat(whole), precision=precision, name=graph.name, samples=samples, stack=stack)
-    return Machine(cluster, profile.on(whole))
-
-
-def _flat(cluster: Cluster) -> Cluster:
-    """The cluster with wide nodes: slices of convolutions are estimated within a node only, whatever its links."""
-    near, *far = cluster.levels
-    return replace(cluster, levels=(replace(near, size=max(near.size, WIDEST)), *far))
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """One row that is asked for.
-
-    Attributes:
-        kind: how the model is split.
-        devices: how many.
-        batch: samples of a replica: see ``oracle.case.Case``.
-        samples: of an epoch.
-        group: devices of a group of a hybrid.
-        segments: micro-batches of a pipeline; 0: as many as stages.
-        strategy: of every layer, in place of ``kind``'s.
-        name: of the row.
-    """
-
-    kind: Kind
-    devices: int
-    batch: int
-    samples: int
-    group: int = 4
-    segments: int = 0
-    strategy: Strategy | None = None
-    name: str = ""
-
-    @property
-    def width(self) -> int:
-        """Devices of a group."""
-        if self.strategy is not None:
-            return self.devices // self.strategy.batch_degree
-        if self.kind in HYBRIDS:
-            return min(self.group, self.devices)
-        return 1 if self.kind in (Kind.DATA, Kind.SERIAL) else self.devices
-
-    @property
-    def replicas(self) -> int:
-        """Groups that take samples of their own."""
-        return self.devices // self.width
-
-    @property
-    def global_batch(self) -> int:
-        """Samples of an iteration."""
-        return self.batch * self.replicas
+from galvatron_lite.plans.schema import MemoryBreakdown
 
 
 def row_of(machine: Machine, question: Question) -> Row:
@@ -164,31 +32,13 @@ def row_of(machine: Machine, question: Question) -> Row:
     )  # fmt: skip
     try:
         pricer = machine.pricer(question.devices)
-        in_turn = question.kind in (Kind.PIPELINE, Kind.LAYER)
-        priced = _pipeline(pricer, question) if in_turn else _stage(pricer, question)
+        priced = laid_out(pricer, question)
     except InputError as error:
         return replace(row, problem=str(error))
     return _filled(row, pricer, question, priced)
 
 
-@dataclass(frozen=True, slots=True)
-class _Priced:
-    """Stages with what of their seconds is what.
-
-    Attributes:
-        shape: of the plan.
-        costs: of the stages.
-        moved: seconds of a step.
-        alike: share of compute that several devices do alike.
-    """
-
-    shape: Shape
-    costs: tuple[StageCost, ...]
-    moved: Moved
-    alike: float = 0.0
-
-
-def _filled(row: Row, pricer: LayerPricer, question: Question, priced: _Priced) -> Row:
+def _filled(row: Row, pricer: LayerPricer, question: Question, priced: Laid) -> Row:
     """The row with an epoch's seconds: of the slowest group of devices."""
     profile, shape, costs = pricer.profile, priced.shape, priced.costs
     groups = groups_of(shape, costs)
@@ -233,8 +83,8 @@ def _loudest(graph: ModelGraph, question: Question, costs: Sequence[StageCost]) 
         return Loudest(messages=graph.layers[ends[slow] - 1].name)
     once = _named(graph, [one.step_exposed for one in layers])
     inner = _named(graph, [one.forward_exposed + one.backward_exposed for one in layers])
-    by_pixels = _by_pixels(question)
-    return Loudest(once, "" if by_pixels else inner, inner if by_pixels else "")
+    near = by_pixels(question)
+    return Loudest(once, "" if near else inner, inner if near else "")
 
 
 def _named(graph: ModelGraph, seconds: Sequence[float]) -> str:
@@ -252,138 +102,3 @@ def _alike(question: Question, memory: MemoryBreakdown) -> float:
         case Kind.SERIAL | Kind.PIPELINE | Kind.LAYER:
             return 0.0
     return float(states)
-
-
-def _stage(pricer: LayerPricer, question: Question) -> _Priced:
-    """All layers on all devices."""
-    graph = pricer.profile.graph
-    chosen = {name: _chosen(pricer, question, name) for name in graph.kinds}
-    picked = [chosen[layer.kind] for layer in graph.layers]
-    layers = [_price(pricer, question, one, own) for one, own in zip(graph.layers, picked, strict=True)]
-    moving = _moving(pricer, question, picked)
-    times = StageTimes(
-        sum(one.forward_seconds for one in layers) + moving / 2 + pricer.profile.overhead.microbatch / 2,
-        sum(one.backward_seconds for one in layers) + moving / 2 + pricer.profile.overhead.microbatch / 2,
-    )
-    memory = group_memory([layers], ((1,),), 1, 0, pricer.profile.cluster.device.context)
-    cost = StageCost(tuple(layers), times, sum(one.step_seconds for one in layers), moving, memory)
-    inner = sum(one.forward_exposed + one.backward_exposed for one in layers)
-    moved = Moved(gradients=sum(one.step_exposed for one in layers), gather=moving)
-    moved = replace(moved, halo=inner) if _by_pixels(question) else replace(moved, layers=inner)
-    alike = sum(_work(one) for one, own in zip(layers, picked, strict=True) if own.alike > 1)
-    shape = Shape(question.devices, 1, 1, question.global_batch)
-    return _Priced(shape, (cost,), moved, alike / max(sum(map(_work, layers)), 1e-30))
-
-
-def _work(layer: LayerCost) -> float:
-    return layer.forward + layer.backward + layer.recompute
-
-
-def _by_pixels(question: Question) -> bool:
-    if question.strategy is not None:
-        return family_of(question.strategy) is Kind.SPATIAL
-    return question.kind in (Kind.SPATIAL, Kind.DATA_SPATIAL)
-
-
-def _chosen(pricer: LayerPricer, question: Question, name: str) -> Chosen:
-    """What a kind of layer does: of the ways to split it the most, the cheapest."""
-    if question.strategy is not None:
-        return _given(pricer, question, name, question.strategy)
-    if question.width == 1:
-        return Chosen(Strategy(data=question.devices))
-    return _widest(pricer, question, name, question.kind, Strategy(data=question.replicas), question.width)
-
-
-def _given(pricer: LayerPricer, question: Question, name: str, strategy: Strategy) -> Chosen:
-    """A strategy that is given, where the layer allows it; else as much of it as it does.
-
-    Raises:
-        InputError: it cannot be split so at all.
-    """
-    layer, family = pricer.profile.graph.kinds[name], family_of(strategy)
-    if legal(layer, strategy):
-        return Chosen(strategy)
-    if family is None or strategy.tensor * strategy.context > 1:
-        raise InputError("--strategy", str(strategy), f"{name} allows {allowed(layer) or 'replicas only'}.")
-    group = strategy.spatial * strategy.slices
-    outer = replace(plain(strategy), data=strategy.data)
-    return _widest(pricer, question, name, family, outer, group)
-
-
-def _widest(pricer: LayerPricer, question: Question, name: str, kind: Kind, outer: Strategy, group: int) -> Chosen:
-    """The cheapest of the ways to split a layer the most among a group, inside replicas; alike where there is none."""
-    layer = pricer.profile.graph.kinds[name]
-    found = [
-        (sum(_seconds(cost)), number, one)
-        for number, option in enumerate(options(layer, kind, group, question.batch))
-        for one in (inside(outer, option),)
-        if (cost := pricer.price(name, one, question.global_batch, 1)) is not None
-    ]
-    if not found:
-        return Chosen(replace(outer, data=outer.data * group), alike=group)
-    return Chosen(min(found)[2])
-
-
-def _seconds(cost: LayerCost) -> tuple[float, float, float]:
-    return cost.forward_seconds, cost.backward_seconds, cost.step_seconds
-
-
-def _price(pricer: LayerPricer, question: Question, layer: Layer, chosen: Chosen) -> LayerCost:
-    """Where a group works alike, each of its devices has all of the group's samples.
-
-    Raises:
-        InputError: the strategy is not priced.
-    """
-    batch = question.global_batch * chosen.alike
-    if batch % chosen.strategy.batch_degree:
-        raise InputError("--batch", question.batch, f"{batch} samples do not divide over {chosen.strategy}.")
-    cost = pricer.price(layer.kind, chosen.strategy, batch, 1)
-    if cost is None:
-        raise InputError("--strategy", str(chosen.strategy), f"{layer.name} has no figures for it.")
-    return cost
-
-
-def _moving(pricer: LayerPricer, question: Question, picked: Sequence[Chosen]) -> float:
-    """Seconds of a step in which tensors change their layout between layers, both ways."""
-    graph, group = pricer.profile.graph, question.width
-    seconds = 0.0
-    for left, right, size in graph.exchanges(range(len(graph.layers))):
-        if picked[left] == picked[right]:
-            continue
-        if picked[right].alike > 1:
-            whole = size * question.batch
-            ranks = RankGroup(group, 1, question.replicas)
-            gathered = Communication(Collective.ALL_GATHER, whole, ranks, Moment.FORWARD, overlaps=False)
-            seconds += pricer.links.seconds(gathered)  # each keeps its part of the gradient, which is whole on it
-        else:
-            seconds += 2 * pricer.redistribution(
-                size, question.global_batch, picked[left].strategy, picked[right].strategy
-            )
-    return seconds
-
-
-def _pipeline(pricer: LayerPricer, question: Question) -> _Priced:
-    """Runs of layers of about equal time on a device each, the batch in segments (GPipe).
-
-    Raises:
-        InputError: more devices than layers.
-    """
-    graph, stages = pricer.profile.graph, question.devices
-    parts = max(min(question.segments or stages, question.batch), 1) if question.kind is Kind.PIPELINE else 1
-    while question.batch % parts:
-        parts -= 1
-    shape = Shape(stages, stages, parts, question.batch // parts, Schedule.GPIPE)
-    if stages > len(graph.layers):
-        raise InputError(
-            "--gpus", stages, f"{graph.name} has {len(graph.layers)} layers; each stage takes one at least."
-        )
-    plain = [Strategy()] * len(graph.layers)
-    costs = [pricer.price(layer.kind, Strategy(), shape.microbatch, stages) for layer in graph.layers]
-    sizes = least_runs([_work(one) for one in costs if one is not None], stages)
-    priced = tuple(price_stages(pricer, shape, sizes, plain))
-    sends = sum(_sends(cost) for cost in priced) + (shape.microbatches - 1) * max(map(_sends, priced))
-    return _Priced(shape, priced, Moved(messages=sends if stages > 1 else 0.0))
-
-
-def _sends(cost: StageCost) -> float:
-    return cost.times.send_forward + cost.times.send_backward

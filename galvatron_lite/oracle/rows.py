@@ -61,6 +61,7 @@ class Row:
         twice: share of ``compute`` that several devices do alike.
         congested: the part of ``moved`` that is waiting for other flows on the same links.
         shared: devices that split the work of one sample; 1 under data parallelism.
+        largest: samples of a replica that a device's memory would hold; 0 where that is not worked out.
         problem: why there are no figures; empty where there are.
     """
 
@@ -81,6 +82,7 @@ class Row:
     twice: float = 0.0
     congested: float = 0.0
     shared: int = 1
+    largest: float = 0.0
     problem: str = ""
 
     @property

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from galvatron_lite.model.graph import LayerKind, OperatorClass
 from galvatron_lite.oracle.case import HYBRIDS, Kind
 from galvatron_lite.oracle.chosen import degree_of, options
-from galvatron_lite.oracle.priced import Machine, Question, row_of
+from galvatron_lite.oracle.machine import Machine
+from galvatron_lite.oracle.priced import row_of
+from galvatron_lite.oracle.question import Question
 from galvatron_lite.oracle.rows import Forecast, Limit, Line, Row, beyond
 from galvatron_lite.parallelism.base import Strategy
 
@@ -64,7 +66,7 @@ def _text_line(machine: Machine, question: Question, counts: Sequence[int]) -> L
     given = question.strategy
     assert given is not None
     name, unit = str(given), given.devices
-    limit = Limit(question.samples // question.batch * unit, f"whole copies of its {unit} devices")
+    limit = Limit(question.samples // question.batch * unit, f"whole copies of its {unit} GPUs, B at most the data set")
     rows = []
     for count in counts:
         if count % unit:

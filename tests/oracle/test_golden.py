@@ -2,8 +2,11 @@
 
 import pytest
 
-from galvatron_lite.oracle.formulas import estimate
+from galvatron_lite.oracle.case import Case, Kind
+from galvatron_lite.oracle.formulas import estimate, largest_batch
 from galvatron_lite.oracle.layers import Split
+from galvatron_lite.oracle.network import wires_of
+from galvatron_lite.oracle.quirks import quirks_named
 from galvatron_lite.oracle.shipped import Printed, fabric_named, network_named, printed
 
 ABCI = fabric_named("abci")
@@ -32,6 +35,24 @@ def test_layers_sum_to_the_published_totals(name: str) -> None:
 def test_layers_that_filters_split(name: str, layers: int, items: int) -> None:
     split = network_named(name).split_by(Split.FILTER)
     assert (len(split), sum(layer.outputs for layer in split)) == (layers, items)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "quirks", "samples"),
+    [
+        ("resnet50", Kind.DATA, (), "66.3713327303"),
+        ("vgg16", Kind.DATA, (), "58.5511784785"),
+        ("alexnet", Kind.DATA, (), "1132.35276269"),
+        ("cosmoflow-512", Kind.DATA_SPATIAL, ("all",), "0.266622834017"),
+        ("cosmoflow-256", Kind.DATA_SPATIAL, ("all",), "2.10765393012"),
+        ("vgg16", Kind.DATA_SPATIAL, ("all",), "51.3001363286"),
+    ],
+)
+def test_the_largest_batch_to_every_printed_digit(name: str, kind: Kind, quirks: tuple[str, ...], samples: str) -> None:
+    """``maxSamplePerNode`` of the logs."""
+    assert ABCI is not None
+    case = Case(network_named(name), wires_of(ABCI), kind, 4, 1, quirks=quirks_named(quirks))
+    assert shown(largest_batch(case)) == samples
 
 
 NAMES = [f"{one.model} {one.strategy.value} {one.batch} {devices}" for one, devices in LINES]

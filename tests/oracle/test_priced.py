@@ -9,8 +9,11 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.oracle.case import Kind
 from galvatron_lite.oracle.chosen import allowed, degree_of, legal, options
+from galvatron_lite.oracle.laid import chosen_for
+from galvatron_lite.oracle.machine import Machine, machine_of
 from galvatron_lite.oracle.models import graph_named
-from galvatron_lite.oracle.priced import Machine, Question, machine_of, row_of
+from galvatron_lite.oracle.priced import row_of
+from galvatron_lite.oracle.question import Question
 from galvatron_lite.oracle.rows import Row
 from galvatron_lite.oracle.table import Wanted, forecast, limit_of
 from galvatron_lite.parallelism.base import Strategy
@@ -60,12 +63,11 @@ def test_data_is_the_plan_of_replicas(machine: Machine, devices: int) -> None:
 @pytest.mark.parametrize("kind", [Kind.SPATIAL, Kind.FILTER, Kind.CHANNEL, Kind.DATA_FILTER, Kind.DATA_SPATIAL])
 def test_split_layers_are_the_plan_of_their_strategies(machine: Machine, kind: Kind) -> None:
     """What the row says is what the planner's own road says of the same strategies."""
-    from galvatron_lite.oracle.priced import _chosen
 
     devices = 4 if kind in (Kind.SPATIAL, Kind.FILTER, Kind.CHANNEL) else 16
     question = Question(kind, devices, BATCH, SAMPLES)
     pricer, graph = machine.pricer(devices), machine.graph
-    picked = [_chosen(pricer, question, layer.kind) for layer in graph.layers]
+    picked = [chosen_for(pricer, question, layer.kind) for layer in graph.layers]
     assert all(one.alike == 1 for one in picked)
     assert any(degree_of(kind, one.strategy) == 4 for one in picked)
     strategies = [one.strategy for one in picked]
