@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -14,6 +17,27 @@ from galvatron_lite.parallelism.cuts.tensor import Call, Handler
 def argument(call: Call, position: int, name: str, default: Any = None) -> Any:
     """An argument by position or, where that is not given, by name."""
     return call.args[position] if len(call.args) > position else call.kwargs.get(name, default)
+
+
+def arguments(call: Call, public: Callable[..., Any], built_in: Sequence[str] = ()) -> dict[str, Any]:
+    """Arguments by the names of a documented function, with its defaults.
+
+    Args:
+        call: of it, or of torch's built-in function of the same name.
+        public: the documented one, of which torch has checked what it was given.
+        built_in: names of the arguments of the other one, in its order; none where there is none.
+    """
+    names, defaults = _signature(public)
+    order = names if call.function is public or not built_in else built_in
+    return {**defaults, **dict(zip(order, call.args, strict=False)), **call.kwargs}
+
+
+@cache
+def _signature(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Names of the arguments, in order, and defaults by name."""
+    parameters = inspect.signature(function).parameters
+    defaults = {name: one.default for name, one in parameters.items() if one.default is not inspect.Parameter.empty}
+    return tuple(parameters), defaults
 
 
 def fronted(call: Call) -> Call:

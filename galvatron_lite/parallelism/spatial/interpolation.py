@@ -8,7 +8,6 @@ nothing is kept for backward.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
+from galvatron_lite.parallelism.cuts.calls import arguments
 from galvatron_lite.parallelism.cuts.grid import PIXELS
 from galvatron_lite.parallelism.cuts.line import Line, Parcel
 from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Handler, cut_tensor, cuts_of, local_of, whole_shape
@@ -70,7 +70,7 @@ def interpolate(call: Call) -> Any:
     Raises:
         ValueError, NotImplementedError: torch's own, of arguments it refuses.
     """
-    given = _given(call)
+    given = {"recompute_scale_factor": None, "antialias": False, **arguments(call, call.function)}
     tensor = given.pop("input")
     pixels = [cut for cut in cuts_of(tensor) if cut.dim >= PIXELS]
     if not cuts_of(tensor) or given["antialias"]:
@@ -96,13 +96,6 @@ HANDLERS: Mapping[str, Handler] = {"interpolate": interpolate, "upsample": inter
 def _as_autocast(local: Tensor, mode: str) -> Tensor:
     """Means of areas are no such function: they are pools."""
     return local if mode == "area" else as_autocast(local)
-
-
-def _given(call: Call) -> dict[str, Any]:
-    """Arguments by name, as ``interpolate`` has them."""
-    found = inspect.signature(call.function).bind(*call.args, **call.kwargs)
-    found.apply_defaults()
-    return {"recompute_scale_factor": None, "antialias": False, **found.arguments}
 
 
 def _factors(given: Mapping[str, Any], sides: int) -> tuple[float, ...] | None:

@@ -7,7 +7,6 @@ cut as the picture is.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.cuts.calls import arguments
 from galvatron_lite.parallelism.cuts.line import Line
 from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Cuts, Handler, cut_tensor, cuts_of, local_of, whole_shape
 from galvatron_lite.parallelism.spatial.statistics import (
@@ -43,7 +43,7 @@ _BUILT_IN = ("input", "weight", "bias", "running_mean", "running_var")
 
 def batch_norm(call: Call) -> Any:
     """``torch.nn.functional.batch_norm``: statistics over samples and pixels."""
-    given = _given(call, functional.batch_norm, (*_BUILT_IN, "training", "momentum", "eps"))
+    given = arguments(call, functional.batch_norm, (*_BUILT_IN, "training", "momentum", "eps"))
     if not cuts_of(given["input"]):
         return call.rules.otherwise(call)
     return _batch_norm(given, ())
@@ -51,7 +51,7 @@ def batch_norm(call: Call) -> Any:
 
 def instance_norm(call: Call) -> Any:
     """``torch.nn.functional.instance_norm``: statistics over the pixels of each sample."""
-    given = _given(call, functional.instance_norm, (*_BUILT_IN, "use_input_stats", "momentum", "eps"))
+    given = arguments(call, functional.instance_norm, (*_BUILT_IN, "use_input_stats", "momentum", "eps"))
     tensor = given["input"]
     channel, pixels = _split(cuts_of(tensor))
     if not cuts_of(tensor):
@@ -76,7 +76,7 @@ def group_norm(call: Call) -> Any:
 
     Channels that are cut must be cut between groups; other pictures are gathered.
     """
-    given = _given(call, functional.group_norm, ("input", "num_groups", "weight", "bias", "eps"))
+    given = arguments(call, functional.group_norm, ("input", "num_groups", "weight", "bias", "eps"))
     tensor, groups = given["input"], given["num_groups"]
     channel, pixels = _split(cuts_of(tensor))
     if not cuts_of(tensor) or (channel and groups % channel.line.size):
@@ -98,19 +98,19 @@ def group_norm(call: Call) -> Any:
 
 def layer_norm(call: Call) -> Any:
     """``torch.nn.functional.layer_norm``: statistics over the last dims."""
-    given = _given(call, functional.layer_norm, ("input", "normalized_shape", "weight", "bias", "eps"))
+    given = arguments(call, functional.layer_norm, ("input", "normalized_shape", "weight", "bias", "eps"))
     return _normalised_rows(call, given, centred=True)
 
 
 def rms_norm(call: Call) -> Any:
     """``torch.nn.functional.rms_norm``: root mean squares over the last dims."""
-    given = _given(call, functional.rms_norm, ("input", "normalized_shape", "weight", "eps"))
+    given = arguments(call, functional.rms_norm, ("input", "normalized_shape", "weight", "eps"))
     return _normalised_rows(call, given, centred=False)
 
 
 def local_response_norm(call: Call) -> Any:
     """``torch.nn.functional.local_response_norm``: over neighbouring channels, which must be whole."""
-    given = _given(call, functional.local_response_norm, ())
+    given = arguments(call, functional.local_response_norm)
     tensor = given.pop("input")
     if not cuts_of(tensor) or _split(cuts_of(tensor))[0]:
         return call.rules.otherwise(call)
@@ -241,28 +241,23 @@ def _over(found: Moments, cuts: Sequence[Cut], count: int) -> Moments:
 
 def _update(own: Mapping[str, Tensor | None], found: Moments, momentum: float, samples: int) -> None:
     """Running statistics, of unbiased variances, the mean over samples that have their own."""
-    unbiased = found.variance * (found.count / (found.count - 1))
+    mean, variance = own["running_mean"], own["running_var"]
     with torch.no_grad():
-        for running, batch in ((own["running_mean"], found.mean), (own["running_var"], unbiased)):
-            if running is not None:
-                mean = batch.view(samples, -1).mean(0).to(running.dtype)
-                running.mul_(1 - momentum).add_(mean, alpha=momentum)
+        if mean is not None:
+            _keep(mean, found.mean, momentum, samples)
+        if variance is not None:
+            _keep(variance, found.variance * (found.count / (found.count - 1)), momentum, samples)
+
+
+def _keep(running: Tensor, batch: Tensor, momentum: float, samples: int) -> None:
+    mean = batch if samples == 1 else batch.view(samples, -1).mean(0)
+    running.lerp_(mean.view(running.shape).to(running.dtype), momentum)
 
 
 def _refuse_single(count: float | Tensor, tensor: Tensor) -> None:
     """Variances of one number are no use to train with; torch refuses them too."""
     if not isinstance(count, Tensor) and count <= 1:
         raise InputError("pixels a statistic", whole_shape(tensor), "Train with more than one value per channel.")
-
-
-def _given(call: Call, public: Callable[..., Any], builtin: tuple[str, ...]) -> dict[str, Any]:
-    """Arguments by name, of the documented function or of torch's built-in one of that name, in its order."""
-    if call.function is not public and builtin:
-        defaults = {"weight": None, "bias": None, "eps": None if call.name == "rms_norm" else 1e-5}
-        return {**defaults, **dict(zip(builtin, call.args, strict=False)), **call.kwargs}
-    found = inspect.signature(public).bind(*call.args, **call.kwargs)
-    found.apply_defaults()
-    return dict(found.arguments)
 
 
 def _split(cuts: Cuts) -> tuple[Cut | None, Cuts]:

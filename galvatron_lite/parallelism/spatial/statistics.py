@@ -69,8 +69,10 @@ def _per_channel(tensor: Tensor) -> tuple[Tensor, Tensor]:
     statistics in the wide type, which nobody needs, have it answer in that.
     """
     if tensor.device.type in _HALVES:
-        unused = wide(tensor.new_zeros(tensor.shape[1]))
-        mean, variance = torch.batch_norm_update_stats(tensor, unused, unused.clone(), 0.0)
+        means = variances = None
+        if tensor.dtype.itemsize < torch.float32.itemsize:
+            means, variances = torch.zeros(2, tensor.shape[1], device=tensor.device)
+        mean, variance = torch.batch_norm_update_stats(tensor, means, variances, 0.0)
         return mean, variance
     variance, mean = torch.var_mean(wide(tensor), [0, *range(2, tensor.dim())], correction=0)
     return mean, variance
@@ -84,8 +86,11 @@ def over_cut(found: Moments, cut: Cut, count: int) -> Moments:
     """Of the items of all ranks that share a dim, from each one's own; ``count``: items of them all."""
     line = cut.line
     gathered = line.all_gather(torch.stack((found.mean, found.variance))[None], 0)
-    mean, variance = _merged(gathered[:, 0], gathered[:, 1], _weights(cut, found.mean))
-    return Moments(mean, variance, count)
+    means, variances = gathered.unbind(1)
+    if cut.extent % line.size == 0:
+        between, mean = torch.var_mean(means, 0, correction=0)
+        return Moments(mean, variances.mean(0) + between, count)
+    return Moments(*_merged(means, variances, _weights(cut, found.mean)), count)
 
 
 def over_line(found: Moments, line: Line) -> Moments:
@@ -163,7 +168,7 @@ class _Normalise(Function):
     ) -> Tensor:
         ctx.save_for_backward(tensor, weight, mean, variance)
         ctx.how = how
-        each_mean, each_variance = (one.repeat_interleave(how.each) for one in (mean, variance))
+        each_mean, each_variance = _each(mean, how), _each(variance, how)
         shown = tensor.reshape(how.shape)
         result = functional.batch_norm(shown, each_mean, each_variance, weight, bias, False, 0.0, how.eps)
         # Not a view, so that the function behind (ReLU) may work in place.
@@ -173,7 +178,7 @@ class _Normalise(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         tensor, weight, mean, variance = ctx.saved_tensors
         how: Normal = ctx.how
-        each_mean, each_variance = (one.repeat_interleave(how.each) for one in (mean, variance))
+        each_mean, each_variance = _each(mean, how), _each(variance, how)
         shown, arriving = tensor.reshape(how.shape), gradient.reshape(how.shape)
         slope = torch.ones_like(each_mean) if weight is None else weight
         # With statistics that are given the kernel's gradients are exact sums of this rank's own items.
@@ -181,13 +186,19 @@ class _Normalise(Function):
             arriving, shown, slope, each_mean, each_variance, None, None, False, how.eps, [True, True, True]
         )
         if ctx.needs_input_grad[0]:
-            sums = torch.stack((slope * by_weight, slope * by_bias)).view(2, -1, how.each).sum(2)
+            sums = torch.stack((slope * by_weight, slope * by_bias))
+            sums = sums if how.each == 1 else sums.view(2, -1, how.each).sum(2)
             for line in how.lines:
                 sums = line.all_reduce(sums)
             scale = -(variance + how.eps).rsqrt() / how.count
-            factor, offset = ((scale * one).repeat_interleave(how.each) for one in sums)
+            factor, offset = (_each(one, how) for one in (scale * sums).unbind())
             passed += functional.batch_norm(shown, each_mean, each_variance, factor, offset, False, 0.0, how.eps)
         return passed.view(tensor.shape), *_wanted(ctx, by_weight, by_bias), None, None, None
+
+
+def _each(statistics: Tensor, how: Normal) -> Tensor:
+    """One number a feature."""
+    return statistics if how.each == 1 else statistics.repeat_interleave(how.each)
 
 
 def _wanted(ctx: Any, by_weight: Tensor, by_bias: Tensor) -> tuple[Tensor | None, Tensor | None]:
