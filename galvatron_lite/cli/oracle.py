@@ -172,6 +172,7 @@ def _print_findings(found: Forecast) -> None:
     from rich.console import Console
 
     from galvatron_lite.oracle.bottlenecks import findings
+    from galvatron_lite.oracle.rows import gpus
 
     console = Console(highlight=False, soft_wrap=True)
     console.print("Limits (L) and bottlenecks (B)", style="bold")
@@ -184,7 +185,7 @@ def _print_findings(found: Forecast) -> None:
     console.print()
     for line in found.lines:
         if line.limit.devices is not None:
-            console.print(f"{line.strategy} scales to {line.limit.devices:,} GPUs: {line.limit.reason}")
+            console.print(f"{line.strategy} scales to {gpus(line.limit.devices)}: {line.limit.reason}")
 
 
 def _check(as_json: bool) -> None:

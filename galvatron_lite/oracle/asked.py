@@ -188,8 +188,22 @@ def _priced(model: str, cluster: str, options: Options) -> Forecast:
     for one in strategies:
         check_text(one, graph.kinds)
     machine = machine_of(graph, cluster, most, precision, batch)
+    _check_words(machine, kinds if options.strategies else ())
     question = Question(Kind.SERIAL, 1, batch, samples, options.group or _node(machine), options.segments)
     return table.forecast(machine, table.Wanted(question, kinds, strategies, options.counts))
+
+
+def _check_words(machine: Machine, kinds: Sequence[Kind]) -> None:
+    """Whether the model allows what was asked for by name.
+
+    Raises:
+        InputError: a word that it does not.
+    """
+    for kind in kinds:
+        if not table.allows(machine, kind):
+            known = ", ".join(word.value for word in WORDS if table.allows(machine, word))
+            remedy = f"No layer of {machine.graph.name} can be split so; it allows {known}, and --strategy any other."
+            raise InputError("--strategies", kind.value, remedy)
 
 
 def _node(machine: Machine) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import floor
 
-from galvatron_lite.oracle.rows import Forecast, Line, Row
+from galvatron_lite.oracle.rows import Forecast, Line, Row, gpus
 from galvatron_lite.units import format_bytes
 
 
@@ -186,6 +186,6 @@ def _ended(line: Line) -> Iterator[Finding]:
     """Numbers of devices beyond what the strategy can use."""
     beyond = [row for row in line.rows if row.problem.startswith("beyond its limit")]
     if beyond and line.limit.devices is not None:
-        words = f"{line.limit.devices:,} GPUs at most: {line.limit.reason}"
+        words = f"{gpus(line.limit.devices)} at most: {line.limit.reason}"
         yield Finding("number of devices", Sort.LIMITATION, line.strategy, beyond[0].devices, 1.0, 1.0,
                       beyond[-1].devices, words)  # fmt: skip

@@ -68,9 +68,20 @@ def options(layer: LayerKind, kind: Kind, group: int, batch: int) -> list[Strate
     return [one for one in legal if degree_of(kind, one) == most]
 
 
-def inside(outer: Strategy, own: Strategy) -> Strategy:
-    """A group's strategy within the replicas and shards of another."""
-    return replace(own, data=own.data * outer.data, zero=outer.zero, zero_stage=outer.zero_stage)
+def inside(layer: LayerKind, outer: Strategy, own: Strategy) -> Strategy:
+    """A group's strategy within the replicas, shards and recomputation of another, where the layer offers that."""
+    again = outer.recompute if outer.recompute in layer.kept else Recompute.NONE
+    return replace(own, data=own.data * outer.data, zero=outer.zero, zero_stage=outer.zero_stage, recompute=again)
+
+
+def eased(layer: LayerKind, strategy: Strategy) -> Strategy | None:
+    """The strategy, where the layer allows it; else without what edges of a model do without; None where neither."""
+    plain_tokens, kept = {"sequence_parallel": False}, {"recompute": Recompute.NONE}
+    for changes in ({}, kept, plain_tokens, kept | plain_tokens):
+        easier = replace(strategy, **changes)
+        if legal(layer, easier):
+            return easier
+    return None
 
 
 def legal(layer: LayerKind, strategy: Strategy) -> bool:
@@ -101,7 +112,7 @@ def check_text(strategy: Strategy, kinds: Mapping[str, LayerKind]) -> None:
     Raises:
         InputError: none can; says what its layers allow.
     """
-    if any(legal(kind, strategy) for kind in kinds.values()):
+    if any(eased(kind, strategy) for kind in kinds.values()):
         return
     ways = {name: allowed(kind) for name, kind in kinds.items()}
     said = "; ".join(f"{name}: {found}" for name, found in ways.items() if found)

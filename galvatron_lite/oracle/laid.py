@@ -17,7 +17,7 @@ from galvatron_lite.cost.stage import Shape, StageCost
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.oracle.case import Kind, Moved
-from galvatron_lite.oracle.chosen import Chosen, allowed, family_of, inside, legal, options, plain
+from galvatron_lite.oracle.chosen import Chosen, allowed, eased, family_of, inside, options, plain
 from galvatron_lite.oracle.question import Question
 from galvatron_lite.oracle.stages import least_runs
 from galvatron_lite.parallelism.base import Collective, Communication, Moment, Strategy
@@ -99,8 +99,9 @@ def _given(pricer: LayerPricer, question: Question, name: str, strategy: Strateg
         InputError: it cannot be split so at all.
     """
     layer, family = pricer.profile.graph.kinds[name], family_of(strategy)
-    if legal(layer, strategy):
-        return Chosen(strategy)
+    easier = eased(layer, strategy)
+    if easier is not None:
+        return Chosen(easier)
     if family is None or strategy.tensor * strategy.context > 1:
         raise InputError("--strategy", str(strategy), f"{name} allows {allowed(layer) or 'replicas only'}.")
     group = strategy.spatial * strategy.slices
@@ -114,11 +115,11 @@ def _widest(pricer: LayerPricer, question: Question, name: str, kind: Kind, oute
     found = [
         (sum(_seconds(cost)), number, one)
         for number, option in enumerate(options(layer, kind, group, question.batch))
-        for one in (inside(outer, option),)
+        for one in (inside(layer, outer, option),)
         if (cost := pricer.price(name, one, question.global_batch, 1)) is not None
     ]
     if not found:
-        return Chosen(replace(outer, data=outer.data * group), alike=group)
+        return Chosen(inside(layer, outer, Strategy(data=group)), alike=group)
     return Chosen(min(found)[2])
 
 

@@ -151,9 +151,14 @@ class Forecast:
     lines: tuple[Line, ...]
 
 
+def gpus(count: int) -> str:
+    """A number of them, for people."""
+    return f"{count:,} GPU" + ("" if count == 1 else "s")
+
+
 def beyond(limit: Limit) -> str:
     """What a row beyond a strategy's limit says."""
-    return f"beyond its limit of {limit.devices:,} GPUs"
+    return f"beyond its limit of {gpus(limit.devices or 0)}"
 
 
 def iterations_of(samples: int, batch: int) -> int:

@@ -39,15 +39,26 @@ class Wanted:
 
 
 def forecast(machine: Machine, wanted: Wanted) -> Forecast:
-    """The table."""
+    """The table; words that the model does not allow are left out, with a note."""
     question, graph = wanted.question, machine.graph
-    lines = [_kind_line(machine, replace(question, kind=kind), wanted.counts) for kind in wanted.kinds]
+    kinds = [kind for kind in wanted.kinds if allows(machine, kind)]
+    lines = [_kind_line(machine, replace(question, kind=kind), wanted.counts) for kind in kinds]
     lines += [_text_line(machine, replace(question, strategy=one), wanted.counts) for one in wanted.strategies]
-    notes = (f"{graph.precision}, {question.batch} samples a replica",)
+    notes = (f"{graph.precision}, {question.batch} samples a replica", *_left_out(graph.name, wanted.kinds, kinds))
     origin = f"{machine.profile.origin.kind.value}: {machine.profile.origin.source}"
     return Forecast(
         graph.name, machine.profile.cluster.name, "galvatron", question.samples, origin, notes, tuple(lines)
     )
+
+
+def allows(machine: Machine, kind: Kind) -> bool:
+    """Whether some layer of the model can be split as a word says."""
+    return kind in (Kind.SERIAL, Kind.DATA, Kind.PIPELINE, Kind.LAYER) or _ways(machine, kind) > 1
+
+
+def _left_out(name: str, asked: Sequence[Kind], told: Sequence[Kind]) -> tuple[str, ...]:
+    missing = ", ".join(kind.value for kind in asked if kind not in told)
+    return (f"left out, as no layer of {name} can be split so: {missing}",) if missing else ()
 
 
 def _kind_line(machine: Machine, question: Question, counts: Sequence[int]) -> Line:

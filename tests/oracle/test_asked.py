@@ -113,6 +113,20 @@ def test_any_model_and_any_cluster() -> None:
     assert data.rows[2].epoch < data.rows[1].epoch < data.rows[0].epoch
 
 
+def test_words_that_a_model_does_not_allow_are_left_out() -> None:
+    found = forecast("gpt2", "v100", Options((1, 8), batch=8))
+    assert [line.strategy for line in found.lines] == ["data", "pipeline"]
+    assert "no layer of gpt2 can be split so: spatial, filter" in found.notes[1]
+
+
+def test_edges_of_a_model_do_without_what_blocks_do() -> None:
+    found = forecast("gpt2", "v100", Options((8,), batch=8, texts=("zero3x4 tensor2+sp recompute", "data8")))
+    lean, plain = (line.rows[0] for line in found.lines)
+    assert lean.problem == plain.problem == ""
+    assert lean.memory < plain.memory
+    assert lean.compute > plain.compute  # the same samples a replica of two, and forward again
+
+
 def test_pictures_of_another_size() -> None:
     small, large = (forecast("convnext-xl", "v100", Options((4,), batch=4, image=image)) for image in (None, "448x896"))
     assert large.lines[0].rows[0].compute > 6 * small.lines[0].rows[0].compute
@@ -162,6 +176,7 @@ def test_the_check_tells_rows_means_and_orders() -> None:
         ("resnet50 --cluster abci --formulas paradl --quirk typo", "--quirk: 'typo' .*filter-memory"),
         ("resnet50 --cluster abci --strategy data8x", "--strategy: 'data8x'"),
         ("resnet50 --cluster abci --gpus 8 --strategy tensor8", "No layer can be split so.*filters up to"),
+        ("gpt2 --cluster v100 --strategies data,filter", "--strategies: 'filter' .*allows data, pipeline"),
         ("resnet50 --cluster abci --batch 0", "--batch: 0"),
         ("resnet50 --cluster abci --samples 0", "--samples: 0"),
         ("resnet50 --cluster abci --group -1", "--group: -1"),
