@@ -312,6 +312,23 @@ class Room:
         return self.node is None or (size <= self.node and (self.node % size == 0 or self.devices <= self.node))
 
 
+class Refusing(Protocol):
+    """A dimension that can tell of a layer why it cannot be split in some way that others can."""
+
+    @property
+    def degree(self) -> str:
+        """See ``Dimension``."""
+        ...
+
+    def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
+        """See ``Dimension``."""
+        ...
+
+    def refusal(self, kind: LayerKind, degree: int) -> str:
+        """Why a layer cannot be split so many ways; empty where it can."""
+        ...
+
+
 class Dimension(Protocol):
     """A way to split a layer: one folder under ``parallelism``, whose ``cost.py`` offers one of these."""
 

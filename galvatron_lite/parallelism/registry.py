@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from galvatron_lite.parallelism.base import Dimension
+from galvatron_lite.parallelism.base import Dimension, Refusing
 from galvatron_lite.parallelism.channel.cost import ChannelDimension
 from galvatron_lite.parallelism.context.cost import ContextDimension
 from galvatron_lite.parallelism.data.cost import DataDimension
@@ -27,15 +27,15 @@ DIMENSIONS: tuple[Dimension, ...] = (
 )
 """In the order they are applied: what slices the layer first, what wraps the slices later."""
 
+_CHANNELS = (ChannelDimension(), ChannelDimension(degree="channels"))
+_PIXELS = (SpatialDimension(degree="depth"), SpatialDimension(degree="height"), SpatialDimension(degree="width"))
+
 CHOSEN: tuple[Dimension, ...] = (
     TensorDimension(),
     ContextDimension(),
     ExpertDimension(),
-    ChannelDimension(),
-    ChannelDimension(degree="channels"),
-    SpatialDimension(degree="depth"),
-    SpatialDimension(degree="height"),
-    SpatialDimension(degree="width"),
+    *_CHANNELS,
+    *_PIXELS,
     DataDimension(),
     ZeroDimension(),
     PlacementDimension(),
@@ -43,6 +43,9 @@ CHOSEN: tuple[Dimension, ...] = (
     RecomputeDimension(),
 )
 """In the order they are chosen: what a later one may choose depends on the earlier ones."""
+
+REFUSING: tuple[Refusing, ...] = (*_CHANNELS, *_PIXELS)
+"""Those that tell why a layer cannot be split."""
 
 SHAPES: tuple[tuple[str, dict[str, object]], ...] = (
     ("plain data parallel", {"zero": 1, "zero_stage": 0, "tensor": 1, "context": 1}),

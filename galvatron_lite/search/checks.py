@@ -2,13 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.layout import layout
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.registry import REFUSING
 from galvatron_lite.search.shapes import Request, shapes_of
 from galvatron_lite.search.space import Fixed, microbatch_counts
+from galvatron_lite.search.tables import Glue, glue_of
+
+
+def check_layers(request: Request) -> None:
+    """Raise InputError where a layer cannot be split as it is pinned; names it, the reason, and what it offers."""
+    graph, fixed = request.graph, request.fixed
+    own = {one.degree: one for one in REFUSING}
+    for layer in graph.layers:
+        kind = graph.kind_of(layer)
+        for field, value in (*fixed.strategy, *fixed.pins_of(layer.name)):
+            if field not in own or not isinstance(value, int) or value <= 1:
+                continue
+            why = own[field].refusal(kind, value)
+            if why:
+                offered = [str(choice[field]) for choice in own[field].choices(kind, request.devices)]
+                remedy = f"{why[0].upper()}{why[1:]}. It offers {', '.join(offered)}; or pin other layers by name."
+                raise InputError(f"--fix {layer.name}.{field}", value, remedy)
+        pins = {field: value for field, value in (*fixed.strategy, *fixed.pins_of(layer.name)) if field in own}
+        if len(pins) > 1 and not any(_taken(request, layer, request.devices // stages) for stages in request.pipelines):
+            remedy = f"Over {request.devices} devices it can have each, but not all of them; lift one."
+            said = " ".join(f"--fix {layer.name}.{field}" for field in pins)
+            raise InputError(said, ", ".join(str(value) for value in pins.values()), remedy)
+
+
+def _taken(request: Request, layer: Layer, devices: int) -> list[Strategy]:
+    """What a layer may do on a stage of so many devices under all that is pinned for it."""
+    every = request.space.strategies(layer.kind, devices, request.fixed)
+    return [one for one in every if request.fixed.allows_in(layer.name, one)]
+
+
+def unglued(request: Request) -> str:
+    """That the layers before and after the blocks have no layout in common, as those of one stage must; empty where
+    they have, or where there are several stages."""
+    graph, offered = request.graph, dict[str, dict[Glue, Strategy]]()
+    for layer in graph.layers if 1 in request.pipelines else ():
+        if layer.role is not Role.BLOCK:
+            taken = _taken(request, layer, request.devices)
+            offered[layer.name] = {glue_of(layout(one)): one for one in reversed(taken)}
+    if len(offered) <= 1 or set.intersection(*({*own} for own in offered.values())):
+        return ""
+    said = "; ".join(f"{name}: {_few(own.values())}" for name, own in offered.items())
+    return f"Layers before and after the blocks of a stage split samples, pixels and channels alike, but offer {said}."
+
+
+def _few(strategies: Iterable[Strategy]) -> str:
+    """Names of a few, recomputation and ZeRO left out."""
+    plain = dict.fromkeys(str(replace(one, zero=1, zero_stage=0, data=one.batch_degree)) for one in strategies)
+    return ", ".join([*plain][:4]) + (", ..." if len(plain) > 4 else "")
 
 
 def check_batch(request: Request) -> None:

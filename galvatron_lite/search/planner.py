@@ -27,7 +27,7 @@ from galvatron_lite.plans.schema import Plan, Proof, Provenance, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, quickest
 from galvatron_lite.search.best_first import MOST_WORK, Found, Progress, search
-from galvatron_lite.search.checks import check_batch, skipping, unprofiled
+from galvatron_lite.search.checks import check_batch, check_layers, skipping, unprofiled
 from galvatron_lite.search.given import given_plans
 from galvatron_lite.search.infeasible.relief import relief
 from galvatron_lite.search.pins import check_pins, schedules_for
@@ -184,5 +184,6 @@ def request_of(
     space, known = session.space(backend)
     unlike = None if profile.cluster.alike else profile.cluster
     request = Request(profile.graph, devices, global_batch, budget, fixed, orders, space, known, unlike)
+    check_layers(request)
     check_batch(request)
     return request

@@ -46,9 +46,10 @@ from galvatron_lite.parallelism.channel.parts import (
     split_items,
     splits_channels,
     takes_gradient,
+    undivided,
 )
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.pictures import has_weights, items_of
+from galvatron_lite.parallelism.pictures import has_weights, is_picture, items_of
 from galvatron_lite.parallelism.ranks import Either, channel_group
 
 BY = ("filters", "channels")
@@ -67,6 +68,13 @@ class ChannelDimension:
         offered = splits_channels(kind, self.degree)
         degrees = [d for d in divisors(devices)[1:] if divides(kind, self.degree, d)] if offered else []
         return [{self.degree: degree} for degree in (1, *degrees)]
+
+    def refusal(self, kind: LayerKind, degree: int) -> str:
+        """Why a layer cannot be split so many ways; empty where it can."""
+        if not splits_channels(kind, self.degree):
+            ends = is_picture(kind)
+            return "it ends in a loss, whose channels nobody reads" if ends else "it does not work on pictures"
+        return undivided(kind, self.degree, degree)
 
     def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:  # noqa: ARG002
         """One or the other, beside data parallelism, ZeRO and recomputation only; sensible within a node, as its

@@ -168,6 +168,17 @@ def divides(kind: LayerKind, by: str, degree: int) -> bool:
     return dense and all(_even(one, part, degree) for one, part in parts if has_weights(one))
 
 
+def undivided(kind: LayerKind, by: str, degree: int) -> str:
+    """The operator whose channels cannot be split evenly, and how many it has; empty where all can."""
+    parts = parts_of(kind.operators, by)
+    for one, part in parts:
+        if has_weights(one) and not _even(one, part, degree):
+            inputs, outputs, groups = channels_of(one)
+            shape = f"{inputs} -> {outputs} channels" + (f" in {groups} groups" if groups > 1 else "")
+            return f"{one.name}: {shape} cannot be shared evenly by {degree}"
+    return "" if divides(kind, by, degree) else "none of its operators has weights of all channels"
+
+
 def _even(one: Operator, part: Part, degree: int) -> bool:
     inputs, outputs, groups = channels_of(one)
     match part:

@@ -59,6 +59,10 @@ class SpatialDimension:
         degrees = divisors(devices)[1:] if splits_pixels(kind) else ()
         return [{self.degree: degree} for degree in (1, *(own for own in degrees if not refusal(kind, place, own)))]
 
+    def refusal(self, kind: LayerKind, degree: int) -> str:
+        """Why a layer cannot be split so many ways; empty where it can."""
+        return refusal(kind, SIDES.index(self.degree), degree)
+
     def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:
         """Beside data parallelism, ZeRO and recomputation only.
 

@@ -57,17 +57,25 @@ class Laid:
 
 
 def splits_pixels(kind: LayerKind) -> bool:
-    """Whether devices may share the pixels of a layer's pictures.
+    """Whether devices may share the pixels of a layer's pictures."""
+    return not whole_because(kind)
+
+
+def whole_because(kind: LayerKind) -> str:
+    """Why devices may not share the pixels of a layer's pictures; empty where they may.
 
     A layer without convolutions may take their mean; a picture that enters a matmul as one row (a flattened one) is
     whole on every device.
     """
-    if not is_picture(kind) or prod(extents_of(kind)) <= 1:
-        return False
+    if not is_picture(kind):
+        return "it does not work on pictures pixel by pixel and window by window"
+    if prod(extents_of(kind)) <= 1:
+        return "its picture is one pixel"
     if any(one.kind is OperatorClass.CONVOLUTION for one in kind.operators):
-        return True
+        return ""
     first = next((one for one in kind.operators if one.kind is OperatorClass.MATMUL), None)
-    return first is None or first.shape[1] == kind.dims.in_channels
+    flat = first is not None and first.shape[1] != kind.dims.in_channels
+    return f"{first.name} takes its picture as one row" if flat and first is not None else ""
 
 
 def laid_on(kind: LayerKind, grid: Grid) -> Laid:
@@ -136,7 +144,7 @@ def window_along(side: Side) -> windows.Window:
 def refusal(kind: LayerKind, place: int, degree: int) -> str:
     """Why so many devices cannot share a side (0 depth, 1 height, 2 width) of all pictures of a layer; empty where they
     can."""
-    return _refusal(windows_of(kind.operators), extents_of(kind), place, degree)
+    return whole_because(kind) or _refusal(windows_of(kind.operators), extents_of(kind), place, degree)
 
 
 @lru_cache(maxsize=8192)

@@ -28,6 +28,7 @@ from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, in_flight
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.search.chains.pareto import pareto_rows
+from galvatron_lite.search.checks import unglued
 from galvatron_lite.search.infeasible.lean_stages import Lean, Memory, Stages, least_share
 from galvatron_lite.search.infeasible.lean_uniform import LeanUniform
 from galvatron_lite.search.problem import Problem
@@ -50,7 +51,7 @@ def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
         return InfeasibleError(
             f"No plan of {request.graph.name} exists on {request.devices} devices with a batch of "
             f"{request.global_batch}: no way to split its layers divides the batch and has figures in the profile. "
-            "Give another batch, other devices, or profile more tensor degrees."
+            + (unglued(request) or "Give another batch, other devices, or profile more tensor degrees.")
         )
     return InfeasibleError(
         f"No plan of {request.graph.name} fits {_told(request.budget)} a device on {request.devices} devices. "

@@ -1,0 +1,74 @@
+"""Pins that no convolutional layer can follow: which layer, which value, why, and what instead."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from galvatron_lite.cluster.catalog import load_cluster
+from galvatron_lite.errors import InfeasibleError, InputError
+from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass
+from galvatron_lite.model.shapes.registry import load_model
+from galvatron_lite.parallelism.registry import REFUSING
+from galvatron_lite.profiler.estimate import estimate_profile
+from galvatron_lite.questions.pins import read_pins
+from galvatron_lite.search.planner import find_plan
+from tests.parallelism.test_spatial_cost import CHANNELS, HEIGHT, WIDTH, convolved, stack
+
+DEVICES = 8
+PROFILE = estimate_profile(load_model("resnet50"), load_cluster("a100-80gb"), precision="bf16", name="test")
+
+
+def asked(*pins: str) -> None:
+    fixed = read_pins(pins, (), PROFILE.graph).at(DEVICES, 64)
+    find_plan(
+        PROFILE, devices=DEVICES, global_batch=64, budget=10**11, fixed=fixed, backend="any", runners_up=0, effort=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("pins", "field", "value", "said"),
+    [
+        (("stages.3.1.width=8",), "stages.3.1.width", 8, "extent of 7 leaves a rank of 8 without a share.*1, 2, 4"),
+        (("before.channels=2",), "before.channels", 2, "3 -> 64 channels cannot be shared evenly by 2"),
+        (("after.channels=2",), "after.channels", 2, "ends in a loss.*offers 1"),
+        (("width=3",), "width", 3, "must divide the 8 devices"),
+        (("before.width=2", "before.filters=2"), "before.width", "2, 2", "each, but not all"),
+    ],
+)
+def test_the_layer_the_value_and_a_remedy_are_named(
+    pins: tuple[str, ...], field: str, value: object, said: str
+) -> None:
+    with pytest.raises(InputError, match=said) as caught:
+        asked(*pins)
+    assert field in caught.value.field
+    assert caught.value.value == value
+
+
+def test_edges_that_have_no_layout_in_common_are_named() -> None:
+    with pytest.raises(InfeasibleError, match=r"before and after the blocks.*before: spatial1x8; after: "):
+        asked("before.width=8")
+
+
+@pytest.mark.parametrize(
+    ("kind", "degrees", "said"),
+    [
+        (stack(convolved("a", 7)), {"width": 32}, "needs 1 of rank 2's items of an extent of 64: more than the share"),
+        (stack(convolved("a", 3, 2)), {"height": 48}, "48 -> 24 leaves a rank of 48"),
+        (
+            stack(Operator("fc", OperatorClass.MATMUL, (1, CHANNELS * HEIGHT * WIDTH, 10), 1, 1, 2, 1, 1, 1)),
+            {"height": 2}, "fc takes its picture as one row",
+        ),
+        (load_model("gpt2").kinds["block"], {"height": 2, "filters": 2}, "does not work on pictures"),
+        (stack(convolved("a", 3)), {"depth": 2}, "extent of 1 leaves a rank of 2"),
+    ],
+)  # fmt: skip
+def test_every_refusal_has_a_reason_and_what_is_offered_has_none(
+    kind: LayerKind, degrees: dict[str, int], said: str
+) -> None:
+    for dimension in REFUSING:
+        offered = {int(str(choice[dimension.degree])) for choice in dimension.choices(kind, 32)}
+        assert all(bool(dimension.refusal(kind, degree)) == (degree not in offered) for degree in (2, 4, 8, 16, 32))
+        if dimension.degree in degrees:
+            assert re.search(said, dimension.refusal(kind, degrees[dimension.degree]))
