@@ -205,7 +205,7 @@ def _print_checks(checks: tuple[Check, ...]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from galvatron_lite.oracle.measured import FORMULAS, mean_accuracy, rankings, scores
+    from galvatron_lite.oracle.measured import FORMULAS, mean_accuracy, rankings, scores, software_notes
 
     console = Console(highlight=False, soft_wrap=True, width=max(Console().width, _WIDE))
     table = Table("row", "measured", box=None, pad_edge=False, header_style="bold")
@@ -222,6 +222,9 @@ def _print_checks(checks: tuple[Check, ...]) -> None:
     for score in groups:
         console.print(f"{score.name} ({score.rows}): {_means(score.accuracy)}")
     console.print(f"all: {_means({way: mean_accuracy(checks, way) for way in FORMULAS})}\n")
+    for name, note in software_notes().items():
+        console.print(f"{name}: {note}")
+    console.print()
     every = rankings(checks)
     for way in FORMULAS[:2]:
         right = sum(one.right[way] for one in every)

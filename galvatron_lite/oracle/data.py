@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from galvatron_lite.oracle.bottlenecks import findings
-from galvatron_lite.oracle.measured import FORMULAS, Check, mean_accuracy, rankings, scores
+from galvatron_lite.oracle.measured import FORMULAS, Check, mean_accuracy, rankings, scores, software_notes
 from galvatron_lite.oracle.rows import Forecast, Line, Row
 
 DIGITS = 12
@@ -84,4 +84,5 @@ def checks_data(checks: tuple[Check, ...]) -> dict[str, Any]:
         "scores": [rounded(asdict(score)) for score in by],
         "mean": {way: rounded(mean_accuracy(checks, way)) for way in FORMULAS},
         "rankings": [asdict(one) for one in rankings(checks)],
+        "software": software_notes(),
     }

@@ -95,6 +95,12 @@ def measured_rows() -> tuple[Measured, ...]:
     return tuple(from_data(Measured, _renamed(row), f"{path}, {number}") for number, row in enumerate(rows))
 
 
+def software_notes() -> dict[str, str]:
+    """What was really run, by strategy, where that is not what the strategy's name says."""
+    notes: dict[str, str] = read_data(profile_folder("paradl") / "measured.yaml")["software"]
+    return {name: " ".join(note.split()) for name, note in notes.items()}
+
+
 def _renamed(row: dict[str, Any]) -> dict[str, Any]:
     """``from`` is a word of Python's."""
     return {"origin" if name == "from" else name: value for name, value in row.items()}

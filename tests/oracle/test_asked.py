@@ -152,6 +152,7 @@ def test_the_check_tells_rows_means_and_orders() -> None:
     out = asked("--check")
     assert "report: resnet50 data+spatial, 32 GPUs, 256 a replica" in out
     assert "galvatron: strategies in the right order in" in out
+    assert "data+filter: Whole weights are summed between nodes" in out
     data = json.loads(asked("--check --json"))
     assert len(data["rows"]) == 68
     assert data["rows"][0]["predicted"]["published"] == 335
