@@ -232,3 +232,9 @@ def test_shares_that_are_not_cut_any_more_are_plain() -> None:
         return type(cut.mean((2, 3))) is Tensor and not cuts_of(cut.flatten(1))
 
     assert all(run_threads(2, work))
+
+
+def test_gradients_asked_of_autograd_are_refused() -> None:
+    cut = on_one_rank(picture(1, 1, 4, 4).requires_grad_())
+    with pytest.raises(InputError, match=r"autograd\.grad"):
+        torch.autograd.grad((cut * 2).sum(), cut)

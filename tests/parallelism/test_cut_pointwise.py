@@ -147,3 +147,22 @@ def test_activations_in_place_save_no_copy() -> None:
     names = [cut.grad_fn.name()] if cut.grad_fn else []
     assert names == ["ReluBackward0"]
     assert local_of(cut).shape == (1, 2, 2, 4)
+
+
+class Swish(torch.autograd.Function):
+    """As users write it: autograd hands its backward pass a plain share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate = torch.sigmoid(x)
+        return gradient * (gate * (1 + x * (1 - gate)))
+
+
+def test_functions_of_the_users_own() -> None:
+    compare(Swish.apply, [picture(2, 3, 5, 4)], [PIXELS], (3, 2), stays_cut=True)

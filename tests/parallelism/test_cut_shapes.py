@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cuts.functions import cut_copy, own
@@ -55,6 +56,7 @@ STAYS: dict[str, Function] = {
     "stack": lambda x: torch.stack([x, x * 2], 2),
     "softmax": lambda x: x.softmax(1).log_softmax(dim=1),
     "size": lambda x: x.view(x.shape[0] * x.shape[1], *x.shape[2:]) * x.numel() * len(x) * x.dim(),
+    "channel shuffle": lambda x: torch.channel_shuffle(x, 2) + functional.cosine_similarity(x, x[:, :1]).unsqueeze(1),
     "center crop": lambda x: x[..., (x.size(-2) - 3) // 2 :, :][..., :3, 1:4],
 }
 GATHERS: dict[str, Function] = {

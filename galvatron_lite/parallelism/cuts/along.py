@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from galvatron_lite.parallelism.cuts.alignment import moved
+from galvatron_lite.parallelism.cuts.alignment import at, brought, common_cuts, moved
 from galvatron_lite.parallelism.cuts.calls import argument, fronted, handled_by
 from galvatron_lite.parallelism.cuts.fallback import on_whole, refuse_writing, warn_gathered
 from galvatron_lite.parallelism.cuts.functions import gathered_along
@@ -66,6 +66,19 @@ def _flip(call: Call) -> Any:
     return _FLIP(call._replace(args=(call.args[0], call.args[1:])) if len(call.args) > 2 else call)
 
 
+def _similar(call: Call) -> Any:
+    """``cosine_similarity``: two tensors that are broadcast, along a dim that the result lacks."""
+    call = fronted(call)
+    both, dim = [call.args[0], argument(call, 1, "x2")], argument(call, 2, "dim", 1)
+    with shares_only():
+        dims, cuts = max(one.dim() for one in both), common_cuts(both)
+        if at(cuts, dim % dims) is None:
+            shares = [brought(one, cuts, dims) for one in both]
+            result = call.function(*shares, dim, argument(call, 3, "eps", 1e-8))
+            return cut_like(result, without(cuts, [dim % dims]), call.rules)
+    return on_whole(call)
+
+
 HANDLERS: Mapping[str, Handler] = {
     **handled_by(along(1), "softmax log_softmax softmin logcumsumexp cumsum cumprod cummax cummin cumsum_"),
     **handled_by(along(1, -1), "sort argsort glu"),
@@ -79,6 +92,8 @@ HANDLERS: Mapping[str, Handler] = {
     **handled_by(along(2, name="dims"), "roll"),
     **handled_by(along(2, 1), "normalize"),
     **handled_by(along(2, -1), "renorm"),
+    **handled_by(along(2, 1), "channel_shuffle native_channel_shuffle"),
     "flip": _flip,
+    "cosine_similarity": _similar,
     "unbind": along(1, 0, drops=True),
 }

@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cuts.calls import argument, fronted, handled_by
+from galvatron_lite.parallelism.cuts.fallback import keep_whole
 from galvatron_lite.parallelism.cuts.tensor import (
     Call,
     CutTensor,
     Handler,
     cut_like,
+    cut_tensors,
     cuts_of,
     shares_only,
     whole_shape,
@@ -57,6 +60,11 @@ def _text(call: Call) -> str:
 def _gradient(call: Call) -> Any:
     """``grad``: read as a cut tensor, written as one or as None."""
     tensor = call.args[0]
+    if call.function is torch.autograd.grad:
+        cuts = next(cut_tensors((call.args, call.kwargs))).cuts
+        raise InputError(
+            "torch.autograd.grad", "of a split picture", f"Call backward() on a loss instead, or {keep_whole(cuts)}"
+        )
     with shares_only():
         if len(call.args) > 1:
             tensor.grad = call.args[1]

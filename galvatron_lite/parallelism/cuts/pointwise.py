@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from galvatron_lite.parallelism.cuts.alignment import brought, common_cuts, moved
@@ -46,10 +47,15 @@ def _fitted(tensors: list[Tensor]) -> CutTensor | None:
 
 
 def _fits(other: Tensor, cut: CutTensor, dims: int) -> bool:
-    """Whether a tensor is cut in the same way, or as whole as it is has no dim where the other one is cut."""
+    """Whether a tensor is cut in the same way, or as whole as it is has no dim where the other one is cut.
+
+    In the backward pass of a ``Function`` of the user's, autograd hands gradients of cut tensors in as plain shares.
+    """
     own = other.dim()
     if isinstance(other, CutTensor):
         return own == dims and other.cuts == cut.cuts
+    if other.shape == cut.shape and not torch.is_grad_enabled():
+        return True
     return own <= dims and all(
         one.dim < dims - own or (other.shape[one.dim - dims + own] == 1 and one.extent > 1) for one in cut.cuts
     )

@@ -191,8 +191,10 @@ def cuts_of(tensor: Tensor) -> Cuts:
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:
     """The shape of the whole tensor."""
+    if not isinstance(tensor, CutTensor):
+        return tuple(tensor.shape)
     with shares_only():
-        shape = tuple(tensor.shape)
-    for cut in cuts_of(tensor):
-        shape = (*shape[: cut.dim], cut.extent, *shape[cut.dim + 1 :])
-    return shape
+        shape = list(tensor.shape)
+    for cut in tensor.cuts:
+        shape[cut.dim] = cut.extent
+    return tuple(shape)
