@@ -33,15 +33,15 @@ from galvatron_lite.parallelism.spatial.halo import (
     Box,
     Halo,
     Part,
-    Side,
     borrow,
     give_back,
     laid,
     padded,
     shape_of,
+    sides_after,
 )
 from galvatron_lite.parallelism.spatial.layers import Amount, check_batched, cuts_after, numbers, pixels
-from galvatron_lite.parallelism.spatial.windows import Window, crop, needed, output_extent
+from galvatron_lite.parallelism.spatial.windows import Window, crop, needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +179,12 @@ def splits(halo: Halo, share: Tensor, weight: Tensor) -> bool:
     where something travels, outputs at the border are few, one output takes more work than its copy, and the work lasts
     as long as a message. A rule of sizes only: no clock, so runs repeat.
     """
-    inner = prod(stop - start for start, stop in (side.interior for side in halo.sides))
-    every = prod(stop - start for start, stop in (side.outputs for side in halo.sides))
+    inner = prod(stop - start for start, stop in halo.places.interior)
+    every = prod(stop - start for start, stop in halo.places.outputs)
     depth = weight[0].numel()
     rest = prod(extent for dim, extent in enumerate(share.shape) if dim not in (1, *(side.dim for side in halo.sides)))
     few = inner * SPLIT_EDGE >= every * (SPLIT_EDGE - 1)
-    return bool(halo.travelling) and few and depth >= SPLIT_DEPTH and inner * rest * weight.numel() >= SPLIT_WORK
+    return bool(halo.places.travelling) and few and depth >= SPLIT_DEPTH and inner * rest * weight.numel() >= SPLIT_WORK
 
 
 class _Convolve(Function):
@@ -205,7 +205,7 @@ class _Convolve(Function):
         of_input, of_weight = _transposed_gradients(plan) if plan.layer.transposed else _gradients(plan)
         for_share, for_weight, for_bias, _ = ctx.needs_input_grad
         whole = _uncropped(gradient, plan) if plan.layer.transposed else gradient
-        size = shape_of(ctx.shape, plan.halo, plan.halo.needed)
+        size = shape_of(ctx.shape, plan.halo.sides, plan.halo.places.needed)
         returning = give_back(of_input(size, weight, whole), plan.halo) if for_share else None
         weights = of_weight(_together(kept, plan.halo), weight.shape, whole) if for_weight else None
         biases = gradient.sum((0, *range(PIXELS, gradient.dim()))) if for_bias else None
@@ -214,8 +214,8 @@ class _Convolve(Function):
 
 def _together(kept: Sequence[Tensor], halo: Halo) -> Tensor:
     """The share and its borders as one picture."""
-    boxes = (halo.own, *halo.borders())
-    return laid([Part(tensor, box) for tensor, box in zip(kept, boxes, strict=True)], halo, halo.needed)
+    boxes = (halo.places.own, *halo.places.borders())
+    return laid(list(map(Part, kept, boxes)), halo.sides, halo.places.needed)
 
 
 Result = tuple[Tensor, tuple[Tensor, ...]]
@@ -224,7 +224,7 @@ Result = tuple[Tensor, tuple[Tensor, ...]]
 
 def _run(share: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Result:
     parts = borrow(share, plan.halo).wait()
-    made = _function(plan)(laid(parts, plan.halo, plan.halo.needed), weight, bias, **plan.steps)
+    made = _function(plan)(laid(parts, plan.halo.sides, plan.halo.places.needed), weight, bias, **plan.steps)
     return made, tuple(part.tensor for part in parts[1:])
 
 
@@ -232,24 +232,18 @@ def _run_split(share: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -
     """The outputs that need no borders while these travel, and then the others."""
     halo = plan.halo
     coming = borrow(share, halo)
-    every = tuple(side.outputs for side in halo.sides)
-    inner = tuple(side.interior for side in halo.sides)
+    every, inner = halo.places.outputs, halo.places.interior
     run = partial(_outputs, halo=halo, weight=weight, bias=bias, plan=plan)
     first = run(coming.here, box=inner)
     parts = coming.wait()
     strips = [Part(run(parts, box=box), box) for box in _frame(every, inner)]
-    return laid([Part(first, inner), *strips], _of_outputs(halo), every), tuple(part.tensor for part in parts[1:])
-
-
-def _of_outputs(halo: Halo) -> Halo:
-    """The sides of what a layer makes."""
-    return Halo(tuple(Side(one.dim, output_extent(one.window, one.extent), one.line, Window()) for one in halo.sides))
+    return laid([Part(first, inner), *strips], sides_after(halo.sides), every), tuple(part.tensor for part in parts[1:])
 
 
 def _outputs(parts: Sequence[Part], box: Box, halo: Halo, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
     """The outputs of a box."""
     places = tuple(needed(side.window, side.extent, one) for side, one in zip(halo.sides, box, strict=True))
-    made: Tensor = _function(plan)(laid(parts, halo, places), weight, bias, **plan.steps)
+    made: Tensor = _function(plan)(laid(parts, halo.sides, places), weight, bias, **plan.steps)
     return made
 
 
@@ -268,21 +262,22 @@ def _run_transposed(share: Tensor, weight: Tensor, bias: Tensor | None, plan: Pl
     gaps = any(min(one) < 0 for one in crops)
     steps = plan.steps
     made = _function(plan)(
-        laid(parts, plan.halo, plan.halo.needed), weight, None if gaps else bias, output_padding=0, **steps
+        laid(parts, plan.halo.sides, plan.halo.places.needed), weight, None if gaps else bias, output_padding=0, **steps
     )
-    made = padded(made, plan.halo, [(-before, -after) for before, after in crops])
+    made = padded(made, plan.halo.sides, [(-before, -after) for before, after in crops])
     if gaps and bias is not None:
         made += bias.view(-1, *[1] * len(plan.layer.windows))
     return made, tuple(part.tensor for part in parts[1:])
 
 
 def _crops(halo: Halo) -> list[tuple[int, int]]:
-    return [crop(side.window, side.outputs, side.needed) for side in halo.sides]
+    every = zip(halo.sides, halo.places.outputs, halo.places.needed, strict=True)
+    return [crop(side.window, outputs, inputs) for side, outputs, inputs in every]
 
 
 def _uncropped(gradient: Tensor, plan: Plan) -> Tensor:
     """The gradient of what a transposed convolution made before it was cropped."""
-    return padded(gradient, plan.halo, _crops(plan.halo))
+    return padded(gradient, plan.halo.sides, _crops(plan.halo))
 
 
 def _function(plan: Plan) -> Callable[..., Tensor]:

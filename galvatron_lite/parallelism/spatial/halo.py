@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from galvatron_lite.parallelism.spatial.windows import (
     interior,
     lends,
     needed,
+    output_extent,
     output_range,
     own_range,
     refusal,
@@ -31,49 +33,124 @@ from galvatron_lite.parallelism.spatial.windows import (
 )
 
 Box = tuple[Range, ...]
-"""Places along the sides of a halo, in their order."""
+"""Places along sides of a picture, in their order."""
+
+Loans = tuple[tuple[int, Box], ...]
+"""What ranks of a line lend or borrow."""
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """A side of a picture and the window that slides along it.
+class Side(NamedTuple):
+    """A side of a picture, the window that slides along it, and who shares it.
 
     Attributes:
         dim: of the picture.
         extent: of the whole picture.
-        line: the ranks that share it.
         window: of mode "constant".
+        degree: ranks that share it.
+        rank: this one.
     """
 
     dim: int
     extent: int
-    line: Line
     window: Window
+    degree: int
+    rank: int
+
+
+Sides = tuple[Side, ...]
+"""Outermost first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What a rank holds, needs and makes along sides of a picture.
+
+    Attributes:
+        sides: which.
+        own: its share.
+        needed: what its outputs need, with places outside the picture.
+        outputs: what it makes.
+        interior: outputs that need its own share only; nothing of transposed windows.
+        travelling: sides along which there is something to send, by number; the same on every rank.
+        given: by side, what it lends to whom: of sides before, what outputs need (it has arrived), of later ones the
+            own share.
+        taken: what it borrows, likewise.
+    """
+
+    sides: Sides
+    own: Box
+    needed: Box
+    outputs: Box
+    interior: Box
+    travelling: tuple[int, ...]
+    given: tuple[Loans, ...]
+    taken: tuple[Loans, ...]
+
+    def borders(self) -> tuple[Box, ...]:
+        """What is borrowed, in the order in which it arrives."""
+        return tuple(box for index in self.travelling for _, box in self.taken[index])
+
+
+@dataclass(frozen=True, slots=True)
+class Halo:
+    """What a layer's windows need along the sides of a picture, and the ranks that have it."""
+
+    places: Places
+    lines: tuple[Line, ...]
 
     @property
-    def shared(self) -> tuple[Window, int, int]:
-        """What the functions of ``windows`` ask for, but the rank."""
-        return self.window, self.extent, self.line.size
+    def sides(self) -> Sides:
+        """The sides of the picture that are shared, or padded."""
+        return self.places.sides
 
-    @property
-    def outputs(self) -> Range:
-        """This rank's outputs."""
-        return output_range(*self.shared, self.line.rank)
 
-    @property
-    def own(self) -> Range:
-        """This rank's share."""
-        return own_range(self.extent, self.line.size, self.line.rank)
+def checked(sides: Sides, lines: tuple[Line, ...], layer: str) -> Halo:
+    """The halo of a layer.
 
-    @property
-    def needed(self) -> Range:
-        """What this rank's outputs need, with places outside the picture."""
-        return needed(self.window, self.extent, self.outputs)
+    Raises:
+        InputError: ranks cannot share the picture under these windows; says why.
+    """
+    for side in sides:
+        reason = refusal(side.window, side.extent, side.degree)
+        if reason:
+            remedy = f"Share it over fewer ranks, or make the picture larger: {reason}."
+            raise InputError(f"{layer}: extent of dim {side.dim} shared by {side.degree}", side.extent, remedy)
+    return Halo(_places(sides), lines)
 
-    @property
-    def interior(self) -> Range:
-        """This rank's outputs that need its own share only."""
-        return interior(*self.shared, self.line.rank)
+
+@lru_cache(maxsize=1024)
+def _places(sides: Sides) -> Places:
+    """What each rank holds and needs, once for each picture and layer: runs come by again and again."""
+    outputs = tuple(output_range(one.window, one.extent, one.degree, one.rank) for one in sides)
+    every = tuple(needed(one.window, one.extent, made) for one, made in zip(sides, outputs, strict=True))
+    return Places(
+        sides,
+        own=tuple(own_range(one.extent, one.degree, one.rank) for one in sides),
+        needed=every,
+        outputs=outputs,
+        interior=tuple(_interior(one) for one in sides),
+        travelling=tuple(index for index, one in enumerate(sides) if travels(one.window, one.extent, one.degree)),
+        given=tuple(_loans(sides, index, every, given=True) for index in range(len(sides))),
+        taken=tuple(_loans(sides, index, every, given=False) for index in range(len(sides))),
+    )
+
+
+def _interior(side: Side) -> Range:
+    return (0, 0) if side.window.transposed else interior(side.window, side.extent, side.degree, side.rank)
+
+
+def _loans(sides: Sides, index: int, every: Box, given: bool) -> Loans:
+    side = sides[index]
+    found = (lends if given else borrows)(side.window, side.extent, side.degree, side.rank)
+    inside = zip(sides[:index], every[:index], strict=True)
+    before = tuple((max(start, 0), min(stop, one.extent)) for one, (start, stop) in inside)
+    after = tuple(own_range(one.extent, one.degree, one.rank) for one in sides[index + 1 :])
+    return tuple((peer, (*before, places, *after)) for peer, (places,) in found)
+
+
+def sides_after(sides: Sides) -> Sides:
+    """The sides of what the windows make."""
+    return tuple(one._replace(extent=output_extent(one.window, one.extent), window=Window()) for one in sides)
 
 
 class Part(NamedTuple):
@@ -81,63 +158,6 @@ class Part(NamedTuple):
 
     tensor: Tensor
     places: Box
-
-
-@dataclass(frozen=True, slots=True)
-class Halo:
-    """What a layer's windows need along the sides of a picture."""
-
-    sides: tuple[Side, ...]
-
-    @property
-    def own(self) -> Box:
-        """This rank's share."""
-        return tuple(side.own for side in self.sides)
-
-    @property
-    def needed(self) -> Box:
-        """What this rank's outputs need, with places outside the picture."""
-        return tuple(side.needed for side in self.sides)
-
-    @property
-    def travelling(self) -> tuple[int, ...]:
-        """Sides along which there is something to send; the same on every rank."""
-        return tuple(index for index, side in enumerate(self.sides) if travels(*side.shared))
-
-    def borders(self) -> tuple[Box, ...]:
-        """What this rank borrows, in the order in which it arrives."""
-        return tuple(box for index in self.travelling for _, box in self.loans(index, given=False))
-
-    def loans(self, index: int, given: bool) -> tuple[tuple[int, Box], ...]:
-        """Who lends along a side: what this rank gives to whom, or takes of whom.
-
-        Along sides taken before, that is what outputs need (and has arrived), along later ones the rank's own share.
-        """
-        side = self.sides[index]
-        found = (lends if given else borrows)(*side.shared, side.line.rank)
-        before = tuple(_inside(one) for one in self.sides[:index])
-        after = tuple(one.own for one in self.sides[index + 1 :])
-        return tuple((peer, (*before, places, *after)) for peer, (places,) in found)
-
-
-def checked(sides: Sequence[Side], layer: str) -> Halo:
-    """The halo of a layer.
-
-    Raises:
-        InputError: ranks cannot share the picture under these windows; says why.
-    """
-    for side in sides:
-        reason = refusal(*side.shared)
-        if reason:
-            remedy = f"Share it over fewer ranks, or make the picture larger: {reason}."
-            raise InputError(f"{layer}: extent of dim {side.dim} shared by {side.line.size}", side.extent, remedy)
-    return Halo(tuple(sides))
-
-
-def _inside(side: Side) -> Range:
-    """What this rank's outputs need of the picture."""
-    start, stop = side.needed
-    return max(start, 0), min(stop, side.extent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,37 +183,54 @@ class Coming:
 
 def borrow(share: Tensor, halo: Halo) -> Coming:
     """Start borrowing what a rank's outputs need; all sides but the last have come on return."""
-    coming = Coming((Part(share, halo.own),))
-    for index in halo.travelling:
+    coming = Coming((Part(share, halo.places.own),))
+    for index in halo.places.travelling:
         here = coming.wait()
-        sent = [(peer, laid(here, halo, box).contiguous()) for peer, box in halo.loans(index, given=True)]
-        wanted = [(peer, _empty(share, halo, box)) for peer, box in halo.loans(index, given=False)]
-        boxes = [box for _, box in halo.loans(index, given=False)]
-        border = tuple(Part(tensor, box) for (_, tensor), box in zip(wanted, boxes, strict=True))
-        coming = Coming(here, border, halo.sides[index].line.exchange(sent, wanted))
+        sent = [(peer, laid(here, halo.sides, box).contiguous()) for peer, box in halo.places.given[index]]
+        border = tuple(Part(_empty(share, halo.sides, box), box) for _, box in halo.places.taken[index])
+        wanted = [(peer, part.tensor) for (peer, _), part in zip(halo.places.taken[index], border, strict=True)]
+        coming = Coming(here, border, halo.lines[index].exchange(sent, wanted))
     return coming
 
 
-def laid(parts: Sequence[Part], halo: Halo, box: Box, fill: float = 0.0) -> Tensor:
-    """A picture of the places of a box, put together; a view where one part holds them all.
+def laid(parts: Sequence[Part], sides: Sides, box: Box, fill: float = 0.0) -> Tensor:
+    """A picture of the places of a box, put together; a view where the first part holds them all.
 
     Args:
-        parts: what is known; places inside the picture that no part holds are not set.
-        halo: whose sides are meant.
+        parts: what is known; that is all places of the box inside the picture.
+        sides: those that boxes are about.
         box: the places wanted.
         fill: of places outside the picture.
     """
     first = parts[0]
-    if all(_meet(places, wanted) == wanted for places, wanted in zip(first.places, box, strict=True)):
-        return _view(first, halo, box)
-    made = Part(_empty(first.tensor, halo, box, layout_of(first.tensor)), box)
+    short = [
+        index for index, (have, want) in enumerate(zip(first.places, box, strict=True)) if _meet(have, want) != want
+    ]
+    if not short:
+        return _view(first, sides, box)
+    if len(short) == 1:
+        return _joined(parts, sides, box, short[0], fill)
+    made = Part(_empty(first.tensor, sides, box, layout_of(first.tensor)), box)
     for part in parts:
-        common = tuple(_meet(places, wanted) for places, wanted in zip(part.places, box, strict=True))
-        if all(start < stop for start, stop in common):
-            _view(made, halo, common).copy_(_view(part, halo, common))
-    for outside in _outside(halo, box):
-        _view(made, halo, outside).fill_(fill)
+        common = _common(part.places, box)
+        if common is not None:
+            _view(made, sides, common).copy_(_view(part, sides, common))
+    for outside in _outside(sides, box):
+        _view(made, sides, outside).fill_(fill)
     return made.tensor
+
+
+def _joined(parts: Sequence[Part], sides: Sides, box: Box, index: int, fill: float) -> Tensor:
+    """The places of a box whose parts lie one behind the other along one side: one copy."""
+    layout = layout_of(parts[0].tensor)
+    pieces = [Part(_empty(parts[0].tensor, sides, one, layout).fill_(fill), one) for one in _outside(sides, box)]
+    for part in parts:
+        common = _common(part.places, box)
+        if common is not None:
+            view = _view(part, sides, common)
+            pieces.append(Part(view if part is parts[0] else view.contiguous(memory_format=layout), common))
+    pieces.sort(key=lambda part: part.places[index])
+    return torch.cat([part.tensor for part in pieces], sides[index].dim)
 
 
 def layout_of(tensor: Tensor) -> torch.memory_format:
@@ -224,12 +261,13 @@ class Returning:
 
     def wait(self) -> Tensor:
         """The gradient of this rank's share."""
+        sides = self.halo.sides
         if self.arrival is None:
-            own = _view(self.gradient, self.halo, self.halo.own)
+            own = _view(self.gradient, sides, self.halo.places.own)
             return own.contiguous(memory_format=layout_of(self.gradient.tensor))
         self.arrival.wait()
         for part in self.lent:
-            _view(self.gradient, self.halo, part.places).add_(part.tensor)
+            _view(self.gradient, sides, part.places).add_(part.tensor)
         return _returning(self.gradient, self.halo, self.left[:-1]).wait()
 
 
@@ -237,25 +275,21 @@ def give_back(gradient: Tensor, halo: Halo) -> Returning:
     """Start returning the gradients of borders.
 
     Args:
-        gradient: of what this rank's outputs need (``halo.needed``); is written to.
+        gradient: of what this rank's outputs need (``halo.places.needed``); is written to.
         halo: as it was borrowed.
     """
-    pads = [
-        (max(start - side.own[0], 0), max(side.own[1] - stop, 0))
-        for side, (start, stop) in zip(halo.sides, halo.needed, strict=True)
-    ]
-    places = tuple(
-        (start - before, stop + after) for (start, stop), (before, after) in zip(halo.needed, pads, strict=True)
-    )
-    return _returning(Part(padded(gradient, halo, pads), places), halo, halo.travelling)
+    both = list(zip(halo.places.own, halo.places.needed, strict=True))
+    pads = [(max(start - own, 0), max(end - stop, 0)) for (own, end), (start, stop) in both]
+    places = tuple((min(start, own), max(end, stop)) for (own, end), (start, stop) in both)
+    return _returning(Part(padded(gradient, halo.sides, pads), places), halo, halo.places.travelling)
 
 
-def padded(tensor: Tensor, halo: Halo, pads: Sequence[tuple[int, int]]) -> Tensor:
-    """Zeros before and after the places of a tensor along each side of a halo; places left out where less than zero."""
+def padded(tensor: Tensor, sides: Sides, pads: Sequence[tuple[int, int]]) -> Tensor:
+    """Zeros before and after the places of a tensor along each side; places left out where less than zero."""
     if not any(before or after for before, after in pads):
         return tensor
     amounts = [0] * (2 * tensor.dim())
-    for side, (before, after) in zip(halo.sides, pads, strict=True):
+    for side, (before, after) in zip(sides, pads, strict=True):
         place = 2 * (tensor.dim() - 1 - side.dim)
         amounts[place : place + 2] = before, after
     return functional.pad(tensor, amounts).contiguous(memory_format=layout_of(tensor))
@@ -264,29 +298,31 @@ def padded(tensor: Tensor, halo: Halo, pads: Sequence[tuple[int, int]]) -> Tenso
 def _returning(gradient: Part, halo: Halo, left: tuple[int, ...]) -> Returning:
     if not left:
         return Returning(gradient, halo, left)
-    sent = [(peer, _view(gradient, halo, box).contiguous()) for peer, box in halo.loans(left[-1], given=False)]
-    lent = halo.loans(left[-1], given=True)
-    wanted = [(peer, _empty(gradient.tensor, halo, box)) for peer, box in lent]
-    parts = tuple(Part(tensor, box) for (_, tensor), (_, box) in zip(wanted, lent, strict=True))
-    return Returning(gradient, halo, left, parts, halo.sides[left[-1]].line.exchange(sent, wanted))
+    index, sides = left[-1], halo.sides
+    sent = [(peer, _view(gradient, sides, box).contiguous()) for peer, box in halo.places.taken[index]]
+    lent = tuple(Part(_empty(gradient.tensor, sides, box), box) for _, box in halo.places.given[index])
+    wanted = [(peer, part.tensor) for (peer, _), part in zip(halo.places.given[index], lent, strict=True)]
+    return Returning(gradient, halo, left, lent, halo.lines[index].exchange(sent, wanted))
 
 
-def shape_of(like: Sequence[int], halo: Halo, box: Box) -> tuple[int, ...]:
+def shape_of(like: Sequence[int], sides: Sides, box: Box) -> tuple[int, ...]:
     """The shape of a picture of the places of a box."""
-    lengths = {side.dim: stop - start for side, (start, stop) in zip(halo.sides, box, strict=True)}
-    return tuple(lengths.get(dim, extent) for dim, extent in enumerate(like))
+    shape = list(like)
+    for side, (start, stop) in zip(sides, box, strict=True):
+        shape[side.dim] = stop - start
+    return tuple(shape)
 
 
-def _empty(like: Tensor, halo: Halo, box: Box, layout: torch.memory_format = torch.contiguous_format) -> Tensor:
-    shape = shape_of(like.shape, halo, box)
-    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
+def _empty(like: Tensor, sides: Sides, box: Box, layout: torch.memory_format = torch.contiguous_format) -> Tensor:
+    return torch.empty(shape_of(like.shape, sides, box), dtype=like.dtype, device=like.device, memory_format=layout)
 
 
-def _view(part: Part, halo: Halo, box: Box) -> Tensor:
+def _view(part: Part, sides: Sides, box: Box) -> Tensor:
     """The places of a box, which the part holds."""
     view = part.tensor
-    for side, (first, _), (start, stop) in zip(halo.sides, part.places, box, strict=True):
-        view = view.narrow(side.dim, start - first, stop - start)
+    for side, have, want in zip(sides, part.places, box, strict=True):
+        if have != want:
+            view = view.narrow(side.dim, want[0] - have[0], want[1] - want[0])
     return view
 
 
@@ -294,9 +330,15 @@ def _meet(one: Range, other: Range) -> Range:
     return max(one[0], other[0]), min(one[1], other[1])
 
 
-def _outside(halo: Halo, box: Box) -> Iterator[Box]:
+def _common(one: Box, other: Box) -> Box | None:
+    """What two boxes have in common, if they do."""
+    common = tuple(_meet(places, others) for places, others in zip(one, other, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def _outside(sides: Sides, box: Box) -> Iterator[Box]:
     """What of a box lies outside the picture."""
-    for index, (side, (start, stop)) in enumerate(zip(halo.sides, box, strict=True)):
+    for index, (side, (start, stop)) in enumerate(zip(sides, box, strict=True)):
         for places in ((start, min(stop, 0)), (max(start, side.extent), stop)):
             if places[0] < places[1]:
                 yield (*box[:index], places, *box[index + 1 :])

@@ -24,13 +24,12 @@ def pixels(extents: Sequence[int], windows: Sequence[Window], cuts: Sequence[Cut
         InputError: ranks cannot share the picture under these windows.
     """
     lines = {cut.dim: cut.line for cut in cuts}
-    uneven = {dim for dim, window in enumerate(windows, PIXELS) if window.before != window.after}
-    sides = [
-        Side(dim, extent, lines.get(dim, ALONE), window)
-        for dim, (extent, window) in enumerate(zip(extents, windows, strict=True), PIXELS)
-        if dim in lines or dim in uneven
-    ]
-    return checked(sides, layer)
+    lines |= {dim: ALONE for dim, one in enumerate(windows, PIXELS) if one.before != one.after and dim not in lines}
+    dims = sorted(lines)
+    sides = tuple(
+        Side(dim, extents[dim - PIXELS], windows[dim - PIXELS], lines[dim].size, lines[dim].rank) for dim in dims
+    )
+    return checked(sides, tuple(lines[dim] for dim in dims), layer)
 
 
 ALONE = ShapeOnlyLine(1, 0)

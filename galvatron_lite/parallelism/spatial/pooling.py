@@ -138,9 +138,9 @@ def mean_of_windows(share: Tensor, pool: Pool, counted: bool = True, divisor: in
 
 def _places(pool: Pool, dim: int, window: Window, counted: bool, device: torch.device) -> Tensor | None:
     """The places of each window along a side that count, for this rank's outputs; None where they are the kernel."""
-    side = next((one for one in pool.halo.sides if one.dim == dim), None)
+    made = {side.dim: outputs for side, outputs in zip(pool.halo.sides, pool.halo.places.outputs, strict=True)}
     extent = pool.whole[dim - PIXELS]
-    first, last = side.outputs if side else (0, output_extent(window, extent))
+    first, last = made.get(dim) or (0, output_extent(window, extent))
     low, high = (-window.before, extent + window.after) if counted else (0, extent)
     if (
         first * window.stride - window.before >= low
@@ -212,7 +212,7 @@ class _MaxPool(Function):
     @staticmethod
     def forward(ctx: Any, share: Tensor, pool: Pool) -> Tensor:
         halo = pool.halo
-        picture = laid(borrow(share, halo).wait(), halo, halo.needed, fill=-torch.inf)
+        picture = laid(borrow(share, halo).wait(), halo.sides, halo.places.needed, fill=-torch.inf)
         dilation = tuple(one.dilation for one in pool.windows)
         function = getattr(functional, pool.name)
         made, places = function(picture, **pool.steps, dilation=dilation, return_indices=True)
@@ -235,14 +235,17 @@ class _MeanPool(Function):
     @staticmethod
     def forward(ctx: Any, share: Tensor, pool: Pool, divisor: int | None) -> Tensor:
         ctx.pool, ctx.shape, ctx.divisor = pool, share.shape, divisor
-        return _no_view(_means(laid(borrow(share, pool.halo).wait(), pool.halo, pool.halo.needed), pool, divisor))
+        picture = laid(borrow(share, pool.halo).wait(), pool.halo.sides, pool.halo.places.needed)
+        return _no_view(_means(picture, pool, divisor))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         halo = ctx.pool.halo
         with torch.enable_grad():  # means are linear: their gradient is the same for every picture
-            picture = gradient.new_zeros(()).expand(shape_of(ctx.shape, halo, halo.needed)).requires_grad_()
+            picture = (
+                gradient.new_zeros(()).expand(shape_of(ctx.shape, halo.sides, halo.places.needed)).requires_grad_()
+            )
             made = _means(picture, ctx.pool, ctx.divisor)
         (back,) = torch.autograd.grad(made, picture, gradient)
         return give_back(back, halo).wait(), None, None
