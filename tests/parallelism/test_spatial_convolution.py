@@ -5,20 +5,27 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn import functional, grad
+from torch.utils.checkpoint import checkpoint
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cuts.functions import own, sum_over, whole
 from galvatron_lite.parallelism.cuts.grid import Grid
+from galvatron_lite.parallelism.cuts.line import ProcessLine
 from galvatron_lite.parallelism.cuts.tensor import (
     Cut,
+    Cuts,
+    CutTensor,
     cut_tensor,
     cuts_of,
     local_of,
@@ -27,8 +34,20 @@ from galvatron_lite.parallelism.spatial import convolution
 from galvatron_lite.parallelism.spatial.convolution import splits
 from galvatron_lite.parallelism.spatial.layers import pixels
 from galvatron_lite.parallelism.spatial.windows import Window, borrows, needed, output_extent, output_range, refusal
-from tests.parallelism.shared_pictures import GRIDS, STRICT, alone, close, double, grid_of, kept, same, shared
+from tests.parallelism.shared_pictures import (
+    GRIDS,
+    STRICT,
+    alone,
+    close,
+    direction,
+    double,
+    grid_of,
+    kept,
+    same,
+    shared,
+)
 from tests.parallelism.thread_group import ThreadGroup, grid_groups, run_threads
+from tests.pool import WorkerPool
 
 
 def fits(windows: list[Window], extents: list[int], cut: list[int]) -> bool:
@@ -225,7 +244,9 @@ def big() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("grid", [(2, 1), (1, 2)])
-def test_interior_is_computed_while_borders_travel(grid: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_and_weights_are_computed_while_borders_travel(
+    grid: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(convolution, "SPLIT_WORK", 2**10)
     monkeypatch.setattr(convolution, "SPLIT_DEPTH", 4)
     picture, parameters = double(2, 4, 48, 52), [double(6, 4, 3, 3), double(6)]
@@ -233,25 +254,26 @@ def test_interior_is_computed_while_borders_travel(grid: tuple[int, int], monkey
     results = [alone(layer, picture, parameters, 3) for layer in layers]
     order: dict[int, list[str]] = defaultdict(list)
 
-    def noted(*args: Any, **kwargs: Any) -> Tensor:
-        order[threading.get_ident()].append("compute")
-        return torch.conv2d(*args, **kwargs)
+    def noting(what: str, function: Callable[..., Any], result: Any = None) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            order[threading.get_ident()].append(what)
+            made = function(*args, **kwargs)
+            return result or made
 
-    class Noted:
-        def wait(self) -> None:
-            order[threading.get_ident()].append("wait")
+        return noted
 
-    def exchange(line: ThreadGroup, *parcels: Any) -> Noted:
-        send(line, *parcels)
-        return Noted()
+    class Slow:
+        wait = staticmethod(noting("wait", lambda: None))
 
-    send = ThreadGroup.exchange
-    monkeypatch.setattr(functional, "conv2d", noted)
-    monkeypatch.setattr(ThreadGroup, "exchange", exchange)
+    monkeypatch.setattr(functional, "conv2d", noting("outputs", torch.conv2d))
+    monkeypatch.setattr(grad, "conv2d_weight", noting("weight", grad.conv2d_weight))
+    monkeypatch.setattr(ThreadGroup, "exchange", noting("send", ThreadGroup.exchange, Slow()))
     for layer, wanted in zip(layers, results, strict=True):
         for found in shared(layer, picture, parameters, grid, 3):
             same(found, wanted)
-    assert all(one[:3] == ["compute", "wait", "compute"] for one in order.values())
+    for calls in order.values():
+        steps = [what for what, _ in groupby(calls)]
+        assert steps[:7] == ["send", "outputs", "wait", "outputs", "send", "weight", "wait"]
 
 
 def test_large_pictures_are_split_and_small_or_shallow_ones_are_not() -> None:
@@ -385,3 +407,80 @@ def test_what_cannot_be_shared_is_refused(shape: tuple[int, ...], kernel: int, d
             functional.conv2d(cut, torch.zeros(2, 2, kernel, kernel), padding=(kernel // 2 if kernel > 3 else 0, 0))
 
     run_threads(degree, work)
+
+
+def on_process(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A small network on this process's pixels: what it makes, and its gradients, summed over the processes."""
+    down, along = (row_groups(rows, columns), column_groups(rows, columns))
+    grid = Grid((None, down, along), ProcessLine())
+    torch.manual_seed(0)
+    picture, weight = double(2, 3, 9, 10).requires_grad_(), double(4, 3, 3, 3).requires_grad_()
+    cut = own(picture, grid.cuts(picture.shape), STRICT)
+    made = small_network(cut, weight)
+    weights = own(direction(made, 1), cuts_of(made), STRICT)
+    torch.autograd.backward(local_of(made), local_of(weights))
+    assert picture.grad is not None
+    assert weight.grad is not None
+    lines = [down, along]
+    return whole(made).detach(), sum_over(picture.grad, lines), sum_over(weight.grad, lines)
+
+
+def small_network(picture: Tensor, weight: Tensor) -> Tensor:
+    padded = functional.pad(functional.conv2d(picture, weight, padding=1), (1, 1, 1, 1), mode="reflect")
+    return functional.max_pool2d(padded, 3, 2, 1)
+
+
+def row_groups(rows: int, columns: int) -> ProcessLine:
+    """The processes of this one's column."""
+    return ProcessLine(one_of([[row * columns + column for row in range(rows)] for column in range(columns)]))
+
+
+def column_groups(rows: int, columns: int) -> ProcessLine:
+    """The processes of this one's row."""
+    return ProcessLine(one_of([[row * columns + column for column in range(columns)] for row in range(rows)]))
+
+
+def one_of(groups: list[list[int]]) -> dist.ProcessGroup:
+    made, _ = dist.new_subgroups_by_enumeration(groups)
+    assert made is not None
+    return made
+
+
+def test_processes_find_what_one_device_finds(pool: WorkerPool) -> None:
+    torch.manual_seed(0)
+    picture, weight = double(2, 3, 9, 10).requires_grad_(), double(4, 3, 3, 3).requires_grad_()
+    made = small_network(picture, weight)
+    made.backward(direction(made, 1))
+    assert picture.grad is not None
+    assert weight.grad is not None
+    for found, of_picture, of_weight in pool.run(4, on_process, rows=2, columns=2):
+        close(found, made.detach())
+        close(of_picture, picture.grad)
+        close(of_weight, weight.grad)
+
+
+def test_recomputation_ends_at_the_same_layer_on_all_ranks() -> None:
+    """It ends once all that is kept has been made; a rank that went on would wait for borders."""
+    picture, weight = double(2, 3, 12, 8), double(3, 3, 3, 3)
+
+    def layer(given: Tensor, kernel: Tensor) -> Tensor:
+        made = functional.conv2d(given, kernel, padding=1)
+        return functional.avg_pool2d(made, (3, 1), 1, (1, 0), count_include_pad=False)
+
+    def again(given: Tensor, kernel: Tensor) -> Tensor:
+        # at its bounds pictures are plain, as the runtime has them
+        if not isinstance(given, CutTensor):
+            return layer(given, kernel)
+        cuts = cuts_of(given)
+        run = partial(shares_of, layer, cuts)
+        made: Tensor = checkpoint(run, local_of(given), kernel, use_reentrant=False)
+        return cut_tensor(made.view_as(made), cuts, STRICT)
+
+    wanted = alone(layer, picture, [weight], 0)
+    for found in shared(again, picture, [weight], (3, 1), 0):
+        same(found, wanted)
+
+
+def shares_of(layer: Callable[..., Tensor], cuts: Cuts, share: Tensor, *parameters: Tensor) -> Tensor:
+    """A layer between plain shares."""
+    return local_of(layer(cut_tensor(share.view_as(share), cuts, STRICT), *parameters))

@@ -65,21 +65,27 @@ def places(loans: tuple[Loan, ...]) -> dict[int, set[int]]:
     return {peer: {place for start, stop in ranges for place in range(start, stop)} for peer, ranges in loans}
 
 
-@given(windows(), EXTENTS)
-def test_extent_is_torchs(window: Window, extent: int) -> None:
-    picture = torch.zeros(1, 1, extent)
-    if window.transposed:
-        extra = window.before - window.after
-        assume(0 <= extra < max(window.stride, window.dilation) and output_extent(window, extent) > 0)
-        weight = torch.zeros(1, 1, window.kernel)
-        made = functional.conv_transpose1d(
-            picture, weight, None, window.stride, window.before, extra, 1, window.dilation
-        )
-        assert made.shape[-1] == output_extent(window, extent)
-        return
+SMALL = st.integers(1, 4)
+
+
+@given(st.data(), SMALL, SMALL, SMALL, EXTENTS)
+def test_extent_of_a_pool_is_torchs(data: st.DataObject, kernel: int, stride: int, dilation: int, extent: int) -> None:
+    padding, ceil = data.draw(st.integers(0, kernel // 2)), data.draw(st.booleans())
+    window = Window(kernel, stride, padding, padding, dilation, ceil)
     assume(output_extent(window, extent) > 0)
-    assume(window.before == window.after <= window.kernel // 2)
-    made = functional.max_pool1d(picture, window.kernel, window.stride, window.before, window.dilation, window.ceil)
+    made = functional.max_pool1d(torch.zeros(1, 1, extent), kernel, stride, padding, dilation, ceil)
+    assert made.shape[-1] == output_extent(window, extent)
+
+
+@given(st.data(), SMALL, SMALL, SMALL, EXTENTS)
+def test_extent_of_a_transposed_convolution_is_torchs(
+    data: st.DataObject, kernel: int, stride: int, dilation: int, extent: int
+) -> None:
+    padding, extra = data.draw(st.integers(0, 3)), data.draw(st.integers(0, max(stride, dilation) - 1))
+    window = Window(kernel, stride, padding, padding - extra, dilation, transposed=True)
+    assume(output_extent(window, extent) > 0)
+    weight = torch.zeros(1, 1, kernel)
+    made = functional.conv_transpose1d(torch.zeros(1, 1, extent), weight, None, stride, padding, extra, 1, dilation)
     assert made.shape[-1] == output_extent(window, extent)
 
 

@@ -6,7 +6,7 @@ largest, and neither the share nor the borders; a mean keeps nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -21,7 +21,7 @@ from galvatron_lite.parallelism.cuts.grid import PIXELS
 from galvatron_lite.parallelism.cuts.tensor import Call, Handler, cut_tensor, cuts_of, local_of, whole_shape
 from galvatron_lite.parallelism.spatial.halo import Halo, borrow, give_back, laid, layout_of, shape_of
 from galvatron_lite.parallelism.spatial.layers import Amount, check_batched, cuts_after, numbers, pixels
-from galvatron_lite.parallelism.spatial.windows import Window, output_extent
+from galvatron_lite.parallelism.spatial.windows import Window, needed, output_extent
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,30 +125,8 @@ def mean_of_windows(share: Tensor, pool: Pool, counted: bool = True, divisor: in
         counted: places outside the picture, by which it is padded, count.
         divisor: of the sum of a window; else its places.
     """
-    made: Tensor = _MeanPool.apply(share, pool, divisor)  # type: ignore[no-untyped-call]
-    if divisor is not None:
-        return made
-    for dim, window in enumerate(pool.windows, PIXELS):
-        places = _places(pool, dim, window, counted, share.device)
-        if places is not None:
-            exact = places.to(torch.promote_types(made.dtype, torch.float32))
-            made = made * (window.kernel / exact).to(made.dtype).view(-1, *[1] * (made.dim() - 1 - dim))
+    made: Tensor = _MeanPool.apply(share, pool, counted, divisor)  # type: ignore[no-untyped-call]
     return made
-
-
-def _places(pool: Pool, dim: int, window: Window, counted: bool, device: torch.device) -> Tensor | None:
-    """The places of each window along a side that count, for this rank's outputs; None where they are the kernel."""
-    made = {side.dim: outputs for side, outputs in zip(pool.halo.sides, pool.halo.places.outputs, strict=True)}
-    extent = pool.whole[dim - PIXELS]
-    first, last = made.get(dim) or (0, output_extent(window, extent))
-    low, high = (-window.before, extent + window.after) if counted else (0, extent)
-    if (
-        first * window.stride - window.before >= low
-        and (last - 1) * window.stride - window.before + window.kernel <= high
-    ):
-        return None
-    starts = torch.arange(first, last, device=device) * window.stride - window.before
-    return (starts + window.kernel).clamp(max=high) - starts.clamp(min=low)
 
 
 def pool_of(picture: Tensor, name: str, windows: Sequence[Window]) -> Pool:
@@ -232,23 +210,52 @@ class _MaxPool(Function):
 
 
 class _MeanPool(Function):
+    """Nothing is kept on any rank: where recomputation may end early, it ends on all of them at the same place."""
+
     @staticmethod
-    def forward(ctx: Any, share: Tensor, pool: Pool, divisor: int | None) -> Tensor:
-        ctx.pool, ctx.shape, ctx.divisor = pool, share.shape, divisor
+    def forward(ctx: Any, share: Tensor, pool: Pool, counted: bool, divisor: int | None) -> Tensor:
+        ctx.pool, ctx.shape, ctx.counted, ctx.divisor = pool, share.shape, counted, divisor
         picture = laid(borrow(share, pool.halo).wait(), pool.halo.sides, pool.halo.places.needed)
-        return _no_view(_means(picture, pool, divisor))
+        made = _means(picture, pool, divisor)
+        for factor in _factors(made, pool, counted, divisor):
+            made *= factor
+        return _no_view(made)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         halo = ctx.pool.halo
+        for factor in _factors(gradient, ctx.pool, ctx.counted, ctx.divisor):
+            gradient = gradient * factor
         with torch.enable_grad():  # means are linear: their gradient is the same for every picture
             picture = (
                 gradient.new_zeros(()).expand(shape_of(ctx.shape, halo.sides, halo.places.needed)).requires_grad_()
             )
             made = _means(picture, ctx.pool, ctx.divisor)
         (back,) = torch.autograd.grad(made, picture, gradient)
-        return give_back(back, halo).wait(), None, None
+        return give_back(back, halo).wait(), None, None, None
+
+
+def _factors(made: Tensor, pool: Pool, counted: bool, divisor: int | None) -> Iterator[Tensor]:
+    """By output along a side: places of the kernel for one that counts; sides whose windows are complete left out."""
+    for dim, window in enumerate(pool.windows, PIXELS):
+        places = None if divisor else _places(pool, dim, window, counted, made.device)
+        if places is not None:
+            exact = places.to(torch.promote_types(made.dtype, torch.float32))
+            yield (window.kernel / exact).to(made.dtype).view(-1, *[1] * (made.dim() - 1 - dim))
+
+
+def _places(pool: Pool, dim: int, window: Window, counted: bool, device: torch.device) -> Tensor | None:
+    """The places of each window along a side that count, for this rank's outputs; None where they are the kernel."""
+    made = {side.dim: outputs for side, outputs in zip(pool.halo.sides, pool.halo.places.outputs, strict=True)}
+    extent = pool.whole[dim - PIXELS]
+    first, last = made.get(dim) or (0, output_extent(window, extent))
+    low, high = (-window.before, extent + window.after) if counted else (0, extent)
+    start, stop = needed(window, extent, (first, last))
+    if low <= start and stop <= high:
+        return None
+    starts = torch.arange(first, last, device=device) * window.stride - window.before
+    return (starts + window.kernel).clamp(max=high) - starts.clamp(min=low)
 
 
 def _means(picture: Tensor, pool: Pool, divisor: int | None) -> Tensor:
