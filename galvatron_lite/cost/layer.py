@@ -16,7 +16,7 @@ import numpy as np
 from galvatron_lite.arrays import BoolArray, FloatArray, IntArray, Real, Whole, is_option, largest, least, up, where
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.cost.communication import Links
-from galvatron_lite.cost.layout import Layout, exchanging, layout
+from galvatron_lite.cost.layout import Layout, exchanging, layout, received
 from galvatron_lite.cost.overlap import Exposed, exposed_by
 from galvatron_lite.cost.points import Curves, LayerFigures, PointKey, code_of, figures_at, index_points, points_of
 from galvatron_lite.model.graph import LayerKind, Recompute, TensorSplit
@@ -306,17 +306,15 @@ class LayerPricer:
         return self._curves[kind]
 
     def covers(self, kind: str, strategy: Strategy) -> bool:
-        """Whether the profile holds points for a strategy."""
-        return self._points_of(kind, strategy) is not None
+        """Whether the profile holds points for what a device does under a strategy."""
+        return points_of(self._points, _key_of(kind, strategy)) is not None
 
     def _points_of(self, kind: str, strategy: Strategy) -> Sequence[LayerPoint] | None:
         if strategy.offload is not Offload.NONE and not self.profile.cluster.device.host_bandwidth:
             return None
         if not shares_pixels(self.profile.graph.kinds[kind], strategy):
             return None
-        shard = (kind, strategy.tensor, strategy.sequence_parallel)
-        parts = (strategy.expert, strategy.filters, strategy.channels)
-        return points_of(self._points, (*shard, strategy.recompute, *parts))
+        return points_of(self._points, _key_of(kind, strategy))
 
     def redistribution(self, output_bytes: int, microbatch: int, left: Strategy, right: Strategy) -> float:
         """Seconds to bring the tensor between two layers from one layout to the other, in one direction."""
@@ -330,8 +328,8 @@ class LayerPricer:
     ) -> FloatArray:
         """(A, B): seconds to bring a tensor from each of A layouts to each of B on as many devices, in one direction.
 
-        Two layouts differ within runs of consecutive devices (see ``exchanging``), which exchange their shares in one
-        all-to-all; nothing moves where they are the same.
+        Two layouts differ within runs of consecutive devices (see ``exchanging``), which exchange what they lack in one
+        all-to-all; nothing moves where they are the same. The mean of both directions (see ``received``).
 
         Args:
             output_bytes: of the tensor, a sample.
@@ -339,17 +337,18 @@ class LayerPricer:
             left: layouts as ``layout`` gives them.
             right: the same.
         """
-        sizes = exchanging(np.array(left, dtype=np.int64)[:, None], np.array(right, dtype=np.int64)[None, :])
-        found, place = np.unique(sizes, return_inverse=True)
+        both = np.array(left, dtype=np.int64)[:, None], np.array(right, dtype=np.int64)[None, :]
+        keys = np.stack((exchanging(*both), received(*both)), axis=-1)
+        found, place = np.unique(keys.reshape(-1, 2), axis=0, return_inverse=True)
         devices = prod(left[0][:3]) if left else 1
-        seconds = [self._moved(output_bytes * microbatch, devices, int(size)) for size in found]
-        return np.array(seconds, dtype=np.float64)[place].reshape(sizes.shape)
+        seconds = [self._moved(output_bytes * microbatch * share, devices, int(size)) for size, share in found]
+        return np.array(seconds, dtype=np.float64)[place.reshape(-1)].reshape(keys.shape[:-1])
 
-    def _moved(self, size: int, devices: int, group: int) -> float:
-        """Seconds of the all-to-all in groups of so many devices, of a tensor of so many bytes on all."""
+    def _moved(self, size: float, devices: int, group: int) -> float:
+        """Seconds of the all-to-all in groups of so many devices, of which each gets so many bytes from the others."""
         ranks = RankGroup(group, 1, devices // group)
-        share = size * group / devices
-        return self.links.seconds(Communication(Collective.ALL_TO_ALL, share, ranks, Moment.FORWARD, overlaps=False))
+        held = size * group / max(group - 1, 1)
+        return self.links.seconds(Communication(Collective.ALL_TO_ALL, held, ranks, Moment.FORWARD, overlaps=False))
 
     def _priced(
         self,
@@ -460,6 +459,12 @@ class LayerPricer:
             "accumulated": largest(up(work.reduce_items * summed) - gradients, 0) if profile.accumulates else 0,
             "updating": up(own * optimizer.working_bytes * optimizer.working_share),
         }
+
+
+def _key_of(kind: str, strategy: Strategy) -> PointKey:
+    """What a device runs."""
+    shard = (kind, strategy.tensor, strategy.sequence_parallel)
+    return (*shard, strategy.recompute, strategy.expert, strategy.filters, strategy.channels)
 
 
 def _again(passes: Real, plain: Real) -> Real:

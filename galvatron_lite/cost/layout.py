@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from galvatron_lite.arrays import IntArray
+from galvatron_lite.arrays import FloatArray, IntArray
 from galvatron_lite.parallelism.base import Strategy, Strided
 
 Layout = tuple[int, int, int, int, bool]
@@ -72,3 +72,60 @@ def exchanging(left: IntArray, right: IntArray) -> IntArray:
     differ = np.where(far != (cut2 == FAR), batch * context * tensor, np.where(far, inside, near))
     size: IntArray = np.where((left == right).all(axis=-1), 1, differ)
     return size
+
+
+def received(left: IntArray, right: IntArray) -> FloatArray:
+    """Share of a tensor that a device gets from others when it goes to another layout: the device that gets most, the
+    mean of going there (in forward) and back (in backward, where every device that holds a part has its gradient).
+
+    Each device keeps what it has of what it is to have, which is told from boxes of samples, tokens, pixels and
+    channels, device by device. Where the parts of one of the two lie far apart, it gets all but its share of a run.
+
+    Args:
+        left: (..., 5) layouts, those of ``right`` broadcast against it.
+        right: the same.
+    """
+    runs = exchanging(left, right)
+    far = (left[..., 3] == FAR) | (right[..., 3] == FAR)
+    devices = np.arange(int(np.where(far, 1, runs).max(initial=1)))
+    boxes = [_boxes(own[..., None, :], devices) for own in (left, right)]
+    common = _volume(np.maximum(boxes[0][0], boxes[1][0]), np.minimum(boxes[0][1], boxes[1][1]))
+    there, back = ((_volume(*box) - common).max(axis=-1) for box in reversed(boxes))
+    size = left[..., 0] * left[..., 1] * left[..., 2]
+    share: FloatArray = np.where(far, (runs - 1) / size, (there + back) / 2)
+    return np.where(runs == 1, 0.0, np.maximum(share, 0.0))
+
+
+def _boxes(own: IntArray, device: IntArray) -> tuple[FloatArray, FloatArray]:
+    """(6, ...): where what a device holds begins and ends along samples, tokens, planes, rows, columns and channels,
+    each of which is 1 long."""
+    _, context, tensor, cut, shared = np.moveaxis(own, -1, 0)
+    grid, channels = cut > GRID, cut == CHANNELS
+    planes, rows = np.where(grid, np.divmod(cut - GRID, PLANE), 1)
+    place, slot = device // tensor % context, device % tensor
+    columns = np.where(grid, context // (planes * rows), 1)
+    split = np.where((shared > 0) & ~channels, tensor, 1)
+    one, zero = np.ones_like(place), np.zeros_like(place)
+    ways = (
+        own[..., 0] * one,
+        np.where(grid, 1, context * split),
+        planes, rows, columns, np.where(channels, tensor, 1),
+    )  # fmt: skip
+    index = (
+        device // (context * tensor) * one,
+        np.where(grid, 0, place * split + np.where(split > 1, slot, 0)),
+        np.where(grid, place // (rows * columns), 0),
+        np.where(grid, place // columns % rows, 0),
+        np.where(grid, place % columns, 0),
+        np.where(channels, slot, 0),
+    )
+    spans = [
+        np.broadcast_arrays(zero, number / count, (number + 1) / count)[1:]
+        for number, count in zip(index, ways, strict=True)
+    ]
+    return np.array([start for start, _ in spans]), np.array([stop for _, stop in spans])
+
+
+def _volume(start: FloatArray, stop: FloatArray) -> FloatArray:
+    volume: FloatArray = np.prod(np.maximum(stop - start, 0.0), axis=0)
+    return volume

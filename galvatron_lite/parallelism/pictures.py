@@ -13,6 +13,19 @@ Extents = tuple[int, int, int]
 """Pixels along depth, height and width."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Same:
+    """A kind of layer as a key of what is remembered of it: by identity, as its many operators are slow to compare."""
+
+    kind: LayerKind
+
+    def __hash__(self) -> int:
+        return id(self.kind)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.kind is self.kind
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """A window that passes over a picture: a convolution's kernel or a pooling window.

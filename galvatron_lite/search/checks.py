@@ -12,6 +12,7 @@ from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.registry import REFUSING
+from galvatron_lite.search.problem import is_glued
 from galvatron_lite.search.shapes import Request, shapes_of
 from galvatron_lite.search.space import Fixed, microbatch_counts
 from galvatron_lite.search.tables import Glue, glue_of
@@ -48,7 +49,7 @@ def unglued(request: Request) -> str:
     """That the layers before and after the blocks have no layout in common, as those of one stage must; empty where
     they have, or where there are several stages."""
     graph, offered = request.graph, dict[str, dict[Glue, Strategy]]()
-    for layer in graph.layers if 1 in request.pipelines else ():
+    for layer in graph.layers if 1 in request.pipelines and is_glued(graph) else ():
         if layer.role is not Role.BLOCK:
             taken = _taken(request, layer, request.devices)
             offered[layer.name] = {glue_of(layout(one)): one for one in reversed(taken)}

@@ -3,7 +3,8 @@
 Besides legality, the space is bounded by these rules, which the runtime relies on:
 
 1. Layers that share parameters have the same strategy.
-2. With a single stage, the layers before and after the blocks have equal batch, context and tensor degrees (the glue).
+2. With a single stage, the layers before and after the blocks have equal batch, context and tensor degrees (the glue),
+   where matmuls of some layer can be split. Convolutional layers move what they read to where they need it.
 3. With several stages, all layers next to a stage boundary have one layout, the same at every boundary (the wire).
 """
 
@@ -62,6 +63,12 @@ class StagePlan:
     bottleneck: tuple[int, ...]
     step: int
     strategies: tuple[Strategy, ...]
+
+
+def is_glued(graph: ModelGraph) -> bool:
+    """Whether rule 2 binds a model: it has layers around its blocks, and matmuls that can be split."""
+    edges = sum(layer.role is not Role.BLOCK for layer in graph.layers)
+    return edges > 1 and any(kind.tensor_degrees > 1 for kind in graph.kinds.values())
 
 
 @dataclass(slots=True)

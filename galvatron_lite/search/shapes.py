@@ -20,7 +20,7 @@ from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.search.bounds.relax import Relaxed, averaged, relaxed
-from galvatron_lite.search.problem import Choice, Problem
+from galvatron_lite.search.problem import Choice, Problem, is_glued
 from galvatron_lite.search.space import Fixed, Space, microbatch_counts, pipeline_degrees
 from galvatron_lite.search.tables import Glue, Layout, Store, Table, Tables, glue_of
 
@@ -225,9 +225,9 @@ def _edge_choices(problem: Problem) -> list[tuple[Glue | None, Layout | None]]:
     if problem.shape.stages > 1:
         wires = {own for layer in layers for own in _layouts(problem, layer)}
         return [(None, wire) for wire in sorted(wires)]
-    edges = [layer for layer in layers if layer.role is not Role.BLOCK]
-    if len(edges) < 2:
+    if not is_glued(problem.graph):
         return [(None, None)]
+    edges = [layer for layer in layers if layer.role is not Role.BLOCK]
     offered = [{glue_of(own) for own in _layouts(problem, layer)} for layer in edges]
     return [(glue, None) for glue in sorted(set.intersection(*offered))]
 

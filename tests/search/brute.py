@@ -313,7 +313,7 @@ class Brute:
         groups = [sorted(group & {*inside}) for group in self.ties]
         groups = [group for group in groups if group]
         glued = [place for place in inside if self.profile.graph.layers[place].role is not Role.BLOCK]
-        if shape.stages > 1:
+        if shape.stages > 1 or not self._matmuls():
             glued = []
         keys: dict[Key, list[int]] = {}
         for column, choice in enumerate(grid.T.tolist()):
@@ -389,8 +389,12 @@ class Brute:
             return False
         if len(cuts) == 2:
             edges = [own for own, layer in zip(strategies, layers, strict=True) if layer.role is not Role.BLOCK]
-            return len({layout(own)[:4] for own in edges}) <= 1
+            return not self._matmuls() or len({layout(own)[:4] for own in edges}) <= 1
         return len({layout(strategies[index]) for cut in cuts[1:-1] for index in (cut - 1, cut)}) == 1
+
+    def _matmuls(self) -> bool:
+        """Whether the matmuls of some layer can be split."""
+        return any(kind.tensor_degrees > 1 for kind in self.profile.graph.kinds.values())
 
     def priced(self, plan: BrutePlan) -> tuple[float, int]:
         """Seconds and peak of a plan by the evaluator."""

@@ -11,6 +11,7 @@ from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass
 from galvatron_lite.model.shapes.registry import load_model
 from galvatron_lite.parallelism.registry import REFUSING
+from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.questions.pins import read_pins
 from galvatron_lite.search.planner import find_plan
@@ -20,9 +21,9 @@ DEVICES = 8
 PROFILE = estimate_profile(load_model("resnet50"), load_cluster("a100-80gb"), precision="bf16", name="test")
 
 
-def asked(*pins: str) -> None:
+def asked(*pins: str) -> Plan:
     fixed = read_pins(pins, (), PROFILE.graph).at(DEVICES, 64)
-    find_plan(
+    return find_plan(
         PROFILE, devices=DEVICES, global_batch=64, budget=10**11, fixed=fixed, backend="any", runners_up=0, effort=0
     )
 
@@ -46,9 +47,19 @@ def test_the_layer_the_value_and_a_remedy_are_named(
     assert caught.value.value == value
 
 
+def test_edges_need_not_agree_where_no_matmul_can_be_split() -> None:
+    plan = asked("before.width=8", "after.dp=8")
+    strategies = {run.first: run.strategy for stage in plan.stages for run in stage.runs}
+    assert strategies["before"].width == 8
+    assert strategies["after"].batch_degree == 8
+
+
 def test_edges_that_have_no_layout_in_common_are_named() -> None:
-    with pytest.raises(InfeasibleError, match=r"before and after the blocks.*before: spatial1x8; after: "):
-        asked("before.width=8")
+    graph = load_model("gpt2")
+    known = estimate_profile(graph, load_cluster("a100-80gb"), precision="bf16", name="test")
+    fixed = read_pins(("before.tensor=4", "after.tensor=1", "pp=1"), (), graph).at(DEVICES, 64)
+    with pytest.raises(InfeasibleError, match=r"before and after the blocks.*before: .*tensor4.*; after: data8"):
+        find_plan(known, devices=DEVICES, global_batch=64, budget=10**11, fixed=fixed, runners_up=0)
 
 
 @pytest.mark.parametrize(

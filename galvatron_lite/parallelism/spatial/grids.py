@@ -16,7 +16,7 @@ from math import prod
 from galvatron_lite.model.graph import LayerKind, OperatorClass
 from galvatron_lite.model.sides import SIDES, Side
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.pictures import Extents, Window, extents_of, is_picture, windows_of
+from galvatron_lite.parallelism.pictures import Extents, Same, Window, extents_of, is_picture, windows_of
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.spatial import windows
 
@@ -67,6 +67,12 @@ def whole_because(kind: LayerKind) -> str:
     A layer without convolutions may take their mean; a picture that enters a matmul as one row (a flattened one) is
     whole on every device.
     """
+    return _whole_because(Same(kind))
+
+
+@lru_cache(maxsize=4096)
+def _whole_because(same: Same) -> str:
+    kind = same.kind
     if not is_picture(kind):
         return "it does not work on pictures pixel by pixel and window by window"
     if prod(extents_of(kind)) <= 1:
@@ -80,16 +86,17 @@ def whole_because(kind: LayerKind) -> str:
 
 def laid_on(kind: LayerKind, grid: Grid) -> Laid:
     """A layer on a grid of devices."""
-    return _laid(windows_of(kind.operators), extents_of(kind), grid)
+    return _laid(Same(kind), grid)
 
 
-@lru_cache(maxsize=8192)
-def _laid(passing: tuple[Window, ...], extents: Extents, grid: Grid) -> Laid:
+@lru_cache(maxsize=2**16)
+def _laid(same: Same, grid: Grid) -> Laid:
+    passing, extents = windows_of(same.kind.operators), extents_of(same.kind)
     told = [*_pictures(passing)] or [(1, extents)]
     whole = sum(channels * prod(picture) for channels, picture in told)
     own = sum(channels * prod(map(_most, picture, grid)) for channels, picture in told)
     borders = [_border(passing, grid, place) for place in range(len(SIDES))]
-    legal = not any(_refusal(passing, extents, place, degree) for place, degree in enumerate(grid))
+    legal = not any(_refusal(same, place, degree) for place, degree in enumerate(grid))
     return Laid(own / whole, (borders[0], borders[1], borders[2]), legal)
 
 
@@ -144,33 +151,37 @@ def window_along(side: Side) -> windows.Window:
 def refusal(kind: LayerKind, place: int, degree: int) -> str:
     """Why so many devices cannot share a side (0 depth, 1 height, 2 width) of all pictures of a layer; empty where they
     can."""
-    return whole_because(kind) or _refusal(windows_of(kind.operators), extents_of(kind), place, degree)
+    return _refusal(Same(kind), place, degree)
 
 
-@lru_cache(maxsize=8192)
-def _refusal(passing: tuple[Window, ...], extents: Extents, place: int, degree: int) -> str:
+@lru_cache(maxsize=2**16)
+def _refusal(same: Same, place: int, degree: int) -> str:
     if degree == 1:
         return ""
-    if extents[place] < degree:
-        return f"an extent of {extents[place]} leaves a rank of {degree} without a share"
-    sides = (window.sides[place] for window in passing)
+    extent = extents_of(same.kind)[place]
+    if _whole_because(same):
+        return _whole_because(same)
+    if extent < degree:
+        return f"an extent of {extent} leaves a rank of {degree} without a share"
+    sides = (window.sides[place] for window in windows_of(same.kind.operators))
     return next((said for side in sides if (said := windows.refusal(window_along(side), side.extent, degree))), "")
 
 
 def sensible_grids(kind: LayerKind, devices: int) -> tuple[Grid, ...]:
     """Of the grids of so many devices that can be used, the one with the least cut, and the one with the least cut that
     shares one side only and so sends the fewest messages."""
-    return _sensible(windows_of(kind.operators), extents_of(kind), devices)
+    return _sensible(Same(kind), devices)
 
 
-@lru_cache(maxsize=8192)
-def _sensible(passing: tuple[Window, ...], extents: Extents, devices: int) -> tuple[Grid, ...]:
+@lru_cache(maxsize=2**16)
+def _sensible(same: Same, devices: int) -> tuple[Grid, ...]:
     every = [
         (depth, height, devices // depth // height)
         for depth in divisors(devices)
         for height in divisors(devices // depth)
     ]
-    fits = [grid for grid in every if not any(_refusal(passing, extents, *pair) for pair in enumerate(grid))]
+    extents = extents_of(same.kind)
+    fits = [grid for grid in every if not any(_refusal(same, *pair) for pair in enumerate(grid))]
     single = [grid for grid in fits if sum(degree > 1 for degree in grid) == 1]
     found = [min(group, key=lambda grid: (_cut(extents, grid), grid)) for group in (single, fits) if group]
     return tuple(dict.fromkeys(found))

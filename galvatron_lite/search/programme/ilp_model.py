@@ -37,7 +37,7 @@ from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes
 from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.profiler.schema import HostOverhead
-from galvatron_lite.search.problem import Problem
+from galvatron_lite.search.problem import Problem, is_glued
 from galvatron_lite.search.programme.pulp_adapter import Programme
 from galvatron_lite.search.tables import TICKS, Layout, Table, glue_of
 
@@ -272,7 +272,7 @@ class ShapeModel:
         for group in tied_groups(graph):
             self._agree(group, lambda table, row: table.strategies[row])
         edges = [place for place, layer in enumerate(graph.layers) if layer.role is not Role.BLOCK]
-        if stages == 1:
+        if stages == 1 and is_glued(graph):
             self._agree(edges, lambda table, row: glue_of(table.layouts[row]))
 
     def _agree(self, places: Iterable[int], what: object) -> None:
