@@ -12,6 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from galvatron_lite.model.zoo.convnext import ConvNeXt, ConvNeXtConfig
+from galvatron_lite.model.zoo.regnet import RegNet, RegNetConfig
+from galvatron_lite.model.zoo.resnet import ResNet, ResNetConfig
+from galvatron_lite.model.zoo.unet import UNet, UNetConfig
+from galvatron_lite.model.zoo.vgg import VGG, VGGConfig
 from galvatron_lite.parallelism.cuts.functions import leave, own, sum_over, whole
 from galvatron_lite.parallelism.cuts.tensor import Cut
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
@@ -87,7 +92,7 @@ class LayerNorm2d(nn.LayerNorm):
         return x.permute(0, 3, 1, 2)
 
 
-class ConvNeXt(nn.Module):
+class NextBlock(nn.Module):
     """Liu et al. 2022: depth-wise 7 x 7, channels last, layer scale; patches before it."""
 
     def __init__(self) -> None:
@@ -123,7 +128,7 @@ def _double(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
 
 
-class UNet(nn.Module):
+class SmallUNet(nn.Module):
     """Ronneberger et al. 2015: skips are padded (or cropped) to what was up-sampled."""
 
     def __init__(self, bilinear: bool, crop: bool = False) -> None:
@@ -267,11 +272,11 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "stem and head": (Stem, (2, 4, 19, 22)),
     "squeeze-excite": (SqueezeExcite, FLAT),
     "squeeze by convolutions": (SqueezeConv, FLAT),
-    "convnext": (ConvNeXt, (2, 4, 12, 16)),
+    "convnext": (NextBlock, (2, 4, 12, 16)),
     "norm of channels first": (ChannelsFirstNorm, FLAT),
-    "u-net, transposed": (lambda: UNet(False), FLAT),
-    "u-net, bilinear": (lambda: UNet(True), FLAT),
-    "u-net, cropped": (lambda: UNet(False, crop=True), FLAT),
+    "u-net, transposed": (lambda: SmallUNet(False), FLAT),
+    "u-net, bilinear": (lambda: SmallUNet(True), FLAT),
+    "u-net, cropped": (lambda: SmallUNet(False, crop=True), FLAT),
     "vgg head": (Vgg, (2, 4, 14, 28)),
     "vgg head, gathered": (Vgg, (2, 4, 18, 20)),
     "volumes": (Volumes, (2, 2, 5, 6, 7)),
@@ -302,7 +307,31 @@ def _loss(result: Tensor) -> Tensor:
 @pytest.mark.parametrize("degrees", GRIDS, ids=str)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_are_equal_to_one_device(name: str, degrees: dict[int, int]) -> None:
-    make, shape = NETWORKS[name]
+    _check(*NETWORKS[name], degrees, "ignore" if "gathered" in name else "error")
+
+
+THIN = 8
+"""Channels of networks that are as deep as the published ones."""
+DEEP: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "resnet-50": (lambda: ResNet(ResNetConfig((3, 4, 6, 3), width=THIN, classes=10)), (4, 3, 64, 64)),
+    "vgg-16": (
+        lambda: VGG(VGGConfig((2, 2, 3, 3, 3), (THIN,) * 5, hidden=64, pooled=2, dropout=0.0, classes=10)),
+        (2, 3, 64, 64),
+    ),
+    "convnext-t": (lambda: ConvNeXt(ConvNeXtConfig((3, 3, 9, 3), (THIN,) * 4, scale=0.1, classes=10)), (2, 3, 64, 128)),
+    "u-net": (lambda: UNet(UNetConfig(base=THIN, norm=True)), (2, 1, 32, 48)),
+    "u-net, bilinear": (lambda: UNet(UNetConfig(base=THIN, bilinear=True)), (2, 1, 32, 48)),
+    "regnet-y": (lambda: RegNet(RegNetConfig((16, 16, 32, 32), group=8, squeeze=True, classes=10)), (4, 3, 64, 64)),
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_deep_networks_are_equal_to_one_device(name: str) -> None:
+    _check(*DEEP[name], {2: 2, 3: 2}, "error")
+
+
+def _check(make: Callable[[], nn.Module], shape: tuple[int, ...], degrees: dict[int, int], gathers: str) -> None:
+    """``gathers``: what to do with warnings that a picture is gathered."""
     torch.manual_seed(0)
     module, picture = make().double().train(), torch.randn(shape, dtype=torch.float64)
     alone, leaf = deepcopy(module), picture.clone().requires_grad_()
@@ -321,7 +350,7 @@ def test_networks_are_equal_to_one_device(name: str, degrees: dict[int, int]) ->
         return ours
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if "gathered" in name else "error")
+        warnings.simplefilter(gathers)  # type: ignore[arg-type]
         found = run_threads(prod(degrees.values()), work)
     near = {"rtol": 1e-10, "atol": 1e-10}
     for ours in found:
