@@ -153,6 +153,12 @@ def _sample_shape(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     return next((tuple(tensor.shape[1:]) for tensor in tensors if tensor.is_floating_point()), ())
 
 
+def _typical(calls: Sequence[BlockCall]) -> BlockCall:
+    """Of the calls of equal blocks the first of which some input takes a gradient; the first where there is none."""
+    trained = (call for call in calls if any(tensor.requires_grad for tensor in call.inputs))
+    return next(trained, calls[0])
+
+
 def _with_entering(kind: LayerKind, size: int) -> LayerKind:
     """What enters (so many bytes) kept where nothing is recomputed; else it is among what is kept."""
     none = kind.kept[Recompute.NONE]
@@ -210,7 +216,7 @@ class _Capture:
     def _block(self, layer: Layer) -> tuple[LayerKind, TensorFigures, tuple[int, ...]]:
         alike = {other.name for other in self.layers if other.kind == layer.kind}
         block = self.twin.get_submodule(layer.name)
-        calls = [next(call for call in chained if call.path == layer.name) for chained in self.calls]
+        calls = [_typical([call for call in chained if call.path in alike]) for chained in self.calls]
         chains = [chain_inputs(chained, alike) for chained in self.calls]
         runs = [run_block(block, call, chain) for call, chain in zip(calls, chains, strict=True)]
         entering = _slope([_bytes(call.inputs[i] for i in chain) for call, chain in zip(calls, chains, strict=True)])

@@ -89,9 +89,8 @@ def _picture_dims(
     """
     convolutions = [operator for operator in operators if operator.kind is OperatorClass.CONVOLUTION]
     light = not any(one.kind in _MIXING for one in operators) and _scales(modules, entering)
-    taken = [operator.shape[0] for operator in convolutions[:1]] or (
-        entering[:1] if light else _pooled_channels(operators)
-    )
+    taken = [operator.shape[0] for operator in convolutions[:1]] + _pooled_channels(operators)
+    taken += entering[:1] if light else ()
     if entering and entering[0] in taken and len(entering) - 1 in (2, 3):
         inner, extents = entering[0], tuple(entering[1:])
     elif convolutions:

@@ -197,13 +197,14 @@ def run_block(block: nn.Module, call: BlockCall, chain: Sequence[int]) -> Region
     Args:
         block: on the meta device.
         call: what goes in.
-        chain: places of the inputs that come from the layer before; they get gradients.
+        chain: places of the inputs that come from the layer before; they get gradients, unless they did not when the
+            model ran (pictures of the batch).
 
     Raises:
         TraceError: the block does not run; names it and the cause.
     """
     recorder, recording = Recorder(), Recording()
-    inputs = [_leaf(tensor, place in chain) for place, tensor in enumerate(call.inputs)]
+    inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in call.inputs]
     supply = iter(_entered(tensor) for tensor in inputs)
     args, kwargs = map_tensors((call.args, call.kwargs), lambda _: next(supply))
     with explaining(call.path, block), shapes_only(recorder), recorder.watching(block):
@@ -221,7 +222,3 @@ def run_block(block: nn.Module, call: BlockCall, chain: Sequence[int]) -> Region
     needed = tuple(place for place, number in enumerate(numbers) if number in side and number in recording.kept)
     entering = tuple(numbers[place] for place in chain)
     return RegionRun(recording, entering, side, needed, entering, leaving)
-
-
-def _leaf(tensor: Tensor, chained: bool) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.is_floating_point() and (chained or tensor.requires_grad))

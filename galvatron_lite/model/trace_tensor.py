@@ -142,7 +142,8 @@ def _fewer_tokens(call: BlockCall, chain: Sequence[int], degree: int) -> BlockCa
     def cut(tensor: Tensor) -> Tensor:
         if next(supply) not in chain:
             return tensor
-        return tensor.new_empty(tensor.shape[0], tensor.shape[1] // degree, *tensor.shape[2:])
+        fewer = tensor.new_empty(tensor.shape[0], tensor.shape[1] // degree, *tensor.shape[2:])
+        return fewer.requires_grad_(tensor.requires_grad)
 
     args, kwargs = map_tensors((call.args, call.kwargs), cut)
     return BlockCall(call.path, args, kwargs, call.output)

@@ -29,7 +29,8 @@ def share_of(family: str, degree: int, sequence_parallel: bool) -> RegionFigures
         shard_layer(block, infer_block(block, call.args, call.kwargs), ShapeOnlyGroup(degree), sequence_parallel)
         hidden = call.args[0]
         tokens = hidden.shape[1] // degree if sequence_parallel else hidden.shape[1]
-        args = (hidden.new_empty(samples, tokens, hidden.shape[2]), *call.args[1:])
+        own = hidden.new_empty(samples, tokens, hidden.shape[2]).requires_grad_()
+        args = (own, *call.args[1:])
         runs.append(run_block(block, BlockCall(path, args, call.kwargs), [0]))
     return figures(*runs)
 
