@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -90,7 +91,7 @@ def _picture_dims(
     convolutions = [operator for operator in operators if operator.kind is OperatorClass.CONVOLUTION]
     light = not any(one.kind in _MIXING for one in operators) and _scales(modules, entering)
     taken = [operator.shape[0] for operator in convolutions[:1]] + _pooled_channels(operators)
-    taken += entering[:1] if light else ()
+    taken += entering[:1] if light or _flattens(operators, entering) else ()
     if entering and entering[0] in taken and len(entering) - 1 in (2, 3):
         inner, extents = entering[0], tuple(entering[1:])
     elif convolutions:
@@ -99,6 +100,12 @@ def _picture_dims(
         return {}
     named = zip(SIDES[-len(extents) :], extents, strict=True)
     return {"in_channels": inner, "out_channels": _leaving(operators, inner), **dict(named)}
+
+
+def _flattens(operators: Sequence[Operator], entering: Sequence[int]) -> bool:
+    """Whether the first matmul takes all pixels of a picture as one row."""
+    inner = [operator.shape[1] for operator in operators if operator.kind is OperatorClass.MATMUL]
+    return len(entering) > 2 and inner[:1] == [prod(entering)]
 
 
 def _scales(modules: Sequence[nn.Module], entering: Sequence[int]) -> bool:

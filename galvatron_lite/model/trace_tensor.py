@@ -22,6 +22,8 @@ from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 
 _CLOSE = 0.05
+_PAIR = 2
+_NO_PAIR = "it has no two matmuls with weights, of which one could be split by columns and one by rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,9 @@ def split_block(
         chains: places of the inputs that come from the layer before, at both batch sizes.
         whole: its figures on one device.
     """
+    matmuls = (call for call in whole.calls if call.kind is OperatorClass.MATMUL and not call.backward)
+    if sum(call.weight_bytes > 0 for call in matmuls) < _PAIR:
+        return unsplit(whole, _NO_PAIR)  # told without running the block for real, for which pictures may be too large
     plan = infer_block(block, calls[1].args, calls[1].kwargs)
     if plan.max_degree == 1:
         return unsplit(whole, plan.reason)

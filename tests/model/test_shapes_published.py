@@ -4,6 +4,7 @@ import pytest
 
 from galvatron_lite.model.graph import ModelGraph, OperatorClass, Recompute
 from galvatron_lite.model.shapes import load_model, load_shape, model_names
+from tests.model.test_shapes_pictures import PARAMETERS as PICTURES
 
 PARAMETERS = {
     "gpt2": 124_439_808,  # openai-community/gpt2
@@ -16,8 +17,6 @@ PARAMETERS = {
     "bert-large": 336_226_108,  # BertForPreTraining of google-bert/bert-large-uncased
     "t5-3b": 2_851_598_336,  # google-t5/t5-3b
     "vit-huge": 632_045_800,  # torchvision vit_h_14, IMAGENET1K_SWAG_LINEAR_V1
-    "resnet50": 25_557_032,  # torchvision resnet50
-    "convnext-xl": 350_196_968,  # facebookresearch/ConvNeXt, ImageNet-1K head
 }
 
 
@@ -39,7 +38,7 @@ def test_bert_masked_language_model_head() -> None:
 
 
 def test_every_shipped_model_has_a_test_here() -> None:
-    assert {*PARAMETERS, "gpt3-175b"} == set(model_names())
+    assert {*PARAMETERS, *PICTURES, "gpt3-175b"} == set(model_names())
 
 
 def forward_flops(graph: ModelGraph, *classes: OperatorClass) -> int:

@@ -14,6 +14,7 @@ from galvatron_lite.model.shapes.fields import (
     TransformerShape,
     VitShape,
 )
+from galvatron_lite.model.shapes.picture_fields import PictureShape, check_pictures
 
 T = TypeVar("T", bound=TransformerShape)
 _MAY_BE_ZERO = {
@@ -44,6 +45,8 @@ def complete(shape: Shape) -> Shape:
             return _complete_vit(shape)
         case ConvNextShape():
             return _checked_convnext(shape)
+        case PictureShape():
+            check_pictures(shape)
         case TransformerShape():
             return _complete_transformer(shape)
     return shape

@@ -1,15 +1,19 @@
-"""Rules of convolutional operators, as ``ops`` has them for transformers. Extents are (height, width)."""
+"""Rules of convolutional operators, as ``ops`` has them for transformers.
+
+Extents are (height, width) of pictures, (depth, height, width) of volumes.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, TensorSplit
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.calls import Call, Part, Value
 from galvatron_lite.model.shapes.tape import Tape, memory_operator, sharding_of
 
-Extent = tuple[int, int]
+Extent = tuple[int, ...]
 
 
 def convolution(
@@ -25,7 +29,7 @@ def convolution(
     groups: int = 1,
     bias: bool = False,
 ) -> tuple[Value, Extent]:
-    """A convolution of ``x`` (in, height, width); keeps its input. Returns the output and its extent.
+    """A convolution of ``x`` (in, *extent); keeps its input. Returns the output and its extent.
 
     Args:
         tape: where it is written down.
@@ -33,21 +37,22 @@ def convolution(
         x: input.
         channels: in and out.
         extent: of the input.
-        kernel: pixels along each side; (height, width) where it is not square.
+        kernel: pixels along each side; one figure a side where they differ.
         stride: along each side.
         padding: along each side; None: kernel // 2.
         groups: of channels.
         bias: whether a bias is added.
     """
     inner, outer = channels
-    sides = (kernel, kernel) if isinstance(kernel, int) else kernel
+    sides = (kernel,) * len(extent) if isinstance(kernel, int) else kernel
     after = _after(extent, sides, stride, padding)
-    out = tape.value(outer * after[0] * after[1], x.part)
-    weight = outer * (inner // groups) * sides[0] * sides[1]
-    flops = 2 * weight * after[0] * after[1]
+    out = tape.value(outer * prod(after), x.part)
+    weight = outer * (inner // groups) * prod(sides)
+    flops = 2 * weight * prod(after)
     tape.own(weight + outer * bias)
     moved = x.bytes + out.bytes
-    shape = (inner, outer, groups, *extent, *sides, stride, stride, *_pads(sides, padding), 1, 1)
+    told = (*sides, *(stride for _ in sides), *_pads(sides, padding), *(1 for _ in sides))
+    shape = (inner, outer, groups, *extent, *told)
     operator = Operator(
         name, OperatorClass.CONVOLUTION, shape, 1, flops, 2 * flops if x.grad else flops, moved, 2 * moved,
         (weight + outer * bias) * tape.item_bytes, sharding_of(x),
@@ -55,22 +60,52 @@ def convolution(
     return tape.record(Call((x,), out, saved=(x,), anchor=(out,)), operator), after
 
 
+def transposed(
+    tape: Tape, name: str, x: Value, channels: tuple[int, int], extent: Extent, *, stride: int
+) -> tuple[Value, Extent]:
+    """A transposed convolution with bias whose kernel is its stride: every pixel becomes as many; keeps its input."""
+    inner, outer = channels
+    sides = len(extent)
+    after = tuple(stride * side for side in extent)
+    out = tape.value(outer * prod(after), x.part)
+    weight = inner * outer * stride**sides
+    tape.own(weight + outer)
+    flops, moved = 2 * weight * prod(extent), x.bytes + out.bytes
+    shape = (inner, outer, 1, *extent, *(stride,) * sides, *(-stride,) * sides, *(0,) * sides, *(1,) * sides)
+    operator = Operator(
+        name, OperatorClass.CONVOLUTION, shape, 1, flops, 2 * flops if x.grad else flops, moved, 2 * moved,
+        (weight + outer) * tape.item_bytes, sharding_of(x),
+    )  # fmt: skip
+    return tape.record(Call((x,), out, saved=(x,), anchor=(out,)), operator), after
+
+
+def interpolated(tape: Tape, name: str, x: Value, channels: int, extent: Extent, *, times: int) -> tuple[Value, Extent]:
+    """Linear interpolation to so many times the size along each side: keeps nothing.
+
+    Its window is that of a transposed convolution (Long et al. 2015, arXiv:1411.4038, section 3.3).
+    """
+    after = tuple(times * side for side in extent)
+    out = tape.value(channels * prod(after), x.part)
+    moved, sides = x.bytes + out.bytes, len(extent)
+    told = (*(2 * times - times % 2,) * sides, *(-times,) * sides, *(times // 2,) * sides, *(1,) * sides)
+    operator = memory_operator(name, out, moved, moved)
+    return tape.record(Call((x,), out), replace(operator, shape=(*operator.shape, channels, *extent, *told))), after
+
+
 def _after(extent: Extent, sides: Extent, stride: int, padding: int | None) -> Extent:
-    height, width = (
+    return tuple(
         (whole + 2 * pad - side) // stride + 1
         for whole, side, pad in zip(extent, sides, _pads(sides, padding), strict=True)
     )
-    return height, width
 
 
 def _pads(sides: Extent, padding: int | None) -> Extent:
-    return (sides[0] // 2, sides[1] // 2) if padding is None else (padding, padding)
+    return tuple(side // 2 if padding is None else padding for side in sides)
 
 
 def pooled_extent(extent: Extent, kernel: int, stride: int, padding: int) -> Extent:
     """Extent after a window of this size, stride and padding has passed over."""
-    height, width = ((side + 2 * padding - kernel) // stride + 1 for side in extent)
-    return height, width
+    return tuple((side + 2 * padding - kernel) // stride + 1 for side in extent)
 
 
 def batch_norm(tape: Tape, name: str, x: Value, channels: int) -> Value:
@@ -93,7 +128,7 @@ def max_pool(
 ) -> tuple[Value, Extent]:
     """Max pooling: keeps its input and eight bytes of index an output item."""
     after = pooled_extent(extent, kernel, stride, kernel // 2)
-    out = tape.value(channels * after[0] * after[1], x.part)
+    out = tape.value(channels * prod(after), x.part)
     places = tape.value(out.items, x.part, ops.INDEX, grad=False)
     moved = x.bytes + out.bytes + places.bytes
     call = Call((x,), out, saved=(x, places))
@@ -119,11 +154,14 @@ def handed_on(kind: LayerKind, output: Value, tape: Tape) -> tuple[LayerKind, bo
 
     An activation in place at a layer's end keeps its output, which the next layer's first convolution keeps too: one
     tensor, counted with the layer that it enters (``Tape.keep``). While the layer itself computes it is there as well.
+    Selective recomputation that would keep more is left out (see ``Tape``).
     """
     if not any(value.key == output.key for call, _ in tape.records for value in call.saved):
         return kind, False
     none = kind.kept[Recompute.NONE]
-    kept = kind.kept | {Recompute.NONE: replace(none, whole=none.whole - output.held)}
+    left = replace(none, whole=none.whole - output.held)
+    kept = {choice: size for choice, size in kind.kept.items() if size.total <= left.total or choice is Recompute.FULL}
+    kept |= {Recompute.NONE: left}
     beside = TensorSplit(whole=output.held)
     return replace(
         kind, kept=kept, working=_sum(kind.working, beside), forward_working=_sum(kind.forward_working, beside)
@@ -136,4 +174,4 @@ def _sum(first: TensorSplit, second: TensorSplit) -> TensorSplit:
 
 def enter_image(tape: Tape, channels: int, extent: Extent) -> Value:
     """An image, which takes no gradient."""
-    return tape.enter(channels * extent[0] * extent[1], Part.WHOLE, grad=False)
+    return tape.enter(channels * prod(extent), Part.WHOLE, grad=False)

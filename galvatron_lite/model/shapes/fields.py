@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from galvatron_lite.files import STRICT
+from galvatron_lite.model.shapes.picture_fields import AlexNetShape, CosmoFlowShape, RegNetShape, UNetShape, VggShape
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
@@ -252,7 +253,8 @@ class ConvNextShape:
 
 
 Shape = (
-    DecoderShape | EncoderShape | MoeShape | EncoderDecoderShape | VitShape | ResNetShape | ConvNextShape
+    DecoderShape | EncoderShape | MoeShape | EncoderDecoderShape | VitShape | ResNetShape | ConvNextShape | VggShape
+    | AlexNetShape | RegNetShape | UNetShape | CosmoFlowShape
 )  # fmt: skip
 SHAPES: dict[str, type[Shape]] = {
     "decoder": DecoderShape,
@@ -262,5 +264,10 @@ SHAPES: dict[str, type[Shape]] = {
     "vit": VitShape,
     "resnet": ResNetShape,
     "convnext": ConvNextShape,
+    "vgg": VggShape,
+    "alexnet": AlexNetShape,
+    "regnet": RegNetShape,
+    "unet": UNetShape,
+    "cosmoflow": CosmoFlowShape,
 }
 """Architecture families by the name a file gives under ``arch``."""

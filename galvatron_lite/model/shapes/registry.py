@@ -28,12 +28,15 @@ from galvatron_lite.model.shapes.fields import (
     TransformerShape,
     VitShape,
 )
+from galvatron_lite.model.shapes.picture_fields import PictureShape
+from galvatron_lite.model.shapes.pictures import picture_graph
 from galvatron_lite.model.shapes.transformer import decoder_graph, encoder_graph
 from galvatron_lite.model.shapes.vision import vit_graph
 from galvatron_lite.units import ITEM_BYTES, activation_bytes
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 _FLAGS = {"seq": "seq_len", "sequence": "seq_len", "ffn": "ffn_hidden", "experts": "n_experts", "topk": "moe_topk"}
+_LISTS = ("depths", "widths", "kernels", "strides")
 _FLAGS |= {"image": "image_size", "tied": "tied_embeddings"}
 
 
@@ -88,6 +91,8 @@ def _graph(shape: Shape, precision: str, item_bytes: int, kernels: Kernels) -> M
             return resnet_graph(shape, precision, item_bytes)
         case ConvNextShape():
             return convnext_graph(shape, precision, item_bytes, kernels)
+        case PictureShape():
+            return picture_graph(shape, precision, item_bytes)
 
 
 def model_names() -> tuple[str, ...]:
@@ -105,7 +110,7 @@ def load_model(
     """The graph of a shipped model or of a model file.
 
     Args:
-        name_or_path: ``gpt2``, or a path that ends in .yaml, .yml or .json.
+        name_or_path: ``gpt2``, hyphens as you like (``resnet-50``), or a path that ends in .yaml, .yml or .json.
         overrides: fields of the shape to change (``{"layers": 4}``).
         sequence: see ``build_graph``.
         precision: see ``build_graph``.
@@ -130,8 +135,9 @@ def _find(name_or_path: str) -> Path:
     if Path(name_or_path).suffix in _SUFFIXES:
         return Path(name_or_path)
     names = model_names()
-    if name_or_path in names:
-        return config_folder("models") / f"{name_or_path}.yaml"
+    plain = {name.replace("-", ""): name for name in names}.get(name_or_path.replace("-", ""))
+    if plain:
+        return config_folder("models") / f"{plain}.yaml"
     close = get_close_matches(name_or_path, names, n=3)
     hint = f"Did you mean {' or '.join(close)}? " if close else ""
     remedy = f"{hint}Shipped models: {', '.join(names)}; or give the path of a .yaml file."
@@ -167,5 +173,5 @@ def shape_from_flags(flags: Mapping[str, str]) -> Shape:
         known = {item.name for item in fields(kind)}
         for name in data.keys() - known:
             raise InputError(f"--{name.replace('_', '-')}", data[name], f"Known: {', '.join(sorted(known))}.")
-    lists = {name: tuple(str(data[name]).split(",")) for name in ("depths", "widths") if name in data}
+    lists = {name: tuple(str(value).split(",")) for name, value in data.items() if name in _LISTS or "," in str(value)}
     return shape_from_data({"name": "flags"} | data | lists, "shape flags")

@@ -32,18 +32,19 @@ def build(name: str, **overrides: Any) -> nn.Module:
     """A reference model by name (``gpt-tiny``, ``resnet-50``), on the current default device.
 
     Args:
-        name: a key of ``SIZES``.
+        name: a key of ``SIZES``, hyphens as you like (``resnet50``).
         overrides: config fields to change (``layers=2``).
 
     Raises:
         InputError: no size of that name, or a config field that does not exist.
     """
-    if name not in SIZES:
+    known = {size.replace("-", ""): size for size in SIZES}.get(name.replace("-", ""))
+    if known is None:
         raise InputError("model", name, f"Choose one of {', '.join(SIZES)}.")
-    module, label = next((module, label) for family, module, label in _FAMILIES if name in family)
+    module, label = next((module, label) for family, module, label in _FAMILIES if known in family)
     home = import_module(f"{__name__}.{module}")
     config = getattr(home, f"{label}Config")
-    fields = SIZES[name] | overrides
+    fields = SIZES[known] | overrides
     unknown = set(fields) - set(config.__dataclass_fields__)
     if unknown:
         raise InputError("overrides", sorted(unknown), f"The fields are {', '.join(config.__dataclass_fields__)}.")

@@ -87,7 +87,8 @@ class Up(nn.Module):
             x = F.interpolate(x, size=skip.shape[-2:], mode="bilinear", align_corners=False)
         else:
             x = self.up(x)
-        out: Tensor = self.conv(torch.cat([skip, x], dim=1))
+        x = torch.cat([skip, x], dim=1)
+        out: Tensor = self.conv(x)
         return out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal
 
 from galvatron_lite.model.graph import Operator, OperatorClass
@@ -32,7 +33,7 @@ class Flow:
         tape: of the layer it passes.
         value: the picture as a tensor.
         channels: of it.
-        extent: height and width of it.
+        extent: height and width of it, of a volume its depth before them.
     """
 
     tape: Tape
@@ -42,8 +43,8 @@ class Flow:
 
     @property
     def pixels(self) -> int:
-        """Height x width."""
-        return self.extent[0] * self.extent[1]
+        """Height x width (x depth)."""
+        return prod(self.extent)
 
     def fork(self) -> Flow:
         """The same picture on a branch of its own."""
@@ -155,6 +156,49 @@ class Flow:
         self.value = self.tape.record(call, memory_operator(self._name("cat"), out, 2 * out.bytes, 2 * out.bytes))
         return self
 
+    def double(self, out: int = 0) -> Flow:
+        """The picture at twice the size: by transposed convolution to so many channels; 0: by interpolation."""
+        name, tape, x, before = self._name("up"), self.tape, self.value, self.extent
+        if out:
+            self.value, self.extent = rules.transposed(tape, name, x, (self.channels, out), before, stride=2)
+            self.channels = out
+        else:
+            self.value, self.extent = rules.interpolated(tape, name, x, self.channels, before, times=2)
+        return self
+
+    def beside(self, channels: int) -> Flow:
+        """The picture with that of another layer, of so many channels and the same extent, before it: one copy."""
+        other = self.tape.value(channels * self.pixels, Part.WHOLE, self.value.item_bytes)
+        return self.concatenate(Flow(self.tape, other, channels, self.extent))
+
+    def surround(self, pixels: int) -> Flow:
+        """The picture copied into a larger one, so many pixels more along each side."""
+        before, self.extent = self.value, tuple(side + pixels for side in self.extent)
+        self.value = self.tape.value(self.channels * self.pixels, Part.WHOLE)
+        moved = before.bytes + self.value.bytes
+        operator = memory_operator(self._name("pad"), self.value, moved, moved)
+        self.value = self.tape.record(Call((before,), self.value), operator)
+        return self
+
+    def shrink(self, side: int) -> Flow:
+        """Mean pooling to so many pixels along each side; keeps its input, but for the mean of all pixels."""
+        if side == 1:
+            self.value = rules.global_pool(self.tape, self._name("mean"), self.value, self.channels)
+            self.extent = (1,) * len(self.extent)
+            return self
+        stride = self.extent[0] // side
+        return self.pool(self.extent[0] - (side - 1) * stride, stride, maximum=False, padding=0)
+
+    def flatten(self) -> Flow:
+        """All items as channels of one pixel: a view."""
+        self.channels, self.extent = self.channels * self.pixels, (1,) * len(self.extent)
+        return self
+
+    def dropout(self, probability: float) -> Flow:
+        """Dropout; see ``ops.dropout``."""
+        self.value = ops.dropout(self.tape, self._name("dropout"), self.value, probability)
+        return self
+
     def enlarge(self, beside: int) -> Flow:
         """The picture copied to the (larger) extent it stands at, with channels of another picture beside it."""
         self.channels += beside
@@ -191,7 +235,7 @@ class Flow:
         """A pooling window; maximum keeps eight bytes of index an output item, the mean keeps its input."""
         pad = kernel // 2 if padding is None else padding
         after = rules.pooled_extent(self.extent, kernel, stride, pad)
-        out = self.tape.value(self.channels * after[0] * after[1], Part.WHOLE)
+        out = self.tape.value(self.channels * prod(after), Part.WHOLE)
         places = (self.tape.value(out.items, Part.WHOLE, ops.INDEX, grad=False),) if maximum else ()
         moved = self.value.bytes + out.bytes + sum(place.bytes for place in places)
         call = Call((self.value,), out, saved=(self.value, *places))

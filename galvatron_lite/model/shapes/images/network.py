@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Role, SplitDims
 from galvatron_lite.model.shapes import ops
@@ -12,12 +13,17 @@ from galvatron_lite.model.shapes.calls import Part
 from galvatron_lite.model.shapes.convolution import Extent, global_pool, handed_on
 from galvatron_lite.model.shapes.images.flow import Flow
 from galvatron_lite.model.shapes.tape import Tape
+from galvatron_lite.model.sides import SIDES
 
 _REASON = "A convolutional block has no pair of column-split and row-split matmuls."
 Step = Callable[..., object]
 """Passes a ``Flow`` through a layer's operators: ``step(flow, **settings)``."""
 _Picture = tuple[int, Extent, int, bool]
 """Channels, extent, bytes of an item, and whether it is kept already."""
+
+
+def _nothing(_: Flow) -> None:
+    """No operator."""
 
 
 @dataclass(slots=True)
@@ -33,6 +39,8 @@ class Network:
         layers: between stem and head, in the order they run.
         wide: bytes of an item of the picture as it stands.
         held: whether the picture as it stands is kept for the backward pass of the layer that made it.
+        autocast: below fp32 pictures come and weights stay in fp32, and are cast; else all is in one precision.
+        given: whether the picture as it stands is the batch's, which takes no gradient.
     """
 
     name: str
@@ -43,18 +51,32 @@ class Network:
     layers: list[Layer] = field(default_factory=list)
     wide: int = 0
     held: bool = False
+    autocast: bool = True
+    given: bool = False
+
+    def begin(self) -> None:
+        """Nothing before the blocks: the first of them takes the batch's picture."""
+        self._add("before", _nothing, {}, grad=False)
+        self.given = True
 
     def stem(self, step: Step, **settings: object) -> None:
         """The first layer; no gradient flows to the picture that enters it."""
         self._add("before", step, settings, grad=False)
 
-    def block(self, step: Step, **settings: object) -> None:
-        """One more layer; equal to an earlier one where its step, settings and picture are."""
-        kind = self._add("", step, settings, grad=True)
-        self.layers.append(Layer(f"blocks.{len(self.layers)}", kind.name, Role.BLOCK))
+    def block(self, step: Step, at: str = "", **settings: object) -> None:
+        """One more layer; equal to an earlier one where its step, settings and picture are.
+
+        Args:
+            step: what it does.
+            at: its name; empty: by its number.
+            settings: of the step.
+        """
+        kind = self._add("", step, settings, grad=not self.given)
+        self.given = False
+        self.layers.append(Layer(at or f"blocks.{len(self.layers)}", kind.name, Role.BLOCK))
 
     def _add(self, name: str, step: Step, settings: dict[str, object], *, grad: bool) -> LayerKind:
-        key = (step, self.channels, self.extent, self.wide, self.held, *settings.items())
+        key = (step, grad, self.channels, self.extent, self.wide, self.held, *settings.items())
         if key not in self.kinds:
             self.kinds[key] = self._made(name or f"block{len(self.kinds)}", step, settings, grad)
         kind, picture = self.kinds[key]
@@ -70,20 +92,19 @@ class Network:
     def _enter(self, grad: bool) -> Flow:
         """The picture at the beginning of a layer; under mixed precision the network's own is cast from fp32."""
         tape = Tape(self.item_bytes)
-        items = self.channels * self.extent[0] * self.extent[1]
+        items = self.channels * prod(self.extent)
         x = tape.enter(items, Part.WHOLE, self.wide, grad=grad)
         if self.held:
             tape.keep(x)
-        if not grad and self.item_bytes < ops.FP32:
+        if not grad and self.autocast and self.item_bytes < ops.FP32:
             tape.keep(tape.value(items, Part.WHOLE, ops.FP32, grad=False))
         return Flow(tape, x, self.channels, self.extent)
 
     def _kind(self, flow: Flow, name: str) -> LayerKind:
-        dims = SplitDims(
-            in_channels=self.channels, out_channels=flow.channels, height=self.extent[0], width=self.extent[1]
-        )
+        named = dict(zip(SIDES[-len(self.extent) :], self.extent, strict=True))
+        dims = SplitDims(in_channels=self.channels, out_channels=flow.channels, **named)
         block, tape = name not in ("before", "after"), flow.tape
-        if self.item_bytes < ops.FP32:
+        if self.autocast and self.item_bytes < ops.FP32:
             # mixed precision keeps the weights' half-precision copies from forward to backward, whatever the batch
             tape.buffer_bytes += self.item_bytes * tape.weights[Part.WHOLE]
         return tape.kind(name, (flow.value,), dims, tensor_reason=_REASON, recomputed=block)
@@ -97,12 +118,31 @@ class Network:
             step: operators before the mean (a last convolution); None: none.
             settings: of the step.
         """
+
+        def head(flow: Flow) -> None:
+            if step is not None:
+                step(flow, **settings)
+            classify(flow, classes)
+
+        return self.end(precision, head)
+
+    def end(self, precision: str, step: Step, **settings: object) -> ModelGraph:
+        """The graph, closed by a step that ends in a loss."""
         flow = self._enter(grad=True)
-        if step is not None:
-            step(flow, **settings)
-        if flow.pixels > 1:
-            flow.value, flow.extent = global_pool(flow.tape, "pool", flow.value, flow.channels), (1, 1)
-        logits = flow.linear(classes).value
-        flow.value = ops.cross_entropy(flow.tape, "loss", logits, flow.tape.labels(1))
+        step(flow, **settings)
         kinds = [kind for kind, _ in self.kinds.values()]
         return assemble(self.name, [*kinds, self._kind(flow, "after")], self.layers, sequence=1, precision=precision)
+
+
+def classify(flow: Flow, classes: int) -> None:
+    """Mean of all pixels, linear classifier, cross-entropy."""
+    if flow.pixels > 1:
+        flow.value = global_pool(flow.tape, "pool", flow.value, flow.channels)
+        flow.extent = (1,) * len(flow.extent)
+    flow.linear(classes)
+    compare(flow)
+
+
+def compare(flow: Flow) -> None:
+    """Cross-entropy of what stands at every pixel."""
+    flow.value = ops.cross_entropy(flow.tape, "loss", flow.value, flow.tape.labels(flow.pixels))

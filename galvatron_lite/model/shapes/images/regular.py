@@ -54,7 +54,7 @@ def regular_graph(name: str, key: str, side: int, classes: int, precision: str, 
     group, before = LINES[key][3], 0
     for width in widths_of(LINES[key]):
         stride = 2 if width != before else 1
-        net.block(_block, width=width, group=min(group, width), stride=stride, squeeze=key.startswith("y"))
+        net.block(regular_block, width=width, group=min(group, width), stride=stride, squeeze=key.startswith("y"))
         before = width
     return net.finish(classes, precision)
 
@@ -63,7 +63,8 @@ def _stem(flow: Flow) -> None:
     flow.unit(32, 3, 2)
 
 
-def _block(flow: Flow, width: int, group: int, stride: int, squeeze: bool) -> None:
+def regular_block(flow: Flow, width: int, group: int, stride: int, squeeze: bool) -> None:
+    """1 x 1, grouped 3 x 3 (with the stride) and 1 x 1 convolutions added to the input."""
     x, enters = flow.fork(), flow.channels
     flow.unit(width).unit(width, 3, stride, width // group)
     if squeeze:

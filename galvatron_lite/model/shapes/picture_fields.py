@@ -1,0 +1,176 @@
+"""What a model file of a convolutional network holds, beside ResNet and ConvNeXt (``fields``). No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.files import STRICT
+
+if TYPE_CHECKING:
+    from pydantic import ConfigDict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureShape:
+    """Fields that these networks share.
+
+    Attributes:
+        name, source: for people.
+        image_size: pixels along each side.
+        channels: of the image.
+        classes: outputs of the head.
+    """
+
+    name: str = ""
+    source: str = ""
+    image_size: int = 224
+    channels: int = 3
+    classes: int = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VggShape(PictureShape):
+    """A VGG: groups of 3 x 3 convolutions with max pooling between them, three fully connected layers.
+
+    Attributes:
+        depths: convolutions a group.
+        widths: channels a group.
+        hidden: outputs of the first two fully connected layers.
+        pooled: pixels along each side of what enters the first of these.
+        dropout: probability after them.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    arch: Literal["vgg"] = "vgg"
+    depths: tuple[int, ...]
+    widths: tuple[int, ...] = (64, 128, 256, 512, 512)
+    hidden: int = 4096
+    pooled: int = 7
+    dropout: float = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlexNetShape(PictureShape):
+    """An AlexNet in one tower.
+
+    Attributes:
+        widths: channels of the five convolutions.
+        hidden, pooled: as of a VGG.
+        dropout: probability before the first two fully connected layers.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    arch: Literal["alexnet"] = "alexnet"
+    widths: tuple[int, ...] = (64, 192, 384, 256, 256)
+    hidden: int = 4096
+    pooled: int = 6
+    dropout: float = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegNetShape(PictureShape):
+    """A RegNet.
+
+    Attributes:
+        widths: channels of every block; the picture is halved where they grow.
+        group: channels of a group of the 3 x 3 convolutions.
+        squeeze: whether blocks squeeze and excite.
+        stem: channels of the first convolution.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    arch: Literal["regnet"] = "regnet"
+    widths: tuple[int, ...]
+    group: int
+    squeeze: bool = False
+    stem: int = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UNetShape(PictureShape):
+    """A U-Net with padded convolutions, a class for every pixel.
+
+    Attributes:
+        base: channels of the first level; doubled from level to level.
+        levels: halvings of the picture.
+        norm: whether batch normalisation follows every convolution (which then has no bias).
+        bilinear: whether the way back enlarges by interpolation (the lowest level has half of its channels then), not
+            by transposed convolution.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    arch: Literal["unet"] = "unet"
+    base: int = 64
+    levels: int = 4
+    norm: bool = False
+    bilinear: bool = False
+    image_size: int = 512
+    channels: int = 1
+    classes: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CosmoFlowShape(PictureShape):
+    """A CosmoFlow: 3-D convolutions with mean pooling, fully connected layers, ``classes`` numbers to be found.
+
+    Attributes:
+        widths: channels of every convolution.
+        kernels: voxels along each side of their kernels.
+        strides: along each side.
+        padded: whether all convolutions but the last one are padded, so that only strides and pooling shrink volumes.
+        hidden: outputs of the fully connected layers before the last one.
+        bias: whether convolutions and fully connected layers have biases.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    arch: Literal["cosmoflow"] = "cosmoflow"
+    widths: tuple[int, ...] = (16, 32, 64, 128, 256, 256, 128)
+    kernels: tuple[int, ...] = (3, 3, 3, 3, 2, 2, 2)
+    strides: tuple[int, ...] = (1, 1, 2, 1, 1, 1, 1)
+    padded: bool = False
+    hidden: tuple[int, ...] = (2048, 256)
+    bias: bool = False
+    image_size: int = 512
+    channels: int = 4
+    classes: int = 4
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """Voxels along each side that enter each convolution, and what is left after the last one."""
+        sides, last = [self.image_size], len(self.kernels) - 1
+        for index, (kernel, stride) in enumerate(zip(self.kernels, self.strides, strict=True)):
+            around = kernel - 1 if self.padded and index < last else 0
+            after = (sides[-1] + around - kernel) // stride + 1
+            sides.append(after // 2 if index < last else after)
+        return tuple(sides)
+
+
+def check_pictures(shape: PictureShape) -> None:
+    """Raise InputError where sizes of a network do not fit one another."""
+    match shape:
+        case VggShape():
+            _same_number("depths", shape.depths, shape.widths)
+        case AlexNetShape():
+            _same_number("widths", shape.widths, range(5))
+        case RegNetShape():
+            uneven = [width for width in shape.widths if width % min(shape.group, width)]
+            if uneven:
+                raise InputError("group", shape.group, f"Choose a number that divides the widths {uneven}.")
+        case UNetShape():
+            if shape.image_size % 2**shape.levels:
+                remedy = f"Choose a multiple of {2**shape.levels}: {shape.levels} halvings."
+                raise InputError("image_size", shape.image_size, remedy)
+        case CosmoFlowShape():
+            _same_number("kernels", shape.kernels, shape.widths)
+            _same_number("strides", shape.strides, shape.widths)
+            if shape.sides[-1] != 1:
+                remedy = f"One voxel must be left, not {shape.sides[-1]}; sides are {shape.sides}."
+                raise InputError("image_size", shape.image_size, remedy)
+
+
+def _same_number(field: str, given: tuple[int, ...], like: Sequence[int]) -> None:
+    if len(given) != len(like):
+        raise InputError(field, given, f"Give {len(like)} numbers.")
