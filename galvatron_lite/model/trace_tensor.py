@@ -17,13 +17,13 @@ from galvatron_lite.model.trace_figures import RegionFigures, figures
 from galvatron_lite.model.trace_run import BlockCall, run_block
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
-from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
+from galvatron_lite.parallelism.tensor.infer import NOT_OFFERED, infer_block, infer_edge
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 
 _CLOSE = 0.05
 _PAIR = 2
-_NO_PAIR = "it has no two matmuls with weights, of which one could be split by columns and one by rows"
+_NO_PAIR = f"No two matmuls with weights run in it, one to split by columns and one by rows{NOT_OFFERED}."
 
 
 @dataclass(frozen=True, slots=True)
