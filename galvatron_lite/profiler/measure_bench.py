@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import LossFn, batch_size, map_tensors, move_batch
 from galvatron_lite.model.graph import ModelGraph, Role
+from galvatron_lite.parallelism.channel.infer import infer_channel_edges
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
@@ -20,7 +22,7 @@ from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.profiler.measure_edges import EdgeInput, measure_edges
 from galvatron_lite.profiler.measure_layers import LayerSetting, measure_block
 from galvatron_lite.profiler.measure_overhead import measure_overhead
-from galvatron_lite.profiler.measure_pictures import WHOLE, cut_pictures
+from galvatron_lite.profiler.measure_pictures import WHOLE, Slicing, cut_pictures
 from galvatron_lite.profiler.measure_waiting import Waiting, measure_waiting
 from galvatron_lite.profiler.schema import HostOverhead, LayerPoint
 from galvatron_lite.profiler.segments import BlockCall, Skeleton, copy_block, make_skeleton, record_calls
@@ -56,8 +58,9 @@ class LayerBench:
 
     def measure_block(self, setting: LayerSetting) -> LayerPoint | None:
         """One point of one kind of block; None where it does not run on a share of its pictures (it makes a row of
-        them for a linear layer)."""
-        return self._measured(setting) if setting.grid == WHOLE else _if_it_runs(lambda: self._measured(setting))
+        them for a linear layer) or of its channels."""
+        plain = setting.grid == WHOLE and not setting.by
+        return self._measured(setting) if plain else _if_it_runs(lambda: self._measured(setting))
 
     def _measured(self, setting: LayerSetting) -> LayerPoint:
         call, block = self._calls_at(ceil(setting.samples))[setting.kind], self._blocks[setting.kind]
@@ -79,6 +82,21 @@ class LayerBench:
         """One point of what lies before the blocks, on a share of one sample's pixels; None where it does not run."""
         batch = cut_pictures(self._batch_at(1), self.graph.kinds[before.kind], before.grid)
         return _if_it_runs(lambda: self._measure_edges((before, before), batch)[0])
+
+    def measure_sliced_edge(self, setting: LayerSetting) -> LayerPoint | None:
+        """One point of what lies before, or after, the blocks, with a slice of its weights; None where it has none."""
+        return _if_it_runs(lambda: self._sliced_edge(setting))
+
+    def _sliced_edge(self, setting: LayerSetting) -> LayerPoint:
+        skeleton = self._prepare()
+        model = copy.deepcopy(skeleton.model)
+        layer = next(layer for layer in self.graph.layers if layer.kind == setting.kind)
+        modules = {path: model.get_submodule(path) for path in layer.modules}
+        Slicing(infer_channel_edges(modules, setting.by, setting.ways)).slice(modules)
+        calls, batch = self._calls_at(ceil(setting.samples)), self._batch_at(ceil(setting.samples))
+        given = EdgeInput(skeleton.twin(model), calls, batch, self.loss_fn, self.graph.precision)
+        points = measure_edges(given, (setting, setting), self.device, self.rule)
+        return points[_EDGES.index(layer.role)]
 
     def _measure_edges(self, settings: tuple[LayerSetting, LayerSetting], batch: Any) -> tuple[LayerPoint, LayerPoint]:
         calls = self._calls_at(ceil(settings[0].samples))
@@ -148,5 +166,5 @@ class LayerBench:
 def _if_it_runs(measure: Callable[[], LayerPoint]) -> LayerPoint | None:
     try:
         return measure()
-    except RuntimeError:  # what torch raises for shapes that do not fit
+    except (RuntimeError, InputError):  # what torch raises for shapes that do not fit, and we for layers
         return None

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.graph import Recompute
+from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.parallelism.spatial.grids import Grid
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.infer import infer_block
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
-from galvatron_lite.profiler.measure_pictures import WHOLE
+from galvatron_lite.profiler.measure_pictures import UNSLICED, WHOLE, Slicing
 from galvatron_lite.profiler.memory import Phase, storage_bytes, track_peak
 from galvatron_lite.profiler.schema import LayerPoint
 from galvatron_lite.profiler.segments import BlockCall, hidden_state
@@ -36,6 +37,8 @@ class LayerSetting:
     Attributes:
         kind, samples, tensor, sequence_parallel, recompute: see ``LayerPoint``.
         grid: devices that share the pixels of one sample, of which the first has ``samples``.
+        by: ``filters`` or ``channels`` where devices share channels of convolutions.
+        ways: how many do.
     """
 
     kind: str
@@ -44,6 +47,8 @@ class LayerSetting:
     sequence_parallel: bool = False
     recompute: Recompute = Recompute.NONE
     grid: Grid = WHOLE
+    by: str = ""
+    ways: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +86,12 @@ def measure_block(
     """
     chosen = plan or (infer_block(block, call.args, call.kwargs) if setting.tensor > 1 else TensorPlan())
     share = local_call(call, setting.tensor if setting.sequence_parallel else 1)
-    shard = make_shard(block, setting, chosen, device, precision)
+    cut = slicing_of(block, call, setting)
+    share = replace(share, args=cut.entering(share.args), kwargs=cut.entering(share.kwargs))
+    shard = make_shard(block, setting, chosen, device, precision, cut)
     memory = block_memory(shard, share, device)
     copies = _copies(shard, memory, device)
-    shards = [shard, *(make_shard(block, setting, chosen, device, precision) for _ in range(copies - 1))]
+    shards = [shard, *(make_shard(block, setting, chosen, device, precision, cut) for _ in range(copies - 1))]
     return layer_point(setting, time_blocks(shards, share, device, rule), memory)
 
 
@@ -102,14 +109,29 @@ def layer_point(setting: LayerSetting, timing: Timing, memory: SegmentMemory) ->
         working=memory.working,
         forward_working=memory.forward_working,
         spread=timing.spread,
+        filters=setting.ways if setting.by == "filters" else 1,
+        channels=setting.ways if setting.by == "channels" else 1,
     )
 
 
+def slicing_of(block: nn.Module, call: BlockCall, setting: LayerSetting) -> Slicing:
+    """How the channels of a block are sliced under a setting."""
+    if setting.ways == 1:
+        return Slicing()
+    return Slicing(infer_channels(block, call.args, call.kwargs, setting.by, setting.ways))
+
+
 def make_shard(
-    block: nn.Module, setting: LayerSetting, plan: TensorPlan, device: torch.device, precision: str = "fp32"
+    block: nn.Module,
+    setting: LayerSetting,
+    plan: TensorPlan,
+    device: torch.device,
+    precision: str = "fp32",
+    cut: Slicing = UNSLICED,
 ) -> nn.Module:
     """A copy of the block as training has it: first shard of its group, recomputing as told, with gradients."""
     shard = copy.deepcopy(block)
+    cut.slice(shard)
     if setting.tensor > 1:
         shard_layer(shard, plan, ShapeOnlyGroup(setting.tensor), setting.sequence_parallel)
     give_gradients(shard)

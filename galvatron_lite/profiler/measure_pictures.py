@@ -1,18 +1,25 @@
-"""Measuring layers on a share of the pixels: which shares, and pictures cut to them.
+"""Measuring layers on a share of the pixels or of the channels: which shares, pictures cut to them, weights sliced.
 
 Where devices share pixels, each runs the layer on its part of every picture. That is measured at one sample, cut along
-the longest side; the borders that neighbours lend are left out, as they are priced by themselves.
+the longest side; the borders that neighbours lend are left out, as they are priced by themselves. Where they share
+channels, each runs the layer with a slice of its weights; the first device's runs alone, without collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from galvatron_lite.model.batch import map_tensors
 from galvatron_lite.model.graph import LayerKind
+from galvatron_lite.parallelism.channel.apply import shard_channels
+from galvatron_lite.parallelism.channel.cost import BY
+from galvatron_lite.parallelism.channel.parts import divides, splits_channels
+from galvatron_lite.parallelism.channel.plan import ChannelPlan
+from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.spatial.grids import Grid, laid_on, sensible_grids, splits_pixels
 
@@ -51,3 +58,41 @@ def _cut(tensor: Tensor, degrees: Sequence[int]) -> Tensor:
     for dim, degree in enumerate(degrees, _PICTURE):
         tensor = tensor.narrow(dim, *share(tensor.shape[dim], degree, 0))
     return tensor.contiguous()
+
+
+def measured_slices(kind: LayerKind, degrees: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """How the channels of a kind of layer are measured: ``filters`` or ``channels``, and devices that share them."""
+    for by in BY:
+        if splits_channels(kind, by):
+            yield from ((by, degree) for degree in degrees if degree > 1 and divides(kind, by, degree))
+
+
+@dataclass(frozen=True, slots=True)
+class Slicing:
+    """The first device's slice of a layer.
+
+    Attributes:
+        plan: how channels are shared; None: they are not.
+    """
+
+    plan: ChannelPlan | None = None
+
+    def slice(self, layer: nn.Module | Mapping[str, nn.Module]) -> None:
+        """Slice a layer's weights in place; it then runs without the other devices."""
+        if self.plan is not None:
+            shard_channels(layer, self.plan, ShapeOnlyLine(self.plan.degree))
+
+    def entering(self, value: Any) -> Any:
+        """Arguments as the device gets them: its channels of every tensor, where inputs are shared."""
+        if self.plan is None or self.plan.by != "channels":
+            return value
+        return map_tensors(value, self._own)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        if self.plan is None or tensor.dim() < _PICTURE or not tensor.is_floating_point():
+            return tensor
+        return tensor.narrow(1, *share(tensor.shape[1], self.plan.degree, 0)).contiguous()
+
+
+UNSLICED = Slicing()
+"""The whole layer."""

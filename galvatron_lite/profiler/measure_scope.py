@@ -20,7 +20,7 @@ from galvatron_lite.profiler.measure_hardware import measure_throughput
 from galvatron_lite.profiler.measure_layers import LayerSetting
 from galvatron_lite.profiler.measure_optimizer import measure_optimizer
 from galvatron_lite.profiler.measure_overlap import measure_overlap
-from galvatron_lite.profiler.measure_pictures import measured_grids, share_on
+from galvatron_lite.profiler.measure_pictures import measured_grids, measured_slices, share_on
 from galvatron_lite.profiler.measure_tasks import Task
 from galvatron_lite.profiler.timing import TimingRule
 
@@ -62,7 +62,14 @@ def layer_settings(scope: Scope) -> list[LayerSetting]:
         for grid in measured_grids(kind)
         for recompute in kind.kept
     ]
-    return shares + [
+    slices = [
+        LayerSetting(name, samples, recompute=recompute, by=by, ways=ways)
+        for samples in scope.samples[::2]
+        for name, kind in kinds.items()
+        for by, ways in measured_slices(kind, scope.degrees)
+        for recompute in kind.kept
+    ]
+    return [*shares, *slices] + [
         LayerSetting(name, samples, degree, shared, recompute)
         for samples in scope.samples
         for name, kind in kinds.items()
@@ -81,6 +88,7 @@ def make_tasks(scope: Scope, bench: LayerBench) -> list[Task]:
     tasks += [_layer_task(setting, bench, scope) for setting in layer_settings(scope)]
     tasks += [_edge_task(samples, degree, bench) for samples in scope.samples for degree in scope.degrees]
     tasks += [_stem_task(setting, bench) for setting in stem_settings(scope)]
+    tasks += [_sliced_edge_task(setting, bench) for setting in sliced_edges(scope)]
     tasks += [
         Task("optimizer", "optimizer", lambda _: to_data(measure_optimizer(device, rule))),
         Task("overlap", "overlap", lambda _: to_data(measure_overlap(device, rule))),
@@ -99,6 +107,17 @@ def stem_settings(scope: Scope) -> list[LayerSetting]:
     name = next(layer.kind for layer in scope.graph.layers if layer.role is Role.BEFORE)
     kind = scope.graph.kinds[name]
     return [LayerSetting(name, share_on(kind, grid), grid=grid) for grid in measured_grids(kind)]
+
+
+def sliced_edges(scope: Scope) -> list[LayerSetting]:
+    """Points of what lies before and after the blocks with slices of their weights."""
+    edges = {layer.kind: scope.graph.kind_of(layer) for layer in scope.graph.layers if layer.role is not Role.BLOCK}
+    return [
+        LayerSetting(name, samples, by=by, ways=ways)
+        for samples in scope.samples[::2]
+        for name, kind in edges.items()
+        for by, ways in measured_slices(kind, scope.degrees)
+    ]
 
 
 def _layer_task(setting: LayerSetting, bench: LayerBench, scope: Scope) -> Task:
@@ -125,7 +144,9 @@ def _fits(setting: LayerSetting, scope: Scope, results: Mapping[str, Any]) -> bo
 def layer_key(setting: LayerSetting) -> str:
     """Key of the task that measures a block under some choices."""
     shared = "+sp" if setting.sequence_parallel else ""
-    return f"{setting.kind}/samples {setting.samples}/tensor {setting.tensor}{shared}/recompute {setting.recompute}"
+    sliced = f"/{setting.by} {setting.ways}" if setting.by else ""
+    ways = f"tensor {setting.tensor}{shared}{sliced}"
+    return f"{setting.kind}/samples {setting.samples}/{ways}/recompute {setting.recompute}"
 
 
 def _edge_task(samples: int, degree: int, bench: LayerBench) -> Task:
@@ -136,6 +157,15 @@ def _edge_task(samples: int, degree: int, bench: LayerBench) -> Task:
 def _stem_task(setting: LayerSetting, bench: LayerBench) -> Task:
     key = f"{EDGES}/pixels {setting.samples}"
     return Task(key, key.replace("/", " "), lambda _: [to_data(one) for one in (bench.measure_stem(setting),) if one])
+
+
+def _sliced_edge_task(setting: LayerSetting, bench: LayerBench) -> Task:
+    def run(_: Mapping[str, Any]) -> Any:
+        point = bench.measure_sliced_edge(setting)
+        return [] if point is None else [to_data(point)]
+
+    key = f"{EDGES}/{setting.kind}/samples {setting.samples}/{setting.by} {setting.ways}"
+    return Task(key, key.replace("/", " "), run)
 
 
 def _collective_task(

@@ -16,7 +16,7 @@ from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.backends import ANY
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.profiler.measure import measure_profile
-from galvatron_lite.profiler.measure_pictures import cut_pictures, measured_grids, share_on
+from galvatron_lite.profiler.measure_pictures import cut_pictures, measured_grids, measured_slices, share_on
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.timing import TimingRule
 from galvatron_lite.search.space import Fixed, Space
@@ -30,8 +30,9 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     model = build("resnet-mini", depths=(1, 2))
     folder = tmp_path_factory.mktemp("profiles")
     return measure_profile(
-        model, model.example_batch(2), folder=folder, name="mini", rule=QUICK, device="cpu", max_samples=2
-    )
+        model, model.example_batch(2), folder=folder, name="mini", rule=QUICK, device="cpu", max_samples=2,
+        tensor_degrees=(1, 2),
+    )  # fmt: skip
 
 
 def test_every_block_and_the_stem_are_run_on_shares(profile: Profile) -> None:
@@ -45,12 +46,40 @@ def test_every_block_and_the_stem_are_run_on_shares(profile: Profile) -> None:
 
 def test_a_share_keeps_its_share(profile: Profile) -> None:
     for name, kind in profile.graph.kinds.items():
-        own = {one.samples: one for one in profile.layers if one.kind == name and one.recompute is Recompute.NONE}
+        own = {
+            one.samples: one for one in profile.layers
+            if one.kind == name and one.recompute is Recompute.NONE and one.filters * one.channels * one.tensor == 1
+        }  # fmt: skip
         whole = own[2].kept - own[1].kept
         for samples in own.keys() - {1, 2}:
             # what does not shrink: statistics of batch normalisations, a row of sums
             assert own[samples].kept == pytest.approx(whole * samples, rel=0.02, abs=1500)
         assert kind.dims.in_channels
+
+
+def test_every_layer_is_run_with_slices_of_its_weights(profile: Profile) -> None:
+    for name, kind in profile.graph.kinds.items():
+        own = [point for point in profile.layers if point.kind == name and point.samples == 1]
+        found = {(by, getattr(point, by)) for point in own for by in ("filters", "channels") if getattr(point, by) > 1}
+        assert found == set(measured_slices(kind, (1, 2)))
+    block = next(layer.kind for layer in profile.graph.layers if layer.role is Role.BLOCK)
+    kept = {
+        (one.filters, one.channels): one.kept
+        for one in profile.layers
+        if (one.kind, one.samples, one.recompute) == (block, 1, Recompute.NONE) and one.tensor == 1
+    }
+    assert max(kept[2, 1], kept[1, 2]) < kept[1, 1]
+
+
+def test_slices_are_offered_and_priced(profile: Profile) -> None:
+    known = profile.on(load_cluster("a100-80gb", 2))
+    pricer, space = LayerPricer(known), Space(known.graph, 8, ANY)
+    for name, kind in known.graph.kinds.items():
+        strategies = [one for one in space.strategies(name, 2, Fixed()) if one.slices > 1]
+        assert {by for by, _ in measured_slices(kind, (2,))} == {
+            "filters" if one.filters > 1 else "channels" for one in strategies
+        }
+        assert pricer.price_many(name, strategies, 4, 1).valid.all()
 
 
 def test_all_that_is_offered_is_priced_at_the_shape_that_was_run(profile: Profile) -> None:
@@ -63,7 +92,7 @@ def test_all_that_is_offered_is_priced_at_the_shape_that_was_run(profile: Profil
     block = next(layer.kind for layer in known.graph.layers if layer.role is Role.BLOCK)
     point = next(
         one for one in known.layers
-        if one.kind == block and one.samples == 0.25 and one.recompute is Recompute.NONE
+        if (one.kind, one.samples, one.recompute) == (block, 0.25, Recompute.NONE)
     )  # fmt: skip
     cost = pricer.price(block, Strategy(width=4), 1, 1)
     assert cost is not None
