@@ -171,8 +171,8 @@ def _overfull(line: Line) -> Iterator[Finding]:
     if not tight:
         return
     worst = max(tight, key=lambda row: row.memory)
-    some = ", ".join(f"{row.devices:,}" for row in tight)
-    counts = f"{some} GPUs" if len(tight) < len(line.known) else "any of these numbers of GPUs"
+    some = f"{', '.join(f'{row.devices:,}' for row in tight[:-1])}, " if len(tight) > 1 else ""
+    counts = some + gpus(tight[-1].devices) if len(tight) < len(line.known) else "any of these numbers of GPUs"
     words = f"does not fit {format_bytes(worst.capacity)} on {counts}: {format_bytes(worst.memory)}"
     if worst.largest:
         words += (

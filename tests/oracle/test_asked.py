@@ -130,7 +130,7 @@ def test_edges_of_a_model_do_without_what_blocks_do() -> None:
 def test_pictures_of_another_size() -> None:
     small, large = (forecast("convnext-xl", "v100", Options((4,), batch=4, image=image)) for image in (None, "448x896"))
     assert large.lines[0].rows[0].compute > 6 * small.lines[0].rows[0].compute
-    closed = forecast("vgg16", "abci", Options((4,), "paradl", image="112"))  # not the published table, of 226
+    closed = forecast("vgg16", "abci", Options((4,), "paradl", image="448"))  # not the published table, of 226
     assert closed.origin.startswith("estimated")
 
 

@@ -75,6 +75,6 @@ def test_memory_and_the_number_of_devices() -> None:
     beyond = Row("any", 16, 64, 1, problem="beyond its limit of 8 GPUs")
     memory, devices = found(tight, GOOD, beyond, limit=8)
     assert (memory.name, memory.devices, memory.worst) == ("memory", 1, 1.5)
-    assert "does not fit" in memory.words
+    assert "does not fit 20 B on 1 GPU: 30 B" in memory.words
     assert (devices.name, devices.devices) == ("number of devices", 16)
     assert devices.words == "8 GPUs at most: so it is"

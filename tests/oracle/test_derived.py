@@ -7,7 +7,7 @@ from galvatron_lite.model.graph import ModelGraph, OperatorClass
 from galvatron_lite.oracle.derived import network_of
 from galvatron_lite.oracle.layers import Network, Op, Split
 from galvatron_lite.oracle.models import graph_named
-from galvatron_lite.oracle.shipped import network_named
+from galvatron_lite.oracle.shipped import network_named, network_names
 
 
 def table(graph: ModelGraph) -> Network:
@@ -38,6 +38,15 @@ def test_the_made_table_is_near_the_published_one() -> None:
     split = [sum(one.outputs for one in net.split_by(Split.FILTER)) for net in (made, published)]
     assert split[0] == pytest.approx(split[1], rel=0.25)
     assert made.outputs == pytest.approx(published.outputs, rel=0.25)
+
+
+@pytest.mark.parametrize("name", network_names())
+def test_every_published_table_has_a_model_of_the_planner(name: str) -> None:
+    """Of the same network: pictures of 226 pixels, projections and biases apart."""
+    published = network_named(name)
+    graph = graph_named(published.graph, "fp32")
+    assert graph.parameters == pytest.approx(published.weights, rel=0.25)
+    assert len(graph.layers) <= len(published.layers)
 
 
 def test_windows_are_split_where_there_are_pixels() -> None:
