@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import assume, given
@@ -25,6 +27,7 @@ from galvatron_lite.parallelism.spatial.windows import (
     output_range,
     own_range,
     refusal,
+    stays,
 )
 
 EXTENTS = st.integers(1, 24)
@@ -142,6 +145,24 @@ def test_refused_where_a_rank_has_nothing_or_needs_more_than_the_next_ones(
     assert bool(refusal(window, extent, degree)) == (far or nothing)
     assert far or "beside it" not in refusal(window, extent, degree)
     assert nothing or "outside the picture" not in refusal(window, extent, degree)
+
+
+@given(windows(), EXTENTS, DEGREES)
+def test_a_window_stays_where_shares_alone_make_the_outputs(window: Window, extent: int, degree: int) -> None:
+    window = replace(window, before=0, after=0)
+    assume(min(extent, output_extent(window, extent)) >= degree)
+    made = []
+    for rank in range(degree):
+        start, stop = own_range(extent, degree, rank)
+        # what the window makes of the share alone, as the places that each output reads (or is fed by)
+        count = output_extent(window, stop - start)
+        made += [(rank, {start + place for place in read_by(window, stop - start, output)}) for output in range(count)]
+    wanted = [
+        (rank, read_by(window, extent, output))
+        for rank in range(degree)
+        for output in range(*output_range(window, extent, degree, rank))
+    ]
+    assert stays(window, extent, degree) == (made == wanted)
 
 
 @given(windows(), EXTENTS, DEGREES)

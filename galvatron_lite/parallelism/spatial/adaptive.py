@@ -49,7 +49,7 @@ def _adaptive(
     of_all: Callable[[Call, Tensor, Cuts, tuple[int, ...]], Tensor],
 ) -> Any:
     picture, targets, places = _arguments(sides_of(call), *call.args, **call.kwargs)
-    if _gives_places(call) or places or not can_pool(picture, (), call):
+    if _gives_places(call) or places or not can_pool(picture, [Window()] * len(targets), call):
         return call.rules.otherwise(call)
     cuts = cuts_of(picture)
     reduced = tuple(cut for cut in cuts if targets[cut.dim - PIXELS] == 1)

@@ -40,7 +40,7 @@ from galvatron_lite.parallelism.spatial.halo import (
     shape_of,
     sides_after,
 )
-from galvatron_lite.parallelism.spatial.layers import Amount, check_batched, cuts_after, numbers, pixels
+from galvatron_lite.parallelism.spatial.layers import Amount, check_batched, cuts_after, numbers, on_own_share, pixels
 from galvatron_lite.parallelism.spatial.windows import Window, crop, needed
 
 
@@ -101,6 +101,9 @@ def convolve(call: Call) -> Any:
     cuts = cuts_of(picture)
     if not cuts or cuts[0].dim < PIXELS or isinstance(weight, CutTensor) or isinstance(bias, CutTensor):
         return call.rules.otherwise(call)
+    simple = on_own_share(call, cuts, layer.windows)
+    if simple is not None:
+        return simple
     halo = pixels(whole_shape(picture)[PIXELS:], layer.windows, cuts, call.name)
     ours = {side.dim for side in halo.sides}
     padding = tuple(0 if dim in ours else one.before for dim, one in enumerate(layer.windows, PIXELS))

@@ -9,9 +9,9 @@ from torch import Tensor
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cuts.grid import PIXELS
 from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
-from galvatron_lite.parallelism.cuts.tensor import Cut, whole_shape
+from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Cuts, cut_tensor, shares_only, whole_shape
 from galvatron_lite.parallelism.spatial.halo import Halo, Side, checked
-from galvatron_lite.parallelism.spatial.windows import Window, output_extent
+from galvatron_lite.parallelism.spatial.windows import Window, output_extent, stays
 
 Amount = int | Sequence[int]
 """One number for all sides, or one a side."""
@@ -52,3 +52,15 @@ def check_batched(picture: Tensor, sides: int, layer: str) -> None:
     if len(whole_shape(picture)) != PIXELS + sides:
         remedy = "Give (samples, channels, ...): pictures that are shared have a dim of samples."
         raise InputError(f"shape of the input of {layer}", whole_shape(picture), remedy)
+
+
+def on_own_share(call: Call, cuts: Cuts, windows: Sequence[Window]) -> Tensor | None:
+    """A layer that every rank can do on its own share as it is; None where they need one another, or pad.
+
+    The same on all ranks, and so is what autograd keeps.
+    """
+    if not all(stays(windows[cut.dim - PIXELS], cut.extent, cut.line.size) for cut in cuts):
+        return None
+    with shares_only():
+        made: Tensor = call.function(*call.args, **call.kwargs)
+    return cut_tensor(made, cuts_after(cuts, windows), call.rules)

@@ -20,7 +20,7 @@ from torch.nn import functional
 from galvatron_lite.parallelism.cuts.grid import PIXELS
 from galvatron_lite.parallelism.cuts.tensor import Call, Handler, cut_tensor, cuts_of, local_of, whole_shape
 from galvatron_lite.parallelism.spatial.halo import Halo, borrow, give_back, laid, layout_of, shape_of
-from galvatron_lite.parallelism.spatial.layers import Amount, check_batched, cuts_after, numbers, pixels
+from galvatron_lite.parallelism.spatial.layers import Amount, check_batched, cuts_after, numbers, on_own_share, pixels
 from galvatron_lite.parallelism.spatial.windows import Window, needed, output_extent
 
 
@@ -61,6 +61,9 @@ def max_pool(call: Call) -> Any:
     picture, windows, places = _max_arguments(sides_of(call), *call.args, **call.kwargs)
     if places or not can_pool(picture, windows, call):
         return call.rules.otherwise(call)
+    simple = on_own_share(call, cuts_of(picture), windows)
+    if simple is not None:
+        return simple
     made = max_of_windows(picture, call.name, windows)
     return cut_tensor(made, cuts_after(cuts_of(picture), windows), call.rules)
 
@@ -74,6 +77,9 @@ def avg_pool(call: Call) -> Any:
     picture, windows, counted, divisor = _avg_arguments(sides_of(call), *call.args, **call.kwargs)
     if not can_pool(picture, windows, call):
         return call.rules.otherwise(call)
+    simple = on_own_share(call, cuts_of(picture), windows)
+    if simple is not None:
+        return simple
     made = mean_of_windows(local_of(picture), pool_of(picture, call.name, windows), counted, divisor)
     return cut_tensor(made, cuts_after(cuts_of(picture), windows), call.rules)
 
@@ -87,6 +93,9 @@ def lp_pool(call: Call) -> Any:
     picture, power, windows = _lp_arguments(sides_of(call), *call.args, **call.kwargs)
     if not can_pool(picture, windows, call):
         return call.rules.otherwise(call)
+    simple = on_own_share(call, cuts_of(picture), windows)
+    if simple is not None:
+        return simple
     pool = pool_of(picture, call.name.replace("lp", "avg"), windows)
     mean = mean_of_windows(local_of(picture).pow(power), pool)
     made = (mean.sign() * mean.abs().relu() * prod(one.kernel for one in windows)).pow(1.0 / power)
@@ -99,15 +108,20 @@ def sides_of(call: Call) -> int:
 
 
 def can_pool(picture: Tensor, windows: Sequence[Window], call: Call) -> bool:
-    """Whether a pool's picture is cut along sides only and holds floating-point numbers, and torch allows its pads.
+    """Whether ranks can share what a pool makes of a picture; else it is gathered, as the last pool of a network is.
+
+    They can where it is cut along sides only and holds floating-point numbers, torch allows the pads, and there is an
+    output for every rank.
 
     Raises:
         InputError: the picture has no dim of samples.
     """
     check_batched(picture, sides_of(call), call.name)
     cuts = cuts_of(picture)
-    allowed = all(2 * window.before <= window.reach for window in windows)
-    return allowed and bool(cuts) and cuts[0].dim >= PIXELS and local_of(picture).is_floating_point()
+    if not cuts or cuts[0].dim < PIXELS or not local_of(picture).is_floating_point():
+        return False
+    enough = all(cut.extent >= cut.line.size for cut in cuts_after(cuts, windows))
+    return enough and all(2 * window.before <= window.reach for window in windows)
 
 
 def max_of_windows(picture: Tensor, name: str, windows: Sequence[Window]) -> Tensor:

@@ -177,6 +177,24 @@ def travels(window: Window, extent: int, degree: int) -> bool:
     return any(borrows(window, extent, degree, rank) for rank in range(degree))
 
 
+@lru_cache(maxsize=4096)
+def stays(window: Window, extent: int, degree: int) -> bool:
+    """Whether every rank's outputs are just those of the window on its own share."""
+    if window.before or window.after:
+        return False
+    return all(_stays(window, extent, degree, rank) for rank in range(degree))
+
+
+def _stays(window: Window, extent: int, degree: int, rank: int) -> bool:
+    own, outputs = own_range(extent, degree, rank), output_range(window, extent, degree, rank)
+    start, stop = needed(window, extent, outputs)
+    if start != own[0] or stop > own[1] or outputs[0] >= outputs[1]:
+        return False
+    if window.transposed:
+        return stop == own[1] and crop(window, outputs, own) == (0, 0)
+    return output_extent(window, own[1] - own[0]) == outputs[1] - outputs[0]
+
+
 def items(ranges: tuple[Range, ...]) -> int:
     """Places in disjoint ranges."""
     return sum(stop - start for start, stop in ranges)
