@@ -182,12 +182,13 @@ def splits(halo: Halo, share: Tensor, weight: Tensor) -> bool:
     where something travels, outputs at the border are few, one output takes more work than its copy, and the work lasts
     as long as a message. A rule of sizes only: no clock, so runs repeat.
     """
+    if not halo.places.travelling or weight[0].numel() < SPLIT_DEPTH:
+        return False
     inner = prod(stop - start for start, stop in halo.places.interior)
     every = prod(stop - start for start, stop in halo.places.outputs)
-    depth = weight[0].numel()
-    rest = prod(extent for dim, extent in enumerate(share.shape) if dim not in (1, *(side.dim for side in halo.sides)))
-    few = inner * SPLIT_EDGE >= every * (SPLIT_EDGE - 1)
-    return bool(halo.places.travelling) and few and depth >= SPLIT_DEPTH and inner * rest * weight.numel() >= SPLIT_WORK
+    sides = {side.dim for side in halo.sides}
+    rest = prod(extent for dim, extent in enumerate(share.shape) if dim != 1 and dim not in sides)
+    return inner * SPLIT_EDGE >= every * (SPLIT_EDGE - 1) and inner * rest * weight.numel() >= SPLIT_WORK
 
 
 class _Convolve(Function):

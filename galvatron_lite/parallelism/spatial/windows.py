@@ -188,7 +188,8 @@ def stays(window: Window, extent: int, degree: int) -> bool:
 def _stays(window: Window, extent: int, degree: int, rank: int) -> bool:
     own, outputs = own_range(extent, degree, rank), output_range(window, extent, degree, rank)
     start, stop = needed(window, extent, outputs)
-    if start != own[0] or stop > own[1] or outputs[0] >= outputs[1]:
+    # the last window of a pool may end behind the picture
+    if start != own[0] or min(stop, extent) > own[1] or outputs[0] >= outputs[1]:
         return False
     if window.transposed:
         return stop == own[1] and crop(window, outputs, own) == (0, 0)
