@@ -25,7 +25,7 @@ def classes(*shape: int, ignored: bool = True) -> Tensor:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_classification_of_pixels(data: st.DataObject) -> None:
     options: dict[str, Any] = {

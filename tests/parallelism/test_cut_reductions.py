@@ -35,7 +35,7 @@ REDUCTIONS: dict[str, Reduction] = {
 }
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_reductions_over_any_dims(data: st.DataObject) -> None:
     function = REDUCTIONS[data.draw(st.sampled_from(sorted(REDUCTIONS)))]

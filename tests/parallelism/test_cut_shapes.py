@@ -105,7 +105,7 @@ def views(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int,
     return shape, grouped(), tuple(draw(st.permutations(range(len(shape))))[: draw(st.integers(1, 2))])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(views(), st.sampled_from([2, 3]))
 def test_any_reshape(case: tuple[tuple[int, ...], ...], degree: int) -> None:
     before, after, cut = case
@@ -118,7 +118,7 @@ def indices(extent: int) -> st.SearchStrategy[Any]:
     return slices | slices | st.integers(-extent, extent - 1)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_any_slices(data: st.DataObject) -> None:
     shape = (2, 3, data.draw(st.integers(1, 9)), data.draw(st.integers(2, 7)))

@@ -8,20 +8,19 @@ move all and leave what follows to every rank. One row, or what an index made of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from galvatron_lite.parallelism.cuts.alignment import at, brought
+from galvatron_lite.parallelism.cuts.alignment import brought
 from galvatron_lite.parallelism.cuts.calls import argument, fronted
 from galvatron_lite.parallelism.cuts.fallback import on_whole, refuse_writing
 from galvatron_lite.parallelism.cuts.functions import sum_over
+from galvatron_lite.parallelism.cuts.indices import IndexPlan, plan_of
 from galvatron_lite.parallelism.cuts.moving import Range, recut, shares_of
 from galvatron_lite.parallelism.cuts.tensor import (
     Call,
     Cut,
-    Cuts,
     CutTensor,
     Handler,
     cut_like,
@@ -30,92 +29,16 @@ from galvatron_lite.parallelism.cuts.tensor import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What an index means.
-
-    Attributes:
-        local: index of the share, whole along cut dims.
-        sliced: slices of cut dims, dims of the tensor.
-        chosen: rows of cut dims, dims of the tensor.
-        homes: which dim of ``local``'s result each cut dim becomes.
-    """
-
-    local: tuple[Any, ...]
-    sliced: dict[int, slice]
-    chosen: dict[int, int]
-    homes: dict[int, int]
-
-
-def _expanded(index: Any, dims: int) -> tuple[Any, ...]:
-    """An index as a tuple that says something of every dim."""
-    given = index if isinstance(index, tuple) else (index,)
-    missing = dims - sum(_used(one) for one in given)
-    if not any(one is Ellipsis for one in given):
-        return (*given, *[slice(None)] * missing)
-    place = next(number for number, one in enumerate(given) if one is Ellipsis)
-    return (*given[:place], *[slice(None)] * missing, *given[place + 1 :])
-
-
-def _used(one: Any) -> int:
-    return 0 if one is None or one is Ellipsis else 1
-
-
-def _is_list(one: Any) -> bool:
-    """An index of many rows: a list of numbers, or a plain tensor of numbers."""
-    if isinstance(one, Tensor):
-        return not isinstance(one, CutTensor) and not one.dtype.is_floating_point and "bool" not in str(one.dtype)
-    return isinstance(one, list) and all(type(item) is int for item in one)
-
-
-def _plan(index: Any, cuts: Cuts, dims: int) -> _Plan | None:
-    """The plan of an index; None where it must see the whole."""
-    given = _expanded(index, dims)
-    lists = [one for one in given if _is_list(one)]
-    known = (int, slice, type(None))
-    if len(lists) > 1 or any(isinstance(one, bool) or not (isinstance(one, known) or _is_list(one)) for one in given):
-        return None
-    plan, dim, home = _Plan((), {}, {}, {}), 0, 0
-    local = list[Any]()
-    for one in given:
-        if one is None:
-            local.append(None)
-            home += 1
-            continue
-        if at(cuts, dim) is None:
-            local.append(one)
-            home += 1 if isinstance(one, slice) else _rank(one)
-        elif isinstance(one, slice):
-            plan.sliced[dim], plan.homes[dim] = one, home
-            local.append(slice(None))
-            home += 1
-        elif isinstance(one, int):
-            plan.chosen[dim] = one
-            local.append(0)
-        else:
-            return None
-        dim += 1
-    # torch moves the dim of a list to the front where a number stands apart from it
-    if lists and any(isinstance(one, int) for one in local):
-        return None
-    return _Plan(tuple(local), plan.sliced, plan.chosen, plan.homes)
-
-
-def _rank(one: Any) -> int:
-    """Dims that an index of one dim leaves."""
-    return one.dim() if isinstance(one, Tensor) else int(isinstance(one, list))
-
-
 def _get(call: Call) -> Any:
     tensor, index = call.args
     if not isinstance(tensor, CutTensor):
         return on_whole(call)
     with shares_only():
-        plan = _plan(index, tensor.cuts, tensor.dim())
+        plan = plan_of(index, tensor.cuts, tensor.dim())
     return on_whole(call) if plan is None else _taken(tensor, plan)
 
 
-def _taken(tensor: CutTensor, plan: _Plan) -> Any:
+def _taken(tensor: CutTensor, plan: IndexPlan) -> Any:
     """The part that a plan names."""
     cuts, rules, after = tensor.cuts, tensor.rules, list[Cut]()
     result: Tensor = tensor
@@ -194,7 +117,7 @@ def _set(call: Call) -> Any:
     if not isinstance(tensor, CutTensor):
         return on_whole(call)
     with shares_only():
-        plan = _plan(index, tensor.cuts, tensor.dim())
+        plan = plan_of(index, tensor.cuts, tensor.dim())
     if (
         plan is None
         or plan.chosen
@@ -207,7 +130,7 @@ def _set(call: Call) -> Any:
     return None
 
 
-def _pairs(plan: _Plan, tensor: CutTensor) -> list[tuple[slice, Cut]]:
+def _pairs(plan: IndexPlan, tensor: CutTensor) -> list[tuple[slice, Cut]]:
     return [(plan.sliced[cut.dim], cut) for cut in tensor.cuts if cut.dim in plan.sliced]
 
 

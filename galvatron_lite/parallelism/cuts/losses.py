@@ -10,11 +10,22 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.parallelism.cuts.alignment import at, broadcast, brought, common_cuts, first_cuts, moved
+from galvatron_lite.parallelism.cuts.along import without
 from galvatron_lite.parallelism.cuts.calls import fronted, handled_by, tensors_of
 from galvatron_lite.parallelism.cuts.fallback import on_whole
 from galvatron_lite.parallelism.cuts.functions import sum_over
+from galvatron_lite.parallelism.cuts.line import Line
 from galvatron_lite.parallelism.cuts.pointwise import pointwise
-from galvatron_lite.parallelism.cuts.tensor import Call, CutTensor, Handler, cut_like, cuts_of, shares_only, whole_shape
+from galvatron_lite.parallelism.cuts.tensor import (
+    Call,
+    Cuts,
+    CutTensor,
+    Handler,
+    cut_like,
+    cuts_of,
+    shares_only,
+    whole_shape,
+)
 
 CLASSES = 1
 """Dim of the classes in logits (samples, classes, ...)."""
@@ -81,37 +92,43 @@ def _classified(call: Call) -> Any:
     """``cross_entropy`` and ``nll_loss`` of logits (samples, classes, ...) cut along other dims than the classes."""
     call = _named(call)
     logits, target = call.args
-    shape, reduction = whole_shape(logits), _reduction(call)
-    likely = whole_shape(target) == shape
-    gone = 0 if likely else 1
-    seen = tuple(moved(cut, cut.dim + (gone if cut.dim >= CLASSES else 0)) for cut in cuts_of(target))
-    cuts = first_cuts([cuts_of(logits), seen])
+    shape, likely = whole_shape(logits), whole_shape(logits) == whole_shape(target)
+    cuts = first_cuts([cuts_of(logits), cuts_of(target) if likely else _with_classes(cuts_of(target))])
     if len(shape) < 2 or at(cuts, CLASSES) is not None or isinstance(call.kwargs.get("weight"), CutTensor):
         return on_whole(call)
-    fewer = tuple(moved(cut, cut.dim - (1 if cut.dim > CLASSES else 0)) for cut in cuts)
+    fewer = without(cuts, [CLASSES])
     with shares_only():
-        own_logits = brought(logits, cuts, len(shape))
-        own_target = brought(target, cuts if likely else fewer, len(shape) - gone)
+        own = brought(logits, cuts, len(shape))
+        wanted = brought(target, cuts, len(shape)) if likely else brought(target, fewer, len(shape) - 1)
         more = {name: one for name, one in call.kwargs.items() if name not in _LEGACY}
-        each = call.function(own_logits, own_target, **more, reduction="none")
-        if reduction == "none":
+        each = call.function(own, wanted, **more, reduction="none")
+        if _reduction(call) == "none":
             return cut_like(each, fewer, call.rules)
-        lines = [cut.line for cut in cuts]
-        # sums of half precision might overflow
-        total = sum_over(each.sum(dtype=torch.promote_types(each.dtype, torch.float32)), lines)
-        if reduction == "mean":
-            count = prod(shape) // shape[CLASSES] if likely else sum_over(_weight(call, own_target, total), lines)
-            total = total / count
-        return total.to(each.dtype)
+        samples = prod(shape) // shape[CLASSES] if likely else _weight(call, wanted)
+        return _reduced(each, samples, [cut.line for cut in cuts], _reduction(call))
 
 
-def _weight(call: Call, target: Tensor, like: Tensor) -> Tensor:
+def _with_classes(cuts: Cuts) -> Cuts:
+    """Cuts of classes (samples, ...) as those of logits (samples, classes, ...)."""
+    return tuple(moved(cut, cut.dim + (cut.dim >= CLASSES)) for cut in cuts)
+
+
+def _reduced(each: Tensor, samples: int | Tensor, lines: list[Line], reduction: str) -> Tensor:
+    """The sum or mean of losses; samples are counted in all (a number) or on this rank (a tensor)."""
+    # sums of half precision might overflow
+    total = sum_over(each.sum(dtype=torch.promote_types(each.dtype, torch.float32)), lines)
+    if reduction == "mean":
+        total = total / (sum_over(samples.to(total.dtype), lines) if isinstance(samples, Tensor) else samples)
+    return total.to(each.dtype)
+
+
+def _weight(call: Call, target: Tensor) -> Tensor:
     """What the classes of targets weigh together, but those that are ignored."""
     weight, counted = call.kwargs.get("weight"), target != call.kwargs.get("ignore_index", IGNORED)
     if weight is None:
-        return torch.as_tensor(counted.sum(), dtype=like.dtype)
-    weighed: Tensor = (weight.detach()[target.clamp(0, len(weight) - 1)] * counted).sum(dtype=like.dtype)
-    return weighed
+        return torch.sum(counted)
+    weighed: Tensor = weight.detach()[target.clamp(0, len(weight) - 1)] * counted
+    return torch.sum(weighed)
 
 
 IGNORED = -100

@@ -8,12 +8,14 @@ from galvatron_lite.parallelism.cuts import (
     along,
     asking,
     contractions,
+    extremes,
     indexing,
     joining,
     losses,
     pointwise,
     randomness,
     reductions,
+    spread,
     views,
 )
 from galvatron_lite.parallelism.cuts.tensor import Handler
@@ -27,6 +29,8 @@ SHARED: Mapping[str, Handler] = {
     **indexing.HANDLERS,
     **joining.HANDLERS,
     **reductions.HANDLERS,
+    **spread.HANDLERS,
+    **extremes.HANDLERS,
     **contractions.HANDLERS,
     **losses.HANDLERS,
 }
