@@ -234,7 +234,31 @@ def test_shares_that_are_not_cut_any_more_are_plain() -> None:
     assert all(run_threads(2, work))
 
 
-def test_gradients_asked_of_autograd_are_refused() -> None:
-    cut = on_one_rank(picture(1, 1, 4, 4).requires_grad_())
-    with pytest.raises(InputError, match=r"autograd\.grad"):
-        torch.autograd.grad((cut * 2).sum(), cut)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_blocks_that_users_recompute(reentrant: bool) -> None:
+    def function(x: Tensor) -> Tensor:
+        doubled = x * 2
+        return checkpoint(lambda y: functional.gelu(y) * y.mean((2, 3), keepdim=True), doubled, use_reentrant=reentrant)
+
+    compare(function, [picture(2, 3, 5, 4)], [PIXELS], (2, 2), stays_cut=True)
+
+
+def test_gradients_that_are_asked_of_autograd() -> None:
+    start = picture(2, 3, 5, 4, seed=1)
+    expected = picture(2, 3, 5, 4).requires_grad_()
+    (expected.exp() * start).sum().backward()
+
+    def work(group: ThreadGroup) -> list[Tensor]:
+        cut = own(picture(2, 3, 5, 4).requires_grad_(), (Cut(2, 5, group),), PIXELS_RULES)
+        half = own(start.clone(), cuts_of(cut), PIXELS_RULES)
+        found = [torch.autograd.grad(cut.exp(), [cut], one)[0] for one in (start, half, local_of(half))]
+        cut.retain_grad()
+        cut.exp().backward(start)
+        assert cut.grad is not None
+        with pytest.raises(InputError, match="create_graph"):
+            torch.autograd.grad(cut.exp(), cut, start, create_graph=True)
+        return [whole(one) for one in (*found, cut.grad)]
+
+    for found in run_threads(2, work):
+        assert all(torch.allclose(one, expected.grad) for one in found if expected.grad is not None)
+        assert len(found) == 4

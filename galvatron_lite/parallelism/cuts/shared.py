@@ -9,6 +9,7 @@ from galvatron_lite.parallelism.cuts import (
     asking,
     contractions,
     extremes,
+    gradients,
     indexing,
     joining,
     losses,
@@ -22,6 +23,7 @@ from galvatron_lite.parallelism.cuts.tensor import Handler
 
 SHARED: Mapping[str, Handler] = {
     **asking.HANDLERS,
+    **gradients.HANDLERS,
     **pointwise.HANDLERS,
     **randomness.HANDLERS,
     **views.HANDLERS,
