@@ -222,8 +222,11 @@ class _Capture:
         entering = _slope([_bytes(call.inputs[i] for i in chain) for call, chain in zip(calls, chains, strict=True)])
         leaving = _slope([_bytes(tensors_of(call.output)) for call in calls])
         figure = split_block(block, calls, chains, figures(*runs))
-        again = {Recompute.SELECTIVE: figure.split("selective"), Recompute.FULL: TensorSplit(sequence=entering)}
-        kept = {Recompute.NONE: figure.split("kept")} | ({} if figure.whole.overwrites else again)
+        kept = {Recompute.NONE: figure.split("kept")}
+        if not (figure.whole.overwrites or figure.whole.overwrites_heavy):
+            kept[Recompute.SELECTIVE] = figure.split("selective")
+        if not figure.whole.overwrites:
+            kept[Recompute.FULL] = TensorSplit(sequence=entering)
         untrained = {f"{layer.name}.{name}" for name in runs[1].recording.untrained}
         shape = _sample_shape([calls[1].inputs[place] for place in chains[1]])
         return self._kind(layer, figure, kept, (entering, leaving), untrained, shape), figure, runs[1].needed

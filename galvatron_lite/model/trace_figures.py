@@ -43,6 +43,7 @@ class RegionFigures:
         handed: part of ``kept`` that the layer before made.
         held: kept of what leaves.
         overwrites: whether it changes in place what enters it.
+        overwrites_heavy: whether it changes in place what a matmul, convolution or attention gave.
         selective: kept where outputs of matmuls, convolutions and attention are saved beside the input.
         side: kept of what enters at the side (position tables, masks), which all layers share.
         working: beyond ``kept`` in backward.
@@ -54,6 +55,7 @@ class RegionFigures:
     handed: int
     held: int
     overwrites: bool
+    overwrites_heavy: bool
     selective: int
     side: int
     working: int
@@ -75,7 +77,7 @@ def figures(small: RegionRun, large: RegionRun) -> RegionFigures:
     def kept_of(storages: Collection[int]) -> int:
         return sum(sizes[number] for number in recording.kept if number in storages)
 
-    kept = kept_of(made)
+    kept, overwrites = kept_of(made), _overwritten(recording, large.chain)
     entering = sum(sizes.get(number, 0) for number in large.chain)
     forward, backward = _peaks(recording, sizes)
     return RegionFigures(
@@ -83,7 +85,8 @@ def figures(small: RegionRun, large: RegionRun) -> RegionFigures:
         kept=kept + kept_of(taken),
         handed=kept_of(taken.intersection(large.handed)),
         held=kept_of(large.leaving),
-        overwrites=large.overwrites,
+        overwrites=overwrites[0],
+        overwrites_heavy=overwrites[1],
         selective=entering + sum(sizes[number] for number in _heavy_outputs(recording)),
         side=kept_of(large.side),
         working=max(0, backward - kept),
@@ -110,6 +113,15 @@ def _heavy_outputs(recording: Recording) -> set[int]:
     """Storages that forward matmuls, convolutions and attention write."""
     heavy = [call for call in recording.calls if call.kind is not OperatorClass.MEMORY and not call.backward]
     return {number for call in heavy for number in call.outputs}
+
+
+def _overwritten(recording: Recording, entering: Collection[int]) -> tuple[bool, bool]:
+    """Whether forward calls write into storages that enter, and into those that a heavy call before them wrote."""
+    heavy, into = set[int](), [False, False]
+    for call in (call for call in recording.calls if not call.backward):
+        into = [into[0] or bool(set(entering) & {*call.outputs}), into[1] or bool(heavy & {*call.outputs})]
+        heavy |= set(call.outputs) if call.kind is not OperatorClass.MEMORY else set()
+    return into[0], into[1]
 
 
 def _peaks(recording: Recording, sizes: Mapping[int, int]) -> tuple[int, int]:

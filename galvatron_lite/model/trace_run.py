@@ -184,12 +184,6 @@ class RegionRun:
     handed: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
 
-    @property
-    def overwrites(self) -> bool:
-        """Whether it changes in place what enters it, so that it cannot be run again."""
-        forward = (call for call in self.recording.calls if not call.backward)
-        return any(not set(self.chain).isdisjoint(call.outputs) for call in forward)
-
 
 def run_block(block: nn.Module, call: BlockCall, chain: Sequence[int]) -> RegionRun:
     """Run a block forward and backward on the meta device, writing down what it does.

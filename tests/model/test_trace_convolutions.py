@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -20,6 +21,7 @@ from galvatron_lite.model.trace_operators import extents
 from galvatron_lite.model.zoo import SIZES, build
 from galvatron_lite.parallelism.channel.parts import divides
 from galvatron_lite.parallelism.pictures import has_weights, items_of
+from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.parallelism.spatial.grids import splits_pixels
 
 Made = tuple[nn.Module, dict[str, Any]]
@@ -306,3 +308,24 @@ def seen(run: Callable[[], object]) -> list[tuple[int, ...]]:
 def test_a_shared_transposed_convolution_counts_its_weights_and_outputs() -> None:
     up = next(one for one in kinds_of("unet-mini")[3].operators if one.name.startswith("up.") and has_weights(one))
     assert items_of(up) == (16 * 8 * 8, 8 * 16 * 16, 16 * 8 * 4)
+
+
+@pytest.mark.parametrize("name", ["vgg-mini", "resnet-mini", "unet-mini", "cosmoflow-mini", "flat"])
+def test_recomputation_is_offered_where_it_runs(name: str) -> None:
+    """Blocks run for real under every choice that is offered; those of no other choice would run."""
+    torch.manual_seed(0)
+    model, batch = MODELS[name]()
+    graph = captured(name)
+    for choice in (Recompute.SELECTIVE, Recompute.FULL):
+        for layer in graph.layers[1:-1]:
+            twin = copy.deepcopy(model)
+            apply_recompute(twin.get_submodule(layer.name), choice)
+            if choice in graph.kind_of(layer).kept:
+                run_once(twin, batch)
+            else:
+                with pytest.raises(RuntimeError):
+                    run_once(twin, batch)
+
+
+def run_once(model: nn.Module, batch: dict[str, Any]) -> None:
+    model(**batch).backward()

@@ -45,6 +45,16 @@ def selected(records: Sequence[Record], inputs: Sequence[Value], meaning: Select
     return [*inputs, *anchors]
 
 
+def overwrites_anchors(records: Sequence[Record]) -> bool:
+    """Whether some call writes its output over what a matmul, a convolution or attention before it gave."""
+    anchors: set[int] = set()
+    for call, _ in records:
+        if call.output.key in anchors:
+            return True
+        anchors |= {value.key for value in call.anchor}
+    return False
+
+
 def runs_again(records: Sequence[Record], meaning: Selective) -> set[int]:
     """Indices of the calls that selective recomputation runs again."""
     if meaning == "attention":

@@ -18,6 +18,7 @@ from galvatron_lite.model.shapes.compiled import compile_records
 from galvatron_lite.model.shapes.keeping import (
     Record,
     excess,
+    overwrites_anchors,
     runs_again,
     saved_by,
     selected,
@@ -192,12 +193,15 @@ class Tape:
         """Kept bytes under recomputation: the inputs, and what the kernels' meaning of selective keeps.
 
         A choice that would keep more than no recomputation does is left out: it would only cost time. With a compiler
-        or a policy of its own it stays, for it is what such software runs when told to.
+        or a policy of its own it stays, for it is what such software runs when told to. Outputs of matmuls and
+        convolutions that are overwritten in place cannot be kept, so selective recomputation is left out there.
         """
         choices = {
             Recompute.SELECTIVE: self._kept([*selected(records, self.inputs, self.kernels.selective), *self.lent]),
             Recompute.FULL: self._kept([*self.inputs, *self.lent]),
         }
+        if overwrites_anchors(records):
+            del choices[Recompute.SELECTIVE]
         told = self.kernels.compiled or self.kernels.selective != "operators"
         return {choice: kept for choice, kept in choices.items() if told or kept.total <= saved.total}
 

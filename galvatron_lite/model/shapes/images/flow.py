@@ -254,11 +254,11 @@ class Flow:
         x, tape = self.value, self.tape
         pooled = Flow(tape, rules.global_pool(tape, self._name("squeeze"), x, self.channels), self.channels, (1, 1))
         if hidden:
-            pooled.linear(hidden).activate("relu").linear(self.channels)
+            pooled.linear(hidden).rectify().linear(self.channels)
         else:
             tape.own(3)
         gate = memory_operator(self._name("gate"), pooled.value, 1, 1, count=gates or 3)
-        tape.record(Call((pooled.value,), pooled.value), gate)
+        pooled.value = tape.record(Call((pooled.value,), tape.value(pooled.value.items, Part.WHOLE)), gate)
         out = tape.value(x.items, Part.WHOLE)
         product = memory_operator(self._name("excite"), x, 2 * x.bytes, 5 * x.bytes)
         self.value = tape.record(Call((x, pooled.value), out, saved=(x, pooled.value)), product)
