@@ -1,14 +1,12 @@
 """How a model's layers lie on devices under one strategy, and what they and their communication cost. No torch here.
 
-Layers are split as ``chosen`` says.
+Layers are split as ``picks`` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.cost.groups import price_stages
 from galvatron_lite.cost.layer import LayerCost, LayerPricer
 from galvatron_lite.cost.memory import group_memory
@@ -17,10 +15,11 @@ from galvatron_lite.cost.stage import Shape, StageCost
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.oracle.case import Kind, Moved
-from galvatron_lite.oracle.chosen import Chosen, allowed, eased, family_of, inside, options, plain
+from galvatron_lite.oracle.chosen import Chosen, family_of
+from galvatron_lite.oracle.picks import moving_seconds, picked
 from galvatron_lite.oracle.question import Question
 from galvatron_lite.oracle.stages import least_runs
-from galvatron_lite.parallelism.base import Collective, Communication, Moment, Strategy
+from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import Schedule
 
 
@@ -53,11 +52,9 @@ def laid_out(pricer: LayerPricer, question: Question) -> Laid:
 
 def _stage(pricer: LayerPricer, question: Question) -> Laid:
     """All layers on all devices."""
-    graph = pricer.profile.graph
-    chosen = {name: chosen_for(pricer, question, name) for name in graph.kinds}
-    picked = [chosen[layer.kind] for layer in graph.layers]
-    layers = [_price(pricer, question, one, own) for one, own in zip(graph.layers, picked, strict=True)]
-    moving = _moving(pricer, question, picked)
+    graph, chosen = pricer.profile.graph, picked(pricer, question)
+    layers = [_price(pricer, question, one, own) for one, own in zip(graph.layers, chosen, strict=True)]
+    moving = moving_seconds(pricer, question, chosen)
     times = StageTimes(
         sum(one.forward_seconds for one in layers) + moving / 2 + pricer.profile.overhead.microbatch / 2,
         sum(one.backward_seconds for one in layers) + moving / 2 + pricer.profile.overhead.microbatch / 2,
@@ -67,7 +64,7 @@ def _stage(pricer: LayerPricer, question: Question) -> Laid:
     inner = sum(one.forward_exposed + one.backward_exposed for one in layers)
     moved = Moved(gradients=sum(one.step_exposed for one in layers), gather=moving)
     moved = replace(moved, halo=inner) if by_pixels(question) else replace(moved, layers=inner)
-    alike = sum(_work(one) for one, own in zip(layers, picked, strict=True) if own.alike > 1)
+    alike = sum(_work(one) for one, own in zip(layers, chosen, strict=True) if own.alike > 1)
     shape = Shape(question.devices, 1, 1, question.global_batch)
     return Laid(shape, (cost,), moved, alike / max(sum(map(_work, layers)), 1e-30))
 
@@ -83,50 +80,6 @@ def by_pixels(question: Question) -> bool:
     return question.kind in (Kind.SPATIAL, Kind.DATA_SPATIAL)
 
 
-def chosen_for(pricer: LayerPricer, question: Question, name: str) -> Chosen:
-    """What a kind of layer does: of the ways to split it the most, the cheapest."""
-    if question.strategy is not None:
-        return _given(pricer, question, name, question.strategy)
-    if question.width == 1:
-        return Chosen(Strategy(data=question.devices))
-    return _widest(pricer, question, name, question.kind, Strategy(data=question.replicas), question.width)
-
-
-def _given(pricer: LayerPricer, question: Question, name: str, strategy: Strategy) -> Chosen:
-    """A strategy that is given, where the layer allows it; else as much of it as it does.
-
-    Raises:
-        InputError: it cannot be split so at all.
-    """
-    layer, family = pricer.profile.graph.kinds[name], family_of(strategy)
-    easier = eased(layer, strategy)
-    if easier is not None:
-        return Chosen(easier)
-    if family is None or strategy.tensor * strategy.context > 1:
-        raise InputError("--strategy", str(strategy), f"{name} allows {allowed(layer) or 'replicas only'}.")
-    group = strategy.spatial * strategy.slices
-    outer = replace(plain(strategy), data=strategy.data)
-    return _widest(pricer, question, name, family, outer, group)
-
-
-def _widest(pricer: LayerPricer, question: Question, name: str, kind: Kind, outer: Strategy, group: int) -> Chosen:
-    """The cheapest of the ways to split a layer the most among a group, inside replicas; alike where there is none."""
-    layer = pricer.profile.graph.kinds[name]
-    found = [
-        (sum(_seconds(cost)), number, one)
-        for number, option in enumerate(options(layer, kind, group, question.batch))
-        for one in (inside(layer, outer, option),)
-        if (cost := pricer.price(name, one, question.global_batch, 1)) is not None
-    ]
-    if not found:
-        return Chosen(inside(layer, outer, Strategy(data=group)), alike=group)
-    return Chosen(min(found)[2])
-
-
-def _seconds(cost: LayerCost) -> tuple[float, float, float]:
-    return cost.forward_seconds, cost.backward_seconds, cost.step_seconds
-
-
 def _price(pricer: LayerPricer, question: Question, layer: Layer, chosen: Chosen) -> LayerCost:
     """Where a group works alike, each of its devices has all of the group's samples.
 
@@ -140,25 +93,6 @@ def _price(pricer: LayerPricer, question: Question, layer: Layer, chosen: Chosen
     if cost is None:
         raise InputError("--strategy", str(chosen.strategy), f"{layer.name} has no figures for it.")
     return cost
-
-
-def _moving(pricer: LayerPricer, question: Question, picked: Sequence[Chosen]) -> float:
-    """Seconds of a step in which tensors change their layout between layers, both ways."""
-    graph, group = pricer.profile.graph, question.width
-    seconds = 0.0
-    for left, right, size in graph.exchanges(range(len(graph.layers))):
-        if picked[left] == picked[right]:
-            continue
-        if picked[right].alike > 1:
-            whole = size * question.batch
-            ranks = RankGroup(group, 1, question.replicas)
-            gathered = Communication(Collective.ALL_GATHER, whole, ranks, Moment.FORWARD, overlaps=False)
-            seconds += pricer.links.seconds(gathered)  # each keeps its part of the gradient, which is whole on it
-        else:
-            seconds += 2 * pricer.redistribution(
-                size, question.global_batch, picked[left].strategy, picked[right].strategy
-            )
-    return seconds
 
 
 def _pipeline(pricer: LayerPricer, question: Question) -> Laid:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from galvatron_lite.cost.step import evaluate
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.oracle.case import Kind
-from galvatron_lite.oracle.chosen import allowed, degree_of, legal, options
-from galvatron_lite.oracle.laid import chosen_for
+from galvatron_lite.oracle.chosen import Chosen, allowed, degree_of, legal, options
 from galvatron_lite.oracle.machine import Machine, machine_of
 from galvatron_lite.oracle.models import graph_named
+from galvatron_lite.oracle.picks import move_seconds, picked, ways_of
 from galvatron_lite.oracle.priced import row_of
 from galvatron_lite.oracle.question import Question
 from galvatron_lite.oracle.rows import Row
@@ -67,12 +69,35 @@ def test_split_layers_are_the_plan_of_their_strategies(machine: Machine, kind: K
     devices = 4 if kind in (Kind.SPATIAL, Kind.FILTER, Kind.CHANNEL) else 16
     question = Question(kind, devices, BATCH, SAMPLES)
     pricer, graph = machine.pricer(devices), machine.graph
-    picked = [chosen_for(pricer, question, layer.kind) for layer in graph.layers]
-    assert all(one.alike == 1 for one in picked)
-    assert any(degree_of(kind, one.strategy) == 4 for one in picked)
-    strategies = [one.strategy for one in picked]
+    chosen = picked(pricer, question)
+    assert all(one.alike == 1 for one in chosen)
+    assert any(degree_of(kind, one.strategy) == 4 for one in chosen)
+    strategies = [one.strategy for one in chosen]
     whole = plan(graph, strategies, question.global_batch, [len(graph.layers)])
     compare(machine, row_of(machine, question), evaluate(pricer.profile, whole))
+
+
+def test_layers_are_split_so_that_all_together_cost_least() -> None:
+    """Every combination of a short network's grids, by hand."""
+    machine = machine_of(graph_named("alexnet", "fp32"), "abci", 8, "fp32", BATCH)
+    pricer, graph = machine.pricer(8), machine.graph
+    question = Question(Kind.SPATIAL, 8, BATCH, SAMPLES)
+    ways = [ways_of(pricer, question, layer.kind) for layer in graph.layers]
+    sizes = {right: size for left, right, size in graph.exchanges(range(len(graph.layers))) if right == left + 1}
+
+    def seconds(taken: tuple[tuple[float, Chosen], ...]) -> float:
+        moved = [
+            move_seconds(pricer, question, sizes.get(place, 0), taken[place - 1][1], taken[place][1])
+            for place in range(1, len(taken))
+        ]
+        return sum(own for own, _ in taken) + sum(moved)
+
+    every = list(product(*ways))
+    assert len(every) > 20
+    best = min(every, key=seconds)
+    found = tuple((next(cost for cost, way in ways[place] if way == one), one)
+                  for place, one in enumerate(picked(pricer, question)))  # fmt: skip
+    assert seconds(found) == pytest.approx(seconds(best))
 
 
 def test_a_pipeline_is_the_plan_of_its_stages(machine: Machine) -> None:
