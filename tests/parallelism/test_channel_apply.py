@@ -35,6 +35,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "inception": blocks.Inception,
     "shuffle": blocks.Shuffle,
     "classifier": blocks.Classifier,
+    "a convolution": lambda: nn.Conv2d(8, 12, 3),
 }
 
 
@@ -113,6 +114,35 @@ def test_any_convolutions(drawn: tuple[nn.Module, Tensor], by: str, degree: int)
         reject()
     for found in shared(layer, picture, by=by, degree=degree):
         assert_equal(found, expected)
+
+
+class Aliased(nn.Module):
+    """Writes a whole picture into shares that have another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x)
+        z = y * 1.0
+        alias = z
+        z += x
+        return z + self.two(alias)
+
+
+def test_shares_that_are_written_to_have_it_by_every_name() -> None:
+    layer, picture = seeded(Aliased()), torch.randn(2, 8, 5, 5, dtype=torch.float64)
+    expected = alone(layer, picture)
+    for by in ("filters", "channels"):
+        for found in shared(layer, picture, by=by, degree=2):
+            assert_equal(found, expected)
+
+
+def test_features_behind_flattening_stay_shares() -> None:
+    layer, picture = seeded(blocks.Classifier()), torch.randn(2, 8, 6, 5, dtype=torch.float64)
+    found = shared(layer, picture, by="channels", degree=2)[0]
+    assert found.calls == ({"reduce_scatter": 3}, {"all_gather": 3})
 
 
 def test_the_gradient_of_an_image_is_not_asked_for() -> None:

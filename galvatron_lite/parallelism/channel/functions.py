@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from galvatron_lite.parallelism.cuts.functions import scatter_sum
+from galvatron_lite.parallelism.cuts.functions import scatter_sum, unviewed
 from galvatron_lite.parallelism.cuts.tensor import Cut, Rules, cut_tensor, cuts_of, local_of
 from galvatron_lite.parallelism.tensor.functions import gather_shares
 
@@ -35,16 +35,11 @@ def _apply(function: type[Function], *args: Any) -> Tensor:
     return result
 
 
-def _own_tensor(tensor: Tensor) -> Tensor:
-    """A tensor in the same memory that autograd does not take for a view, so that it may be written to."""
-    return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
 class _GatherComplete(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
-        return _own_tensor(gather_shares(local.contiguous(), cut.line, cut.extent, cut.dim))
+        return unviewed(gather_shares(local.contiguous(), cut.line, cut.extent, cut.dim))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -55,7 +50,7 @@ class _Scatter(Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
-        return _own_tensor(scatter_sum(partial, cut.line, cut.extent, cut.dim))
+        return unviewed(scatter_sum(partial, cut.line, cut.extent, cut.dim))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
