@@ -16,10 +16,11 @@ are that many (a shortcut of equal width would be taken for the main path).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import lru_cache
-from math import ceil
+from math import ceil, prod
 
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, TensorSplit
 from galvatron_lite.model.sides import sides_of
@@ -99,18 +100,24 @@ def gathered_items(kind: LayerKind) -> list[int]:
     Of two that are as large as what leaves the layer, the second is taken to be added to the first. What is made of an
     image is gathered at once, as the model's own code may run behind it.
     """
+    made = _gathered(kind)
+    return [items for place, (items, _) in enumerate(made) if not _is_added(made, place, kind.dims.out_channels)]
+
+
+def _gathered(kind: LayerKind) -> list[tuple[int, int]]:
+    """Items and channels of all that no operator takes up."""
     parts = parts_of(kind.operators, "filters")
     found: list[tuple[int, int]] = []
     for place, (one, part) in enumerate(parts):
         if part is Part.GATHERED:
             behind = parts[place + 1 :] if takes_gradient(one) else ()
             found.append((_left_of(one, behind), channels_of(one)[1]))
-    leaving = kind.dims.out_channels
-    return [
-        items
-        for place, (items, outputs) in enumerate(found)
-        if outputs != leaving or (items, outputs) not in found[place + 1 :]
-    ]
+    return found
+
+
+def _is_added(made: Sequence[tuple[int, int]], place: int, leaving: int) -> bool:
+    """Whether a picture is added to a later one while both are shares."""
+    return made[place][1] == leaving and made[place] in made[place + 1 :]
 
 
 def _left_of(one: Operator, behind: Parts) -> int:
@@ -206,7 +213,7 @@ def sliced_kind(kind: LayerKind, by: str, degree: int) -> LayerKind:
     Full recomputation keeps the picture that enters. Temporary tensors count as whole: collectives hold them so.
     """
     parts = parts_of(kind.operators, by)
-    kept = {choice: _scaled(size, _kept_share(parts, by, degree, choice)) for choice, size in kind.kept.items()}
+    kept = {choice: _scaled(size, _kept_share(kind, by, degree, choice)) for choice, size in kind.kept.items()}
     return replace(kind, operators=tuple(_sliced(one, part, degree) for one, part in parts), kept=kept)
 
 
@@ -214,20 +221,34 @@ def _scaled(size: TensorSplit, share: float) -> TensorSplit:
     return TensorSplit(*(ceil(part * share) for part in (size.tensor, size.sequence, size.whole)))
 
 
-def _kept_share(parts: Parts, by: str, degree: int, choice: Recompute) -> float:
-    """Share of what is kept: of the inputs of operators, by their items."""
+def _kept_share(kind: LayerKind, by: str, degree: int, choice: Recompute) -> float:
+    """Share of what is kept: of the inputs of operators that keep them, by their items.
+
+    Where two pictures are added as shares, their share is kept beside the whole picture that is handed on.
+    """
     if by == "channels":
         return 1 / degree
     if choice is Recompute.FULL:
         return 1.0
-    inputs = [(_input_items(one), part) for one, part in parts]
+    inputs = [(_input_items(one), part) for one, part in parts_of(kind.operators, by) if _keeps_input(one)]
     whole = sum(items for items, _ in inputs)
     held = sum(items / (degree if part in (Part.CHANNELS, Part.SHARED) else 1) for items, part in inputs)
+    made, leaving = _gathered(kind), kind.dims.out_channels
+    held += sum(items / degree for place, (items, _) in enumerate(made) if _is_added(made, place, leaving))
     return held / whole if whole else 1.0
 
 
+def _keeps_input(one: Operator) -> bool:
+    """Sums and joins keep nothing, and what ReLU keeps is the input of what follows."""
+    name = one.name.rpartition(".")[2].rstrip("_0123456789")
+    return one.weight_bytes > 0 or name not in ("relu", "add", "residual", "cat")
+
+
 def _input_items(one: Operator) -> int:
-    return items_of(one)[0] if has_weights(one) else one.shape[0] * one.count
+    if has_weights(one):
+        return items_of(one)[0]
+    sides = sides_of(one)
+    return one.shape[1] * prod(side.extent for side in sides) if sides else one.shape[0]
 
 
 def _sliced(one: Operator, part: Part, degree: int) -> Operator:
