@@ -17,7 +17,8 @@ from galvatron_lite.cluster.cluster import Cluster, Device
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Recompute
 from galvatron_lite.parallelism.channel.cost import BY
-from galvatron_lite.parallelism.channel.parts import divides, sliced_kind, splits_channels
+from galvatron_lite.parallelism.channel.parts import divides, splits_channels
+from galvatron_lite.parallelism.channel.sliced import sliced_kind
 from galvatron_lite.parallelism.context.cost import LEAST_TOKENS, splits_tokens
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.spatial.grids import splits_pixels

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -9,14 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import LayerKind, Role
+from galvatron_lite.model.graph import LayerKind, Recompute, Role
 from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.base import Moment, Strategy
+from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.cost import ChannelDimension
 from galvatron_lite.parallelism.channel.infer import infer_channel_edges, infer_channels
 from galvatron_lite.parallelism.channel.parts import Part
 from galvatron_lite.parallelism.channel.plan import ChannelPlan
+from galvatron_lite.parallelism.channel.sliced import sliced_kind
+from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
 from tests.parallelism import channel_blocks as blocks
 from tests.parallelism.channel_runs import Outcome, shared
 from tests.parallelism.test_states_cost import work
@@ -130,28 +137,69 @@ MODELS: dict[str, dict[str, Any]] = {
 SIDES = {"cosmoflow-mini": (4, 32, 32, 32), "unet-mini": (1, 32, 32)}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_blocks_of_the_reference_models_communicate_what_is_priced(name: str) -> None:
-    """How often and how many bytes in either pass, of the layers of ``galvatron_lite.model.zoo``, small."""
+@dataclass(frozen=True)
+class Reference:
+    """A reference model: its kinds of blocks, one module of each, and what that is given."""
+
+    kinds: dict[str, LayerKind]
+    modules: dict[str, nn.Module]
+    inputs: dict[str, list[Tensor]]
+
+    def offered(self) -> Iterator[tuple[LayerKind, nn.Module, list[Tensor], str]]:
+        """What is split by the cost model."""
+        for name, module in self.modules.items():
+            for by in ("filters", "channels"):
+                if {by: 2} in list(ChannelDimension(degree=by).choices(self.kinds[name], 2)):
+                    yield self.kinds[name], module, self.inputs[name], by
+
+
+@cache
+def reference(name: str) -> Reference:
+    """A model of ``galvatron_lite.model.zoo``, small."""
     model = build(name, **MODELS[name])
     pictures = torch.rand(2, *SIDES.get(name, (3, 32, 32)))
     graph = trace(model, pictures, loss_fn=lambda output, _: output.float().sum())
-    layers = {one.kind: one.modules[0] for one in reversed(graph.layers) if one.role is Role.BLOCK}
-    inputs = inputs_of(model.double(), list(layers.values()), pictures.double())
-    compared = 0
-    for kind, path in layers.items():
-        for by in ("filters", "channels"):
-            if by == "channels" and len(inputs[path]) > 1:
-                continue  # pictures that are joined along shared channels are dealt out anew, which is not priced
-            if _offered(graph.kinds[kind], by):
-                outcome = shared(model.get_submodule(path), *inputs[path], by=by, degree=2)[0]
-                assert counted(outcome) == pytest.approx(priced(graph.kinds[kind], by)), (path, by)
-                compared += 1
-    assert compared >= len(layers)
+    paths = {one.kind: one.modules[0] for one in reversed(graph.layers) if one.role is Role.BLOCK}
+    inputs = inputs_of(model.double(), list(paths.values()), pictures.double())
+    modules = {kind: model.get_submodule(path) for kind, path in paths.items()}
+    return Reference(dict(graph.kinds), modules, {kind: inputs[path] for kind, path in paths.items()})
 
 
-def _offered(kind: LayerKind, by: str) -> bool:
-    return {by: 2} in list(ChannelDimension(degree=by).choices(kind, 2))
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_of_the_reference_models_communicate_what_is_priced(name: str) -> None:
+    """How often and how many bytes in either pass."""
+    compared = set[str]()
+    for kind, module, inputs, by in reference(name).offered():
+        if by == "filters" or len(inputs) == 1:  # else joined along shared channels: dealt out anew, not priced
+            assert counted(shared(module, *inputs, by=by, degree=2)[0]) == pytest.approx(priced(kind, by)), (kind, by)
+            compared.add(kind.name)
+    assert compared == reference(name).modules.keys()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_of_the_reference_models_keep_what_is_priced(name: str) -> None:
+    """From forward to backward, but for what is handed on: within a tenth, and statistics of norms."""
+    for kind, module, inputs, by in reference(name).offered():
+        own, plan = copy.deepcopy(module).float(), infer_channels(module, inputs, {}, by, 2)
+        shard_channels(own, plan, ShapeOnlyLine(2))
+        halved = [(one[:, : one.shape[1] // 2] if by == "channels" else one).float() for one in inputs]
+        expected = len(inputs[0]) * sliced_kind(kind, by, 2).kept[Recompute.NONE].total
+        assert kept_bytes(own, halved) == pytest.approx(expected, rel=0.1, abs=1024), (kind.name, by)
+
+
+def kept_bytes(layer: nn.Module, inputs: list[Tensor]) -> int:
+    """Bytes of storages saved for backward, but for parameters and the result."""
+    own = {one.untyped_storage().data_ptr() for one in layer.parameters()}
+    found = dict[int, Tensor]()
+
+    def note(tensor: Tensor) -> Tensor:
+        found[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        result = layer(*[one.clone().requires_grad_() for one in inputs])
+    own.add(result.untyped_storage().data_ptr())
+    return sum(one.untyped_storage().nbytes() for place, one in found.items() if place not in own)
 
 
 def inputs_of(model: nn.Module, paths: list[str], pictures: Tensor) -> dict[str, list[Tensor]]:

@@ -37,12 +37,12 @@ from galvatron_lite.parallelism.base import (
     Room,
     sent,
 )
+from galvatron_lite.parallelism.channel.gathers import gathered_items, pixel_norms
 from galvatron_lite.parallelism.channel.parts import (
+    OUTPUT,
     Part,
     divides,
-    gathered_items,
     parts_of,
-    pixel_norms,
     split_items,
     splits_channels,
     takes_gradient,
@@ -138,7 +138,7 @@ def _sizes(kind: LayerKind, by: str, degree: Real) -> tuple[_Sizes, ...]:
     parts = [(one, part) for one, part in parts_of(kind.operators, by) if has_weights(one)]
     sums = [items_of(one)[1] for one, part in parts if part is Part.CHANNELS]
     gathers = gathered_items(kind) if by == "filters" else []
-    entering = [items_of(one)[0] for one, part in parts if part in _FROM_WHOLE and takes_gradient(one)]
+    entering = [items_of(one)[0] for one, part in parts if part in OUTPUT and takes_gradient(one)]
     shares = [items_of(one)[1] for one, part in parts if part is Part.SCATTERED]
     norms = pixel_norms(kind, by)
     return (
@@ -148,6 +148,3 @@ def _sizes(kind: LayerKind, by: str, degree: Real) -> tuple[_Sizes, ...]:
         (Collective.ALL_REDUCE, Moment.BACKWARD, [*entering, *norms]),
         (Collective.ALL_GATHER, Moment.BACKWARD, shares),
     )
-
-
-_FROM_WHOLE = (Part.FILTERS, Part.GATHERED)

@@ -16,16 +16,11 @@ are that many (a shortcut of equal width would be taken for the main path).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from enum import StrEnum
 from functools import lru_cache
-from math import ceil, prod
 
-from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, TensorSplit
-from galvatron_lite.model.sides import sides_of
+from galvatron_lite.model.graph import LayerKind, Operator
 from galvatron_lite.parallelism.pictures import channels_of, has_weights, is_picture, items_of
-from galvatron_lite.units import ITEM_BYTES
 
 
 class Part(StrEnum):
@@ -46,7 +41,8 @@ class Part(StrEnum):
 
 
 Parts = tuple[tuple[Operator, Part], ...]
-_OUTPUT = (Part.FILTERS, Part.GATHERED)
+OUTPUT = (Part.FILTERS, Part.GATHERED)
+"""Shares of the output channels."""
 
 
 @lru_cache(maxsize=4096)
@@ -94,67 +90,9 @@ def _gather(parts: list[Part], begun: int) -> None:
         parts[begun] = Part.GATHERED
 
 
-def gathered_items(kind: LayerKind) -> list[int]:
-    """Items a sample of every picture that is gathered, by ``filters``.
-
-    Of two that are as large as what leaves the layer, the second is taken to be added to the first. What is made of an
-    image is gathered at once, as the model's own code may run behind it.
-    """
-    made = _gathered(kind)
-    return [items for place, (items, _) in enumerate(made) if not _is_added(made, place, kind.dims.out_channels)]
-
-
-def _gathered(kind: LayerKind) -> list[tuple[int, int]]:
-    """Items and channels of all that no operator takes up."""
-    parts = parts_of(kind.operators, "filters")
-    found: list[tuple[int, int]] = []
-    for place, (one, part) in enumerate(parts):
-        if part is Part.GATHERED:
-            behind = parts[place + 1 :] if takes_gradient(one) else ()
-            found.append((_left_of(one, behind), channels_of(one)[1]))
-    return found
-
-
-def _is_added(made: Sequence[tuple[int, int]], place: int, leaving: int) -> bool:
-    """Whether a picture is added to a later one while both are shares."""
-    return made[place][1] == leaving and made[place] in made[place + 1 :]
-
-
-def _left_of(one: Operator, behind: Parts) -> int:
-    """Items of what an operator makes after what works on its shares: pooling makes a picture smaller; a factor for
-    each channel is one pixel that makes a picture of the largest that follows."""
-    items, is_factor = items_of(one)[1], items_of(one)[1] == channels_of(one)[1]
-    for other, part in behind:
-        if has_weights(other) and part is not Part.SHARED:
-            break
-        if other.kind is OperatorClass.MEMORY and (sides_of(other) or (is_factor and other.shape[0] > items)):
-            items = other.shape[0]
-    return items
-
-
 def takes_gradient(one: Operator) -> bool:
     """Whether what enters an operator with weights takes a gradient; the image takes none."""
     return one.backward_flops > one.flops
-
-
-def pixel_norms(kind: LayerKind, by: str) -> list[float]:
-    """Statistics (two figures a pixel) that are summed over shared channels, of every norm over a pixel's channels.
-
-    Norms have two items for each channel, of the precision of weights or fp32; learned scales have one.
-    """
-    channels, shared, found = kind.dims.in_channels, by == "channels", list[float]()
-    for one, part in parts_of(kind.operators, by):
-        if has_weights(one):
-            channels, shared = channels_of(one)[1], by == "channels" or takes_gradient(one)
-        elif shared and part is Part.SHARED and one.weight_bytes in _norm_bytes(kind, channels) and not one.statistics:
-            found.append(2 * one.shape[0] / channels)
-    return found
-
-
-def _norm_bytes(kind: LayerKind, channels: int) -> tuple[int, int]:
-    """Bytes of a norm's weights."""
-    sizes = [one.weight_bytes // items_of(one)[2] for one in kind.operators if has_weights(one)]
-    return 2 * channels * min(sizes, default=0), 2 * channels * ITEM_BYTES["fp32"]
 
 
 def splits_channels(kind: LayerKind, by: str) -> bool:
@@ -205,79 +143,3 @@ def split_items(kind: LayerKind, by: str) -> int:
     return sum(
         items_of(one)[2] for one, part in parts_of(kind.operators, by) if has_weights(one) and part is not Part.WHOLE
     )
-
-
-def sliced_kind(kind: LayerKind, by: str, degree: int) -> LayerKind:
-    """A layer as one of ``degree`` devices works on it: operators at their sharded shapes, and what is kept.
-
-    Full recomputation keeps the picture that enters. Temporary tensors count as whole: collectives hold them so.
-    """
-    parts = parts_of(kind.operators, by)
-    kept = {choice: _scaled(size, _kept_share(kind, by, degree, choice)) for choice, size in kind.kept.items()}
-    return replace(kind, operators=tuple(_sliced(one, part, degree) for one, part in parts), kept=kept)
-
-
-def _scaled(size: TensorSplit, share: float) -> TensorSplit:
-    return TensorSplit(*(ceil(part * share) for part in (size.tensor, size.sequence, size.whole)))
-
-
-def _kept_share(kind: LayerKind, by: str, degree: int, choice: Recompute) -> float:
-    """Share of what is kept: of the inputs of operators that keep them, by their items.
-
-    Where two pictures are added as shares, their share is kept beside the whole picture that is handed on.
-    """
-    if by == "channels":
-        return 1 / degree
-    if choice is Recompute.FULL:
-        return 1.0
-    inputs = [(_input_items(one), part) for one, part in parts_of(kind.operators, by) if _keeps_input(one)]
-    whole = sum(items for items, _ in inputs)
-    held = sum(items / (degree if part in (Part.CHANNELS, Part.SHARED) else 1) for items, part in inputs)
-    made, leaving = _gathered(kind), kind.dims.out_channels
-    held += sum(items / degree for place, (items, _) in enumerate(made) if _is_added(made, place, leaving))
-    return held / whole if whole else 1.0
-
-
-def _keeps_input(one: Operator) -> bool:
-    """Sums and joins keep nothing, and what ReLU keeps is the input of what follows."""
-    name = one.name.rpartition(".")[2].rstrip("_0123456789")
-    return one.weight_bytes > 0 or name not in ("relu", "add", "residual", "cat")
-
-
-def _input_items(one: Operator) -> int:
-    if has_weights(one):
-        return items_of(one)[0]
-    sides = sides_of(one)
-    return one.shape[1] * prod(side.extent for side in sides) if sides else one.shape[0]
-
-
-def _sliced(one: Operator, part: Part, degree: int) -> Operator:
-    if part is Part.WHOLE:
-        return one
-    moved = 1 / degree if part is Part.SHARED else _moved_share(one, part, degree)
-    return replace(
-        one,
-        shape=_shape(one, part, degree),
-        flops=one.flops // degree,
-        backward_flops=one.backward_flops // degree,
-        moved=ceil(one.moved * moved),
-        backward_moved=ceil(one.backward_moved * moved),
-        weight_bytes=ceil(one.weight_bytes / degree),
-    )
-
-
-def _moved_share(one: Operator, part: Part, degree: int) -> float:
-    """Share of the bytes of input and output, one of which is whole."""
-    x, y, _ = items_of(one)
-    return (x + y / degree) / (x + y) if part in _OUTPUT else (x / degree + y) / (x + y)
-
-
-def _shape(one: Operator, part: Part, degree: int) -> tuple[int, ...]:
-    if one.kind is OperatorClass.MEMORY:
-        return (ceil(one.shape[0] / degree), *one.shape[1:])
-    inner, outer = (1 if part in _OUTPUT else degree), (degree if part in (*_OUTPUT, Part.SHARED) else 1)
-    if one.kind is OperatorClass.MATMUL:
-        rows, inputs, outputs = one.shape
-        return rows, inputs // inner, outputs // outer
-    inputs, outputs, groups = one.shape[:3]
-    return inputs // inner, outputs // outer, groups // (degree if groups > 1 else 1), *one.shape[3:]

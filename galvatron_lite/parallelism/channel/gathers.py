@@ -1,0 +1,69 @@
+"""What is gathered of a layer with shared channels, and what statistics of norms cost it. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass
+from galvatron_lite.model.sides import sides_of
+from galvatron_lite.parallelism.channel.parts import Part, Parts, parts_of, takes_gradient
+from galvatron_lite.parallelism.pictures import channels_of, has_weights, items_of
+from galvatron_lite.units import ITEM_BYTES
+
+
+def gathered_items(kind: LayerKind) -> list[int]:
+    """Items a sample of every picture that is gathered, by ``filters``.
+
+    Of two that are as large as what leaves the layer, the second is taken to be added to the first. What is made of an
+    image is gathered at once, as the model's own code may run behind it.
+    """
+    made = lone_pictures(kind)
+    return [items for place, (items, _) in enumerate(made) if not is_added(made, place, kind.dims.out_channels)]
+
+
+def lone_pictures(kind: LayerKind) -> list[tuple[int, int]]:
+    """Items and channels of all that no operator takes up."""
+    parts = parts_of(kind.operators, "filters")
+    found: list[tuple[int, int]] = []
+    for place, (one, part) in enumerate(parts):
+        if part is Part.GATHERED:
+            behind = parts[place + 1 :] if takes_gradient(one) else ()
+            found.append((_left_of(one, behind), channels_of(one)[1]))
+    return found
+
+
+def is_added(made: Sequence[tuple[int, int]], place: int, leaving: int) -> bool:
+    """Whether a picture is added to a later one while both are shares."""
+    return made[place][1] == leaving and made[place] in made[place + 1 :]
+
+
+def _left_of(one: Operator, behind: Parts) -> int:
+    """Items of what an operator makes after what works on its shares: pooling makes a picture smaller; a factor for
+    each channel is one pixel that makes a picture of the largest that follows."""
+    items, is_factor = items_of(one)[1], items_of(one)[1] == channels_of(one)[1]
+    for other, part in behind:
+        if has_weights(other) and part is not Part.SHARED:
+            break
+        if other.kind is OperatorClass.MEMORY and (sides_of(other) or (is_factor and other.shape[0] > items)):
+            items = other.shape[0]
+    return items
+
+
+def pixel_norms(kind: LayerKind, by: str) -> list[float]:
+    """Statistics (two figures a pixel) that are summed over shared channels, of every norm over a pixel's channels.
+
+    Norms have two items for each channel, of the precision of weights or fp32; learned scales have one.
+    """
+    channels, shared, found = kind.dims.in_channels, by == "channels", list[float]()
+    for one, part in parts_of(kind.operators, by):
+        if has_weights(one):
+            channels, shared = channels_of(one)[1], by == "channels" or takes_gradient(one)
+        elif shared and part is Part.SHARED and one.weight_bytes in _norm_bytes(kind, channels) and not one.statistics:
+            found.append(2 * one.shape[0] / channels)
+    return found
+
+
+def _norm_bytes(kind: LayerKind, channels: int) -> tuple[int, int]:
+    """Bytes of a norm's weights."""
+    sizes = [one.weight_bytes // items_of(one)[2] for one in kind.operators if has_weights(one)]
+    return 2 * channels * min(sizes, default=0), 2 * channels * ITEM_BYTES["fp32"]
