@@ -15,7 +15,7 @@ from torch.nn import functional
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.channel.apply import shard_channels
-from galvatron_lite.parallelism.channel.infer import infer_channel_edges, infer_channels
+from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
 from galvatron_lite.parallelism.tensor.shards import Placement, gather_full
 from tests.parallelism import channel_blocks as blocks
@@ -167,13 +167,18 @@ def test_modules_before_and_after_the_blocks_are_whole_in_between() -> None:
         (logits * weights_of(logits)).sum().backward()
         return logits.detach()
 
-    plan = infer_channel_edges(modules, "filters", 2)
+    example = {"stem": image, "norm": torch.zeros(2, 7, 4, 4), "head": torch.zeros(2, 7)}
+    plans = {name: infer_channels(one, (example[name],), {}, "filters", 2) for name, one in modules.items()}
     expected = nn.ModuleDict({name: copy.deepcopy(one) for name, one in modules.items()})
     logits = run(expected)
 
     def work(group: ThreadGroup) -> None:
         own = nn.ModuleDict({name: copy.deepcopy(one) for name, one in modules.items()})
-        shards = shard_channels(dict(own.items()), plan, group)
+        shards = {
+            f"{path}.{name}": shard
+            for path, one in own.items()
+            for name, shard in shard_channels(one, plans[path], group).items()
+        }
         close(run(own), logits)
         placements = {name: shard.placement for name, shard in shards.items()}
         assert placements == {

@@ -109,9 +109,9 @@ def test_shares_are_gathered_behind_pooling_and_once_where_two_are_added() -> No
     pool = Operator("pool", OperatorClass.MEMORY, (64 * 8 * 8, 64, 16, 16, 2, 2, 2, 2), 1, 0, 0, 4, 4)
     pooled = (Collective.ALL_GATHER, Moment.FORWARD, 64 * SIDE**2 / 4)
     assert pooled in calls(Strategy(filters=4), layer(convolved(32, 64), memory(64), pool))
-    # of an image: at once, as the model's own code may pool
-    image = layer(convolved(3, 64, gradient=False), pool)
-    assert calls(Strategy(filters=2), image) == [(Collective.ALL_GATHER, Moment.FORWARD, 64 * SIDE**2)]
+    # before the blocks: at once, as the model's own code may pool
+    stem = replace(layer(convolved(3, 64, gradient=False), pool), name="before")
+    assert calls(Strategy(filters=2), stem) == [(Collective.ALL_GATHER, Moment.FORWARD, 64 * SIDE**2)]
     added = layer(convolved(32, 16), convolved(16, 16), convolved(16, 64), convolved(32, 64), memory(64))
     assert (Collective.ALL_GATHER, Moment.FORWARD, 64 * SIDE**2) in calls(Strategy(filters=2), added)
     joined = replace(added, dims=replace(added.dims, out_channels=128))

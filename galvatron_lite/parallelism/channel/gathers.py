@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass
+from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Role
 from galvatron_lite.model.sides import sides_of
-from galvatron_lite.parallelism.channel.parts import Part, Parts, parts_of, takes_gradient
+from galvatron_lite.parallelism.channel.parts import Part, Parts, parts_of
 from galvatron_lite.parallelism.pictures import channels_of, has_weights, items_of
 from galvatron_lite.units import ITEM_BYTES
+
+EDGES = (Role.BEFORE.value, Role.AFTER.value)
+"""Names of the kinds of what is before and after the blocks."""
 
 
 def gathered_items(kind: LayerKind) -> list[int]:
     """Items a sample of every picture that is gathered, by ``filters``.
 
-    Of two that are as large as what leaves the layer, the second is taken to be added to the first. What is made of an
-    image is gathered at once, as the model's own code may run behind it.
+    Of two that are as large as what leaves the layer, the second is taken to be added to the first. Before and after
+    the blocks what a module makes is gathered at once, as the model's own code runs behind it.
     """
     made = lone_pictures(kind)
     return [items for place, (items, _) in enumerate(made) if not is_added(made, place, kind.dims.out_channels)]
@@ -27,7 +30,7 @@ def lone_pictures(kind: LayerKind) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for place, (one, part) in enumerate(parts):
         if part is Part.GATHERED:
-            behind = parts[place + 1 :] if takes_gradient(one) else ()
+            behind = () if kind.name in EDGES else parts[place + 1 :]
             found.append((_left_of(one, behind), channels_of(one)[1]))
     return found
 
@@ -54,10 +57,11 @@ def pixel_norms(kind: LayerKind, by: str) -> list[float]:
 
     Norms have two items for each channel, of the precision of weights or fp32; learned scales have one.
     """
-    channels, shared, found = kind.dims.in_channels, by == "channels", list[float]()
+    channels, found = kind.dims.in_channels, list[float]()
+    shared = by == "channels" or kind.name not in EDGES
     for one, part in parts_of(kind.operators, by):
         if has_weights(one):
-            channels, shared = channels_of(one)[1], by == "channels" or takes_gradient(one)
+            channels = channels_of(one)[1]
         elif shared and part is Part.SHARED and one.weight_bytes in _norm_bytes(kind, channels) and not one.statistics:
             found.append(2 * one.shape[0] / channels)
     return found

@@ -38,7 +38,7 @@ from galvatron_lite.parallelism.shares import share
 def infer_channels(
     layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], by: str, degree: int
 ) -> ChannelPlan:
-    """How the channels of a block are shared.
+    """How the channels of a layer are shared; of those before and after the blocks, of one of their modules.
 
     Args:
         layer: on any device; not changed or run.
@@ -47,51 +47,16 @@ def infer_channels(
         by: ``filters`` or ``channels``; see ``channel.parts``.
         degree: devices that share them.
 
+    Returns:
+        The plan; without ``parts`` where nothing can be split so.
+
     Raises:
-        InputError: nothing in the layer can be split so; it mixes shares and whole pictures in a way that is not known;
-            by ``channels`` what enters or leaves has no channels to share.
+        InputError: the layer mixes shares and whole pictures in a way that is not known; by ``channels`` what enters or
+            leaves has no channels to share.
     """
     with torch.device("meta"), torch.inference_mode(False), torch.enable_grad():
         run = _Run(meta_copy(layer), by, ShapeOnlyLine(degree))
         return run.plan(args, kwargs)
-
-
-def infer_channel_edges(modules: Mapping[str, nn.Module], by: str, degree: int) -> ChannelPlan:
-    """How the channels of the modules before or after the blocks are shared: of each module by itself.
-
-    As the model's own code runs between them, what leaves a module is laid out as what enters it, and nothing has to
-    be run: by ``filters`` convolutions and linears make shares of their outputs, which are gathered at once.
-
-    Args:
-        modules: by path.
-        by: ``filters`` or ``channels``.
-        degree: devices that share them.
-
-    Raises:
-        InputError: nothing can be split so; by ``channels`` a number of channels that does not divide evenly.
-    """
-    found = {path: one for path, one in _weighted(modules) if channels_of_module(one).groups == 1}
-    extents = {path: channels_of_module(one) for path, one in found.items()}
-    for path, one in extents.items():
-        if by == "channels" and (one.inputs % degree or one.outputs % degree):
-            remedy = f"Use a divisor of both numbers of channels of {path}, or share its filters."
-            raise InputError("channels", f"{one.inputs} to {one.outputs} by {degree}", remedy)
-    parts = {path: split_part(one, by, by == "channels", degree) for path, one in extents.items()}
-    return _checked(ChannelPlan(by, degree, {path: part for path, part in parts.items() if part is not Part.WHOLE}))
-
-
-def _weighted(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Weighted]]:
-    for prefix, module in modules.items():
-        for name, one in module.named_modules():
-            if is_weighted(one):
-                yield ".".join(part for part in (prefix, name) if part), one
-
-
-def _checked(plan: ChannelPlan) -> ChannelPlan:
-    if not plan.parts:
-        remedy = "No convolution or linear of this layer can be split so; keep it whole."
-        raise InputError(plan.by, plan.degree, remedy)
-    return plan
 
 
 @dataclass(slots=True)
@@ -108,10 +73,11 @@ class _Run:
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ChannelPlan:
         """Run, and say what was split."""
         sharing = Sharing(self.by, self.line, filters_rules(self.witness) if self.by == "filters" else CHANNELS_RULES)
-        for path, one in list(_weighted({"": self.twin})):
-            one.forward = partial(self.first, path, one, sharing)  # type: ignore[method-assign]
-        for module in self.twin.modules():
-            _refuse_both(module)
+        for path, module in list(self.twin.named_modules()):
+            if is_weighted(module):
+                module.forward = partial(self.first, path, module, sharing)
+            else:
+                _refuse_both(module)
         given = map_tensors((tuple(args), dict(kwargs)), _leaf)
         self.entered = {id(one) for one in tensors_in(given) if one.requires_grad}
         inputs = _extents(given)
@@ -121,7 +87,7 @@ class _Run:
         outputs = _extents(left)
         leave_layer(left, sharing)
         names = (name for name, one in self.twin.named_parameters(remove_duplicate=False) if id(one) in self.met)
-        return _checked(ChannelPlan(self.by, self.line.size, self.parts, frozenset(names), inputs, outputs))
+        return ChannelPlan(self.by, self.line.size, self.parts, frozenset(names), inputs, outputs)
 
     def first(self, path: str, module: Weighted, sharing: Sharing, tensor: Tensor, *rest: Any, **named: Any) -> Tensor:
         """The first call of a convolution or linear: it is split by what enters, and called again."""
@@ -189,5 +155,5 @@ def _refuse_both(module: nn.Module) -> None:
             remedy = "It runs on shares of channels and on whole pictures: keep the layer whole."
             raise InputError("module", type(module).__name__, remedy)
 
-    if not is_weighted(module) and any(True for _ in module.parameters(recurse=False)):
+    if any(True for _ in module.parameters(recurse=False)):
         module.register_forward_pre_hook(note)
