@@ -117,7 +117,7 @@ def _step(
     group, shares = line.group, plan.by == "channels"
     shards = shard_channels(layer, plan, line)
     apply_recompute(layer, recompute)
-    mine = [(_share(one, group) if shares else one).clone().requires_grad_(gradient) for one in pictures]
+    mine = [(_share(one, group) if shares else one).detach().clone().requires_grad_(gradient) for one in pictures]
     output = layer(*mine)
     assert type(output) is Tensor
     forward = Counter(group.calls), Counter(line.bytes)
