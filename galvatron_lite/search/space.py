@@ -11,8 +11,9 @@ dimension states with its reason (``Dimension.allows``):
   and slices fill exactly one node (or, placed far apart, their replicas do).
 - Experts are spread over any divisor, whole or sliced, beside a tensor group with sequence parallelism only.
 - Spatial and channel groups of convolutions lie within a node; a layer has one of the two, and neither tensor nor
-  context nor expert parallelism nor offload beside it. Pictures are shared evenly at every window; of the grids of as
-  many devices the one with the shortest edges and the one that cuts the longer side only.
+  context nor expert parallelism nor offload beside it. Every device has a pixel of every picture and all that its
+  neighbours' windows need of it; of the grids of as many devices the one with the shortest edges and the one that cuts
+  one side only. Channels are shared evenly.
 - Shards or a ring's ranks are placed far apart only on stages of more than one node.
 - Optimizer states go to the host where no copy of them is left on the stage, activations where no tensor group holds
   them twice; both in the usual order of ranks. Host memory is not bounded.

@@ -128,10 +128,24 @@ def _border(passing: tuple[Window, ...], grid: Grid, place: int) -> Border:
 
 
 def _edge(window: Window, grid: Grid, place: int) -> int:
-    """Pixels of one line that is borrowed: of the other sides a device's own, and what arrived along those before."""
-    arrived = (borrowed(window.sides[side], grid[side])[0] if side < place else 0 for side in range(len(SIDES)))
-    own = (_most(side.extent, degree) for side, degree in zip(window.sides, grid, strict=True))
-    return prod(pixels + more for side, (pixels, more) in enumerate(zip(own, arrived, strict=True)) if side != place)
+    """Pixels of one line that is borrowed: of the sides before, which have come, what outputs need; of those after, a
+    device's own."""
+    sides = enumerate(zip(window.sides, grid, strict=True))
+    return prod(
+        _needed(*pair) if other < place else _most(pair[0].extent, pair[1]) for other, pair in sides if other != place
+    )
+
+
+@lru_cache(maxsize=8192)
+def _needed(side: Side, degree: int) -> int:
+    """The most pixels that a device's outputs need, borrowed ones among them."""
+    if degree == 1:
+        return side.extent
+    own = window_along(side)
+    ranges = (
+        windows.needed(own, side.extent, windows.output_range(own, side.extent, degree, rank)) for rank in range(degree)
+    )
+    return max(min(stop, side.extent) - max(start, 0) for start, stop in ranges)
 
 
 @lru_cache(maxsize=8192)
