@@ -24,6 +24,9 @@ from galvatron_lite.parallelism.cuts.tensor import (
     whole_shape,
 )
 
+HALF = (torch.float16, torch.bfloat16)
+"""Dtypes in which nothing is added up."""
+
 
 class Reduction(NamedTuple):
     """What is reduced.
@@ -74,20 +77,32 @@ def reducing(reduce: Reduce) -> Handler:
 
 
 def _sum(local: Tensor, how: Reduction, more: dict[str, Any]) -> Tensor:
-    return sum_over(local.sum(how.dims, how.keepdim, **more), how.lines)
+    part, dtype = local.sum(how.dims, how.keepdim, dtype=_wide(local, more)), more.get("dtype")
+    # whole numbers were made long
+    return _narrow(sum_over(part, how.lines), local.dtype if part.is_floating_point() and dtype is None else dtype)
 
 
 def _mean(local: Tensor, how: Reduction, more: dict[str, Any]) -> Tensor:
-    """The mean of the ranks' means, each weighed by its items: sums of half precision might overflow."""
-    return sum_over(part_of_mean(local, how, **more), how.lines)
+    part = part_of_mean(local, how, _wide(local, more))
+    return _narrow(sum_over(part, how.lines), more.get("dtype") or local.dtype)
 
 
-def part_of_mean(local: Tensor, how: Reduction, **more: Any) -> Tensor:
-    """What a share adds to the mean."""
+def part_of_mean(local: Tensor, how: Reduction, dtype: torch.dtype | None = None) -> Tensor:
+    """What a share adds to the mean: its own, weighed by its items."""
     held = prod(local.shape[dim] for dim in how.dims)
     if not held:
-        return local.sum(how.dims, how.keepdim, **more)
-    return local.mean(how.dims, how.keepdim, **more) * (held / how.items)
+        return local.sum(how.dims, how.keepdim, dtype=dtype)
+    return local.mean(how.dims, how.keepdim, dtype=dtype) * (held / how.items)
+
+
+def _wide(local: Tensor, more: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype that ranks add in: one process rounds to half precision once, when all is added."""
+    dtype: torch.dtype = more.get("dtype") or local.dtype
+    return torch.float32 if dtype in HALF else more.get("dtype")
+
+
+def _narrow(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor if dtype is None else tensor.to(dtype)
 
 
 def _any(local: Tensor, how: Reduction, _: dict[str, Any]) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from galvatron_lite.parallelism.cuts.calls import fronted
 from galvatron_lite.parallelism.cuts.fallback import on_whole
 from galvatron_lite.parallelism.cuts.functions import sum_over
-from galvatron_lite.parallelism.cuts.reductions import Reduction, part_of_mean, reduction_of
+from galvatron_lite.parallelism.cuts.reductions import HALF, Reduction, part_of_mean, reduction_of
 from galvatron_lite.parallelism.cuts.tensor import Call, CutTensor, Handler, cut_like, shares_only
 
 
@@ -21,6 +21,7 @@ def _variance(local: Tensor, how: Reduction, correction: float) -> tuple[Tensor,
 
     Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
     """
+    given, local = local.dtype, local.float() if local.dtype in HALF else local
     held = prod(local.shape[dim] for dim in how.dims)
     kept = how._replace(keepdim=True)
     mean = sum_over(part_of_mean(local, kept), how.lines)
@@ -30,9 +31,8 @@ def _variance(local: Tensor, how: Reduction, correction: float) -> tuple[Tensor,
     else:
         squares = local.sum(how.dims, keepdim=True) + mean * 0
     variance = sum_over(squares, how.lines) / max(how.items - correction, 0)
-    if not how.keepdim:
-        return variance.squeeze(how.dims), mean.squeeze(how.dims)
-    return variance, mean
+    gone = () if how.keepdim else how.dims
+    return variance.squeeze(gone).to(given), mean.squeeze(gone).to(given)
 
 
 def _root(variance: Tensor) -> Tensor:
