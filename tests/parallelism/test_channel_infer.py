@@ -16,7 +16,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, Recompute, Role
 from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo import build
-from galvatron_lite.parallelism.base import Moment, Strategy
+from galvatron_lite.parallelism.base import Collective, Moment, Strategy
 from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.cost import ChannelDimension
 from galvatron_lite.parallelism.channel.infer import infer_channel_edges, infer_channels
@@ -237,9 +237,15 @@ def priced(kind: LayerKind, by: str) -> dict[str, float]:
 
 
 def counted(outcome: Outcome) -> dict[str, float]:
-    """The same as they happened."""
+    """The same as they happened.
+
+    What joins two pictures swaps each by itself, and a rank of two sends half of its share of the result.
+    """
     found = dict[str, float]()
     for moment, calls, moved in zip((Moment.FORWARD, Moment.BACKWARD), outcome.calls, outcome.moved, strict=True):
-        found |= {f"{moment.value} {name} calls": count for name, count in calls.items()}
-        found |= {f"{moment.value} {name} bytes": size for name, size in moved.items()}
+        for name, count in calls.items():
+            swaps = name == "exchange"
+            label = f"{moment.value} {Collective.ALL_TO_ALL.value if swaps else name}"
+            found[f"{label} calls"] = count // 2 if swaps else count
+            found[f"{label} bytes"] = moved[name] * 2 if swaps else moved[name]
     return found

@@ -15,6 +15,7 @@ of it; so do ``channels``, which reduce and scatter where the paper's all-reduce
 
 * of what pooling left of it, once for two that are added (``parts.gathered_items``).
 
+Pictures that are joined along shared channels are dealt out anew: all-to-all of the result's shares, at most.
 A norm over the channels of each pixel (LayerNorm) on shared channels gathers two figures a pixel of every device in
 forward, and sums two in backward.
 """
@@ -37,7 +38,7 @@ from galvatron_lite.parallelism.base import (
     Room,
     sent,
 )
-from galvatron_lite.parallelism.channel.gathers import gathered_items, pixel_norms
+from galvatron_lite.parallelism.channel.gathers import gathered_items, joined_items, pixel_norms
 from galvatron_lite.parallelism.channel.parts import (
     OUTPUT,
     Part,
@@ -141,10 +142,13 @@ def _sizes(kind: LayerKind, by: str, degree: Real) -> tuple[_Sizes, ...]:
     entering = [items_of(one)[0] for one, part in parts if part in OUTPUT and takes_gradient(one)]
     shares = [items_of(one)[1] for one, part in parts if part is Part.SCATTERED]
     norms = pixel_norms(kind, by)
+    dealt = [one / degree for one in joined_items(kind)] if by == "channels" else []
     return (
         (Collective.ALL_REDUCE, Moment.FORWARD, sums),
         (Collective.ALL_GATHER, Moment.FORWARD, [*gathers, *(degree * one for one in norms)]),
         (Collective.REDUCE_SCATTER, Moment.FORWARD, shares),
         (Collective.ALL_REDUCE, Moment.BACKWARD, [*entering, *norms]),
         (Collective.ALL_GATHER, Moment.BACKWARD, shares),
+        (Collective.ALL_TO_ALL, Moment.FORWARD, dealt),
+        (Collective.ALL_TO_ALL, Moment.BACKWARD, dealt),
     )

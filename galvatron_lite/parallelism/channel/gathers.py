@@ -1,4 +1,4 @@
-"""What is gathered of a layer with shared channels, and what statistics of norms cost it. No torch here."""
+"""What is gathered, and dealt out, of a layer with shared channels, and statistics of its norms. No torch here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Role
 from galvatron_lite.model.sides import sides_of
-from galvatron_lite.parallelism.channel.parts import Part, Parts, parts_of
+from galvatron_lite.parallelism.channel.parts import Part, Parts, is_named, parts_of
 from galvatron_lite.parallelism.pictures import channels_of, has_weights, items_of
 from galvatron_lite.units import ITEM_BYTES
 
@@ -50,6 +50,11 @@ def _left_of(one: Operator, behind: Parts) -> int:
         if other.kind is OperatorClass.MEMORY and (sides_of(other) or (is_factor and other.shape[0] > items)):
             items = other.shape[0]
     return items
+
+
+def joined_items(kind: LayerKind) -> list[int]:
+    """Items a sample of every picture that is made by joining others along their channels."""
+    return [one.shape[0] for one in kind.operators if not has_weights(one) and is_named(one, ("cat",))]
 
 
 def pixel_norms(kind: LayerKind, by: str) -> list[float]:

@@ -143,3 +143,8 @@ def split_items(kind: LayerKind, by: str) -> int:
     return sum(
         items_of(one)[2] for one, part in parts_of(kind.operators, by) if has_weights(one) and part is not Part.WHOLE
     )
+
+
+def is_named(one: Operator, names: tuple[str, ...]) -> bool:
+    """Whether an operator has one of these names, behind its module's path and before its number."""
+    return one.name.rpartition(".")[2].rstrip("_0123456789") in names

@@ -8,7 +8,7 @@ from math import ceil, prod
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, TensorSplit
 from galvatron_lite.model.sides import sides_of
 from galvatron_lite.parallelism.channel.gathers import is_added, lone_pictures
-from galvatron_lite.parallelism.channel.parts import OUTPUT, Part, parts_of
+from galvatron_lite.parallelism.channel.parts import OUTPUT, Part, is_named, parts_of
 from galvatron_lite.parallelism.pictures import has_weights, items_of
 
 
@@ -45,8 +45,7 @@ def _kept_share(kind: LayerKind, by: str, degree: int, choice: Recompute) -> flo
 
 def _keeps_input(one: Operator) -> bool:
     """Sums and joins keep nothing, and what ReLU keeps is the input of what follows."""
-    name = one.name.rpartition(".")[2].rstrip("_0123456789")
-    return one.weight_bytes > 0 or name not in ("relu", "leaky_relu", "add", "residual", "cat")
+    return one.weight_bytes > 0 or not is_named(one, ("relu", "leaky_relu", "add", "residual", "cat"))
 
 
 def _input_items(one: Operator) -> int:
