@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import batch_norm
 
 from galvatron_lite.errors import TraceError
 
@@ -41,12 +43,20 @@ def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
 
 
 def _simplify(module: nn.Module) -> None:
-    """Switch off what Hugging Face models do of their own: caches, and checkpointing, which the planner chooses."""
+    """Switch off what models do of their own: caches, checkpointing, which the planner chooses, talk to other ranks."""
     config: Any = getattr(module, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False
     if vars(module).get("gradient_checkpointing", False):
         module.gradient_checkpointing = False  # type: ignore[assignment]
+    if isinstance(module, nn.SyncBatchNorm):
+        # its own forward, in a world of processes, asks for a GPU and for the others
+        module.forward = partial(_alone, module)  # type: ignore[method-assign]
+
+
+def _alone(norm: nn.SyncBatchNorm, tensor: Tensor) -> Tensor:
+    statistics = norm.running_mean, norm.running_var
+    return batch_norm(tensor, *statistics, norm.weight, norm.bias, True, norm.momentum or 0.0, norm.eps)
 
 
 def _loose_tensors(module: nn.Module) -> list[Tensor]:

@@ -47,17 +47,12 @@ GALVATRON = Backend(
         "zero_stage": (0, 2, 3),
         "offload": (Offload.NONE,),
         "strided": (Strided.NONE,),
-        "depth": (1,),
-        "height": (1,),
-        "width": (1,),
-        "filters": (1,),
-        "channels": (1,),
     },
     (
-        "galvatron cannot yet run and leaves out: context and expert parallelism, spatial and channel parallelism of "
-        "convolutions, ZeRO-1, offload, ranks in another order, interleaved and zero-bubble schedules (--backend any "
-        "offers them)",
+        "galvatron cannot yet run and leaves out: context and expert parallelism, ZeRO-1, offload, ranks in another "
+        "order, interleaved and zero-bubble schedules (--backend any offers them)",
     ),
+    rule=lambda strategy: [strategy.tensor, strategy.spatial, strategy.filters, strategy.channels].count(1) >= 3,
 )
 """What ``auto_parallelize`` trains with."""
 ANY = Backend(

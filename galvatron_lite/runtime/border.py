@@ -12,6 +12,7 @@ from galvatron_lite.parallelism.cuts.line import Line, ProcessLine
 from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts
 from galvatron_lite.runtime.layout import WHOLE, Axis, Layout, Split
 from galvatron_lite.runtime.mesh import StrategyGroups
+from galvatron_lite.runtime.placement import Placed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +66,15 @@ class Border:
     def replicas(self) -> int:
         """Ranks that have the same samples and a part each of gradients of what is whole; 1 where none are parts."""
         return self.layout.replicas if self.lines else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Bordered:
+    """A module of a layer, by its path, and what it works on."""
+
+    path: str
+    placed: Placed
+    border: Border
 
 
 def border_of(layout: Layout, strategy: Strategy, groups: StrategyGroups) -> Border:

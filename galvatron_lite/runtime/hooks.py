@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from galvatron_lite.model.batch import map_places, tensors_of
@@ -18,36 +19,33 @@ from galvatron_lite.parallelism.channel.borders import is_shared
 from galvatron_lite.parallelism.cuts.functions import enter
 from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts
 from galvatron_lite.parallelism.spatial.apply import CUTS
-from galvatron_lite.runtime.border import Border, Piece
+from galvatron_lite.runtime.border import Border, Bordered, Piece
 from galvatron_lite.runtime.laid import LaidTensor
 from galvatron_lite.runtime.layout import INNER, Layout, Split
-from galvatron_lite.runtime.placement import Placed
 from galvatron_lite.runtime.traffic import Traffic
 
 
-def install_hooks(
-    model: nn.Module, stage: Sequence[tuple[Placed, Border]], traffic: Traffic, incoming: Layout | None
-) -> None:
+def install_hooks(model: nn.Module, stage: Sequence[Bordered], traffic: Traffic, incoming: Layout | None) -> None:
     """Put the hooks on a stage's layers, where layouts or precision ask for any.
 
     Call it after every other hook of the layers is in place: conversion comes before ZeRO wraps the inputs.
 
     Args:
         model: holds the layers.
-        stage: the stage's layers, and what they work on.
+        stage: the modules of the stage's layers, and what they work on.
         traffic: shared by the hooks.
         incoming: layout in which the previous stage sends; None for the first stage.
     """
-    layouts = {incoming or traffic.glue, *(placed.layout for placed, _ in stage)}
+    layouts = {incoming or traffic.glue, *(one.border.layout for one in stage)}
     moves = layouts != {traffic.glue} or bool(traffic.border.lines)
-    for placed, border in stage:
-        casts = traffic.compute is not None and placed.layer.role is Role.BLOCK
-        for path in placed.layer.modules:
-            module = model.get_submodule(path)
-            if moves or casts:
-                module.register_forward_pre_hook(_Entry(traffic, placed, border), prepend=True, with_kwargs=True)
-            if placed.layout != traffic.glue or border.lines:
-                module.register_forward_hook(_Exit(traffic, placed, border))
+    for one in stage:
+        casts = traffic.compute is not None and one.placed.layer.role is Role.BLOCK
+        module = model.get_submodule(one.path)
+        if moves or casts:
+            entry = _Entry(traffic, one.border, one.placed.layer.name, traffic.compute if casts else None)
+            module.register_forward_pre_hook(entry, prepend=True, with_kwargs=True)
+        if one.border.layout != traffic.glue or one.border.lines:
+            module.register_forward_hook(_Exit(traffic, one.border))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +53,13 @@ class _Entry:
     """Pre-hook: the first floating-point tensor is the hidden state; pixels of all pictures like it are shared."""
 
     traffic: Traffic
-    placed: Placed
     border: Border
+    layer: str
+    compute: torch.dtype | None
 
     def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = next((tensor for tensor in tensors_of((args, kwargs)) if tensor.is_floating_point()), None)
-        sampled = self.traffic.sampled.get(self.placed.layer.name, {})
+        sampled = self.traffic.sampled.get(self.layer, {})
         cuts: dict[str, Cuts] = {}
 
         def convert(place: str, tensor: Tensor) -> Tensor:
@@ -78,14 +77,14 @@ class _Entry:
         return args, {**kwargs, CUTS: cuts} if self.border.lines else kwargs
 
     def _target(self, shape: tuple[int, ...], tensor: Tensor, hidden: Tensor | None) -> Split:
-        layout = self.placed.layout
+        layout = self.border.layout
         alike = layout.splits_pixels and hidden is not None and len(shape) == hidden.dim()
         if self.border.slices is not None:
             alike = is_shared(tensor)
         return layout.hidden(shape) if tensor is hidden or alike else layout.samples(shape)
 
     def _loose(self, tensor: Tensor) -> Tensor:
-        layout, line = self.placed.layout, self.border.slices
+        layout, line = self.border.layout, self.border.slices
 
         def make() -> Tensor:
             whole = self._cast(self.traffic.loose(tensor, layout))
@@ -111,8 +110,8 @@ class _Entry:
 
     def _cast(self, tensor: Tensor) -> Tensor:
         """In the precision of compute."""
-        compute, casts = self.traffic.compute, self.placed.layer.role is Role.BLOCK
-        return tensor.to(compute) if casts and compute is not None and tensor.is_floating_point() else tensor
+        compute = self.compute
+        return tensor if compute is None or not tensor.is_floating_point() else tensor.to(compute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +119,6 @@ class _Exit:
     """Hook: what the layer returned, as the code behind it is given it."""
 
     traffic: Traffic
-    placed: Placed
     border: Border
 
     def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
@@ -131,7 +129,7 @@ class _Exit:
         def convert(place: str, tensor: Tensor) -> Tensor:
             if self.border.slices is not None and is_shared(tensor):
                 return self.traffic.hand(self._slice(tensor, next(extents, None)))
-            if not self.traffic.has_rows(tensor, self.placed.layout):
+            if not self.traffic.has_rows(tensor, self.border.layout):
                 return self.traffic.see(tensor)
             return self.traffic.hand(self._piece(tensor, cuts.get(place, ()), tensor is hidden))
 
@@ -139,12 +137,12 @@ class _Exit:
 
     def _slice(self, tensor: Tensor, channels: int | None) -> Piece:
         """A share of channels; of so many, or of equal ones."""
-        layout, (_, own, *rest) = self.placed.layout, tensor.shape
+        layout, (_, own, *rest) = self.border.layout, tensor.shape
         shape = (self.traffic.rows, channels or own * layout.channels, *rest)
         return Piece(tensor, layout.hidden(shape), shape)
 
     def _piece(self, tensor: Tensor, cuts: Cuts, is_hidden: bool) -> Piece:
-        layout = self.placed.layout
+        layout = self.border.layout
         shape = [self.traffic.rows, *tensor.shape[1:]]
         for cut in cuts:
             shape[cut.dim] = cut.extent

@@ -112,6 +112,11 @@ class Layout:
         return replace(self, sequence=1, channels=1)
 
     @property
+    def whole_channels(self) -> Layout:
+        """The same with all channels."""
+        return replace(self, channels=1)
+
+    @property
     def replicas(self) -> int:
         """Ranks that have the same samples."""
         return self.devices // self.batch

@@ -39,7 +39,7 @@ class StrategyGroups:
         zero: ranks that share the states: ZeRO's and the spatial ones.
         tensor: ranks that share the matmuls of each sample.
         slices: ranks that share the channels of convolutions.
-        batch: data and zero together: ranks that take other samples.
+        batch: data and zero together: ranks that take other samples; for statistics of all samples.
         gradients: ranks that take other samples or pixels with equal slices of the parameters.
         stage: all ranks of the stage; for gradients of parameters used on shares of tokens or channels.
         everyone: all ranks of the stage; for moving activations between layouts.
@@ -176,7 +176,7 @@ _GROUPS = {
     "zero": (STATES, ("zero", *_SPATIAL)),
     "tensor": (ACTIVATIONS, ("tensor",)),
     "slices": (ACTIVATIONS, ("slices",)),
-    "batch": (GRADIENTS, ("data", "zero")),
+    "batch": (ACTIVATIONS, ("data", "zero")),
     "gradients": (GRADIENTS, ("data", "zero", *_SPATIAL)),
     "stage": (GRADIENTS, _ORDER),
     "everyone": (ACTIVATIONS, _ORDER),

@@ -14,7 +14,8 @@ Groups = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
 def split_groups(groups: Groups) -> list[dict[str, Any]]:
     """The same groups, cut so that each holds plain tensors or DTensors of one mesh.
 
-    Optimizers that work on many tensors at once (foreach, fused) refuse mixtures.
+    Optimizers that work on many tensors at once (foreach, fused) refuse mixtures. One group at least: a stage may have
+    no parameters, and an optimizer refuses an empty list.
     """
     cut: list[dict[str, Any]] = []
     given = [group if isinstance(group, Mapping) else {"params": [group]} for group in groups]
@@ -27,4 +28,4 @@ def split_groups(groups: Groups) -> list[dict[str, Any]]:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             alike.setdefault(mesh, []).append(parameter)
         cut += [{"params": parameters, **options} for parameters in alike.values()]
-    return cut
+    return cut or [{"params": []}]

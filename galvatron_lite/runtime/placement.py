@@ -72,24 +72,12 @@ def glue_of(stage: Sequence[Placed]) -> Placed:
     """The layer in whose layout (with whole tokens) a stage's inputs lie, and what runs between its layers.
 
     It is the first of the edges, else the first block.
-
-    Raises:
-        InputError: ``before`` and ``after`` share a stage but not a layout, and matmuls are split.
     """
-    edges = [placed for placed in stage if placed.layer.role is not Role.BLOCK]
-    if len({placed.layout for placed in edges}) > 1 and any(placed.strategy.tensor > 1 for placed in stage):
-        shown = ", ".join(f"{placed.layer.name}: batch {placed.layout.batch}" for placed in edges)
-        remedy = "In one stage, before and after must split samples and matmuls alike."
-        raise InputError("strategies of the edges", shown, remedy)
-    return edges[0] if edges else stage[0]
+    return next((placed for placed in stage if placed.layer.role is not Role.BLOCK), stage[0])
 
 
 def glue_layout(stage: Sequence[Placed]) -> Layout:
-    """The layout of a stage's inputs, and of what runs between its layers.
-
-    Raises:
-        InputError: see ``glue_of``.
-    """
+    """The layout of a stage's inputs, and of what runs between its layers."""
     return glue_of(stage).layout.whole_tokens
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -19,13 +19,14 @@ from galvatron_lite.parallelism.data.apply import Reduced
 from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.parallelism.spatial.apply import split_pixels
+from galvatron_lite.parallelism.spatial.norms import sync_batch_norm
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 from galvatron_lite.parallelism.zero.apply import STAGE_2, ZeroGroup, apply_root, shard_group
-from galvatron_lite.runtime.border import Border, border_of
+from galvatron_lite.runtime.border import Border, Bordered, border_of
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
 from galvatron_lite.runtime.placement import Placed
 
@@ -73,22 +74,22 @@ class Sharded:
         shards: how parameters lie in the whole ones by tensor parallelism, by name.
         zero_modules: modules that FSDP manages.
         replicated: those of them whose mesh has a data axis, too.
-        borders: every layer, and what it works on.
+        borders: modules of layers, and what they work on.
     """
 
     shards: dict[str, ParameterShard] = field(default_factory=dict)
     zero_modules: list[FSDPModule] = field(default_factory=list)
     replicated: list[FSDPModule] = field(default_factory=list)
-    borders: list[tuple[Placed, Border]] = field(default_factory=list)
+    borders: list[Bordered] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlans:
-    """How layers are split inside, by layer name.
+    """How layers are split inside.
 
     Attributes:
-        tensor: where a strategy splits matmuls.
-        channel: where it shares channels.
+        tensor: by layer name, where a strategy splits matmuls.
+        channel: by module path, where it shares channels.
     """
 
     tensor: Mapping[str, TensorPlan]
@@ -117,16 +118,17 @@ def shard_stage(
     for layers in _tied_layers(model, stage):
         for placed in layers:
             place(placed.layer)
+            _synchronise_norms(model, placed, meshes)
             _split_matmuls(model, placed, meshes, plans.tensor, done)
-            border = border_of(placed.layout, placed.strategy, meshes.groups(placed.strategy))
-            if placed.layer.name in plans.channel:
-                border = _split_channels(model, placed, border, meshes, plans.channel[placed.layer.name], done)
+            border = border_of(placed.layout.whole_channels, placed.strategy, meshes.groups(placed.strategy))
             for path in placed.layer.modules:
-                module = model.get_submodule(path)
+                module, own = model.get_submodule(path), border
+                if path in plans.channel:
+                    own = _split_channels(module, path, placed, meshes, plans.channel[path], done)
                 if border.lines:
                     split_pixels(module, border.lines, PIXELS_RULES)
                 apply_recompute(module, placed.strategy.recompute)
-            done.borders.append((placed, border))
+                done.borders.append(Bordered(path, placed, own))
         _share_states(model, layers, meshes, compute, done)
     meshed = [meshes.groups(placed.strategy).zero_mesh for placed in stage]
     mesh = next((mesh for mesh in meshed if mesh is not None), None)
@@ -167,18 +169,23 @@ def _split_matmuls(
         done.shards |= shard_layer(modules, plans[layer.name], group, False)
 
 
+def _synchronise_norms(model: nn.Module, placed: Placed, meshes: Meshes) -> None:
+    """Statistics of synchronised batch norms are over all samples (those of others are over a data rank's own)."""
+    group = meshes.groups(placed.strategy).batch
+    for path in placed.layer.modules:
+        for module in model.get_submodule(path).modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                sync_batch_norm(module, [] if group is None else [ProcessLine(group)])
+
+
 def _split_channels(
-    model: nn.Module, placed: Placed, border: Border, meshes: Meshes, plan: ChannelPlan, done: Sharded
+    module: nn.Module, path: str, placed: Placed, meshes: Meshes, plan: ChannelPlan, done: Sharded
 ) -> Border:
-    """Share a layer's channels in place; its border then."""
-    layer, line = placed.layer, ProcessLine(meshes.groups(placed.strategy).slices)
-    if layer.role is Role.BLOCK:
-        path = layer.modules[0]
-        shards = shard_channels(model.get_submodule(path), plan, line)
-        done.shards |= {f"{path}.{name}": shard for name, shard in shards.items()}
-    else:
-        done.shards |= shard_channels({path: model.get_submodule(path) for path in layer.modules}, plan, line)
-    return replace(border, slices=line, outputs=plan.outputs) if placed.strategy.channels > 1 else border
+    """Share a module's channels in place; its border then."""
+    line = ProcessLine(meshes.groups(placed.strategy).slices)
+    done.shards |= {f"{path}.{name}": shard for name, shard in shard_channels(module, plan, line).items()}
+    shares = placed.strategy.channels > 1
+    return Border(placed.layout, slices=line, outputs=plan.outputs) if shares else Border(placed.layout)
 
 
 def _share_states(

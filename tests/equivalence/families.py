@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,6 +108,26 @@ def _images(samples: int) -> Batch:
     return {"pixel_values": torch.rand(samples, 3, 16, 16), "labels": torch.randint(0, 5, (samples,))}
 
 
+def _pictures(name: str, **fields: Any) -> tuple[nn.Module, Callable[[int], Batch]]:
+    """A convolutional network. Its batch norms take statistics of all samples, as one process does.
+
+    In float64: in few steps rounding of float32 puts some of the many zeros of ReLU on the other side.
+    """
+    from galvatron_lite.model.zoo import build
+
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(build(name, **fields)).double()
+    return model, partial(_drawn_again, model)
+
+
+def _drawn_again(model: nn.Module, samples: int) -> Batch:
+    """Like the example, other values."""
+    example: dict[str, Tensor] = model.example_batch(samples)  # type: ignore[operator]
+    return {
+        key: torch.rand_like(x, dtype=torch.float64) if x.is_floating_point() else x[torch.randperm(len(x))]
+        for key, x in example.items()
+    }
+
+
 _BUILDERS: Mapping[str, Callable[[], tuple[nn.Module, Callable[[int], Batch]]]] = {
     "plain": _plain,
     "zoo-gpt": lambda: _zoo("gpt-tiny"),
@@ -116,8 +137,15 @@ _BUILDERS: Mapping[str, Callable[[], tuple[nn.Module, Callable[[int], Batch]]]] 
     "qwen2": lambda: _hugging_face("qwen2"),
     "bert": lambda: _hugging_face("bert"),
     "vit": lambda: _hugging_face("vit"),
+    "resnet": lambda: _pictures("resnet-mini"),
+    "vgg": lambda: _pictures("vgg-mini"),
+    "convnext": lambda: _pictures("convnext-mini"),
+    "unet": lambda: _pictures("unet-bilinear-mini"),
+    "cosmoflow": lambda: _pictures("cosmoflow-mini"),
 }
 FAMILIES = tuple(_BUILDERS)
+BATCH_NORMS = ("resnet", "unet")
+PICTURES = ("resnet", "vgg", "convnext", "unet", "cosmoflow")
 
 
 def build_model(name: str, seed: int = 0) -> nn.Module:

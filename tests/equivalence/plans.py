@@ -41,8 +41,11 @@ def uniform_plan(graph: ModelGraph, block: Strategy, edge: Strategy | None = Non
     return write_plan([list(strategies)], strategies, devices=block.devices, **fields)
 
 
-def sample_plan(graph: ModelGraph, devices: int, batch: int, seed: int) -> Plan:
-    """A random legal plan: pipeline degree and boundaries, a strategy for every layer, micro-batches, schedule."""
+def sample_plan(graph: ModelGraph, devices: int, batch: int, seed: int, whole: bool = False) -> Plan:
+    """A random legal plan: pipeline degree and boundaries, a strategy for every layer, micro-batches, schedule.
+
+    ``whole``: the batch in one go, as batch norms take the statistics of each micro-batch by itself.
+    """
     draw = random.Random(f"{graph.name} {devices} {batch} {seed}")
     names = [layer.name for layer in graph.layers]
     count = draw.choice(pipeline_degrees(devices, len(names), Free()))
@@ -50,7 +53,9 @@ def sample_plan(graph: ModelGraph, devices: int, batch: int, seed: int) -> Plan:
     stages = [names[start:stop] for start, stop in pairwise([0, *cuts, len(names)])]
     strategies = _sample_strategies(graph, devices // count, len(stages), draw)
     unit = math.lcm(*(strategy.batch_degree for strategy in strategies.values()))
-    microbatches = draw.choice([number for number in divisors(batch // unit) if number <= 4 * count])
+    microbatches = draw.choice(
+        [number for number in divisors(batch // unit) if number <= 4 * count and not whole] or [1]
+    )
     schedule = draw.choice(EXECUTABLE)
     return write_plan(stages, strategies, devices=devices, batch=batch, microbatches=microbatches, schedule=schedule)
 
@@ -63,7 +68,7 @@ def _sample_strategies(graph: ModelGraph, devices: int, stages: int, draw: rando
     choices = {name: sorted(strategies_for(kind, devices, narrowed=runnable)) for name, kind in graph.kinds.items()}
     chosen = {layer.name: draw.choice(choices[layer.kind]) for layer in graph.layers}
     first, last = graph.layers[0].name, graph.layers[-1].name
-    if stages == 1:
+    if stages == 1 and chosen[first].tensor > 1:
         split = chosen[first].batch_degree, chosen[first].tensor
         alike = [s for s in choices[graph.layers[-1].kind] if (s.batch_degree, s.tensor) == split]
         chosen[last] = draw.choice(alike)

@@ -13,7 +13,7 @@ import pytest
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.trace import trace
 from galvatron_lite.plans.schema import Plan
-from tests.equivalence.families import FAMILIES, build_family
+from tests.equivalence.families import BATCH_NORMS, FAMILIES, PICTURES, build_family
 from tests.equivalence.plans import sample_plan
 from tests.equivalence.training import (
     SAMPLES,
@@ -29,6 +29,9 @@ from tests.pool import WorkerPool
 
 WORLDS = {1: 1, 2: 3, 4: 4, 8: 3}
 """Plans a family, by world size."""
+PICTURE_WORLDS = {2: 2, 4: 2}
+SAMPLED = [(family, world, count) for family in FAMILIES for world, count in
+           (PICTURE_WORLDS if family in PICTURES else WORLDS).items()]  # fmt: skip
 
 
 @cache
@@ -48,13 +51,13 @@ def reference_of(family: str) -> Reference:
 
 
 def sampled(family: str, world: int, count: int, first: int = 0) -> list[Plan]:
-    return [sample_plan(graph_of(family), world, SAMPLES, seed) for seed in range(first, first + count)]
+    graph, whole = graph_of(family), family in BATCH_NORMS
+    return [sample_plan(graph, world, SAMPLES, seed, whole) for seed in range(first, first + count)]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_sampled_plans(pool: WorkerPool, family: str, world: int) -> None:
-    plans = sampled(family, world, WORLDS[world])
+@pytest.mark.parametrize(("family", "world", "count"), SAMPLED)
+def test_sampled_plans(pool: WorkerPool, family: str, world: int, count: int) -> None:
+    plans = sampled(family, world, count)
     results = pool.run(world, train_under_plans, case=case_of(family), plans=plans, reference=reference_of(family))
     assert [wrong for rank in results for wrong in rank] == []
 

@@ -94,3 +94,14 @@ def test_norms_track_a_batch_once(recompute: Recompute, momentum: float | None) 
     for one, other in zip(plain.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
     assert again[1].momentum == momentum
+
+
+def test_kept_results_survive_functions_in_place() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(2, 3, 1), nn.LeakyReLU(0.5, inplace=True), nn.Conv2d(3, 2, 1))
+    again, picture = copy.deepcopy(plain), torch.randn(4, 2, 3, 3)
+    apply_recompute(again, Recompute.SELECTIVE)
+    for module in (plain, again):
+        module(picture).square().sum().backward()
+    for one, other in zip(plain.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)

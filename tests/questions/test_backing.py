@@ -20,7 +20,6 @@ from galvatron_lite.questions.backing import check_backend
         ("offload=on", "offload"),
         ("schedule=interleaved", "the interleaved-1f1b schedule"),
         ("vpp=2", "several stages a group"),
-        ("filters=2", "channel parallelism"),
     ],
 )
 def test_what_the_backend_lacks_is_named_as_it_was_typed(pin: str, lacking: str) -> None:
@@ -34,7 +33,11 @@ def test_what_the_backend_lacks_is_named_as_it_was_typed(pin: str, lacking: str)
 
 
 def test_schedules_that_are_asked_for_are_held_against_the_backend_too() -> None:
-    check_backend(["cp=1", "ulysses=off", "zero=3", "tp=8", "schedule=gpipe", "vpp=1"], ["1f1b"], GALVATRON)
+    check_backend(
+        ["cp=1", "ulysses=off", "zero=3", "tp=8", "filters=2", "height=2", "schedule=gpipe", "vpp=1"],
+        ["1f1b"],
+        GALVATRON,
+    )
     with pytest.raises(InputError, match="--schedule: 'zb1p' cannot be used") as no:
         check_backend([], ["zb1p"], GALVATRON)
     assert "--backend any offers it" in str(no.value)

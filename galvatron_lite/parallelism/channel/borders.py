@@ -10,7 +10,7 @@ from torch import Tensor
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.channel.nests import map_tensors
 from galvatron_lite.parallelism.channel.split import Sharing
-from galvatron_lite.parallelism.cuts.tensor import Cut, cut_tensor, cut_tensors, cuts_of, local_of
+from galvatron_lite.parallelism.cuts.tensor import Cut, cut_tensor, cut_tensors, cuts_of, local_of, uncut
 
 CHANNELS = 1
 """Dim of the channels of what enters and leaves."""
@@ -61,7 +61,8 @@ def leave_layer(value: Any, sharing: Sharing) -> Any:
 
 def _left(tensor: Tensor, sharing: Sharing) -> Tensor:
     if [cut.dim for cut in cuts_of(tensor)] == [CHANNELS]:
-        return local_of(tensor)
+        # itself, no view: ZeRO's hooks on it must outlast what code behind changes in place
+        return uncut(tensor)
     if not is_shared(tensor):
         remedy = "It has no channels that devices could share: keep the layer whole, or share its filters."
         raise InputError("result of a layer with shared channels", tuple(tensor.shape), remedy)

@@ -176,6 +176,14 @@ def cut_like(result: Any, cuts: Cuts, rules: Rules) -> Any:
     return result
 
 
+def uncut(tensor: Tensor) -> Tensor:
+    """The cut tensor itself, from now on a plain one of the local shape; for code that nobody else shares it with."""
+    if isinstance(tensor, CutTensor):
+        tensor.__class__ = Tensor  # type: ignore[assignment]
+        del tensor.cuts, tensor.rules
+    return tensor
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """The share as a plain tensor (a view of the cut tensor); plain tensors as they are."""
     if not isinstance(tensor, CutTensor):

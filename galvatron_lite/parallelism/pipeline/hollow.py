@@ -7,7 +7,6 @@ may ask for their shape or dtype (Vision Transformers of transformers do).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.model.batch import map_tensors, tensors_of
+from galvatron_lite.model.trace_meta import meta_copy
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -50,7 +50,7 @@ def hollow_with_shape(module: nn.Module) -> None:
     code whose results another stage computes.
     """
     drop_parameters(module)
-    shape_model = copy.deepcopy(module).to("meta")
+    shape_model = meta_copy(module).train(module.training)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         device = _device_of((args, kwargs))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from galvatron_lite.model.graph import Recompute
@@ -51,6 +52,8 @@ def recomputed(forward: Forward, recompute: Recompute, tracking: Tracking = ()) 
     """
     if recompute is Recompute.NONE:
         return forward
+    if recompute is Recompute.SELECTIVE:
+        forward = _keeping(forward)
     options: dict[str, Any] = {"use_reentrant": False, "context_fn": functools.partial(_contexts, recompute, tracking)}
 
     @functools.wraps(forward)
@@ -67,6 +70,24 @@ def apply_recompute(module: nn.Module, recompute: Recompute) -> None:
     if recompute is not Recompute.NONE:
         tracking = [one for one in module.modules() if isinstance(getattr(one, "running_mean", None), torch.Tensor)]
         module.forward = recomputed(module.forward, recompute, tracking)
+
+
+def _keeping(forward: Forward) -> Forward:
+    """A forward in which activations (ReLU) that were asked to work in place make new tensors: what is kept may not
+    change."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _OutOfPlace():
+            return forward(*args, **kwargs)
+
+    return run
+
+
+class _OutOfPlace(TorchFunctionMode):
+    def __torch_function__(self, func: Forward, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        return func(*args, **({**options, "inplace": False} if options.get("inplace") else options))
 
 
 def _contexts(

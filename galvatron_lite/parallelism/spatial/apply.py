@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from galvatron_lite.model.batch import map_places
+from galvatron_lite.model.batch import map_places, places
 from galvatron_lite.parallelism.cuts.functions import enter, leave
 from galvatron_lite.parallelism.cuts.line import Line
-from galvatron_lite.parallelism.cuts.tensor import Cuts, Rules, cut_tensor, cuts_of, local_of
+from galvatron_lite.parallelism.cuts.tensor import Cuts, Rules, cut_tensor, cuts_of, local_of, uncut
 
 CUTS = "galvatron_cuts"
 """Name of the argument that tells a split module how its other arguments are cut."""
@@ -46,16 +46,24 @@ def _on_shares(forward: Callable[..., Any], lines: Sequence[Line], rules: Rules)
             return entering(tensor, given.get(place, ()), lines, rules)
 
         args, kwargs = map_places((args, kwargs), inside)
-        found: dict[str, Cuts] = {}
-
-        def outside(place: str, tensor: Tensor) -> Tensor:
-            if cuts := cuts_of(tensor):
-                found[place] = cuts
-            return leaving(tensor, lines)
-
-        return map_places(forward(*args, **kwargs), outside), found
+        return _plain(forward(*args, **kwargs), lines)
 
     return run
+
+
+def _plain(output: Any, lines: Sequence[Line]) -> tuple[Any, CutsAt]:
+    """What a module returned, as plain tensors, and how they are cut.
+
+    The tensors themselves are made plain again, with no view between: code behind the module may change what it is
+    given in place, and autograd would then forget hooks on a view, those of ZeRO among them.
+    """
+    cuts = {place: known for place, tensor in places(output) if (known := cuts_of(tensor))}
+
+    def outside(place: str, tensor: Tensor) -> Tensor:
+        plain = uncut(tensor) if place in cuts else tensor
+        return leave(plain, _across(cuts.get(place, ()), lines)) if plain.requires_grad else plain
+
+    return map_places(output, outside), cuts
 
 
 def entering(tensor: Tensor, cuts: Cuts, lines: Iterable[Line], rules: Rules) -> Tensor:
