@@ -19,6 +19,7 @@ from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.plans.strategy_text import parse_strategy
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.space import Fixed, Space
 from tests.factories import make_cluster
 from tests.search.brute import brute_of
@@ -28,6 +29,7 @@ from tests.search.test_exact import check
 NETWORKS = {
     "resnet50": lambda: load_model("resnet50"),
     "convnext-xl": lambda: load_model("convnext-xl"),
+    "cosmoflow": lambda: load_model("cosmoflow-512"),
     "u-net": lambda: mirrored_graph("u-net", 2, 64, 256, "bf16", 2),
     "wide": lambda: build_graph(
         ConvNextShape(depths=(3, 3), widths=(96, 192), image_height=720, image_width=1280), precision="bf16"
@@ -69,7 +71,7 @@ def test_every_strategy_offered_is_priced(name: str, devices: int) -> None:
         assert pricer.price_many(key, strategies, 64, 1).valid.all()
 
 
-@pytest.mark.parametrize("name", ["resnet50", "u-net"])
+@pytest.mark.parametrize("name", ["resnet50", "u-net", "cosmoflow"])
 def test_many_are_priced_as_each_alone_to_the_last_bit(name: str) -> None:
     graph = NETWORKS[name]()
     pricer, space = LayerPricer(estimated(graph)), Space(graph, 8, ANY)
@@ -137,3 +139,15 @@ def test_pixels_shared_are_memory_shared() -> None:
     edge = 94.5 / 1024
     assert kept[4] - kept[1] / 4 == pytest.approx(2 * edge, rel=0.02)
     assert kept[2] - kept[1] / 2 == pytest.approx(edge, rel=0.02)
+
+
+def test_volumes_share_pixels_where_they_are_large_and_channels_where_weights_are() -> None:
+    """CosmoFlow of 512^3 at a sample for each four V100, which hold no whole one: pixels first, then filters."""
+    profile = estimate_profile(
+        load_model("cosmoflow-512", precision="fp32"), load_cluster("abci", 16), precision="fp32", name="test"
+    )
+    plan = find_plan(profile, devices=16, global_batch=4, budget=14 * 10**9, backend="any", runners_up=0)
+    runs = [run for stage in plan.stages for run in stage.runs]
+    assert runs[0].strategy.spatial == 4
+    assert runs[-1].strategy.filters == 4
+    assert all(run.strategy.batch_degree == 4 for run in runs)
