@@ -109,7 +109,7 @@ class LayerBench:
         if kind is None:
             return HostOverhead()
         call = self._calls_at(1)[kind]
-        return measure_overhead(self._blocks[kind], call, self.batch, self.device, self.rule)
+        return measure_overhead(self._blocks[kind], call, self.graph.kinds[kind], self.batch, self.device, self.rule)
 
     def measure_waiting(self, most: int) -> Waiting:
         """What blocking collectives of that kind of block cost beside the transfer, from one sample to ``most``."""

@@ -6,6 +6,7 @@ collectives measured alone at the same size.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from galvatron_lite.model.batch import batch_size, move_batch, slice_batch
+from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.base import Collective
 from galvatron_lite.parallelism.data.apply import GradientReducer, Reduced
 from galvatron_lite.parallelism.pipeline.transfer import Channel
 from galvatron_lite.parallelism.zero.apply import STAGE_3, ZeroGroup, apply_root, shard_group
 from galvatron_lite.profiler.measure_chain import Chain, chain_seconds
 from galvatron_lite.profiler.measure_collectives import prepare
+from galvatron_lite.profiler.measure_pictures import cut_pictures, measured_grids, on_share
 from galvatron_lite.profiler.memory import storage_bytes
 from galvatron_lite.profiler.schema import HostOverhead
 from galvatron_lite.profiler.segments import BlockCall
@@ -29,13 +32,19 @@ _SMALL = 4096
 
 
 def measure_overhead(
-    block: nn.Module, call: BlockCall, batch: Any, device: torch.device, rule: TimingRule = DEFAULT_RULE
+    block: nn.Module,
+    call: BlockCall,
+    kind: LayerKind,
+    batch: Any,
+    device: torch.device,
+    rule: TimingRule = DEFAULT_RULE,
 ) -> HostOverhead:
     """Measure the overhead of every kind of machinery that this world can use.
 
     Args:
         block: a block of the model on ``device``; copied.
         call: what it is called with, few samples.
+        kind: of the block.
         batch: the example batch.
         device: where.
         rule: how long to time each.
@@ -43,10 +52,11 @@ def measure_overhead(
     step = time_call(lambda: _prepare_batch(batch, device), device, rule).seconds
     plain = chain_seconds(Chain(block), call, device, rule)
     data = max(_data_seconds(block, call, device, rule) - plain, 0.0)
+    spatial = _spatial_seconds(block, call, kind, device, rule)
     if not launched():
-        return HostOverhead(data=data, step=step)
+        return HostOverhead(data=data, step=step, spatial=spatial)
     zero = _zero_seconds(block, call, device, rule) - plain - _zero_communication(block, device, rule)
-    return HostOverhead(zero=max(zero, 0.0), data=data, step=step, pipeline=_pipeline(device, rule))
+    return HostOverhead(zero=max(zero, 0.0), data=data, step=step, pipeline=_pipeline(device, rule), spatial=spatial)
 
 
 def _prepare_batch(batch: Any, device: torch.device) -> object:
@@ -77,6 +87,23 @@ def _data_seconds(block: nn.Module, call: BlockCall, device: torch.device, rule:
     chain = Chain(block)
     reducer = GradientReducer([Reduced(parameter, None) for parameter in chain.parameters()])
     return chain_seconds(chain, call, device, rule, reducer.watch)
+
+
+def _spatial_seconds(
+    block: nn.Module, call: BlockCall, kind: LayerKind, device: torch.device, rule: TimingRule
+) -> float:
+    """How much longer a block takes on a share of its pixels than on a picture of that size."""
+    grid = next(iter(measured_grids(kind)), None)
+    if grid is None:
+        return 0.0
+    args, kwargs = (cut_pictures(given, kind, grid) for given in (call.args, call.kwargs))
+    own, plain, shared = replace(call, args=args, kwargs=kwargs), Chain(block), Chain(block)
+    for layer in shared.blocks:
+        on_share(layer, call, kind, grid)
+    try:
+        return max(chain_seconds(shared, own, device, rule) - chain_seconds(plain, own, device, rule), 0.0)
+    except RuntimeError:  # what needs its picture whole does not run on a smaller one
+        return 0.0
 
 
 def _pipeline(device: torch.device, rule: TimingRule) -> float:

@@ -9,19 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
 
-from galvatron_lite.model.batch import map_tensors
+from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.cost import BY
 from galvatron_lite.parallelism.channel.parts import divides, splits_channels
 from galvatron_lite.parallelism.channel.plan import ChannelPlan
+from galvatron_lite.parallelism.cuts.grid import Grid as PixelGrid
 from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
+from galvatron_lite.parallelism.cuts.tensor import cut_tensor, local_of
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.spatial.grids import Grid, laid_on, sensible_grids, splits_pixels
+from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
+from galvatron_lite.profiler.segments import BlockCall
 
 WHOLE: Grid = (1, 1, 1)
 WAYS = (2, 4, 8)
@@ -47,9 +52,42 @@ def cut_pictures(value: Any, kind: LayerKind, grid: Grid) -> Any:
     """Arguments or a batch with the first device's pixels of every picture (samples, channels, sides ...)."""
     if grid == WHOLE:
         return value
-    sides = sum(extent > 0 for extent in (kind.dims.depth, kind.dims.height, kind.dims.width))
-    degrees = grid[len(grid) - sides :]
+    degrees = grid[len(grid) - _sides(kind) :]
     return map_tensors(value, lambda tensor: _cut(tensor, degrees))
+
+
+def on_share(block: nn.Module, call: BlockCall, kind: LayerKind, grid: Grid) -> nn.Module:
+    """The block, changed to work on the first device's pixels as training does, without the other devices.
+
+    Args:
+        block: takes plain tensors of the device's pixels then, and returns such.
+        call: what the block is called with, pictures whole.
+        kind: of layer.
+        grid: of devices.
+    """
+    lines = tuple(ShapeOnlyLine(degree) if degree > 1 else None for degree in grid)
+    cuts = PixelGrid((lines[0], lines[1], lines[2]), ShapeOnlyLine(prod(grid))).cuts
+    plain, sides = block.forward, _sides(kind)
+    wholes = [tensor.shape for tensor in tensors_of((call.args, call.kwargs))]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        shapes = iter(wholes)
+
+        def marked(tensor: Tensor) -> Tensor:
+            whole = next(shapes)
+            if len(whole) != _PICTURE + sides or not tensor.is_floating_point():
+                return tensor
+            return cut_tensor(tensor.view_as(tensor), cuts(whole), PIXELS_RULES)
+
+        given, named = map_tensors((args, kwargs), marked)
+        return map_tensors(plain(*given, **named), local_of)
+
+    block.forward = run
+    return block
+
+
+def _sides(kind: LayerKind) -> int:
+    return sum(extent > 0 for extent in (kind.dims.depth, kind.dims.height, kind.dims.width))
 
 
 def _cut(tensor: Tensor, degrees: Sequence[int]) -> Tensor:

@@ -195,6 +195,7 @@ class HostOverhead:
         gathered_per_byte: seconds a byte of a tensor whose tokens are gathered or scattered: copying it into, or
             out of, the order of its tokens on the device (0 in a measured profile, whose ``tensor_per_byte`` holds it).
         microbatch: once a micro-batch and stage, outside all layers.
+        spatial: finding out what every function means for shares of pixels, of one layer, both passes together.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -206,6 +207,7 @@ class HostOverhead:
     tensor_per_byte: float = 0.0
     gathered_per_byte: float = 0.0
     microbatch: float = 0.0
+    spatial: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

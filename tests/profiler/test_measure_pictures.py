@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.backends import ANY
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.profiler.measure import measure_profile
-from galvatron_lite.profiler.measure_pictures import cut_pictures, measured_grids, measured_slices, share_on
+from galvatron_lite.profiler.measure_pictures import cut_pictures, measured_grids, measured_slices, on_share, share_on
 from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.profiler.segments import BlockCall
 from galvatron_lite.profiler.timing import TimingRule
 from galvatron_lite.search.space import Fixed, Space
 from tests.factories import make_kind
@@ -143,3 +145,29 @@ def test_only_pictures_are_cut() -> None:
     assert torch.equal(cut["x"], picture[..., :4] if grid[2] == 2 else picture[:, :, :4])
     assert cut["mask"].shape == mask.shape
     assert cut["row"].shape == (2, 3)
+
+
+def test_a_block_on_its_share_makes_its_share_and_takes_its_time() -> None:
+    """What is measured runs as it does in training: the result is the first device's, but for its neighbours' pixels."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 3, 1))
+    picture, dims = torch.randn(2, 3, 8, 9), SplitDims(in_channels=3, out_channels=3, height=8, width=9)
+    kind = replace(make_kind("block", 9), dims=dims)
+    call = BlockCall((picture,), {}, None)
+    whole = block(picture)
+    (given,) = cut_pictures(call.args, kind, (1, 1, 3))
+    made = on_share(copy.deepcopy(block), call, kind, (1, 1, 3))(given)
+    assert type(made) is Tensor
+    assert made.shape == (2, 3, 8, 3)
+    assert torch.allclose(made[..., :2], whole[..., :2])  # the last column reads one that a neighbour has
+    assert not torch.allclose(made[..., 2], whole[..., 2])
+
+
+def test_the_runtime_s_own_time_on_shares_is_measured_and_priced(profile: Profile) -> None:
+    assert 0 <= profile.overhead.spatial < 0.1
+    known = replace(profile.on(load_cluster("a100-80gb", 4)), overhead=replace(profile.overhead, spatial=0.25))
+    block = next(layer.kind for layer in known.graph.layers if layer.role is Role.BLOCK)
+    costs = [
+        LayerPricer(known).price(block, one, 4, 1) for one in (Strategy(width=2, height=2), Strategy(filters=1, data=4))
+    ]
+    assert [cost.host for cost in costs if cost] == [pytest.approx(0.25), pytest.approx(0.0)]

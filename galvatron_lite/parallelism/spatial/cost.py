@@ -99,6 +99,8 @@ class SpatialDimension:
             samples=work.samples / strategy.spatial,
             communications=(*work.communications, *sent(*_moved(kind, strategy, pixels.borders, share))),
             edge_bytes=up(where(is_option(strategy.recompute, Recompute.FULL), 0.0, lasting)),
+            microbatch_overhead=work.microbatch_overhead
+            + where(strategy.spatial > 1, context.host.get(self.name, 0.0), 0.0),
         )
 
 
