@@ -147,8 +147,8 @@ def test_only_pictures_are_cut() -> None:
     assert cut["row"].shape == (2, 3)
 
 
-def test_a_block_on_its_share_makes_its_share_and_takes_its_time() -> None:
-    """What is measured runs as it does in training: the result is the first device's, but for its neighbours' pixels."""
+def test_a_block_on_its_share_makes_its_share() -> None:
+    """It runs as in training: the result is the first device's, but for what reads its neighbours' pixels."""
     torch.manual_seed(0)
     block = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 3, 1))
     picture, dims = torch.randn(2, 3, 8, 9), SplitDims(in_channels=3, out_channels=3, height=8, width=9)
