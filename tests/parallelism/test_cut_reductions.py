@@ -138,10 +138,31 @@ def test_products(number: int) -> None:
     compare(function, tensors, cut, (3, 2), stays_cut=stays_cut)
 
 
-def test_attention_over_pixels_gathers_them() -> None:
-    def attend(x: Tensor) -> Tensor:
-        tokens = x.flatten(2).transpose(1, 2)
-        found = functional.scaled_dot_product_attention(tokens, tokens, tokens)
-        return found.transpose(1, 2).reshape(x.shape) + x
+@pytest.mark.parametrize("cut", [(2,), (3,), (2, 3)])
+def test_attention_over_pixels(cut: Lines) -> None:
+    """Rows stay cut where they merge with whole columns; keys and values are gathered."""
 
-    compare(attend, [picture(2, 4, 7, 5)], [PIXELS], (3, 2), stays_cut=True, gathers=True)
+    def attend(x: Tensor, w: Tensor) -> Tensor:
+        tokens = functional.layer_norm(x.flatten(2).transpose(1, 2), (4,))
+        query, key, value = functional.linear(tokens, w).view(2, 35, 3, 2, 2).permute(2, 0, 3, 1, 4)
+        found = functional.scaled_dot_product_attention(query, key, value, attn_mask=torch.ones(35, 35).tril().bool())
+        by_hand = (query @ key.transpose(-2, -1) / 2**0.5).softmax(-1) @ value
+        return (found + by_hand).transpose(1, 2).flatten(2).transpose(1, 2).reshape(x.shape) + x
+
+    compare(
+        attend, [picture(2, 4, 7, 5), picture(12, 4)], [cut, ()], (3, 2)[: len(cut)], stays_cut=True, gathers=3 in cut
+    )
+    compare(
+        lambda x, y: functional.scaled_dot_product_attention(x, y, y),
+        [picture(2, 2, 5, 4)] * 2,
+        [(2,), ()],
+        (3,),
+        stays_cut=True,
+    )
+
+
+def test_attention_that_depends_on_places_gathers() -> None:
+    def attend(x: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    compare(attend, [picture(2, 2, 5, 4)], [(2,)], (3,), stays_cut=False, gathers=True)

@@ -1,4 +1,4 @@
-"""Products that sum over dims: ``linear``, ``matmul``, ``einsum``.
+"""Products that sum over dims: ``linear``, ``matmul``, ``einsum``, and attention.
 
 Dims are named as in Einstein's convention. A dim that is cut in one operand is cut alike in all that have it. What
 is summed over a cut dim is a part of the sum on every rank, and the line adds them.
@@ -124,8 +124,31 @@ def _einsum(call: Call) -> Any:
     return contract(lambda *shares: call.function(f"{left}->{result}", *shares), operands, labels, result, call)
 
 
+def _attention(call: Call) -> Any:
+    """``scaled_dot_product_attention``: every rank its own queries, with the keys and values of all."""
+    call = fronted(call)
+    query, key, value = (argument(call, number, name) for number, name in enumerate(("query", "key", "value")))
+    more = {**dict(zip(_ATTENTION, call.args[3:], strict=False)), **call.kwargs}
+    dims, mask = len(whole_shape(query)), more.get("attn_mask")
+    cuts = tuple(cut for cut in cuts_of(query) if cut.dim < dims - 1)
+    # where the pattern depends on the query's place, or on chance
+    if not cuts or more.get("is_causal") or more.get("dropout_p") or more.get("enable_gqa"):
+        return on_whole(call)
+    samples = tuple(cut for cut in cuts if cut.dim < dims - 2)
+    with shares_only():
+        shares = [brought(query, cuts, dims), brought(key, samples, dims), brought(value, samples, dims)]
+        if mask is not None:
+            more["attn_mask"] = brought(mask, cuts, dims)
+        result = call.function(*shares, **{name: one for name, one in more.items() if name not in _OPERANDS})
+    return cut_like(result, cuts, call.rules)
+
+
+_OPERANDS = ("query", "key", "value")
+_ATTENTION = ("attn_mask", "dropout_p", "is_causal")
+
 HANDLERS: Mapping[str, Handler] = {
     **handled_by(_matmul, "matmul __matmul__ __rmatmul__ bmm mm mv"),
     "linear": _linear,
+    "scaled_dot_product_attention": _attention,
     "einsum": _einsum,
 }

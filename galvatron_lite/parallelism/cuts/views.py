@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from math import prod
 from typing import Any
 
 import torch
@@ -14,9 +13,9 @@ from galvatron_lite.parallelism.cuts.alignment import moved
 from galvatron_lite.parallelism.cuts.calls import fronted, handled_by
 from galvatron_lite.parallelism.cuts.fallback import on_whole, warn_gathered
 from galvatron_lite.parallelism.cuts.functions import gathered_along
+from galvatron_lite.parallelism.cuts.homes import Shape, cuts_after, home_of, reshaped_share
 from galvatron_lite.parallelism.cuts.tensor import (
     Call,
-    Cut,
     Cuts,
     CutTensor,
     Handler,
@@ -24,8 +23,6 @@ from galvatron_lite.parallelism.cuts.tensor import (
     shares_only,
     whole_shape,
 )
-
-Shape = tuple[int, ...]
 
 
 @functools.lru_cache(4096)
@@ -61,7 +58,7 @@ def permuted(call: Call) -> Any:
 
 
 def reshaped(call: Call) -> Any:
-    """``view``, ``reshape``, ``flatten`` and their kind: cut dims stay cut that are kept apart; others are gathered.
+    """``view``, ``reshape``, ``flatten`` and their kind: cut dims stay cut where they can; others are gathered.
 
     That is told where more than rows of features remains: at the head of a classifier, nothing else can be meant.
     """
@@ -72,13 +69,13 @@ def reshaped(call: Call) -> Any:
     before = whole_shape(tensor)
     with shares_only():
         after = _shape_after(call.function, before, *_key(call))
-        homes = [(cut, _home(before, after, cut)) for cut in tensor.cuts]
-        cuts = tuple(moved(cut, home) for cut, home in homes if home is not None)
-        local = gathered_along(tensor, [cut for cut, home in homes if home is None])
-        result = (local.view if call.name == "view" and local is tensor else local.reshape)(_local(after, cuts))
-    if len(cuts) < len(tensor.cuts) and len(after) > 2:
+        homes = [home_of(before, after, cut) for cut in tensor.cuts]
+        stays = [home for home in homes if home is not None]
+        local = gathered_along(tensor, [cut for cut, home in zip(tensor.cuts, homes, strict=True) if home is None])
+        result = reshaped_share(local, after, stays)
+    if len(stays) < len(homes) and len(after) > 2:
         warn_gathered(call, tensor.cuts)
-    return cut_like(result, cuts, call.rules)
+    return cut_like(result, cuts_after(stays), call.rules)
 
 
 def _local(shape: Shape, cuts: Cuts) -> list[int]:
@@ -87,14 +84,6 @@ def _local(shape: Shape, cuts: Cuts) -> list[int]:
     for cut in cuts:
         local[cut.dim] = cut.length
     return local
-
-
-def _home(before: Shape, after: Shape, cut: Cut) -> int | None:
-    """The dim that a cut dim becomes when items keep their order; None where it is split, or merged with others."""
-    if 0 in before or cut.extent == 1:
-        return None
-    outer = prod(before[: cut.dim])
-    return next((dim for dim, extent in enumerate(after) if extent == cut.extent and prod(after[:dim]) == outer), None)
 
 
 def _as_other(name: str) -> Handler:

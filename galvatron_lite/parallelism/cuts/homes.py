@@ -1,0 +1,81 @@
+"""Where cut dims go when a tensor takes another shape and its items keep their order.
+
+Three things keep a dim cut. It is kept as it is. It is merged with whole dims behind it: a share of rows is a range of
+the merged items. It is divided, with the rest behind it: ranges of whole groups of rows. In the last two the ranges may
+not be those of the rule of shares; then a few items move between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+from galvatron_lite.parallelism.cuts.moving import Range, recut, shares_of
+from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A cut dim before and after.
+
+    Attributes:
+        before: the cut.
+        after: the cut of the new shape.
+    """
+
+    before: Cut
+    after: Cut
+
+    @property
+    def held(self) -> tuple[Range, ...]:
+        """The rows of the old dim that every rank must hold: whole groups, where the dim is divided."""
+        line, extent, later = self.before.line, self.before.extent, self.after.extent
+        return shares_of(extent, line) if later >= extent else _scaled(shares_of(later, line), extent // later)
+
+    @property
+    def made(self) -> tuple[Range, ...]:
+        """The items of the new dim that these are."""
+        line, extent, later = self.before.line, self.before.extent, self.after.extent
+        return _scaled(shares_of(extent, line), later // extent) if later >= extent else shares_of(later, line)
+
+
+def _scaled(rows: Sequence[Range], factor: int) -> tuple[Range, ...]:
+    return tuple((start * factor, stop * factor) for start, stop in rows)
+
+
+def home_of(before: Shape, after: Shape, cut: Cut) -> Home | None:
+    """Where a cut dim goes; None where it does not stay cut."""
+    if 0 in before or cut.extent == 1:
+        return None
+    outer, fewest = prod(before[: cut.dim]), cut.line.size
+    for dim, extent in enumerate(after):
+        # what leaves ranks without a share is not worth it, unless they have none before
+        fits = extent == cut.extent or (extent >= fewest and (extent % cut.extent == 0 or cut.extent % extent == 0))
+        if fits and prod(after[:dim]) == outer:
+            return Home(cut, Cut(dim, extent, cut.line))
+    return None
+
+
+def reshaped_share(local: Tensor, after: Shape, homes: Sequence[Home]) -> Tensor:
+    """The share of the new shape from that of the old one: a view where nothing moves and memory allows it."""
+    shape = list(after)
+    for home in homes:
+        cut = home.before
+        local = recut(local, cut.dim, shares_of(cut.extent, cut.line), home.held, cut.line)
+        start, stop = home.made[home.after.line.rank]
+        shape[home.after.dim] = stop - start
+    local = local.reshape(shape)
+    for home in homes:
+        wanted = shares_of(home.after.extent, home.after.line)
+        local = recut(local, home.after.dim, home.made, wanted, home.after.line)
+    return local
+
+
+def cuts_after(homes: Sequence[Home]) -> Cuts:
+    """The cuts of the new shape."""
+    return tuple(home.after for home in homes)
