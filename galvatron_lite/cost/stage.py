@@ -11,7 +11,7 @@ from galvatron_lite.cost.memory import group_memory
 from galvatron_lite.cost.schedule import StageTimes
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import OperatorClass, Recompute, Sharding
+from galvatron_lite.model.graph import LayerKind, OperatorClass, Recompute, Sharding
 from galvatron_lite.parallelism.base import Collective, Communication, Moment, Strategy
 from galvatron_lite.parallelism.pipeline.cost import (
     NAME,
@@ -23,6 +23,7 @@ from galvatron_lite.parallelism.pipeline.cost import (
 )
 from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, group_of
 from galvatron_lite.parallelism.ranks import tensor_group
+from galvatron_lite.parallelism.registry import REFUSING
 from galvatron_lite.plans.schema import MemoryBreakdown, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.units import activation_bytes
@@ -172,8 +173,20 @@ def _layer_cost(pricer: LayerPricer, shape: Shape, place: int, strategy: Strateg
     layer = pricer.profile.graph.layers[place]
     cost = pricer.price(layer.kind, strategy, shape.microbatch, shape.stages, sharing)
     if cost is None:
-        raise InputError(f"strategy of {layer.name}", str(strategy), _profiled(pricer.profile, layer.kind, strategy))
+        why = _refused(pricer.profile.graph.kinds[layer.kind], strategy)
+        remedy = why or _profiled(pricer.profile, layer.kind, strategy)
+        raise InputError(f"strategy of {layer.name}", str(strategy), remedy)
     return cost
+
+
+def _refused(kind: LayerKind, strategy: Strategy) -> str:
+    """Why a layer cannot be split as a strategy says, and what it offers; empty where nothing is known against it."""
+    for dimension in REFUSING:
+        why = dimension.refusal(kind, getattr(strategy, dimension.degree))
+        if getattr(strategy, dimension.degree) > 1 and why:
+            offered = ", ".join(str(one[dimension.degree]) for one in dimension.choices(kind, strategy.devices))
+            return f"{dimension.degree}: {why}; it offers {offered}."
+    return ""
 
 
 def _profiled(profile: Profile, kind: str, strategy: Strategy) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from galvatron_lite.cluster.catalog import load_cluster
+from galvatron_lite.cost.step import evaluate
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass
 from galvatron_lite.model.shapes.registry import load_model
+from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.registry import REFUSING
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.estimate import estimate_profile
@@ -83,3 +86,11 @@ def test_every_refusal_has_a_reason_and_what_is_offered_has_none(
         assert all(bool(dimension.refusal(kind, degree)) == (degree not in offered) for degree in (2, 4, 8, 16, 32))
         if dimension.degree in degrees:
             assert re.search(said, dimension.refusal(kind, degrees[dimension.degree]))
+
+
+def test_plans_that_ask_for_it_are_not_priced() -> None:
+    plan = asked("before.width=8", "after.dp=8")
+    runs = [replace(run, strategy=Strategy(width=8)) for run in plan.stages[0].runs]
+    wrong = replace(plan, stages=(replace(plan.stages[0], runs=tuple(runs)),))
+    with pytest.raises(InputError, match="width: an extent of 7 leaves a rank of 8 without a share; it offers 1, 2, 4"):
+        evaluate(PROFILE, wrong)
