@@ -92,7 +92,5 @@ def test_plans_that_ask_for_it_are_not_priced() -> None:
     plan = asked("before.width=8", "after.dp=8")
     runs = [replace(run, strategy=Strategy(width=8)) for run in plan.stages[0].runs]
     wrong = replace(plan, stages=(replace(plan.stages[0], runs=tuple(runs)),))
-    with pytest.raises(
-        InputError, match="stages.3.0.*width: an extent of 14 -> 7 leaves a rank of 8.*it offers 1, 2, 4"
-    ):
+    with pytest.raises(InputError, match=r"stages\.3\.0.*width: an extent of 14 -> 7 leaves a rank of 8.*1, 2, 4"):
         evaluate(PROFILE, wrong)
