@@ -65,14 +65,16 @@ def reshaped_share(local: Tensor, after: Shape, homes: Sequence[Home]) -> Tensor
     """The share of the new shape from that of the old one: a view where nothing moves and memory allows it."""
     shape = list(after)
     for home in homes:
-        cut = home.before
+        shape[home.after.dim] = home.after.length
+    changed = [home for home in homes if home.before.extent != home.after.extent]
+    for home in changed:
+        cut, (start, stop) = home.before, home.made[home.before.line.rank]
         local = recut(local, cut.dim, shares_of(cut.extent, cut.line), home.held, cut.line)
-        start, stop = home.made[home.after.line.rank]
         shape[home.after.dim] = stop - start
     local = local.reshape(shape)
-    for home in homes:
-        wanted = shares_of(home.after.extent, home.after.line)
-        local = recut(local, home.after.dim, home.made, wanted, home.after.line)
+    for home in changed:
+        cut = home.after
+        local = recut(local, cut.dim, home.made, shares_of(cut.extent, cut.line), cut.line)
     return local
 
 
