@@ -141,7 +141,11 @@ def test_a_budget_too_small_names_the_smallest_that_fits(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--model", "gpt-2", *SMALL[2:]], "gpt2"),
+        (["--model", "gpt22", *SMALL[2:]], "gpt2"),
+        ([*SMALL, "--image", "224"], "no pictures"),
+        (["--model", "resnet50", *SMALL[2:], "--image", "512x1024"], "square: give 224"),
+        (["--model", "convnext-t", *SMALL[2:], "--image", "wide"], "512x1024"),
+        ([*SMALL[2:], "--image", "224"], "Name the model"),
         (["--model", "gpt2", "--cluster", "a100", "--gpus", "8"], "a100-40gb"),
         (["--model", "gpt2"], "--cluster"),
         ([*SMALL, "--mem", "40"], "40GiB"),
@@ -177,6 +181,16 @@ def test_a_truncated_profile_is_named(
     made.write_text(made.read_text()[: made.stat().st_size // 2])
     assert run(monkeypatch, "plan", "--profile", str(made)) == 1
     assert made.name in capsys.readouterr().err
+
+
+def test_pictures_of_a_size(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice the width is twice the work: the step takes longer, as far as the device is busy."""
+    common = ["--cluster", "a100-40gb", "--gpus", "1", "--batch", "32", "--json"]
+    seconds = []
+    for image in ("256x256", "256x512"):
+        assert run(monkeypatch, "plan", "--model", "convnext-t", "--image", image, *common) == 0
+        seconds.append(json.loads(capsys.readouterr().out)["prediction"]["step_seconds"])
+    assert 1.7 < seconds[1] / seconds[0] < 2.2
 
 
 def test_nothing_to_plan_from_says_what_to_do(
