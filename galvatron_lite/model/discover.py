@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -22,7 +23,8 @@ def discover_layers(model: nn.Module, batch: Any = None, blocks: BlockNames | No
         blocks: path of the container of the blocks, or paths and classes of the blocks; found by itself if None.
 
     Without repeated blocks every child of a Sequential is a block; any other model becomes one layer, ``before``, and
-    an empty ``after``. Modules with parameters that run between two blocks are layers of role BLOCK, too. Parameters
+    an empty ``after``. Modules with parameters, and pooling and interpolation,
+    that run between two blocks are layers of role BLOCK, too. Parameters
     that no layer's modules hold belong to ``before``.
 
     Raises:
@@ -53,7 +55,12 @@ def arrange_layers(
     ran = _first_runs(units, order)
     places = [place for place, path in enumerate(ran) if path in set(blocks)]
     first, last = (places[0], places[-1]) if places else (len(ran), len(ran))
-    middle = [path for path in ran[first : last + 1] if path in set(blocks) or _has_parameters(model, path)]
+    once = {path for path, calls in Counter(order or ()).items() if calls == 1}
+    middle = [
+        path
+        for path in ran[first : last + 1]
+        if path in set(blocks) or _has_parameters(model, path) or (path in once and _resizes(model, path))
+    ]
     keys = [(signatures or {}).get(path) or signature(model.get_submodule(path)) for path in middle]
     kinds = kind_names(keys)
     before = Layer("before", "before", Role.BEFORE, tuple(ran[:first]))
@@ -94,3 +101,11 @@ def _first_runs(units: list[str], order: list[str] | None) -> list[str]:
 
 def _has_parameters(model: nn.Module, path: str) -> bool:
     return any(True for _ in model.get_submodule(path).parameters())
+
+
+def _resizes(model: nn.Module, path: str) -> bool:
+    """Whether a module is pooling or interpolation."""
+    return type(model.get_submodule(path)).__module__ in _RESIZING
+
+
+_RESIZING = ("torch.nn.modules.pooling", "torch.nn.modules.upsampling")

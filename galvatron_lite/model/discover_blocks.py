@@ -15,6 +15,8 @@ BlockNames = str | type[nn.Module] | Sequence[str | type[nn.Module]]
 """How a user names blocks: the path of a container or module, a module class, or a list of these."""
 
 _LEAST_SHARE = 0.1
+_MOST = 0.75
+_FEWEST_PARTS = 3
 
 
 def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[str]:
@@ -24,7 +26,9 @@ def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[str]
     Sequential, the outermost such; of a class of torch.nn only where at least two of the children are structurally
     equal or nearly so. Runs with less than a tenth of the model's parameters do not count. Other modules of such a
     run's class that stand in a ModuleList or Sequential are blocks, too (residual networks change width inside a run).
-    A model without any (a plain chain of convolutions, pooling and activations) has as blocks the children of one
+    A model without any is cut into its parts: three or more of its children that are made of several modules (levels
+    of a U-Net, Sequentials one after the other), or those of the child that has most of its modules with weights. A
+    model without such parts (a plain chain of convolutions, pooling and activations) has as blocks the children of one
     Sequential, the one that has most children with parameters; without a Sequential it has no block.
 
     Raises:
@@ -32,7 +36,7 @@ def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[str]
     """
     if blocks is not None:
         return _named_blocks(model, blocks)
-    return _repeated_blocks(model) or _sequential_children(model)
+    return _repeated_blocks(model) or _parts(model) or _sequential_children(model)
 
 
 def _named_blocks(model: nn.Module, blocks: BlockNames) -> list[str]:
@@ -118,6 +122,28 @@ def _some_alike(children: list[nn.Module]) -> bool:
         return True
     shapes = [{(name, p.shape) for name, p in child.named_parameters()} for child in children]
     return any(2 * len(one & other) > len(one | other) for one, other in pairwise(shapes))
+
+
+def _parts(model: nn.Module, path: str = "") -> list[str]:
+    """Children that are made of several modules, of the model or of what nearly all of it lies in; [] if too few."""
+    if isinstance(model, nn.Sequential):
+        return []
+    weights = {name: _leaves(child) for name, child in model.named_children()}
+    for name, count in weights.items():
+        if count > _MOST * sum(weights.values()):
+            return _parts(model.get_submodule(name), _join(path, name))
+    never_run = (nn.ModuleList, nn.ModuleDict)
+    parts = [
+        _join(path, name)
+        for name, child in model.named_children()
+        if not isinstance(child, never_run) and any(map(_is_weighty, child.children()))
+    ]
+    return parts if len(parts) >= _FEWEST_PARTS else []
+
+
+def _leaves(module: nn.Module) -> int:
+    """Modules inside that have parameters of their own."""
+    return sum(any(True for _ in part.parameters(recurse=False)) for part in module.modules())
 
 
 def _sequential_children(model: nn.Module) -> list[str]:

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 SAMPLES = 8
 _LONGEST = 512
+_SIDE = 224
+"""Pixels along each side of pictures where a configuration does not say: a network of convolutions takes any."""
 
 
 def example_batch(model: nn.Module, samples: int = SAMPLES) -> Any:
@@ -26,7 +28,7 @@ def example_batch(model: nn.Module, samples: int = SAMPLES) -> Any:
     if callable(own):
         return own(samples)
     config = getattr(model, "config", None)
-    if hasattr(config, "image_size") and hasattr(config, "num_channels"):
+    if hasattr(config, "num_channels"):
         return _images(config, samples)
     if hasattr(config, "vocab_size"):
         return _tokens(config, samples)
@@ -47,7 +49,7 @@ def _images(config: Any, samples: int) -> dict[str, Any]:
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    size = config.image_size
+    size = getattr(config, "image_size", _SIDE)
     extent = (size, size) if isinstance(size, int) else tuple(size)
     pixels = torch.rand((samples, config.num_channels, *extent), generator=generator)
     labels = torch.randint(0, max(getattr(config, "num_labels", 1), 1), (samples,), generator=generator)

@@ -193,8 +193,9 @@ class Tape:
         """Kept bytes under recomputation: the inputs, and what the kernels' meaning of selective keeps.
 
         A choice that would keep more than no recomputation does is left out: it would only cost time. With a compiler
-        or a policy of its own it stays, for it is what such software runs when told to. Outputs of matmuls and
-        convolutions that are overwritten in place cannot be kept, so selective recomputation is left out there.
+        or a policy of its own it stays, for it is what such software runs when told to. Where outputs of matmuls
+        and convolutions are overwritten in place, to keep them means to make new tensors instead, and nothing is saved:
+        selective recomputation is left out there.
         """
         choices = {
             Recompute.SELECTIVE: self._kept([*selected(records, self.inputs, self.kernels.selective), *self.lent]),
