@@ -63,6 +63,7 @@ class Level:
         mesh: share of ``bandwidth`` that a group of at most so many members reaches, ascending by members, where they
             are joined directly (hybrid cube mesh); empty where a switch joins them.
         start: seconds that a collective over this level takes to get going, whatever its size and algorithm.
+        rings: how many of the adapters the collective of one group drives (``transport``); 0: all.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -77,6 +78,7 @@ class Level:
     half_size: float = 0.0
     mesh: tuple[tuple[int, float], ...] = ()
     start: float = 0.0
+    rings: int = 0
 
 
 @dataclass(frozen=True, slots=True)

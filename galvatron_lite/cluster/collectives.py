@@ -95,7 +95,8 @@ def _hop(level: Level, block: int, inside: int, upper: int, siblings: int) -> Ho
     reached = level.bandwidth * level.efficiency * direct / (1.0 + (level.contention - 1.0) * busy)
     # Devices have a link each at the innermost level; above it a block shares its adapters.
     lanes = level.lanes if block > 1 else 1
-    bandwidth = reached * min(1.0, groups * inside / lanes) / groups
+    driven = min(inside, level.rings or inside)
+    bandwidth = reached * min(1.0, groups * driven / lanes) / groups
     lane = min(bandwidth, reached / lanes)
     return Hop(ceil(upper / inside), inside, level.latency, bandwidth, lane, level.half_size, level.start)
 

@@ -15,6 +15,7 @@ import numpy as np
 from galvatron_lite.arrays import IntArray, Real, where
 from galvatron_lite.cluster.cluster import Apart, RankGroup
 from galvatron_lite.cluster.collectives import Line, collective_lines, seconds_on
+from galvatron_lite.cluster.transport import as_driven, staged_seconds
 from galvatron_lite.parallelism.base import Collective, Communication
 from galvatron_lite.parallelism.ranks import told_apart
 from galvatron_lite.profiler.schema import CollectiveFit, Overlap, Profile
@@ -86,14 +87,19 @@ class Links:
         Sizes, counts and groups may be arrays (n,); those of several communications that are one object are worked out
         once.
         """
-        known: dict[tuple[Collective, int, int], Real] = {}
+        known: dict[tuple[Collective, int, int, bool], Real] = {}
         result = []
         for one in communications:
-            key = (one.collective, id(one.size), id(one.group))
+            staged = one.cause in self.profile.transport.staged
+            key = (one.collective, id(one.size), id(one.group), staged)
             if key not in known:
-                known[key] = self._once(one)
+                known[key] = self._staged(one) if staged else self._once(one)
             result.append(known[key] * one.count)
         return result
+
+    def _staged(self, one: Communication) -> Real:
+        """Seconds of one call through host memory."""
+        return staged_seconds(self.profile.cluster, self.profile.transport, one.collective, one.group.size, one.size)
 
     def _once(self, one: Communication) -> Real:
         """Seconds of one call."""
@@ -131,15 +137,14 @@ class Links:
         return self._shapes[key]
 
     def _new_shape(self, collective: Collective, group: RankGroup) -> Shape:
+        cluster = as_driven(self.profile.cluster, self.profile.transport, collective)
         if group.size == 1 or group.run > 1:
-            return Shape(collective_lines(self.profile.cluster, collective, group), None)
+            return Shape(collective_lines(cluster, collective, group), None)
         key = (collective, group.size, group.stride)
         curve = _nearest(self._measured[key], group.siblings) if key in self._measured else None
         fit = _nearest(self._fits[key], group.siblings) if key in self._fits else None
-        if fit is None:
-            lines = collective_lines(self.profile.cluster, collective, group)
-        else:
-            lines = (Line(fit.latency, 1 / fit.bandwidth),)
+        line = None if fit is None else Line(fit.latency, 1 / fit.bandwidth)
+        lines = collective_lines(cluster, collective, group) if line is None else (line,)
         return Shape(lines, curve if curve is not None and len(curve[0]) > 1 else None)
 
 

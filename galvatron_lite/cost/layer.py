@@ -54,6 +54,9 @@ class Sharing:
     exchanged: int = 0
 
 
+LAYOUT = "layout"
+"""Cause of communication between layers whose tensors lie differently."""
+
 ALONE = Sharing()
 """A layer that shares no parameters."""
 
@@ -348,7 +351,9 @@ class LayerPricer:
         """Seconds of the all-to-all in groups of so many devices, of which each gets so many bytes from the others."""
         ranks = RankGroup(group, 1, devices // group)
         held = size * group / max(group - 1, 1)
-        return self.links.seconds(Communication(Collective.ALL_TO_ALL, held, ranks, Moment.FORWARD, overlaps=False))
+        return self.links.seconds(
+            Communication(Collective.ALL_TO_ALL, held, ranks, Moment.FORWARD, overlaps=False, cause=LAYOUT)
+        )
 
     def _priced(
         self,
@@ -392,6 +397,7 @@ class LayerPricer:
             host=self._host,
             accumulates=self.profile.accumulates,
             shard_share=self.profile.shard_share,
+            pictures=self.profile.pictures,
         )
         items = float(kind.parameters.total)
         whole = LayerWork(1.0 * microbatch, 1, False, Recompute.NONE, items, items, items, items)

@@ -29,7 +29,8 @@ _PLAIN: dict[str, tuple[object, ...]] = {
     "strided": (Strided.NONE,),
 }
 _PIXELS = ("depth", "height", "width")
-_SLICES = {Kind.FILTER: "filters", Kind.DATA_FILTER: "filters", Kind.CHANNEL: "channels"}
+SLICES = {Kind.FILTER: "filters", Kind.DATA_FILTER: "filters", Kind.CHANNEL: "channels"}
+"""Fields of ``Strategy`` by the oracle's words for sharing channels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Chosen:
 
 def degree_of(kind: Kind, strategy: Strategy) -> int:
     """Ways that a strategy splits a layer as the oracle's word says."""
-    return strategy.slices if kind in _SLICES else strategy.spatial
+    return strategy.slices if kind in SLICES else strategy.spatial
 
 
 def options(layer: LayerKind, kind: Kind, group: int, batch: int) -> list[Strategy]:
@@ -60,7 +61,7 @@ def options(layer: LayerKind, kind: Kind, group: int, batch: int) -> list[Strate
         batch: samples of the group.
     """
     wanted = dict(_PLAIN)
-    own = (_SLICES[kind],) if kind in _SLICES else _PIXELS
+    own = (SLICES[kind],) if kind in SLICES else _PIXELS
     wanted |= {name: (1,) for name in ("filters", "channels", *_PIXELS) if name not in own}
     found = strategies_for(layer, group, narrowed=Narrowed(wanted))
     legal = [one for one in found if batch % one.data == 0]

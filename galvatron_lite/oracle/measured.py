@@ -29,8 +29,9 @@ from galvatron_lite.stacks.catalog import match_stack
 if TYPE_CHECKING:
     from pydantic import ConfigDict
 
-CLUSTER, FRAMEWORK, PRECISION = "abci", "Chainer/ChainerMN", "fp32"
-"""Where and with which software the rows were measured."""
+CLUSTER, PRECISION = "abci", "fp32"
+FRAMEWORKS = {"report": "Chainer/ChainerMN, layer-wise collectives by NCCL", "logs": "Chainer/ChainerMN"}
+"""Where and with which software the rows were measured, by origin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +109,12 @@ def _renamed(row: dict[str, Any]) -> dict[str, Any]:
 
 def check_rows(rows: Sequence[Measured]) -> tuple[Check, ...]:
     """Every row against the closed forms and the planner's cost model."""
-    machines = _machines(rows)
-    return tuple(_check(row, machines) for row in rows)
+    origins = {row.origin for row in rows}
+    machines = {origin: _machines((row for row in rows if row.origin == origin), origin) for origin in origins}
+    return tuple(_check(row, machines[row.origin]) for row in rows)
 
 
-def _machines(rows: Iterable[Measured]) -> dict[str, Machine | str]:
+def _machines(rows: Iterable[Measured], origin: str) -> dict[str, Machine | str]:
     """The planner's costs of each model on the rows' cluster; why there are none where there are none."""
     most, batches = defaultdict[str, int](int), dict[str, int]()
     for row in rows:
@@ -121,7 +123,7 @@ def _machines(rows: Iterable[Measured]) -> dict[str, Machine | str]:
     for model, devices in most.items():
         try:
             graph = graph_named(network_named(model).graph or model, PRECISION)
-            stack = match_stack(FRAMEWORK)
+            stack = match_stack(FRAMEWORKS[origin])
             found[model] = machine_of(graph, CLUSTER, devices, PRECISION, batches[model], stack)
         except GalvatronError as error:
             found[model] = str(error)

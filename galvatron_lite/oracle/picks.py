@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from galvatron_lite.cluster.cluster import RankGroup
-from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.layer import LAYOUT, LayerPricer
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.oracle.case import Kind
-from galvatron_lite.oracle.chosen import Chosen, allowed, eased, family_of, inside, options, plain
+from galvatron_lite.oracle.chosen import SLICES, Chosen, allowed, eased, family_of, inside, options, plain
 from galvatron_lite.oracle.question import Question
 from galvatron_lite.parallelism.base import Collective, Communication, Moment, Strategy
+from galvatron_lite.parallelism.channel.each import each_divides
 
 Way = tuple[float, Chosen]
 """Seconds of a step in a layer, and what it does."""
@@ -84,11 +86,20 @@ def _widest(pricer: LayerPricer, question: Question, name: str, kind: Kind, oute
     layer = pricer.profile.graph.kinds[name]
     found = [
         (cost.forward_seconds + cost.backward_seconds + cost.step_seconds, Chosen(one))
-        for option in options(layer, kind, group, question.batch)
+        for option in _options(pricer, layer, kind, group, question.batch)
         for one in (inside(layer, outer, option),)
         if (cost := pricer.price(name, one, question.global_batch, 1)) is not None
     ]
     return found or [(0.0, Chosen(inside(layer, outer, Strategy(data=group)), alike=group))]
+
+
+def _options(pricer: LayerPricer, layer: LayerKind, kind: Kind, group: int, batch: int) -> list[Strategy]:
+    """A group's strategies; software that brings pictures together behind every convolution has one only."""
+    if kind not in SLICES or not pricer.profile.pictures.gathers_each:
+        return options(layer, kind, group, batch)
+    by = SLICES[kind]
+    own = Strategy(filters=group) if by == "filters" else Strategy(channels=group)
+    return [own] if each_divides(layer, by, group) else []
 
 
 def moving_seconds(pricer: LayerPricer, question: Question, chosen: Sequence[Chosen]) -> float:
@@ -110,5 +121,6 @@ def move_seconds(pricer: LayerPricer, question: Question, size: int, left: Chose
     if left.alike == right.alike == 1:
         return 2 * pricer.redistribution(size, question.global_batch, left.strategy, right.strategy)
     ranks = RankGroup(question.width, 1, question.replicas)
-    whole = Communication(Collective.ALL_GATHER, size * question.batch, ranks, Moment.FORWARD, overlaps=False)
+    size *= question.batch
+    whole = Communication(Collective.ALL_GATHER, size, ranks, Moment.FORWARD, overlaps=False, cause=LAYOUT)
     return float(pricer.links.seconds(whole))

@@ -253,6 +253,28 @@ class LayerWork:
 
 
 @dataclass(frozen=True, slots=True)
+class PictureSplit:
+    """What software that splits pictures does beside what is needed (all False: our own runtime).
+
+    Attributes:
+        gathers_each: filters: the output of every convolution is gathered at once, and in backward its gradient is
+            reduced and scattered; channels: every output is all-reduced, and in backward the gradient of every input is
+            gathered. All else works on whole pictures, on every device.
+        own_statistics: batch normalisation takes the statistics of each device's own pixels.
+        whole_weights: of a group that shares channels each device sums gradients of, and updates, whole weights.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    gathers_each: bool = False
+    own_statistics: bool = False
+    whole_weights: bool = False
+
+
+SPARING = PictureSplit()
+"""Nothing beside what is needed."""
+
+
+@dataclass(frozen=True, slots=True)
 class DimensionContext:
     """What a dimension may look at besides the layer.
 
@@ -266,6 +288,7 @@ class DimensionContext:
         host: fixed host seconds by the dimension's name (see ``HostOverhead``).
         accumulates: see ``Profile``.
         shard_share: share of a layer's states by which each shard is larger than an even one.
+        pictures: how pictures are split.
     """
 
     devices: Whole
@@ -277,6 +300,7 @@ class DimensionContext:
     host: Mapping[str, float] = field(default_factory=dict)
     accumulates: bool = False
     shard_share: float = 0.0
+    pictures: PictureSplit = SPARING
 
 
 Chosen = Mapping[str, Any]

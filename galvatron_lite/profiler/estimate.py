@@ -17,6 +17,7 @@ from galvatron_lite.cluster.cluster import Cluster, Device
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Recompute
 from galvatron_lite.parallelism.channel.cost import BY
+from galvatron_lite.parallelism.channel.each import each_divides
 from galvatron_lite.parallelism.channel.parts import divides, splits_channels
 from galvatron_lite.parallelism.channel.sliced import sliced_kind
 from galvatron_lite.parallelism.context.cost import LEAST_TOKENS, splits_tokens
@@ -107,7 +108,9 @@ def estimate_profile(
     if ITEM_BYTES[wide] != ITEM_BYTES.get(wide_precision(graph.precision)):
         raise InputError("--precision", precision, f"The model was captured in {graph.precision}; capture it anew.")
     near = cluster.levels[0].size
-    asked = tuple(_every(graph, cluster.devices, near, samples) if wanted is None else _offered(graph, wanted, expert))
+    each = stack.pictures.gathers_each
+    every = _every(graph, cluster.devices, near, samples, each)
+    asked = tuple(every if wanted is None else _offered(graph, wanted, expert))
     states = stack.states
 
     def figures(machines: Sequence[Machine], device: str) -> DeviceFigures:
@@ -139,6 +142,8 @@ def estimate_profile(
         parameter_precision=states.parameters,
         bucket_bytes=states.bucket_bytes,
         passing_bytes=states.passing_bytes,
+        transport=stack.transport,
+        pictures=stack.pictures,
     )
 
 
@@ -179,9 +184,9 @@ _Asked = tuple[str, int, bool, Recompute, float, int, str, int]
 degree."""
 
 
-def _every(graph: ModelGraph, devices: int, near: int, samples: Sequence[float]) -> Iterator[_Asked]:
+def _every(graph: ModelGraph, devices: int, near: int, samples: Sequence[float], each: bool) -> Iterator[_Asked]:
     for key, kind in graph.kinds.items():
-        for by, sliced in _slices(kind, min(near, devices)):
+        for by, sliced in _slices(kind, min(near, devices), each):
             for count, recompute in product(samples[::2], kind.kept):
                 yield key, 1, False, recompute, count, 1, by, sliced
         for expert, degree in product(_spreads(kind, devices), tensor_degrees(kind, devices)):
@@ -198,10 +203,12 @@ def _spreads(kind: LayerKind, devices: int) -> tuple[int, ...]:
     return tuple(degree for degree in divisors(kind.dims.experts) if degree <= devices)
 
 
-def _slices(kind: LayerKind, near: int) -> Iterator[tuple[str, int]]:
+def _slices(kind: LayerKind, near: int, each: bool) -> Iterator[tuple[str, int]]:
     """How the channels of convolutions may be shared within a node of so many devices."""
     for by in BY:
-        if splits_channels(kind, by):
+        if each:
+            yield from ((by, degree) for degree in divisors(near)[1:] if each_divides(kind, by, degree))
+        elif splits_channels(kind, by):
             yield from ((by, degree) for degree in divisors(near)[1:] if divides(kind, by, degree))
 
 
@@ -231,7 +238,7 @@ def _points(
     kinds = dict[tuple[str, str, int], LayerKind]()
     for key, degree, split, recompute, samples, expert, by, sliced in asked:
         if (key, by, sliced) not in kinds:
-            kinds[key, by, sliced] = sliced_kind(graph.kinds[key], by, sliced) if by else graph.kinds[key]
+            kinds[key, by, sliced] = _sliced(graph.kinds[key], by, sliced, stack)
         kind, place = kinds[key, by, sliced], (key, degree, split, samples, expert, by, sliced)
         times = known.get(place)
         if times is None:
@@ -239,6 +246,10 @@ def _points(
             times = known[place] = max(every, key=lambda item: item.forward + item.backward)
         point = _point(key, kind, times, samples, degree, split, recompute, expert)
         yield replace(point, filters=sliced if by == "filters" else 1, channels=sliced if by == "channels" else 1)
+
+
+def _sliced(kind: LayerKind, by: str, degree: int, stack: Stack) -> LayerKind:
+    return sliced_kind(kind, by, degree, stack.pictures.gathers_each) if by else kind
 
 
 def _point(

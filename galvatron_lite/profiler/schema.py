@@ -7,9 +7,10 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 from galvatron_lite.cluster.cluster import Cluster
+from galvatron_lite.cluster.transport import STRAIGHT, Transport
 from galvatron_lite.files import STRICT
 from galvatron_lite.model.graph import ModelGraph, Recompute
-from galvatron_lite.parallelism.base import Collective
+from galvatron_lite.parallelism.base import SPARING, Collective, PictureSplit
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
@@ -264,6 +265,8 @@ class Profile:
             tensor group, and gather them on the other side.
         types: where the cluster has devices of several types, the figures of each; ``layers``, ``optimizer`` and
             ``overhead`` are then those of the slowest at each point, which paces layers that all of them work on.
+        transport: how the software sends.
+        pictures: how it splits pictures.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -293,6 +296,8 @@ class Profile:
     versions: tuple[tuple[str, str], ...] = ()
     scattered_sends: bool = False
     types: tuple[DeviceFigures, ...] = ()
+    transport: Transport = STRAIGHT
+    pictures: PictureSplit = SPARING
 
     def on(self, cluster: Cluster) -> Profile:
         """The profile of some of its devices; where they are all of one type, with the figures of that type."""

@@ -55,6 +55,7 @@ _NAMES: tuple[tuple[str, Stack], ...] = (
     (r"internevo|internlm", others.INTERNEVO),
     (r"libai|oneflow", others.ONEFLOW),
     (r"timm", others.TIMM),
+    (r"chainer.*nccl", others.CHAINER_NCCL),
     (r"chainer", others.CHAINER),
     (r"gpipe", others.GPIPE),
     (r"tensorflow", others.TENSORFLOW),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from galvatron_lite.cluster.transport import Transport
 from galvatron_lite.model.kernels import Kernels
+from galvatron_lite.parallelism.base import PictureSplit
 from galvatron_lite.stacks.facts import (
     AMP,
     CORE_KERNELS,
@@ -187,9 +189,26 @@ TIMM = Stack(
 """timm's benchmark script."""
 
 CHAINER = Stack(
-    name="chainer", source="github.com/chainer/chainer (eager, fp32)", kernels=EAGER_KERNELS, states=AMP, dropout=0.1
+    name="chainer",
+    source="github.com/chainer/chainer, ChainerMN's functions (MPI); Kahira et al. 2021 (arXiv 2104.09075), section 5",
+    kernels=replace(EAGER_KERNELS, autocast=False),
+    states=AMP,
+    dropout=0.1,
+    # Halos, layer-wise collectives and gathers are mpi4py calls on device buffers, without GPUDirect; about 3 ms a
+    # message (paraDL-analysis, parallel_analysis.py). NCCL 2.4.8 sums gradients: [Empirical] over one adapter, as VGG
+    # on two nodes of ABCI says (553 MB in 0.19 s), whereas ResNet-50's gathers by filters need both (report, table 8).
+    transport=Transport(direct=False, sum_rings=1, staged=("spatial", "channel", "layout"), message=3e-3),
+    pictures=PictureSplit(gathers_each=True, own_statistics=True, whole_weights=True),
 )
 """Chainer and ChainerMN."""
+
+CHAINER_NCCL = replace(
+    CHAINER,
+    name="chainer-nccl",
+    source=f"{CHAINER.source}; layer-wise collectives by NCCL 2.4.8",
+    transport=replace(CHAINER.transport, staged=("spatial", "layout")),
+)
+"""The same with layer-wise collectives of its own, by NCCL, as the measurements of ParaDL's report ran."""
 
 GPIPE = Stack(
     name="torchgpipe",

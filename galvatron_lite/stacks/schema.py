@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from galvatron_lite.calibration.schema import StackConstants
+from galvatron_lite.cluster.transport import STRAIGHT, Transport
 from galvatron_lite.files import STRICT
 from galvatron_lite.model.kernels import Kernels
+from galvatron_lite.parallelism.base import SPARING, PictureSplit
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
@@ -74,6 +76,8 @@ class Stack:
         cublas_workspace: bytes of cuBLAS's workspace a handle where ``CUBLAS_WORKSPACE_CONFIG`` is set; 0: PyTorch's.
         regathers_at_need: whether inputs gathered over the tensor group are kept, but gathered again in backward by
             runs that would not fit otherwise (an option of the software that runs do not state).
+        transport: how it sends.
+        pictures: how it splits pictures.
         reports_reserved: whether the memory it reports is what PyTorch's allocator reserved, not what it allocated.
         expert_tensor: devices that share the matmuls of one expert where experts are spread; 0: the tensor group.
         splits_by_work: whether pipeline stages are cut by the work of their layers, the head's too, not their number.
@@ -108,3 +112,5 @@ class Stack:
     cublas_workspace: int = 0
     regathers_at_need: bool = False
     reports_reserved: bool = False
+    transport: Transport = STRAIGHT
+    pictures: PictureSplit = SPARING

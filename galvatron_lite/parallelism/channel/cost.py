@@ -38,6 +38,7 @@ from galvatron_lite.parallelism.base import (
     Room,
     sent,
 )
+from galvatron_lite.parallelism.channel.each import each_sizes
 from galvatron_lite.parallelism.channel.gathers import gathered_items, joined_items, pixel_norms
 from galvatron_lite.parallelism.channel.parts import (
     OUTPUT,
@@ -103,7 +104,8 @@ class ChannelDimension:
             degree = getattr(strategy, by)
             split = min(split_items(kind, by), kind.parameters.total)
             items = where(degree > 1, kind.parameters.total - split + split / degree, items)
-        moved = [one for by in BY for one in _moved(kind, strategy, by, share)]
+        items = work.parameters if context.pictures.whole_weights else items
+        moved = [one for by in BY for one in _moved(kind, strategy, by, share, context.pictures.gathers_each)]
         return replace(
             work,
             parameters=items,
@@ -114,10 +116,10 @@ class ChannelDimension:
         )
 
 
-def _moved(kind: LayerKind, strategy: Either, by: str, share: Real) -> Iterator[Communication]:
-    """The collectives of the module's table; ``share``: samples x bytes of an item."""
+def _moved(kind: LayerKind, strategy: Either, by: str, share: Real, each: bool) -> Iterator[Communication]:
+    """The collectives of the module's table, or of ``channel.each``'s; ``share``: samples x bytes of an item."""
     group, degree = channel_group(strategy), getattr(strategy, by)
-    for collective, moment, sizes in _sizes(kind, by, degree):
+    for collective, moment, sizes in each_sizes(kind, by) if each else _sizes(kind, by, degree):
         if sizes:
             yield _together(collective, moment, [size * share for size in sizes], group, degree > 1)
 

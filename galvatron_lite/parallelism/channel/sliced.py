@@ -7,18 +7,26 @@ from math import ceil, prod
 
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, TensorSplit
 from galvatron_lite.model.sides import sides_of
+from galvatron_lite.parallelism.channel.each import each_parts
 from galvatron_lite.parallelism.channel.gathers import is_added, lone_pictures
 from galvatron_lite.parallelism.channel.parts import OUTPUT, Part, is_named, parts_of
 from galvatron_lite.parallelism.pictures import has_weights, items_of
 
 
-def sliced_kind(kind: LayerKind, by: str, degree: int) -> LayerKind:
+def sliced_kind(kind: LayerKind, by: str, degree: int, each: bool = False) -> LayerKind:
     """A layer as one of ``degree`` devices works on it: operators at their sharded shapes, and what is kept.
 
     Full recomputation keeps the picture that enters. Temporary tensors count as whole: collectives hold them so.
+
+    Args:
+        kind: of layer.
+        by: ``filters`` or ``channels``.
+        degree: devices.
+        each: whether pictures come together behind every convolution (``channel.each``): all that is kept is whole.
     """
-    parts = parts_of(kind.operators, by)
-    kept = {choice: _scaled(size, _kept_share(kind, by, degree, choice)) for choice, size in kind.kept.items()}
+    parts = each_parts(kind.operators, by) if each else parts_of(kind.operators, by)
+    share = {choice: 1.0 if each else _kept_share(kind, by, degree, choice) for choice in kind.kept}
+    kept = {choice: _scaled(size, share[choice]) for choice, size in kind.kept.items()}
     return replace(kind, operators=tuple(_sliced(one, part, degree) for one, part in parts), kept=kept)
 
 

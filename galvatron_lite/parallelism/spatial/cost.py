@@ -97,7 +97,10 @@ class SpatialDimension:
         return replace(
             work,
             samples=work.samples / strategy.spatial,
-            communications=(*work.communications, *sent(*_moved(kind, strategy, pixels.borders, share))),
+            communications=(
+                *work.communications,
+                *sent(*_moved(kind, strategy, pixels.borders, share, context.pictures.own_statistics)),
+            ),
             edge_bytes=up(where(is_option(strategy.recompute, Recompute.FULL), 0.0, lasting)),
             microbatch_overhead=work.microbatch_overhead
             + where(strategy.spatial > 1, context.host.get(self.name, 0.0), 0.0),
@@ -163,10 +166,12 @@ def shares_pixels(kind: LayerKind, strategy: Either) -> Flag:
     return (strategy.spatial == 1) | pixels_of(kind, strategy).legal
 
 
-def _moved(kind: LayerKind, strategy: Either, borders: Sequence[Border], share: Real) -> Iterator[Communication]:
+def _moved(
+    kind: LayerKind, strategy: Either, borders: Sequence[Border], share: Real, own: bool
+) -> Iterator[Communication]:
     """Exchanges with the neighbours along each side, and sums over all pixels.
 
-    ``share``: samples x bytes of an item.
+    ``share``: samples x bytes of an item; ``own``: normalisations take each device's own statistics.
     """
     for name, border in zip(SIDES, borders, strict=True):
         group = side_group(strategy, name)
@@ -175,17 +180,18 @@ def _moved(kind: LayerKind, strategy: Either, borders: Sequence[Border], share: 
             size = items * share / where(sends > 0, sends, 1)
             yield Communication(Collective.SEND_RECV, size, group, moment, False, sends, "spatial")
     for name in SIDES:
-        yield from _summed(kind, side_group(strategy, name), getattr(strategy, name))
+        yield from _summed(kind, side_group(strategy, name), getattr(strategy, name), own)
 
 
-def _summed(kind: LayerKind, group: RankGroup, degree: Whole) -> Iterator[Communication]:
+def _summed(kind: LayerKind, group: RankGroup, degree: Whole, own: bool) -> Iterator[Communication]:
     """Sums over all pixels along one side.
 
     Means and variances of normalisations are gathered in forward, from which each device makes those of the whole
     (Chan et al. 1983); all else is all-reduced.
     """
     several = degree > 1
-    norms = [one.statistics * STATISTIC_BYTES for one in kind.operators if one.statistics and one.weight_bytes]
+    weighted = () if own else kind.operators
+    norms = [one.statistics * STATISTIC_BYTES for one in weighted if one.statistics and one.weight_bytes]
     means = [one.statistics * STATISTIC_BYTES for one in kind.operators if one.statistics and not one.weight_bytes]
     gathered, forward, backward = (sum(sizes) / max(len(sizes), 1) for sizes in (norms, means, norms + means))
     for collective, size, moment, count in (
