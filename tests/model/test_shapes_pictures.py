@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -154,6 +155,25 @@ def test_shipped_files_have_the_published_parameters(name: str) -> None:
     assert load_model(name).parameters == PARAMETERS[name]
     with torch.device("meta"):
         assert sum(parameter.numel() for parameter in build(name).parameters()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize(("side", "pooled"), [(8, 2), (16, 3), (40, 3), (8, 1)])
+def test_pooling_to_a_fixed_number_of_pixels(side: int, pooled: int) -> None:
+    """From fewer, as many, and more pixels, a whole number of times or not."""
+    with torch.device("meta"):
+        model = build("vgg-mini", side=side, pooled=pooled)
+        batch = {"pictures": torch.empty(2, 3, side, side), "labels": torch.empty(2, dtype=torch.long)}
+    traced = trace(model, batch).kinds["after"]
+    built = build_graph(replace(shape_of("vgg-mini"), image_size=side, pooled=pooled), precision="fp32").kinds["after"]
+    assert built.kept[Recompute.NONE].total == traced.kept[Recompute.NONE].total
+    assert built.dims.height == traced.dims.height == side // 8
+    assert windows_of(built.operators) == windows_of(traced.operators)
+
+
+def test_pictures_of_which_nothing_is_left_are_named() -> None:
+    with pytest.raises(InputError, match="image_size"):
+        load_model("alexnet", overrides={"image_size": 32})
+    assert load_model("vgg16", overrides={"image_size": 112}).parameters == 138_357_544
 
 
 def test_hyphens_may_be_left_out() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
+from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, TensorSplit
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.calls import Call, Part, Value
@@ -93,10 +94,11 @@ def interpolated(tape: Tape, name: str, x: Value, channels: int, extent: Extent,
 
 
 def _after(extent: Extent, sides: Extent, stride: int, padding: int | None) -> Extent:
-    return tuple(
+    after = tuple(
         (whole + 2 * pad - side) // stride + 1
         for whole, side, pad in zip(extent, sides, _pads(sides, padding), strict=True)
     )
+    return _left(after, extent, sides)
 
 
 def _pads(sides: Extent, padding: int | None) -> Extent:
@@ -105,7 +107,20 @@ def _pads(sides: Extent, padding: int | None) -> Extent:
 
 def pooled_extent(extent: Extent, kernel: int, stride: int, padding: int) -> Extent:
     """Extent after a window of this size, stride and padding has passed over."""
-    return tuple((side + 2 * padding - kernel) // stride + 1 for side in extent)
+    after = tuple((side + 2 * padding - kernel) // stride + 1 for side in extent)
+    return _left(after, extent, (kernel,) * len(extent))
+
+
+def _left(after: Extent, extent: Extent, sides: Extent) -> Extent:
+    """The extent after a window.
+
+    Raises:
+        InputError: nothing is left of the picture.
+    """
+    if min(after) < 1:
+        shown = (" x ".join(map(str, one)) for one in (sides, extent))
+        raise InputError("image_size", extent, "Give larger pictures: a window of {} passes over {}.".format(*shown))
+    return after
 
 
 def batch_norm(tape: Tape, name: str, x: Value, channels: int) -> Value:

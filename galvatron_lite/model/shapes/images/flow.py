@@ -181,13 +181,19 @@ class Flow:
         return self
 
     def shrink(self, side: int) -> Flow:
-        """Mean pooling to so many pixels along each side; keeps its input, but for the mean of all pixels."""
+        """Mean pooling to so many pixels along each side, which repeats pixels where there are fewer; keeps its input,
+        but for the mean of all pixels."""
         if side == 1:
             self.value = rules.global_pool(self.tape, self._name("mean"), self.value, self.channels)
             self.extent = (1,) * len(self.extent)
             return self
-        stride = self.extent[0] // side
-        return self.pool(self.extent[0] - (side - 1) * stride, stride, maximum=False, padding=0)
+        x, stride = self.value, max(self.extent[0] // side, 1)
+        window = (max(self.extent[0] - (side - 1) * stride, 1), stride, 0)
+        out = self.tape.value(self.channels * side ** len(self.extent), Part.WHOLE)
+        operator = memory_operator(self._name("pool"), out, x.bytes + out.bytes, x.bytes + out.bytes)
+        told = rules.windowed(operator, self.channels, self.extent, window)
+        self.value, self.extent = self.tape.record(Call((x,), out, saved=(x,)), told), (side,) * len(self.extent)
+        return self
 
     def flatten(self) -> Flow:
         """All items as channels of one pixel: a view."""
