@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import LossFn, batch_size, map_tensors, move_batch
 from galvatron_lite.model.graph import ModelGraph, Role
-from galvatron_lite.parallelism.channel.infer import infer_channel_edges
+from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
@@ -27,6 +27,7 @@ from galvatron_lite.profiler.measure_waiting import Waiting, measure_waiting
 from galvatron_lite.profiler.schema import HostOverhead, LayerPoint
 from galvatron_lite.profiler.segments import BlockCall, Skeleton, copy_block, make_skeleton, record_calls
 from galvatron_lite.profiler.timing import DEFAULT_RULE, TimingRule
+from galvatron_lite.runtime.block_calls import block_calls
 from galvatron_lite.runtime.precision import compute_dtype
 
 _EDGES = (Role.BEFORE, Role.AFTER)
@@ -91,8 +92,9 @@ class LayerBench:
         skeleton = self._prepare()
         model = copy.deepcopy(skeleton.model)
         layer = next(layer for layer in self.graph.layers if layer.kind == setting.kind)
-        modules = {path: model.get_submodule(path) for path in layer.modules}
-        Slicing(infer_channel_edges(modules, setting.by, setting.ways)).slice(modules)
+        for path, call in block_calls(self.model, layer.modules, self.batch).items():
+            module = model.get_submodule(path)
+            Slicing(infer_channels(module, call.args, call.kwargs, setting.by, setting.ways)).slice(module)
         calls, batch = self._calls_at(ceil(setting.samples)), self._batch_at(ceil(setting.samples))
         given = EdgeInput(skeleton.twin(model), calls, batch, self.loss_fn, self.graph.precision)
         points = measure_edges(given, (setting, setting), self.device, self.rule)

@@ -7,7 +7,7 @@ channels, each runs the layer with a slice of its weights; the first device's ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -115,7 +115,7 @@ class Slicing:
 
     plan: ChannelPlan | None = None
 
-    def slice(self, layer: nn.Module | Mapping[str, nn.Module]) -> None:
+    def slice(self, layer: nn.Module) -> None:
         """Slice a layer's weights in place; it then runs without the other devices."""
         if self.plan is not None:
             shard_channels(layer, self.plan, ShapeOnlyLine(self.plan.degree))

@@ -48,7 +48,7 @@ def channel_plans(model: nn.Module, placed: Iterable[Placed], batch: Any) -> dic
             if key not in known:
                 known[key] = _examined(model, one, call)
             found[path] = known[key]
-        if not found:
+        if not any(plan.parts for plan in found.values()):
             raise InputError(f"strategy of {one.layer.name}", str(one.strategy), "Nothing in it has channels to share.")
         plans |= found
     return plans

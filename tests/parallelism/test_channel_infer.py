@@ -19,7 +19,7 @@ from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.base import Collective, Moment, Strategy
 from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.cost import ChannelDimension
-from galvatron_lite.parallelism.channel.infer import infer_channel_edges, infer_channels
+from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.channel.parts import Part
 from galvatron_lite.parallelism.channel.plan import ChannelPlan
 from galvatron_lite.parallelism.channel.sliced import sliced_kind
@@ -80,17 +80,9 @@ def test_convolutions_with_a_forward_of_their_own_stay_whole() -> None:
 
 
 def test_nothing_may_be_there_to_split() -> None:
-    for layer in (nn.Conv2d(8, 8, 1, groups=8), nn.Conv2d(8, 1, 1), nn.BatchNorm2d(8)):
+    for layer in (nn.Conv2d(8, 8, 1, groups=8), nn.Conv2d(8, 1, 1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)):
         plan = plan_of(layer, "filters")
         assert (plan.parts, plan.partial) == ({}, frozenset())
-
-
-def test_edges_are_split_without_being_run() -> None:
-    modules = {"stem": nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), "norm": nn.BatchNorm2d(8), "head": nn.Linear(8, 4)}
-    plan = infer_channel_edges(modules, "filters", 2)
-    assert plan.parts == {"stem.0": Part.FILTERS, "head": Part.FILTERS}
-    with pytest.raises(InputError, match="divisor of both"):
-        infer_channel_edges(modules, "channels", 2)
 
 
 class Twice(nn.Module):

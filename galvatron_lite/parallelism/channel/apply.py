@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,15 +16,13 @@ from galvatron_lite.parallelism.channel.rules import CHANNELS_RULES, filters_rul
 from galvatron_lite.parallelism.channel.split import Sharing, split_module
 from galvatron_lite.parallelism.cuts.line import Line
 from galvatron_lite.parallelism.spatial import norms
-from galvatron_lite.parallelism.tensor.apply import Shards, find_module, named_parameters
+from galvatron_lite.parallelism.tensor.apply import Shards
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 
 __all__ = ["gather_running", "shard_channels"]
 
 
-def shard_channels(
-    layer: nn.Module | Mapping[str, nn.Module], plan: ChannelPlan, line: Line
-) -> dict[str, ParameterShard]:
+def shard_channels(layer: nn.Module, plan: ChannelPlan, line: Line) -> dict[str, ParameterShard]:
     """Splits a layer over the devices that share its channels, in place.
 
     Parameters stay the same objects and hold the local slice, as by ``tensor.apply.shard_layer``. Weights of
@@ -33,32 +31,29 @@ def shard_channels(
     more enters and leaves as this device's share along dim 1.
 
     Args:
-        layer: a block, or one of the modules before or after the blocks, or several of these by path: each has such
-            borders.
-        plan: what ``infer_channels`` found for it, or ``infer_channel_edges``.
+        layer: a block; or one of the modules before or after the blocks, each of which has such borders.
+        plan: what ``infer_channels`` found for it.
         line: the devices that share it.
 
     Returns:
-        How each parameter lies in the whole one, by its name in ``layer`` (behind the module's path, if several).
+        How each parameter lies in the whole one, by its name in ``layer``; under each, if it has several.
 
     Raises:
         InputError: the plan is for another number of devices.
     """
     if line.size != plan.degree:
         raise InputError(plan.by, line.size, f"Use a plan for {line.size} devices, or {plan.degree} devices.")
-    modules = {"": layer} if isinstance(layer, nn.Module) else dict(layer)
     sharing = Sharing(plan.by, line, filters_rules() if plan.by == "filters" else CHANNELS_RULES)
     shards: Shards = {}
     if line.size > 1:
         for path, part in plan.parts.items():
-            weighted: Weighted = find_module(modules, path)  # type: ignore[assignment]
+            weighted: Weighted = layer.get_submodule(path)  # type: ignore[assignment]
             shards |= split_module(weighted, part, sharing)
-        for module in modules.values():
-            # what is outside, checkpointing too, sees plain tensors
-            module.forward = partial(_forward, module.forward, sharing, plan.inputs or None)
+        # what is outside, checkpointing too, sees plain tensors
+        layer.forward = partial(_forward, layer.forward, sharing, plan.inputs)
     return {
         name: shards.get(id(parameter)) or _kept(parameter, name, plan, line)
-        for name, parameter in named_parameters(modules)
+        for name, parameter in layer.named_parameters(remove_duplicate=False)
     }
 
 
@@ -79,8 +74,6 @@ def _kept(parameter: nn.Parameter, name: str, plan: ChannelPlan, line: Line) -> 
     return ParameterShard(placement, tuple(parameter.shape), line.size, line.rank)
 
 
-def _forward(
-    forward: Callable[..., Any], sharing: Sharing, extents: Sequence[int] | None, *args: Any, **kwargs: Any
-) -> Any:
+def _forward(forward: Callable[..., Any], sharing: Sharing, extents: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     entered, named = enter_layer((args, kwargs), sharing, extents)
     return leave_layer(forward(*entered, **named), sharing)

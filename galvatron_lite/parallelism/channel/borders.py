@@ -21,26 +21,25 @@ def is_shared(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dim() > CHANNELS
 
 
-def enter_layer(value: Any, sharing: Sharing, extents: Sequence[int] | None) -> Any:
+def enter_layer(value: Any, sharing: Sharing, extents: Sequence[int]) -> Any:
     """Arguments as the layer's inside sees them.
 
     Args:
         value: a nest of arguments. By ``filters`` they are whole; by ``channels`` pictures are this device's shares.
         sharing: who shares.
-        extents: channels of the pictures, in order; None where all shares are equal.
+        extents: channels of the pictures, in order.
 
     Raises:
         InputError: more or fewer pictures than extents; a share of another length.
     """
     if sharing.by == "filters":
         return value
-    channels = None if extents is None else iter(extents)
+    channels = iter(extents)
 
     def entered(tensor: Tensor) -> Tensor:
         if not is_shared(tensor):
             return tensor
-        extent = tensor.shape[CHANNELS] * sharing.line.size if channels is None else next(channels, 0)
-        cut = Cut(CHANNELS, extent, sharing.line)
+        cut = Cut(CHANNELS, next(channels, 0), sharing.line)
         # an alias: what is outside stays plain
         return cut_tensor(tensor.view_as(tensor), (cut,), sharing.rules)
 

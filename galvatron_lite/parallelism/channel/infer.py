@@ -59,31 +59,6 @@ def infer_channels(
         return run.plan(args, kwargs)
 
 
-def infer_channel_edges(modules: Mapping[str, nn.Module], by: str, degree: int) -> ChannelPlan:
-    """How the channels of the modules before or after the blocks are shared where their calls are not known.
-
-    Nothing is run: by ``filters`` every convolution and linear makes a share of its outputs from its whole input.
-
-    Args:
-        modules: by path.
-        by: ``filters`` or ``channels``.
-        degree: devices that share them.
-
-    Raises:
-        InputError: by ``channels`` a number of channels that does not divide evenly.
-    """
-    found = dict[str, Part]()
-    for prefix, module in modules.items():
-        for name, one in module.named_modules():
-            if is_weighted(one):
-                path, channels = ".".join(filter(None, (prefix, name))), channels_of_module(one)
-                if by == "channels" and (channels.inputs % degree or channels.outputs % degree):
-                    remedy = f"Use a divisor of both numbers of channels of {path}, or share its filters."
-                    raise InputError("channels", f"{channels.inputs} to {channels.outputs} by {degree}", remedy)
-                found[path] = split_part(channels, by, by == "channels", degree)
-    return ChannelPlan(by, degree, {path: part for path, part in found.items() if part is not Part.WHOLE})
-
-
 @dataclass(slots=True)
 class _Run:
     """One run of a copy on the meta device, and what it showed."""
@@ -103,8 +78,10 @@ class _Run:
                 module.forward = partial(self.first, path, module, sharing)
             else:
                 _refuse_both(module)
-        given = map_tensors((tuple(args), dict(kwargs)), _leaf)
-        self.entered = {id(one) for one in tensors_in(given) if one.requires_grad}
+        leaves = map_tensors((tuple(args), dict(kwargs)), _leaf)
+        self.entered = {id(one) for one in tensors_in(leaves) if one.requires_grad}
+        # the layer may write to what it is given, but not to leaves
+        given = map_tensors(leaves, torch.clone)
         inputs = _extents(given)
         own = map_tensors(given, partial(_own, line=self.line)) if self.by == "channels" else given
         entered, named = enter_layer(own, sharing, inputs)
