@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
@@ -80,14 +81,26 @@ def figures_at(points: Sequence[LayerPoint], samples: float) -> LayerFigures:
 
     Outside the points the line goes on; it never falls below zero nor, left of the points, below proportion.
     """
+    return _mix(*_around(points, samples))
+
+
+def seconds_at(points: Sequence[LayerPoint], samples: float) -> tuple[float, float]:
+    """Seconds of forward and of backward alone; see ``figures_at``."""
+    low, high, weight, share = _around(points, samples)
+    alone = low is high
+    forward = _between(low.forward, high.forward, weight, share, alone)
+    return forward, _between(low.backward, high.backward, weight, share, alone)
+
+
+def _around(points: Sequence[LayerPoint], samples: float) -> tuple[LayerPoint, LayerPoint, float, float]:
+    """The two nearest points, the place between them, and the share of the first where samples are fewer."""
     if len(points) == 1:
-        first, share = points[0], samples / points[0].samples
-        return _mix(first, first, 0.0, share)
-    place = bisect_left([point.samples for point in points], samples)
+        return points[0], points[0], 0.0, samples / points[0].samples
+    place = bisect_left(points, samples, key=attrgetter("samples"))
     right = min(max(place, 1), len(points) - 1)
     low, high = points[right - 1], points[right]
     weight = (samples - low.samples) / (high.samples - low.samples)
-    return _mix(low, high, weight, samples / points[0].samples if place == 0 else 1.0)
+    return low, high, weight, samples / points[0].samples if place == 0 else 1.0
 
 
 FIGURES = ("forward", "backward", "kept", "working", "forward_working")

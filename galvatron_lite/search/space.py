@@ -142,14 +142,20 @@ class Space:
     def _sensible(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
         wanted = self._narrowed(fixed)
         every = strategies_for(self.graph.kinds[kind], devices, self.node_devices, tokens=self.tokens, narrowed=wanted)
-        return tuple(strategy for strategy in every if fixed.allows(strategy) and self.backend.says(strategy))
+        return self._kept(every, fixed)
+
+    def _kept(self, every: Iterable[Strategy], fixed: Fixed) -> tuple[Strategy, ...]:
+        """Those that have the pinned values and that the backend runs."""
+        pins = fixed.pinned
+        pinned = [own for own in every if all(getattr(own, name) == value for name, value in pins)] if pins else every
+        return tuple(own for own in pinned if self.backend.says(own))
 
     def _legal(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
         """What is pinned, beyond the rules."""
         plain = {"offload": (Offload.NONE,), "strided": (Strided.NONE,)}
         wanted = Narrowed({**plain, **self._narrowed(fixed).values})
         every = strategies_for(self.graph.kinds[kind], devices, narrowed=wanted)
-        return tuple(strategy for strategy in every if fixed.allows(strategy) and self.backend.says(strategy))
+        return self._kept(every, fixed)
 
     def _narrowed(self, fixed: Fixed) -> Narrowed:
         """What backend, cluster and pins leave of the values of each field."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from math import inf
 
-from galvatron_lite.cost.points import PointKey, figures_at, index_points, slices_of
+from galvatron_lite.cost.points import PointKey, index_points, seconds_at, slices_of
 from galvatron_lite.cost.schedule import form_of
 from galvatron_lite.cost.stage import Shape, weight_seconds
 from galvatron_lite.model.graph import ModelGraph
@@ -70,10 +70,8 @@ class Glance:
         """Seconds of a micro-batch, and of the gradients of weights in it, of every choice with so many samples."""
         key = (kind, degree, samples)
         if key not in self._known:
-            figures = [figures_at(points, samples) for points in self._points[kind][degree]]
-            self._known[key] = tuple(
-                (own.forward + own.backward, weight_seconds(own.forward, own.backward)) for own in figures
-            )
+            every = [seconds_at(points, samples) for points in self._points[kind][degree]]
+            self._known[key] = tuple((sum(passes), weight_seconds(*passes)) for passes in every)
         return self._known[key]
 
     def bound(self, graph: ModelGraph, shape: Shape) -> float:
