@@ -28,6 +28,7 @@ from galvatron_lite.runtime.layout import Layout
 from galvatron_lite.runtime.materialize import Materializer
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
 from galvatron_lite.runtime.placement import Placed, glue_layout, glue_of, place_layers
+from galvatron_lite.runtime.reads import carried, reads_of
 from galvatron_lite.runtime.redistribute import Mover
 from galvatron_lite.runtime.sharding import (
     LayerPlans,
@@ -114,7 +115,7 @@ def set_up(
     if any(strategy.devices > strategy.batch_degree for strategy in strategies.values()):
         share_random_state(options.device)
     names = [[placed.layer.name for placed in one] for one in stages]
-    cut = _cut_stage(model, layers, names, meshes.stage_index)
+    cut = _cut_stage(model, layers, names, meshes.stage_index, batch)
     sharded = _split(model, layers, stage, meshes, plans, options)
     mover = Mover(meshes.groups(stage[0].strategy).everyone, meshes.index_in_stage)
     strategy = glue_of(stage).strategy
@@ -129,7 +130,7 @@ def set_up(
 
 
 def _cut_stage(
-    model: nn.Module, layers: Sequence[Layer], names: Sequence[Sequence[str]], index: int
+    model: nn.Module, layers: Sequence[Layer], names: Sequence[Sequence[str]], index: int, batch: Any
 ) -> StageModel | None:
     """Make the model run one stage; None where there is only one.
 
@@ -138,7 +139,9 @@ def _cut_stage(
     """
     if len(names) == 1:
         return None
-    cut = StageModel(model, layers, names[index])
+    arriving = carried(layers, names, {} if batch is None else reads_of(model, layers, batch))
+    leaving = arriving[index + 1] if index + 1 < len(names) else ()
+    cut = StageModel(model, layers, names[index], None, arriving[index], leaving)
     forward = model.forward
 
     @functools.wraps(forward)

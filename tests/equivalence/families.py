@@ -143,9 +143,9 @@ _BUILDERS: Mapping[str, Callable[[], tuple[nn.Module, Callable[[int], Batch]]]] 
     "unet": lambda: _pictures("unet-bilinear-mini"),
     "cosmoflow": lambda: _pictures("cosmoflow-mini"),
 }
-FAMILIES = tuple(_BUILDERS)
-BATCH_NORMS = ("resnet", "unet")
 PICTURES = ("resnet", "vgg", "convnext", "unet", "cosmoflow")
+BATCH_NORMS = ("resnet", "unet")
+FAMILIES = tuple(name for name in _BUILDERS if name not in PICTURES)
 
 
 def build_model(name: str, seed: int = 0) -> nn.Module:

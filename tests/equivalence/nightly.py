@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from galvatron_lite.plans.schema import Plan
-from tests.equivalence.families import FAMILIES
+from tests.equivalence.families import FAMILIES, PICTURES
 from tests.equivalence.plans import describe
 from tests.equivalence.test_plans import case_of, reference_of, sampled
 from tests.equivalence.training import train_under_plans
@@ -44,9 +44,9 @@ def _check(pool: WorkerPool, family: str, plan: Plan) -> list[str]:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser, every = argparse.ArgumentParser(description=__doc__), (*FAMILIES, *PICTURES)
     parser.add_argument("--plans", type=int, default=25, help="for every family and world size (default 25)")
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
+    parser.add_argument("--families", nargs="+", choices=every, default=every)
     parser.add_argument("--worlds", nargs="+", type=int, choices=(1, 2, 4, 8), default=(2, 4, 8))
     parser.add_argument("--first-seed", type=int, default=1000)
     return parser.parse_args(arguments)

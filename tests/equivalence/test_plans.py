@@ -30,8 +30,12 @@ from tests.pool import WorkerPool
 WORLDS = {1: 1, 2: 3, 4: 4, 8: 3}
 """Plans a family, by world size."""
 PICTURE_WORLDS = {2: 2, 4: 2}
-SAMPLED = [(family, world, count) for family in FAMILIES for world, count in
-           (PICTURE_WORLDS if family in PICTURES else WORLDS).items()]  # fmt: skip
+SAMPLED = [
+    (family, world, count)
+    for families, worlds in ((FAMILIES, WORLDS), (PICTURES, PICTURE_WORLDS))
+    for family in families
+    for world, count in worlds.items()
+]
 
 
 @cache

@@ -101,6 +101,14 @@ def test_stages_of_shared_pictures(pool: WorkerPool, name: str) -> None:
         assert_same(found, wanted, TOLERANCE)
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_skip_connections_travel_between_stages(pool: WorkerPool, dense: bool) -> None:
+    case = Pictures([ROWS, FILTERS, COLUMNS, DATA, SHARED], dense=dense, microbatches=2, cuts=[1, 3])
+    wanted = train_net_alone(case)
+    for found in pool.run(6, train_net, case=case):
+        assert_same(found, wanted, TOLERANCE)
+
+
 def by_hand(case: Pictures) -> tuple[list[float], list[float]]:
     """The user's own loop: forward, backward, clip, step."""
     parallel, batch = make_parallel_net(case), make_pictures(case)

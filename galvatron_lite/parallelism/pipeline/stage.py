@@ -38,6 +38,9 @@ class StageModel:
         layers: every layer of the model, in running order.
         own: names of this stage's layers: consecutive and at least one.
         device: where the stage will run; needed for a model on the meta device.
+        arriving: paths of earlier modules whose results the stage receives, as a mapping: skip connections reach over
+            several layers. Empty: one value arrives, what the last layer of the previous stage returned.
+        leaving: the same of the next stage.
 
     Attributes:
         model: the user's model object.
@@ -55,14 +58,18 @@ class StageModel:
         layers: Sequence[Layer],
         own: Sequence[str],
         device: torch.device | None = None,
+        arriving: Sequence[str] = (),
+        leaving: Sequence[str] = (),
     ) -> None:
         start = _position(layers, own)
         stop = start + len(own)
         self.model = model
         self.layers = tuple(layers[start:stop])
         self.first, self.last = start == 0, stop == len(layers)
-        self._enters_at_block = start > 0 and layers[start - 1].role is Role.BEFORE
+        self._arriving, self._leaving = tuple(arriving), tuple(leaving)
+        self._enters_at_block = start > 0 and layers[start - 1].role is Role.BEFORE and not arriving
         self._received: Any = None
+        self._kept: dict[str, Any] = {}
         self._produced: Any = None
         self._hollow_earlier(layers[:start], device)
         self._hollow_later(layers[stop:])
@@ -75,7 +82,10 @@ class StageModel:
         if self._enters_at_block:
             entry = self.model.get_submodule(self.layers[0].modules[0])
             entry.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-        if not self.last and self.layers[-1].role is not Role.BEFORE:
+        own = {path for layer in self.layers for path in layer.modules}
+        for path in own & {*self._leaving}:
+            self.model.get_submodule(path).register_forward_hook(partial(self._keep_for_later, path))
+        if not self.last and not self._leaving and self.layers[-1].role is not Role.BEFORE:
             exit_module = self.model.get_submodule(self.layers[-1].modules[-1])
             exit_module.register_forward_hook(self._keep)
         if not self.last:
@@ -97,19 +107,29 @@ class StageModel:
             output = call()
         except StageEnd:
             output = None
-        produced = output if self.last else self._produced
-        self._received = self._produced = None
+        produced = output if self.last else self._handed_on()
+        self._received, self._produced, self._kept = None, None, {}
         return produced
+
+    def _handed_on(self) -> Any:
+        if not self._leaving:
+            return self._produced
+        return {path: self._kept[path] if path in self._kept else self._received[path] for path in self._leaving}
+
+    def _keep_for_later(self, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        self._kept[path] = output
 
     def _hollow_earlier(self, earlier: Sequence[Layer], device: torch.device | None) -> None:
         for layer in earlier:
-            modules = [self.model.get_submodule(path) for path in layer.modules]
-            if layer.role is Role.BEFORE:
-                for module in modules:
+            for path in layer.modules:
+                module = self.model.get_submodule(path)
+                if path in self._arriving:
+                    drop_parameters(module)
+                    replace_forward(module, partial(self._arrived, path))
+                elif layer.role is Role.BEFORE or self._arriving:
                     if next(module.parameters(), None) is not None:
                         hollow_with_shape(module)
-            else:
-                for module in modules:
+                else:
                     drop_parameters(module)
                     replace_forward(module, self._pass_on)
         if earlier:
@@ -137,7 +157,12 @@ class StageModel:
     def _pass_on(self, *_args: Any, **_kwargs: Any) -> Any:
         return self._received
 
+    def _arrived(self, path: str, *_args: Any, **_kwargs: Any) -> Any:
+        return self._received[path]
+
     def _stop(self, *args: Any, **kwargs: Any) -> Any:
+        if self._leaving:
+            raise StageEnd
         if self.layers[-1].role is Role.BEFORE:
             # this stage ends before the first block and has no single last module: it sends what that block would get
             self._produced = next(tensors_of((args, kwargs)))

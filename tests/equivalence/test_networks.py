@@ -1,0 +1,14 @@
+"""A whole network over small pictures trains on shares of its pixels as in one process; the others: ``networks``."""
+
+from __future__ import annotations
+
+from tests.equivalence.networks import NETWORKS, TOLERANCE, check_network, train_network_alone
+from tests.pool import WorkerPool
+
+
+def test_resnet_50_on_halves_of_its_pictures(pool: WorkerPool) -> None:
+    network = NETWORKS["resnet-50"]
+    off = check_network(pool, network, 2, train_network_alone(network))
+    assert {name: error for name, error in off.items() if not error <= TOLERANCE} == {}
+    # all of its state, and three losses
+    assert len(off) > 300
