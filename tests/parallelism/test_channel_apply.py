@@ -139,6 +139,26 @@ def test_shares_that_are_written_to_have_it_by_every_name() -> None:
             assert_equal(found, expected)
 
 
+class Denoiser(nn.Module):
+    """Adds what it is given, which takes no gradient, before a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.norm(self.one(x) + x))
+
+
+def test_norms_behind_what_takes_no_gradient_get_theirs() -> None:
+    layer, picture = seeded(Denoiser()), torch.randn(2, 8, 5, 5, dtype=torch.float64)
+    for by in ("filters", "channels"):
+        for gradient in (True, False):
+            expected = alone(layer, picture, gradient=gradient)
+            for found in shared(layer, picture, by=by, degree=2, gradient=gradient):
+                assert_equal(found, expected)
+
+
 def test_features_behind_flattening_stay_shares() -> None:
     layer, picture = seeded(blocks.Classifier()), torch.randn(2, 8, 6, 5, dtype=torch.float64)
     found = shared(layer, picture, by="channels", degree=2)[0]

@@ -53,9 +53,10 @@ def _gathered(tensor: Tensor) -> Tensor:
 def is_picture(tensor: Tensor, dims: int) -> bool:
     """Whether a whole tensor that meets shares of ``dims`` dims counts as made from the layer's input.
 
-    Parameters do not, nor does what has fewer dims: of these each rank's gradient is a part.
+    Parameters do not, nor does what has fewer dims: of these each rank's gradient is a part. Whether one takes a
+    gradient does not matter, as that may change from the run that told what is partial to the others.
     """
-    return tensor.requires_grad and tensor.dim() == dims and not isinstance(tensor, nn.Parameter)
+    return tensor.dim() == dims and not isinstance(tensor, nn.Parameter)
 
 
 Witness = Callable[[Call, list[Tensor]], None]
