@@ -109,6 +109,9 @@ STRATEGY_FIELDS: dict[str, tuple[str, ...]] = {
 """What forbidding a dimension means for a strategy."""
 
 
+_UNPINNED = Fixed()
+
+
 @dataclass(frozen=True, slots=True)
 class Space:
     """The strategies of a model's layers on a cluster; answers are remembered.
@@ -140,6 +143,9 @@ class Space:
         return bool(self._sensible(kind, devices, fixed))
 
     def _sensible(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
+        unpinned = self._known.get((kind, devices, _UNPINNED))
+        if unpinned is not None:
+            return self._kept(unpinned, fixed)
         wanted = self._narrowed(fixed)
         every = strategies_for(self.graph.kinds[kind], devices, self.node_devices, tokens=self.tokens, narrowed=wanted)
         return self._kept(every, fixed)
