@@ -6,7 +6,7 @@ moves once, to where it is wanted, and skip connections between layers of unlike
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from galvatron_lite.model.graph import Role
 from galvatron_lite.parallelism.channel.borders import is_shared
 from galvatron_lite.parallelism.cuts.functions import enter
 from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts
-from galvatron_lite.parallelism.spatial.apply import CUTS
+from galvatron_lite.parallelism.spatial.apply import CUTS, CutsAt
 from galvatron_lite.runtime.border import Border, Bordered, Piece
 from galvatron_lite.runtime.laid import LaidTensor
 from galvatron_lite.runtime.layout import INNER, Layout, Split
@@ -74,7 +74,7 @@ class _Entry:
             return self._once(tensor, target, lambda: self._moved(piece, target))
 
         args, kwargs = map_places((args, kwargs), convert)
-        return args, {**kwargs, CUTS: cuts} if self.border.lines else kwargs
+        return args, {**kwargs, CUTS: CutsAt(cuts)} if self.border.lines else kwargs
 
     def _target(self, shape: tuple[int, ...], tensor: Tensor, hidden: Tensor | None) -> Split:
         layout = self.border.layout
@@ -122,7 +122,10 @@ class _Exit:
     border: Border
 
     def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        output, cuts = output if self.border.lines else (output, {})
+        cuts: Mapping[str, Cuts] = {}
+        if self.border.lines:
+            output, told = output
+            cuts = told.places
         hidden = next(tensors_of(output), None)
         extents = iter(self.border.outputs)
 

@@ -6,11 +6,24 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.runtime.engine import ParallelModel
 from tests.pool import WorkerPool
-from tests.runtime.pictures import Pictures, make_parallel_net, make_pictures, train_net, train_net_alone
+from tests.runtime.pictures import (
+    SAMPLES,
+    Pictures,
+    make_net,
+    make_parallel_net,
+    make_pictures,
+    train_net,
+    train_net_alone,
+)
+from tests.runtime.plans import make_plan
 from tests.runtime.training import assert_same
 
 TOLERANCE = 1e-10
@@ -132,9 +145,47 @@ def test_used_like_the_model(pool: WorkerPool) -> None:
         assert norms[0] == pytest.approx(float(torch.stack([g.norm() for g in wanted.gradients.values()]).norm()))
 
 
+def half_precision(strategy: Strategy) -> list[float]:
+    case = Pictures([strategy] * 5, norm="batch", dense=True)
+    model, batch = make_net(case).float(), [one.float() if one.is_floating_point() else one for one in
+                                            make_pictures(case)]  # fmt: skip
+    layers = discover_layers(model, batch, blocks=[f"blocks.{number}" for number in range(3)])
+    plan = make_plan([[layer.name for layer in layers]], [[strategy] * 5], SAMPLES, precision="bf16")
+    parallel = ParallelModel(model, plan, layers, batch, device="cpu")
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
+    return [float(parallel.train_step(batch, optimizer)) for _ in range(3)]
+
+
+@pytest.mark.parametrize("strategy", [ROWS, SHARED, FILTERS], ids=str)
+def test_half_precision(pool: WorkerPool, strategy: Strategy) -> None:
+    (wanted,) = pool.run(1, half_precision, strategy=Strategy())
+    for losses in pool.run(2, half_precision, strategy=strategy):
+        assert losses == pytest.approx(wanted, rel=2e-3)
+        assert losses[2] < losses[0]
+
+
 @pytest.mark.parametrize(("strategy", "shares"), [(ROWS, 1), (DATA, 2), (Strategy(zero=2, zero_stage=3), 2)])
 def test_batch_norm_takes_the_statistics_of_its_data_share(pool: WorkerPool, strategy: Strategy, shares: int) -> None:
     case = Pictures([strategy] * 5, norm="batch")
     wanted = train_net_alone(case, shares)
     for found in pool.run(2, train_net, case=case):
         assert_same(found, wanted, TOLERANCE)
+
+
+def in_place_first(strategy: Strategy) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 1)).double()
+    layers, batch = discover_layers(model), make_pictures(Pictures([]))[0]
+    names = [layer.name for layer in layers]
+    stages = [names] if strategy.devices == dist.get_world_size() else [names[:2], names[2:]]
+    plan = make_plan(stages, [[strategy] * len(stage) for stage in stages], SAMPLES)
+    parallel = ParallelModel(model, plan, layers, batch, loss_fn=lambda output, _: output.square().mean(), device="cpu")
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
+    return [float(parallel.train_step(batch, optimizer)) for _ in range(3)]
+
+
+@pytest.mark.parametrize("strategy", [Strategy(), ROWS], ids=str)
+def test_a_stage_may_begin_in_place(pool: WorkerPool, strategy: Strategy) -> None:
+    (wanted,) = pool.run(1, in_place_first, strategy=Strategy())
+    for losses in pool.run(2 * strategy.devices, in_place_first, strategy=strategy):
+        assert losses == pytest.approx(wanted, rel=1e-6)

@@ -16,8 +16,15 @@ from galvatron_lite.parallelism.cuts.tensor import Cuts, Rules, cut_tensor, cuts
 CUTS = "galvatron_cuts"
 """Name of the argument that tells a split module how its other arguments are cut."""
 
-CutsAt = Mapping[str, Cuts]
-"""How tensors of a nest are cut, by place (see ``map_places``); those that are whole are left out."""
+
+class CutsAt:
+    """How tensors of a nest are cut, by place (see ``map_places``); those that are whole are left out.
+
+    No dataclass or mapping: ZeRO's hooks rebuild those with tensors in another precision; lines are known by identity.
+    """
+
+    def __init__(self, places: Mapping[str, Cuts]) -> None:
+        self.places = places
 
 
 def split_pixels(module: nn.Module, lines: Sequence[Line], rules: Rules) -> None:
@@ -40,7 +47,7 @@ def split_pixels(module: nn.Module, lines: Sequence[Line], rules: Rules) -> None
 def _on_shares(forward: Callable[..., Any], lines: Sequence[Line], rules: Rules) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, CutsAt]:
-        given: CutsAt = kwargs.pop(CUTS, {})
+        given: Mapping[str, Cuts] = kwargs.pop(CUTS).places if CUTS in kwargs else {}
 
         def inside(place: str, tensor: Tensor) -> Tensor:
             return entering(tensor, given.get(place, ()), lines, rules)
@@ -63,7 +70,7 @@ def _plain(output: Any, lines: Sequence[Line]) -> tuple[Any, CutsAt]:
         plain = uncut(tensor) if place in cuts else tensor
         return leave(plain, _across(cuts.get(place, ()), lines)) if plain.requires_grad else plain
 
-    return map_places(output, outside), cuts
+    return map_places(output, outside), CutsAt(cuts)
 
 
 def entering(tensor: Tensor, cuts: Cuts, lines: Iterable[Line], rules: Rules) -> Tensor:
