@@ -46,6 +46,11 @@ class StackConstants:
         optimizer: the same for the optimizer's update.
         hidden: share of a dimension's communication that compute may hide, by the dimension's name.
         straggling: relative growth of the step time with each doubling of the number of nodes.
+        pictures: of networks of pictures, in place of ``memory``: theirs are few large kernels; 0: the same.
+        winograd: of networks of pictures, how many times faster 3 x 3 convolutions of stride 1 run in fp32 where cuDNN
+            has the workspace for Winograd's algorithm (Lavin and Gray 2015, arXiv:1509.09308: up to 2.25).
+        sharing: of networks of pictures, relative growth of the step time with each doubling of the devices of a node,
+            whose host reads and decodes the pictures of all.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -59,6 +64,9 @@ class StackConstants:
     optimizer: float = 1.0
     hidden: dict[str, float] = field(default_factory=dict)
     straggling: float = 0.0
+    pictures: float = 0.0
+    winograd: float = 1.0
+    sharing: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,9 +130,10 @@ def predict(profile: Profile, plan: Plan, shape: Shape, costs: Sequence[StageCos
 
 
 def straggling(profile: Profile, devices: int) -> float:
-    """Factor on the step time for the slowest of many nodes: it grows with each doubling of their number."""
-    nodes = devices / profile.cluster.levels[0].size
-    return 1.0 + profile.straggling * max(log2(nodes), 0.0)
+    """Factor on the step time for the slowest of many: it grows with each doubling of nodes, and of those in a node."""
+    node = profile.cluster.levels[0].size
+    near = 1.0 + profile.sharing * log2(min(devices, node))
+    return near * (1.0 + profile.straggling * max(log2(devices / node), 0.0))
 
 
 def bound_seconds(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> float:

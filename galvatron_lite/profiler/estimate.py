@@ -22,6 +22,7 @@ from galvatron_lite.parallelism.channel.parts import divides, splits_channels
 from galvatron_lite.parallelism.channel.sliced import sliced_kind
 from galvatron_lite.parallelism.context.cost import LEAST_TOKENS, splits_tokens
 from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.pictures import is_picture
 from galvatron_lite.parallelism.spatial.grids import splits_pixels
 from galvatron_lite.profiler.estimate_efficiency import HOST, NVIDIA_OVERLAP
 from galvatron_lite.profiler.estimate_layer import LayerTimes, layer_times
@@ -96,7 +97,7 @@ def estimate_profile(
         InputError: an unknown precision or optimizer, or a graph of another precision.
     """
     stack, calibration = stack or GALVATRON, calibration or load_calibration()
-    host = stack_constants(stack, calibration)
+    host = _of_graph(stack_constants(stack, calibration), graph)
     if context > 1:
         host = replace(host, attention=host.attention * host.ring)
     devices = _devices(cluster)
@@ -135,6 +136,7 @@ def estimate_profile(
         hidden=dict(host.hidden),
         scattered_sends=stack.scattered_sends,
         straggling=host.straggling,
+        sharing=host.sharing,
         overhead=slowest.overhead,
         types=tuple(figures([machine], device.name) for machine, device in unlike),
         gather_precision=_gathered(states.gather, wide),
@@ -150,6 +152,13 @@ def estimate_profile(
 def stack_constants(stack: Stack, calibration: Calibration) -> StackConstants:
     """What a stack costs: the constants it carries, else the calibrated ones of its name."""
     return stack.constants if stack.constants != StackConstants() else constants_for_stack(calibration, stack.name)
+
+
+def _of_graph(host: StackConstants, graph: ModelGraph) -> StackConstants:
+    """What a stack costs on a model: some constants are of networks of pictures only."""
+    if any(is_picture(kind) for kind in graph.kinds.values()):
+        return replace(host, memory=host.pictures or host.memory)
+    return replace(host, sharing=0.0)
 
 
 def tensor_degrees(kind: LayerKind, devices: int) -> tuple[int, ...]:

@@ -248,6 +248,7 @@ class Profile:
         optimizer: update cost.
         overhead: the runtime's own fixed costs.
         straggling: relative growth of the step time with each doubling of the number of nodes.
+        sharing: the same with each doubling of the devices of a node, whose host serves all.
         throughput: of single operators on one device; None for estimates.
         gather_precision: precision in which parameters are gathered.
         reduce_precision: precision in which gradients are reduced and kept.
@@ -284,6 +285,7 @@ class Profile:
     hidden: dict[str, float] = field(default_factory=dict)
     overhead: HostOverhead = HostOverhead()
     straggling: float = 0.0
+    sharing: float = 0.0
     throughput: Throughput | None = None
     gather_precision: str = "bf16"
     reduce_precision: str = "fp32"

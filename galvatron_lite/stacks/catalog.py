@@ -59,6 +59,7 @@ _NAMES: tuple[tuple[str, Stack], ...] = (
     (r"chainer", others.CHAINER),
     (r"gpipe", others.GPIPE),
     (r"tensorflow", others.TENSORFLOW),
+    (r"ngc.*mxnet", others.MXNET_NGC),
     (r"mxnet", others.MXNET),
     (r"paddle", others.PADDLE),
     (r"galvatron", GALVATRON),

@@ -130,6 +130,7 @@ ONEFLOW = Stack(
     states=AMP,
     vocab_multiple=128,
     dropout=0.1,
+    fuses_norms=True,
     predicted_share=_MASKED,
 )
 """OneFlow and LiBai."""
@@ -149,12 +150,18 @@ MXNET = Stack(
 )
 """MXNet."""
 
+MXNET_NGC = replace(
+    MXNET, name="mxnet-ngc", source=f"{_NVIDIA}, MxNet (--fuse-bn-relu, --fuse-bn-add-relu)", fuses_norms=True
+)
+"""NVIDIA's MXNet with its own recipes."""
+
 PADDLE = Stack(
     name="paddle",
     source="github.com/PaddlePaddle/Paddle",
     kernels=EAGER_KERNELS,
     states=AMP,
     dropout=0.1,
+    fuses_norms=True,
     predicted_share=_MASKED,
 )
 """PaddlePaddle."""

@@ -76,6 +76,8 @@ class Stack:
         cublas_workspace: bytes of cuBLAS's workspace a handle where ``CUBLAS_WORKSPACE_CONFIG`` is set; 0: PyTorch's.
         regathers_at_need: whether inputs gathered over the tensor group are kept, but gathered again in backward by
             runs that would not fit otherwise (an option of the software that runs do not state).
+        fuses_norms: whether batch normalisation, addition and ReLU are one kernel, where there is one for it
+            (``model.shapes.images.fusion``).
         transport: how it sends.
         pictures: how it splits pictures.
         reports_reserved: whether the memory it reports is what PyTorch's allocator reserved, not what it allocated.
@@ -112,5 +114,6 @@ class Stack:
     cublas_workspace: int = 0
     regathers_at_need: bool = False
     reports_reserved: bool = False
+    fuses_norms: bool = False
     transport: Transport = STRAIGHT
     pictures: PictureSplit = SPARING

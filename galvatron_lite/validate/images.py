@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import Kernels
+from galvatron_lite.model.shapes.images.fusion import fused_norms
 from galvatron_lite.model.shapes.images.layout import channels_last
 from galvatron_lite.model.shapes.images.names import (
     builder_of,
@@ -31,10 +32,14 @@ _TOTALS = re.compile(r"fwd gmacs ([\d.]+), m-activations ([\d.]+)")
 _BALANCE = re.compile(r"layer balance \[(\d+(?:, *\d+)*)\]")
 _LAST = re.compile(r"\bnhwc\b|channels[ _-]last")
 
-_LAST_STACKS = ("tensorflow", "mxnet", "paddle", "oneflow", "pytorch-ddp")
+_LAST_STACKS = ("tensorflow", "mxnet", "paddle", "oneflow", "pytorch-ddp", "mxnet-ngc")
 """Software whose mixed-precision recipes keep pictures channels last: NVIDIA DeepLearningExamples (``--memory-format
 nhwc``, ``--data-layout NHWC``, MXNet's NHWC input layout) and TensorFlow's layout optimizer on tensor cores."""
 
+
+_LAST_RECIPES = (("pytorch-ddp", "ssd300_resnet50"),)
+"""Recipes that keep pictures channels last in every precision (DeepLearningExamples, PyTorch/Detection/SSD, main.py:
+``--data-layout`` is ``channels_last``)."""
 
 _PARTITIONING = ("torchgpipe",)
 """Software that recomputes a partition of its pipeline as a whole (``partitioned``)."""
@@ -52,7 +57,10 @@ def image_model(run: PublishedRun, stack: Stack) -> ModelGraph | Skipped:
     precision = _item_precision(run.precision)
     side = run.image_size or 224
     last = _LAST.search(run.said) is not None or (precision == "fp16" and stack.name in _LAST_STACKS)
+    last = last or (stack.name, canonical(run.model)) in _LAST_RECIPES
     graph = _named(canonical(run.model), side, precision, stack.kernels, last)
+    if graph is not None and ("xla" in run.said or (stack.fuses_norms and last and precision == "fp16")):
+        graph = _together(graph)
     if graph is not None and stack.name in _PARTITIONING and (balance := layer_balance(run.said)):
         return _partitioned(canonical(run.model), side, precision, stack.kernels, last, balance)
     found = _TOTALS.search(run.said)
@@ -85,6 +93,15 @@ def _named(name: str, side: int, precision: str, kernels: Kernels, last: bool) -
         return build_graph(shape, precision=precision, kernels=kernels)
     builder = builder_of(name)
     return builder(side, 1000, precision, ITEM_BYTES[precision]) if builder else None
+
+
+_FUSED: dict[int, tuple[ModelGraph, ModelGraph]] = {}
+
+
+def _together(graph: ModelGraph) -> ModelGraph:
+    if id(graph) not in _FUSED:
+        _FUSED[id(graph)] = (graph, fused_norms(graph))
+    return _FUSED[id(graph)][1]
 
 
 @lru_cache(maxsize=512)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import log2
 from time import perf_counter
 
 import pytest
@@ -226,6 +227,14 @@ def test_stragglers_grow_with_the_doublings_of_nodes() -> None:
     node = profile.cluster.levels[0].size
     assert straggling(replace(profile, straggling=0.01), 8 * node) == pytest.approx(1.03)
     assert straggling(replace(profile, straggling=0.01), 1) == 1.0
+
+
+def test_devices_of_a_node_share_its_host() -> None:
+    profile = replace(simple(8), sharing=0.02)
+    node = profile.cluster.levels[0].size
+    assert straggling(profile, 1) == 1.0
+    assert straggling(profile, node) == pytest.approx(1 + 0.02 * log2(node))
+    assert straggling(replace(profile, straggling=0.01), 2 * node) == pytest.approx(1.01 * (1 + 0.02 * log2(node)))
 
 
 def test_schedules_and_virtual_stages_must_go_together() -> None:

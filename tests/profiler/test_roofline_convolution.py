@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from galvatron_lite.calibration.schema import DeviceConstants
+from galvatron_lite.calibration.schema import DeviceConstants, StackConstants
 from galvatron_lite.cluster.catalog import device_named
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
 from galvatron_lite.profiler.roofline import machine_of, operator_seconds
@@ -58,6 +58,23 @@ def test_plain_fp32_needs_no_conversion_and_tf32_does() -> None:
     first, last = convolution(64, 64, 56, last=False), convolution(64, 64, 56)
     assert operator_seconds(plain, first, 64) == operator_seconds(plain, last, 64)
     assert operator_seconds(tensor, first, 64).forward > 2 * 64 * first.moved / tensor.bandwidth
+
+
+def test_tf32_channels_last_is_not_converted() -> None:
+    tensor = machine_of(DEVICE, "tf32", REACHED)
+    last, first = convolution(64, 64, 56), convolution(64, 64, 56, last=False)
+    extra = operator_seconds(tensor, first, 64).forward - operator_seconds(tensor, last, 64).forward
+    assert extra == pytest.approx(FIRST.conversions * 64 * first.moved / tensor.bandwidth, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("precision", "kernel", "faster"), [("fp32", 3, 1.5), ("fp32", 1, 1.0), ("fp32", 5, 1.0), ("tf32", 3, 1.0)]
+)
+def test_winograd_serves_three_by_three_in_fp32(precision: str, kernel: int, faster: float) -> None:
+    call = convolution(256, 256, 28, kernel, last=False)
+    plain, wide = (machine_of(DEVICE, precision, REACHED, StackConstants(winograd=factor)) for factor in (1.0, 1.5))
+    times = [operator_seconds(machine, call, 64).forward for machine in (plain, wide)]
+    assert times[0] / times[1] == pytest.approx(faster, rel=1e-6)
 
 
 def test_the_first_layer_has_no_input_gradient() -> None:
