@@ -5,23 +5,29 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from galvatron_lite.plans.io import read_plan
+from galvatron_lite.plans.schema import Plan
 from galvatron_lite.units import format_bytes, format_seconds
 
 
-def report(plan_file: Path, result_file: Path) -> None:
-    """Predicted beside measured."""
-    plan, found = read_plan(plan_file), json.loads(result_file.read_text())
+def compared(plan: Plan, found: dict[str, Any], title: str, loss: str = "loss") -> Table:
+    """Predicted beside measured, as a table.
+
+    Args:
+        plan: with its prediction.
+        found: what ``training.train`` wrote.
+        title: of the table.
+        loss: what the loss is called.
+    """
     prediction = plan.prediction
     if prediction is None:
-        raise SystemExit(f"{plan_file} carries no prediction")
-    table = Table(
-        "", "predicted", "measured", "error", title=f"Trained {found['steps']} steps of {found['batch']} samples"
-    )
+        raise SystemExit("the plan carries no prediction")
+    table = Table("", "predicted", "measured", "error", title=title)
     seconds, peak = prediction.step_seconds, prediction.peak_memory
     table.add_row(
         "step time",
@@ -30,8 +36,15 @@ def report(plan_file: Path, result_file: Path) -> None:
         f"{seconds / found['seconds'] - 1:+.1%}",
     )
     table.add_row("peak memory", format_bytes(peak), format_bytes(found["peak"]), f"{peak / found['peak'] - 1:+.1%}")
-    table.add_row("loss, nats a byte", f"before: {found['before']:.3f}", f"after: {found['after']:.3f}", "")
-    Console(highlight=False).print(table)
+    table.add_row(loss, f"before: {found['before']:.3f}", f"after: {found['after']:.3f}", "")
+    return table
+
+
+def report(plan_file: Path, result_file: Path) -> None:
+    """The quickstart's table."""
+    found = json.loads(result_file.read_text())
+    title = f"Trained {found['steps']} steps of {found['batch']} samples"
+    Console(highlight=False).print(compared(read_plan(plan_file), found, title, "loss, nats a byte"))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from galvatron_lite.errors import TraceError
-from galvatron_lite.model.batch import LossFn, call_model, loss_of, tensors_of
+from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_tensors, tensors_of
 from galvatron_lite.profiler.measure_layers import (
     LayerSetting,
     SegmentMemory,
@@ -56,6 +56,10 @@ class EdgeInput:
     batch: Any
     loss_fn: LossFn | None = None
     precision: str = "fp32"
+
+    def copied(self) -> EdgeInput:
+        """The same on a copy of the batch, as training has its samples on the device; so they count as held."""
+        return replace(self, batch=map_tensors(self.batch, Tensor.clone))
 
     def run(self) -> Tensor:
         """The loss, computed as the runtime does."""
@@ -105,7 +109,7 @@ def edge_memory(given: EdgeInput, device: torch.device) -> tuple[SegmentMemory, 
         return _whole_memory(given, device), SegmentMemory(0, 0, 0)
     alone, with_side = _kept_before(given, device)
     with track_peak(device) as tracked:
-        _step(given, tracked.mark)
+        _step(given.copied(), tracked.mark)
     if len(tracked.phases) != 4:
         raise TraceError("blocks", "the loss", "The loss must depend on what the blocks return; name other blocks.")
     before, after, after_back, before_back = tracked.phases
@@ -116,7 +120,7 @@ def edge_memory(given: EdgeInput, device: torch.device) -> tuple[SegmentMemory, 
 def _whole_memory(given: EdgeInput, device: torch.device) -> SegmentMemory:
     """Bytes of a model without blocks: all of it counts as before."""
     with track_peak(device) as tracked:
-        _step(given, tracked.mark)
+        _step(given.copied(), tracked.mark)
     forward, *_, backward = tracked.phases
     return segment_memory(forward, backward, 0)
 
@@ -176,7 +180,7 @@ def _kept_before(given: EdgeInput, device: torch.device) -> tuple[int, int]:
 
     given.skeleton.visit_with(stop)
     with track_peak(device) as tracked:
-        _run_until_stopped(given)
+        _run_until_stopped(given.copied())
         gc.collect(1)
         tracked.mark()
         side.clear()

@@ -51,7 +51,8 @@ def test_peak_of_a_step(tmp_path: Path, hidden: int, vocab: int, recompute: Reco
     give_gradients(model)
     model(tokens, tokens).backward()
     with track_peak() as tracked:
-        model(tokens, tokens).backward()
+        batch = tokens.clone(), tokens.clone()  # as training has its samples on the device
+        model(*batch).backward()
     predicted = added_up(
         point(profile, "before"), point(profile, "block", recompute), point(profile, "after"), vocab * hidden * 4
     )

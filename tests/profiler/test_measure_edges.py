@@ -28,12 +28,13 @@ def gpt_edges(samples: int = 2) -> EdgeInput:
 
 
 def test_what_is_kept_adds_up() -> None:
-    """Before and after keep together what the whole model without blocks keeps, and the boundary between them."""
+    """Before and after keep together what the model without blocks keeps, the batch, and the boundary between them."""
     edges = gpt_edges()
     before, after = edge_memory(edges, CPU)
     edges.skeleton.visit_with(lambda _, args, kwargs: args[0])
     with track_peak() as tracked:
-        loss = edges.skeleton.model(*edges.batch)
+        held = edges.copied()
+        loss = held.skeleton.model(*held.batch)
     assert before.kept + after.kept == tracked.end
     assert loss.requires_grad
 
@@ -51,13 +52,13 @@ def test_the_embedding_keeps_little() -> None:
 
 
 def test_side_inputs_of_blocks_count_to_before() -> None:
-    """The shift every block is given lives as long as they do."""
+    """The shift every block is given lives as long as they do; the stem keeps the batch."""
     model, batch = TupleModel(), torch.ones(3, 4)
     skeleton = make_skeleton(model, tuple_layers(), CPU)
     give_gradients(skeleton.model)
     calls = record_calls(skeleton, {"block": copy_block(model, "blocks.0", CPU)}, batch)
     before, _ = edge_memory(EdgeInput(skeleton, calls, batch), CPU)
-    assert before.kept == 6 * 4
+    assert before.kept == 6 * 4 + batch.nbytes
 
 
 def test_seconds_of_both_sides() -> None:
