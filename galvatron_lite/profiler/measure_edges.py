@@ -166,7 +166,8 @@ def _kept_before(given: EdgeInput, device: torch.device) -> tuple[int, int]:
     """Bytes that stay once what lies before the first block has run and its result was let go of.
 
     Returns:
-        What autograd keeps, and the same with all else that was made for the blocks to share (masks, rotations).
+        The batch and what autograd keeps, and the same with all else that was made for the blocks to share (masks,
+        rotations).
     """
     edges: list[GradientEdge] = []
     side: list[Tensor] = []
@@ -180,7 +181,8 @@ def _kept_before(given: EdgeInput, device: torch.device) -> tuple[int, int]:
 
     given.skeleton.visit_with(stop)
     with track_peak(device) as tracked:
-        _run_until_stopped(given.copied())
+        held = given.copied()
+        _run_until_stopped(held)
         gc.collect(1)
         tracked.mark()
         side.clear()
