@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from galvatron_lite.calibration.schema import Calibration
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.cost.layer import LayerPricer
@@ -82,10 +83,29 @@ def machine_of(
         batch: samples of a replica, which are estimated beside ``SAMPLES``.
         stack: the training software.
     """
-    whole = load_cluster(cluster, devices)
-    samples = sorted({*SAMPLES, batch})
-    profile = estimate_profile(graph, _flat(whole), precision=precision, name=graph.name, samples=samples, stack=stack)
-    return Machine(cluster, profile.on(whole))
+    return Machine(cluster, profile_on(graph, load_cluster(cluster, devices), precision, batch, stack))
+
+
+def profile_on(
+    graph: ModelGraph,
+    cluster: Cluster,
+    precision: str,
+    batch: int,
+    stack: Stack,
+    calibration: Calibration | None = None,
+) -> Profile:
+    """A model's figures from data sheets, with channels shared by up to ``WIDEST`` devices; see ``machine_of``."""
+    found = estimate_profile(
+        graph,
+        _flat(cluster),
+        precision=precision,
+        name=graph.name,
+        samples=sorted({*SAMPLES, batch}),
+        optimizer=stack.optimizer,
+        stack=stack,
+        calibration=calibration,
+    )
+    return found.on(cluster)
 
 
 def _flat(cluster: Cluster) -> Cluster:

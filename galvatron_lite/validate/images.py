@@ -22,7 +22,7 @@ from galvatron_lite.model.shapes.images.names import (
 )
 from galvatron_lite.model.shapes.images.partition import partitioned
 from galvatron_lite.model.shapes.images.summary import ImageTotals, summary_graph
-from galvatron_lite.model.shapes.registry import build_graph
+from galvatron_lite.model.shapes.registry import build_graph, load_model
 from galvatron_lite.stacks.schema import Stack
 from galvatron_lite.units import ITEM_BYTES
 from galvatron_lite.validate.outcome import Skipped
@@ -36,6 +36,9 @@ _LAST_STACKS = ("tensorflow", "mxnet", "paddle", "oneflow", "pytorch-ddp", "mxne
 """Software whose mixed-precision recipes keep pictures channels last: NVIDIA DeepLearningExamples (``--memory-format
 nhwc``, ``--data-layout NHWC``, MXNet's NHWC input layout) and TensorFlow's layout optimizer on tensor cores."""
 
+
+_SHIPPED = ("alexnet",)
+"""Networks of ``configs/models`` that no rule of names knows."""
 
 _LAST_RECIPES = (("pytorch-ddp", "ssd300_resnet50"),)
 """Recipes that keep pictures channels last in every precision (DeepLearningExamples, PyTorch/Detection/SSD, main.py:
@@ -91,6 +94,8 @@ def _named(name: str, side: int, precision: str, kernels: Kernels, last: bool) -
         return None if graph is None else channels_last(graph)
     if (shape := shape_of_name(name, side)) is not None:
         return build_graph(shape, precision=precision, kernels=kernels)
+    if name in _SHIPPED:
+        return load_model(name, overrides={"image_size": side}, precision=precision)
     builder = builder_of(name)
     return builder(side, 1000, precision, ITEM_BYTES[precision]) if builder else None
 

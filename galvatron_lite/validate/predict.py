@@ -25,6 +25,7 @@ from galvatron_lite.validate.outcome import Predicted, Skipped
 from galvatron_lite.validate.plans import plan_of
 from galvatron_lite.validate.rows import PublishedRun
 from galvatron_lite.validate.said import compute_precision
+from galvatron_lite.validate.shared import predict_shared, shares_samples
 from galvatron_lite.validate.software import stack_of
 from galvatron_lite.validate.understood import not_understood
 
@@ -84,12 +85,25 @@ def predict_run(run: PublishedRun, calibration: Calibration, memory: Remembered)
     if run.problem is not None:
         return Skipped("a field cannot be read", run.problem)
     try:
+        if shares_samples(run):
+            return not_understood(run) or _shared(run, calibration, memory)
         understood = not_understood(run) or understand(run, calibration, memory)
         return understood if isinstance(understood, Skipped) else _outcome(run, understood)
     except GalvatronError as error:
         return Skipped(_short(error), str(error))
     except Exception as error:  # one odd row must not cost the scores of the others; it is counted by what broke
         return Skipped(f"internal error: {type(error).__name__}", str(error))
+
+
+def _shared(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Predicted | Skipped:
+    """A run whose devices share samples."""
+    cluster = _cluster(run, calibration, memory)
+    if isinstance(cluster, Skipped):
+        return cluster
+    precision = compute_precision(run.precision, cluster.device)
+    stack = stack_of(run, precision, calibration)
+    graph = _graph(run, stack, precision, memory)
+    return graph if isinstance(graph, Skipped) else predict_shared(run, graph, cluster, stack, precision, calibration)
 
 
 def understand(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Understood | Skipped:
