@@ -49,6 +49,7 @@ class StackConstants:
         pictures: of networks of pictures, in place of ``memory``: theirs are few large kernels; 0: the same.
         winograd: of networks of pictures, how many times faster 3 x 3 convolutions of stride 1 run in fp32 where cuDNN
             has the workspace for Winograd's algorithm (Lavin and Gray 2015, arXiv:1509.09308: up to 2.25).
+        volumes: share of the rate of pictures' convolutions that those of volumes reach.
         sharing: of networks of pictures, relative growth of the step time with each doubling of the devices of a node,
             whose host reads and decodes the pictures of all.
     """
@@ -66,6 +67,7 @@ class StackConstants:
     straggling: float = 0.0
     pictures: float = 0.0
     winograd: float = 1.0
+    volumes: float = 1.0
     sharing: float = 0.0
 
 

@@ -66,3 +66,17 @@ def test_rows_are_predicted_by_both_kinds_of_formulas() -> None:
     alone = next(one for one in checks if one.row.strategy is Kind.SERIAL)
     assert (alone.accuracy("paradl") or 0) > 0.99  # its seconds are this measurement
     assert (alone.accuracy("galvatron") or 0) > 0.8
+
+
+REACHED = {
+    "serial": 0.94, "data": 0.87, "data+spatial": 0.39, "data+filter": 0.72, "filter": 0.43, "channel": 0.33,
+}  # fmt: skip
+"""What the default formulas reach of the rows of report and logs; docs/oracle.md has every row."""
+
+
+def test_accuracy_by_strategy_stays() -> None:
+    checks = check_rows(measured_rows())
+    found = {score.name: score.accuracy["galvatron"] or 0.0 for score in scores(checks, lambda row: row.strategy.value)}
+    assert found.keys() == REACHED.keys()
+    assert {name: share for name, share in found.items() if share < REACHED[name]} == {}
+    assert sum(one.right["galvatron"] for one in rankings(checks)) >= 20
