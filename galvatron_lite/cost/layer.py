@@ -30,7 +30,7 @@ from galvatron_lite.parallelism.base import (
     Strategy,
 )
 from galvatron_lite.parallelism.offload.cost import HostItem, HostTraffic, host_traffic
-from galvatron_lite.parallelism.ranks import Either
+from galvatron_lite.parallelism.ranks import Either, rank_group
 from galvatron_lite.parallelism.registry import DIMENSIONS
 from galvatron_lite.parallelism.spatial.cost import samples_of, shares_pixels
 from galvatron_lite.parallelism.strategies import Strategies
@@ -213,9 +213,13 @@ class LayerPricer:
     links: Links = field(init=False)
     _points: dict[PointKey, tuple[LayerPoint, ...]] = field(init=False)
     _host: dict[str, float] = field(init=False)
+    _by_kind: dict[str, dict[PointKey, tuple[LayerPoint, ...]]] = field(default_factory=dict)
     _curves: dict[str, Curves] = field(default_factory=dict)
     _known: dict[tuple[str, Sharing, Strategy, int, int], LayerCost | None] = field(default_factory=dict)
     _moves: dict[tuple[int, Layout, Layout], float] = field(default_factory=dict)
+    _exchanges: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], tuple[RankGroup, FloatArray, IntArray]] = field(
+        default_factory=dict
+    )
     _types: dict[int, LayerPricer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -303,9 +307,15 @@ class LayerPricer:
         again = np.where(known, _again(figures.backward, plain), 0.0)
         return _as_arrays(self._priced(kind, many, microbatch, stages, sharing, figures, again), valid)
 
+    def _points_by_kind(self) -> dict[str, dict[PointKey, tuple[LayerPoint, ...]]]:
+        if not self._by_kind:
+            for key, own in self._points.items():
+                self._by_kind.setdefault(key[0], {})[key] = own
+        return self._by_kind
+
     def _curves_of(self, kind: str) -> Curves:
         if kind not in self._curves:
-            self._curves[kind] = Curves.of(kind, self._points)
+            self._curves[kind] = Curves.of(kind, self._points_by_kind().get(kind, {}))
         return self._curves[kind]
 
     def covers(self, kind: str, strategy: Strategy) -> bool:
@@ -340,20 +350,27 @@ class LayerPricer:
             left: layouts as ``layout`` gives them.
             right: the same.
         """
-        both = np.array(left, dtype=np.int64)[:, None], np.array(right, dtype=np.int64)[None, :]
-        keys = np.stack((exchanging(*both), received(*both)), axis=-1)
-        found, place = np.unique(keys.reshape(-1, 2), axis=0, return_inverse=True)
-        devices = prod(left[0][:3]) if left else 1
-        seconds = [self._moved(output_bytes * microbatch * share, devices, int(size)) for size, share in found]
-        return np.array(seconds, dtype=np.float64)[place.reshape(-1)].reshape(keys.shape[:-1])
+        if not left or not right:
+            return np.zeros((len(left), len(right)))
+        ranks, shares, place = self._exchanges_of(tuple(left), tuple(right))
+        held = output_bytes * microbatch * shares * ranks.size / largest(ranks.size - 1, 1)
+        sent = Communication(Collective.ALL_TO_ALL, held, ranks, Moment.FORWARD, overlaps=False, cause=LAYOUT)
+        return np.asarray(self.links.timed([sent])[0], dtype=np.float64)[place]
 
-    def _moved(self, size: float, devices: int, group: int) -> float:
-        """Seconds of the all-to-all in groups of so many devices, of which each gets so many bytes from the others."""
-        ranks = RankGroup(group, 1, devices // group)
-        held = size * group / max(group - 1, 1)
-        return self.links.seconds(
-            Communication(Collective.ALL_TO_ALL, held, ranks, Moment.FORWARD, overlaps=False, cause=LAYOUT)
-        )
+    def _exchanges_of(
+        self, left: tuple[Layout, ...], right: tuple[Layout, ...]
+    ) -> tuple[RankGroup, FloatArray, IntArray]:
+        """Unlike exchanges between layouts: (n,) groups, (n,) shares of the tensor that each of their devices gets from
+        the others, and which of these (A, B) pairs of layouts have."""
+        if (left, right) not in self._exchanges:
+            both = np.array(left, dtype=np.int64)[:, None], np.array(right, dtype=np.int64)[None, :]
+            keys = np.stack((exchanging(*both), received(*both)), axis=-1)
+            found, place = np.unique(keys.reshape(-1, 2), axis=0, return_inverse=True)
+            sizes = found[:, 0].astype(np.int64)
+            ranks = rank_group(sizes, np.ones_like(sizes), prod(left[0][:3]) // sizes)
+            number: IntArray = place.reshape(keys.shape[:-1])
+            self._exchanges[left, right] = (ranks, found[:, 1].astype(np.float64), number)
+        return self._exchanges[left, right]
 
     def _priced(
         self,

@@ -84,14 +84,6 @@ def figures_at(points: Sequence[LayerPoint], samples: float) -> LayerFigures:
     return _mix(*_around(points, samples))
 
 
-def seconds_at(points: Sequence[LayerPoint], samples: float) -> tuple[float, float]:
-    """Seconds of forward and of backward alone; see ``figures_at``."""
-    low, high, weight, share = _around(points, samples)
-    alone = low is high
-    forward = _between(low.forward, high.forward, weight, share, alone)
-    return forward, _between(low.backward, high.backward, weight, share, alone)
-
-
 def _around(points: Sequence[LayerPoint], samples: float) -> tuple[LayerPoint, LayerPoint, float, float]:
     """The two nearest points, the place between them, and the share of the first where samples are fewer."""
     if len(points) == 1:
@@ -104,6 +96,7 @@ def _around(points: Sequence[LayerPoint], samples: float) -> tuple[LayerPoint, L
 
 
 FIGURES = ("forward", "backward", "kept", "working", "forward_working")
+_ALL = attrgetter("samples", *FIGURES)
 
 
 def _mix(low: LayerPoint, high: LayerPoint, weight: float, share: float) -> LayerFigures:
@@ -143,15 +136,22 @@ class Curves:
     def of(kind: str, points: Points) -> Curves:
         """The curves of a kind of layer."""
         own = sorted((int(code_of(*key[1:])), rows) for key, rows in points.items() if key[0] == kind)
-        most = max((len(rows) for _, rows in own), default=1)
-        samples = np.full((len(own), most), np.inf)
-        values = np.zeros((len(FIGURES), len(own), most))
-        for row, (_, found) in enumerate(own):
-            samples[row, : len(found)] = [point.samples for point in found]
-            for place, name in enumerate(FIGURES):
-                values[place, row, : len(found)] = [getattr(point, name) for point in found]
-        counts = np.array([len(rows) for _, rows in own], dtype=np.int64)
-        return Curves(np.array([code for code, _ in own], dtype=np.int64), samples, counts, values)
+        return Curves.stacked([code for code, _ in own], [rows for _, rows in own])
+
+    @staticmethod
+    def stacked(codes: Sequence[int], rows: Sequence[Sequence[LayerPoint]]) -> Curves:
+        """Points of several things that were run; their codes ascend."""
+        counts = np.array([len(own) for own in rows], dtype=np.int64)
+        filled = np.arange(max(counts, default=1)) < counts[:, None]
+        figures = np.array([_ALL(point) for own in rows for point in own]).reshape(-1, 1 + len(FIGURES))
+        samples, values = np.full(filled.shape, np.inf), np.zeros((len(FIGURES), *filled.shape))
+        samples[filled], values[:, filled] = figures[:, 0], figures[:, 1:].T
+        return Curves(np.array(codes, dtype=np.int64), samples, counts, values)
+
+    def seconds(self, samples: float) -> tuple[FloatArray, FloatArray]:
+        """Seconds of forward and of backward of all that was run, (R,) each, with so many samples (``figures_at``)."""
+        (forward, backward), _ = self._values(self.codes, np.full(len(self.codes), samples), FIGURES[:2])
+        return forward, backward
 
     def at(self, codes: IntArray, samples: FloatArray) -> tuple[LayerFigures, BoolArray]:
         """``figures_at`` for n things that were run, and which of them were (``points_of``); others have any figures.

@@ -113,6 +113,16 @@ def spatial_group(strategy: Either) -> RankGroup:
 
 def side_group(strategy: Either, side: str) -> RankGroup:
     """The ranks that share one side of each picture: ``depth``, ``height`` or ``width``, the last innermost."""
+    if isinstance(strategy, Strategy):
+        return _side_group(strategy, side)
+    key = ("side", side)
+    if key not in strategy.known:
+        strategy.known[key] = _side_group(strategy, side)
+    found: RankGroup = strategy.known[key]
+    return found
+
+
+def _side_group(strategy: Either, side: str) -> RankGroup:
     inner = strategy.slices
     for name in reversed(SIDES[SIDES.index(side) + 1 :]):
         inner = inner * getattr(strategy, name)

@@ -15,7 +15,6 @@ from galvatron_lite.cost.stage import Shape
 from galvatron_lite.cost.step import price_plan
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.search.bounds.duals import score, scores_of
-from galvatron_lite.search.bounds.glance import Glance
 from galvatron_lite.search.bounds.refine import Refined, opened, refined
 from galvatron_lite.search.bounds.relax import Relaxed
 from galvatron_lite.search.partition import Partition, best_partition, quick_plan
@@ -96,7 +95,7 @@ def search(
 
 
 def _walk(walk: _Walk, request: Request, pricer: LayerPricer, progress: Progress | None) -> None:
-    glance = Glance(pricer.profile)
+    glance = request.known.glance(pricer.profile)
     shapes = shapes_of(request)
     for shape in shapes:
         problem = open_problem(request, pricer, shape)

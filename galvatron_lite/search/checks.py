@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from galvatron_lite.cost.layer import LayerPricer
@@ -72,13 +72,15 @@ def check_batch(request: Request) -> None:
     where one pipeline degree and one micro-batch count suit every layer.
     """
     counts = microbatch_counts(request.global_batch, request.fixed)
-    units = _units(request)
+    units = []
+    for unit in _units(request):
+        if any(request.global_batch // count % unit == 0 for count in counts):
+            return
+        units.append(unit)
     if not units:
         raise InputError(
             "fixed", dict(request.fixed.strategy), f"No layer can be split that way over {request.devices} devices."
         )
-    if any(request.global_batch // count % unit == 0 for count in counts for unit in units):
-        return
     step = min(unit * (request.fixed.microbatches or 1) for unit in units)
     below = request.global_batch // step * step
     offered = " or ".join(str(batch) for batch in (below, below + step) if batch)
@@ -87,16 +89,14 @@ def check_batch(request: Request) -> None:
     )
 
 
-def _units(request: Request) -> list[int]:
+def _units(request: Request) -> Iterator[int]:
     """Per pipeline degree, the least number of samples of a micro-batch that every layer can be split for."""
-    units = []
     for stages in request.pipelines:
         degrees = [_degrees(request, name, request.devices // stages) for name in sorted(_kinds(request))]
         if all(degrees):
             # Every kind needs one of its degrees to divide the unit: try the divisors of the stage, smallest first.
             whole = divisors(request.devices // stages)
-            units.append(next(u for u in whole if all(any(u % d == 0 for d in options) for options in degrees)))
-    return units
+            yield next(u for u in whole if all(any(u % d == 0 for d in options) for options in degrees))
 
 
 def _kinds(request: Request) -> set[str]:
@@ -110,13 +110,28 @@ def _degrees(request: Request, kind: str, devices: int) -> set[int]:
 def unprofiled(request: Request, pricer: LayerPricer) -> tuple[str, ...]:
     """Strategies left out because the profile has no figures for them, a line for each kind of layer."""
     lines = []
-    sizes = sorted({shape.stage_devices for shape in shapes_of(request)})
+    sizes = _widest({shape.stage_devices for shape in shapes_of(request)}, request.space.node_devices)
     for name in sorted(_kinds(request)):
         options = {s for size in sizes for s in request.space.strategies(name, size, Fixed())}
         missing = {_work(strategy) for strategy in options if not pricer.covers(name, strategy)}
         if missing:
             lines.append(f"profile: {name}: no figures for {', '.join(sorted(missing))}")
     return tuple(lines)
+
+
+def _widest(sizes: set[int], node: int) -> list[int]:
+    """Stages on which layers have all the work that they have on any of some sizes.
+
+    What a device does can also be done on a multiple of the devices, which take more samples; groups that must lie
+    within a node do there too, unless the smaller stage is within a node that its devices do not divide.
+    """
+    return [
+        size
+        for size in sorted(sizes)
+        if not any(
+            more > size and more % size == 0 and (more <= node or size > node or node % size == 0) for more in sizes
+        )
+    ]
 
 
 def _work(strategy: Strategy) -> str:

@@ -19,6 +19,8 @@ from galvatron_lite.cost.stage import Shape
 from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.search.bounds.glance import Glance
 from galvatron_lite.search.bounds.relax import Relaxed, averaged, relaxed
 from galvatron_lite.search.problem import Choice, Problem, is_glued
 from galvatron_lite.search.space import Fixed, Space, microbatch_counts, pipeline_degrees
@@ -35,10 +37,18 @@ class Known:
     Attributes:
         stores: by the pricer they hold, which they keep alive.
         tables: by pricer, shape and pins.
+        glances: by the profile they hold.
     """
 
     stores: dict[int, Store] = field(default_factory=dict)
     tables: dict[tuple[int, Shape, Fixed], Tables] = field(default_factory=dict)
+    glances: dict[int, Glance] = field(default_factory=dict)
+
+    def glance(self, profile: Profile) -> Glance:
+        """First bounds on shapes by a profile."""
+        if id(profile) not in self.glances:
+            self.glances[id(profile)] = Glance(profile)
+        return self.glances[id(profile)]
 
 
 @dataclass(frozen=True, slots=True)

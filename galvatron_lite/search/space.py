@@ -109,7 +109,8 @@ STRATEGY_FIELDS: dict[str, tuple[str, ...]] = {
 """What forbidding a dimension means for a strategy."""
 
 
-_UNPINNED = Fixed()
+UNPINNED = Fixed()
+"""Everything is left to the search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ class Space:
         return bool(self._sensible(kind, devices, fixed))
 
     def _sensible(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
-        unpinned = self._known.get((kind, devices, _UNPINNED))
+        unpinned = self._known.get((kind, devices, UNPINNED))
         if unpinned is not None:
             return self._kept(unpinned, fixed)
         wanted = self._narrowed(fixed)

@@ -17,13 +17,16 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.strategies import Strategies
 from galvatron_lite.search.chains.chain import ChainLayer
-from galvatron_lite.search.chains.pareto import pareto_rows
+from galvatron_lite.search.chains.pareto import pairs_within, undominated_rows
 from galvatron_lite.search.figures import TICKS, Figures, all_ticks, figures_of, ticks
-from galvatron_lite.search.space import Fixed, Space
+from galvatron_lite.search.space import UNPINNED, Fixed, Space
 
 __all__ = ["TICKS", "Glue", "Layout", "Options", "Store", "Table", "Tables", "glue_of", "ticks"]
 
 IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+_FEW = 512
+"""Strategies that are priced in little more time than one."""
 Glue = tuple[int, int, int, int]
 """A layout without the choice of tensor groups to share tokens."""
 
@@ -53,6 +56,8 @@ class Options:
     layouts: tuple[Layout, ...]
     samples: tuple[Strategy, ...]
     _parts: dict[bytes, Strategies] = field(default_factory=dict, repr=False)
+    _alike: dict[bytes, tuple[IntArray, IntArray]] = field(default_factory=dict, repr=False)
+    _allowed: dict[Fixed, BoolArray] = field(default_factory=dict, repr=False)
 
     def part(self, rows: IntArray) -> Strategies:
         """Some of the strategies; the same object for the same rows, so that what is known of them is kept."""
@@ -60,6 +65,19 @@ class Options:
         if key not in self._parts:
             self._parts[key] = self.many.at(rows)
         return self._parts[key]
+
+    def alike(self, rows: IntArray) -> tuple[IntArray, IntArray]:
+        """Places of all pairs of the same layout among some of the strategies."""
+        key = rows.tobytes()
+        if key not in self._alike:
+            self._alike[key] = pairs_within(self.codes[rows])
+        return self._alike[key]
+
+    def allowed(self, fixed: Fixed) -> BoolArray:
+        """(S,): which of the strategies have what is pinned for every layer."""
+        if fixed not in self._allowed:
+            self._allowed[fixed] = np.array([fixed.allows(strategy) for strategy in self.strategies], dtype=np.bool_)
+        return self._allowed[fixed]
 
 
 def options_of(strategies: Sequence[Strategy]) -> Options:
@@ -133,6 +151,10 @@ class Table:
         rows = [row for row, strategy in enumerate(self.strategies) if wanted(strategy)]
         return self.at(np.array(rows, dtype=np.int64))
 
+    def of(self, kept: BoolArray) -> Table:
+        """Only some of the options, (options,)."""
+        return self.at(np.flatnonzero(kept[self.rows]))
+
     def laid_out(self, wanted: Callable[[Layout], bool]) -> Table:
         """Only the strategies whose layout is wanted."""
         known = np.array([wanted(own) for own in self.options.layouts], dtype=bool)
@@ -179,11 +201,7 @@ class Table:
             others: tables with the same strategies that must agree (layers with shared parameters).
         """
         keys = np.column_stack([table.keys(form) for table in (self, *others)])
-        kept = []
-        for code in self.present:
-            rows = np.flatnonzero(self.codes == code)
-            kept.append(rows[pareto_rows(keys[rows])])
-        return self.at(np.sort(np.concatenate(kept)) if kept else np.array([], dtype=np.int64))
+        return self.at(undominated_rows(keys, self.options.alike(self.rows)))
 
     def chain_layer(self, in_flight: int, columns: Sequence[IntArray], move: IntArray) -> ChainLayer:
         """The layer as the frontier takes it, with so many micro-batches in flight and these time criteria."""
@@ -236,16 +254,28 @@ class Store:
         """What a kind of layer may do on a stage of so many devices."""
         key = (kind, devices, fixed)
         if key not in self._options:
-            own = options_of(self.space.strategies(kind, devices, fixed))
-            self._options[key] = self._same.setdefault(own.strategies, own)
+            strategies = self.space.strategies(kind, devices, fixed)
+            if strategies not in self._same:
+                self._same[strategies] = options_of(strategies)
+            self._options[key] = self._same[strategies]
         return self._options[key]
 
     def table(self, kind: str, shape: Shape, fixed: Fixed, sharing: Sharing = ALONE) -> Table:
         """Every strategy of a kind of layer under a shape; its schedule makes no difference."""
         key = (kind, shape.stage_devices, shape.stages, shape.microbatch, shape.microbatches == 1, fixed, sharing)
         if key not in self._known:
-            self._known[key] = self._table(kind, shape, fixed, sharing)
+            pinned = self._pinned(kind, shape, fixed, sharing)
+            self._known[key] = self._table(kind, shape, fixed, sharing) if pinned is None else pinned
         return self._known[key]
+
+    def _pinned(self, kind: str, shape: Shape, fixed: Fixed, sharing: Sharing) -> Table | None:
+        """What pins leave of the table without them, where that takes hardly longer; None where it does, or where pins
+        go beyond the space."""
+        whole = self._options.get((kind, shape.stage_devices, UNPINNED))
+        if fixed == UNPINNED or whole is None or len(whole.strategies) > _FEW:
+            return None
+        kept = whole.allowed(fixed)
+        return self.table(kind, shape, UNPINNED, sharing).of(kept) if kept.any() else None
 
     def _table(self, kind: str, shape: Shape, fixed: Fixed, sharing: Sharing) -> Table:
         options = self.options(kind, shape.stage_devices, fixed)

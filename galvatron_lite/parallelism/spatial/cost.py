@@ -19,12 +19,12 @@ a convolution depends on samples x pixels only, so points at shares of a sample 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 
 import numpy as np
 
-from galvatron_lite.arrays import Flag, Real, Whole, is_option, never, up, where
+from galvatron_lite.arrays import Flag, IntArray, Real, Whole, is_option, never, up, where
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.model.sides import SIDES
@@ -42,8 +42,10 @@ from galvatron_lite.parallelism.base import (
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pictures import extents_of
 from galvatron_lite.parallelism.ranks import Either, side_group
-from galvatron_lite.parallelism.spatial.grids import Border, Laid, laid_on, refusal, sensible_grids, splits_pixels
+from galvatron_lite.parallelism.spatial.grids import Border, Grid, Laid, laid_on, refusal, sensible_grids, splits_pixels
 from galvatron_lite.parallelism.strategies import Strategies
+
+_BORDER = attrgetter(*(item.name for item in fields(Border)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,20 +135,21 @@ def _pixels(laid: Laid) -> Pixels:
 
 
 def _pixels_of_many(kind: LayerKind, many: Strategies) -> Pixels:
-    found, place = np.unique(np.column_stack((many.depth, many.height, many.width)), axis=0, return_inverse=True)
-    every = [laid_on(kind, (int(depth), int(height), int(width))) for depth, height, width in found]
-    place = place.reshape(-1)
+    found, place = _grids_of(many)
+    every = [laid_on(kind, grid) for grid in found]
+    figures = np.array([[_BORDER(border) for border in laid.borders] for laid in every]).transpose(1, 2, 0)[..., place]
+    share, legal = np.array([laid.share for laid in every]), np.array([laid.legal for laid in every])
+    return Pixels(share[place], tuple(Border(*side) for side in figures), legal[place])
 
-    def each(figure: Any) -> Any:
-        return np.array([figure(laid) for laid in every])[place]
 
-    borders = tuple(
-        Border(
-            *(each(lambda laid, side=side, name=name: getattr(laid.borders[side], name)) for name in Border.__slots__)
-        )
-        for side in range(len(SIDES))
-    )
-    return Pixels(each(lambda laid: laid.share), borders, each(lambda laid: laid.legal))
+def _grids_of(many: Strategies) -> tuple[list[Grid], IntArray]:
+    """The grids of strategies, and which of them each has."""
+    if "grids" not in many.known:
+        columns = np.column_stack((many.depth, many.height, many.width))
+        found, place = np.unique(columns, axis=0, return_inverse=True)
+        many.known["grids"] = [tuple(map(int, grid)) for grid in found], place.reshape(-1)
+    known: tuple[list[Grid], IntArray] = many.known["grids"]
+    return known
 
 
 def samples_of(kind: LayerKind, strategy: Either, microbatch: Real) -> Real:
@@ -173,13 +176,16 @@ def _moved(
 
     ``share``: samples x bytes of an item; ``own``: normalisations take each device's own statistics.
     """
+    cut = [name for name in SIDES if not never(getattr(strategy, name) > 1)]
     for name, border in zip(SIDES, borders, strict=True):
+        if name not in cut:
+            continue
         group = side_group(strategy, name)
         both = (Moment.FORWARD, border.items, border.sends), (Moment.BACKWARD, border.returned_items, border.returned)
         for moment, items, sends in both:
             size = items * share / where(sends > 0, sends, 1)
             yield Communication(Collective.SEND_RECV, size, group, moment, False, sends, "spatial")
-    for name in SIDES:
+    for name in cut:
         yield from _summed(kind, side_group(strategy, name), getattr(strategy, name), own)
 
 

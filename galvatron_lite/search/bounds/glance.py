@@ -11,11 +11,13 @@ because the slowest stage has at least its share, and at least the slowest layer
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
-from functools import reduce
-from math import inf
 
-from galvatron_lite.cost.points import PointKey, index_points, seconds_at, slices_of
+import numpy as np
+
+from galvatron_lite.arrays import FloatArray, IntArray
+from galvatron_lite.cost.points import Curves, index_points, slices_of
 from galvatron_lite.cost.schedule import form_of
 from galvatron_lite.cost.stage import Shape, weight_seconds
 from galvatron_lite.model.graph import ModelGraph
@@ -34,57 +36,54 @@ class Glance:
     """
 
     profile: Profile
-    _points: dict[str, dict[int, list[tuple[LayerPoint, ...]]]] = field(init=False)
-    _known: dict[tuple[str, int, float], tuple[tuple[float, float], ...]] = field(default_factory=dict)
-    _least: dict[tuple[str, int, int, float], tuple[float, float]] = field(default_factory=dict)
+    _numbers: dict[str, int] = field(init=False)
+    _groups: dict[int, tuple[IntArray, Curves]] = field(init=False)
+    _known: dict[tuple[int, float], tuple[FloatArray, FloatArray]] = field(default_factory=dict)
+    _least: dict[tuple[int, int, float], tuple[FloatArray, FloatArray]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Indexes the profile."""
-        self._points = {}
+        """Indexes the profile: by devices that work on the same samples, the kinds of layers and what was run."""
+        self._numbers = {kind: number for number, kind in enumerate(self.profile.graph.kinds)}
+        found: dict[int, list[tuple[int, tuple[LayerPoint, ...]]]] = {}
         types = [own.layers for own in self.profile.types] or [self.profile.layers]
-        for points in (index_points(layers) for layers in types):
-            for key, own in points.items():
-                self._add(key, own)
+        for key, own in (pair for layers in types for pair in index_points(layers).items()):
+            if key[0] in self._numbers:
+                found.setdefault(slices_of(key), []).append((self._numbers[key[0]], own))
+        self._groups = {
+            degree: (np.array([kind for kind, _ in own]), Curves.stacked(range(len(own)), [rows for _, rows in own]))
+            for degree, own in found.items()
+        }
 
-    def _add(self, key: PointKey, points: tuple[LayerPoint, ...]) -> None:
-        self._points.setdefault(key[0], {}).setdefault(slices_of(key), []).append(points)
-
-    def least(self, kind: str, devices: int, microbatch: int, freed: float) -> tuple[float, float]:
-        """Seconds of a layer, at the least: of a micro-batch (c), and what it delays the step by (r)."""
-        key = (kind, devices, microbatch, freed)
+    def least(self, devices: int, microbatch: int, freed: float) -> tuple[FloatArray, FloatArray]:
+        """(kinds,) seconds of each kind of layer, at the least: of a micro-batch (c), and what it delays the step by
+        (r)."""
+        key = (devices, microbatch, freed)
         if key not in self._least:
-            self._least[key] = self._found(kind, devices, microbatch, freed)
+            self._least[key] = self._found(*key)
         return self._least[key]
 
-    def _found(self, kind: str, devices: int, microbatch: int, freed: float) -> tuple[float, float]:
-        found = [
-            pair
-            for degree in self._points.get(kind, {})
-            if devices % degree == 0
-            for pair in self._at(kind, degree, microbatch * degree / devices)
-        ]
-        both = min((both for both, _ in found), default=inf)
-        return both, min((both - freed * weight for both, weight in found), default=inf)
+    def _found(self, devices: int, microbatch: int, freed: float) -> tuple[FloatArray, FloatArray]:
+        both, ramp = np.full(len(self._numbers), np.inf), np.full(len(self._numbers), np.inf)
+        for degree, (kinds, _) in self._groups.items():
+            if devices % degree == 0:
+                seconds, weight = self._at(degree, microbatch * degree / devices)
+                np.minimum.at(both, kinds, seconds)
+                np.minimum.at(ramp, kinds, seconds - freed * weight)
+        return both, ramp
 
-    def _at(self, kind: str, degree: int, samples: float) -> tuple[tuple[float, float], ...]:
-        """Seconds of a micro-batch, and of the gradients of weights in it, of every choice with so many samples."""
-        key = (kind, degree, samples)
+    def _at(self, degree: int, samples: float) -> tuple[FloatArray, FloatArray]:
+        """Seconds of a micro-batch, and of the gradients of weights in it, of all that was run on so many devices."""
+        key = (degree, samples)
         if key not in self._known:
-            every = [seconds_at(points, samples) for points in self._points[kind][degree]]
-            self._known[key] = tuple((sum(passes), weight_seconds(*passes)) for passes in every)
+            forward, backward = self._groups[degree][1].seconds(samples)
+            self._known[key] = forward + backward, weight_seconds(forward, backward)
         return self._known[key]
 
     def bound(self, graph: ModelGraph, shape: Shape) -> float:
         """Picoseconds that no plan of a shape is below; see the module."""
         form = form_of(shape.schedule, shape.stages, shape.microbatches, shape.virtual)
-        counts: dict[str, int] = reduce(_counted, (layer.kind for layer in graph.layers), {})
-        own = {kind: self.least(kind, shape.stage_devices, shape.microbatch, form.freed) for kind in counts}
-        ramp = sum(count * own[kind][1] for kind, count in counts.items()) * form.share
-        work = sum(count * own[kind][0] for kind, count in counts.items())
-        slowest = max(work / shape.stages, max(both for both, _ in own.values()))
-        return (ramp + (form.microbatches - 1) * slowest) * TICKS * (1 - _ROUNDING)
-
-
-def _counted(counts: dict[str, int], kind: str) -> dict[str, int]:
-    counts[kind] = counts.get(kind, 0) + 1
-    return counts
+        counts = Counter(self._numbers[layer.kind] for layer in graph.layers)
+        used, times = np.array(list(counts)), np.array(list(counts.values()))
+        both, ramp = (own[used] for own in self.least(shape.stage_devices, shape.microbatch, form.freed))
+        slowest = max(float(times @ both) / shape.stages, float(both.max()))
+        return (float(times @ ramp) * form.share + (form.microbatches - 1) * slowest) * TICKS * (1 - _ROUNDING)

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
-_CHUNK = 256
+_CHUNK, _PAIRS = 256, 2**17
 
 
 def pareto_rows(values: IntArray) -> IntArray:
@@ -28,6 +28,36 @@ def pareto_rows(values: IntArray) -> IntArray:
         return order[:1]
     kept = _two_columns(ordered) if varying.shape[1] == 2 else _more_columns(ordered)
     return order[kept]
+
+
+def pairs_within(groups: IntArray) -> tuple[IntArray, IntArray]:
+    """Places of every two rows of the same group, (rows,), the one that comes first first."""
+    order = np.argsort(groups, kind="stable")
+    own = groups[order]
+    ends = np.searchsorted(own, own, side="right")
+    later = ends - np.arange(len(own)) - 1
+    first = np.repeat(np.arange(len(own)), later)
+    second = first + 1 + np.arange(len(first)) - np.repeat(np.cumsum(later) - later, later)
+    return order[first], order[second]
+
+
+def undominated_rows(values: IntArray, pairs: tuple[IntArray, IntArray]) -> IntArray:
+    """Places, ascending, of the rows that no row paired with them equals or beats in every column.
+
+    Of equal rows the first stays.
+
+    Args:
+        values: (rows, columns) of whole numbers.
+        pairs: of rows of one group (``pairs_within``).
+    """
+    kept = np.ones(len(values), dtype=bool)
+    for begin in range(0, len(pairs[0]), _PAIRS):
+        first, second = (places[begin : begin + _PAIRS] for places in pairs)
+        more = values[second] - values[first]
+        beats = (more >= 0).all(axis=1)
+        kept[second[beats]] = False
+        kept[first[(more <= 0).all(axis=1) & ~beats]] = False
+    return np.flatnonzero(kept)
 
 
 def _two_columns(ordered: IntArray) -> IntArray:
