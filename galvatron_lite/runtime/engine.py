@@ -39,7 +39,8 @@ class ParallelModel(nn.Module):
             device is given initial values.
         plan: for this model and this world.
         layers: of the model, from ``discover_layers``.
-        batch: an example batch; needed where the plan splits blocks by tensor parallelism.
+        batch: an example batch; needed where the plan splits blocks by tensor parallelism, and where layers of
+            different pipeline stages read more than what the layer before them made.
         loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``. The loss must be a mean over samples.
         device: of this rank; its GPU or the CPU if not given.
         precision: ``fp32`` or ``bf16`` compute; the plan's if not given.
@@ -78,7 +79,7 @@ class ParallelModel(nn.Module):
         self.plan, self.max_grad_norm, self._loss_fn = plan, max_grad_norm, loss_fn
         self._compute = compute_dtype(precision or plan.precision)
         meshes = build_meshes(plan, self.device.type)
-        options = Options(self.device, self._compute, tensor_plans, init_fn, seed)
+        options = Options(self.device, self._compute, tensor_plans, init_fn, seed, loss_fn)
         self.runtime: StageRuntime = set_up(model, plan, layers, batch, meshes, options)
         self.module = model
         self._rows = 0

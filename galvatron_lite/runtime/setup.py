@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from galvatron_lite.errors import TraceError
+from galvatron_lite.model.batch import LossFn
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.data.apply import GradientReducer
+from galvatron_lite.parallelism.pipeline.flow import Flow, flow_of
 from galvatron_lite.parallelism.pipeline.runner import Luggage, PipelineRunner
 from galvatron_lite.parallelism.pipeline.stage import StageEnd, StageModel
 from galvatron_lite.parallelism.pipeline.tied import SharedCopies, check_shared, find_shared
@@ -28,7 +32,6 @@ from galvatron_lite.runtime.layout import Layout
 from galvatron_lite.runtime.materialize import Materializer
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
 from galvatron_lite.runtime.placement import Placed, glue_layout, glue_of, place_layers
-from galvatron_lite.runtime.reads import carried, reads_of
 from galvatron_lite.runtime.redistribute import Mover
 from galvatron_lite.runtime.sharding import (
     LayerPlans,
@@ -51,6 +54,7 @@ class Options:
     tensor_plans: Mapping[str, TensorPlan] | None
     init_fn: Callable[[nn.Module], None] | None
     seed: int
+    loss_fn: LossFn | None = None
 
 
 @dataclass(slots=True)
@@ -111,11 +115,12 @@ def set_up(
     matmuls = tensor_plans(model, everything, batch) if options.tensor_plans is None else options.tensor_plans
     plans = LayerPlans(matmuls, channel_plans(model, stage, batch))
     sampled = _sample_arguments(model, stage, glue, batch)
+    flow = _flow(model, layers, batch, options) if len(stages) > 1 else None
     broadcast_values(model, options.device)
     if any(strategy.devices > strategy.batch_degree for strategy in strategies.values()):
         share_random_state(options.device)
     names = [[placed.layer.name for placed in one] for one in stages]
-    cut = _cut_stage(model, layers, names, meshes.stage_index, batch)
+    cut = _cut_stage(model, layers, names, meshes.stage_index, flow)
     sharded = _split(model, layers, stage, meshes, plans, options)
     mover = Mover(meshes.groups(stage[0].strategy).everyone, meshes.index_in_stage)
     strategy = glue_of(stage).strategy
@@ -129,8 +134,20 @@ def set_up(
     return StageRuntime(stage, meshes, owned, sharded, reducer, traffic, runner, shared)
 
 
+def _flow(model: nn.Module, layers: Sequence[Layer], batch: Any, options: Options) -> Flow | None:
+    """Which layers read what; None where no example says so, and each must read the layer before it alone."""
+    if batch is None:
+        return None
+    try:
+        return flow_of(model, layers, batch, options.loss_fn)
+    except TraceError as unseen:
+        remedy = "Each layer is taken to read what the layer before it made alone; one that reads more is refused."
+        warnings.warn(f"{unseen} {remedy}", stacklevel=2)
+        return None
+
+
 def _cut_stage(
-    model: nn.Module, layers: Sequence[Layer], names: Sequence[Sequence[str]], index: int, batch: Any
+    model: nn.Module, layers: Sequence[Layer], names: Sequence[Sequence[str]], index: int, flow: Flow | None
 ) -> StageModel | None:
     """Make the model run one stage; None where there is only one.
 
@@ -139,9 +156,7 @@ def _cut_stage(
     """
     if len(names) == 1:
         return None
-    arriving = carried(layers, names, {} if batch is None else reads_of(model, layers, batch))
-    leaving = arriving[index + 1] if index + 1 < len(names) else ()
-    cut = StageModel(model, layers, names[index], None, arriving[index], leaving)
+    cut = StageModel(model, layers, names[index], flow=flow)
     forward = model.forward
 
     @functools.wraps(forward)

@@ -118,8 +118,7 @@ class Traffic:
         """What came from the stage before, as glue code is given it."""
 
         def given(place: str, tensor: Tensor) -> Tensor:
-            alias = _alias(tensor) if tensor.requires_grad else tensor
-            return self.hand(Piece(alias, *lying[place])) if place in lying else alias
+            return self.hand(Piece(tensor, *lying[place])) if place in lying else tensor
 
         return map_places(value, given)
 
@@ -161,23 +160,6 @@ class _Scale(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient * ctx.factor, None
-
-
-class _Alias(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, tensor: Tensor) -> Tensor:
-        # no view: that could not be changed in place
-        return tensor.new_empty(0).set_(tensor)  # type: ignore[call-overload,no-any-return]
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    """The tensor as no leaf of autograd, so that the first layer of a stage may change it in place."""
-    alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
-    return alias
 
 
 def _scaled(tensor: Tensor, factor: float) -> Tensor:

@@ -104,6 +104,16 @@ def _hugging_face(name: str) -> tuple[nn.Module, Callable[[int], Batch]]:
     return transformers.ViTForImageClassification(config), _images
 
 
+def _encoder_decoder() -> tuple[nn.Module, Callable[[int], Batch]]:
+    """A T5: the layers of its decoder all read the output of its encoder."""
+    import transformers
+
+    shape = {"d_model": HIDDEN, "d_kv": HIDDEN // HEADS, "d_ff": 64, "num_layers": 2, "num_heads": HEADS}
+    tokens = {"vocab_size": VOCAB, "decoder_start_token_id": 0, "pad_token_id": 0}
+    config = transformers.T5Config(**shape, **tokens, dropout_rate=0.0, use_cache=False)
+    return transformers.T5ForConditionalGeneration(config), _tokens
+
+
 def _images(samples: int) -> Batch:
     return {"pixel_values": torch.rand(samples, 3, 16, 16), "labels": torch.randint(0, 5, (samples,))}
 
@@ -142,10 +152,11 @@ _BUILDERS: Mapping[str, Callable[[], tuple[nn.Module, Callable[[int], Batch]]]] 
     "convnext": lambda: _pictures("convnext-mini"),
     "unet": lambda: _pictures("unet-bilinear-mini"),
     "cosmoflow": lambda: _pictures("cosmoflow-mini"),
+    "t5": _encoder_decoder,
 }
 PICTURES = ("resnet", "vgg", "convnext", "unet", "cosmoflow")
 BATCH_NORMS = ("resnet", "unet")
-FAMILIES = tuple(name for name in _BUILDERS if name not in PICTURES)
+FAMILIES = tuple(name for name in _BUILDERS if name not in (*PICTURES, "t5"))
 
 
 def build_model(name: str, seed: int = 0) -> nn.Module:

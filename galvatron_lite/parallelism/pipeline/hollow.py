@@ -7,7 +7,9 @@ may ask for their shape or dtype (Vision Transformers of transformers do).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
@@ -43,22 +45,40 @@ def drop_loose_parameters(module: nn.Module, device: torch.device | None = None)
         setattr(module, name, unknown.expand(parameter.shape))
 
 
-def hollow_with_shape(module: nn.Module) -> None:
-    """Drop the module's parameters; its output becomes NaN of the right shape.
+def hollow_with_shape(module: nn.Module, give: Callable[[Any, torch.device], Any] | None = None) -> None:
+    """Drop the module's parameters; its output becomes NaN of the right shape, or what ``give`` makes of it.
 
-    The shape comes from running a copy on the meta device, so it is right for every input. The values only feed glue
-    code whose results another stage computes.
+    The shape comes from running a copy on the meta device, once for the shapes of its arguments, so it is right for
+    every input. The values only feed glue code whose results another stage computes.
+
+    Args:
+        module: changed in place.
+        give: makes of an output on the meta device, and the arguments' device, what the module returns.
     """
     drop_parameters(module)
     shape_model = meta_copy(module).train(module.training)
+    known: dict[object, Any] = {}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        device = _device_of((args, kwargs))
-        with torch.no_grad():
-            output = shape_model(*map_tensors(args, _to_meta), **map_tensors(kwargs, _to_meta))
-        return map_tensors(output, lambda tensor: _unknown(tensor, device))
+        device, key = _device_of((args, kwargs)), _key((args, kwargs))
+        if key not in known:
+            to_meta = partial(_to_meta, _dtype_of(shape_model))
+            with torch.no_grad():
+                known[key] = shape_model(*map_tensors(args, to_meta), **map_tensors(kwargs, to_meta))
+        return give(known[key], device) if give is not None else map_tensors(known[key], partial(_nan, device))
 
     replace_forward(module, forward)
+
+
+def _key(value: Any) -> object:
+    """What the shape of an output depends on."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, Mapping):
+        return tuple((key, _key(item)) for key, item in value.items())
+    if isinstance(value, (tuple, list)):
+        return tuple(_key(item) for item in value)
+    return value if isinstance(value, (bool, int, float, str, NoneType)) else type(value)
 
 
 def _device_of(arguments: Any) -> torch.device:
@@ -66,12 +86,18 @@ def _device_of(arguments: Any) -> torch.device:
     return next((tensor.device for tensor in tensors), torch.get_default_device())
 
 
-def _to_meta(tensor: Tensor) -> Tensor:
-    # by its shape: a picture of which this rank holds a share says the whole one
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+def _dtype_of(module: nn.Module) -> torch.dtype | None:
+    return next((one.dtype for one in module.parameters() if one.is_floating_point()), None)
 
 
-def _unknown(tensor: Tensor, device: torch.device) -> Tensor:
+def _to_meta(dtype: torch.dtype | None, tensor: Tensor) -> Tensor:
+    # by its shape: a picture of which this rank holds a share says the whole one; in the precision of the parameters,
+    # whatever that of compute
+    own = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return torch.empty(tuple(tensor.shape), dtype=own, device="meta")
+
+
+def _nan(device: torch.device, tensor: Tensor) -> Tensor:
     if tensor.is_floating_point():
         return torch.full(tensor.shape, float("nan"), dtype=tensor.dtype, device=device)
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)

@@ -17,9 +17,10 @@ from galvatron_lite.parallelism.pipeline.transfer import (
     Channel,
     Incoming,
     PipelineGroups,
+    Slot,
     Value,
+    arrived,
     differentiable,
-    filled,
     template_of,
 )
 from galvatron_lite.plans.schema import Schedule
@@ -32,7 +33,7 @@ class _InFlight:
     Outputs are edges of the autograd graph, not tensors: once sent, their data is kept only if autograd needs it.
     """
 
-    inputs: list[Tensor]
+    inputs: list[Slot]
     outputs: list[GradientEdge]
     shapes: list[Tensor]
 
@@ -65,8 +66,9 @@ class _Step:
 class PipelineRunner:
     """Runs one stage's share of a training step.
 
-    What travels is what the sender's last layer returns, in that layer's layout, to the rank with the same place in
-    the next stage; the receiver's first layer converts it.
+    What travels is what ``StageModel.run`` returns, each tensor in the layout of the layer that made it, to the rank
+    with the same place in the next stage; the layers that read it convert it. What a stage hands on to a later one goes
+    with what it made itself, and gradients of all its readers are added on their way back.
 
     Args:
         stage: this stage's part of the model; its hooks are attached here, so every other hook must be in place.
@@ -134,7 +136,7 @@ class PipelineRunner:
     def _forward(self, step: _Step, action: Action, following: Action | None) -> None:
         received = self._arrived(step, action)
         template, known = self._templates[step.shape] if self._previous else (None, None)
-        value = filled(template, received)
+        value, slots = arrived(template, received)
         self._expect(step, following)
         given = self._luggage.unpack(value, known) if self._previous else None
         produced = self._stage.run(lambda: step.call(step.microbatches[action.microbatch]), given)
@@ -142,7 +144,7 @@ class PipelineRunner:
         outputs = differentiable(produced)
         edges = [get_gradient_edge(tensor) for tensor in outputs]
         shapes = [torch.empty_like(tensor, device="meta") for tensor in outputs]
-        step.passes[action.microbatch] = _InFlight(differentiable(value), edges, shapes)
+        step.passes[action.microbatch] = _InFlight(slots, edges, shapes)
         if self._next is None:
             step.loss += produced.detach()
         else:
@@ -155,7 +157,7 @@ class PipelineRunner:
         if done.outputs:
             torch.autograd.backward(done.outputs, gradients if self._next else None)
         if self._previous is not None:
-            self._previous.backward.send([_gradient(leaf) for leaf in done.inputs])
+            self._previous.backward.send([slot.taken(self._device) for slot in done.inputs])
 
     def _send(self, neighbour: _Neighbour, shape: object, produced: Value, knowledge: Any) -> None:
         if shape not in self._announced:
@@ -195,8 +197,3 @@ class _Neighbour:
         """Wait for every send under way."""
         self.forward.finish()
         self.backward.finish()
-
-
-def _gradient(leaf: Tensor) -> Tensor:
-    # a value the stage did not use has no gradient; the sender waits for one all the same
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -1,13 +1,18 @@
 """One pipeline stage made from the user's own model object, in place and without tracing its code.
 
 Layers of other stages become hollow (see ``hollow.py``). On every stage the model's ``forward`` runs as the user wrote
-it. Blocks before the stage return what the previous stage sent: exactly what its last layer returned, a tensor or a
-tuple. The first module after the stage ends the run. So glue code between blocks, and around them, needs no changes.
-Modules without parameters before the first block (rotary embeddings, dropout) run on every stage.
+it. Modules before the stage return what they returned on the stage that has them, as far as the stage or a later one
+reads it (see ``flow.py``, ``carry.py``). The run ends behind the stage's last module. So glue code between blocks, and
+around them, needs no changes. Modules without parameters outside the layers (rotary embeddings, dropout) run on every
+stage.
+
+In a chain, where each layer reads what the layer before it made and nothing else, what travels is exactly what the last
+layer of a stage returned, a tensor or a tuple.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,14 +21,17 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.batch import tensors_of
+from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.parallelism.pipeline.carry import Carrier, check_known
+from galvatron_lite.parallelism.pipeline.flow import Flow, units
 from galvatron_lite.parallelism.pipeline.hollow import (
     drop_loose_parameters,
     drop_parameters,
     hollow_with_shape,
     replace_forward,
 )
+from galvatron_lite.parallelism.pipeline.unknown import Output, shape_of, unknown
 
 
 class StageEnd(BaseException):
@@ -38,9 +46,8 @@ class StageModel:
         layers: every layer of the model, in running order.
         own: names of this stage's layers: consecutive and at least one.
         device: where the stage will run; needed for a model on the meta device.
-        arriving: paths of earlier modules whose results the stage receives, as a mapping: skip connections reach over
-            several layers. Empty: one value arrives, what the last layer of the previous stage returned.
-        leaving: the same of the next stage.
+        flow: which layers read what. Without it the model must be a chain; a layer that reads more is refused when it
+            runs.
 
     Attributes:
         model: the user's model object.
@@ -49,7 +56,7 @@ class StageModel:
         last: whether this is the last stage.
 
     Raises:
-        InputError: ``own`` is empty, not consecutive, or names an unknown layer.
+        InputError: ``own`` is empty, not consecutive, or names an unknown layer; or the model cannot be cut there.
     """
 
     def __init__(
@@ -58,18 +65,22 @@ class StageModel:
         layers: Sequence[Layer],
         own: Sequence[str],
         device: torch.device | None = None,
-        arriving: Sequence[str] = (),
-        leaving: Sequence[str] = (),
+        flow: Flow | None = None,
     ) -> None:
         start = _position(layers, own)
         stop = start + len(own)
         self.model = model
         self.layers = tuple(layers[start:stop])
         self.first, self.last = start == 0, stop == len(layers)
-        self._arriving, self._leaving = tuple(arriving), tuple(leaving)
-        self._enters_at_block = start > 0 and layers[start - 1].role is Role.BEFORE and not arriving
+        self._units = tuple(units(model, self.layers))
+        self._carrier = _carrier(flow, layers, start, stop)
+        self._enters_at_block = start > 0 and layers[start - 1].role is Role.BEFORE
+        self._leaves_at_block = not self.last and self.layers[-1].role is Role.BEFORE
+        if flow is not None and self._carrier is not None:
+            self._enters_at_block, self._leaves_at_block = flow.enters(start), flow.enters(stop)
+        self._end = None if flow is None or self._leaves_at_block else flow.last_call(range(start, stop))
+        self._counts: Counter[str] = Counter()
         self._received: Any = None
-        self._kept: dict[str, Any] = {}
         self._produced: Any = None
         self._hollow_earlier(layers[:start], device)
         self._hollow_later(layers[stop:])
@@ -77,18 +88,17 @@ class StageModel:
 
     def attach(self) -> None:
         """Install the hooks that feed and read the stage. Call it after every other hook of its layers is in place:
-        what is sent is what the last layer returns, and what is received enters before other hooks see it.
+        what is sent is what the layers return, and what is received enters before other hooks see it.
         """
+        for path in () if self.first else self._units:
+            check = partial(self._check, path)
+            self.model.get_submodule(path).register_forward_pre_hook(check, prepend=True, with_kwargs=True)
         if self._enters_at_block:
             entry = self.model.get_submodule(self.layers[0].modules[0])
             entry.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-        own = {path for layer in self.layers for path in layer.modules}
-        for path in own & {*self._leaving}:
-            self.model.get_submodule(path).register_forward_hook(partial(self._keep_for_later, path))
-        if not self.last and not self._leaving and self.layers[-1].role is not Role.BEFORE:
-            exit_module = self.model.get_submodule(self.layers[-1].modules[-1])
-            exit_module.register_forward_hook(self._keep)
         if not self.last:
+            for path in self._units:
+                self.model.get_submodule(path).register_forward_hook(partial(self._keep, path))
             self.model.register_forward_hook(self._leave)
 
     def run(self, call: Callable[[], Any], received: Any) -> Any:
@@ -97,52 +107,59 @@ class StageModel:
         Args:
             call: calls the model with a micro-batch. On stages other than the last the call ends where the model
                 returns: what would be done with its output is left out.
-            received: what the previous stage's last layer returned; ignored on the first stage.
+            received: what this returned on the previous stage; ignored on the first stage.
 
         Returns:
-            What the stage's last layer returned; on the last stage what ``call`` returned.
+            What the next stage is to receive: in a chain what the stage's last layer returned, else the tensors that
+            it or a later stage reads, by name. On the last stage what ``call`` returned.
+
+        Raises:
+            InputError: a layer reads what the stage was not sent.
         """
-        self._received, self._produced = received, None
+        self._begin(received)
         try:
             output = call()
         except StageEnd:
             output = None
-        produced = output if self.last else self._handed_on()
-        self._received, self._produced, self._kept = None, None, {}
-        return produced
+        try:
+            if not self.last:
+                return self._sent()
+            if isinstance(output, Tensor):
+                check_known(self.layers[-1].name, output)
+            return output
+        finally:
+            self._begin(None)
 
-    def _handed_on(self) -> Any:
-        if not self._leaving:
-            return self._produced
-        return {path: self._kept[path] if path in self._kept else self._received[path] for path in self._leaving}
+    def _begin(self, received: Any) -> None:
+        self._received, self._produced = received, None
+        self._counts.clear()
+        if self._carrier is not None:
+            self._carrier.begin(received)
 
-    def _keep_for_later(self, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
-        self._kept[path] = output
+    def _sent(self) -> Any:
+        return self._produced if self._carrier is None else self._carrier.produced
 
     def _hollow_earlier(self, earlier: Sequence[Layer], device: torch.device | None) -> None:
         for layer in earlier:
-            for path in layer.modules:
+            for path in units(self.model, [layer]):
                 module = self.model.get_submodule(path)
-                if path in self._arriving:
-                    drop_parameters(module)
-                    replace_forward(module, partial(self._arrived, path))
-                elif layer.role is Role.BEFORE or self._arriving:
-                    if next(module.parameters(), None) is not None:
-                        hollow_with_shape(module)
+                if self._carrier is not None:
+                    hollow_with_shape(module, partial(self._carrier.give, path))
+                elif layer.role is Role.BEFORE:
+                    hollow_with_shape(module)
                 else:
                     drop_parameters(module)
-                    replace_forward(module, self._pass_on)
+                    is_last = path == earlier[-1].modules[-1]
+                    replace_forward(module, self._pass_on if is_last else partial(self._pass_shape, path))
         if earlier:
             for module in _ancestors(self.model, [*earlier, *self.layers]):
                 drop_loose_parameters(module, device)
 
     def _hollow_later(self, later: Sequence[Layer]) -> None:
-        for layer in later:
-            for path in layer.modules:
-                module = self.model.get_submodule(path)
-                if layer.role is Role.BLOCK or next(module.parameters(), None) is not None:
-                    drop_parameters(module)
-                    replace_forward(module, self._stop)
+        for path in units(self.model, later):
+            module = self.model.get_submodule(path)
+            drop_parameters(module)
+            replace_forward(module, self._stop)
 
     def _run_to_end(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # caught inside the model's forward, so that hooks on the whole model (FSDP's among them) see a normal return
@@ -157,28 +174,53 @@ class StageModel:
     def _pass_on(self, *_args: Any, **_kwargs: Any) -> Any:
         return self._received
 
-    def _arrived(self, path: str, *_args: Any, **_kwargs: Any) -> Any:
-        return self._received[path]
+    def _pass_shape(self, path: str, *_args: Any, **_kwargs: Any) -> Any:
+        """Nobody here reads it, but code between layers may change it in place: like what came, without values."""
+        sources = frozenset([Output(path, 0, "")])
+        return map_tensors(self._received, lambda tensor: unknown(shape_of(tensor), sources, tensor.device))
 
     def _stop(self, *args: Any, **kwargs: Any) -> Any:
-        if self._leaving:
-            raise StageEnd
-        if self.layers[-1].role is Role.BEFORE:
+        if self._leaves_at_block:
             # this stage ends before the first block and has no single last module: it sends what that block would get
             self._produced = next(tensors_of((args, kwargs)))
-        elif self._produced is None:
+            if self._carrier is not None:
+                self._carrier.keep_entry(self._produced)
+        elif self._produced is None and self._units:
             remedy = "A module of a later stage runs earlier. Give an example batch, so that the order is known."
             raise InputError("layers", self.layers[-1].name, remedy)
         raise StageEnd
 
-    def _enter(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (self._received, *args[1:]), kwargs
-        name = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
-        return args, {**kwargs, name: self._received}
+    def _check(self, path: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        check_known(path, (args, kwargs))
 
-    def _keep(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        self._produced = output
+    def _enter(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        received = self._received if self._carrier is None else self._carrier.entry
+        if args:
+            return (received, *args[1:]), kwargs
+        name = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
+        return args, {**kwargs, name: received}
+
+    def _keep(self, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        call = self._counts[path]
+        self._counts[path] += 1
+        if path == self._units[-1]:
+            self._produced = output
+        if self._carrier is not None:
+            self._carrier.keep(path, call, output)
+        if (path, call) == self._end:
+            # at once: code behind it, which the next stage runs, may change the output in place
+            raise StageEnd
+
+
+def _carrier(flow: Flow | None, layers: Sequence[Layer], start: int, stop: int) -> Carrier | None:
+    """What carries outputs of layers between the stages; None in a chain, and where nothing is known."""
+    if flow is None:
+        return None
+    for cut in {start, stop} - {0, len(layers)}:
+        flow.check(cut, layers)
+    if flow.is_chain:
+        return None
+    return Carrier(flow.crossing(start), flow.crossing(stop), flow.enters(stop))
 
 
 def _position(layers: Sequence[Layer], own: Sequence[str]) -> int:

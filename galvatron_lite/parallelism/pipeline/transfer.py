@@ -126,10 +126,56 @@ def template_of(value: Value) -> Value:
     )
 
 
-def filled(template: Value, tensors: list[Tensor]) -> Value:
-    """A value like the template that holds these tensors; those that need gradients become leaves that ask for them."""
-    source = iter(tensors)
-    return map_tensors(template, lambda like: next(source).requires_grad_(like.requires_grad))
+class Slot:
+    """Where the gradient of a tensor that arrived is put.
+
+    Attributes:
+        like: the tensor's shape and dtype.
+        gradient: None until backward, and where nobody used the tensor.
+    """
+
+    __slots__ = ("gradient", "like")
+
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
+        self.gradient: Tensor | None = None
+
+    def taken(self, device: torch.device) -> Tensor:
+        """The gradient; zeros where there is none: the sender waits for one all the same."""
+        return torch.zeros_like(self.like, device=device) if self.gradient is None else self.gradient
+
+
+def arrived(template: Value, tensors: list[Tensor]) -> tuple[Value, list[Slot]]:
+    """A value like the template that holds these tensors, and a slot for each that needs a gradient.
+
+    Those are no leaves, so that code may change them in place, and they live no longer than autograd needs them.
+    """
+    source, slots = iter(tensors), list[Slot]()
+
+    def fill(like: Tensor) -> Tensor:
+        tensor = next(source)
+        if not like.requires_grad:
+            return tensor
+        slots.append(Slot(like))
+        anchor = torch.empty(0, device=tensor.device, requires_grad=True)
+        made: Tensor = _Arrival.apply(anchor, tensor, slots[-1])  # type: ignore[no-untyped-call]
+        return made
+
+    return map_tensors(template, fill), slots
+
+
+class _Arrival(torch.autograd.Function):
+    """Puts the gradient into the slot; the anchor has no data, but makes the result ask for a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, tensor: Tensor, slot: Slot) -> Tensor:
+        ctx.slot = slot
+        return tensor.data  # the same storage, but no view, which autograd would not let others change
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.slot.gradient = gradient
+        return None, None, None
 
 
 def differentiable(value: Value) -> list[Tensor]:

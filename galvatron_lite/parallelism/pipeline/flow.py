@@ -1,0 +1,198 @@
+"""Which layers' outputs are read where, through whatever code lies between, as a run of a copy on meta shows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_places, map_tensors, resize_batch, tensors_of
+from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.model.trace_meta import meta_copy
+from galvatron_lite.model.trace_record import Recorder
+from galvatron_lite.model.trace_run import explaining, shapes_only
+from galvatron_lite.parallelism.pipeline.unknown import Output, Sources, shape_of, sources_of, unknown
+
+_META = torch.device("meta")
+_SAMPLES = 2
+LOOSE = -1
+"""Instead of a call's number: a parameter that no layer holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A layer reads something.
+
+    Attributes:
+        sources: what that is made of.
+        reader: place of the layer among the layers.
+        is_entry: whether it is the hidden state that the first block is given, made by code behind the layer before.
+    """
+
+    sources: Sources
+    reader: int
+    is_entry: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """How tensors go between the layers of a model.
+
+    Attributes:
+        places: of the layers' modules: the number of their layer.
+        calls: of the layers' modules, in order: path, and how many times it had run before.
+        reads: in order.
+    """
+
+    places: Mapping[str, int]
+    calls: tuple[tuple[str, int], ...]
+    reads: tuple[Read, ...]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each layer reads what the layer before it made, and nothing else."""
+        pairs = ((one, read.reader) for read in self.reads for one in read.sources if not read.is_entry)
+        return all(reader - self.places.get(one.path, 0) in ((0, 1), (0,))[one.call == LOOSE] for one, reader in pairs)
+
+    def enters(self, cut: int) -> bool:
+        """Whether the stage that begins at layer ``cut`` is given its first block's input instead of outputs."""
+        return cut == 1 and any(read.is_entry for read in self.reads)
+
+    def crossing(self, cut: int) -> tuple[Output, ...]:
+        """Outputs of layers before ``cut`` that it, or a layer after it, reads; in the order they are made."""
+        order = {call: number for number, call in enumerate(self.calls)}
+        return tuple(sorted(self._crossing(cut), key=lambda one: (order[one.path, one.call], one.place)))
+
+    def last_call(self, own: range) -> tuple[str, int] | None:
+        """Behind which call the stage of these layers has done all its work; None: it calls no module."""
+        return next((call for call in reversed(self.calls) if self.places[call[0]] in own), None)
+
+    def check(self, cut: int, layers: Sequence[Layer]) -> None:
+        """Refuse a stage that begins at layer ``cut`` where the model cannot be cut there.
+
+        Raises:
+            InputError: a module of an earlier layer runs again behind it, or code behind it reads a parameter that no
+                layer holds.
+        """
+        later = [number for number, (path, _) in enumerate(self.calls) if self.places[path] >= cut]
+        for path, _ in self.calls[later[0] :] if later else ():
+            if self.places[path] < cut:
+                remedy = f"{path} runs again behind it: put the layers between into one stage."
+                raise InputError("stages", layers[cut].name, remedy)
+        for one in self._sources(cut):
+            if one.call == LOOSE:
+                remedy = f"It reads the parameter {one.path}, which no layer holds: begin no stage here or before."
+                raise InputError("stages", layers[cut].name, remedy)
+
+    def _crossing(self, cut: int) -> Sources:
+        return frozenset(one for one in self._sources(cut) if self.places.get(one.path, 0) < cut)
+
+    def _sources(self, cut: int) -> Iterator[Output]:
+        """Of all that is read behind ``cut``, but for the entry where that is what is sent."""
+        for read in self.reads:
+            if read.reader >= cut and not (cut == 1 and read.is_entry):
+                yield from read.sources
+
+
+def flow_of(model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: LossFn | None = None) -> Flow:
+    """How tensors go between the layers of a model when it is trained on such a batch.
+
+    Args:
+        model: on any device; a copy is run on the meta device.
+        layers: of the model, in running order.
+        batch: an example.
+        loss_fn: how the loss is made of the output, which the last layer reads. Where it does not run on the meta
+            device, all of the output counts as read.
+
+    Raises:
+        TraceError: the model does not run on the batch.
+    """
+    twin, example = meta_copy(model), resize_batch(batch, _SAMPLES)
+    seen = _Seen(units(twin, layers), _first_block(layers))
+    _mark_loose(twin, layers)
+    with ExitStack() as stack:
+        for path in seen.places:
+            module = twin.get_submodule(path)
+            module.register_forward_pre_hook(partial(seen.enter, path), with_kwargs=True)
+            module.register_forward_hook(partial(seen.leave, path))
+        stack.enter_context(explaining("", twin))
+        stack.enter_context(shapes_only(Recorder()))
+        stack.enter_context(torch.no_grad())
+        output = call_model(twin, example)
+        seen.reads.append(Read(sources_of(_lossy(output, example, loss_fn)), len(layers) - 1))
+    return Flow(seen.places, tuple(seen.calls), tuple(seen.reads))
+
+
+@dataclass(slots=True)
+class _Seen:
+    places: dict[str, int]
+    first_block: str
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    outputs: list[Tensor] = field(default_factory=list)
+
+    def enter(self, path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.calls.append((path, self.counts[path]))
+        hidden = next(tensors_of((args, kwargs)), None) if path == self.first_block and not self.counts[path] else None
+        for tensor in tensors_of((args, kwargs)):
+            made = tensor is hidden and all(tensor is not other for other in self.outputs)
+            if sources := sources_of(tensor):
+                self.reads.append(Read(sources, self.places[path], made))
+        return map_tensors((args, kwargs), shape_of)
+
+    def leave(self, path: str, _: nn.Module, __: Any, output: Any) -> Any:
+        call = self.counts[path]
+        self.counts[path] += 1
+
+        def told(place: str, tensor: Tensor) -> Tensor:
+            made = unknown(shape_of(tensor), frozenset([Output(path, call, place)]), _META)
+            self.outputs.append(made)
+            return made
+
+        return map_places(output, told)
+
+
+def units(model: nn.Module, layers: Sequence[Layer]) -> dict[str, int]:
+    """Modules that one stage alone runs, by path the number of their layer, in running order.
+
+    Others (dropout, rotary embeddings) run wherever they are met.
+    """
+    return {
+        path: number
+        for number, layer in enumerate(layers)
+        for path in layer.modules
+        if layer.role is Role.BLOCK or next(model.get_submodule(path).parameters(), None) is not None
+    }
+
+
+def _first_block(layers: Sequence[Layer]) -> str:
+    before = bool(layers) and layers[0].role is Role.BEFORE
+    return layers[1].modules[0] if before and len(layers) > 1 and layers[1].modules else ""
+
+
+def _mark_loose(model: nn.Module, layers: Sequence[Layer]) -> None:
+    """Make parameters that no layer's modules hold known by their name."""
+    units = {path for layer in layers for path in layer.modules}
+    held = {id(p) for path in units for p in model.get_submodule(path).parameters()}
+    for prefix, module in list(model.named_modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in held:
+                source = Output(f"{prefix}.{name}".lstrip("."), LOOSE, "")
+                delattr(module, name)
+                setattr(module, name, unknown(shape_of(parameter), frozenset([source]), _META))
+
+
+def _lossy(output: Any, batch: Any, loss_fn: LossFn | None) -> Any:
+    """The loss, or the whole output where none can be made of it."""
+    try:
+        return loss_of(output, batch, loss_fn)
+    except Exception:  # the user's function, on tensors without values
+        return output

@@ -1,0 +1,128 @@
+"""Tensors without values, which know the outputs of layers that they are made of.
+
+Code between layers runs on every pipeline stage, also on what another stage has and nobody here reads. It is given such
+tensors: every torch function tells their shapes alone, without work and memory. In a run of the whole model they show
+what a layer reads, through whatever code lies between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from galvatron_lite.model.batch import map_tensors, tensors_of
+from galvatron_lite.parallelism.cuts.tensor import CutTensor, name_of, shares_only
+
+
+class Output(NamedTuple):
+    """A tensor that a layer's module returned.
+
+    Attributes:
+        path: of the module; a parameter that no layer holds has its own path and call -1.
+        call: how many times it had run before in this pass.
+        place: of the tensor in what it returned (see ``map_places``).
+    """
+
+    path: str
+    call: int
+    place: str
+
+
+Sources = frozenset[Output]
+
+
+class UnknownTensor(CutTensor):
+    """See the module; made by ``unknown``. A subclass of cut tensors, so that among them it is asked first.
+
+    Attributes:
+        sources: what it is made of.
+        home: the device that it tells.
+    """
+
+    sources: Sources
+    home: torch.device
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Do with the shapes what the function does with values."""
+        name, given = name_of(func), {} if kwargs is None else kwargs
+        first = args[0] if args else None
+        one = next(tensor for tensor in tensors_of((args, given)) if isinstance(tensor, UnknownTensor))
+        if name == "device":
+            return one.home
+        if name in _MAKERS:
+            return func(_stand_in(one), *args[1:], **given)
+        if name in ("to", "cpu", "cuda"):
+            args, given = _without_device((first, *args[1:]), given)
+        sources, home = sources_of((args, given)), one.home
+        if _writes(name) and isinstance(first, Tensor):
+            return _written(func, first, args[1:], given, sources)
+        with shares_only():
+            result = func(*map_tensors(args, shape_of), **map_tensors(given, shape_of))
+        return map_tensors(result, lambda tensor: unknown(tensor, sources, home))
+
+
+def unknown(shape: Tensor, sources: Sources, home: torch.device) -> Tensor:
+    """A tensor on the meta device, which nobody else holds, as an unknown one.
+
+    Args:
+        shape: it becomes the unknown tensor.
+        sources: what it is made of.
+        home: the device that it is to tell.
+    """
+    made: UnknownTensor = shape  # type: ignore[assignment]
+    made.__class__ = UnknownTensor
+    made.sources, made.home, made.cuts = sources, home, ()
+    return made
+
+
+def sources_of(value: Any) -> Sources:
+    """What the unknown tensors in a nest are made of."""
+    found = (tensor.sources for tensor in tensors_of(value) if isinstance(tensor, UnknownTensor))
+    return frozenset().union(*found)
+
+
+def shape_of(tensor: Tensor) -> Tensor:
+    """A plain tensor on the meta device like it; of a share as large as the whole."""
+    if not isinstance(tensor, UnknownTensor):
+        return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
+    with shares_only():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+_NEW = ("new_tensor", "new_empty", "new_full", "new_ones", "new_zeros")
+_LIKE = ("empty_like", "full_like", "ones_like", "zeros_like", "rand_like", "randn_like", "randint_like")
+_MAKERS = frozenset((*_NEW, *_LIKE))
+"""Functions that ask a tensor for its shape, dtype and device alone."""
+
+
+def _stand_in(tensor: UnknownTensor) -> Tensor:
+    shape = shape_of(tensor)
+    return torch.empty((), dtype=shape.dtype, device=tensor.home).expand(shape.shape)
+
+
+def _without_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    kept = tuple(one for one in args if not isinstance(one, (str, torch.device)))
+    return kept, {key: one for key, one in kwargs.items() if key != "device"}
+
+
+def _writes(name: str) -> bool:
+    """Whether a function changes its first argument."""
+    augmented = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+    return name == "__setitem__" or augmented or (name.endswith("_") and not name.endswith("__"))
+
+
+def _written(func: Callable[..., Any], target: Tensor, args: Any, kwargs: Any, sources: Sources) -> Any:
+    """What was written to is unknown from now on."""
+    if not isinstance(target, UnknownTensor):
+        unknown(target, sources, target.device)
+    target.sources = sources  # type: ignore[attr-defined]
+    with shares_only():
+        if target.is_meta:
+            func(target, *map_tensors(args, shape_of), **map_tensors(kwargs, shape_of))
+    return target

@@ -1,0 +1,55 @@
+"""Pipelines of models whose layers read more than what the layer before them made train like one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.plans.schema import Plan, Schedule
+from tests.equivalence.plans import write_plan
+from tests.equivalence.training import SAMPLES, make_case, train_alone, train_under_plans
+from tests.pool import WorkerPool
+
+ROWS, COLUMNS, SAMPLED, SHARED = Strategy(height=2), Strategy(width=2), Strategy(data=2), Strategy(zero=2, zero_stage=3)
+MATMULS = Strategy(tensor=2)
+
+
+def cut_plan(
+    names: Sequence[str],
+    cuts: Sequence[int],
+    strategies: Sequence[Strategy],
+    microbatches: int = 1,
+    schedule: Schedule = Schedule.ONE_F_ONE_B,
+) -> Plan:
+    """Stages that begin at the cuts; strategies go round the layers."""
+    stages = [names[start:stop] for start, stop in pairwise([0, *cuts, len(names)])]
+    chosen = {name: strategies[place % len(strategies)] for place, name in enumerate(names)}
+    devices = len(stages) * strategies[0].devices
+    return write_plan(stages, chosen, devices=devices, batch=SAMPLES, microbatches=microbatches, schedule=schedule)
+
+
+def test_skip_connections(pool: WorkerPool) -> None:
+    """Each skip connection in the layout of the layer that made it."""
+    case = make_case("unet")
+    names = [layer.name for layer in case.layers]
+    plans = [
+        cut_plan(names, (3,), [ROWS, SAMPLED]),
+        cut_plan(names, (2,), [COLUMNS, SHARED, ROWS]),
+        cut_plan(names, (4,), [SAMPLED, COLUMNS]),
+        cut_plan(names, (1, 3, 5), [Strategy()]),
+    ]
+    results = pool.run(4, train_under_plans, case=case, plans=plans, reference=train_alone("unet"))
+    assert [wrong for rank in results for wrong in rank] == []
+
+
+def test_encoder_and_decoder(pool: WorkerPool) -> None:
+    case = make_case("t5")
+    names = [layer.name for layer in case.layers]
+    plans = [
+        cut_plan(names, (3,), [SAMPLED, SHARED, SHARED, SAMPLED], microbatches=4),
+        cut_plan(names, (6,), [SAMPLED, MATMULS, MATMULS, SAMPLED], microbatches=2),
+        cut_plan(names, (3, 4, 6), [Strategy()], microbatches=2, schedule=Schedule.GPIPE),
+    ]
+    results = pool.run(4, train_under_plans, case=case, plans=plans, reference=train_alone("t5"))
+    assert [wrong for rank in results for wrong in rank] == []
