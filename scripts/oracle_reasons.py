@@ -151,6 +151,18 @@ _REASONS: tuple[tuple[dict[str, str], str], ...] = (
         {"source": "dle-cnn", "words": "efficientnet"},
         "depthwise convolutions channels first in TF32: rates are those of 16 bits on an RTX 3090",
     ),
+    (
+        {"source": "dle-cnn", "words": "nnunet-3d", "sign": "fast"},
+        "convolutions of volumes are counted at the rate of pictures'; no constant was chosen on this network",
+    ),
+    (
+        {"source": "dle-cnn", "words": "unet_medical", "sign": "fast"},
+        "TensorFlow 1 without XLA, small batches; no constant was chosen on this network",
+    ),
+    (
+        {"source": "dle-cnn", "words": "nnunet-2d", "sign": "fast"},
+        "instance normalisation as one kernel, likely several; no constant was chosen on this network",
+    ),
     ({"strategy": "data", "words": "vgg16, 4 GPUs"}, "50 ms beyond one GPU, of which NVLink explains 7"),
     ({"strategy": "data", "source": "logs"}, "reading ImageNet is part of the iteration"),
     ({"source": "torchgpipe"}, "the most uneven balance of layers, which the partition's own recomputation depends on"),

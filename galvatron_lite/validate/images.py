@@ -44,6 +44,9 @@ _LAST_RECIPES = (("pytorch-ddp", "ssd300_resnet50"),)
 """Recipes that keep pictures channels last in every precision (DeepLearningExamples, PyTorch/Detection/SSD, main.py:
 ``--data-layout`` is ``channels_last``)."""
 
+_FIRST_RECIPES = (("pytorch-ddp", "nnunet_2d"), ("pytorch-ddp", "nnunet_3d"))
+"""Recipes that keep them channels first in every precision (PyTorch/Segmentation/nnUNet: PyTorch's own layout)."""
+
 _PARTITIONING = ("torchgpipe",)
 """Software that recomputes a partition of its pipeline as a whole (``partitioned``)."""
 
@@ -60,7 +63,8 @@ def image_model(run: PublishedRun, stack: Stack) -> ModelGraph | Skipped:
     precision = _item_precision(run.precision)
     side = run.image_size or 224
     last = _LAST.search(run.said) is not None or (precision == "fp16" and stack.name in _LAST_STACKS)
-    last = last or (stack.name, canonical(run.model)) in _LAST_RECIPES
+    recipe = (stack.name, canonical(run.model))
+    last = (last or recipe in _LAST_RECIPES) and recipe not in _FIRST_RECIPES
     graph = _named(canonical(run.model), side, precision, stack.kernels, last)
     if graph is not None and ("xla" in run.said or (stack.fuses_norms and last and precision == "fp16")):
         graph = _together(graph)

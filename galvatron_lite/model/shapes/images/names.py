@@ -16,6 +16,7 @@ from galvatron_lite.model.shapes.images.classic import dense_graph, vgg_graph
 from galvatron_lite.model.shapes.images.crossstage import cross_graph, cross_of
 from galvatron_lite.model.shapes.images.detection import detector_graph
 from galvatron_lite.model.shapes.images.evolved import evolved_graph
+from galvatron_lite.model.shapes.images.medical import MEDICAL, medical_graph
 from galvatron_lite.model.shapes.images.mirrored import mirrored_graph
 from galvatron_lite.model.shapes.images.mixnet import mixnet_graph, mixnet_of
 from galvatron_lite.model.shapes.images.mobile import mobile_graph
@@ -194,6 +195,8 @@ def _lettered(name: str) -> Builder | None:
     if found := re.fullmatch(r"(?:tv_)?vgg(11|13|16|19)(_bn)?", name):
         depth, norm = int(found[1]), bool(found[2])
         return lambda side, classes, precision, size: vgg_graph(name, depth, norm, side, classes, precision, size)
+    if name in MEDICAL:
+        return lambda _, __, precision, size: medical_graph(name, MEDICAL[name], precision, size)
     if name == "ssd300_resnet50":
         return lambda side, _, precision, size: detector_graph(name, side, precision, size)
     if found := re.fullmatch(r"amoebanet_d_l(\d+)_d(\d+)", name):
