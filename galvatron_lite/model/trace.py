@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import TraceError
-from galvatron_lite.model.batch import LossFn, map_tensors, resize_batch, sequence_length, tensors_of
+from galvatron_lite.model.batch import LossFn, loss_of, map_tensors, resize_batch, sequence_length, tensors_of
 from galvatron_lite.model.discover import arrange_layers, unit_paths
 from galvatron_lite.model.discover_blocks import BlockNames, find_blocks
 from galvatron_lite.model.discover_signature import signature
@@ -131,6 +132,15 @@ def _block_calls(layers: Sequence[Layer], seen: Observation) -> tuple[BlockCall,
     return calls
 
 
+def _ends(output: Any, batch: Any, loss_fn: LossFn | None) -> list[Tensor]:
+    """The loss; all of the output where that cannot be seen (the user's function may need data)."""
+    try:
+        with torch.device("meta"):
+            return [loss_of(output, batch, loss_fn)]
+    except Exception:
+        return list(tensors_of(output))
+
+
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
@@ -183,7 +193,9 @@ class _Capture:
             if layer.role is Role.BLOCK:
                 first.setdefault(layer.kind, layer)
         found = {kind: self._block(layer) for kind, layer in first.items()}
-        tensors = passed_between(self.layers, self.seen, SAMPLES, {kind: own[2] for kind, own in found.items()})
+        borrowing = {kind: own[2] for kind, own in found.items()}
+        ends = [_ends(one.output, batch, loss_fn) for one, batch in zip(self.seen, batches, strict=True)]
+        tensors = passed_between(self.layers, self.seen, SAMPLES, borrowing, ends)
         blocks, lending = self._lending({kind: block for kind, (block, _, _) in found.items()}, tensors)
         sides = [figure.whole.side - _read(tensors, first[kind], lending) for kind, (_, figure, _) in found.items()]
         edges = self._edges(batches, loss_fn, max(sides, default=0))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.model.graph import Layer, Passed, Role
@@ -13,6 +14,8 @@ from galvatron_lite.model.trace_run import Observation
 
 _Key = tuple[int, int]
 """The call that made a tensor, by its number, and the tensor's number among what that gave."""
+_Edge = tuple[Node | None, int]
+"""Where a tensor stands in the graph of autograd: the node that made it, and its number among what that gave."""
 
 
 @dataclass(slots=True)
@@ -29,21 +32,24 @@ def passed_between(
     seen: Sequence[Observation],
     samples: Sequence[int],
     borrowing: Mapping[str, Collection[int]],
+    ends: Sequence[Sequence[Tensor]] = ((), ()),
 ) -> tuple[Passed, ...]:
     """Tensors that go from one layer to others, per sample; empty where each is read by the next layer alone.
 
     Only tensors that take gradients: others (masks, position tables) every pipeline stage makes from the batch. Tensors
-    are told apart by their storage; what a block hands on it counts as having made. What no module gave (made by the
-    model's own code between layers) counts as the work of the layer that ran before its first reader, and reads by the
-    model's own code count as the next layer's. What does not grow with the batch is left out.
+    are told apart by their storage; what a block hands on it counts as having made. What the model's own code between
+    layers makes of their outputs (a concatenation) the reader makes itself: it reads each of these outputs. But what is
+    made before the first block counts as the work of the layer before it. The loss counts as read by the last layer.
+    What does not grow with the batch is left out.
 
     Args:
         layers: of the model.
         seen: the model's run at each number of samples.
         samples: those numbers, two.
         borrowing: per kind of layer, places of inputs that its backward needs and its kind does not count as kept.
+        ends: of each run, what the loss is made of (or the loss itself).
     """
-    first, second = (_sent(layers, observation, borrowing) for observation in seen)
+    first, second = (_sent(layers, *run, borrowing) for run in zip(seen, ends, strict=True))
     place = {layer.name: number for number, layer in enumerate(layers)}
     found = []
     for key, sent in first.items():
@@ -61,34 +67,89 @@ def lent(tensors: Sequence[Passed], layer: str) -> int:
     return sum(tensor.size for tensor in tensors if tensor.borrowed and tensor.producer == layer)
 
 
-def _sent(layers: Sequence[Layer], seen: Observation, borrowing: Mapping[str, Collection[int]]) -> dict[_Key, _Sent]:
+def _sent(
+    layers: Sequence[Layer], seen: Observation, ends: Sequence[Tensor], borrowing: Mapping[str, Collection[int]]
+) -> dict[_Key, _Sent]:
     """Tensors by the call that made them; readers are layers after it, with whether they borrow it."""
     owner = {path: layer.name for layer in layers for path in layer.modules}
     place = {layer.name: number for number, layer in enumerate(layers)}
     borrowed = {layer.name: borrowing.get(layer.kind, ()) for layer in layers if layer.role is Role.BLOCK}
-    current, made, sent = layers[0].name, dict[int, _Key](), dict[_Key, _Sent]()
+    sight = _Sight(place, layers[0].name)
     for number, call in enumerate(seen.calls):
-        reader = _running(owner, place, current, call.path)
+        reader = _running(owner, place, sight.current, call.path)
         for index, tensor in enumerate(call.inputs):
-            if not tensor.requires_grad:
-                continue
-            key = made.setdefault(_storage(tensor), (number, -1 - index))
-            known = sent.setdefault(key, _Sent(current, tensor.nbytes))
-            if place[reader] > place[known.producer]:
-                takes = index in borrowed.get(call.path, ())
-                known.readers[reader] = known.readers.get(reader, False) or takes
-        current = reader
+            sight.read(tensor, reader, (number, -1 - index), index in borrowed.get(call.path, ()))
+        sight.current = reader
         for index, tensor in enumerate(tensors_of(call.output)):
-            if tensor.requires_grad:
-                made[_storage(tensor)] = (number, index)
-                sent[number, index] = _Sent(current, tensor.nbytes)
-    return sent
+            sight.make(tensor, (number, index))
+    for index, tensor in enumerate(ends):
+        sight.read(tensor, layers[-1].name, (len(seen.calls), -1 - index), False)
+    return sight.sent
+
+
+@dataclass(slots=True)
+class _Sight:
+    """What was seen of a run so far.
+
+    Attributes:
+        place: of each layer.
+        current: the layer that runs.
+        made: tensors by their storage.
+        edges: tensors by their place in the graph of autograd.
+        sent: who made and who read them.
+    """
+
+    place: Mapping[str, int]
+    current: str
+    made: dict[int, _Key] = field(default_factory=dict)
+    edges: dict[_Edge, _Key] = field(default_factory=dict)
+    sent: dict[_Key, _Sent] = field(default_factory=dict)
+
+    def make(self, tensor: Tensor, key: _Key) -> None:
+        """The layer that runs gave a tensor."""
+        if tensor.requires_grad:
+            self.made[_storage(tensor)] = self.edges[_edge(tensor)] = key
+            self.sent[key] = _Sent(self.current, tensor.nbytes)
+
+    def read(self, tensor: Tensor, reader: str, key: _Key, borrows: bool) -> None:
+        """A layer is given a tensor; what no layer gave gets the key."""
+        if not tensor.requires_grad:
+            return
+        if _storage(tensor) not in self.made:
+            sources = set(self._sources(tensor))
+            if sources and (self.place[self.current] or any(self.place[self.sent[one].producer] for one in sources)):
+                for one in sources:
+                    self._note(one, reader, False)
+                return
+            self.made[_storage(tensor)] = key
+            self.sent[key] = _Sent(self.current, tensor.nbytes)
+        self._note(self.made[_storage(tensor)], reader, borrows)
+
+    def _note(self, key: _Key, reader: str, borrows: bool) -> None:
+        known = self.sent[key]
+        if self.place[reader] > self.place[known.producer]:
+            known.readers[reader] = known.readers.get(reader, False) or borrows
+
+    def _sources(self, tensor: Tensor) -> Iterator[_Key]:
+        """The outputs of layers that code between layers made a tensor of."""
+        waiting, met = [_edge(tensor)], set[_Edge]()
+        while waiting:
+            edge = waiting.pop()
+            if edge in self.edges:
+                yield self.edges[edge]
+            elif edge[0] is not None and edge not in met:
+                met.add(edge)
+                waiting += edge[0].next_functions
 
 
 def _running(owner: Mapping[str, str], place: Mapping[str, int], current: str, path: str) -> str:
     """The layer that a module's call belongs to: its own, but a module run again is part of what runs now."""
     own = owner.get(path, current)
     return own if place[own] >= place[current] else current
+
+
+def _edge(tensor: Tensor) -> _Edge:
+    return tensor.grad_fn, tensor.output_nr
 
 
 def _storage(tensor: Tensor) -> int:

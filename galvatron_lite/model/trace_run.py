@@ -41,10 +41,12 @@ class Observation:
     Attributes:
         order: module paths in the order they were entered.
         calls: calls of blocks in order.
+        output: what the model returned.
     """
 
     order: list[str] = field(default_factory=list)
     calls: list[BlockCall] = field(default_factory=list)
+    output: Any = None
 
 
 def running_order(model: nn.Module, batch: Any, blocks: Sequence[str]) -> list[str]:
@@ -84,7 +86,7 @@ def observe(twin: nn.Module, batch: Any, blocks: Sequence[str]) -> Observation:
             stack.callback(leave_handle.remove)
         stack.enter_context(explaining("", twin, entered))
         stack.enter_context(shapes_only(Recorder()))
-        call_model(twin, batch)
+        seen.output = call_model(twin, batch)
     return seen
 
 

@@ -220,3 +220,31 @@ def test_a_traced_decoder_is_a_chain(name: str) -> None:
     config = getattr(transformers, "GPT2Config" if "GPT2" in name else "LlamaConfig")(vocab_size=64, **sizes)
     ids = torch.zeros(2, 8, dtype=torch.long)
     assert trace(getattr(transformers, name)(config), {"input_ids": ids, "labels": ids}).tensors == ()
+
+
+class Glued(nn.Module):
+    """Code of the model itself puts an early output beside a late one, and adds another to what the loss is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(inner, 6) for inner in (6, 6, 6, 12))
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, value: Tensor) -> Tensor:
+        first = self.blocks[0](value)
+        second = self.blocks[1](torch.relu(first))
+        third = self.blocks[2](second)
+        last = self.blocks[3](torch.cat([torch.tanh(first), third], 1))
+        return (self.head(last) + second).mean()
+
+
+def test_what_code_between_layers_is_made_of_is_read() -> None:
+    graph = trace(Glued(), (torch.randn(4, 6),), blocks=[f"blocks.{number}" for number in range(4)])
+    size = 6 * 4
+    assert graph.tensors == (
+        Passed("blocks.0", ("blocks.1", "blocks.3"), size),
+        Passed("blocks.1", ("blocks.2", "after"), size),
+        Passed("blocks.2", ("blocks.3",), size),
+        Passed("blocks.3", ("after",), size),
+    )
+    assert graph.crossings() == (0, 0, size, 2 * size, 3 * size, 2 * size, 0)

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.batch import call_model, loss_of, tensors_of
+from galvatron_lite.model.batch import batch_size, call_model, loss_of, tensors_of
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.pipeline.flow import flow_of
 from galvatron_lite.parallelism.pipeline.stage import StageModel
@@ -250,6 +251,20 @@ def test_only_what_is_read_later_travels() -> None:
         value = stage.run(lambda stage=stage: call_stage(stage, batch), value)  # type: ignore[misc]
         sent.append(list(value))
     assert sent == [["inc", "downs.0"], ["inc", "downs.0", "downs.1"], ["ups.1"]]
+
+
+@pytest.mark.parametrize(
+    "case", ["unet", "unet-bilinear", "first_read_by_last", "read_by_several", "writes_into_buffer"]
+)
+def test_as_many_bytes_travel_as_the_graph_says(case: str) -> None:
+    model, batch, layers = CASES[case]()
+    blocks = [layer.name for layer in layers if layer.role is Role.BLOCK]
+    graph = trace(model, batch, loss_fn=loss_fn, blocks=blocks)
+    assert [layer.name for layer in graph.layers] == [layer.name for layer in layers]
+    for cut in range(1, len(layers)):
+        stage = cut_model(model, layers, [cut], batch)[0]
+        sent = stage.run(lambda stage=stage: call_stage(stage, batch), None)  # type: ignore[misc]
+        assert sum(one.nbytes for one in tensors_of(sent)) == graph.crossing(cut) * batch_size(batch), cut
 
 
 def test_a_chain_sends_what_its_last_layer_returned() -> None:
