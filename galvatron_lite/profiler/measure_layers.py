@@ -189,15 +189,18 @@ def block_memory(run: Callable[..., Any], call: BlockCall, device: torch.device)
     """Bytes of one forward and backward of a block whose parameters have gradients.
 
     The input is made inside the tracked region and let go of by the caller, so it counts for as long as the block
-    itself keeps it. The output is let go of after forward.
+    itself keeps it. The output is let go of after forward; what the block keeps of it all the same (a ReLU at its end
+    does) counts with the layer that it enters, as in a captured graph.
     """
     leaf = hidden_state(call.args, call.kwargs).detach().clone().requires_grad_()
     _forward_backward(run, call, leaf, lambda: None)
     leaf.grad = None
+    passed = _kept_output(run, call, leaf)
     with track_peak(device) as tracked:
         _forward_backward(run, call, leaf, tracked.mark)
     forward, backward = tracked.phases
-    return segment_memory(forward, backward, 0, small=_seed_bytes(device))
+    memory = segment_memory(forward, backward, 0, small=_seed_bytes(device))
+    return replace(memory, kept=max(memory.kept - passed, 0))
 
 
 def segment_memory(forward: Phase, backward: Phase, earlier: int, small: int = 0) -> SegmentMemory:
@@ -214,6 +217,19 @@ def _forward_backward(run: Callable[..., Any], call: BlockCall, leaf: Tensor, be
     seed = _forward(run, call, leaf)
     between()
     seed.backward()  # type: ignore[no-untyped-call]
+
+
+def _kept_output(run: Callable[..., Any], call: BlockCall, leaf: Tensor) -> int:
+    """Bytes of a block's result that its own operators keep for backward."""
+    kept: set[int] = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        outputs = differentiable(_plain(run, call, leaf.clone()))
+    return storage_bytes(one for one in outputs if one.untyped_storage().data_ptr() in kept)
 
 
 def _forward(run: Callable[..., Any], call: BlockCall, leaf: Tensor) -> Tensor:

@@ -108,6 +108,14 @@ def recomputing(block: nn.Module, choice: Recompute) -> nn.Module:
     return make_shard(block, LayerSetting("block", 4, recompute=choice), TensorPlan(), CPU)
 
 
+def test_a_result_that_the_block_keeps_counts_with_the_next_one() -> None:
+    """ReLU keeps its result, which is what the next block enters with; so blocks on end count each picture once."""
+    ends, goes_on = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4)
+    call = BlockCall((torch.randn(64, 4),), {}, torch.empty(64, 4, device="meta"))
+    kept = [block_memory(block, call, CPU).kept for block in (ends, goes_on)]
+    assert kept == [64 * 4 * 4, 64 * 4 * 4]
+
+
 def test_full_recompute_keeps_the_input() -> None:
     block, call = gpt_block(4)
     memory = block_memory(
