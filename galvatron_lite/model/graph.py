@@ -292,6 +292,7 @@ class ModelGraph:
         ties: shared parameters.
         source: where the graph comes from (``traced``, ``shapes``), for people.
         notes: what the reader should know (blocks without tensor parallelism and why).
+        whole: why the layers cannot be on several pipeline stages; empty where they can.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -304,6 +305,7 @@ class ModelGraph:
     ties: tuple[Tie, ...] = ()
     source: str = "traced"
     notes: tuple[str, ...] = field(default=())
+    whole: str = ""
 
     def kind_of(self, layer: Layer) -> LayerKind:
         """The kind of a layer."""

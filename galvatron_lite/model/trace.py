@@ -35,6 +35,7 @@ from galvatron_lite.model.trace_owners import Owners, find_owners
 from galvatron_lite.model.trace_passed import lent, passed_between
 from galvatron_lite.model.trace_run import BlockCall, Observation, chain_inputs, observe, run_block
 from galvatron_lite.model.trace_tensor import TensorFigures, split_block, split_edges
+from galvatron_lite.model.trace_whole import whole_reason
 
 
 def trace(
@@ -74,7 +75,8 @@ def trace(
     layers = arrange_layers(twin, paths, seen[1].order, _signatures(twin, seen[1]))
     calls = tuple(_block_calls(layers, observation) for observation in seen)
     capture = _Capture(twin, layers, find_owners(twin, layers), seen, calls, _sequence(batches[1], calls[1]))
-    kinds, tensors = capture.kinds(batches, loss_fn)
+    ends = [_ends(one.output, example, loss_fn) for one, example in zip(seen, batches, strict=True)]
+    kinds, tensors = capture.kinds(batches, loss_fn, ends)
     return ModelGraph(
         name=name or type(model).__name__,
         layers=layers,
@@ -83,6 +85,7 @@ def trace(
         sequence=capture.sequence,
         precision=precision_of(twin),
         ties=capture.owners.ties,
+        whole=whole_reason(twin, layers, seen[0], ends[0]),
     )
 
 
@@ -186,15 +189,19 @@ class _Capture:
     calls: tuple[tuple[BlockCall, ...], ...]
     sequence: int
 
-    def kinds(self, batches: Sequence[Any], loss_fn: LossFn | None) -> tuple[dict[str, LayerKind], tuple[Passed, ...]]:
-        """Every kind of layer, in running order, and the tensors that go between layers."""
+    def kinds(
+        self, batches: Sequence[Any], loss_fn: LossFn | None, ends: Sequence[Sequence[Tensor]]
+    ) -> tuple[dict[str, LayerKind], tuple[Passed, ...]]:
+        """Every kind of layer, in running order, and the tensors that go between layers.
+
+        ``ends``: what the loss of each run is made of.
+        """
         first: dict[str, Layer] = {}
         for layer in self.layers:
             if layer.role is Role.BLOCK:
                 first.setdefault(layer.kind, layer)
         found = {kind: self._block(layer) for kind, layer in first.items()}
         borrowing = {kind: own[2] for kind, own in found.items()}
-        ends = [_ends(one.output, batch, loss_fn) for one, batch in zip(self.seen, batches, strict=True)]
         tensors = passed_between(self.layers, self.seen, SAMPLES, borrowing, ends)
         blocks, lending = self._lending({kind: block for kind, (block, _, _) in found.items()}, tensors)
         sides = [figure.whole.side - _read(tensors, first[kind], lending) for kind, (_, figure, _) in found.items()]

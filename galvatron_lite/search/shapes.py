@@ -16,6 +16,7 @@ from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing
 from galvatron_lite.cost.layout import layout
 from galvatron_lite.cost.sharing import sharing_of, tied_groups
 from galvatron_lite.cost.stage import Shape
+from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
@@ -79,7 +80,16 @@ class Request:
 
     @property
     def pipelines(self) -> tuple[int, ...]:
-        """The pipeline degrees to try."""
+        """The pipeline degrees to try.
+
+        Raises:
+            InputError: the pinned degree is none of them.
+        """
+        wanted = self.fixed.pipeline
+        if self.graph.whole and wanted is not None and wanted > 1:
+            raise InputError("pipeline", wanted, f"The model allows {self.graph.whole}.")
+        if self.graph.whole:
+            return (1,)
         return pipeline_degrees(self.devices, len(self.graph.layers), self.fixed, self.cluster)
 
     def fits(self, plan: Plan) -> bool:

@@ -223,4 +223,4 @@ def pipeline_degrees(devices: int, layers: int, fixed: Fixed, cluster: Cluster |
 def reasons(graph: ModelGraph) -> tuple[str, ...]:
     """What dimensions say about the model's layers: why they are limited or not offered."""
     said = (dimension.reason(kind) for kind in graph.kinds.values() for dimension in CHOSEN)
-    return tuple(dict.fromkeys(reason for reason in said if reason))
+    return tuple(dict.fromkeys(reason for reason in (*said, graph.whole) if reason))

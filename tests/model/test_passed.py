@@ -10,12 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.errors import InputError
 from galvatron_lite.files import read_value, write_value
 from galvatron_lite.model.graph import ModelGraph, Passed, Recompute
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.model.shapes.images.names import builder_of
 from galvatron_lite.model.shapes.images.partition import partitioned
 from galvatron_lite.model.trace import trace
+from galvatron_lite.plans.schema import Schedule
+from galvatron_lite.search.shapes import Request
+from galvatron_lite.search.space import Fixed, Space
 from tests.factories import make_graph, make_kind
 
 HALF, SINGLE = 2, 4
@@ -248,3 +252,35 @@ def test_what_code_between_layers_is_made_of_is_read() -> None:
         Passed("blocks.3", ("after",), size),
     )
     assert graph.crossings() == (0, 0, size, 2 * size, 3 * size, 2 * size, 0)
+
+
+class Scaled(Glued):
+    """Its loss has a parameter of its own; or its first block runs again."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.again = again
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, value: Tensor) -> Tensor:
+        hidden = value
+        for block in (*self.blocks[:3], *self.blocks[:1]) if self.again else self.blocks[:3]:
+            hidden = block(hidden)
+        loss: Tensor = self.head(self.blocks[3](torch.cat([hidden, hidden], 1))).mean()
+        return loss if self.again else loss * self.scale
+
+
+@pytest.mark.parametrize(("again", "said"), [(True, "blocks.0 runs again behind blocks.2"), (False, "reads scale")])
+def test_models_that_cannot_be_cut_are_offered_one_stage(again: bool, said: str) -> None:
+    blocks = [f"blocks.{number}" for number in range(4)]
+    whole, cut = (trace(model, (torch.randn(4, 6),), blocks=blocks) for model in (Scaled(again), Glued()))
+    assert said in whole.whole
+    assert cut.whole == ""
+    assert request_of(cut, Fixed()).pipelines == (1, 2, 4)
+    assert request_of(whole, Fixed()).pipelines == (1,)
+    with pytest.raises(InputError, match="no pipeline stages"):
+        _ = request_of(whole, Fixed(pipeline=2)).pipelines
+
+
+def request_of(graph: ModelGraph, fixed: Fixed) -> Request:
+    return Request(graph, 4, 8, 10**9, fixed, (Schedule.GPIPE,), Space(graph, 4))

@@ -1,0 +1,54 @@
+"""Why a model cannot be cut into pipeline stages, as seen while the whole model ran."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from galvatron_lite.model.batch import tensors_of
+from galvatron_lite.model.graph import Layer
+from galvatron_lite.model.trace_run import Observation
+
+
+def whole_reason(model: nn.Module, layers: Sequence[Layer], seen: Observation, ends: Sequence[Tensor]) -> str:
+    """Why not every layer can begin a stage; empty where it can.
+
+    A stage has its own layers' parameters and runs once. So no layer may run again behind a later one, and code behind
+    the first block may read no parameter that no layer's modules hold.
+
+    Args:
+        model: that ran.
+        layers: of it.
+        seen: the run.
+        ends: what the loss is made of.
+    """
+    places = {path: number for number, layer in enumerate(layers) for path in layer.modules}
+    current = 0
+    for call in seen.calls:
+        own = places.get(call.path, current)
+        if own < current and next(model.get_submodule(call.path).parameters(), None) is not None:
+            return f"no pipeline stages: {call.path} runs again behind {layers[current].name}"
+        current = max(current, own)
+    later = [tensor for call in seen.calls if places.get(call.path, 0) > 1 for tensor in call.inputs]
+    name = _loose_read(model, places, seen, [*later, *ends])
+    return f"no pipeline stages: code behind the first block reads {name}, which no layer holds" if name else ""
+
+
+def _loose_read(model: nn.Module, held: dict[str, int], seen: Observation, tensors: Sequence[Tensor]) -> str:
+    """A parameter that no layer's modules hold and of which code between layers made one of the tensors."""
+    inside = {id(one) for path in held for one in model.get_submodule(path).parameters()}
+    loose = {id(one): name for name, one in model.named_parameters() if id(one) not in inside}
+    if not loose:
+        return ""
+    waiting: list[Node | None] = [tensor.grad_fn for tensor in tensors]
+    met = {tensor.grad_fn for call in seen.calls for tensor in tensors_of(call.output)}
+    direct = next((loose[id(tensor)] for tensor in tensors if id(tensor) in loose), "")
+    while waiting and not direct:
+        node = waiting.pop()
+        if node is not None and node not in met:
+            met.add(node)
+            direct = loose.get(id(getattr(node, "variable", None)), "")
+            waiting += [one for one, _ in node.next_functions]
+    return direct
