@@ -34,7 +34,11 @@ def oracle_command(
     ] = None,
     batch: Annotated[
         int | None,
-        typer.Option("--batch", help="Samples of a replica: a GPU (data), a group (hybrids), all GPUs (others)."),
+        typer.Option(
+            "--batch",
+            help="Samples of a replica: a GPU (data), a group (hybrids), all GPUs (others); those of the model's table "
+            "of layers, or 32, if not given.",
+        ),
     ] = None,
     samples: Annotated[int | None, typer.Option("--samples", help="Samples of an epoch.")] = None,
     group: Annotated[int, typer.Option("--group", help="GPUs of a group of a hybrid; a node's if not given.")] = 0,

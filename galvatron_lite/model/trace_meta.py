@@ -15,6 +15,9 @@ from galvatron_lite.errors import TraceError
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Torch's type of every precision a model can be traced at."""
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""Modules whose statistics are of the samples that are worked on at once."""
+
 
 def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
     """A copy of a model on the meta device, in training mode, its storages never read.
@@ -49,6 +52,9 @@ def _simplify(module: nn.Module) -> None:
         config.use_cache = False
     if vars(module).get("gradient_checkpointing", False):
         module.gradient_checkpointing = False  # type: ignore[assignment]
+    if isinstance(module, BATCH_NORMS) and module.momentum is None:
+        # a running mean: torch would read how many batches there were; what runs is the same with any momentum
+        module.momentum = 0.1
     if isinstance(module, nn.SyncBatchNorm):
         # its own forward, in a world of processes, asks for a GPU and for the others
         module.forward = partial(_alone, module)  # type: ignore[method-assign]

@@ -22,6 +22,7 @@ from galvatron_lite.oracle.question import Question
 from galvatron_lite.oracle.quirks import quirks_named
 from galvatron_lite.oracle.rows import Forecast
 from galvatron_lite.oracle.shipped import fabric_named, network_named, network_names
+from galvatron_lite.parallelism.base import Strategy
 
 FORMULAS = ("galvatron", "paradl")
 WORDS = tuple(kind for kind in closed.KINDS if kind is not Kind.LAYER)
@@ -187,10 +188,23 @@ def _priced(model: str, cluster: str, options: Options) -> Forecast:
     graph = graph_named(known.graph if known else model, precision, options.image)
     for one in strategies:
         check_text(one, graph.kinds)
+        _check_devices(one, options.counts)
     machine = machine_of(graph, cluster, most, precision, batch)
     _check_words(machine, kinds if options.strategies else ())
     question = Question(Kind.SERIAL, 1, batch, samples, options.group or _node(machine), options.segments)
     return table.forecast(machine, table.Wanted(question, kinds, strategies, options.counts))
+
+
+def _check_devices(strategy: Strategy, counts: Sequence[int]) -> None:
+    """Whether a strategy can be had on any of the numbers of devices.
+
+    Raises:
+        InputError: none of them is a multiple of what it takes.
+    """
+    unit = strategy.devices
+    if all(count % unit for count in counts):
+        asked = ", ".join(f"{count:,}" for count in counts)
+        raise InputError("--gpus", asked, f"{strategy} takes {unit:,} devices or a multiple: give --gpus {unit}.")
 
 
 def _check_words(machine: Machine, kinds: Sequence[Kind]) -> None:

@@ -19,6 +19,8 @@ from galvatron_lite.parallelism.base import Strategy
 
 MOST = 4096
 """Devices up to which limits are looked for."""
+SHARING = (Kind.SPATIAL, Kind.FILTER, Kind.CHANNEL, *HYBRIDS)
+"""Words for devices that share layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +93,31 @@ def _text_line(machine: Machine, question: Question, counts: Sequence[int]) -> L
 
 def _row(machine: Machine, question: Question, limit: Limit) -> Row:
     """A row, with what congestion costs; beyond the limit it says so and has no figures."""
-    if limit.devices is not None and question.devices > limit.devices:
+    ended = limit.devices is not None and question.devices > limit.devices
+    problem = beyond(limit) if ended else _unshared(machine, question)
+    if problem:
         name = question.name or question.kind.value
-        return Row(name, question.devices, question.global_batch, 1, problem=beyond(limit))
+        return Row(name, question.devices, question.global_batch, 1, problem=problem)
     found = row_of(machine, question)
     if found.problem or question.devices <= machine.profile.cluster.levels[0].size:
         return found
     free = row_of(machine.alone, question)
     return replace(found, congested=max(found.moved.total - free.moved.total, 0.0))
+
+
+def _unshared(machine: Machine, question: Question) -> str:
+    """Why devices make no groups that share layers as the word says; empty where they do."""
+    kind, width = question.kind, question.width
+    if question.strategy is not None or kind not in SHARING or width == 1:
+        return ""
+    if question.devices % width:
+        return f"{kind.value} takes whole groups of {width}; see --group"
+    ways = _ways(machine, kind)
+    if width > ways:
+        return f"groups of {width} are beyond the {ways} ways in which layers can be split; see --group"
+    kinds = machine.graph.kinds.values()
+    most = max(degree_of(kind, way) for one in kinds for way in options(one, kind, width, width))
+    return "" if most > 1 else f"no layer can be split among {width} GPUs"
 
 
 def limit_of(machine: Machine, question: Question) -> Limit:
@@ -114,7 +133,8 @@ def limit_of(machine: Machine, question: Question) -> Limit:
     ways = _ways(machine, kind)
     if kind in HYBRIDS:
         group = min(ways, question.group)
-        return Limit(replicas * group, f"p <= B x {group}, groups of {question.group}, B at most the data set")
+        size = f"groups of {group}" if group == question.group else f"groups of at most {group} (--group)"
+        return Limit(replicas * group, f"p <= B x {group}, {size}, B at most the data set")
     return Limit(ways, f"p <= {ways}, the ways in which every layer with convolutions can be split")
 
 

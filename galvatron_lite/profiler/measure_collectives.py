@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.parallelism.base import Collective
+from galvatron_lite.parallelism.collectives import all_gather, reduce_scatter
 from galvatron_lite.profiler.schema import CollectivePoint
 from galvatron_lite.profiler.timing import DEFAULT_RULE, Across, TimingRule, time_call
 
@@ -96,18 +97,6 @@ def prepare(
     if collective is Collective.BROADCAST:
         return lambda: dist.broadcast(whole, group=group, group_src=0)
     return lambda: _send_or_receive(whole, group)
-
-
-def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> object:
-    """Gather equal parts into one tensor, by the name this version of torch prefers."""
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    return gather(whole, part, group=group)
-
-
-def reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> object:
-    """Sum and scatter equal parts, by the name this version of torch prefers."""
-    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-    return scatter(part, whole, group=group)
 
 
 def _send_or_receive(whole: Tensor, group: dist.ProcessGroup | None) -> object:

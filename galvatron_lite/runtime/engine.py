@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from galvatron_lite.errors import InputError, NonFiniteLossError
 from galvatron_lite.model.batch import LossFn, batch_size, call_model, loss_of, slice_batch
@@ -23,6 +25,7 @@ from galvatron_lite.runtime.optimizer import split_groups
 from galvatron_lite.runtime.placement import check_samples
 from galvatron_lite.runtime.precision import compute_context, compute_dtype
 from galvatron_lite.runtime.setup import Options, StageRuntime, set_up
+from galvatron_lite.runtime.state import full_state_dict, load_full_state_dict
 from galvatron_lite.runtime.world import pick_device
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
@@ -32,7 +35,8 @@ class ParallelModel(nn.Module):
     """A model split over the launched world; every rank makes one, alike, and gives it the same global batches.
 
     Without a pipeline it is used like the model: ``loss = parallel(batch); loss.backward(); optimizer.step()``.
-    ``train_step`` does a whole step under every plan. ``parameters()`` are this rank's shards.
+    ``train_step`` does a whole step under every plan. ``parameters()`` are this rank's shards; ``full_state_dict()`` is
+    the whole model's state, to be saved.
 
     Args:
         model: the user's model, changed in place. Real parameters are made equal to rank 0's; a model on the meta
@@ -185,6 +189,34 @@ class ParallelModel(nn.Module):
         """An optimizer over this rank's shards: ``parallel.optimizer(torch.optim.AdamW, lr=1e-3)``."""
         return factory(self.param_groups(), **options)
 
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model's ``state_dict()`` on the CPU of every rank, under the user's own names; all ranks call it.
+
+        It is what the unsplit model loads, and every other plan. See ``runtime.state.full_state_dict``.
+        """
+        return full_state_dict(self)
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Set this rank's shares of a whole state, of any plan or of the unsplit model; every rank gives all of it.
+
+        Raises:
+            InputError: an entry this rank needs is missing, or has another shape.
+        """
+        load_full_state_dict(self, state)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """What this rank holds: its shares of split parameters, none of other stages' where the plan has a pipeline.
+
+        Running statistics of batch norms are right for this rank's own channels only. It is not what to save:
+        ``full_state_dict`` is. Warns where parameters are split.
+        """
+        if _holds_shares(self.runtime):
+            warnings.warn(
+                "state_dict() holds this rank's shares alone. Save parallel.full_state_dict(), which all ranks call.",
+                stacklevel=2,
+            )
+        return super().state_dict(*args, **kwargs)
+
     def _parts(self, batch: Any, count: int) -> list[Any]:
         """This rank's rows of every micro-batch, in the layout of its stage's glue code, on its device."""
         samples = batch_size(batch)
@@ -241,6 +273,12 @@ class ParallelModel(nn.Module):
         if runtime.meshes.world > 1:
             dist.all_reduce(stacked)
         return stacked
+
+
+def _holds_shares(runtime: StageRuntime) -> bool:
+    """Whether parameters are split over ranks, or other stages have theirs."""
+    split = any(one.shard is not None or isinstance(one.parameter, DTensor) for one in runtime.owned)
+    return split or runtime.pipeline is not None
 
 
 class _GlobalMean(torch.autograd.Function):

@@ -405,3 +405,14 @@ def test_recomputation_is_offered_where_it_runs(name: str) -> None:
 
 def run_once(model: nn.Module, batch: dict[str, Any]) -> None:
     model(**batch).backward()
+
+
+def test_norms_with_a_plain_mean_of_all_batches_are_captured() -> None:
+    """torch counts batches there, and reads the count."""
+    (model, batch), (other, _) = MODELS["flat"](), MODELS["flat"]()
+    for module in other.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None
+    one, two = (trace(each, batch) for each in (model, other))
+    assert one.kinds == two.kinds
+    assert all(module.momentum is None for module in other.modules() if isinstance(module, nn.BatchNorm2d))

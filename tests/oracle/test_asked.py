@@ -193,3 +193,22 @@ def test_the_check_tells_rows_means_and_orders() -> None:
 def test_bad_input(line: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         asked(line)
+
+
+def test_groups_follow_one_rule() -> None:
+    """U-Net's last convolution has two filters."""
+    data = json.loads(asked("unet --cluster abci --gpus 2,4 --strategies filter,data+filter --json"))
+    for name in ("filter", "data+filter"):
+        assert not row(data, name, 2).get("problem")
+        assert "beyond" in row(data, name, 4)["problem"]
+
+
+def test_groups_that_devices_do_not_fill_have_no_figures() -> None:
+    data = json.loads(asked("resnet50 --cluster abci --gpus 3,8 --strategies data+filter --group 3 --json"))
+    assert "whole groups of 3" in row(data, "data+filter", 8)["problem"]
+    assert "split among 3" in row(data, "data+filter", 3)["problem"]
+
+
+def test_a_strategy_that_no_number_of_devices_makes_is_refused() -> None:
+    with pytest.raises(InputError, match="takes 64 devices or a multiple: give --gpus 64"):
+        asked("unet --cluster abci --gpus 8 --strategy spatial8x8")

@@ -39,6 +39,14 @@ def test_a_residual_block_is_a_pair_beside_its_shortcut() -> None:
     assert plan.partial == {"bn1.weight", "bn1.bias", "project.1.weight", "project.1.bias"}
 
 
+def test_norms_with_a_plain_mean_of_all_batches_are_split_as_others() -> None:
+    layer = blocks.Basic(8, 16, 2)
+    for module in layer.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None
+    assert plan_of(layer, "filters") == plan_of(blocks.Basic(8, 16, 2), "filters")
+
+
 def test_equal_widths_and_a_shortcut_that_runs_first_need_no_guess() -> None:
     class Block(blocks.Basic):
         def forward(self, x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -116,11 +117,26 @@ def reload(strategies: list[Strategy]) -> tuple[float, float]:
         for parameter in other.parameters():
             parameter.mul_(1.5)
     parallel = make_parallel(Case(strategies))
-    load_full_state_dict(parallel, other.state_dict())
-    for name, value in full_state_dict(parallel).items():
+    parallel.load_full_state_dict(other.state_dict())
+    for name, value in parallel.full_state_dict().items():
         torch.testing.assert_close(value, other.state_dict()[name], rtol=0, atol=0)
     with torch.no_grad():
         return float(parallel(make_batch())), float(other(**make_batch()))
+
+
+def own_state(strategies: list[Strategy]) -> list[str]:
+    """What is said where the state of one rank is asked for."""
+    parallel = make_parallel(Case(strategies))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert parallel.state_dict()
+    return [str(one.message) for one in said]
+
+
+def test_state_of_one_rank_says_so_where_it_holds_shares(pool: WorkerPool) -> None:
+    for strategies, wanted in (([DATA] * 5, 0), ([TENSOR] * 5, 1), ([ZERO3] * 5, 1)):
+        for said in pool.run(2, own_state, strategies=strategies):
+            assert len([one for one in said if "full_state_dict" in one]) == wanted
 
 
 @pytest.mark.parametrize("strategies", [MIXED, [TENSOR] * 5, [ZERO2] * 5])

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.collectives import all_gather, reduce_scatter
 
 
 class TensorGroup(Protocol):
@@ -68,7 +69,7 @@ class ProcessTensorGroup:
         """The group's tensors one after the other along ``dim``."""
         dim %= tensor.dim()
         result = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        dist.all_gather_into_tensor(result, tensor.contiguous(), group=self.process_group)
+        all_gather(result, tensor.contiguous(), self.process_group)
         return result.view(self.size, *tensor.shape).movedim(0, dim).flatten(dim, dim + 1)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
@@ -76,7 +77,7 @@ class ProcessTensorGroup:
         share = _share_extent(tensor, dim, self.size)
         pieces = torch.cat(torch.split(tensor, share, dim))
         result = tensor.new_empty((tensor.shape[0], *pieces.shape[1:]) if dim else (share, *pieces.shape[1:]))
-        dist.reduce_scatter_tensor(result, pieces, group=self.process_group)
+        reduce_scatter(result, pieces, self.process_group)
         return result
 
 

@@ -1,0 +1,18 @@
+"""Collectives of equal parts, by the names that the installed torch prefers: 2.13 renames those of 2.11."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> object:
+    """Gather equal parts into one tensor, one after the other along its first dim."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(whole, part, group=group)
+
+
+def reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> object:
+    """Sum over the group, and scatter equal parts along the first dim."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(part, whole, group=group)
