@@ -141,7 +141,8 @@ class Space:
 
     def offers(self, kind: str, devices: int, fixed: Fixed) -> bool:
         """Whether the rules leave a kind of layer a strategy with these pins."""
-        return bool(self._sensible(kind, devices, fixed))
+        unpinned = self._known.get((kind, devices, UNPINNED))
+        return any(map(fixed.allows, self._sensible(kind, devices, fixed) if unpinned is None else unpinned))
 
     def _sensible(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
         unpinned = self._known.get((kind, devices, UNPINNED))

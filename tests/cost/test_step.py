@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from math import log2
-from time import perf_counter
+from time import process_time
 
 import pytest
 
@@ -260,8 +260,8 @@ def test_large_plans_are_priced_within_milliseconds() -> None:
     evaluate(profile, plan)
     seconds = []
     for _ in range(5):
-        start = perf_counter()
+        start = process_time()
         evaluate(profile, plan)
-        seconds.append(perf_counter() - start)
+        seconds.append(process_time() - start)
     # some 3 ms; loose, as machines differ
     assert min(seconds) < 0.015
