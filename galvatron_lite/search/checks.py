@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from galvatron_lite.cost.layer import LayerPricer
@@ -17,32 +17,80 @@ from galvatron_lite.search.shapes import Request, shapes_of
 from galvatron_lite.search.space import Fixed, microbatch_counts
 from galvatron_lite.search.tables import Glue, glue_of
 
+_PIXELS, _CHANNELS = ("depth", "height", "width"), ("filters", "channels")
+_BESIDE = ("tensor", "context", "expert")
+"""What no layer has beside shared pixels, filters or channels."""
+
 
 def check_layers(request: Request) -> None:
     """Raise InputError where a layer cannot be split as it is pinned; names it, the reason, and what it offers."""
-    graph, fixed = request.graph, request.fixed
+    for layer in request.graph.layers:
+        pins = dict(request.fixed.at_layer(layer.name).strategy)
+        for field, value in pins.items():
+            _check_degree(request, layer, field, value)
+        _check_together(layer, pins)
+        if request.fixed.pins_of(layer.name) and not _offered(request, layer):
+            raise _unoffered(request, layer, pins)
+
+
+def _check_degree(request: Request, layer: Layer, field: str, value: object) -> None:
+    """One pin by itself."""
     own = {one.degree: one for one in REFUSING}
-    for layer in graph.layers:
-        kind = graph.kind_of(layer)
-        for field, value in (*fixed.strategy, *fixed.pins_of(layer.name)):
-            if field not in own or not isinstance(value, int) or value <= 1:
-                continue
-            why = own[field].refusal(kind, value)
-            if why:
-                offered = [str(choice[field]) for choice in own[field].choices(kind, request.devices)]
-                remedy = f"{why[0].upper()}{why[1:]}. It offers {', '.join(offered)}; or pin other layers by name."
-                raise InputError(f"--fix {layer.name}.{field}", value, remedy)
-        pins = {field: value for field, value in (*fixed.strategy, *fixed.pins_of(layer.name)) if field in own}
-        if len(pins) > 1 and not any(_taken(request, layer, request.devices // stages) for stages in request.pipelines):
-            remedy = f"Over {request.devices} devices it can have each, but not all of them; lift one."
-            said = " ".join(f"--fix {layer.name}.{field}" for field in pins)
-            raise InputError(said, ", ".join(str(value) for value in pins.values()), remedy)
+    if field not in own or not isinstance(value, int) or value <= 1:
+        return
+    kind = request.graph.kind_of(layer)
+    why = own[field].refusal(kind, value)
+    if why:
+        offered = [str(choice[field]) for choice in own[field].choices(kind, request.devices)]
+        remedy = f"{why[0].upper()}{why[1:]}. It offers {', '.join(offered)}; or pin other layers by name."
+        raise InputError(f"--fix {layer.name}.{field}", value, remedy)
 
 
-def _taken(request: Request, layer: Layer, devices: int) -> list[Strategy]:
+def _check_together(layer: Layer, pins: Mapping[str, object]) -> None:
+    """Pins that no layer can have side by side."""
+    used = [field for field, value in pins.items() if field in (*_PIXELS, *_CHANNELS, *_BESIDE) and value not in (1,)]
+    ways = {"pixels" if field in _PIXELS else field for field in used if field not in _BESIDE}
+    beside = [field for field in used if field in _BESIDE]
+    if len(ways) + len(beside) <= 1 or not ways:
+        return
+    remedy = "A layer has one of pixels (depth, height, width), filters and channels; lift all but one."
+    if len(ways) == 1:
+        remedy = f"A layer that shares pixels, filters or channels has no {' or '.join(beside)} beside it; lift one."
+    raise InputError(_said(layer, used), ", ".join(str(pins[field]) for field in used), remedy)
+
+
+def _offered(request: Request, layer: Layer, without: str = "") -> list[Strategy]:
+    """What a layer may do on the stages of any pipeline under all that is pinned for it, but for one field."""
+    fixed = request.fixed.at_layer(layer.name)
+    if without:
+        fixed = replace(fixed, strategy=tuple(pin for pin in fixed.strategy if pin[0] != without))
+    sizes = [request.devices // stages for stages in request.pipelines]
+    return [one for size in sizes for one in request.space.strategies(layer.kind, size, fixed)]
+
+
+def _unoffered(request: Request, layer: Layer, pins: Mapping[str, object]) -> InputError:
+    """That a layer has each of its pins, but not all of them; with what it offers of the one that was said last."""
+    rest = [(field, {getattr(one, field) for one in _offered(request, layer, field)}) for field in [*pins][::-1]]
+    ways = [f"{field} {', '.join(sorted(map(_value, own)))}" for field, own in rest if own]
+    where = (
+        f"on {request.devices} devices" if request.pipelines == (1,) else f"on any stage of {request.devices} devices"
+    )
+    remedy = f"No strategy of {layer.name} {where} has all that is pinned for it; "
+    remedy += f"beside the other pins it offers {' or '.join(ways)}." if ways else "lift some of the pins."
+    return InputError(_said(layer, list(pins)), ", ".join(_value(value) for value in pins.values()), remedy)
+
+
+def _value(value: object) -> str:
+    return str(getattr(value, "value", value))
+
+
+def _said(layer: Layer, fields: Sequence[str]) -> str:
+    return " ".join(f"--fix {layer.name}.{field}" for field in fields)
+
+
+def _taken(request: Request, layer: Layer, devices: int) -> tuple[Strategy, ...]:
     """What a layer may do on a stage of so many devices under all that is pinned for it."""
-    every = request.space.strategies(layer.kind, devices, request.fixed)
-    return [one for one in every if request.fixed.allows_in(layer.name, one)]
+    return request.space.strategies(layer.kind, devices, request.fixed.at_layer(layer.name))
 
 
 def unglued(request: Request) -> str:
@@ -62,7 +110,7 @@ def unglued(request: Request) -> str:
 def _few(strategies: Iterable[Strategy]) -> str:
     """Names of a few, recomputation and ZeRO left out."""
     plain = dict.fromkeys(str(replace(one, zero=1, zero_stage=0, data=one.batch_degree)) for one in strategies)
-    return ", ".join([*plain][:4]) + (", ..." if len(plain) > 4 else "")
+    return ", ".join([*plain][:4]) + (", ..." if len(plain) > 4 else "") or "nothing with what is pinned"
 
 
 def check_batch(request: Request) -> None:
@@ -92,7 +140,7 @@ def check_batch(request: Request) -> None:
 def _units(request: Request) -> Iterator[int]:
     """Per pipeline degree, the least number of samples of a micro-batch that every layer can be split for."""
     for stages in request.pipelines:
-        degrees = [_degrees(request, name, request.devices // stages) for name in sorted(_kinds(request))]
+        degrees = [_degrees(request, layer, request.devices // stages) for layer in _unlike(request)]
         if all(degrees):
             # Every kind needs one of its degrees to divide the unit: try the divisors of the stage, smallest first.
             whole = divisors(request.devices // stages)
@@ -103,8 +151,13 @@ def _kinds(request: Request) -> set[str]:
     return {layer.kind for layer in request.graph.layers}
 
 
-def _degrees(request: Request, kind: str, devices: int) -> set[int]:
-    return {strategy.batch_degree for strategy in request.space.strategies(kind, devices, request.fixed)}
+def _unlike(request: Request) -> list[Layer]:
+    """A layer of every kind and everything that is pinned for one."""
+    return [*{(one.kind, request.fixed.pins_of(one.name)): one for one in request.graph.layers}.values()]
+
+
+def _degrees(request: Request, layer: Layer, devices: int) -> set[int]:
+    return {strategy.batch_degree for strategy in _taken(request, layer, devices)}
 
 
 def unprofiled(request: Request, pricer: LayerPricer) -> tuple[str, ...]:

@@ -18,8 +18,8 @@ dimension states with its reason (``Dimension.allows``):
 - Optimizer states go to the host where no copy of them is left on the stage, activations where no tensor group holds
   them twice; both in the usual order of ranks. Host memory is not bounded.
 
-A pinned strategy that the rules leave out is taken as it is, in the usual order of ranks and on the device unless
-these are pinned too.
+A pinned strategy that the rules leave out, for all layers or for one, is taken as it is, in the usual order of ranks
+and on the device unless these are pinned too.
 """
 
 from __future__ import annotations
@@ -73,6 +73,11 @@ class Fixed:
     def pinned(self) -> tuple[tuple[str, object], ...]:
         """Attributes of ``Strategy`` and the values that they must have in every layer."""
         return (*(pair for dimension in self.forbidden for pair in _off(dimension)), *self.strategy)
+
+    def at_layer(self, layer: str) -> Fixed:
+        """What is pinned and forbidden for one layer, as if for all: what its strategies are declared under."""
+        own = self.pins_of(layer)
+        return Fixed(strategy=tuple(dict.fromkeys((*self.strategy, *own))), forbidden=self.forbidden)
 
     def allows_in(self, layer: str, strategy: Strategy) -> bool:
         """Whether a strategy also has the values pinned for one layer."""

@@ -324,13 +324,12 @@ class Tables:
             layer: name, for what is pinned for it.
             sharing: of parameters.
         """
-        every = self.store.table(kind, self.shape, self._plain, sharing)
         pins = self.fixed.pins_of(layer)
         if not pins:
-            return every
+            return self.store.table(kind, self.shape, self._plain, sharing)
         key = (kind, pins, sharing)
         if key not in self._known:
-            self._known[key] = every.where(lambda strategy: self.fixed.allows_in(layer, strategy))
+            self._known[key] = self.store.table(kind, self.shape, self.fixed.at_layer(layer), sharing)
         return self._known[key]
 
     def table(self, kind: str, layer: str, sharing: Sharing = ALONE) -> Table:

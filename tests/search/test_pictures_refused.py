@@ -38,7 +38,15 @@ def asked(*pins: str) -> Plan:
         (("before.channels=2",), "before.channels", 2, "3 -> 64 channels cannot be shared evenly by 2"),
         (("after.channels=2",), "after.channels", 2, "ends in a loss.*offers 1"),
         (("width=3",), "width", 3, "must divide the 8 devices"),
-        (("before.width=2", "before.filters=2"), "before.width", "2, 2", "each, but not all"),
+        (("before.width=2", "before.filters=2"), "before.width", "2, 2", r"one of pixels .*, filters and channels"),
+        (("stages.0.0.channels=2", "stages.0.0.filters=2"), "stages.0.0.filters", "2, 2", "one of pixels"),
+        (("stages.0.0.width=2", "stages.0.0.tp=2"), "stages.0.0.tensor", "2, 2", "has no tensor beside it"),
+        (
+            ("stages.0.0.width=2", "stages.0.0.dp=8"),
+            "stages.0.0.width",
+            "2, 8",
+            r"No strategy of stages\.0\.0 .* offers batch_degree 1, 2, 4 or width 1\.",
+        ),
     ],
 )
 def test_the_layer_the_value_and_a_remedy_are_named(
@@ -48,6 +56,20 @@ def test_the_layer_the_value_and_a_remedy_are_named(
         asked(*pins)
     assert field in caught.value.field
     assert caught.value.value == value
+
+
+@pytest.mark.parametrize(
+    ("pins", "height", "width"),
+    [(("height=8",), 8, 1), (("height=2", "width=1"), 2, 1), (("height=4", "width=2"), 4, 2)],
+)
+def test_grids_that_are_not_declared_can_be_pinned_for_one_layer_as_for_all(
+    pins: tuple[str, ...], height: int, width: int
+) -> None:
+    strategies = {
+        run.first: run.strategy for stage in asked(*(f"stages.0.0.{pin}" for pin in pins)).stages for run in stage.runs
+    }
+    assert (strategies["stages.0.0"].height, strategies["stages.0.0"].width) == (height, width)
+    assert (strategies["before"].height, strategies["before"].spatial) != (height, height * width)
 
 
 def test_edges_need_not_agree_where_no_matmul_can_be_split() -> None:

@@ -82,7 +82,7 @@ def _lifted(fixed: Fixed) -> Iterator[tuple[str, Fixed]]:
         yield f"without --fix {pin[0]}", replace(fixed, strategy=tuple(own for own in fixed.strategy if own != pin))
     for own in fixed.layers:
         rest = tuple(other for other in fixed.layers if other != own)
-        yield f"without --fix layers.{own[0]}.{own[1]}", replace(fixed, layers=rest)
+        yield f"without --fix {own[0]}.{own[1]}", replace(fixed, layers=rest)
     for dimension in fixed.forbidden:
         rest_of = tuple(other for other in fixed.forbidden if other != dimension)
         yield f"without --forbid {dimension}", replace(fixed, forbidden=rest_of)
