@@ -19,7 +19,7 @@ from galvatron_lite.cost.communication import Links
 from galvatron_lite.cost.layout import Layout, exchanging, layout, received
 from galvatron_lite.cost.overlap import Exposed, exposed_by
 from galvatron_lite.cost.points import Curves, LayerFigures, PointKey, code_of, figures_at, index_points, points_of
-from galvatron_lite.model.graph import LayerKind, Recompute, TensorSplit
+from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.parallelism.base import (
     Collective,
     Communication,
@@ -383,7 +383,7 @@ class LayerPricer:
         again: Real,
     ) -> dict[str, Any]:
         """Fields of ``LayerCost``, of one strategy or of many."""
-        kind = with_copy(self.profile.graph.kinds[name], sharing.copied)
+        kind = self.profile.graph.kinds[name].with_copy(sharing.copied)
         work = self._work(kind, strategy, microbatch)
         figures = figures.beside(work.edge_bytes)
         exposed = self._exposed(figures, work)
@@ -493,11 +493,3 @@ def _key_of(kind: str, strategy: Strategy) -> PointKey:
 def _again(passes: Real, plain: Real) -> Real:
     """Seconds of backward that are computing again, from those with and without."""
     return least(largest(passes - plain, 0.0), passes)
-
-
-def with_copy(kind: LayerKind, items: int) -> LayerKind:
-    """The kind with its own copy of shared parameters, which tensor parallelism splits as it does the owner's."""
-    if items == 0:
-        return kind
-    own = kind.parameters
-    return replace(kind, parameters=TensorSplit(own.tensor + items, own.sequence, own.whole))

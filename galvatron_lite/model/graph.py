@@ -9,7 +9,7 @@ Conventions
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, ClassVar
@@ -222,6 +222,13 @@ class LayerKind:
     def backward_flops(self) -> int:
         """Backward FLOPs per sample."""
         return sum(operator.backward_flops for operator in self.operators)
+
+    def with_copy(self, items: int) -> LayerKind:
+        """The kind with its own copy of so many shared parameters, which tensor parallelism splits as the owner's."""
+        if items == 0:
+            return self
+        own = self.parameters
+        return replace(self, parameters=TensorSplit(own.tensor + items, own.sequence, own.whole))
 
 
 @dataclass(frozen=True, slots=True)
