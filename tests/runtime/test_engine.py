@@ -80,6 +80,16 @@ def test_four_processes(pool: WorkerPool, name: str) -> None:
         assert_same(found, wanted)
 
 
+@pytest.mark.parametrize(
+    "edges", [(DATA, TENSOR), (TENSOR, DATA), (ZERO3, TENSOR)], ids=["data-tensor", "tensor-data", "zero3-tensor"]
+)
+def test_edges_of_one_stage_may_lie_unlike(pool: WorkerPool, edges: tuple[Strategy, Strategy]) -> None:
+    case = Case([edges[0], DATA, SEQUENCE, DATA, edges[1]], "llama-tiny", microbatches=2, max_grad_norm=0.05)
+    wanted = train_alone(case)
+    for found in pool.run(2, train, case=case):
+        assert_same(found, wanted)
+
+
 def test_pipeline_with_clipping_and_tied_embeddings(pool: WorkerPool) -> None:
     case = Case([DATA, ZERO3, SEQUENCE, DATA, DATA], microbatches=2, cuts=[2], max_grad_norm=0.05)
     wanted = train_alone(case)

@@ -259,16 +259,6 @@ def test_plans_of_another_model(pool: WorkerPool, names: list[str], message: str
     assert message in pool.run(1, refuse, plan_names=names)[0]
 
 
-def refuse_edges() -> str:
-    with pytest.raises(InputError) as raised:
-        make_parallel(Case([DATA, DATA, DATA, DATA, TENSOR], "llama-tiny"))
-    return str(raised.value)
-
-
-def test_edges_of_one_stage_must_agree(pool: WorkerPool) -> None:
-    assert "before and after must split samples and matmuls alike" in pool.run(2, refuse_edges)[0]
-
-
 def refuse_pipeline() -> str:
     parallel = make_parallel(Case([Strategy()] * 5, cuts=[3]))
     with pytest.raises(InputError) as raised:
