@@ -65,8 +65,6 @@ def _print(found: Plan, known: Profile, as_json: bool) -> None:
         typer.echo(json.dumps(to_data(found) | {"fits": found.fits}))
         return
     print_plan(found, f"{known.name}: {known.origin.kind.value}, {known.origin.source}", accuracy(known))
-    for note in found.provenance.notes if found.provenance else ():
-        typer.echo(f"Note: {note}.")
     typer.echo(fits_line(found))
     typer.echo(f"galvatron can run it: {_runs(found)}")
 

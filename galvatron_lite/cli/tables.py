@@ -43,6 +43,8 @@ def print_plan(plan: Plan, source: str, accuracy: str = "") -> None:
     for reason in plan.left_out:
         if not _expected(reason):
             console.print(f"Note: {reason}")
+    for note in plan.provenance.notes if plan.provenance else ():
+        console.print(f"Note: {note}.")
 
 
 def _expected(reason: str) -> bool:

@@ -10,6 +10,7 @@ from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on
 from galvatron_lite.cost.step import evaluate
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import read_data
+from galvatron_lite.plans.notes import plan_notes
 from galvatron_lite.plans.schema import Plan, Proof, Provenance
 from galvatron_lite.plans.written import plan_from
 from galvatron_lite.profiler.schema import Profile
@@ -126,7 +127,7 @@ def priced(plan: Plan, profile: Profile, mem: str | int | None = None, batch: in
         budget=budget.least,
         proof=Proof.GIVEN,
         budgets=dict(budget.own),
-        notes=notes_of(plan, at, profile),
+        notes=(*notes_of(plan, at, profile), *plan_notes(profile.graph, at)),
     )
     own = replace(at, model=profile.graph.name, precision=profile.graph.precision)
     return replace(evaluate(profile, own), provenance=made_from, alternatives=(), left_out=())

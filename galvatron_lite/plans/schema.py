@@ -189,7 +189,8 @@ class Provenance:
         proof: whether the search proved the plan optimal in its space.
         gap: where it did not: by the closed form of ``cost.schedule`` no plan takes less than (1 - gap) of this one.
         budgets: bytes on each type of device by its name, where they are unlike.
-        notes: where a plan that was given is priced otherwise than it says: another batch, model or number of devices.
+        notes: where a plan that was given is priced otherwise than it says (another batch, model or number of
+            devices), and where results under it are not those of one process (``plans.notes``).
         certificate: what an integer programme of the same shape said (``search.ilp``); empty where none was asked.
         interrupted: whether the user stopped the search before its end.
     """

@@ -23,6 +23,7 @@ from galvatron_lite.cluster.budget import Budget, bytes_on
 from galvatron_lite.cost.step import evaluate
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.parallelism.backends import Backend, backend_named
+from galvatron_lite.plans.notes import plan_notes
 from galvatron_lite.plans.schema import Plan, Proof, Provenance, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, quickest
@@ -106,7 +107,10 @@ def find_plan(
         alternatives=alternatives_to(options, chosen, runners_up),
         left_out=(*runner.missing, *reasons(profile.graph), *skipping(profile.graph), *unprofiled(request, pricer)),
         provenance=replace(
-            provenance(profile, budget, _gap(options[0], chosen)), certificate=certificate, interrupted=found.stopped
+            provenance(profile, budget, _gap(options[0], chosen)),
+            certificate=certificate,
+            interrupted=found.stopped,
+            notes=plan_notes(profile.graph, chosen.plan),
         ),
     )
 

@@ -97,7 +97,7 @@ def compare(
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         everyone = run_threads(rows * columns, work)
-    assert gathers in (None, any("has no rule for split pictures" in str(one.message) for one in said))
+    assert gathers in (None, any("the whole picture is gathered" in str(one.message) for one in said))
     for found in everyone:
         for one, wanted in zip(found[:count], expected[:count], strict=True):
             assert one.dtype == wanted.dtype

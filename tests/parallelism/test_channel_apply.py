@@ -41,7 +41,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("by", ["filters", "channels"])
 @pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.filterwarnings("ignore:.*has no rule for split pictures")
+@pytest.mark.filterwarnings("ignore:.*the whole picture is gathered")
 def test_blocks(name: str, by: str) -> None:
     torch.manual_seed(0)
     layer = seeded(BLOCKS[name]())
@@ -105,7 +105,7 @@ def stacks(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
 
 @settings(max_examples=80, deadline=None)
 @given(drawn=stacks(), by=st.sampled_from(["filters", "channels"]), degree=st.integers(2, 4))
-@pytest.mark.filterwarnings("ignore:.*has no rule for split pictures")
+@pytest.mark.filterwarnings("ignore:.*the whole picture is gathered")
 def test_any_convolutions(drawn: tuple[nn.Module, Tensor], by: str, degree: int) -> None:
     layer, picture = drawn
     try:

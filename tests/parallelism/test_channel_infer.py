@@ -111,7 +111,7 @@ class Twice(nn.Module):
         (Twice(), "filters", "keep the layer whole"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*has no rule for split pictures")
+@pytest.mark.filterwarnings("ignore:.*the whole picture is gathered")
 def test_layers_that_cannot_be_split_are_refused(layer: nn.Module, by: str, reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         plan_of(layer, by)

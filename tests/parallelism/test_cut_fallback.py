@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.channel.rules import CHANNELS_RULES
 from galvatron_lite.parallelism.cuts.functions import own, whole
 from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
 from galvatron_lite.parallelism.cuts.tensor import Cut, CutTensor, cuts_of, local_of
@@ -55,7 +56,8 @@ def test_the_warning_names_function_module_and_remedy_once_a_place() -> None:
     first, second = (str(one.message) for one in said)
     assert "torch.cdist" in first
     assert f"Sorter, {__file__}" in first
-    assert "--fix LAYER.height=1" in first
+    assert "has no rule for split pictures" in first
+    assert "plan with --fix LAYER.height=1 --fix LAYER.width=1 (" in first
     assert "Sorter" not in second
 
 
@@ -262,3 +264,20 @@ def test_gradients_that_are_asked_of_autograd() -> None:
     for found in run_threads(2, work):
         assert all(torch.allclose(one, expected.grad) for one in found if expected.grad is not None)
         assert len(found) == 4
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: functional.pixel_shuffle(x, 2), lambda x: functional.adaptive_avg_pool2d(x, 3)]
+)
+def test_a_size_that_is_gathered_by_design_is_told_so(function: Callable[[Tensor], Tensor]) -> None:
+    with pytest.warns(UserWarning, match="gathers pictures of this size by design"):
+        function(on_one_rank(picture(1, 4, 5, 4)))
+
+
+def test_the_remedy_names_what_cut_the_tensor() -> None:
+    tokens = on_one_rank(picture(1, 2, 4, 3)).permute(0, 2, 3, 1)
+    with pytest.warns(UserWarning, match=r"plan with --fix LAYER.height=1 --fix LAYER.width=1 \("):
+        torch.cdist(tokens, tokens)
+    shares = own(picture(1, 4, 2, 2), (Cut(1, 4, ShapeOnlyLine(2)),), CHANNELS_RULES)
+    with pytest.warns(UserWarning, match=r"plan with --fix LAYER.channels=1 \("):
+        torch.cdist(shares, shares)

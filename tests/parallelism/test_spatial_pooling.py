@@ -145,7 +145,7 @@ def test_functions_of_torch(function: Layer, grid: tuple[int, int]) -> None:
     check(function, [20, 8], grid)
 
 
-@pytest.mark.filterwarnings("ignore:.* has no rule for split pictures")
+@pytest.mark.filterwarnings("ignore:.*the whole picture is gathered")
 @settings(max_examples=30, deadline=None)
 @given(
     st.booleans(),
@@ -234,7 +234,7 @@ def test_a_mean_over_the_picture_is_whole_and_moves_no_picture() -> None:
         lambda picture: functional.max_pool2d(picture, (7, 2)),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.* has no rule for split pictures")
+@pytest.mark.filterwarnings("ignore:.*the whole picture is gathered")
 def test_what_is_not_shared_is_gathered(function: Layer) -> None:
     picture = double(2, 3, 7, 8)
     wanted = alone(function, picture, [], 0)

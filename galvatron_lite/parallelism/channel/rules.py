@@ -28,7 +28,7 @@ from galvatron_lite.parallelism.spatial import norms, pads
 HANDLERS: Mapping[str, Handler] = {**SHARED, **pads.HANDLERS, **norms.HANDLERS, **local.HANDLERS}
 """In which gradients of what is whole are parts on each rank."""
 
-CHANNELS_RULES = Rules(HANDLERS, fallback.on_whole)
+CHANNELS_RULES = Rules(HANDLERS, fallback.on_whole, ("channels",))
 """By ``channels``: every picture is shared."""
 
 
@@ -77,8 +77,8 @@ def filters_rules(witness: Witness = _nobody) -> Rules:
         witness: see ``Witness``.
     """
     table: dict[str, Handler] = {}
-    rules = Rules(table, on_whole)
-    inner = Rules(HANDLERS, _give_up)
+    rules = Rules(table, on_whole, ("filters",))
+    inner = Rules(HANDLERS, _give_up, ("filters",))
     table |= {name: _complete(handler, inner, witness) for name, handler in HANDLERS.items()}
     table |= asking.HANDLERS
     table |= {name: _gather_joined(table[name]) for name in local.CATS}

@@ -46,7 +46,7 @@ def along(position: int, default: Any = None, name: str = "dim", drops: bool = F
         cuts = tuple(cut for cut in tensor.cuts if cut.dim not in dims)
         if len(cuts) < len(tensor.cuts):
             refuse_writing(call)
-            warn_gathered(call, tensor.cuts)
+            warn_gathered(call, tensor)
         with shares_only():
             local = gathered_along(tensor, [cut for cut in tensor.cuts if cut.dim in dims])
             result = call.function(local, *call.args[1:], **call.kwargs)

@@ -13,7 +13,10 @@ from torch import nn
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cuts.calls import in_place
 from galvatron_lite.parallelism.cuts.functions import whole
-from galvatron_lite.parallelism.cuts.tensor import Call, Cuts, CutTensor, cut_tensors
+from galvatron_lite.parallelism.cuts.tensor import Call, CutTensor, cut_tensors, whole_shape
+
+FLAT = 4
+"""Dims of pictures without planes."""
 
 
 def on_whole(call: Call) -> Any:
@@ -25,7 +28,7 @@ def on_whole(call: Call) -> Any:
         InputError: the function would write to a cut tensor.
     """
     refuse_writing(call)
-    warn_gathered(call, next(cut_tensors((call.args, call.kwargs))).cuts)
+    warn_gathered(call, next(cut_tensors((call.args, call.kwargs))))
     return call.function(*gathered(call.args), **gathered(call.kwargs))
 
 
@@ -35,7 +38,7 @@ def refuse_writing(call: Call) -> None:
     written = next(cut_tensors(target), None)
     if written is not None:
         remedy = "Write what returns a new tensor instead (x = x.add(y) for x.add_(y), torch.where, torch.cat), or "
-        raise InputError(f"{call.name} of a split picture", _place(_caller()), f"{remedy}{keep_whole(written.cuts)}")
+        raise InputError(f"{call.name} of a split picture", _place(_caller()), f"{remedy}{keep_whole(written)}")
 
 
 def gathered(value: Any) -> Any:
@@ -49,14 +52,15 @@ def gathered(value: Any) -> Any:
     return value
 
 
-def warn_gathered(call: Call, cuts: Cuts) -> None:
+def warn_gathered(call: Call, picture: CutTensor) -> None:
     """Say, once a place in the user's code, that a function gathers the picture; the first rank of the picture does."""
-    if any(cut.line.rank for cut in cuts):
+    if any(cut.line.rank for cut in picture.cuts):
         return
     frame = _caller()
+    why = call.because or "has no rule for split pictures"
     message = (
-        f"torch.{call.name} has no rule for split pictures: in {_place(frame)} the whole picture is gathered on every "
-        f"rank, and what follows is computed by all of them. If that costs too much, {keep_whole(cuts)}"
+        f"torch.{call.name} {why}: in {_place(frame)} the whole picture is gathered on every "
+        f"rank, and what follows is computed by all of them. If that costs too much, {keep_whole(picture)}"
     )
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(
@@ -64,11 +68,10 @@ def warn_gathered(call: Call, cuts: Cuts) -> None:
     )
 
 
-def keep_whole(cuts: Cuts) -> str:
-    """How to plan so that a layer sees whole pictures."""
-    names = " ".join(f"--fix LAYER.{name}=1" for name in ("channels", "filters"))
-    if any(cut.dim > 1 for cut in cuts):
-        names = " ".join(f"--fix LAYER.{name}=1" for name in ("depth", "height", "width"))
+def keep_whole(picture: CutTensor) -> str:
+    """How to plan so that a layer sees whole pictures: without the degrees that may have cut this one."""
+    flat = len(whole_shape(picture)) == FLAT
+    names = " ".join(f"--fix LAYER.{name}=1" for name in picture.rules.pins if not (flat and name == "depth"))
     return f"keep its layer whole: plan with {names} (LAYER: its name in the plan)."
 
 

@@ -78,7 +78,7 @@ def _gradients(call: Call) -> Any:
 
 def _refuse_graph(call: Call, position: int) -> None:
     if argument(call, position, "create_graph"):
-        remedy = keep_whole(next(cut_tensors((call.args, call.kwargs))).cuts)
+        remedy = keep_whole(next(cut_tensors((call.args, call.kwargs))))
         raise InputError(f"create_graph of {call.name}", True, f"Gradients of split pictures have none: {remedy}")
 
 

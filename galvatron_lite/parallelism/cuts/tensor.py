@@ -68,6 +68,7 @@ class Call(NamedTuple):
         args: as they were given.
         kwargs: as they were given.
         rules: of the first cut tensor among the arguments.
+        because: why the picture is gathered, where that is by design.
     """
 
     function: Callable[..., Any]
@@ -75,6 +76,7 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rules: Rules
+    because: str = ""
 
 
 Handler = Callable[[Call], Any]
@@ -88,10 +90,12 @@ class Rules:
     Attributes:
         handlers: by the function's name.
         otherwise: of every other function.
+        pins: degrees of a plan that cut what has these rules.
     """
 
     handlers: Mapping[str, Handler]
     otherwise: Handler
+    pins: tuple[str, ...] = ("depth", "height", "width")
 
 
 class CutTensor(torch.Tensor):

@@ -74,7 +74,7 @@ def reshaped(call: Call) -> Any:
         local = gathered_along(tensor, [cut for cut, home in zip(tensor.cuts, homes, strict=True) if home is None])
         result = reshaped_share(local, after, stays)
     if len(stays) < len(homes) and len(after) > 2:
-        warn_gathered(call, tensor.cuts)
+        warn_gathered(call, tensor)
     return cut_like(result, cuts_after(stays), call.rules)
 
 

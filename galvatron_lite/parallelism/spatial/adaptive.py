@@ -21,6 +21,8 @@ from galvatron_lite.parallelism.spatial.layers import cuts_after
 from galvatron_lite.parallelism.spatial.pooling import can_pool, max_of_windows, mean_of_windows, pool_of, sides_of
 from galvatron_lite.parallelism.spatial.windows import Window, refusal
 
+UNEQUAL = "gathers pictures of this size by design, as its windows are unlike or fewer than ranks"
+"""Said where what comes out does not divide the picture, or leaves a rank without a window."""
 Extents = int | None | Sequence[int | None]
 """What comes out: one number for all sides or one a side; None: the picture's own."""
 
@@ -56,7 +58,7 @@ def _adaptive(
     left = tuple(cut for cut in cuts if cut not in reduced)
     windows = _windows(left, targets)
     if windows is None:
-        return call.rules.otherwise(call)
+        return call.rules.otherwise(call._replace(because=UNEQUAL))
     pooled = any(window.kernel > 1 for window in windows)
     share = of_windows(picture, call.name.removeprefix("adaptive_"), windows) if pooled else local_of(picture)
     left = cuts_after(left, windows)

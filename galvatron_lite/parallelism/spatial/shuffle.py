@@ -9,6 +9,8 @@ from typing import Any
 from galvatron_lite.parallelism.cuts.calls import argument, fronted
 from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Handler, cut_tensor, cuts_of, local_of
 
+UNEVEN = "gathers pictures of this size by design, as ranks have not as many pixels each"
+"""Said where shares of the picture, or of the result, differ in length."""
 SIDES = 2
 """A picture's last dims are its sides; its channels come before."""
 
@@ -31,8 +33,10 @@ def _shuffled(call: Call, growth: Fraction) -> Any:
     grown = [cut.extent * growth for cut in cuts]
     even = all(cut.extent % cut.line.size == 0 for cut in cuts)
     square = all((extent / cut.line.size).denominator == 1 for extent, cut in zip(grown, cuts, strict=True))
-    if not (even and square) or cuts[0].dim < share.dim() - SIDES:
+    if cuts[0].dim < share.dim() - SIDES:
         return call.rules.otherwise(call)
+    if not (even and square):
+        return call.rules.otherwise(call._replace(because=UNEVEN))
     after = [Cut(cut.dim, int(extent), cut.line) for cut, extent in zip(cuts, grown, strict=True)]
     return cut_tensor(call.function(share, *given.args[1:], **given.kwargs), after, call.rules)
 

@@ -1,0 +1,58 @@
+"""What is said of batch norms under a plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from galvatron_lite.api import plan
+from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.trace import trace
+from galvatron_lite.oracle.models import graph_named
+
+
+class Net(nn.Module):
+    def __init__(self, norm: type[nn.Module], *args: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), norm(*args, 8), nn.ReLU()) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.mean()
+
+
+def captured(norm: type[nn.Module], *args: int) -> ModelGraph:
+    return trace(Net(norm, *args), (torch.zeros(4, 8, 6, 6),))
+
+
+def noted(graph: ModelGraph, gpus: int, **more: object) -> tuple[str, ...]:
+    made = plan(model=graph, cluster="a100-80gb", gpus=gpus, batch=8, **more)  # type: ignore[arg-type]
+    assert made.provenance is not None
+    return made.provenance.notes
+
+
+def test_replicas_and_micro_batches_have_statistics_of_their_own() -> None:
+    graph = captured(nn.BatchNorm2d)
+    (both,) = noted(graph, 2, fix=["dp=2", "pp=1", "microbatches=2"])
+    assert "as few as 2 of the 8 samples" in both
+    assert "SyncBatchNorm" in both
+    assert "--fix microbatches=1" in both
+    (parts,) = noted(graph, 1, fix="microbatches=2")
+    assert "SyncBatchNorm" not in parts
+    assert noted(graph, 1, fix="microbatches=1") == ()
+
+
+@pytest.mark.parametrize(
+    "graph", [captured(nn.GroupNorm, 2), graph_named("convnext-t", "fp32")], ids=lambda one: one.name
+)
+def test_other_norms_need_no_note(graph: ModelGraph) -> None:
+    assert noted(graph, 2, fix=["dp=2", "pp=1"]) == ()
+
+
+def test_known_shapes_tell_their_batch_norms() -> None:
+    (said,) = noted(graph_named("resnet50", "fp32"), 2, fix=["dp=2", "pp=1"])
+    assert "as few as 4 of the 8" in said
