@@ -40,20 +40,11 @@ def pictured(model: str | None, image: str, precision: str) -> ModelGraph:
     """
     from galvatron_lite.errors import InputError
     from galvatron_lite.model.shapes import load_model, load_shape
+    from galvatron_lite.model.shapes.sizes import sizes_of
 
     if model is None:
         raise InputError("--image", image, "Name the model with --model.")
-    sides = image.lower().split("x")
-    if len(sides) > 2 or not all(side.isdecimal() and int(side) for side in sides):
-        raise InputError("--image", image, "Give pixels as 224, or height and width as 512x1024.")
-    height, width = int(sides[0]), int(sides[-1])
-    shape = load_shape(model)
-    sizes: dict[str, object] = (
-        {"image_height": height, "image_width": width} if height != width else {"image_size": height}
-    )
-    if not all(hasattr(shape, name) for name in sizes):
-        square = "Its pictures are square: give 224." if hasattr(shape, "image_size") else "It takes no pictures."
-        raise InputError("--image", image, f"{model}: {square}")
+    sizes = sizes_of(load_shape(model), model, image)
     return load_model(model, overrides=sizes, precision=precision)
 
 

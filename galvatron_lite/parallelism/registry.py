@@ -47,10 +47,18 @@ CHOSEN: tuple[Dimension, ...] = (
 REFUSING: tuple[Refusing, ...] = (*_CHANNELS, *_PIXELS)
 """Those that tell why a layer cannot be split."""
 
+_WHOLE: dict[str, object] = {
+    "context": 1, "depth": 1, "height": 1, "width": 1, "filters": 1, "channels": 1,
+}  # fmt: skip
+_REPLICAS: dict[str, object] = {"zero": 1, "zero_stage": 0}
+_ONE_COPY: dict[str, object] = {"data": 1, **_REPLICAS, "tensor": 1, "context": 1}
+
 SHAPES: tuple[tuple[str, dict[str, object]], ...] = (
-    ("plain data parallel", {"zero": 1, "zero_stage": 0, "tensor": 1, "context": 1}),
-    ("ZeRO-2", {"data": 1, "zero_stage": 2, "tensor": 1, "context": 1}),
-    ("ZeRO-3", {"data": 1, "zero_stage": 3, "tensor": 1, "context": 1}),
-    ("tensor parallel", {"data": 1, "zero": 1, "zero_stage": 0, "context": 1}),
+    ("plain data parallel", {**_WHOLE, **_REPLICAS, "tensor": 1}),
+    ("ZeRO-2", {**_WHOLE, "data": 1, "zero_stage": 2, "tensor": 1}),
+    ("ZeRO-3", {**_WHOLE, "data": 1, "zero_stage": 3, "tensor": 1}),
+    ("tensor parallel", {**_WHOLE, **_REPLICAS, "data": 1}),
+    ("spatial", {**_ONE_COPY, "filters": 1, "channels": 1}),
+    ("filters", {**_ONE_COPY, "depth": 1, "height": 1, "width": 1, "channels": 1}),
 )
 """Well-known plans to compare with, as the fields of ``Strategy`` they pin (where devices are more than one)."""

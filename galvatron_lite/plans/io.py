@@ -20,10 +20,16 @@ def read_plan(path: Path) -> Plan:
     data = read_data(path)
     version = data.get("version") if isinstance(data, dict) else None
     if version != PLAN_VERSION:
-        raise FileFormatError(
-            f"{path}, version", version, f"This release reads plans of version {PLAN_VERSION}. Make the plan anew."
-        )
+        raise FileFormatError(f"{path}, version", version, _remedy(data, path))
     return check_plan(from_data(Plan, data, str(path)), str(path))
+
+
+def _remedy(data: object, path: Path) -> str:
+    """What to do with a file of another version, or of none."""
+    if not isinstance(data, dict) or "version" in data or not data.keys() & {"runs", "stages"}:
+        return f"This release reads plans of version {PLAN_VERSION}. Make the plan anew."
+    way = f"galvatron evaluate {path} --profile PROFILE -o priced.yaml"
+    return f"A plan written by hand is held against the model and priced first: {way}; then give priced.yaml."
 
 
 def write_plan(plan: Plan, path: Path) -> None:
@@ -79,18 +85,28 @@ def _check_stage(plan: Plan, stage: Stage, field: str) -> None:
         _check_run(plan, run, f"{field}.runs.{index}")
 
 
+_FACTORS = ("data", "zero", "context", "tensor", "depth", "height", "width", "filters", "channels")
+"""Degrees that multiply to the devices of a stage."""
+
+
+def _factors(strategy: Strategy) -> str:
+    """The product that must be the devices of a stage: degrees of every layer, and those of pictures that are used."""
+    told = [name for name in _FACTORS if name in _FACTORS[:4] or getattr(strategy, name) > 1]
+    return " x ".join(told)
+
+
 def _check_run(plan: Plan, run: LayerRun, field: str) -> None:
     strategy = run.strategy
     if run.count < 1:
         raise InputError(f"{field}.count", run.count, "It is at least 1.")
-    for name in ("data", "zero", "tensor", "context", "expert"):
+    for name in ("expert", *_FACTORS):
         if getattr(strategy, name) < 1:
             raise InputError(f"{field}.strategy.{name}", getattr(strategy, name), "A degree is at least 1.")
     if strategy.devices != plan.stage_devices:
         raise InputError(
             f"{field}.strategy",
             str(strategy),
-            f"data x zero x context x tensor is {strategy.devices}, but each stage has {plan.stage_devices} devices.",
+            f"{_factors(strategy)} is {strategy.devices}, but each stage has {plan.stage_devices} devices.",
         )
     if plan.microbatch % strategy.batch_degree:
         raise InputError(

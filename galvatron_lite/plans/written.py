@@ -26,7 +26,7 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.keys import check_keys
-from galvatron_lite.plans.schema import PLAN_VERSION, Plan
+from galvatron_lite.plans.schema import PLAN_VERSION, Plan, Stage
 from galvatron_lite.plans.strategy_text import parse_strategy
 
 
@@ -52,6 +52,7 @@ def plan_from(data: object, graph: ModelGraph, field: str) -> Plan:
     names, place = [layer.name for layer in graph.layers], 0
     whole["stages"] = []
     for number, stage in enumerate(stages):
+        check_keys(stage, [one.name for one in fields(Stage)], (), f"{field}, stages.{number}.")
         runs = []
         for index, run in enumerate(_runs(stage, f"{field}, stages.{number}")):
             made = _run(run, names[place:], f"{field}, stages.{number}.runs.{index}")
@@ -88,9 +89,7 @@ def _runs(stage: Mapping[str, Any], field: str) -> Sequence[Mapping[str, Any]]:
 
 def _run(run: Mapping[str, Any], names: Sequence[str], field: str) -> dict[str, Any]:
     """A run with first and last layer, count and strategy, from the layers that are not yet planned."""
-    unknown = set(run) - {"layers", "first", "last", "count", "strategy"}
-    if unknown:
-        raise InputError(f"{field}.{min(unknown)}", run[min(unknown)], "A run has layers and strategy.")
+    check_keys(run, ("layers", "first", "last", "count", "strategy"), (), f"{field}.")
     if "strategy" not in run:
         raise InputError(f"{field}.strategy", None, "Say what the layers do: zero3x8, tensor4+sp recompute.")
     strategy = run["strategy"]

@@ -12,8 +12,6 @@ from galvatron_lite.questions.pin_names import pin_named
 _WORDS = {
     "context": "context parallelism", "ulysses": "context parallelism", "expert": "expert parallelism",
     "zero_stage": "ZeRO-1", "offload": "offload",
-    "depth": "spatial parallelism", "height": "spatial parallelism", "width": "spatial parallelism",
-    "filters": "channel parallelism", "channels": "channel parallelism",
     "virtual": "several stages a group of devices",
 }  # fmt: skip
 """What fields of ``Strategy`` and of ``Fixed`` stand for where a backend lacks them."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from types import MappingProxyType
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
@@ -36,6 +37,9 @@ class PinName:
     once: bool = False
     splits: bool = False
     means: str = ""
+
+
+NO_OTHERS: Mapping[str, str] = MappingProxyType({})
 
 
 def _number(name: str, text: str, least: int = 1) -> int:
@@ -119,6 +123,16 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
 """What ``--forbid`` takes, and the dimensions that it leaves out."""
 
 
+_OTHER_PINS = {
+    **dict.fromkeys(("spatial", "pixels", "picture", "image", "grid"), "height, width or depth"),
+    "rows": "height", "columns": "width", "planes": "depth", "filter": "filters", "channel": "filters or channels",
+}  # fmt: skip
+_OTHER_DIMENSIONS = dict.fromkeys(
+    ("pixels", "picture", "image", "grid", "height", "width", "depth", "rows", "columns", "planes"), "spatial"
+)
+"""Words that people may try, and what to say instead."""
+
+
 def pin_named(given: str) -> PinName:
     """The pin of a name; case and ``-`` for ``_`` do not matter.
 
@@ -129,7 +143,7 @@ def pin_named(given: str) -> PinName:
     name = given.lower().replace("-", "_")
     if name not in known:
         every = ", ".join("/".join((pin.name, *pin.aliases[:1])) for pin in NAMES)
-        raise InputError("--fix", given, f"{near(name, known)}Known: {every}.")
+        raise InputError("--fix", given, f"{near(name, known, _OTHER_PINS)}Known: {every}.")
     return known[name]
 
 
@@ -141,11 +155,11 @@ def dimensions_named(given: str) -> tuple[str, ...]:
     """
     name = given.lower()
     if name not in FORBIDDEN:
-        raise InputError("--forbid", given, f"{near(name, FORBIDDEN)}Known: {', '.join(FORBIDDEN)}.")
+        raise InputError("--forbid", given, f"{near(name, FORBIDDEN, _OTHER_DIMENSIONS)}Known: {', '.join(FORBIDDEN)}.")
     return FORBIDDEN[name]
 
 
-def near(given: str, known: Iterable[str]) -> str:
-    """``Did you mean X?`` and a space; empty where nothing known is like it."""
-    close = get_close_matches(given, list(known), n=1)
+def near(given: str, known: Iterable[str], others: Mapping[str, str] = NO_OTHERS) -> str:
+    """``Did you mean X?`` and a space; empty where nothing known is like it and ``others`` does not tell."""
+    close = [others[given]] if given in others else get_close_matches(given, list(known), n=1)
     return f"Did you mean {close[0]}? " if close else ""

@@ -24,13 +24,14 @@ and on the device unless these are pinned too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import groupby
 
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.backends import GALVATRON, Backend
 from galvatron_lite.parallelism.base import Offload, Strategy, Strided
 from galvatron_lite.parallelism.context.cost import LEAST_TOKENS
@@ -227,6 +228,26 @@ def pipeline_degrees(devices: int, layers: int, fixed: Fixed, cluster: Cluster |
 
 
 def reasons(graph: ModelGraph) -> tuple[str, ...]:
-    """What dimensions say about the model's layers: why they are limited or not offered."""
-    said = (dimension.reason(kind) for kind in graph.kinds.values() for dimension in CHOSEN)
-    return tuple(dict.fromkeys(reason for reason in (*said, graph.whole) if reason))
+    """What dimensions say about the model's layers: why they are limited or not offered; a line for all layers of which
+    the same is said, by their names in the plan."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in {layer.kind: None for layer in graph.layers}:
+        for dimension in CHOSEN:
+            said = dimension.reason(graph.kinds[name])
+            if said:
+                key = dimension.name, said.removeprefix(f"{dimension.name}: {graph.kinds[name].name}")
+                found.setdefault(key, []).append(name)
+    return tuple(
+        f"{dimension}: {where}{why}" for (dimension, why), kinds in found.items() for where in _named(graph, kinds)
+    )
+
+
+def _named(graph: ModelGraph, kinds: Collection[str]) -> list[str]:
+    """Layers of some kinds, in runs; each by itself where all are before or after the blocks."""
+    own = [layer for layer in graph.layers if layer.kind in kinds]
+    if not any(layer.role is Role.BLOCK for layer in own):
+        return list(dict.fromkeys(layer.name for layer in own))
+    runs = [
+        [layer.name for layer in run] for inside, run in groupby(graph.layers, lambda one: one.kind in kinds) if inside
+    ]
+    return [", ".join(f"{run[0]} … {run[-1]}" if len(run) > 1 else run[0] for run in runs)]

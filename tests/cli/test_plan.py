@@ -143,7 +143,7 @@ def test_a_budget_too_small_names_the_smallest_that_fits(
     [
         (["--model", "gpt22", *SMALL[2:]], "gpt2"),
         ([*SMALL, "--image", "224"], "no pictures"),
-        (["--model", "resnet50", *SMALL[2:], "--image", "512x1024"], "square: give 224"),
+        (["--model", "resnet50", *SMALL[2:], "--image", "512x1024"], "square pictures: give 512, or trace your own"),
         (["--model", "convnext-t", *SMALL[2:], "--image", "wide"], "512x1024"),
         ([*SMALL[2:], "--image", "224"], "Name the model"),
         (["--model", "gpt2", "--cluster", "a100", "--gpus", "8"], "a100-40gb"),

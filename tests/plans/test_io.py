@@ -37,6 +37,18 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
         read_plan(tmp_path / "plan.yaml")
 
 
+def test_a_plan_written_by_hand_is_told_how_it_is_priced(tmp_path: Path) -> None:
+    (tmp_path / "hand.yaml").write_text("devices: 4\nruns: []\n")
+    with pytest.raises(FileFormatError, match=r"galvatron evaluate .*hand.yaml --profile PROFILE -o priced.yaml"):
+        read_plan(tmp_path / "hand.yaml")
+
+
+def test_all_degrees_that_multiply_to_the_devices_are_named() -> None:
+    run = replace(MIXED[0], strategy=Strategy(height=2, width=4))
+    with pytest.raises(InputError, match="data x zero x context x tensor x height x width is 8, but each stage has 4"):
+        check_plan(replace(PLAN, stages=(Stage((run,)),)))
+
+
 def test_a_truncated_plan_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     write_plan(PLAN, path)

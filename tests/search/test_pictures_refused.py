@@ -18,6 +18,7 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.questions.pins import read_pins
 from galvatron_lite.search.planner import find_plan
+from galvatron_lite.search.space import reasons
 from tests.parallelism.test_spatial_cost import CHANNELS, HEIGHT, WIDTH, convolved, stack
 
 DEVICES = 8
@@ -116,3 +117,24 @@ def test_plans_that_ask_for_it_are_not_priced() -> None:
     wrong = replace(plan, stages=(replace(plan.stages[0], runs=tuple(runs)),))
     with pytest.raises(InputError, match=r"stages\.3\.0.*width: an extent of 14 -> 7 leaves a rank of 8.*1, 2, 4"):
         evaluate(PROFILE, wrong)
+
+
+def test_a_line_tells_of_all_layers_of_which_the_same_is_said() -> None:
+    said = [line for line in reasons(PROFILE.graph) if line.startswith("tensor")]
+    assert len(said) == 1
+    assert said[0].startswith("tensor: before … after: ")
+    graph = PROFILE.graph
+    kinds = {
+        name: replace(kind, tensor_reason="" if name == "stage1_first" else "no") for name, kind in graph.kinds.items()
+    }
+    told = reasons(replace(graph, kinds=kinds))
+    assert "tensor: before … stages.0.2, stages.1.1 … after: no" in told
+
+
+def test_well_known_shapes_of_pictures_are_what_their_names_say() -> None:
+    plan = find_plan(PROFILE, devices=4, global_batch=32, budget=10**11, runners_up=6)
+    told = {one.summary.partition(": ")[0]: one.summary.partition(": ")[2] for one in plan.alternatives}
+    assert told["plain data parallel"].startswith("data4, ")
+    assert told["spatial"].startswith("spatial")
+    assert told["filters"].startswith("filters4, ")
+    assert "tensor parallel" not in told
