@@ -152,12 +152,14 @@ def print_profile(profile: Profile, where: str) -> None:
     console.print(
         f"{origin.kind.value}: {origin.source}; {len(profile.layers)} layer points, spread {origin.spread:.1%}"
     )
-    table = Table("kind", "layers", "forward", "backward", "kept", box=None, pad_edge=False, header_style="bold")
+    names = ("kind", "layers", "samples", "forward", "backward", "kept")
+    table = Table(*names, box=None, pad_edge=False, header_style="bold")
     for kind in graph.kinds:
         point = next((entry for entry in profile.layers if entry.kind == kind), None)
         count = sum(layer.kind == kind for layer in graph.layers)
-        cells = ("", "", "") if point is None else (
-            format_seconds(point.forward), format_seconds(point.backward), format_bytes(point.kept)
+        cells = ("", "", "", "") if point is None else (
+            f"{float(point.samples):g}", format_seconds(point.forward), format_seconds(point.backward),
+            format_bytes(point.kept),
         )  # fmt: skip
         table.add_row(kind, str(count), *cells)
     console.print(table)
