@@ -270,6 +270,18 @@ def test_pools_keep_neither_shares_nor_borders() -> None:
     assert run_threads(2, work) == [[[(2, 3, 2, 5)], []]] * 2
 
 
+@pytest.mark.parametrize("pool", [functional.avg_pool3d, functional.max_pool3d])
+def test_a_share_of_less_than_a_window_that_ends_behind_the_picture(pool: Callable[..., Tensor]) -> None:
+    picture = double(1, 2, 2, 2, 5)
+
+    def function(one: Tensor) -> Tensor:
+        return pool(one, (1, 1, 3), ceil_mode=True)
+
+    wanted = alone(function, picture, [], 0)
+    for found in shared(function, picture, [], (1, 2), 0):
+        same(found, wanted)
+
+
 def test_pictures_without_samples_are_refused() -> None:
     def work(group: ThreadGroup) -> None:
         with pytest.raises(InputError, match="dim of samples"):

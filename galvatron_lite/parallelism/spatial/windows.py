@@ -191,6 +191,9 @@ def _stays(window: Window, extent: int, degree: int, rank: int) -> bool:
     # the last window of a pool may end behind the picture
     if start != own[0] or min(stop, extent) > own[1] or outputs[0] >= outputs[1]:
         return False
+    if own[1] - own[0] < min(window.reach, extent) and not window.transposed:
+        # torch refuses pictures that are smaller than a window, of which the last one may be a part
+        return False
     if window.transposed:
         return stop == own[1] and crop(window, outputs, own) == (0, 0)
     return output_extent(window, own[1] - own[0]) == outputs[1] - outputs[0]
