@@ -24,7 +24,7 @@ from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.cost.stage import Shape, StageCost, price_chunk, transfer_seconds
 from galvatron_lite.cost.step import bound_seconds, shape_of, straggling, strategies_of
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import Role
+from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, chunks_in_flight
 from galvatron_lite.parallelism.pipeline.schedule import stage_at
@@ -152,11 +152,12 @@ class Brute:
 
     @cached_property
     def number(self) -> dict[Strategy, int]:
-        every = (s for shape in self.shapes for kind in self.profile.graph.kinds for s in self.offered(shape, kind))
+        every = (s for shape in self.shapes for layer in self.profile.graph.layers for s in self.offered(shape, layer))
         return {strategy: number for number, strategy in enumerate(sorted(set(every)))}
 
-    def offered(self, shape: Shape, kind: str) -> list[Strategy]:
-        offered = self.space.strategies(kind, shape.stage_devices, self.fixed)
+    def offered(self, shape: Shape, layer: Layer) -> list[Strategy]:
+        """What is pinned for a layer counts as if pinned for all where it is asked what there is."""
+        offered = self.space.strategies(layer.kind, shape.stage_devices, self.fixed.at_layer(layer.name))
         return [strategy for strategy in offered if shape.microbatch % strategy.batch_degree == 0]
 
     @cached_property
@@ -253,7 +254,7 @@ class Brute:
         layers = self.profile.graph.layers
         roles = [layer.role for layer in layers]
         offered = [
-            set.intersection(*({*self.offered(shape, one.kind)} for one in layers if one.role is role))
+            set.intersection(*({*self.offered(shape, one)} for one in layers if one.role is role))
             for role in dict.fromkeys(roles)
         ]
         sizes = self._even(shape)
@@ -298,7 +299,7 @@ class Brute:
         layer = self.profile.graph.layers[place]
         sharing = sharing_of(self.profile.graph, inside).get(place, ALONE)
         found = []
-        for strategy in self.offered(shape, layer.kind):
+        for strategy in self.offered(shape, layer):
             cost = self.pricer.price(layer.kind, strategy, shape.microbatch, shape.stages, sharing)
             if cost is not None and self.fixed.allows_in(layer.name, strategy):
                 found.append((strategy, cost))
@@ -478,7 +479,7 @@ def every_plan(brute: Brute) -> Iterator[tuple[float, int]]:
     """Seconds and peak of every plan, each priced as a whole by the evaluator: what the sums are checked against."""
     layers = brute.profile.graph.layers
     for shape in brute.shapes:
-        options = [brute.offered(shape, layer.kind) for layer in layers]
+        options = [brute.offered(shape, layer) for layer in layers]
         for inner in combinations(range(1, len(layers)), shape.stages - 1):
             cuts = (0, *inner, len(layers))
             for strategies in product(*options):
