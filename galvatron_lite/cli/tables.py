@@ -155,7 +155,8 @@ def print_profile(profile: Profile, where: str) -> None:
     names = ("kind", "layers", "samples", "forward", "backward", "kept")
     table = Table(*names, box=None, pad_edge=False, header_style="bold")
     for kind in graph.kinds:
-        point = next((entry for entry in profile.layers if entry.kind == kind), None)
+        points = [entry for entry in profile.layers if entry.kind == kind]
+        point = next((entry for entry in points if entry.samples >= 1), next(iter(points), None))
         count = sum(layer.kind == kind for layer in graph.layers)
         cells = ("", "", "", "") if point is None else (
             f"{float(point.samples):g}", format_seconds(point.forward), format_seconds(point.backward),
