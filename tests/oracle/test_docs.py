@@ -68,5 +68,17 @@ def test_golden_rows_of_the_page_are_printed_ones() -> None:
         assert (int(devices), *figures) in known
 
 
+def test_the_summary_of_accuracy_is_that_of_its_page() -> None:
+    page = text_of("docs/oracle-accuracy.md")
+    mean, data = (re.search(rf"^\| {name} \| (\d+) \| ([\d.]+ %)", page, re.MULTILINE) for name in ("all", "data"))
+    order = re.search(r"right order in (\d+ of \d+) groups", page)
+    assert mean
+    assert data
+    assert order
+    assert f"over {mean[1]} rows the default formulas are {mean[2]} accurate" in PAGE
+    assert f"over {data[1]} rows of data parallelism {data[2]}" in PAGE
+    assert f"in {order[1]} groups" in PAGE
+
+
 def test_the_page_is_short() -> None:
     assert len(PAGE.split()) < 2000
