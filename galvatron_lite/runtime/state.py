@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.channel.apply import gather_running
 from galvatron_lite.parallelism.cuts.line import ProcessLine
 from galvatron_lite.parallelism.tensor.shards import gather_full, slice_full
+from galvatron_lite.runtime.setup import StageRuntime
 from galvatron_lite.runtime.sharding import Owned
 
-if TYPE_CHECKING:
-    from galvatron_lite.runtime.engine import ParallelModel
+
+class Parallel(Protocol):
+    """A model that is split over the launched world: a ``ParallelModel``."""
+
+    module: nn.Module
+    runtime: StageRuntime
 
 
-def full_gradients(parallel: ParallelModel) -> dict[str, Tensor]:
+def full_gradients(parallel: Parallel) -> dict[str, Tensor]:
     """The whole gradient of every parameter that has one, by name, on the CPU of every rank; all ranks must call it.
 
     A shared parameter is listed under each of its names.
@@ -32,7 +37,7 @@ def full_gradients(parallel: ParallelModel) -> dict[str, Tensor]:
     return _from_all_stages(parallel, found)
 
 
-def full_state_dict(parallel: ParallelModel) -> dict[str, Tensor]:
+def full_state_dict(parallel: Parallel) -> dict[str, Tensor]:
     """The user's model's ``state_dict()``: whole parameters and buffers, on the CPU of every rank.
 
     Buffers are those of each stage's first rank: under data parallelism, batch norms track the statistics of their own
@@ -47,7 +52,7 @@ def full_state_dict(parallel: ParallelModel) -> dict[str, Tensor]:
     return _from_all_stages(parallel, found)
 
 
-def load_full_state_dict(parallel: ParallelModel, state: Mapping[str, Tensor]) -> None:
+def load_full_state_dict(parallel: Parallel, state: Mapping[str, Tensor]) -> None:
     """Set parameters and buffers from a whole ``state_dict``; every rank takes its shards, without communication.
 
     Raises:
@@ -72,7 +77,7 @@ def _whole(tensor: Tensor, one: Owned) -> Tensor:
     return local.detach().cpu().clone()
 
 
-def _gather_running(parallel: ParallelModel) -> None:
+def _gather_running(parallel: Parallel) -> None:
     """Running statistics of which ranks keep those of their own channels."""
     for placed in parallel.runtime.stage:
         group = parallel.runtime.meshes.groups(placed.strategy).slices
@@ -80,7 +85,7 @@ def _gather_running(parallel: ParallelModel) -> None:
             gather_running(parallel.module.get_submodule(path), ProcessLine(group))
 
 
-def _first(parallel: ParallelModel, value: Tensor) -> Tensor:
+def _first(parallel: Parallel, value: Tensor) -> Tensor:
     """A tensor of the stage's first rank."""
     meshes, there = parallel.runtime.meshes, value.detach().clone()
     group = parallel.runtime.traffic.mover.group
@@ -89,7 +94,7 @@ def _first(parallel: ParallelModel, value: Tensor) -> Tensor:
     return there.cpu()
 
 
-def _from_all_stages(parallel: ParallelModel, found: dict[str, Tensor]) -> dict[str, Tensor]:
+def _from_all_stages(parallel: Parallel, found: dict[str, Tensor]) -> dict[str, Tensor]:
     group = parallel.runtime.meshes.pipeline
     if group is None:
         return found

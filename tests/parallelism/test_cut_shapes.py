@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.cuts.functions import cut_copy, own
-from galvatron_lite.parallelism.cuts.grid import Grid
+from galvatron_lite.parallelism.cuts.functions import own
 from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
 from galvatron_lite.parallelism.cuts.moving import recut, shares_of
-from galvatron_lite.parallelism.cuts.tensor import Cut, cuts_of, local_of
+from galvatron_lite.parallelism.cuts.tensor import Cut, local_of
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from tests.parallelism.cut_functions import Lines, compare, picture
 from tests.parallelism.thread_group import ThreadGroup, run_threads
@@ -198,12 +197,3 @@ def test_a_crop_sends_the_rows_that_change_hands() -> None:
         return group.sent_bytes
 
     assert run_threads(2, work) == [0, 2 * 6 * 8]
-
-
-def test_a_batch_is_cut_to_memory_of_its_own() -> None:
-    line = ShapeOnlyLine(2, 1)
-    batch = picture(2, 3, 5, 4)
-    cut = cut_copy(batch, Grid((None, line, None), line), PIXELS_RULES)
-    assert [one.dim for one in cuts_of(cut)] == [2]
-    assert torch.equal(local_of(cut), batch[:, :, 3:])
-    assert local_of(cut).untyped_storage().nbytes() == 2 * 3 * 2 * 4 * 8

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from galvatron_lite.parallelism.cuts.grid import Grid
 from galvatron_lite.parallelism.cuts.line import Line
 from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts, Rules, cut_tensor, cuts_of, local_of
 from galvatron_lite.parallelism.shares import share
@@ -41,18 +39,6 @@ def own(tensor: Tensor, cuts: Cuts, rules: Rules) -> Tensor:
     for cut in cuts:
         tensor = tensor.narrow(cut.dim, cut.start, cut.length)
     return cut_tensor(tensor, cuts, rules)
-
-
-def cut_copy(picture: Tensor, grid: Grid, rules: Rules) -> Tensor:
-    """This rank's share of a picture that is whole on every rank, (samples, channels, ...), as memory of its own.
-
-    For batches: no gradient flows back, and the whole may be freed.
-    """
-    cuts = grid.cuts(picture.shape)
-    with torch.no_grad():
-        for cut in cuts:
-            picture = picture.narrow(cut.dim, cut.start, cut.length)
-        return cut_tensor(picture.clone(memory_format=torch.preserve_format), cuts, rules)
 
 
 def sum_over(tensor: Tensor, lines: Iterable[Line]) -> Tensor:
