@@ -285,6 +285,20 @@ class Passed:
 
 
 @dataclass(frozen=True, slots=True)
+class DeadParameters:
+    """Parameters of a module that never reach an output, or the loss where one was given.
+
+    Attributes:
+        path: of the module, the outermost whose parameters are all dead; or of a single parameter.
+        items: parameter items.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    path: str
+    items: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelGraph:
     """A model as the planner sees it: layers in the order they run.
 
@@ -300,6 +314,7 @@ class ModelGraph:
         source: where the graph comes from (``traced``, ``shapes``), for people.
         notes: what the reader should know (blocks without tensor parallelism and why).
         whole: why the layers cannot be on several pipeline stages; empty where they can.
+        dead: parameters that train nothing.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -313,6 +328,7 @@ class ModelGraph:
     source: str = "traced"
     notes: tuple[str, ...] = field(default=())
     whole: str = ""
+    dead: tuple[DeadParameters, ...] = ()
 
     def kind_of(self, layer: Layer) -> LayerKind:
         """The kind of a layer."""

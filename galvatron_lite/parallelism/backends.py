@@ -57,7 +57,7 @@ GALVATRON = Backend(
 """What ``auto_parallelize`` trains with."""
 ANY = Backend(
     "any",
-    tuple(Schedule),
+    tuple(schedule for schedule in Schedule if schedule is not Schedule.CYCLIC),
     missing=("any offers all that is priced; host memory is taken as large enough for what is offloaded",),
 )
 """Everything that is priced: plans for other software, or to see what one would gain."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from galvatron_lite.files import STRICT
 from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
@@ -24,6 +25,14 @@ class Schedule(StrEnum):
     ZERO_BUBBLE_1P = "zb-1p"
     ZERO_BUBBLE_2P = "zb-2p"
     ZERO_BUBBLE_V = "zb-v"
+    CYCLIC = "cyclic"
+
+
+class Mode(StrEnum):
+    """What a plan is for."""
+
+    TRAINING = "training"
+    INFERENCE = "inference"
 
 
 class Proof(StrEnum):
@@ -135,6 +144,44 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class Cyclic:
+    """Cyclic data parallelism: as many micro-batches as stages, each two time steps behind the one before it.
+
+    Attributes:
+        rule: which parameters a micro-batch uses. Both train by gradients that are partly one step old.
+        setting: where its passes run.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    rule: CyclicRule
+    setting: CyclicSetting
+
+
+@dataclass(frozen=True, slots=True)
+class BranchPlacement:
+    """An independent branch of the model on devices of its own.
+
+    Attributes:
+        name: of the branch.
+        roots: paths of the modules that hold its layers, and nothing else, in the order they run.
+        first: number of its first device.
+        devices: how many consecutive devices it has.
+        runs: its layers, in order.
+        memory: predicted bytes on each of its devices, for it alone.
+        seconds: predicted time of its passes in a step.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    name: str
+    roots: tuple[str, ...]
+    first: int
+    devices: int
+    runs: tuple[LayerRun, ...]
+    memory: MemoryBreakdown = MemoryBreakdown()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """What a step is predicted to cost.
 
@@ -235,6 +282,10 @@ class Plan:
         left_out: dimensions that were not offered, and why.
         provenance: what it was made from; None for a plan written by hand.
         virtual_stages: stages that each group of devices runs (interleaved schedules); 1 elsewhere.
+        cyclic: how cyclic data parallelism runs; its ``stages`` are then those whose passes go round, as many as
+            there are micro-batches. None elsewhere.
+        branches: branches on devices of their own; the one stage then holds the other layers.
+        mode: what the plan is for.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -251,6 +302,9 @@ class Plan:
     left_out: tuple[str, ...] = ()
     provenance: Provenance | None = None
     virtual_stages: int = 1
+    cyclic: Cyclic | None = None
+    branches: tuple[BranchPlacement, ...] = ()
+    mode: Mode = Mode.TRAINING
 
     @property
     def overfull(self) -> tuple[int, ...]:

@@ -1,0 +1,1 @@
+"""Independent parts of a model on devices of their own."""
