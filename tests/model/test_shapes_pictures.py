@@ -32,7 +32,7 @@ FAMILIES: dict[str, type[Any]] = {
 }  # fmt: skip
 NAMES = {"side": "image_size", "height": "image_height", "width": "image_width", "targets": "classes"}
 """Fields of shapes by those of the reference models' configs, where they differ."""
-MINI = [name for name in SIZES if name.endswith("-mini")]
+MINI = [name for name in SIZES if name.endswith("-mini") and not name.startswith("perception")]
 
 
 def shape_of(name: str) -> Shape:

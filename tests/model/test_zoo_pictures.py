@@ -41,7 +41,7 @@ PUBLISHED: list[tuple[str, dict[str, Any], int]] = [
     ("cosmoflow-512", {}, 2_128_064),
     ("cosmoflow-256", {}, 2_128_064),
 ]
-MINI = [name for name in SIZES if name.endswith("-mini")]
+MINI = [name for name in SIZES if name.endswith("-mini") and not name.startswith("perception")]
 
 
 def on_meta(name: str, **fields: Any) -> nn.Module:

@@ -21,6 +21,7 @@ _FAMILIES = (
     (sizes.REGNET, "regnet", "RegNet"),
     (sizes.UNET, "unet", "UNet"),
     (sizes.COSMOFLOW, "cosmoflow", "CosmoFlow"),
+    (sizes.PERCEPTION, "perception", "Perception"),
 )
 """Sizes of each family, its module here, and its class, beside which stands the class's config."""
 

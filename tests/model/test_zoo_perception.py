@@ -1,0 +1,223 @@
+"""The perception network: published counts, which parameters reach its outputs, its loss and its losses' gradients."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.flop_counter import FlopCounterMode
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.trace import trace
+from galvatron_lite.model.zoo import build
+from galvatron_lite.model.zoo.perception_loss import edge_loss, edges
+
+SEGMENTATION, RECONSTRUCTION = (46.48e6, 262.4e9), (27.61e6, 188.5e9)
+"""Parameters and FLOPs at (1, 16, 1000, 1000), counted in the authors' models."""
+DEAD = 46.46e6
+"""Of the segmentation network's parameters, those that do not reach its output."""
+
+
+def on_meta(name: str, **fields: object) -> nn.Module:
+    with torch.device("meta"):
+        return build(name, **fields)
+
+
+def parameters_of(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["perception", "perception-published"])
+def test_counts_are_the_published_ones(name: str) -> None:
+    model = on_meta(name)
+    for part, (parameters, flops) in ((model.segmentation, SEGMENTATION), (model.reconstruction, RECONSTRUCTION)):
+        with FlopCounterMode(display=False) as counter:
+            out = part(torch.empty(1, 16, 1000, 1000, device="meta"))
+        assert out.shape == (1, 1, 1000, 1000)
+        assert parameters_of(part) == pytest.approx(parameters, abs=0.005e6)
+        assert counter.get_total_flops() == pytest.approx(flops, abs=0.05e9)
+
+
+def without_gradient(model: nn.Module) -> tuple[int, int]:
+    """Items of parameters that the sum of both outputs reaches, and of those that it does not."""
+    outputs = model(torch.rand(1, model.config.channels, model.config.side, model.config.side))
+    sum(output.sum() for output in outputs).backward()
+    found = [(parameter.grad is None, parameter.numel()) for parameter in model.segmentation.parameters()]
+    assert all(parameter.grad is not None for parameter in model.reconstruction.parameters())
+    return sum(size for dead, size in found if not dead), sum(size for dead, size in found if dead)
+
+
+def test_as_published_all_levels_but_the_finest_are_dropped() -> None:
+    """The same levels are dead at the published size: all but the first of each list of levels."""
+    model = build("perception-published-mini")
+    alive, dead = without_gradient(model)
+    levels = (model.segmentation.downs[0], model.segmentation.sides[0], model.segmentation.ups[-1])
+    assert alive == sum(map(parameters_of, levels))
+    large = on_meta("perception-published").segmentation
+    used = sum(map(parameters_of, (large.downs[0], large.sides[0], large.ups[-1])))
+    assert (used, parameters_of(large) - used) == (22_035, 46_460_064)
+    assert parameters_of(large) - used == pytest.approx(DEAD, abs=0.005e6)
+    assert alive + dead == parameters_of(model.segmentation)
+
+
+def test_chained_all_of_it_is_used() -> None:
+    assert without_gradient(build("perception-mini"))[1] == 0
+
+
+def test_as_published_is_the_finest_level_alone() -> None:
+    """One level of a U-Net, written out."""
+    model = build("perception-published-mini").eval()
+    picture = torch.rand(2, 4, 36, 36)
+    down, side, up = (model.segmentation.get_submodule(path) for path in ("downs.0", "sides.0", "ups.2"))
+    kept = side(F.max_pool2d(down.convs(picture), 2))
+    expected = up.convs(torch.cat([up.grow(kept), picture], dim=1))
+    assert torch.equal(model(picture)[0], expected)
+
+
+class Counted:
+    """Parameters and FLOPs of a layout by closed form."""
+
+    def __init__(self, bias: int, norm: int) -> None:
+        self.extra, self.parameters, self.flops = bias + 2 * norm, 0, 0
+
+    def convolve(self, inner: int, outer: int, kernel: int, side: int) -> int:
+        """A convolution to a picture, or a transposed one from a picture, of so many pixels a side."""
+        self.parameters += inner * outer * kernel**2 + self.extra * outer
+        self.flops += 2 * inner * outer * kernel**2 * side**2
+        return outer
+
+
+def count(
+    down: int, first: int, pooled: int, transposed: int, beside: int, up: int, last: tuple[int, ...], bias: int,
+    norm: int,
+) -> Counted:  # fmt: skip
+    """A layout: convolutions a level down, kernel of the first one of all, whether pooled pictures pass one more, how
+    pictures grow (transposed convolution or interpolation), whether they get the way down's beside, convolutions a
+    level up, kernels at the finest level, biases, normalisation."""
+    counted, widths, inner = Counted(bias, norm), [32 * 2**level for level in range(6)], 16
+    for level, width in enumerate(widths):
+        for place in range(down):
+            inner = counted.convolve(inner, width, 3 if level or place else first, 1000 // 2**level)
+        for _ in range(pooled):
+            counted.convolve(width, width, 3, 1000 // 2 ** (level + 1))
+    for level, width in reversed(list(enumerate(widths))):
+        side, half = 1000 // 2**level, width // 2
+        if transposed:
+            width = counted.convolve(width, half, 2 + side % 2, 1000 // 2 ** (level + 1))
+        width += beside * (half if level else 16)
+        for place, kernel in enumerate((3,) * up if level else last):
+            closing = not level and place == len(last) - 1
+            width = counted.convolve(width, 1 if closing else half, kernel, side)
+    return counted
+
+
+FINEST = ((3,), (1,), (1, 3), (3, 3), (3, 1), (1, 1))
+LAYOUTS = list(product((1, 2, 3), (1, 3), (0, 1), (1, 0), (0, 1), (0, 1, 2, 3), FINEST, (0, 1), (0, 1)))
+
+
+def test_one_layout_alone_has_the_counts_told() -> None:
+    """What was inferred: among all layouts only the networks' own ones match both figures to all digits."""
+    counted = {layout: count(*layout) for layout in LAYOUTS}
+    assert len(counted) == 4608
+    for (parameters, flops), part, own in (
+        (SEGMENTATION, "segmentation", (2, 1, 1, 1, 1, 2, (1, 3), 1, 1)),
+        (RECONSTRUCTION, "reconstruction", (2, 1, 0, 1, 0, 1, (3,), 1, 1)),
+    ):
+        near = [
+            layout
+            for layout, one in counted.items()
+            if abs(one.parameters - parameters) <= 0.005e6 and abs(one.flops - flops) <= 0.05e9
+        ]
+        assert near == [own]
+        assert counted[own].parameters == parameters_of(on_meta("perception").get_submodule(part))
+
+
+def test_edges_are_the_slopes_of_a_ramp() -> None:
+    """Sobel's kernels weigh eight neighbours: a ramp of slope s has edges of 8 s; a plain picture has none."""
+    rows, columns = torch.meshgrid(torch.arange(9.0), torch.arange(7.0), indexing="ij")
+    ramp = (3 * rows + 4 * columns)[None, None]
+    assert torch.allclose(edges(ramp)[0, 0, 1:-1, 1:-1], torch.tensor(8 * 5.0))
+    assert not edges(torch.ones(1, 1, 5, 5))[..., 1:-1, 1:-1].any()
+
+
+def test_the_loss_is_the_weighted_sum_of_its_parts() -> None:
+    draw = torch.Generator().manual_seed(0)
+    one, two = (torch.randn(2, 1, 8, 8, generator=draw, dtype=torch.float64) for _ in range(2))
+    gap, steep = one - two, edges(one) - edges(two)
+    small = [torch.where(x.abs() < 1, x**2 / 2, x.abs() - 0.5).mean() for x in (gap, steep)]
+    expected = 0.85 * gap.square().mean() + 0.15 * steep.square().mean() + 0.85 * small[0] + 0.15 * small[1]
+    torch.testing.assert_close(edge_loss(one, two), expected)
+    assert edge_loss(one, one) == 0
+    assert torch.autograd.gradcheck(lambda x: edge_loss(x, two), one.requires_grad_())
+
+
+def test_gradients_of_plain_pictures_are_finite() -> None:
+    picture = torch.zeros(1, 1, 6, 6, requires_grad=True)
+    edge_loss(picture, torch.ones(1, 1, 6, 6)).backward()
+    assert picture.grad is not None
+    assert picture.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["perception-mini", "perception-published-mini"])
+def test_the_networks_learn_their_example_batch(name: str) -> None:
+    """The loss is the two networks' own, the second one's target the first one's output."""
+    torch.manual_seed(0)
+    model = build(name)
+    batch = model.example_batch(3)
+    segmented, rebuilt = model(batch["pictures"])
+    expected = edge_loss(segmented, batch["targets"]) + edge_loss(rebuilt, segmented)
+    torch.testing.assert_close(model(**batch), expected)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    losses: list[Tensor] = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        losses.append(model(**batch))
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_the_reconstruction_moves_its_target_only_where_asked(detached: bool) -> None:
+    """With a segmentation that gives its targets already, no other gradient is left."""
+    model = build("perception-mini", detached=detached).eval()
+    picture = model.example_batch(1)["pictures"]
+    model(picture, model(picture)[0].detach()).backward()
+    moved = any(parameter.grad.any() for parameter in model.segmentation.parameters())
+    assert moved != detached
+
+
+def test_it_takes_point_clouds() -> None:
+    model = build("perception-mini").eval()
+    draw = torch.Generator().manual_seed(0)
+    scans = [torch.rand(50, 3, generator=draw) * 8 - 4 for _ in range(4)]
+    view = model.view(scans)
+    assert view.shape == (1, 4, 36, 36)
+    assert view.any()
+    for given, direct in zip(model(scans), model(view), strict=True):
+        assert torch.equal(given, direct)
+
+
+def test_layers_never_mix_the_two_networks() -> None:
+    """Nothing goes from one to the other; their levels are layers."""
+    model = on_meta("perception-mini")
+    batch = {"pictures": torch.empty(2, 4, 36, 36), "targets": torch.empty(2, 1, 36, 36)}
+    graph = trace(model, batch)
+    roots = [{path.partition(".")[0] for path in layer.modules} for layer in graph.layers]
+    assert all(len(root) <= 1 for root in roots)
+    names = ("downs.0", "sides.0", "ups.2")
+    assert {f"segmentation.{name}" for name in names} <= {layer.name for layer in graph.layers}
+    for producer, reader in graph.edges:
+        assert reader == "after" or producer.partition(".")[0] == reader.partition(".")[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [({"side": 30, "levels": 5}, "side"), ({"base": 5}, "base"), ({"resolution": 0.0}, "resolution")],
+)
+def test_sizes_that_do_not_fit_are_named(fields: dict[str, float], field: str) -> None:
+    with pytest.raises(InputError, match=field):
+        on_meta("perception-mini", **fields)
