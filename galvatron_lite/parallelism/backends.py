@@ -81,7 +81,7 @@ def check_runs(plan: Plan, backend: Backend = GALVATRON) -> Plan:
     Raises:
         InputError: a strategy or schedule that it does not run.
     """
-    if len(plan.stages) > 1 and plan.schedule not in backend.schedules:
+    if len(plan.stages) > 1 and plan.cyclic is None and plan.schedule not in backend.schedules:
         known = ", ".join(schedule.value for schedule in backend.schedules)
         raise InputError("plan, schedule", plan.schedule.value, f"{backend.name} trains with {known}.")
     for index, stage in enumerate(plan.stages):

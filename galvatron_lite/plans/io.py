@@ -7,7 +7,8 @@ from pathlib import Path
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import from_data, read_data, write_value
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Stage
+from galvatron_lite.parallelism.cyclic.rules import device_count
+from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 
 
 def read_plan(path: Path) -> Plan:
@@ -68,14 +69,33 @@ def _check_counts(plan: Plan, field: str) -> None:
         raise InputError(
             f"{field}, virtual_stages", plan.virtual_stages, f"It must divide the {len(plan.stages)} stages."
         )
-    if plan.devices % plan.pipeline:
-        raise InputError(
-            f"{field}, devices", plan.devices, f"It must be a multiple of the number of stages, {plan.pipeline}."
-        )
     if plan.global_batch % plan.microbatches:
         raise InputError(
             f"{field}, microbatches", plan.microbatches, f"It must divide the global batch, {plan.global_batch}."
         )
+    if plan.cyclic is not None or plan.schedule is Schedule.CYCLIC:
+        _check_cyclic(plan, field)
+    elif plan.devices % plan.pipeline:
+        raise InputError(
+            f"{field}, devices", plan.devices, f"It must be a multiple of the number of stages, {plan.pipeline}."
+        )
+
+
+def _check_cyclic(plan: Plan, field: str) -> None:
+    """Cyclic data parallelism: as many micro-batches as stages, on as many devices as its setting takes."""
+    count = len(plan.stages)
+    if plan.cyclic is None:
+        remedy = "It needs cyclic: {rule: cdp-v1 or cdp-v2, setting: single, data, zero or stages}."
+        raise InputError(f"{field}, schedule", plan.schedule.value, remedy)
+    if plan.schedule is not Schedule.CYCLIC or plan.virtual_stages != 1:
+        value = f"{plan.schedule.value}, {plan.virtual_stages} virtual stages"
+        raise InputError(f"{field}, schedule", value, "Cyclic data parallelism: schedule cyclic, virtual_stages 1.")
+    if plan.microbatches != count:
+        raise InputError(f"{field}, microbatches", plan.microbatches, f"As many as stages: {count}.")
+    needed = device_count(plan.cyclic.setting, count)
+    if plan.devices != needed:
+        remedy = f"Setting {plan.cyclic.setting.value} with {count} stages takes {needed}."
+        raise InputError(f"{field}, devices", plan.devices, remedy)
 
 
 def _check_stage(plan: Plan, stage: Stage, field: str) -> None:

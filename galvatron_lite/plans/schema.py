@@ -323,7 +323,9 @@ class Plan:
 
     @property
     def pipeline(self) -> int:
-        """Groups of devices that the stages are spread over."""
+        """Groups of devices that the stages are spread over; 1 where every device runs all stages."""
+        if self.cyclic is not None and self.cyclic.setting is not CyclicSetting.STAGES:
+            return 1
         return len(self.stages) // self.virtual_stages
 
     @property
@@ -333,5 +335,5 @@ class Plan:
 
     @property
     def stage_devices(self) -> int:
-        """Devices of one stage."""
-        return self.devices // self.pipeline
+        """Devices that share one pass of a stage; one under cyclic data parallelism, however many run the stage."""
+        return 1 if self.cyclic is not None else self.devices // self.pipeline

@@ -44,7 +44,8 @@ def plan_from(data: object, graph: ModelGraph, field: str) -> Plan:
     if not isinstance(data, Mapping):
         raise InputError(field, kind_of(data), "A plan is a mapping: devices, global_batch, microbatches, runs.")
     _check_top(data, field)
-    whole: dict[str, Any] = {"version": PLAN_VERSION, "model": graph.name, "schedule": "1f1b"}
+    schedule = "cyclic" if data.get("cyclic") else "1f1b"
+    whole: dict[str, Any] = {"version": PLAN_VERSION, "model": graph.name, "schedule": schedule}
     whole |= {"precision": graph.precision} | {
         key: value for key, value in data.items() if key not in ("runs", "stages")
     }

@@ -30,6 +30,16 @@ class CyclicSetting(StrEnum):
     STAGES = "stages"
 
 
+def device_count(setting: CyclicSetting, workers: int) -> int:
+    """Devices that a setting takes: 1, N, or N(N+1)/2.
+
+    Under ``stages`` a worker is in the stages from j (counted from 1) on, and back, for 2(N-j+1) of the 2N time steps
+    of a training step, so N-j+1 devices of stage j are enough, each with one micro-batch at a time.
+    """
+    own = {CyclicSetting.SINGLE: 1, CyclicSetting.STAGES: workers * (workers + 1) // 2}
+    return own.get(setting, workers)
+
+
 def is_fresh(rule: CyclicRule, worker: int, stage: int, workers: int) -> bool:
     """Whether a worker uses the newest parameters of a stage: under ``cdp-v2`` if i + j > N, counted from 1."""
     return rule is CyclicRule.V2 and worker + stage >= workers - 1
