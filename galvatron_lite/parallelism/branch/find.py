@@ -1,0 +1,154 @@
+"""Independent sub-networks of a model: branches that could run at the same time, each on devices of its own.
+
+Between layers of two branches of a region there is no path, and they share no parameters. Branches read the model's
+inputs or what layers before the region made, and may be joined behind it. A U-Net's skips, residual connections and
+everything else that a path connects are never branches. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from galvatron_lite.model.graph import ModelGraph, Role
+from galvatron_lite.parallelism.branch.order import Order, bits, order_of
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """An independent sub-network.
+
+    Attributes:
+        name: the first of its roots; its first layer where layers have no modules.
+        layers: names of its layers, in the order they run.
+        roots: the fewest module paths that hold its layers' modules and no other layer's, in the order they run.
+        input_bytes: bytes per sample that it reads of the model's inputs and of other layers.
+        output_bytes: bytes per sample that it makes and other layers read.
+        inside: regions inside it, whose branches are parts of this one.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    roots: tuple[str, ...]
+    input_bytes: int
+    output_bytes: int
+    inside: tuple[Region, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Where a model falls into branches.
+
+    Attributes:
+        branches: two or more, by their first layer.
+        entry: names of layers outside it that its branches read; empty where they read the model's inputs alone.
+        exit: names of layers outside it that read its branches; empty where they end the model.
+    """
+
+    branches: tuple[Branch, ...]
+    entry: tuple[str, ...]
+    exit: tuple[str, ...]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers of all its branches, branch by branch."""
+        return tuple(layer for branch in self.branches for layer in branch.layers)
+
+
+def find_regions(graph: ModelGraph) -> tuple[Region, ...]:
+    """Where a model falls into branches, in the order they run; empty where it does not.
+
+    The layers' order falls into groups, one after the other, and a group into parts that no path connects (see
+    ``order``); two or more such parts are branches. A layer of role BEFORE counts as read by, and one of role AFTER as
+    reading, every layer. Parts that share parameters are one branch; those that share some with layers outside their
+    group are none.
+    """
+    if not graph.tensors:
+        return ()
+    finder = _Finder(graph, order_of(graph.to_networkx()))
+    ends = {layer.name for layer in graph.layers if layer.role is not Role.BLOCK}
+    inner = sum(1 << place for place, name in enumerate(finder.order.names) if name not in ends)
+    return tuple(finder.regions(inner))
+
+
+@dataclass(frozen=True, slots=True)
+class _Finder:
+    """A graph and the order of its layers."""
+
+    graph: ModelGraph
+    order: Order
+
+    def regions(self, inside: int) -> Iterator[Region]:
+        """Regions of a set of layers, in order."""
+        for group in self.order.groups(inside):
+            parts = self.order.parts(group)
+            free = self._free(group, parts)
+            if len(free) > 1:
+                yield self._region(free)
+            elif len(parts) > 1:
+                for part in parts:
+                    yield from self.regions(part)
+
+    def _free(self, group: int, parts: Sequence[int]) -> list[int]:
+        """Parts of a group by whom they share parameters with: one for each set that does; none with layers outside."""
+        place = {name: number for number, name in enumerate(self.order.names)}
+        pairs = [1 << place[tie.first] | 1 << place[tie.second] for tie in self.graph.ties if tie.parameters]
+        joined = list(parts)
+        for pair in pairs:
+            apart = [part for part in joined if not part & pair]
+            joined = [*apart, sum(part for part in joined if part & pair)] if pair & group else joined
+        outside = [pair for pair in pairs if pair & ~group]
+        free = (part for part in joined if not any(part & pair for pair in outside))
+        return sorted(free, key=lambda part: part & -part)
+
+    def _region(self, parts: Sequence[int]) -> Region:
+        branches = tuple(self._branch(part) for part in parts)
+        own = {layer for branch in branches for layer in branch.layers}
+        place = {layer.name: number for number, layer in enumerate(self.graph.layers)}
+        entry = {tensor.producer for tensor in self.graph.tensors if not own.isdisjoint(tensor.readers)} - own
+        sent = (tensor.readers for tensor in self.graph.tensors if tensor.producer in own)
+        leaving = {reader for readers in sent for reader in readers} - own
+        return Region(branches, *(tuple(sorted(names, key=place.__getitem__)) for names in (entry, leaving)))
+
+    def _branch(self, part: int) -> Branch:
+        own = {self.order.names[place] for place in bits(part)}
+        layers = tuple(layer.name for layer in self.graph.layers if layer.name in own)
+        roots = roots_of(self.graph, own)
+        inside = tuple(self.regions(part))
+        return Branch((*roots, *layers)[0], layers, roots, *_traffic(self.graph, own), inside)
+
+
+def _traffic(graph: ModelGraph, own: Collection[str]) -> tuple[int, int]:
+    """Bytes per sample that enter and leave a set of layers.
+
+    A layer that reads nothing others made reads the model's inputs, which several such may share: the largest counts.
+    """
+    heard = {reader for tensor in graph.tensors if tensor.size for reader in tensor.readers}
+    given = [
+        graph.kind_of(layer).input_bytes for layer in graph.layers if layer.name in own and layer.name not in heard
+    ]
+    read = (t.size for t in graph.tensors if t.producer not in own and any(reader in own for reader in t.readers))
+    sent = (t.size for t in graph.tensors if t.producer in own and any(reader not in own for reader in t.readers))
+    return max(given, default=0) + sum(read), sum(sent)
+
+
+def roots_of(graph: ModelGraph, layers: Collection[str]) -> tuple[str, ...]:
+    """The fewest module paths that hold the modules of some layers and of no other, in the order they run."""
+    others = {
+        above for layer in graph.layers if layer.name not in layers for path in layer.modules for above in _up(path)
+    }
+    held = [path for layer in graph.layers if layer.name in layers for path in layer.modules]
+    return tuple(dict.fromkeys(_highest(path, others) for path in held))
+
+
+def _up(path: str) -> Iterator[str]:
+    """A module's path and those of the modules around it, the innermost first; the model's own is left out."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+def _highest(path: str, others: Collection[str]) -> str:
+    """The outermost module around a path that holds no other layer's modules."""
+    free: Iterable[str] = (above for above in _up(path) if above not in others)
+    return min(free, key=len, default=path)

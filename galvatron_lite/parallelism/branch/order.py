@@ -1,0 +1,80 @@
+"""Independent parts of a partial order: what has no path between it and what runs beside it. Names only, no torch.
+
+Elements are numbered along a topological order; sets of them are the bits of a whole number, so that a thousand layers
+take milliseconds.
+
+A partial order falls into *groups* that come one after the other: components of "neither reaches the other". Every
+element of a group reaches every element of the next one. A group of more than one element falls into *parts* that run
+beside each other: components of "one reaches the other". This is the series-parallel decomposition of the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import networkx
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A partial order.
+
+    Attributes:
+        names: of the elements, in a topological order.
+        related: per element the elements that reach it or that it reaches, itself among them, as bits.
+        after: per element those that it reaches, as bits.
+    """
+
+    names: tuple[str, ...]
+    related: tuple[int, ...]
+    after: tuple[int, ...]
+
+    def groups(self, inside: int) -> list[int]:
+        """The groups of a set of elements, in order."""
+        return self._components(inside, [inside & ~row for row in self.related])
+
+    def parts(self, group: int) -> list[int]:
+        """What runs beside each other in a group, by first element."""
+        return self._components(group, [group & row for row in self.related])
+
+    def _components(self, inside: int, rows: Sequence[int]) -> list[int]:
+        found = []
+        while inside:
+            component = waiting = inside & -inside
+            while waiting:
+                lowest = waiting & -waiting
+                fresh = rows[lowest.bit_length() - 1] & ~component
+                component |= fresh
+                waiting = (waiting ^ lowest) | fresh
+            found.append(component)
+            inside &= ~component
+        return found
+
+
+def order_of(graph: networkx.DiGraph[str]) -> Order:
+    """The partial order of a directed graph without cycles: an element reaches another where a path leads there.
+
+    Raises:
+        networkx.NetworkXUnfeasible: the graph has a cycle.
+    """
+    rank = {name: number for number, name in enumerate(graph)}
+    names = tuple(networkx.lexicographical_topological_sort(graph, key=rank.__getitem__))
+    place = {name: number for number, name in enumerate(names)}
+    after, before = [0] * len(names), [0] * len(names)
+    for number in reversed(range(len(names))):
+        for following in graph.successors(names[number]):
+            after[number] |= after[place[following]] | 1 << place[following]
+    for number in range(len(names)):
+        for earlier in graph.predecessors(names[number]):
+            before[number] |= before[place[earlier]] | 1 << place[earlier]
+    related = tuple(1 << n | a | b for n, (a, b) in enumerate(zip(after, before, strict=True)))
+    return Order(names, related, tuple(after))
+
+
+def bits(elements: int) -> Iterator[int]:
+    """The numbers of a set's elements, from the smallest."""
+    while elements:
+        lowest = elements & -elements
+        yield lowest.bit_length() - 1
+        elements ^= lowest
