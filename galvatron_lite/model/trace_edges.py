@@ -22,6 +22,7 @@ class _LeftOut:
         self.entry: list[Tensor] = []
         self.exit: list[Tensor] = []
         self.numbers: tuple[int, ...] = ()
+        self.earlier: list[int] = []
         self._done = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -29,11 +30,12 @@ class _LeftOut:
             self.entry = [*tensors_of(args), *tensors_of(kwargs)]
         self.recorder.target = None
         output = map_tensors(self.calls[self._done].output, _fresh)
+        self.earlier += self.numbers
+        self.numbers = tuple(self.recorder.number(tensor) for tensor in tensors_of(output))
         self._done += 1
         if self._done == len(self.calls):
             self.exit = list(tensors_of(output))
             self.recorder.target = self.after
-            self.numbers = tuple(self.recorder.number(tensor) for tensor in self.exit)
         return output
 
 
@@ -99,5 +101,5 @@ def run_edges(
         leaving = tuple(recorder.number(tensor) for tensor in stand_in.entry)
     return (
         RegionRun(before, given, (), leaving=leaving),
-        RegionRun(after, (*stand_in.numbers, *given), (), handed=stand_in.numbers),
+        RegionRun(after, (*stand_in.numbers, *stand_in.earlier, *given), (), handed=stand_in.numbers),
     )
