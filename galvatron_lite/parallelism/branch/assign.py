@@ -1,0 +1,243 @@
+"""Which branch runs on which devices: groups of consecutive devices, each of which runs its branches one by one.
+
+A step has phases (forward, backward, update) between which all groups wait for the slowest, so that the time is
+
+    sum over phases p of max over groups g of sum of t_bp(d_g) over the branches b of g
+
+with t_bp(d) of branch b on d devices. Branches of a group share its memory: what each holds throughout adds up, what
+it needs while it runs does not. Few branches are assigned exactly (``exact``, a dynamic programme over subsets), many
+by longest processing time first (``longest_first``: on m equal groups no more than 4/3 - 1/(3m) of the optimum; Graham
+1969, "Bounds on multiprocessing timing anomalies", theorem 2). No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeVar
+
+Value = TypeVar("Value")
+Phases = tuple[float, ...]
+"""Seconds of each phase of a step."""
+
+MOST_WORK = 300_000
+"""Subsets times places that the exact assignment looks at, at the most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A way to run a branch on so many devices.
+
+    Attributes:
+        seconds: of each phase.
+        held: bytes on each device that stay while other branches of the group run.
+        working: bytes beyond them while it runs.
+    """
+
+    seconds: Phases
+    held: int = 0
+    working: int = 0
+
+    @property
+    def total(self) -> float:
+        """Seconds of all phases."""
+        return sum(self.seconds)
+
+
+Job = Mapping[int, Sequence[Option]]
+"""What a branch may do, by devices of its group; sizes that are absent are not offered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A group of devices and what it runs.
+
+    Attributes:
+        first: its first device.
+        devices: how many.
+        branches: number of each branch and its option, in the order they run.
+    """
+
+    first: int
+    devices: int
+    branches: tuple[tuple[int, Option], ...]
+
+    @property
+    def seconds(self) -> Phases:
+        """Of each phase."""
+        return _summed([option.seconds for _, option in self.branches])
+
+    @property
+    def memory(self) -> int:
+        """Bytes on each of its devices."""
+        return sum(option.held for _, option in self.branches) + max(option.working for _, option in self.branches)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Every branch in a group.
+
+    Attributes:
+        groups: by their first device.
+        proven: whether none is quicker.
+    """
+
+    groups: tuple[Placed, ...]
+    proven: bool
+
+    @property
+    def seconds(self) -> float:
+        """Of a step: each phase lasts as long as its slowest group."""
+        return makespan(self.groups)
+
+
+def makespan(groups: Iterable[Placed]) -> float:
+    """Seconds of a step, see the module."""
+    return sum(_longest(group.seconds for group in groups))
+
+
+def assign(jobs: Sequence[Job], devices: int, room: int, node: int) -> Assignment | None:
+    """The quickest assignment: exact where that is cheap, else by longest processing time first.
+
+    Args:
+        jobs: the branches.
+        devices: how many there are.
+        room: bytes that the branches of a device may take.
+        node: devices of a node; a group that one node can hold lies within one.
+
+    Returns:
+        None where some branch fits nowhere.
+    """
+    sizes = {size for job in jobs for size in job if size <= devices}
+    if 3 ** len(jobs) * devices * len(sizes) <= MOST_WORK:
+        return exact(jobs, devices, room, node)
+    found = longest_first(jobs, devices, room, node)
+    return None if found is None else Assignment(found, proven=False)
+
+
+def places(devices: int, sizes: Iterable[int], node: int) -> list[range]:
+    """Where groups may lie: within a node where one can hold them, else from the beginning of one."""
+    return [
+        range(first, first + size)
+        for size in sorted(set(sizes))
+        for first in range(devices - size + 1)
+        if first % node + size <= node or (size > node and first % node == 0)
+    ]
+
+
+def exact(jobs: Sequence[Job], devices: int, room: int, node: int) -> Assignment | None:
+    """The quickest assignment there is; None where some branch fits nowhere.
+
+    Dynamic programme over (branches left, first free device), which keeps every Pareto-best tuple of phases.
+    """
+    by_start: dict[int, list[range]] = {}
+    for place in places(devices, {size for job in jobs for size in job}, node):
+        by_start.setdefault(place.start, []).append(place)
+
+    @cache
+    def team(subset: int, size: int) -> tuple[tuple[tuple[int, Option], ...], ...]:
+        return tuple(_teams(jobs, subset, size, room))
+
+    @cache
+    def best(left: int, first: int) -> tuple[tuple[Phases, tuple[Placed, ...]], ...]:
+        if not left:
+            return (((), ()),)
+        if first >= devices:
+            return ()
+        found = list(best(left, first + 1))
+        for place in by_start.get(first, ()):
+            for subset in _subsets(left):
+                teams = team(subset, len(place))
+                rest = best(left ^ subset, place.stop) if teams else ()
+                found += [_with(Placed(first, len(place), own), tail) for own in teams for tail in rest]
+        return _pareto(found)
+
+    ends = best((1 << len(jobs)) - 1, 0)
+    groups = min(ends, key=lambda end: sum(end[0]))[1] if ends else ()
+    return Assignment(groups, proven=True) if groups else None
+
+
+def _with(group: Placed, tail: tuple[Phases, tuple[Placed, ...]]) -> tuple[Phases, tuple[Placed, ...]]:
+    return _longest([group.seconds, *([tail[0]] if tail[0] else [])]), (group, *tail[1])
+
+
+def _subsets(whole: int) -> Iterator[int]:
+    """Every subset of a set of bits but the empty one."""
+    part = whole
+    while part:
+        yield part
+        part = (part - 1) & whole
+
+
+def _teams(jobs: Sequence[Job], subset: int, size: int, room: int) -> list[tuple[tuple[int, Option], ...]]:
+    """Pareto-best ways to run some branches one by one on a group of so many devices, within its memory."""
+    teams: list[tuple[tuple[int, Option], ...]] = [()]
+    for number in (number for number in range(len(jobs)) if subset >> number & 1):
+        longer = [(*team, (number, option)) for team in teams for option in jobs[number].get(size, ())]
+        fitting = [team for team in longer if Placed(0, size, team).memory <= room]
+        teams = [team for _, team in _pareto([(_figures(team), team) for team in fitting])]
+    return teams
+
+
+def _figures(team: Sequence[tuple[int, Option]]) -> Phases:
+    options = [option for _, option in team]
+    sizes = sum(option.held for option in options), max(option.working for option in options)
+    return (*_summed([option.seconds for option in options]), *map(float, sizes))
+
+
+def _pareto(found: Sequence[tuple[Phases, Value]]) -> tuple[tuple[Phases, Value], ...]:
+    """Those that no other equals or beats in everything; of equal ones the first."""
+    kept: list[tuple[Phases, Value]] = []
+    for one in sorted(found, key=lambda pair: pair[0]):
+        if not any(all(a <= b for a, b in zip(other[0], one[0], strict=True)) for other in kept):
+            kept.append(one)
+    return tuple(kept)
+
+
+def longest_first(jobs: Sequence[Job], devices: int, room: int, node: int) -> tuple[Placed, ...] | None:
+    """Longest processing time first on groups of equal size, for the best of all sizes; None where nothing fits."""
+    found = []
+    for size in sorted({size for job in jobs for size in job}):
+        every = [place for place in places(devices, [size], node) if place.start % size == 0]
+        for count in range(1, min(len(every), len(jobs)) + 1):
+            groups = on_groups(jobs, every[:count], room)
+            found += [] if groups is None else [groups]
+    return min(found, key=makespan, default=None)
+
+
+def on_groups(jobs: Sequence[Job], groups: Sequence[range], room: int) -> tuple[Placed, ...] | None:
+    """Longest processing time first: each branch, the longest first, to the group that is done with it first.
+
+    A branch takes its quickest option that leaves the group within its memory; None where it has none in any group.
+    """
+    taken: list[tuple[tuple[int, Option], ...]] = [()] * len(groups)
+    for number in sorted(range(len(jobs)), key=lambda number: -_least(jobs[number], groups)):
+        ends = [
+            (sum(Placed(0, len(place), longer).seconds), group, longer)
+            for group, place in enumerate(groups)
+            for option in jobs[number].get(len(place), ())
+            if Placed(0, len(place), longer := (*taken[group], (number, option))).memory <= room
+        ]
+        if not ends:
+            return None
+        _, group, longer = min(ends, key=lambda end: end[:2])
+        taken[group] = longer
+    return tuple(
+        Placed(place.start, len(place), tuple(sorted(own, key=lambda pair: pair[0])))
+        for place, own in zip(groups, taken, strict=True)
+        if own
+    )
+
+
+def _least(job: Job, groups: Sequence[range]) -> float:
+    """Seconds of a branch on the group that runs it quickest."""
+    return min((option.total for place in groups for option in job.get(len(place), ())), default=0.0)
+
+
+def _summed(every: Sequence[Phases]) -> Phases:
+    return tuple(map(sum, zip(*every, strict=True)))
+
+
+def _longest(every: Iterable[Phases]) -> Phases:
+    return tuple(map(max, zip(*every, strict=True)))

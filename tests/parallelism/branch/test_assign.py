@@ -1,0 +1,148 @@
+"""Branches on groups of devices: against brute force, an integer programme, and what is known of the heuristic."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from galvatron_lite.parallelism.branch.assign import (
+    Job,
+    Option,
+    Placed,
+    assign,
+    exact,
+    longest_first,
+    makespan,
+    on_groups,
+    places,
+)
+
+PLENTY = 10**9
+
+
+def job(draw: random.Random, devices: int, phases: int = 2) -> Job:
+    """A branch that more devices make quicker, but not always, with one or two options a size."""
+    work = [draw.uniform(1, 10) for _ in range(phases)]
+    return {
+        size: [
+            Option(
+                tuple(one * factor / size ** draw.uniform(0.2, 1.1) for one in work),
+                draw.randint(0, 6),
+                draw.randint(0, 6),
+            )
+            for factor in (1.0, 1.4)[: draw.randint(1, 2)]
+        ]
+        for size in range(1, devices + 1)
+        if size == 1 or draw.random() < 0.8
+    }
+
+
+def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
+    """Every way to put items into sets."""
+    if not items:
+        yield []
+        return
+    for rest in partitions(items[1:]):
+        yield [[items[0]], *rest]
+        for place in range(len(rest)):
+            yield [*rest[:place], [items[0], *rest[place]], *rest[place + 1 :]]
+
+
+def by_brute_force(jobs: Sequence[Job], devices: int, room: int, node: int) -> float:
+    """The least time over every partition, every place of every set, and every option of every branch."""
+    lie = places(devices, range(1, devices + 1), node)
+    least = float("inf")
+    for sets in partitions(range(len(jobs))):
+        for where in product(lie, repeat=len(sets)):
+            if len({device for place in where for device in place}) < sum(map(len, where)):
+                continue
+            size_of = {number: len(place) for own, place in zip(sets, where, strict=True) for number in own}
+            for options in product(*(jobs[number].get(size_of[number], ()) for number in range(len(jobs)))):
+                groups = [
+                    Placed(place.start, len(place), tuple((number, options[number]) for number in own))
+                    for own, place in zip(sets, where, strict=True)
+                ]
+                if all(group.memory <= room for group in groups):
+                    least = min(least, makespan(groups))
+    return least
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 4), st.sampled_from([2, 4]), st.integers(3, 30))
+def test_exact_equals_brute_force(seed: int, branches: int, devices: int, node: int, room: int) -> None:
+    draw = random.Random(seed)
+    jobs = [job(draw, devices) for _ in range(branches)]
+    found = exact(jobs, devices, room, node)
+    wanted = by_brute_force(jobs, devices, room, node)
+    assert (found.seconds if found else float("inf")) == pytest.approx(wanted, rel=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 8), st.sampled_from([2, 4, 8]))
+def test_groups_are_disjoint_runs_that_hold_every_branch(seed: int, branches: int, devices: int, node: int) -> None:
+    draw = random.Random(seed)
+    jobs = [job(draw, devices) for _ in range(branches)]
+    for groups in (exact(jobs, devices, PLENTY, node), assign(jobs, devices, PLENTY, node)):
+        assert groups is not None
+        used = [device for group in groups.groups for device in range(group.first, group.first + group.devices)]
+        assert len(used) == len(set(used))
+        assert set(used) <= set(range(devices))
+        assert sorted(number for group in groups.groups for number, _ in group.branches) == list(range(branches))
+        for group in groups.groups:
+            assert range(group.first, group.first + group.devices) in places(devices, [group.devices], node)
+            assert all(option in jobs[number][group.devices] for number, option in group.branches)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=7), st.integers(1, 4))
+def test_longest_first_is_within_its_bound_on_equal_groups(times: list[float], groups: int) -> None:
+    jobs = [{1: [Option((seconds,))]} for seconds in times]
+    best = exact(jobs, groups, PLENTY, groups)
+    quick = on_groups(jobs, [range(place, place + 1) for place in range(groups)], PLENTY)
+    assert best is not None
+    assert quick is not None
+    assert best.seconds <= makespan(quick) + 1e-9
+    assert makespan(quick) <= best.seconds * (4 / 3 - 1 / (3 * groups)) + 1e-9
+
+
+def test_the_bound_of_longest_first_is_reached() -> None:
+    """Graham's own example: 5, 5, 4, 4, 3, 3, 3 on three machines takes 11, where 9 would do."""
+    jobs = [{1: [Option((float(seconds),))]} for seconds in (5, 5, 4, 4, 3, 3, 3)]
+    quick = longest_first(jobs, 3, PLENTY, 3)
+    best = exact(jobs, 3, PLENTY, 3)
+    assert quick is not None
+    assert best is not None
+    assert (makespan(quick), best.seconds) == (11.0, 9.0)
+
+
+def test_many_branches_are_assigned_without_proof() -> None:
+    jobs = [{1: [Option((float(number % 5 + 1),))]} for number in range(14)]
+    found = assign(jobs, 4, PLENTY, 4)
+    assert found is not None
+    assert not found.proven
+    assert found.seconds == pytest.approx(10.0)  # 38 s of work on four devices take 9.5 s at the least
+
+
+def test_memory_decides_who_may_share_a_group() -> None:
+    """Two small branches would share a device beside a long one, but hold too much together."""
+    long, small = {1: [Option((4.0,), 2, 1)]}, {1: [Option((1.0,), 5, 2)]}
+    together = exact([long, small, small], 2, 13, 2)
+    apart = exact([long, small, small], 3, 11, 3)
+    assert together is not None
+    assert apart is not None
+    assert together.seconds == 4.0
+    assert len(apart.groups) == 3
+    assert exact([long, small, small], 2, 9, 2) is not None  # the long one beside a small one
+    assert exact([small, small], 1, 11, 1) is None
+    assert exact([small, small], 1, 12, 1) is not None  # 10 held, 2 while one of them runs
+
+
+def test_groups_within_a_node() -> None:
+    assert places(4, [3], 2) == [range(3)]  # no node holds it: from the beginning of one
+    assert places(4, [4], 2) == [range(4)]
+    assert places(6, [2], 3) == [range(2), range(1, 3), range(3, 5), range(4, 6)]
