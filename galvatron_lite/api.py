@@ -17,7 +17,7 @@ from galvatron_lite.errors import InputError
 if TYPE_CHECKING:
     from galvatron_lite.cluster.cluster import Cluster
     from galvatron_lite.model.graph import ModelGraph
-    from galvatron_lite.plans.schema import Plan, Schedule
+    from galvatron_lite.plans.schema import Mode, Plan, Schedule
     from galvatron_lite.profiler.schema import Profile
     from galvatron_lite.questions.batches import BestBatch
     from galvatron_lite.questions.cheapest import Cheapest
@@ -58,6 +58,7 @@ class Setup(TypedDict, total=False):
     forbid: str | Sequence[str]
     schedules: str | Sequence[Schedule | str] | None
     backend: str
+    mode: Mode | str
     progress: Progress | None
 
 
@@ -93,6 +94,7 @@ def plan(
             - ``forbid``: dimensions that no layer may use: ``tp``, ``pipeline``; one or a list.
             - ``schedules``: of the pipeline, to choose from.
             - ``backend``: what is to run the plan: ``galvatron``, or ``any`` for all that is priced.
+            - ``mode``: what the plan is for: ``training`` (if not given) or ``inference``: forward passes only.
             - ``progress``: called with (done, total, label) while the search runs.
 
     Raises:
@@ -270,7 +272,7 @@ def _setting(profile: Known, setup: Setup, own: Sequence[str] = ()) -> tuple[Set
     """
     from galvatron_lite.cluster.budget import budget_on
     from galvatron_lite.parallelism.backends import backend_named
-    from galvatron_lite.questions.arguments import check_names, memory, place, texts, whole
+    from galvatron_lite.questions.arguments import check_names, memory, mode_named, place, texts, whole
     from galvatron_lite.questions.backing import check_backend
     from galvatron_lite.questions.counts import first_devices
     from galvatron_lite.questions.pins import Pins, read_pins
@@ -292,7 +294,8 @@ def _setting(profile: Known, setup: Setup, own: Sequence[str] = ()) -> tuple[Set
     mem = memory(setup.get("mem", DEFAULT_BUDGET))
     budget = budget_on(first_devices(known.cluster, 1), mem)
     source = find if callable(profile) or setup.get("model") is not None else None
-    setting = Setting(known, budget, pins, schedules, backend.name, mem, source)
+    mode = mode_named(setup.get("mode", "training"))
+    setting = Setting(known, budget, pins, schedules, backend.name, mem, source, mode)
     return setting, whole("batch", setup.get("batch")), setup.get("progress")
 
 

@@ -63,6 +63,7 @@ def plan_command(
     forbid: questions.Forbid = None,
     schedule: questions.Schedule = None,
     backend: questions.Backend = "galvatron",
+    mode: questions.Mode = "training",
     best_batch: questions.BestBatch = False,
     max_batch: questions.MaxBatch = None,
     fewest: questions.Fewest = False,
@@ -118,7 +119,8 @@ def plan_command(
     if options.question and precision is None and not known.cluster.alike:
         source += "; fewer GPUs, all of one type, in their own best"
     setup: Setup = {
-        "mem": mem, "batch": batch, "fix": fix or (), "forbid": forbid or (), "schedules": schedule, "backend": backend
+        "mem": mem, "batch": batch, "fix": fix or (), "forbid": forbid or (), "schedules": schedule, "backend": backend,
+        "mode": mode,
     }  # fmt: skip
     if options.question:
         _answer(options, profile_of, {**setup, "gpus": gpus}, source, output, as_json)

@@ -84,6 +84,10 @@ Backend = Annotated[
     str,
     typer.Option("--backend", help="What runs the plan: galvatron, or any: all that is priced.", rich_help_panel=KEEP),
 ]
+Mode = Annotated[
+    str,
+    typer.Option("--mode", help="training, or inference: forward passes only.", rich_help_panel=KEEP),
+]
 
 _BELONG = {
     "max_batch": ("best_batch",),

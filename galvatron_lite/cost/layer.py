@@ -16,6 +16,7 @@ import numpy as np
 from galvatron_lite.arrays import BoolArray, FloatArray, IntArray, Real, Whole, is_option, largest, least, up, where
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.cost.communication import Links
+from galvatron_lite.cost.forward_only import passes_with_moves, without_gradients
 from galvatron_lite.cost.layout import Layout, exchanging, layout, received
 from galvatron_lite.cost.overlap import Exposed, exposed_by
 from galvatron_lite.cost.points import Curves, LayerFigures, PointKey, code_of, figures_at, index_points, points_of
@@ -355,7 +356,8 @@ class LayerPricer:
         ranks, shares, place = self._exchanges_of(tuple(left), tuple(right))
         held = output_bytes * microbatch * shares * ranks.size / largest(ranks.size - 1, 1)
         sent = Communication(Collective.ALL_TO_ALL, held, ranks, Moment.FORWARD, overlaps=False, cause=LAYOUT)
-        return np.asarray(self.links.timed([sent])[0], dtype=np.float64)[place]
+        seconds = np.asarray(self.links.timed([sent])[0], dtype=np.float64)[place]
+        return seconds * passes_with_moves(self.profile)
 
     def _exchanges_of(
         self, left: tuple[Layout, ...], right: tuple[Layout, ...]
@@ -386,8 +388,9 @@ class LayerPricer:
         kind = self.profile.graph.kinds[name].with_copy(sharing.copied)
         work = self._work(kind, strategy, microbatch)
         figures = figures.beside(work.edge_bytes)
+        figures = replace(figures, kept=0) if self.profile.forward_only else figures
         exposed = self._exposed(figures, work)
-        exchange = self._exchange(sharing.exchanged, strategy, stages)
+        exchange = 0.0 if self.profile.forward_only else self._exchange(sharing.exchanged, strategy, stages)
         update = self._update_seconds(kind, work)
         host = self._host_traffic(work, (figures.forward, figures.backward), figures.kept)
         return {
@@ -418,7 +421,8 @@ class LayerPricer:
         )
         items = float(kind.parameters.total)
         whole = LayerWork(1.0 * microbatch, 1, False, Recompute.NONE, items, items, items, items)
-        return reduce(lambda work, dimension: dimension.apply(work, kind, strategy, context), DIMENSIONS, whole)
+        work = reduce(lambda work, dimension: dimension.apply(work, kind, strategy, context), DIMENSIONS, whole)
+        return without_gradients(work) if self.profile.forward_only else work
 
     def _exposed(self, figures: LayerFigures, work: LayerWork) -> Exposed:
         """Communication that compute does not hide."""

@@ -6,6 +6,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from galvatron_lite.arrays import Real, largest, least
+from galvatron_lite.cost.forward_only import passes_with_moves
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, Sharing
 from galvatron_lite.cost.memory import group_memory
 from galvatron_lite.cost.schedule import StageTimes
@@ -238,11 +239,11 @@ def transfer_seconds(pricer: LayerPricer, size: int, sender: Strategy, shape: Sh
     left, right = (pricer.of_group(shape.stage_devices, group) for group in groups)
     links = left.links if left is right else pricer.links
     stride = stride_between(*groups, shape.stage_devices, profile.cluster.levels[0].size)
+    times = passes_with_moves(profile)
     if not profile.scattered_sends or sender.tensor == 1 or sender.sequence_parallel:
-        return links.seconds(transfer(size, shape.stage_devices, stride))
+        return times * links.seconds(transfer(size, shape.stage_devices, stride))
     gathered = Communication(
         Collective.ALL_GATHER, size, tensor_group(sender), Moment.FORWARD, overlaps=False, cause=NAME,
     )  # fmt: skip
-    return links.seconds(transfer(-(-size // sender.tensor), shape.stage_devices, stride)) + right.links.seconds(
-        gathered
-    )
+    part = transfer(-(-size // sender.tensor), shape.stage_devices, stride)
+    return times * (links.seconds(part) + right.links.seconds(gathered))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import log2
 
+from galvatron_lite.cost.forward_only import for_mode, step_flops
 from galvatron_lite.cost.groups import busy_seconds, groups_of, price_stages
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.schedule import closed_form
@@ -26,7 +27,7 @@ def evaluate(profile: Profile, plan: Plan) -> Plan:
     Raises:
         InputError: the plan does not fit the profile's model, or its numbers do not divide.
     """
-    return price_plan(LayerPricer(profile), plan)
+    return price_plan(LayerPricer(for_mode(profile, plan.mode)), plan)
 
 
 def price_plan(pricer: LayerPricer, plan: Plan) -> Plan:
@@ -124,7 +125,7 @@ def predict(profile: Profile, plan: Plan, shape: Shape, costs: Sequence[StageCos
         time=_breakdown(groups, shape.microbatches, seconds, host + seconds - alone),
         samples_per_second=samples,
         tokens_per_second=samples * profile.graph.sequence,
-        mfu=profile.graph.flops * samples / profile.cluster.peak(profile.graph.precision, plan.devices),
+        mfu=step_flops(profile) * samples / profile.cluster.peak(profile.graph.precision, plan.devices),
         peak_memory=max(cost.memory.total for cost in costs),
     )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import Offload, Strategy, Strided
 from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE
-from galvatron_lite.plans.schema import Plan, Schedule
+from galvatron_lite.plans.schema import Mode, Plan, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,13 @@ ANY = Backend(
 )
 """Everything that is priced: plans for other software, or to see what one would gain."""
 BACKENDS = {backend.name: backend for backend in (GALVATRON, ANY)}
+
+
+def in_mode(backend: Backend, mode: Mode) -> Backend:
+    """A backend with what it has no use for in a mode left out: nothing is computed again, or waits for a backward."""
+    if mode is Mode.TRAINING:
+        return backend
+    return replace(backend, values={**backend.values, "recompute": (Recompute.NONE,), "offload": (Offload.NONE,)})
 
 
 def backend_named(name: str) -> Backend:

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
 
-from galvatron_lite.plans.schema import LayerRun, MemoryBreakdown, Plan, Provenance, Stage, TimeBreakdown
+from galvatron_lite.plans.schema import (
+    BranchPlacement,
+    LayerRun,
+    MemoryBreakdown,
+    Plan,
+    Provenance,
+    Stage,
+    TimeBreakdown,
+)
 from galvatron_lite.units import format_bytes, format_seconds
 
 _BAR = 24
@@ -69,6 +77,12 @@ def stage_rows(plan: Plan) -> list[StageRow]:
             for place, label in enumerate(labels)
         ]
     return rows
+
+
+def device_range(branch: BranchPlacement) -> str:
+    """``device 3``, or ``devices 4 … 7``."""
+    last = branch.first + branch.devices - 1
+    return f"device {last}" if branch.devices == 1 else f"devices {branch.first} … {last}"
 
 
 def group_label(group: range) -> str:

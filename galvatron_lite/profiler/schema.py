@@ -268,6 +268,7 @@ class Profile:
             ``overhead`` are then those of the slowest at each point, which paces layers that all of them work on.
         transport: how the software sends.
         pictures: how it splits pictures.
+        forward_only: whether its figures are of forward passes alone (``cost.forward_only``), not of training steps.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -300,6 +301,7 @@ class Profile:
     types: tuple[DeviceFigures, ...] = ()
     transport: Transport = STRAIGHT
     pictures: PictureSplit = SPARING
+    forward_only: bool = False
 
     def on(self, cluster: Cluster) -> Profile:
         """The profile of some of its devices; where they are all of one type, with the figures of that type."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.plans.schema import Mode
 from galvatron_lite.questions.pin_names import near
 from galvatron_lite.units import parse_bytes, parse_count, parse_seconds
 
@@ -47,6 +48,18 @@ def _word(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return str(value.value if isinstance(value, Enum) else value)
+
+
+def mode_named(given: object) -> Mode:
+    """What a plan is for, by its name.
+
+    Raises:
+        InputError: there is no such mode.
+    """
+    names = [mode.value for mode in Mode]
+    if not isinstance(given, str) or given not in names:
+        raise InputError("--mode", given, f"Give one of {', '.join(names)}.")
+    return Mode(given)
 
 
 def memory(given: object, name: str = "mem") -> str | int:

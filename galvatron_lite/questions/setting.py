@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from galvatron_lite.cluster.budget import Budget, budget_on, bytes_on
 from galvatron_lite.errors import InfeasibleError, InputError
-from galvatron_lite.plans.schema import Plan, Prediction, Schedule
+from galvatron_lite.plans.schema import Mode, Plan, Prediction, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.questions.counts import first_devices
 from galvatron_lite.questions.pins import NOTHING, Pins
@@ -33,6 +33,7 @@ class Setting:
         memory: the budget as it was asked for, where fewer devices may have another one: a share of their own memory.
         source: the profile of so many devices, where it is not just that of the first of all: fewer devices may all be
             of one type, and train in a better precision.
+        mode: what the plans are for.
         sessions: what earlier points have priced, by devices.
     """
 
@@ -43,6 +44,7 @@ class Setting:
     backend: str = "galvatron"
     memory: str | int | None = None
     source: Callable[[int], Profile] | None = None
+    mode: Mode = Mode.TRAINING
     sessions: dict[int, Session] = field(default_factory=dict, compare=False, repr=False)
 
     def session(self, devices: int) -> Session:
@@ -52,7 +54,7 @@ class Setting:
             InputError: a number of devices that the cluster cannot be cut to.
         """
         if devices not in self.sessions:
-            self.sessions[devices] = Session(self._profile(devices))
+            self.sessions[devices] = Session(self._profile(devices), self.mode)
         return self.sessions[devices]
 
     def _profile(self, devices: int) -> Profile:
@@ -162,6 +164,7 @@ def ask(
         progress=progress,
         session=session,
         stoppable=stoppable,
+        mode=setting.mode,
     )
 
 

@@ -24,7 +24,7 @@ from galvatron_lite.cost.step import evaluate
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.parallelism.backends import Backend, backend_named
 from galvatron_lite.plans.notes import plan_notes
-from galvatron_lite.plans.schema import Plan, Proof, Provenance, Schedule
+from galvatron_lite.plans.schema import Mode, Plan, Proof, Provenance, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, quickest
 from galvatron_lite.search.best_first import MOST_WORK, Found, Progress, search
@@ -35,6 +35,7 @@ from galvatron_lite.search.pins import check_pins, schedules_for
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, reasons
+from galvatron_lite.search.ways import Asked, with_ways
 
 
 def find_plan(
@@ -53,6 +54,8 @@ def find_plan(
     stoppable: bool = True,
     known: Sequence[Plan] = (),
     effort: int = MOST_WORK,
+    mode: Mode = Mode.TRAINING,
+    delay: str = "",
 ) -> Plan:
     """The fastest plan that fits the memory budget.
 
@@ -75,6 +78,8 @@ def find_plan(
             pins, even where a search ends early or the plan is not in the declared space.
         effort: labels after which the search ends early; 0: quick searches of the most promising shapes alone, whose
             gap says how far from the best the plan may be.
+        mode: what the plan is for; of forward passes alone its step is one pass of the whole batch.
+        delay: which training rules of delayed gradients may be used besides (``search.ways``); none: empty.
 
     Raises:
         InputError: a batch or a pinned value that cannot be used, pins that contradict one another, or a known plan of
@@ -82,11 +87,27 @@ def find_plan(
         InfeasibleError: nothing fits; names the smallest budget that would.
     """
     runner = backend if isinstance(backend, Backend) else backend_named(backend)
-    kept = session or Session(profile)
-    if kept.profile is not profile:
-        raise InputError("session", kept.profile.name, f"It is of another profile than {profile.name}.")
-    pricer = kept.pricer
+    kept = session or Session(profile, mode)
+    if kept.profile is not profile or kept.mode is not mode:
+        raise InputError("session", f"{kept.profile.name}, {kept.mode}", f"It is not of {profile.name}, {mode}.")
     request = request_of(kept, devices, global_batch, budget, fixed or Fixed(), schedules, runner)
+    asked = Asked(kept, request, runner, budget, delay)
+    looked = partial(_ordinary, asked, certify, runners_up, progress, stoppable, known, effort)
+    return with_ways(looked, asked, runners_up)
+
+
+def _ordinary(
+    asked: Asked,
+    certify: bool,
+    runners_up: int,
+    progress: Progress | None,
+    stoppable: bool,
+    known: Sequence[Plan],
+    effort: int,
+) -> Plan:
+    """The fastest plan of stages in the model's order, for ``find_plan``."""
+    kept, request, profile = asked.session, asked.request, asked.session.profile
+    pricer = kept.pricer
     given = given_plans(request, pricer, known)
     looked = partial(
         search, request, pricer, progress, stoppable=stoppable, known=next(iter(given), None), effort=effort
@@ -97,17 +118,23 @@ def find_plan(
         from galvatron_lite.search.infeasible.lean import infeasible
 
         error = infeasible(request, pricer)
-        more = relief(request, kept, runner.name) if runners_up else ""
+        more = relief(request, kept, asked.backend.name) if runners_up else ""
         raise InfeasibleError(f"{error} {more}".strip(), error.smallest_budget)
     certificate = _certificate(found, progress) if certify and not found.stopped else ""
     options = finalists(request, pricer, found, 0 if found.stopped else runners_up, given)
     chosen = quickest(options)
     return replace(
         chosen.plan,
+        mode=kept.mode,
         alternatives=alternatives_to(options, chosen, runners_up),
-        left_out=(*runner.missing, *reasons(profile.graph), *skipping(profile.graph), *unprofiled(request, pricer)),
+        left_out=(
+            *asked.backend.missing,
+            *reasons(profile.graph),
+            *skipping(profile.graph),
+            *unprofiled(request, pricer),
+        ),
         provenance=replace(
-            provenance(profile, budget, _gap(options[0], chosen)),
+            provenance(profile, asked.budget, _gap(options[0], chosen)),
             certificate=certificate,
             interrupted=found.stopped,
             notes=plan_notes(profile.graph, chosen.plan),

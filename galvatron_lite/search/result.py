@@ -7,9 +7,11 @@ from itertools import groupby, pairwise
 
 from galvatron_lite.model.graph import Layer, ModelGraph
 from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.plans.describe import device_range
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 
 _TOLD = 2
+_MOST_BRANCHES = 4
 
 
 def runs_of(layers: Sequence[Layer], strategies: Sequence[Strategy]) -> tuple[LayerRun, ...]:
@@ -46,7 +48,7 @@ def plan_of(
 
 def summary(plan: Plan) -> str:
     """What a plan does, in a short line: its pipeline, its two most used strategies and by how many layers they are
-    used, and its micro-batches."""
+    used, branches on devices of their own, and its micro-batches."""
     layers: dict[str, int] = {}
     for run in (run for stage in plan.stages for run in stage.runs):
         layers[str(run.strategy)] = layers.get(str(run.strategy), 0) + run.count
@@ -55,4 +57,6 @@ def summary(plan: Plan) -> str:
     groups, virtual = len(plan.stages) // plan.virtual_stages, plan.virtual_stages
     pipeline = [f"pipeline {groups}{f' of {virtual} stages each' * (virtual > 1)}"] if len(plan.stages) > 1 else []
     parts = f"{plan.microbatches} micro-batch{'es' * (plan.microbatches > 1)}"
-    return ", ".join([*pipeline, *told, *["…"] * (len(used) > _TOLD), parts])
+    apart = [f"{one.name} on {device_range(one)}" for one in plan.branches[:_MOST_BRANCHES]]
+    more = ["…"] * (len(plan.branches) > _MOST_BRANCHES)
+    return ", ".join([*pipeline, *told, *["…"] * (len(used) > _TOLD), *apart, *more, parts])

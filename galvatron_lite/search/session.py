@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from galvatron_lite.cost.forward_only import for_mode
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.parallelism.backends import Backend
+from galvatron_lite.parallelism.backends import Backend, in_mode
+from galvatron_lite.plans.schema import Mode
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.shapes import Known
 from galvatron_lite.search.space import Space
@@ -17,21 +19,23 @@ class Session:
 
     Attributes:
         profile: what layers and communication cost.
-        pricer: of the profile.
+        mode: what plans are for.
+        pricer: of the profile in that mode.
     """
 
     profile: Profile
+    mode: Mode = Mode.TRAINING
     pricer: LayerPricer = field(init=False)
     _known: dict[str, tuple[Space, Known]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Makes the pricer."""
-        self.pricer = LayerPricer(self.profile)
+        self.pricer = LayerPricer(for_mode(self.profile, self.mode))
 
     def space(self, backend: Backend) -> tuple[Space, Known]:
         """The strategies that a backend runs, and the figures known of them."""
         if backend.name not in self._known:
-            cluster = self.profile.cluster
-            space = Space(self.profile.graph, cluster.levels[0].size, backend, cluster.device.host_bandwidth > 0)
+            cluster, offered = self.profile.cluster, in_mode(backend, self.mode)
+            space = Space(self.profile.graph, cluster.levels[0].size, offered, cluster.device.host_bandwidth > 0)
             self._known[backend.name] = (space, Known())
         return self._known[backend.name]

@@ -11,6 +11,7 @@ from dataclasses import replace
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.backends import ANY, backend_named
+from galvatron_lite.plans.schema import Mode
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.best_first import plain, search
 from galvatron_lite.search.result import summary
@@ -33,7 +34,7 @@ def relief(request: Request, session: Session, backend: str) -> str:
         if plan:
             found.append(f"It fits {said}: {plan}.")
     for more in _larger(request, session):
-        asked, own = _on(request, more, backend)
+        asked, own = _on(request, more, backend, session.mode)
         plan = _fitting(asked, own.pricer)
         if plan:
             found.append(f"It fits on {asked.devices} devices: {plan}.")
@@ -53,8 +54,8 @@ def _larger(request: Request, session: Session) -> Iterator[Profile]:
         yield profile.on(replace(cluster, levels=levels, groups=(group,)))
 
 
-def _on(request: Request, profile: Profile, backend: str) -> tuple[Request, Session]:
-    session = Session(profile)
+def _on(request: Request, profile: Profile, backend: str, mode: Mode) -> tuple[Request, Session]:
+    session = Session(profile, mode)
     space, known = session.space(backend_named(backend))
     return replace(request, devices=profile.cluster.devices, space=space, known=known), session
 

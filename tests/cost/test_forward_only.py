@@ -1,0 +1,134 @@
+"""Forward passes alone: what of a training step's time and memory they have, and plans for them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from galvatron_lite.api import plan
+from galvatron_lite.cluster.catalog import load_cluster
+from galvatron_lite.cost.forward_only import for_inference, live_bytes
+from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.step import evaluate
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Layer, ModelGraph, Passed, Recompute, Role
+from galvatron_lite.model.shapes import load_model
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.plans.schema import Mode, Plan
+from galvatron_lite.profiler.estimate import estimate_profile
+from galvatron_lite.profiler.schema import LayerPoint, Profile
+from galvatron_lite.search.planner import find_plan
+from galvatron_lite.search.result import plan_of
+from tests.factories import make_cluster, make_kind, make_profile, random_profile
+
+
+def of_one_stage(profile: Profile, strategy: Strategy, devices: int, batch: int, mode: Mode) -> Plan:
+    """A plan without a pipeline, all layers alike."""
+    layers = len(profile.graph.layers)
+    made = plan_of(
+        profile.graph,
+        devices=devices,
+        global_batch=batch,
+        microbatches=1,
+        cuts=(0, layers),
+        strategies=[strategy] * layers,
+    )
+    return replace(made, mode=mode)
+
+
+@pytest.mark.parametrize("strategy", [Strategy(), Strategy(data=4), Strategy(zero=4, zero_stage=3), Strategy(tensor=4)])
+def test_a_forward_pass_takes_what_training_spends_in_forward(strategy: Strategy) -> None:
+    """Of a GPT on a data sheet's cluster: compute and communication of forward, and nothing else."""
+    graph = load_model("gpt2", sequence=None, precision="bf16")
+    profile = estimate_profile(graph, load_cluster("a100-80gb", 4), precision="bf16", name="gpt2")
+    both, alone = LayerPricer(profile), LayerPricer(for_inference(profile))
+    for layer in graph.layers:
+        if graph.kind_of(layer).tensor_degrees % strategy.tensor:
+            continue
+        training = both.price(layer.kind, strategy, 8, 1)
+        running = alone.price(layer.kind, strategy, 8, 1)
+        assert training is not None
+        assert running is not None
+        assert running.forward == training.forward
+        # Gathers of ZeRO-1 and 2 after the update are no part of it, those of forward are.
+        assert running.forward_exposed == pytest.approx(training.forward_exposed, abs=1e-12)
+        assert running.backward == running.recompute == running.backward_exposed == running.step_exposed == 0.0
+        assert running.update == running.step_host == 0.0
+        assert running.states == running.gradients == running.formed_gradients == running.passing_gradients == 0
+        assert running.reducing == running.whole_gradients == running.kept == running.updating == 0
+        assert running.parameters == training.parameters
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10**6))
+def test_a_pass_is_quicker_and_smaller_than_a_step(seed: int) -> None:
+    profile = random_profile(random.Random(seed), devices=4)
+    for strategy in (Strategy(data=4), Strategy(zero=4, zero_stage=3)):
+        step = evaluate(profile, of_one_stage(profile, strategy, 4, 8, Mode.TRAINING)).prediction
+        run = evaluate(profile, of_one_stage(profile, strategy, 4, 8, Mode.INFERENCE)).prediction
+        assert step is not None
+        assert run is not None
+        assert run.step_seconds < step.step_seconds
+        assert run.time.backward == run.time.recompute == run.time.optimizer == 0.0
+
+
+def test_time_and_memory_by_hand() -> None:
+    """Two layers on one device: seconds add up; the peak is all parameters and the larger of the layers at work."""
+    kinds = [make_kind("before", 100, boundary=40), make_kind("block", 300, boundary=40)]
+    graph = ModelGraph(
+        "test",
+        (Layer("a", "before", Role.BEFORE), Layer("b", "block", Role.BLOCK)),
+        {kind.name: kind for kind in kinds},
+        8,
+        "fp32",
+    )
+    points = [
+        LayerPoint("before", 1, 1, False, Recompute.NONE, 2.0, 5.0, 70, 90, 80),
+        LayerPoint("block", 1, 1, False, Recompute.NONE, 3.0, 7.0, 700, 900, 800),
+    ]
+    profile = make_profile(graph, points, make_cluster(1))
+    found = evaluate(profile, of_one_stage(profile, Strategy(), 1, 1, Mode.INFERENCE))
+    assert found.prediction is not None
+    assert found.prediction.step_seconds == pytest.approx(5.0 + profile.overhead.step)
+    assert found.stages[0].memory.parameters == 4 * 400
+    assert found.stages[0].memory.gradients == found.stages[0].memory.optimizer == 0
+    assert found.prediction.peak_memory == 4 * 400 + 800 + 40
+
+
+def test_tensors_that_skip_layers_stay_until_they_are_read() -> None:
+    """a -> b -> c, a -> c, and d, whose output is a result: held while later layers run."""
+    kinds = {name: make_kind(name, 10, boundary=8) for name in ("ka", "kb", "kc", "kd")}
+    layers = tuple(Layer(name, f"k{name}", Role.BLOCK) for name in ("d", "a", "b", "c"))
+    tensors = (Passed("a", ("b", "c"), 8), Passed("b", ("c",), 8))
+    graph = ModelGraph("test", layers, kinds, 8, "fp32", tensors)
+    assert live_bytes(graph) == {"kd": 8, "ka": 8 + 8, "kb": 8 + 8, "kc": 16 + 8}
+
+
+def test_a_plan_for_inference_needs_less_and_recomputes_nothing() -> None:
+    graph = load_model("llama2-7b", sequence=None, precision="bf16")
+    profile = estimate_profile(graph, load_cluster("a100-80gb", 4), precision="bf16", name="llama2-7b")
+    plans = [
+        find_plan(profile, devices=4, global_batch=8, budget=76 * 10**9, runners_up=0, mode=mode)
+        for mode in (Mode.TRAINING, Mode.INFERENCE)
+    ]
+    training, running = plans
+    assert [one.mode for one in plans] == [Mode.TRAINING, Mode.INFERENCE]
+    assert running.prediction is not None
+    assert training.prediction is not None
+    assert running.prediction.peak_memory < training.prediction.peak_memory
+    assert running.prediction.step_seconds < training.prediction.step_seconds / 2
+    assert {run.strategy.recompute for stage in running.stages for run in stage.runs} == {Recompute.NONE}
+    again = evaluate(profile, running)
+    assert again.prediction == running.prediction
+
+
+def test_the_mode_by_its_name() -> None:
+    found = plan(model="gpt2", cluster="a100-80gb", gpus=2, batch=4, mode="inference")
+    assert found.mode is Mode.INFERENCE
+    assert plan(model="gpt2", cluster="a100-80gb", gpus=2, batch=4).mode is Mode.TRAINING
+    with pytest.raises(InputError, match="inference"):
+        plan(model="gpt2", cluster="a100-80gb", gpus=2, batch=4, mode="serving")
