@@ -24,7 +24,7 @@ from galvatron_lite.cost.step import evaluate
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.parallelism.backends import Backend, backend_named
 from galvatron_lite.plans.notes import plan_notes
-from galvatron_lite.plans.schema import Mode, Plan, Proof, Provenance, Schedule
+from galvatron_lite.plans.schema import Mode, Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, quickest
 from galvatron_lite.search.best_first import MOST_WORK, Found, Progress, search
@@ -32,6 +32,7 @@ from galvatron_lite.search.checks import check_batch, check_layers, skipping, un
 from galvatron_lite.search.given import given_plans
 from galvatron_lite.search.infeasible.relief import relief
 from galvatron_lite.search.pins import check_pins, schedules_for
+from galvatron_lite.search.result import provenance
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, reasons
@@ -168,25 +169,6 @@ def compare(profile: Profile, plans: Sequence[Plan]) -> list[Plan]:
     """
     priced = [evaluate(profile, plan) for plan in plans]
     return sorted(priced, key=lambda plan: plan.prediction.step_seconds if plan.prediction else 0.0)
-
-
-def provenance(profile: Profile, budget: int | Budget, gap: float) -> Provenance:
-    """What plans from this profile are made from."""
-    from galvatron_lite import __version__
-    from galvatron_lite.profiler.store import profile_hash
-
-    return Provenance(
-        galvatron=__version__,
-        profile=profile.name,
-        profile_hash=profile_hash(profile),
-        profile_origin=f"{profile.origin.kind.value}: {profile.origin.source}",
-        cluster=profile.cluster.name,
-        fingerprint=dict(profile.cluster.fingerprint),
-        budget=bytes_on(budget, ""),
-        budgets={} if isinstance(budget, int) else dict(budget.own),
-        proof=Proof.FEASIBLE if gap > 0.0 else Proof.PROVEN,
-        gap=gap,
-    )
 
 
 def request_of(

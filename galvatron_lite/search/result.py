@@ -1,14 +1,16 @@
-"""From the search's choices to a plan, and a plan in a line."""
+"""From the search's choices to a plan, what it was made from, and a plan in a line."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 
+from galvatron_lite.cluster.budget import Budget, bytes_on
 from galvatron_lite.model.graph import Layer, ModelGraph
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.describe import device_range
-from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
+from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Proof, Provenance, Schedule, Stage
+from galvatron_lite.profiler.schema import Profile
 
 _TOLD = 2
 _MOST_BRANCHES = 4
@@ -60,3 +62,22 @@ def summary(plan: Plan) -> str:
     apart = [f"{one.name} on {device_range(one)}" for one in plan.branches[:_MOST_BRANCHES]]
     more = ["…"] * (len(plan.branches) > _MOST_BRANCHES)
     return ", ".join([*pipeline, *told, *["…"] * (len(used) > _TOLD), *apart, *more, parts])
+
+
+def provenance(profile: Profile, budget: int | Budget, gap: float) -> Provenance:
+    """What plans from this profile are made from."""
+    from galvatron_lite import __version__
+    from galvatron_lite.profiler.store import profile_hash
+
+    return Provenance(
+        galvatron=__version__,
+        profile=profile.name,
+        profile_hash=profile_hash(profile),
+        profile_origin=f"{profile.origin.kind.value}: {profile.origin.source}",
+        cluster=profile.cluster.name,
+        fingerprint=dict(profile.cluster.fingerprint),
+        budget=bytes_on(budget, ""),
+        budgets={} if isinstance(budget, int) else dict(budget.own),
+        proof=Proof.FEASIBLE if gap > 0.0 else Proof.PROVEN,
+        gap=gap,
+    )
