@@ -32,6 +32,10 @@ def evaluate(profile: Profile, plan: Plan) -> Plan:
 
 def price_plan(pricer: LayerPricer, plan: Plan) -> Plan:
     """``evaluate`` with a pricer that remembers what it has priced."""
+    if plan.cyclic is not None:
+        from galvatron_lite.cost.cyclic import price_cyclic  # only where there is one
+
+        return price_cyclic(pricer, plan)
     strategies = strategies_of(plan, pricer.profile)
     shape = shape_of(plan, strategies)
     sizes = [sum(run.count for run in stage.runs) for stage in plan.stages]

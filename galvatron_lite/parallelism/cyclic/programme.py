@@ -152,6 +152,11 @@ class Programme:
         own = self._between(process, step, step + 1)
         return tuple(self._pass(moment) for moment in own)
 
+    def all_passes(self, steps: range) -> tuple[tuple[int, Pass], ...]:
+        """Every pass of some training steps, each with the process that runs it; a process's own are in its order."""
+        every = sorted((moment for step in steps for moment in self._of_step(step)), key=self._key)
+        return tuple((self.process_of(one.stage, self._number(one)), self._pass(one)) for one in every)
+
     def left(self, process: int, step: int) -> tuple[Pass, ...]:
         """What is left to do, in order, after the batches before training step ``step``."""
         own = self._between(process, step, None)

@@ -1,0 +1,274 @@
+"""What a plan of cyclic data parallelism costs: its programme, simulated in steady state, and what devices hold then.
+
+The seconds of a step are those of the loop (``parallelism.cyclic.simulation``) and the fixed host time of a step;
+start-up takes 2(N-1) more time steps, once a run, and is not part of it. Every pass takes its layers' seconds and the
+host time of what it receives and sends; messages travel beside compute (the share of them that ``Profile.hidden`` says,
+all if it says nothing), and count where somebody waits for them. Memory is that of the worst pass of any device: what
+is there besides (``parallelism.cyclic.holdings``) and the pass's own worst moment. Figures of rest: arXiv 2403.08837.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.cost.cyclic_stages import StageFigures, stage_figures
+from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.step import straggling, strategies_of
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.base import Collective, Communication, Strategy
+from galvatron_lite.parallelism.base import Moment as When
+from galvatron_lite.parallelism.cyclic.holdings import Holding, holdings, received
+from galvatron_lite.parallelism.cyclic.programme import Kind, Message, Programme
+from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
+from galvatron_lite.parallelism.cyclic.simulation import Loop, Slot, loop_of, round_seconds
+from galvatron_lite.parallelism.pipeline.cost import stride_between
+from galvatron_lite.plans.io import check_plan
+from galvatron_lite.plans.schema import Cyclic, MemoryBreakdown, Plan, Prediction, TimeBreakdown
+
+NAME = "cyclic"
+"""Cause of its messages, in the keys of ``Profile.hidden``."""
+
+
+def price_cyclic(pricer: LayerPricer, plan: Plan) -> Plan:
+    """The plan with its prediction filled in; see the module.
+
+    Every stage carries the memory of the devices that run it: all of them where each device runs all stages.
+
+    Raises:
+        InputError: the plan does not fit the profile's model, its numbers contradict one another, or layers of two
+            stages share parameters.
+    """
+    priced = price(pricer, plan)
+    memory = priced.memory()
+    stages = tuple(
+        replace(stage, memory=memory[number], microbatch_seconds=own.forward + own.backward + own.recompute + own.host)
+        for number, (stage, own) in enumerate(zip(plan.stages, priced.stages, strict=True))
+    )
+    return replace(plan, stages=stages, prediction=priced.prediction(plan, memory))
+
+
+def price(pricer: LayerPricer, plan: Plan) -> Priced:
+    """Figures of a plan's stages, and its programme; raises what ``price_cyclic`` does."""
+    check_plan(plan)
+    if plan.cyclic is None:
+        raise InputError("plan, cyclic", None, "Say the rule and the setting.")
+    if any(strategy != Strategy() for strategy in strategies_of(plan, pricer.profile)):
+        raise InputError("strategy", "cyclic", "Under cyclic data parallelism every layer is whole: on one device.")
+    cuts = (0, *accumulate(sum(run.count for run in stage.runs) for stage in plan.stages))
+    return Priced(pricer, plan.cyclic, tuple(stage_figures(pricer, cuts, plan.microbatch)))
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A plan's figures.
+
+    Attributes:
+        pricer: of the profile.
+        cyclic: rule and setting.
+        stages: their figures.
+    """
+
+    pricer: LayerPricer
+    cyclic: Cyclic
+    stages: tuple[StageFigures, ...]
+
+    @property
+    def loop(self) -> Loop:
+        """What is done over and over."""
+        return loop_of(self.cyclic.rule, self.cyclic.setting, len(self.stages))
+
+    @property
+    def held(self) -> tuple[Holding, ...]:
+        """What devices hold at each pass of it."""
+        return holdings(self.cyclic.rule, self.cyclic.setting, len(self.stages))
+
+    def prediction(self, plan: Plan, memory: Sequence[MemoryBreakdown]) -> Prediction:
+        """Step time and memory of the plan."""
+        profile = self.pricer.profile
+        time = self.time(straggling(profile, plan.devices))
+        samples = plan.global_batch / time.total
+        return Prediction(
+            step_seconds=time.total,
+            time=time,
+            samples_per_second=samples,
+            tokens_per_second=samples * profile.graph.sequence,
+            mfu=profile.graph.flops * samples / profile.cluster.peak(profile.graph.precision, plan.devices),
+            peak_memory=max(own.total for own in memory),
+        )
+
+    def time(self, factor: float = 1.0) -> TimeBreakdown:
+        """Seconds of a step of the busiest device; what is not its own work is waiting: for messages under way, the
+        rest for other devices.
+
+        Args:
+            factor: on all of it, for the slowest of many.
+        """
+        loop, fixed = self.loop, self.pricer.profile.overhead.step
+        sends = [self.message_seconds(message) for message in loop.messages]
+        passes = [self.pass_seconds(slot, sends) for slot in loop.slots]
+        step = round_seconds(loop, passes, sends)
+        alone = round_seconds(loop, passes, [0.0] * len(sends))
+        own = max(self._own_work().values(), key=lambda work: work.total)
+        shown = (1.0 - self._hidden) * sum(sends) / self._sharing
+        own = replace(own, communication=own.communication + shown)
+        waiting = max(alone - own.total, 0.0)
+        total = (step + fixed) * factor
+        return replace(
+            own,
+            communication=own.communication + max(step - own.total - waiting, 0.0),
+            pipeline=waiting,
+            other=own.other + fixed + total - (step + fixed),
+        )
+
+    @property
+    def _hidden(self) -> float:
+        return self.pricer.profile.hidden.get(NAME, 1.0)
+
+    @property
+    def _sharing(self) -> int:
+        return len({slot.process for slot in self.loop.slots})
+
+    def pass_seconds(self, slot: Slot, sends: Sequence[float]) -> float:
+        """Seconds that a pass takes its process, with the host time of its messages and updates of parameters.
+
+        Args:
+            slot: the pass.
+            sends: seconds of every message of the loop.
+        """
+        stage = self.stages[slot.does.moment.stage]
+        compute = stage.backward + stage.recompute if slot.does.moment.backward else stage.forward
+        shown = (1.0 - self._hidden) * sum(sends[message] for message in slot.sends)
+        return compute + stage.host / 2 + self._moving(slot) + self._updating(slot) + shown
+
+    def _moving(self, slot: Slot) -> float:
+        """Host time of messages."""
+        return (len(slot.receives) + len(slot.sends)) * self.pricer.profile.overhead.pipeline
+
+    def _updating(self, slot: Slot) -> float:
+        """Seconds of updates: where each process makes its own before forward, or of the pass that ends the sum."""
+        stage, setting = self.stages[slot.does.moment.stage], self.cyclic.setting
+        own = setting in (CyclicSetting.SINGLE, CyclicSetting.ZERO)
+        count = slot.does.finishes if own else len(slot.does.applies)
+        return count * (stage.update + stage.update_host)
+
+    def _own_work(self) -> Mapping[int, TimeBreakdown]:
+        """What each process does itself in a step; under ``stages`` each process of a stage its share of them."""
+        found: dict[int, TimeBreakdown] = {}
+        programme = Programme(self.cyclic.rule, self.cyclic.setting, len(self.stages))
+        turns = self.cyclic.setting is CyclicSetting.STAGES
+        for slot in self.loop.slots:
+            stage, backward = self.stages[slot.does.moment.stage], slot.does.moment.backward
+            share = programme.replicas(slot.does.moment.stage) if turns else 1
+            key = slot.does.moment.stage if turns else slot.process
+            known = found.get(key, TimeBreakdown())
+            updates = self._updating(slot)
+            host = updates * _share(stage.update_host, stage.update)
+            found[key] = TimeBreakdown(
+                known.forward + (0.0 if backward else stage.forward / share),
+                known.backward + (stage.backward / share if backward else 0.0),
+                known.recompute + (stage.recompute / share if backward else 0.0),
+                optimizer=known.optimizer + (updates - host) / share,
+                other=known.other + (stage.host / 2 + self._moving(slot) + host) / share,
+            )
+        return found
+
+    def message_bytes(self, message: Message) -> int:
+        """What a message holds."""
+        stage = self.stages[message.stage]
+        if message.kind is Kind.ACTIVATION:
+            return stage.leaving
+        if message.kind is Kind.GRADIENT:
+            return stage.entering
+        if message.kind in (Kind.PARTIAL, Kind.UPDATE):
+            return stage.gradients
+        parameters = len(message.versions) * stage.parameters
+        if message.kind is Kind.WEIGHTS:
+            return parameters
+        summed = message.worker < len(self.stages) - 1
+        return parameters + stage.states + (stage.gradients if summed else 0)
+
+    def message_seconds(self, message: Message) -> float:
+        """Seconds from its being sent to its arrival; of the farthest pair where the processes of a stage take turns.
+
+        In every time step about as many messages are under way as there are workers.
+        """
+        node = self.pricer.profile.cluster.levels[0].size
+        count = len(self.stages)
+        stride = max((stride_between(*pair, 1, node) for pair in self._pairs(message)), default=1)
+        near = stride == 1
+        at_once = max(1, min(count, node) // 2) if near else (count if self._turning else 1)
+        group = RankGroup(2, stride, at_once)
+        sent = Communication(
+            Collective.SEND_RECV, self.message_bytes(message), group, When.FORWARD, overlaps=True, cause=NAME
+        )
+        return self.pricer.links.seconds(sent)
+
+    @property
+    def _turning(self) -> bool:
+        return self.cyclic.setting is CyclicSetting.STAGES
+
+    def _pairs(self, message: Message) -> list[tuple[int, int]]:
+        """Processes that may send and receive it, in turn."""
+        if not self._turning:
+            return [(message.source, message.target)]
+        programme = Programme(self.cyclic.rule, self.cyclic.setting, len(self.stages))
+        ends = [
+            [own for own in range(programme.processes) if programme.stages_of(own) == programme.stages_of(process)]
+            for process in (message.source, message.target)
+        ]
+        return [(left, right) for left in ends[0] for right in ends[1] if left != right]
+
+    def memory(self) -> list[MemoryBreakdown]:
+        """Bytes on the fullest of the devices that run each stage, at its worst moment."""
+        moments = [(holding.does.moment.stage, self._moment(holding)) for holding in self.held]
+        if not self._turning:
+            return [_fullest(memory for _, memory in moments)] * len(self.stages)
+        return [
+            _fullest(memory for stage, memory in moments if stage == number) for number in range(len(self.stages))
+        ]  # fmt: skip
+
+    def _moment(self, holding: Holding) -> MemoryBreakdown:
+        """Bytes on a device at the worst moment of one pass: of the pass itself, or of the update beside it."""
+        stages, backward = self.stages, holding.does.moment.backward
+        own = stages[holding.does.moment.stage]
+        versions = sum(count * stages[stage].parameters for stage, count in holding.versions)
+        waiting = sum(stages[stage].gradients for stage in holding.sums)
+        waiting += sum(count * stages[stage].gradients for stage, count in holding.updates)
+        copied = own.copied if self._turning else 0
+        kept = sum(count * stages[stage].kept for stage, count in holding.live) + copied
+        buffers = sum(map(self.message_bytes, (*received(holding.does), *holding.waiting)))
+        rest = MemoryBreakdown(
+            parameters=versions,
+            gradients=waiting + (own.gradients if backward else 0),
+            optimizer=self._states(holding),
+            activations=kept,
+            communication=buffers,
+            context=self.pricer.profile.cluster.device.context,
+        )
+        made = own.back - own.gradients if backward else own.ahead
+        passing = replace(rest, activations=kept + own.kept, temporary=max(made - own.kept, 0))
+        updating = replace(rest, temporary=own.updating if self._updates(holding) else 0)
+        return max(passing, updating, key=lambda memory: memory.total)
+
+    def _updates(self, holding: Holding) -> bool:
+        own = self.cyclic.setting in (CyclicSetting.SINGLE, CyclicSetting.ZERO)
+        return holding.does.finishes if own else bool(holding.does.applies)
+
+    def _states(self, holding: Holding) -> int:
+        """Bytes of optimizer states on a device; under ``zero`` they come with the backward track."""
+        moment = holding.does.moment
+        if self.cyclic.setting is CyclicSetting.ZERO:
+            return self.stages[moment.stage].states if moment.backward else 0
+        return sum(self.stages[stage].states for stage, _ in holding.versions)
+
+
+def _fullest(memories: Iterable[MemoryBreakdown]) -> MemoryBreakdown:
+    return max(memories, key=lambda memory: memory.total)
+
+
+def _share(part: float, other: float) -> float:
+    """Of two figures, the first one's share of both."""
+    return part / (part + other) if part + other else 0.0
