@@ -15,6 +15,7 @@ from galvatron_lite.model.shapes import ConvNextShape, ResNetShape, Shape, build
 from galvatron_lite.model.shapes.picture_fields import (
     AlexNetShape,
     CosmoFlowShape,
+    PerceptionShape,
     RegNetShape,
     UNetShape,
     VggShape,
@@ -28,11 +29,11 @@ from galvatron_lite.parallelism.spatial.grids import splits_pixels
 
 FAMILIES: dict[str, type[Any]] = {
     "resnet": ResNetShape, "vgg": VggShape, "alexnet": AlexNetShape, "convnext": ConvNextShape, "regnet": RegNetShape,
-    "unet": UNetShape, "cosmoflow": CosmoFlowShape,
+    "unet": UNetShape, "cosmoflow": CosmoFlowShape, "perception": PerceptionShape,
 }  # fmt: skip
 NAMES = {"side": "image_size", "height": "image_height", "width": "image_width", "targets": "classes"}
 """Fields of shapes by those of the reference models' configs, where they differ."""
-MINI = [name for name in SIZES if name.endswith("-mini") and not name.startswith("perception")]
+MINI = [name for name in SIZES if name.endswith("-mini")]
 
 
 def shape_of(name: str) -> Shape:
@@ -49,6 +50,9 @@ def batch_of(name: str) -> dict[str, torch.Tensor]:
         if name.startswith("cosmoflow"):
             volumes = torch.empty(2, config.channels, *(config.side,) * 3)
             return {"volumes": volumes, "targets": torch.empty(2, config.targets)}
+        if name.startswith("perception"):
+            sides = (config.side, config.side)
+            return {"pictures": torch.empty(2, config.channels, *sides), "targets": torch.empty(2, 1, *sides)}
         sides = (config.height, config.width) if name.startswith("convnext") else (config.side, config.side)
         places = (2, *sides) if name.startswith("unet") else (2,)
         labels = torch.empty(places, dtype=torch.long)
@@ -64,7 +68,7 @@ def graphs(name: str, precision: str = "fp32") -> tuple[ModelGraph, ModelGraph]:
     return trace(model, batch_of(name), precision=precision), build_graph(shape, precision=precision)
 
 
-CASES = [*MINI, "unet", "cosmoflow-512"]
+CASES = [*MINI, "unet", "cosmoflow-512", "perception", "perception-published"]
 
 
 def pairs(name: str) -> list[tuple[LayerKind, LayerKind]]:
@@ -146,7 +150,8 @@ PARAMETERS = {
     "convnext-xl": 350_196_968, "regnet-x-800mf": 7_259_656, "regnet-x-3.2gf": 15_296_552, "regnet-x-8gf": 39_572_648,
     "regnet-x-32gf": 107_811_560, "regnet-y-400mf": 4_344_144, "regnet-y-3.2gf": 19_436_338,
     "regnet-y-16gf": 83_590_140, "regnet-y-32gf": 145_046_770, "unet": 31_030_658, "unet-bilinear": 17_257_474,
-    "cosmoflow-512": 2_128_064, "cosmoflow-256": 2_128_064,
+    "cosmoflow-512": 2_128_064, "cosmoflow-256": 2_128_064, "perception": 74_089_462,
+    "perception-published": 74_089_462,
 }  # fmt: skip
 
 
@@ -217,6 +222,9 @@ def test_a_cosmoflows_weights_and_activations_are_the_tables() -> None:
         ({"arch": "cosmoflow", "image_size": 100}, "image_size"),
         ({"arch": "cosmoflow", "kernels": [3, 3]}, "kernels"),
         ({"arch": "cosmoflow", "strides": [1]}, "strides"),
+        ({"arch": "perception", "image_size": 63}, "image_size"),
+        ({"arch": "perception", "base": 5}, "base"),
+        ({"arch": "perception", "classes": 2}, "classes"),
         ({"arch": "vgg", "depths": [0, 1, 1, 1, 1]}, "depths"),
     ],
 )

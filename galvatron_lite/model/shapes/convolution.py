@@ -62,17 +62,20 @@ def convolution(
 
 
 def transposed(
-    tape: Tape, name: str, x: Value, channels: tuple[int, int], extent: Extent, *, stride: int
+    tape: Tape, name: str, x: Value, channels: tuple[int, int], extent: Extent, *, stride: int, kernel: int = 0
 ) -> tuple[Value, Extent]:
-    """A transposed convolution with bias whose kernel is its stride: every pixel becomes as many; keeps its input."""
+    """A transposed convolution with bias and without padding; keeps its input.
+
+    Where its kernel is its stride (0) every pixel becomes as many; what a larger one has more comes at the end.
+    """
     inner, outer = channels
-    sides = len(extent)
-    after = tuple(stride * side for side in extent)
+    sides, kernel = len(extent), kernel or stride
+    after = tuple(stride * (side - 1) + kernel for side in extent)
     out = tape.value(outer * prod(after), x.part)
-    weight = inner * outer * stride**sides
+    weight = inner * outer * kernel**sides
     tape.own(weight + outer)
     flops, moved = 2 * weight * prod(extent), x.bytes + out.bytes
-    shape = (inner, outer, 1, *extent, *(stride,) * sides, *(-stride,) * sides, *(0,) * sides, *(1,) * sides)
+    shape = (inner, outer, 1, *extent, *(kernel,) * sides, *(-stride,) * sides, *(0,) * sides, *(1,) * sides)
     operator = Operator(
         name, OperatorClass.CONVOLUTION, shape, 1, flops, 2 * flops if x.grad else flops, moved, 2 * moved,
         (weight + outer) * tape.item_bytes, sharding_of(x),

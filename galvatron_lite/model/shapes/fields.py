@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from galvatron_lite.files import STRICT
-from galvatron_lite.model.shapes.picture_fields import AlexNetShape, CosmoFlowShape, RegNetShape, UNetShape, VggShape
+from galvatron_lite.model.shapes.picture_fields import (
+    AlexNetShape,
+    CosmoFlowShape,
+    PerceptionShape,
+    RegNetShape,
+    UNetShape,
+    VggShape,
+)
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
@@ -254,7 +261,7 @@ class ConvNextShape:
 
 Shape = (
     DecoderShape | EncoderShape | MoeShape | EncoderDecoderShape | VitShape | ResNetShape | ConvNextShape | VggShape
-    | AlexNetShape | RegNetShape | UNetShape | CosmoFlowShape
+    | AlexNetShape | RegNetShape | UNetShape | CosmoFlowShape | PerceptionShape
 )  # fmt: skip
 SHAPES: dict[str, type[Shape]] = {
     "decoder": DecoderShape,
@@ -269,5 +276,6 @@ SHAPES: dict[str, type[Shape]] = {
     "regnet": RegNetShape,
     "unet": UNetShape,
     "cosmoflow": CosmoFlowShape,
+    "perception": PerceptionShape,
 }
 """Architecture families by the name a file gives under ``arch``."""

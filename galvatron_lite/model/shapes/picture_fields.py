@@ -148,6 +148,37 @@ class CosmoFlowShape(PictureShape):
         return tuple(sides)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerceptionShape(PictureShape):
+    """Two encoder-decoders that read one bird's-eye view of LiDAR scans, one channel each, and give a picture each.
+
+    Attributes:
+        base: channels of the first level; doubled from level to level.
+        levels: halvings of the picture, rounded down.
+        chained: whether each level of the segmentation network's way up takes what the level below gives; else, as
+            published, all but the finest are computed and dropped.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    arch: Literal["perception"] = "perception"
+    base: int = 32
+    levels: int = 6
+    chained: bool = True
+    image_size: int = 1000
+    channels: int = 16
+    classes: int = 1
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Channels of each level, the finest first."""
+        return tuple(self.base * 2**level for level in range(self.levels))
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """Pixels along a side of what enters each level."""
+        return tuple(self.image_size // 2**level for level in range(self.levels))
+
+
 def check_pictures(shape: PictureShape) -> None:
     """Raise InputError where sizes of a network do not fit one another."""
     match shape:
@@ -163,12 +194,24 @@ def check_pictures(shape: PictureShape) -> None:
             if shape.image_size % 2**shape.levels:
                 remedy = f"Choose a multiple of {2**shape.levels}: {shape.levels} halvings."
                 raise InputError("image_size", shape.image_size, remedy)
+        case PerceptionShape():
+            _check_levels(shape)
         case CosmoFlowShape():
             _same_number("kernels", shape.kernels, shape.widths)
             _same_number("strides", shape.strides, shape.widths)
             if shape.sides[-1] != 1:
                 remedy = f"One voxel must be left, not {shape.sides[-1]}; sides are {shape.sides}."
                 raise InputError("image_size", shape.image_size, remedy)
+
+
+def _check_levels(shape: PerceptionShape) -> None:
+    if shape.base % 2:
+        raise InputError("base", shape.base, "Choose an even number: the last level has half of it.")
+    if shape.image_size < 2**shape.levels:
+        remedy = f"Choose at least {2**shape.levels}: {shape.levels} halvings leave no pixel."
+        raise InputError("image_size", shape.image_size, remedy)
+    if shape.classes != 1:
+        raise InputError("classes", shape.classes, "Leave it at 1: each network gives one picture.")
 
 
 def _same_number(field: str, given: tuple[int, ...], like: Sequence[int]) -> None:

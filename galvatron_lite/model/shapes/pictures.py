@@ -15,10 +15,12 @@ from galvatron_lite.model.graph import ModelGraph, Passed
 from galvatron_lite.model.shapes.calls import Call, Part
 from galvatron_lite.model.shapes.images.flow import Flow
 from galvatron_lite.model.shapes.images.network import Network, classify, compare
+from galvatron_lite.model.shapes.images.perception import perception_graph
 from galvatron_lite.model.shapes.images.regular import regular_block
 from galvatron_lite.model.shapes.picture_fields import (
     AlexNetShape,
     CosmoFlowShape,
+    PerceptionShape,
     PictureShape,
     RegNetShape,
     UNetShape,
@@ -40,6 +42,8 @@ def picture_graph(shape: PictureShape, precision: str, item_bytes: int) -> Model
             return _unet(shape, precision, item_bytes)
         case CosmoFlowShape():
             return _cosmoflow(shape, precision, item_bytes)
+        case PerceptionShape():
+            return perception_graph(shape, precision, item_bytes)
     raise InputError("arch", type(shape).__name__, "No rule knows this family.")
 
 

@@ -64,7 +64,7 @@ COSMOFLOW: Sizes = {
     "cosmoflow-mini": {"widths": (4, 8, 8, 16, 16), "kernels": (3, 3, 3, 2, 2), "strides": (1, 1, 1, 1, 1)}
     | {"padded": True, "hidden": (32, 16), "side": 32},
 }
-_SMALL = {"base": 4, "levels": 3, "side": 36, "channels": 4, "depth": 10}
+_SMALL = {"base": 4, "levels": 3, "side": 36, "channels": 4}
 PERCEPTION: Sizes = {
     "perception": {},
     "perception-published": {"chained": False},

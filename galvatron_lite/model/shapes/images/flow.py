@@ -156,11 +156,17 @@ class Flow:
         self.value = self.tape.record(call, memory_operator(self._name("cat"), out, 2 * out.bytes, 2 * out.bytes))
         return self
 
-    def double(self, out: int = 0) -> Flow:
-        """The picture at twice the size: by transposed convolution to so many channels; 0: by interpolation."""
+    def double(self, out: int = 0, more: int = 0) -> Flow:
+        """The picture at twice the size: by transposed convolution to so many channels; 0: by interpolation.
+
+        Args:
+            out: channels, or 0.
+            more: pixels of a transposed convolution's kernel beyond two, and of the picture beyond twice the size.
+        """
         name, tape, x, before = self._name("up"), self.tape, self.value, self.extent
         if out:
-            self.value, self.extent = rules.transposed(tape, name, x, (self.channels, out), before, stride=2)
+            channels = (self.channels, out)
+            self.value, self.extent = rules.transposed(tape, name, x, channels, before, stride=2, kernel=2 + more)
             self.channels = out
         else:
             self.value, self.extent = rules.interpolated(tape, name, x, self.channels, before, times=2)

@@ -20,6 +20,8 @@ Step = Callable[..., object]
 """Passes a ``Flow`` through a layer's operators: ``step(flow, **settings)``."""
 _Picture = tuple[int, Extent, int, bool]
 """Channels, extent, bytes of an item, and whether it is kept already."""
+Place = tuple[int, Extent, int, bool]
+"""A picture on its way: channels, extent, bytes of an item, and whether it is the batch's."""
 
 
 def _nothing(_: Flow) -> None:
@@ -74,6 +76,16 @@ class Network:
         kind = self._add("", step, settings, grad=not self.given)
         self.given = False
         self.layers.append(Layer(at or f"blocks.{len(self.layers)}", kind.name, Role.BLOCK))
+
+    @property
+    def place(self) -> Place:
+        """The picture as it stands, to go on from later."""
+        return self.channels, self.extent, self.wide, self.given
+
+    def go_on(self, place: Place) -> None:
+        """Let the next layer take a picture of before, which counts there where it is kept."""
+        self.channels, self.extent, self.wide, self.given = place
+        self.held = False
 
     def _add(self, name: str, step: Step, settings: dict[str, object], *, grad: bool) -> LayerKind:
         key = (step, grad, self.channels, self.extent, self.wide, self.held, *settings.items())
