@@ -61,7 +61,19 @@ def test_layers_are_a_chain_between_before_and_after(name: str) -> None:
     assert all(kind.name == key for key, kind in graph.kinds.items())
 
 
-@pytest.mark.parametrize("name", model_names())
+BRANCHED = [name for name in model_names() if name.startswith("perception")]
+
+
+@pytest.mark.parametrize("name", BRANCHED)
+def test_what_enters_a_layer_is_a_tensor_that_it_reads(name: str) -> None:
+    """Where layers are no chain: one of those that others give it, or the batch's picture."""
+    graph = load_model(name)
+    for layer in graph.layers[1:]:
+        read = {tensor.size for tensor in graph.tensors if tensor.size and layer.name in tensor.readers}
+        assert graph.kind_of(layer).input_bytes in (read or {graph.kinds["before"].output_bytes}), layer.name
+
+
+@pytest.mark.parametrize("name", sorted({*model_names()}.difference(BRANCHED)))
 def test_boundary_tensors_meet(name: str) -> None:
     graph = load_model(name)
     kinds = [graph.kind_of(layer) for layer in graph.layers]
