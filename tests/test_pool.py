@@ -56,6 +56,7 @@ def test_failure_names_the_rank_and_the_pool_recovers() -> None:
     pool.close()
 
 
+@pytest.mark.alone
 def test_hang_is_ended_and_says_where() -> None:
     pool = WorkerPool()
     with pytest.raises(JobError, match=r"rank 0 did not finish in 2 s, at:(.|\n)*hang_on_first"):

@@ -76,6 +76,7 @@ def test_help_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+@pytest.mark.alone
 def test_help_is_quick() -> None:
     def seconds() -> float:
         start = time.perf_counter()
