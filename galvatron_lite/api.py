@@ -59,6 +59,7 @@ class Setup(TypedDict, total=False):
     schedules: str | Sequence[Schedule | str] | None
     backend: str
     mode: Mode | str
+    allow_delay: bool
     progress: Progress | None
 
 
@@ -95,6 +96,8 @@ def plan(
             - ``schedules``: of the pipeline, to choose from.
             - ``backend``: what is to run the plan: ``galvatron``, or ``any`` for all that is priced.
             - ``mode``: what the plan is for: ``training`` (if not given) or ``inference``: forward passes only.
+            - ``allow_delay``: whether gradients may be delayed (cyclic data parallelism), which changes the training
+              rule; ``fix`` may say which: ``rule=cdp-v1``, ``setting=data``, ``schedule=cyclic``.
             - ``progress``: called with (done, total, label) while the search runs.
 
     Raises:
@@ -272,7 +275,7 @@ def _setting(profile: Known, setup: Setup, own: Sequence[str] = ()) -> tuple[Set
     """
     from galvatron_lite.cluster.budget import budget_on
     from galvatron_lite.parallelism.backends import backend_named
-    from galvatron_lite.questions.arguments import check_names, memory, mode_named, place, texts, whole
+    from galvatron_lite.questions.arguments import check_names, memory, mode_named, place, switch, texts, whole
     from galvatron_lite.questions.backing import check_backend
     from galvatron_lite.questions.counts import first_devices
     from galvatron_lite.questions.pins import Pins, read_pins
@@ -295,7 +298,8 @@ def _setting(profile: Known, setup: Setup, own: Sequence[str] = ()) -> tuple[Set
     budget = budget_on(first_devices(known.cluster, 1), mem)
     source = find if callable(profile) or setup.get("model") is not None else None
     mode = mode_named(setup.get("mode", "training"))
-    setting = Setting(known, budget, pins, schedules, backend.name, mem, source, mode)
+    delay = pins.delay_where(allowed=switch("allow_delay", setup.get("allow_delay", False)))
+    setting = Setting(known, budget, pins, schedules, backend.name, mem, source, mode, delay)
     return setting, whole("batch", setup.get("batch")), setup.get("progress")
 
 

@@ -64,6 +64,7 @@ def plan_command(
     schedule: questions.Schedule = None,
     backend: questions.Backend = "galvatron",
     mode: questions.Mode = "training",
+    allow_delay: questions.AllowDelay = False,
     best_batch: questions.BestBatch = False,
     max_batch: questions.MaxBatch = None,
     fewest: questions.Fewest = False,
@@ -120,7 +121,7 @@ def plan_command(
         source += "; fewer GPUs, all of one type, in their own best"
     setup: Setup = {
         "mem": mem, "batch": batch, "fix": fix or (), "forbid": forbid or (), "schedules": schedule, "backend": backend,
-        "mode": mode,
+        "mode": mode, "allow_delay": allow_delay,
     }  # fmt: skip
     if options.question:
         _answer(options, profile_of, {**setup, "gpus": gpus}, source, output, as_json)

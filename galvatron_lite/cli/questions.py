@@ -88,6 +88,14 @@ Mode = Annotated[
     str,
     typer.Option("--mode", help="training, or inference: forward passes only.", rich_help_panel=KEEP),
 ]
+AllowDelay = Annotated[
+    bool,
+    typer.Option(
+        "--allow-delay",
+        help="Gradients may come a step late (cyclic data parallelism): the training rule changes.",
+        rich_help_panel=KEEP,
+    ),
+]
 
 _BELONG = {
     "max_batch": ("best_batch",),

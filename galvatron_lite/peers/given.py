@@ -55,6 +55,10 @@ def at_batch(plan: Plan, batch: int) -> Plan:
     """
     if batch == plan.global_batch:
         return plan
+    if plan.cyclic is not None:
+        if batch < 1 or batch % plan.microbatches:
+            raise InputError("--batch", batch, f"The plan has {plan.microbatches} micro-batches: give a multiple.")
+        return replace(plan, global_batch=batch)
     if batch < 1 or batch % plan.microbatch:
         remedy = f"The plan's micro-batches have {plan.microbatch} samples: give a multiple of that."
         raise InputError("--batch", batch, remedy)
@@ -117,6 +121,7 @@ def priced(plan: Plan, profile: Profile, mem: str | int | None = None, batch: in
     check_devices(plan, profile)
     at = plan if batch is None else at_batch(plan, batch)
     budget = budget_on(profile.cluster, DEFAULT_BUDGET if mem is None else mem)
+    done = evaluate(profile, replace(at, model=profile.graph.name, precision=profile.graph.precision))
     made_from = Provenance(
         galvatron=__version__,
         profile=profile.name,
@@ -127,7 +132,6 @@ def priced(plan: Plan, profile: Profile, mem: str | int | None = None, batch: in
         budget=budget.least,
         proof=Proof.GIVEN,
         budgets=dict(budget.own),
-        notes=(*notes_of(plan, at, profile), *plan_notes(profile.graph, at)),
+        notes=(*notes_of(plan, at, profile), *plan_notes(profile.graph, done)),
     )
-    own = replace(at, model=profile.graph.name, precision=profile.graph.precision)
-    return replace(evaluate(profile, own), provenance=made_from, alternatives=(), left_out=())
+    return replace(done, provenance=made_from, alternatives=(), left_out=())

@@ -46,6 +46,8 @@ def headline(plan: Plan) -> str:
     """The whole plan in a line: devices, pipeline, micro-batches."""
     stages = len(plan.stages)
     pipeline = f"{stages} stages ({plan.schedule.value})" if stages > 1 else "no pipeline"
+    if plan.cyclic is not None:
+        pipeline = f"delayed gradients ({plan.cyclic.rule.value}, {plan.cyclic.setting.value}) in {stages} stages"
     return (
         f"{plan.model} on {plan.devices} device{'s' * (plan.devices > 1)}: {pipeline}, "
         f"batch {plan.global_batch} in {plan.microbatches} micro-batch{'es' * (plan.microbatches > 1)} "

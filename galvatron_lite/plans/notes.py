@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 from galvatron_lite.model.graph import LayerKind, ModelGraph
 from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.cyclic.cuts import unevenness
+from galvatron_lite.parallelism.cyclic.rules import CyclicRule
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.units import format_seconds
 
 
 def has_batch_norms(kind: LayerKind) -> bool:
@@ -17,6 +20,43 @@ def has_batch_norms(kind: LayerKind) -> bool:
 
 def plan_notes(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
     """What results under a plan of a model's own layers are otherwise than those of one process, a line each."""
+    return (*_delayed(plan), *_normed(graph, plan))
+
+
+def _delayed(plan: Plan) -> tuple[str, ...]:
+    """What changes under delayed gradients, and what the step time does not tell."""
+    if plan.cyclic is None:
+        return ()
+    count = len(plan.stages)
+    return (
+        f"trains by delayed gradients: the rule changes, {_RULES[plan.cyclic.rule].format(count=count)}",
+        *([] if plan.prediction is None else _in_time(plan, plan.prediction.step_seconds)),
+    )
+
+
+_RULES = {
+    CyclicRule.V1: "CDP-v1: every micro-batch uses the parameters of the step before",
+    CyclicRule.V2: "CDP-v2: micro-batch i of {count} uses the newest parameters of stage j where i + j > {count}, else "
+    "those of the step before",
+}
+
+
+def _in_time(plan: Plan, step: float) -> tuple[str, ...]:
+    count = len(plan.stages)
+    # The first backward of the last micro-batch, 2(N - 1) of a step's 2N time steps later than in steady state.
+    begins = f"a run begins with {2 * (count - 1)} time steps, {format_seconds((count - 1) / count * step)}, until all "
+    begins += f"{count} micro-batches are under way; the step time is that of all later steps"
+    over = unevenness([stage.microbatch_seconds for stage in plan.stages])
+    uneven = f"the slowest of the {count} stages takes {over:.0%} longer than they take on average"
+    return (begins, uneven) if over >= _UNEVEN else (begins,)
+
+
+_UNEVEN = 0.005
+"""Stages whose slowest one takes longer than the mean by less than this share are called equal."""
+
+
+def _normed(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
+    """Whose statistics batch norms take."""
     norms = [strategy for kind, strategy in _layers(graph, plan) if has_batch_norms(kind)]
     replicas = max((one.batch_degree for one in norms), default=1)
     if not norms or replicas * plan.microbatches == 1:
@@ -24,11 +64,12 @@ def plan_notes(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
     samples = plan.microbatch // replicas
     ways = [
         *(["nn.SyncBatchNorm.convert_sync_batchnorm(model) takes those of all replicas"] if replicas > 1 else []),
-        *(["--fix microbatches=1 those of all micro-batches"] if plan.microbatches > 1 else []),
+        *(["--fix microbatches=1 those of all micro-batches"] if plan.microbatches > 1 and not plan.cyclic else []),
     ]
+    more = f": {', '.join(ways)}" if ways else ""
     return (
         f"batch norms take statistics of as few as {samples} of the {plan.global_batch} samples of a step, those of "
-        f"one replica and micro-batch, as under DDP and gradient accumulation: {', '.join(ways)}",
+        f"one replica and micro-batch, as under DDP and gradient accumulation{more}",
     )
 
 

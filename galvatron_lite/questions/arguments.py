@@ -62,6 +62,17 @@ def mode_named(given: object) -> Mode:
     return Mode(given)
 
 
+def switch(name: str, given: object) -> bool:
+    """Yes or no.
+
+    Raises:
+        InputError: anything else; names the argument.
+    """
+    if not isinstance(given, bool):
+        raise InputError(name, given, "Give True or False.")
+    return given
+
+
 def memory(given: object, name: str = "mem") -> str | int:
     """A budget a device: bytes, a text, or a share of each device's own memory as a fraction (0.8).
 

@@ -51,7 +51,7 @@ def _lacking(name: str, text: str, backend: Backend) -> str:
     pin = pin_named(name)
     value = pin.read(pin.name, text)
     if pin.field == "schedule":
-        return "" if value in backend.schedules else f"the {Schedule(str(value)).value} schedule"
+        return "" if value in (*backend.schedules, Schedule.CYCLIC) else f"the {Schedule(str(value)).value} schedule"
     if pin.field == "virtual":
         runs = value == 1 or any(order in backend.schedules for order in _SEVERAL)
     elif pin.field == "ulysses":

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import Offload
+from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.plans.schema import Schedule
 
 Reader = Callable[[str, str], object]
@@ -80,6 +81,9 @@ _RECOMPUTE: dict[str, object] = {choice.value: choice for choice in Recompute}
 _RECOMPUTE |= {"off": Recompute.NONE, "on": Recompute.FULL}
 _OFFLOAD: dict[str, object] = {choice.value: choice for choice in Offload}
 _OFFLOAD |= {"off": Offload.NONE, "on": Offload.ALL, "optimizer": Offload.STATES}
+_RULES: dict[str, object] = {rule.value: rule for rule in CyclicRule}
+_RULES |= {"v1": CyclicRule.V1, "v2": CyclicRule.V2}
+_SETTINGS: dict[str, object] = {setting.value: setting for setting in CyclicSetting}
 
 NAMES: tuple[PinName, ...] = (
     PinName("pipeline", ("pp", "stages"), _number, "pipeline", once=True, means="pipeline stages (groups of devices)"),
@@ -91,6 +95,9 @@ NAMES: tuple[PinName, ...] = (
             means="samples of a micro-batch on one data-parallel rank; needs dp, or pp, tp and cp"),
     PinName("schedule", (), _word(_SCHEDULES), "schedule", once=True, means="order of micro-batches in the pipeline"),
     PinName("virtual", ("vpp", "virtual_stages"), _number, "virtual", once=True, means="stages each group runs"),
+    PinName("rule", (), _word(_RULES), "rule", once=True, means="cdp-v1 or cdp-v2, of delayed gradients"),
+    PinName("setting", (), _word(_SETTINGS), "setting", once=True,
+            means="where delayed gradients run: single, data, zero or stages"),
     PinName("dp", ("batch_degree",), _number, "batch_degree", splits=True, means="replicas times shards"),
     PinName("data", ("ddp", "replicas"), _number, "data", means="replicas that hold all states"),
     PinName("zero", ("zero_stage",), _stage, "zero_stage", means="ZeRO stage, 0 to 3"),

@@ -16,8 +16,10 @@ from galvatron_lite.model.graph import LayerKind, ModelGraph
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.registry import CHOSEN
+from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.questions.pin_names import NAMES, PinName, dimensions_named, near, pin_named
 from galvatron_lite.search.space import STRATEGY_FIELDS, Fixed
+from galvatron_lite.search.ways import Delay
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +30,28 @@ class Pins:
         fixed: what depends on neither.
         microbatch: samples of a micro-batch over all devices of a stage; None: searched.
         device_samples: samples of a micro-batch on one rank that works on whole samples; None: searched.
+        delay: what is said of delayed gradients; None: nothing.
     """
 
     fixed: Fixed = field(default_factory=Fixed)
     microbatch: int | None = None
     device_samples: int | None = None
+    delay: Delay | None = None
+
+    def delay_where(self, *, allowed: bool) -> Delay | None:
+        """Which rules of delayed gradients may be used; None: none.
+
+        Raises:
+            InputError: pins ask for some, and they are not allowed.
+        """
+        if self.delay is None:
+            return Delay() if allowed else None
+        if not allowed:
+            said = (("setting", self.delay.setting), ("rule", self.delay.rule))
+            name, value = next(((name, own.value) for name, own in said if own is not None), ("schedule", "cyclic"))
+            remedy = "It trains by delayed gradients: the training rule changes. Allow that: --allow-delay."
+            raise InputError(f"--fix {name}", value, remedy)
+        return self.delay
 
     def at(self, devices: int, batch: int) -> Fixed:
         """What is fixed for so many devices and samples a step.
@@ -119,6 +138,7 @@ def read_pins(fix: Sequence[str], forbid: Sequence[str], graph: ModelGraph) -> P
     _check_forbidden(forbidden, [*every.items(), *((name, value) for (_, name), value in some.items())])
     _check_counts(once)
     own = {name: once.pop(name, None) for name in ("microbatch", "device_samples")}
+    own["delay"] = _delay(once)
     whole, partly = _offered(every, graph)
     fixed = Fixed(
         **once,  # type: ignore[arg-type]
@@ -127,6 +147,17 @@ def read_pins(fix: Sequence[str], forbid: Sequence[str], graph: ModelGraph) -> P
         forbidden=forbidden,
     )
     return Pins(fixed, **own)  # type: ignore[arg-type]
+
+
+def _delay(once: dict[str, object]) -> Delay | None:
+    """What is pinned of delayed gradients, taken from the other pins."""
+    cyclic = once.get("schedule") is Schedule.CYCLIC
+    if cyclic:
+        del once["schedule"]
+    rule, setting = once.pop("rule", None), once.pop("setting", None)
+    if not cyclic and rule is None and setting is None:
+        return None
+    return Delay(rule, setting, only=True)  # type: ignore[arg-type]
 
 
 def _narrowest(some: dict[tuple[str, str], object], graph: ModelGraph) -> dict[tuple[str, str], object]:

@@ -29,6 +29,9 @@ def schedules_named(given: Sequence[Schedule | str] | None, pinned: Schedule | N
 
 def _schedule(name: str) -> Schedule:
     try:
-        return Schedule(str(pin_named("schedule").read("schedule", name.lower())))
+        schedule = Schedule(str(pin_named("schedule").read("schedule", name.lower())))
     except InputError as error:
         raise InputError("--schedule", name, error.remedy) from None
+    if schedule is Schedule.CYCLIC:
+        raise InputError("--schedule", name, "It is of no pipeline: --allow-delay --fix schedule=cyclic.")
+    return schedule

@@ -13,6 +13,7 @@ from galvatron_lite.questions.counts import first_devices
 from galvatron_lite.questions.pins import NOTHING, Pins
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.session import Session
+from galvatron_lite.search.ways import Delay
 
 SAMPLES_PER_DEVICE = 8
 """Samples a step and device where no batch is given."""
@@ -34,6 +35,7 @@ class Setting:
         source: the profile of so many devices, where it is not just that of the first of all: fewer devices may all be
             of one type, and train in a better precision.
         mode: what the plans are for.
+        delay: which rules of delayed gradients are allowed; None: none.
         sessions: what earlier points have priced, by devices.
     """
 
@@ -45,6 +47,7 @@ class Setting:
     memory: str | int | None = None
     source: Callable[[int], Profile] | None = None
     mode: Mode = Mode.TRAINING
+    delay: Delay | None = None
     sessions: dict[int, Session] = field(default_factory=dict, compare=False, repr=False)
 
     def session(self, devices: int) -> Session:
@@ -165,6 +168,7 @@ def ask(
         session=session,
         stoppable=stoppable,
         mode=setting.mode,
+        delay=setting.delay,
     )
 
 

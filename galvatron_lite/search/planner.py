@@ -36,7 +36,7 @@ from galvatron_lite.search.result import provenance
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, reasons
-from galvatron_lite.search.ways import Asked, with_ways
+from galvatron_lite.search.ways import WHY, Asked, Delay, with_ways
 
 
 def find_plan(
@@ -56,7 +56,7 @@ def find_plan(
     known: Sequence[Plan] = (),
     effort: int = MOST_WORK,
     mode: Mode = Mode.TRAINING,
-    delay: str = "",
+    delay: Delay | None = None,
 ) -> Plan:
     """The fastest plan that fits the memory budget.
 
@@ -80,7 +80,7 @@ def find_plan(
         effort: labels after which the search ends early; 0: quick searches of the most promising shapes alone, whose
             gap says how far from the best the plan may be.
         mode: what the plan is for; of forward passes alone its step is one pass of the whole batch.
-        delay: which training rules of delayed gradients may be used besides (``search.ways``); none: empty.
+        delay: which training rules of delayed gradients may be used besides (``search.ways``); None: none.
 
     Raises:
         InputError: a batch or a pinned value that cannot be used, pins that contradict one another, or a known plan of
@@ -94,7 +94,9 @@ def find_plan(
     request = request_of(kept, devices, global_batch, budget, fixed or Fixed(), schedules, runner)
     asked = Asked(kept, request, runner, budget, delay)
     looked = partial(_ordinary, asked, certify, runners_up, progress, stoppable, known, effort)
-    return with_ways(looked, asked, runners_up)
+    plan = with_ways(looked, asked, runners_up)
+    missing = [line for why in WHY for line in why(asked)]
+    return replace(plan, left_out=(*plan.left_out, *missing)) if missing else plan
 
 
 def _ordinary(

@@ -51,6 +51,8 @@ def plan_of(
 def summary(plan: Plan) -> str:
     """What a plan does, in a short line: its pipeline, its two most used strategies and by how many layers they are
     used, branches on devices of their own, and its micro-batches."""
+    if plan.cyclic is not None:
+        return f"delayed gradients ({plan.cyclic.rule.value}, {plan.cyclic.setting.value}), {len(plan.stages)} stages"
     layers: dict[str, int] = {}
     for run in (run for stage in plan.stages for run in stage.runs):
         layers[str(run.strategy)] = layers.get(str(run.strategy), 0) + run.count

@@ -8,12 +8,30 @@ from dataclasses import dataclass, replace
 from galvatron_lite.cluster.budget import Budget
 from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.parallelism.backends import Backend
+from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.plans.schema import Alternative, Plan
+from galvatron_lite.search.delayed import delayed_plans, why_not_delayed
 from galvatron_lite.search.result import summary
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.shapes import Request
+from galvatron_lite.units import format_budget
 
 _ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Delay:
+    """Which rules of delayed gradients the user allows.
+
+    Attributes:
+        rule: None: any.
+        setting: None: any.
+        only: whether no other plan is wanted.
+    """
+
+    rule: CyclicRule | None = None
+    setting: CyclicSetting | None = None
+    only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +43,7 @@ class Asked:
         request: what is planned.
         backend: what is to run the plan.
         budget: bytes a device, or of each type of device.
-        delay: which rules of delayed gradients the user allows; empty: none.
+        delay: which rules of delayed gradients the user allows; None: none.
         ordinary: the best plan of stages in the model's order; None where none fits.
     """
 
@@ -33,14 +51,18 @@ class Asked:
     request: Request
     backend: Backend
     budget: int | Budget
-    delay: str = ""
+    delay: Delay | None = None
     ordinary: Plan | None = None
 
 
 Way = Callable[[Asked], Sequence[Plan]]
 """Plans of one way with their prediction and provenance, whether they fit or not; none where it offers none."""
 
-WAYS: tuple[Way, ...] = ()
+Why = Callable[[Asked], Sequence[str]]
+"""What a way does not offer and why, a line each; nothing where it was not allowed."""
+
+WAYS: tuple[Way, ...] = (delayed_plans,)
+WHY: tuple[Why, ...] = (why_not_delayed,)
 
 
 def with_ways(ordinary: Callable[[], Plan], asked: Asked, runners_up: int, ways: Sequence[Way] = WAYS) -> Plan:
@@ -53,21 +75,40 @@ def with_ways(ordinary: Callable[[], Plan], asked: Asked, runners_up: int, ways:
         ways: to ask besides.
 
     Raises:
-        InfeasibleError: that of the ordinary search, where no other way has a plan that fits either.
+        InfeasibleError: that of the ordinary search with what other ways need, where they have no plan that fits
+            either.
     """
     try:
         first = ordinary()
     except InfeasibleError as error:
-        found = _fitting(_plans(ways, asked))
-        if not found:
-            raise error
-        return _led(found, runners_up)
+        found = _plans(ways, asked)
+        fitting = _fitting(found)
+        if not fitting:
+            raise _needing(found, error) from None
+        return _led(fitting, runners_up)
     found = _plans(ways, replace(asked, ordinary=first)) if ways else []
     if not found:
         return first
-    quicker = [plan for plan in _fitting(found) if seconds_of(plan) < seconds_of(first) * (1.0 - _ROUNDING)]
+    only = asked.delay is not None and asked.delay.only
+    if only and not _fitting(found):
+        raise _needing(found, InfeasibleError(f"No such plan of {first.model} fits."))
+    quicker = [plan for plan in _fitting(found) if only or seconds_of(plan) < seconds_of(first) * (1.0 - _ROUNDING)]
     others = [plan for plan in found if not any(plan is one for one in quicker)]
     return _led([*quicker, first, *others], runners_up)
+
+
+def _needing(plans: Sequence[Plan], error: InfeasibleError) -> InfeasibleError:
+    """The error with the plan of other ways that needs least memory."""
+    if not plans:
+        return error
+    least = min(plans, key=_peak)
+    more = f"Another way needs {format_budget(_peak(least), up=True)} at least: {summary(least)}."
+    known = [] if error.smallest_budget is None else [error.smallest_budget]
+    return InfeasibleError(f"{error} {more}", min([_peak(least), *known]))
+
+
+def _peak(plan: Plan) -> int:
+    return plan.prediction.peak_memory if plan.prediction else 0
 
 
 def _plans(ways: Sequence[Way], asked: Asked) -> list[Plan]:
@@ -81,7 +122,7 @@ def _fitting(plans: Sequence[Plan]) -> list[Plan]:
 
 def _led(plans: Sequence[Plan], wanted: int) -> Plan:
     """The first of some plans, with the others told beside it, then their alternatives."""
-    told = {summary(plan): _told(plan) for plan in reversed(plans)}
+    told = {summary(plan): _told(plan, plans[0]) for plan in reversed(plans)}
     for other in (other for plan in plans for other in plan.alternatives):
         told.setdefault(other.summary, other)
     del told[summary(plans[0])]
@@ -91,9 +132,10 @@ def _led(plans: Sequence[Plan], wanted: int) -> Plan:
     return replace(plans[0], alternatives=tuple(kept))
 
 
-def _told(plan: Plan) -> Alternative:
-    peak = plan.prediction.peak_memory if plan.prediction else 0
-    return Alternative(summary(plan), seconds_of(plan), peak, bool(plan.fits))
+def _told(plan: Plan, beside: Plan) -> Alternative:
+    """What is told of a plan beside the one that was chosen."""
+    without = "without delay: " if beside.cyclic is not None and plan.cyclic is None else ""
+    return Alternative(without + summary(plan), seconds_of(plan), _peak(plan), bool(plan.fits))
 
 
 def seconds_of(plan: Plan) -> float:

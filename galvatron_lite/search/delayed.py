@@ -1,0 +1,212 @@
+"""Plans that train by delayed gradients (cyclic data parallelism), where the user allows them.
+
+The declared space: every rule and setting that the devices suffice for, with stages of equal time. ``single``: one
+device, as many stages as divide the batch (``MOST_STAGES`` at most). ``data``, ``zero``: as many stages as devices.
+``stages``: N of N(N+1)/2 devices. Every layer is whole on one device. All of them are priced, but for those of one
+device that take longer, by the sum of their layers, than one that fits. Of each setting the best plan is told: the
+quickest that fits, of equal ones the fresher rule; else the one that needs least memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, device_count
+from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.plans.notes import plan_notes
+from galvatron_lite.plans.schema import Cyclic, Mode, Plan, Schedule
+from galvatron_lite.search.result import plan_of, provenance
+
+if TYPE_CHECKING:
+    from galvatron_lite.search.ways import Asked
+
+MOST_STAGES = 32
+"""Stages at most on one device, where devices do not say how many."""
+_RULES = (CyclicRule.V2, CyclicRule.V1)
+_ROUNDING = 1e-9
+
+
+def delayed_plans(asked: Asked) -> Sequence[Plan]:
+    """The best plan of each setting; none where delayed gradients are not allowed.
+
+    Raises:
+        InputError: no other plan is wanted, and there is none.
+    """
+    if asked.delay is None:
+        return ()
+    best = [_best(asked, list(_priced(asked, setting))) for setting in CyclicSetting]
+    found = [_made(asked, plan) for plan in best if plan is not None]
+    if not found and asked.delay.only:
+        said = asked.delay.setting.value if asked.delay.setting else "cyclic"
+        why = "; ".join(why_not_delayed(asked))
+        raise InputError("--fix setting" if asked.delay.setting else "--fix schedule", said, f"{why}.")
+    return found
+
+
+def why_not_delayed(asked: Asked) -> Sequence[str]:
+    """Settings that are not offered, and why; nothing where delayed gradients are not allowed."""
+    if asked.delay is None:
+        return ()
+    whole = _never(asked)
+    if whole:
+        return (f"cyclic: {whole}",)
+    lines = []
+    for setting in CyclicSetting:
+        why = _why_not(asked, setting)
+        if why and asked.delay.setting in (None, setting):
+            lines.append(f"cyclic: {setting.value}: {why}")
+    return lines
+
+
+def _never(asked: Asked) -> str:
+    """Why no setting will do; empty where one may."""
+    request, fixed = asked.request, asked.request.fixed
+    if asked.session.mode is not Mode.TRAINING:
+        return "gradients are delayed in training only"
+    if request.graph.whole:
+        return f"the model allows {request.graph.whole}, and stages are needed"
+    if request.cluster is not None:
+        return "devices of several types take unequal time"
+    pinned = [f"--fix {name}" for name, value in (("schedule", fixed.schedule), ("virtual", fixed.virtual)) if value]
+    split = [f"--fix {name}" for name, value in fixed.strategy if getattr(Strategy(), name) != value]
+    split += [f"--fix {layers}.{name}" for layers, name, value in fixed.layers if getattr(Strategy(), name) != value]
+    if pinned or split:
+        return f"every layer is whole, in a cycle of stages: lift {(pinned + split)[0]}"
+    return ""
+
+
+def _why_not(asked: Asked, setting: CyclicSetting) -> str:
+    """Why a setting has no plan; empty where it has."""
+    request, counts = asked.request, _counts(asked, setting)
+    if not counts:
+        return _devices_of(setting, request.devices)
+    forbidden = {CyclicSetting.DATA: "data", CyclicSetting.ZERO: "zero", CyclicSetting.STAGES: "pipeline"}.get(setting)
+    if forbidden in request.fixed.forbidden:
+        return f"--forbid {forbidden} rules it out"
+    if not any(request.global_batch % count == 0 for count in counts):
+        return f"the batch of {request.global_batch} must divide by the {counts[0]} micro-batches"
+    if not any(_pinned(asked, setting, count) for count in counts):
+        return "it has as many micro-batches as stages: pins ask for others"
+    if not any(_cuts(asked, count) for count in counts):
+        return _too_few(request.graph, counts[0])
+    return ""
+
+
+def _too_few(graph: ModelGraph, count: int) -> str:
+    """Why the layers do not make so many stages."""
+    shared = [tie for tie in graph.ties if tie.parameters]
+    if not shared:
+        return f"{len(graph.layers)} layers do not make {count} stages"
+    ends = f"{shared[0].first} and {shared[0].second}"
+    return f"{ends} share parameters and must be in one stage, so the layers do not make {count}"
+
+
+def _devices_of(setting: CyclicSetting, devices: int) -> str:
+    """What devices a setting takes, and that these are others."""
+    if setting is CyclicSetting.SINGLE:
+        return f"it is of one device, not {devices}"
+    if setting is not CyclicSetting.STAGES:
+        return "it takes two devices or more"
+    count = next(number for number in range(2, devices + 3) if device_count(setting, number) > devices)
+    near = [str(device_count(setting, number)) for number in (count - 1, count) if number > 1]
+    return f"N stages take N(N+1)/2 devices: {' or '.join(near)}, not {devices}"
+
+
+def _counts(asked: Asked, setting: CyclicSetting) -> list[int]:
+    """How many stages there may be."""
+    request = asked.request
+    if setting is CyclicSetting.SINGLE:
+        most = min(MOST_STAGES, len(request.graph.layers))
+        fewer = [count for count in divisors(request.global_batch) if 2 <= count <= most]
+        return fewer if request.devices == 1 else []
+    return [count for count in range(2, request.devices + 1) if device_count(setting, count) == request.devices]
+
+
+def _pinned(asked: Asked, setting: CyclicSetting, count: int) -> bool:
+    """Whether a number of stages is what pins ask for."""
+    fixed = asked.request.fixed
+    groups = count if setting is CyclicSetting.STAGES else 1
+    return fixed.pipeline in (None, groups) and fixed.microbatches in (None, count)
+
+
+def _cuts(asked: Asked, count: int) -> tuple[int, ...]:
+    from galvatron_lite.cost.cyclic_stages import split
+
+    if asked.request.global_batch % count:
+        return ()
+    try:
+        return split(asked.session.pricer, count, asked.request.global_batch // count)
+    except InputError:  # the profile has no figures of a whole layer at that size
+        return ()
+
+
+def _priced(asked: Asked, setting: CyclicSetting) -> Iterator[Plan]:
+    """Every plan of a setting with its prediction; see the module for those left out."""
+    from galvatron_lite.cost.step import price_plan
+
+    if _never(asked) or _why_not(asked, setting) or asked.delay is None or asked.delay.setting not in (None, setting):
+        return
+    rules = [rule for rule in _RULES if asked.delay.rule in (None, rule)]
+    quickest = float("inf")
+    for count in _promising(asked, setting):
+        if _least_seconds(asked, count) >= quickest:
+            return
+        for rule in rules:
+            plan = price_plan(asked.session.pricer, _plan(asked, Cyclic(rule, setting), count))
+            if setting is CyclicSetting.SINGLE and plan.prediction and asked.request.fits(plan):
+                quickest = min(quickest, plan.prediction.step_seconds)
+            yield plan
+
+
+def _promising(asked: Asked, setting: CyclicSetting) -> list[int]:
+    """Numbers of stages of which there are plans, those that compute least first."""
+    counts = [count for count in _counts(asked, setting) if _pinned(asked, setting, count) and _cuts(asked, count)]
+    return sorted(counts, key=lambda count: (_least_seconds(asked, count), count))
+
+
+def _least_seconds(asked: Asked, count: int) -> float:
+    """Seconds of compute of all micro-batches, one after the other."""
+    from galvatron_lite.cost.cyclic_stages import layer_costs
+
+    costs = layer_costs(asked.session.pricer, asked.request.global_batch // count)
+    return count * sum(cost.forward + cost.backward + cost.recompute for cost in costs)
+
+
+def _plan(asked: Asked, cyclic: Cyclic, count: int) -> Plan:
+    """Without prediction."""
+    request = asked.request
+    plan = plan_of(
+        request.graph, devices=request.devices, global_batch=request.global_batch, microbatches=count,
+        cuts=_cuts(asked, count), strategies=[Strategy()] * len(request.graph.layers), schedule=Schedule.CYCLIC,
+    )  # fmt: skip
+    return replace(plan, cyclic=cyclic)
+
+
+def _best(asked: Asked, plans: Sequence[Plan]) -> Plan | None:
+    """The quickest that fits, the first of equal ones; else the one that needs least; None of none."""
+    best: Plan | None = None
+    for plan in (own for own in plans if asked.request.fits(own)):
+        if best is None or _seconds(plan) < _seconds(best) * (1.0 - _ROUNDING):
+            best = plan
+    return best or min(plans, key=lambda plan: plan.prediction.peak_memory if plan.prediction else 0, default=None)
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.prediction.step_seconds if plan.prediction else float("inf")
+
+
+def _made(asked: Asked, plan: Plan) -> Plan:
+    """With what it was made from: how far from the best of both kinds it may be is known by the ordinary search."""
+    gap, ordinary = 0.0, asked.ordinary
+    if ordinary is not None and ordinary.prediction is not None and ordinary.provenance is not None:
+        least = ordinary.prediction.step_seconds * (1.0 - ordinary.provenance.gap)
+        gap = max(1.0 - least / _seconds(plan), 0.0) if asked.delay is None or not asked.delay.only else 0.0
+    made_from = provenance(asked.session.profile, asked.budget, gap)
+    notes = plan_notes(asked.request.graph, plan)
+    left_out = () if ordinary is None else ordinary.left_out
+    return replace(plan, left_out=left_out, provenance=replace(made_from, notes=notes))
