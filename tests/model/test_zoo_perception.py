@@ -15,6 +15,7 @@ from galvatron_lite.model.shapes import load_model
 from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo import build
 from galvatron_lite.model.zoo.perception_loss import edge_loss, edges
+from galvatron_lite.parallelism.branch.find import find_regions
 
 SEGMENTATION, RECONSTRUCTION = (46.48e6, 262.4e9), (27.61e6, 188.5e9)
 """Parameters and FLOPs at (1, 16, 1000, 1000), counted in the authors' models."""
@@ -227,6 +228,17 @@ def test_layers_never_mix_the_two_networks() -> None:
     assert {f"segmentation.{name}" for name in names} <= {layer.name for layer in graph.layers}
     for producer, reader in graph.edges:
         assert reader == "after" or producer.partition(".")[0] == reader.partition(".")[0]
+
+
+@pytest.mark.parametrize("name", ["perception", "perception-published", "perception-mini"])
+def test_the_two_networks_are_branches(name: str) -> None:
+    """They read the model's input alone, and only the loss reads both; in the shipped files and as captured."""
+    views, targets = torch.empty(2, 4, 36, 36), torch.empty(2, 1, 36, 36)
+    mini = name.endswith("mini")
+    graph = trace(on_meta(name), {"pictures": views, "targets": targets}) if mini else load_model(name)
+    (region,) = find_regions(graph)
+    assert [branch.roots for branch in region.branches] == [("segmentation",), ("reconstruction",)]
+    assert region.exit == ("after",)
 
 
 @pytest.mark.parametrize(

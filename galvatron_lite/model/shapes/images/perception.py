@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from galvatron_lite.model.graph import ModelGraph, Passed
+from galvatron_lite.model.graph import ModelGraph, Passed, Role
 from galvatron_lite.model.shapes.calls import Call, Part, Value
 from galvatron_lite.model.shapes.images.flow import Flow
 from galvatron_lite.model.shapes.images.network import Network, Place, Step
@@ -60,7 +60,8 @@ def perception_graph(shape: PerceptionShape, precision: str, item_bytes: int) ->
     for last in (_segmentation(wired, shape), _reconstruction(wired, shape)):
         wired.readers[last] = ["after"]
     graph = net.end(precision, _loss)
-    return replace(graph, tensors=wired.tensors(graph))
+    layers = tuple(replace(one, modules=(one.name,)) if one.role is Role.BLOCK else one for one in graph.layers)
+    return replace(graph, layers=layers, tensors=wired.tensors(graph))
 
 
 def _segmentation(wired: _Wired, shape: PerceptionShape) -> str:
