@@ -8,9 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from galvatron_lite.model.batch import resize_batch
 from galvatron_lite.model.discover_blocks import BlockNames, find_blocks, inside
 from galvatron_lite.model.discover_signature import kind_names, signature
 from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.model.trace_meta import meta_copy
 
 
 def discover_layers(model: nn.Module, batch: Any = None, blocks: BlockNames | None = None) -> tuple[Layer, ...]:
@@ -22,6 +24,8 @@ def discover_layers(model: nn.Module, batch: Any = None, blocks: BlockNames | No
             order in which modules were registered is taken.
         blocks: path of the container of the blocks, or paths and classes of the blocks; found by itself if None.
 
+    A model seen to run that falls into sub-networks which do not depend on each other (two towers, heads of a trunk)
+    has the layers of each of them, found inside its own modules, and no modules of theirs before or after the blocks.
     Without repeated blocks every child of a Sequential is a block; any other model becomes one layer, ``before``, and
     an empty ``after``. Modules with parameters, and pooling and interpolation,
     that run between two blocks are layers of role BLOCK, too. Parameters
@@ -30,11 +34,13 @@ def discover_layers(model: nn.Module, batch: Any = None, blocks: BlockNames | No
     Raises:
         TraceError: an unknown block, or a model that does not run on the batch.
     """
-    from galvatron_lite.model.trace_run import running_order
+    if batch is None:
+        return arrange_layers(model, find_blocks(model, blocks))
+    from galvatron_lite.model.discover_run import watch
+    from galvatron_lite.model.trace_figures import SAMPLES
 
-    paths = find_blocks(model, blocks)
-    order = None if batch is None else running_order(model, batch, paths)
-    return arrange_layers(model, paths, order)
+    watched = watch(meta_copy(model), resize_batch(batch, SAMPLES[1]), blocks)
+    return arrange_layers(model, watched.blocks, watched.seen.order)
 
 
 def arrange_layers(
@@ -56,10 +62,13 @@ def arrange_layers(
     places = [place for place, path in enumerate(ran) if path in set(blocks)]
     first, last = (places[0], places[-1]) if places else (len(ran), len(ran))
     once = {path for path, calls in Counter(order or ()).items() if calls == 1}
+    seen = set(order or ran)
     middle = [
         path
         for path in ran[first : last + 1]
-        if path in set(blocks) or _has_parameters(model, path) or (path in once and _resizes(model, path))
+        if path in set(blocks)
+        or (path in seen and _has_parameters(model, path))
+        or (path in once and _resizes(model, path))
     ]
     keys = [(signatures or {}).get(path) or signature(model.get_submodule(path)) for path in middle]
     kinds = kind_names(keys)

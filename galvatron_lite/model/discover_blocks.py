@@ -71,6 +71,11 @@ def inside(path: str, ancestor: str) -> bool:
     return path != ancestor and (not ancestor or path.startswith(ancestor + "."))
 
 
+def at(path: str, module: str) -> bool:
+    """Whether a path is that of a module or lies inside it."""
+    return path == module or inside(path, module)
+
+
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 

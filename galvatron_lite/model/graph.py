@@ -181,7 +181,6 @@ class LayerKind:
             parallelism may be used.
         gathered_output_bytes: bytes per sample of an output that is gathered over the tensor group after a
             column-split last matmul (the logits of an LM head); 0 where nothing is.
-        dead_parameters: parameter items that never reach the output.
         expert_parameters: the part of ``parameters.tensor`` that belongs to experts, which expert parallelism
             divides.
         dispatched_bytes: bytes per sample of the copies of tokens that go to experts in one forward pass; as many
@@ -205,7 +204,6 @@ class LayerKind:
     tensor_collectives: int = 0
     sequence_parallel: bool = False
     gathered_output_bytes: int = 0
-    dead_parameters: int = 0
     tensor_gathers: int | None = None
     tensor_scatters: int | None = None
     regathers: int = 0

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import LossFn, loss_of, map_tensors, resize_batch, sequence_length, tensors_of
+from galvatron_lite.model.dead import dead_note
 from galvatron_lite.model.discover import arrange_layers, unit_paths
-from galvatron_lite.model.discover_blocks import BlockNames, find_blocks
+from galvatron_lite.model.discover_blocks import BlockNames
+from galvatron_lite.model.discover_run import watch
 from galvatron_lite.model.discover_signature import signature
 from galvatron_lite.model.graph import (
     Layer,
@@ -27,10 +29,13 @@ from galvatron_lite.model.graph import (
     TensorSplit,
 )
 from galvatron_lite.model.operators import merge
+from galvatron_lite.model.trace_dead import dead_parameters
 from galvatron_lite.model.trace_dims import split_dims
 from galvatron_lite.model.trace_edges import run_edges
 from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures
+from galvatron_lite.model.trace_linked import layer_needs, linked, read_elsewhere
 from galvatron_lite.model.trace_meta import dtype_of, meta_copy, precision_of
+from galvatron_lite.model.trace_needs import Needs
 from galvatron_lite.model.trace_owners import Owners, find_owners
 from galvatron_lite.model.trace_passed import lent, passed_between
 from galvatron_lite.model.trace_run import BlockCall, Observation, chain_inputs, observe, run_block
@@ -70,13 +75,18 @@ def trace(
     """
     twin = meta_copy(model, precision)
     batches = [_example(batch, samples, precision) for samples in SAMPLES]
-    paths = find_blocks(twin, blocks)
-    seen = tuple(observe(twin, example, unit_paths(twin, paths)) for example in batches)
-    layers = arrange_layers(twin, paths, seen[1].order, _signatures(twin, seen[1]))
+    watched = watch(twin, batches[1], blocks)
+    with watched.flow:
+        outputs = _ends(watched.output, batches[1], loss_fn)
+    seen = (observe(twin, batches[0], unit_paths(twin, watched.blocks)), watched.seen)
+    layers = arrange_layers(twin, watched.blocks, seen[1].order, _signatures(twin, seen[1]))
     calls = tuple(_block_calls(layers, observation) for observation in seen)
     capture = _Capture(twin, layers, find_owners(twin, layers), seen, calls, _sequence(batches[1], calls[1]))
     ends = [_ends(one.output, example, loss_fn) for one, example in zip(seen, batches, strict=True)]
-    kinds, tensors = capture.kinds(batches, loss_fn, ends)
+    needs = layer_needs(watched.flow, twin, layers, watched.flow.made_of(outputs))
+    kinds, passed = capture.kinds(batches, loss_fn, ends, needs)
+    tensors = linked(layers, passed, needs, capture.given(), watched.forked)
+    dead = dead_parameters(twin, watched.flow, outputs if loss_fn is not None else watched.output)
     return ModelGraph(
         name=name or type(model).__name__,
         layers=layers,
@@ -84,8 +94,10 @@ def trace(
         tensors=tensors,
         sequence=capture.sequence,
         precision=precision_of(twin),
-        ties=capture.owners.ties,
+        ties=capture.owners.ties + (read_elsewhere(watched.flow, twin, layers) if tensors else ()),
+        notes=dead_note(dead, sum(p.numel() for p in twin.parameters()), _goal(loss_fn)),
         whole=whole_reason(twin, layers, seen[0], ends[0]),
+        dead=dead,
     )
 
 
@@ -144,6 +156,10 @@ def _ends(output: Any, batch: Any, loss_fn: LossFn | None) -> list[Tensor]:
         return list(tensors_of(output))
 
 
+def _goal(loss_fn: LossFn | None) -> str:
+    return "what the model returns" if loss_fn is None else "the loss"
+
+
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
@@ -190,11 +206,19 @@ class _Capture:
     sequence: int
 
     def kinds(
-        self, batches: Sequence[Any], loss_fn: LossFn | None, ends: Sequence[Sequence[Tensor]]
+        self,
+        batches: Sequence[Any],
+        loss_fn: LossFn | None,
+        ends: Sequence[Sequence[Tensor]],
+        needs: Mapping[str, Needs],
     ) -> tuple[dict[str, LayerKind], tuple[Passed, ...]]:
-        """Every kind of layer, in running order, and the tensors that go between layers.
+        """Every kind of layer, in running order, and the tensors with gradients that go between layers.
 
-        ``ends``: what the loss of each run is made of.
+        Args:
+            batches: on the meta device.
+            loss_fn: how to get the loss.
+            ends: what the loss of each run is made of.
+            needs: of each layer.
         """
         first: dict[str, Layer] = {}
         for layer in self.layers:
@@ -202,13 +226,18 @@ class _Capture:
                 first.setdefault(layer.kind, layer)
         found = {kind: self._block(layer) for kind, layer in first.items()}
         borrowing = {kind: own[2] for kind, own in found.items()}
-        tensors = passed_between(self.layers, self.seen, SAMPLES, borrowing, ends)
+        tensors = passed_between(self.layers, self.seen, SAMPLES, borrowing, ends, needs)
         blocks, lending = self._lending({kind: block for kind, (block, _, _) in found.items()}, tensors)
         sides = [figure.whole.side - _read(tensors, first[kind], lending) for kind, (_, figure, _) in found.items()]
         edges = self._edges(batches, loss_fn, max(sides, default=0))
         made = {"before": edges[0][0], **blocks, "after": edges[1][0]}
         wholes = {"before": edges[0][1], "after": edges[1][1]} | {kind: own[1].whole for kind, own in found.items()}
         return self._with_handed(made, wholes), tensors
+
+    def given(self) -> dict[str, int]:
+        """Bytes per sample that each block gives."""
+        sizes = [{call.path: _bytes(tensors_of(call.output)) for call in calls} for calls in self.calls]
+        return {path: _slope([size[path] for size in sizes]) for path in sizes[1]}
 
     def _with_handed(self, made: dict[str, LayerKind], wholes: Mapping[str, RegionFigures]) -> dict[str, LayerKind]:
         """The kinds with what the layer before keeps of its own output, where they do not keep it themselves.
@@ -246,9 +275,8 @@ class _Capture:
             kept[Recompute.SELECTIVE] = figure.split("selective")
         if not figure.whole.overwrites:
             kept[Recompute.FULL] = TensorSplit(sequence=entering)
-        untrained = {f"{layer.name}.{name}" for name in runs[1].recording.untrained}
         shape = _sample_shape([calls[1].inputs[place] for place in chains[1]])
-        return self._kind(layer, figure, kept, (entering, leaving), untrained, shape), figure, runs[1].needed
+        return self._kind(layer, figure, kept, (entering, leaving), shape), figure, runs[1].needed
 
     def _edges(
         self, batches: Sequence[Any], loss_fn: LossFn | None, side: int
@@ -257,18 +285,16 @@ class _Capture:
         before, after = self.layers[0], self.layers[-1]
         tail = self.owners.used(after)
         runs = [run_edges(self.twin, b, calls, loss_fn, tail) for b, calls in zip(batches, self.calls, strict=True)]
-        untrained = [set(run.recording.untrained) for run in runs[1]]
         wholes = [figures(*pair) for pair in zip(*runs, strict=True)]
         modules = [before.modules, after.modules]
         first, last = split_edges(self.twin, modules, batches, self.calls, loss_fn, wholes)
         kept = replace(first.split("kept"), whole=first.split("kept").whole + side)
         batch = _slope([_bytes(tensors_of(example)) for example in batches])
         entry, leave = self._boundary()
-        unused = untrained[0] & untrained[1] if self.calls[0] else untrained[0]
         given = _sample_shape(tensors_of(batches[1]))
         handed = _sample_shape(tensors_of(self.calls[1][-1].output)) if self.calls[1] else given
-        opening = self._kind(before, first, {Recompute.NONE: kept}, (batch, entry), unused, given)
-        closing = self._kind(after, last, {Recompute.NONE: last.split("kept")}, (leave, 0), untrained[1], handed)
+        opening = self._kind(before, first, {Recompute.NONE: kept}, (batch, entry), given)
+        closing = self._kind(after, last, {Recompute.NONE: last.split("kept")}, (leave, 0), handed)
         return (opening, wholes[0]), (closing, wholes[1])
 
     def _boundary(self) -> tuple[int, int]:
@@ -285,11 +311,9 @@ class _Capture:
         figure: TensorFigures,
         kept: dict[Recompute, TensorSplit],
         boundary: tuple[int, int],
-        untrained: set[str],
         entering: Sequence[int],
     ) -> LayerKind:
         operators = merge(figure.whole.calls, figure.shardings())
-        parameters = self.owners.parameters[layer.name]
         modules = [self.twin.get_submodule(path) for path in layer.modules]
         plan = figure.plan
         return LayerKind(
@@ -308,7 +332,6 @@ class _Capture:
             tensor_collectives=plan.collectives,
             sequence_parallel=plan.sequence_parallel,
             gathered_output_bytes=sum(self._output_bytes(path, operators) for path in plan.heads),
-            dead_parameters=sum(p.numel() for name, p in parameters.items() if name in untrained),
         )
 
     def _parameters(self, layer: Layer, sharded: frozenset[str]) -> TensorSplit:

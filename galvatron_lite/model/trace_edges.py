@@ -92,12 +92,12 @@ def run_edges(
         last = after if calls else before
         recorder.start_backward(last)
         torch.autograd.backward([loss], inputs=_trained([*stand_in.exit, *tail] if calls else [*twin.parameters()]))
-        recorder.finish(last, twin.named_parameters())
+        recorder.finish(last, twin.parameters())
         end = region_end(stand_in.entry)
         if end is not None:
             recorder.start_backward(before)
             torch.autograd.backward([end])
-            recorder.finish(before, twin.named_parameters())
+            recorder.finish(before, twin.parameters())
         leaving = tuple(recorder.number(tensor) for tensor in stand_in.entry)
     return (
         RegionRun(before, given, (), leaving=leaving),

@@ -10,6 +10,7 @@ from torch.autograd.graph import Node
 
 from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.model.graph import Layer, Passed, Role
+from galvatron_lite.model.trace_needs import Needs
 from galvatron_lite.model.trace_run import Observation
 
 _Key = tuple[int, int]
@@ -32,9 +33,10 @@ def passed_between(
     seen: Sequence[Observation],
     samples: Sequence[int],
     borrowing: Mapping[str, Collection[int]],
-    ends: Sequence[Sequence[Tensor]] = ((), ()),
+    ends: Sequence[Sequence[Tensor]],
+    needs: Mapping[str, Needs],
 ) -> tuple[Passed, ...]:
-    """Tensors that go from one layer to others, per sample; empty where each is read by the next layer alone.
+    """Tensors that go from one layer to others, per sample, in the order in which they are made.
 
     Only tensors that take gradients: others (masks, position tables) every pipeline stage makes from the batch. Tensors
     are told apart by their storage; what a block hands on it counts as having made. What the model's own code between
@@ -48,8 +50,9 @@ def passed_between(
         samples: those numbers, two.
         borrowing: per kind of layer, places of inputs that its backward needs and its kind does not count as kept.
         ends: of each run, what the loss is made of (or the loss itself).
+        needs: of each layer, which it needs.
     """
-    first, second = (_sent(layers, *run, borrowing) for run in zip(seen, ends, strict=True))
+    first, second = (_sent(layers, *run, borrowing, needs) for run in zip(seen, ends, strict=True))
     place = {layer.name: number for number, layer in enumerate(layers)}
     found = []
     for key, sent in first.items():
@@ -57,8 +60,6 @@ def passed_between(
         readers = tuple(sorted(sent.readers, key=place.__getitem__))
         if size > 0 and readers:
             found.append(Passed(sent.producer, readers, size, borrowed=any(sent.readers.values())))
-    if all(place[reader] == place[tensor.producer] + 1 for tensor in found for reader in tensor.readers):
-        return ()
     return tuple(sorted(found, key=lambda tensor: place[tensor.producer]))
 
 
@@ -68,13 +69,17 @@ def lent(tensors: Sequence[Passed], layer: str) -> int:
 
 
 def _sent(
-    layers: Sequence[Layer], seen: Observation, ends: Sequence[Tensor], borrowing: Mapping[str, Collection[int]]
+    layers: Sequence[Layer],
+    seen: Observation,
+    ends: Sequence[Tensor],
+    borrowing: Mapping[str, Collection[int]],
+    needs: Mapping[str, Needs],
 ) -> dict[_Key, _Sent]:
     """Tensors by the call that made them; readers are layers after it, with whether they borrow it."""
     owner = {path: layer.name for layer in layers for path in layer.modules}
     place = {layer.name: number for number, layer in enumerate(layers)}
     borrowed = {layer.name: borrowing.get(layer.kind, ()) for layer in layers if layer.role is Role.BLOCK}
-    sight = _Sight(place, layers[0].name)
+    sight = _Sight(place, needs, layers[0].name)
     for number, call in enumerate(seen.calls):
         reader = _running(owner, place, sight.current, call.path)
         for index, tensor in enumerate(call.inputs):
@@ -93,6 +98,7 @@ class _Sight:
 
     Attributes:
         place: of each layer.
+        needs: of each layer.
         current: the layer that runs.
         made: tensors by their storage.
         edges: tensors by their place in the graph of autograd.
@@ -100,6 +106,7 @@ class _Sight:
     """
 
     place: Mapping[str, int]
+    needs: Mapping[str, Needs]
     current: str
     made: dict[int, _Key] = field(default_factory=dict)
     edges: dict[_Edge, _Key] = field(default_factory=dict)
@@ -122,7 +129,8 @@ class _Sight:
                     self._note(one, reader, False)
                 return
             self.made[_storage(tensor)] = key
-            self.sent[key] = _Sent(self.current, tensor.nbytes)
+            after = self.current in self.needs[reader].earlier
+            self.sent[key] = _Sent(self.current if after else next(iter(self.place)), tensor.nbytes)
         self._note(self.made[_storage(tensor)], reader, borrows)
 
     def _note(self, key: _Key, reader: str, borrows: bool) -> None:

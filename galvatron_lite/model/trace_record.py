@@ -65,7 +65,6 @@ class Recording:
         forward_events: how many of the events happened in forward.
         kept: storages autograd keeps for backward, in order.
         gradients: storages of parameter gradients.
-        untrained: names of trainable parameters that got no gradient.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -74,7 +73,6 @@ class Recording:
     forward_events: int = 0
     kept: dict[int, None] = field(default_factory=dict)
     gradients: set[int] = field(default_factory=set)
-    untrained: tuple[str, ...] = ()
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -182,14 +180,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         target.forward_events = len(target.events)
         self.target, self.backward, self.path = target, True, ""
 
-    def finish(self, target: Recording, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Note which parameters got a gradient, and let go of the gradients."""
-        trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-        target.untrained = tuple(name for name, parameter in trainable if parameter.grad is None)
+    def finish(self, target: Recording, parameters: Iterable[nn.Parameter]) -> None:
+        """Note the gradients that parameters got, and let go of them."""
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
         self.target = target
-        target.gradients = {self.number(p.grad) for _, p in trainable if p.grad is not None}
+        target.gradients = {self.number(p.grad) for p in trainable if p.grad is not None}
         self.target = None
-        for _, parameter in trainable:
+        for parameter in trainable:
             parameter.grad = None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from galvatron_lite.errors import GalvatronError, TraceError
-from galvatron_lite.model.batch import call_model, map_tensors, resize_batch, tensors_of
+from galvatron_lite.model.batch import call_model, map_tensors, tensors_of
 from galvatron_lite.model.trace_attention import FusedAttention
-from galvatron_lite.model.trace_meta import meta_copy
+from galvatron_lite.model.trace_flow import Flow
 from galvatron_lite.model.trace_record import Recorder, Recording
 
 
@@ -49,17 +49,8 @@ class Observation:
     output: Any = None
 
 
-def running_order(model: nn.Module, batch: Any, blocks: Sequence[str]) -> list[str]:
-    """Module paths in the order they run on a batch; the model itself is not touched.
-
-    Raises:
-        TraceError: the model does not run.
-    """
-    return observe(meta_copy(model), resize_batch(batch, 2), blocks).order
-
-
-def observe(twin: nn.Module, batch: Any, blocks: Sequence[str]) -> Observation:
-    """Run a model on the meta device once, whole, and note its blocks' calls.
+def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: Flow | None = None) -> Observation:
+    """Run a model on the meta device once, whole, and note its blocks' calls, and what its tensors are made of.
 
     Raises:
         TraceError: the model does not run; names the module and the cause.
@@ -70,11 +61,15 @@ def observe(twin: nn.Module, batch: Any, blocks: Sequence[str]) -> Observation:
     def enter(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         entered.append(path)
         seen.order.append(path)
+        if flow is not None:
+            flow.enter(path)
         if path in chosen:
             seen.calls.append(BlockCall(path, args, kwargs))
 
     def leave(path: str, _: nn.Module, __: Any, output: Any) -> None:
         entered.pop()
+        if flow is not None:
+            flow.leave()
         if path in chosen:
             seen.calls[-1].output = output
 
@@ -86,6 +81,7 @@ def observe(twin: nn.Module, batch: Any, blocks: Sequence[str]) -> Observation:
             stack.callback(leave_handle.remove)
         stack.enter_context(explaining("", twin, entered))
         stack.enter_context(shapes_only(Recorder()))
+        stack.enter_context(flow or nullcontext())
         seen.output = call_model(twin, batch)
     return seen
 
@@ -213,7 +209,7 @@ def run_block(block: nn.Module, call: BlockCall, chain: Sequence[int]) -> Region
         recorder.start_backward(recording)
         if end is not None:
             torch.autograd.backward([end])  # end.backward() would leave the modes
-        recorder.finish(recording, block.named_parameters())
+        recorder.finish(recording, block.parameters())
     side = tuple(number for place, number in enumerate(numbers) if place not in chain)
     needed = tuple(place for place, number in enumerate(numbers) if number in side and number in recording.kept)
     entering = tuple(numbers[place] for place in chain)

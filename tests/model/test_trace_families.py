@@ -8,7 +8,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import nn
 
-from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass, Recompute, Role
+from galvatron_lite.model.graph import DeadParameters, LayerKind, ModelGraph, OperatorClass, Recompute, Role
 from galvatron_lite.model.trace import trace
 from tests.model.models import FAMILIES, FFN, HEADS, HIDDEN, LAYERS, TOKENS, VOCAB, Mixer, Plain, hugging_face, plain
 from tests.model.models import captured as captured_graph
@@ -175,8 +175,10 @@ def test_parameters_without_a_gradient_are_dead() -> None:
     model.body[2].unused = nn.Linear(3, 3)
     model.late = nn.Linear(2, 2)
     graph = trace(model, batch)
-    assert graph.kinds["block"].dead_parameters == 12
-    assert graph.kinds["before"].dead_parameters + graph.kinds["after"].dead_parameters == 6
+    assert graph.dead == (
+        *(DeadParameters(f"body.{place}.unused", 12) for place in range(3)),
+        DeadParameters("late", 6),
+    )
 
 
 def test_frozen_parameters_get_no_backward_flops() -> None:
@@ -186,7 +188,7 @@ def test_frozen_parameters_get_no_backward_flops() -> None:
     graph = trace(model, batch)
     block = graph.kinds["block"]
     assert block.backward_flops == block.flops
-    assert block.dead_parameters == 0
+    assert graph.dead == ()
 
 
 def test_a_sequential_without_repeated_blocks() -> None:

@@ -65,47 +65,32 @@ def find_regions(graph: ModelGraph) -> tuple[Region, ...]:
     """
     if not graph.tensors:
         return ()
-    finder = _Finder(graph, order_of(graph.to_networkx()))
-    ends = {layer.name for layer in graph.layers if layer.role is not Role.BLOCK}
-    inner = sum(1 << place for place, name in enumerate(finder.order.names) if name not in ends)
-    return tuple(finder.regions(inner))
+    order = order_of(graph.to_networkx())
+    bit = {name: 1 << place for place, name in enumerate(order.names)}
+    ties = tuple(bit[tie.first] | bit[tie.second] for tie in graph.ties if tie.parameters)
+    inner = sum(bit[layer.name] for layer in graph.layers if layer.role is Role.BLOCK)
+    return tuple(_Finder(graph, order, ties).regions(inner))
 
 
 @dataclass(frozen=True, slots=True)
 class _Finder:
-    """A graph and the order of its layers."""
+    """A graph, the order of its layers, and pairs of them that share parameters."""
 
     graph: ModelGraph
     order: Order
+    ties: tuple[int, ...]
 
     def regions(self, inside: int) -> Iterator[Region]:
         """Regions of a set of layers, in order."""
-        for group in self.order.groups(inside):
-            parts = self.order.parts(group)
-            free = self._free(group, parts)
-            if len(free) > 1:
-                yield self._region(free)
-            elif len(parts) > 1:
-                for part in parts:
-                    yield from self.regions(part)
-
-    def _free(self, group: int, parts: Sequence[int]) -> list[int]:
-        """Parts of a group by whom they share parameters with: one for each set that does; none with layers outside."""
-        place = {name: number for number, name in enumerate(self.order.names)}
-        pairs = [1 << place[tie.first] | 1 << place[tie.second] for tie in self.graph.ties if tie.parameters]
-        joined = list(parts)
-        for pair in pairs:
-            apart = [part for part in joined if not part & pair]
-            joined = [*apart, sum(part for part in joined if part & pair)] if pair & group else joined
-        outside = [pair for pair in pairs if pair & ~group]
-        free = (part for part in joined if not any(part & pair for pair in outside))
-        return sorted(free, key=lambda part: part & -part)
+        return (self._region(parts) for parts in self.order.regions(inside, self.ties))
 
     def _region(self, parts: Sequence[int]) -> Region:
         branches = tuple(self._branch(part) for part in parts)
         own = {layer for branch in branches for layer in branch.layers}
         place = {layer.name: number for number, layer in enumerate(self.graph.layers)}
-        entry = {tensor.producer for tensor in self.graph.tensors if not own.isdisjoint(tensor.readers)} - own
+        batch = {layer.name for layer in self.graph.layers if layer.role is Role.BEFORE}
+        read = (one for one in self.graph.tensors if not own.isdisjoint(one.readers))
+        entry = {one.producer for one in read if one.size or one.producer not in batch} - own
         sent = (tensor.readers for tensor in self.graph.tensors if tensor.producer in own)
         leaving = {reader for readers in sent for reader in readers} - own
         return Region(branches, *(tuple(sorted(names, key=place.__getitem__)) for names in (entry, leaving)))

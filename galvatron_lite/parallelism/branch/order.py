@@ -38,6 +38,23 @@ class Order:
         """What runs beside each other in a group, by first element."""
         return self._components(group, [group & row for row in self.related])
 
+    def regions(self, inside: int, ties: Sequence[int] = ()) -> Iterator[list[int]]:
+        """The parts, two or more, that each group of a set falls into, in order; of a part where a group does not.
+
+        Args:
+            inside: the set.
+            ties: sets of elements that must not be apart: their parts count as one; parts that are tied to what is
+                outside of their group count as none.
+        """
+        for group in self.groups(inside):
+            parts = self.parts(group)
+            free = _free(group, parts, ties)
+            if len(free) > 1:
+                yield free
+            elif len(parts) > 1:
+                for part in parts:
+                    yield from self.regions(part, ties)
+
     def _components(self, inside: int, rows: Sequence[int]) -> list[int]:
         found = []
         while inside:
@@ -70,6 +87,16 @@ def order_of(graph: networkx.DiGraph[str]) -> Order:
             before[number] |= before[place[earlier]] | 1 << place[earlier]
     related = tuple(1 << n | a | b for n, (a, b) in enumerate(zip(after, before, strict=True)))
     return Order(names, related, tuple(after))
+
+
+def _free(group: int, parts: Sequence[int], ties: Sequence[int]) -> list[int]:
+    """Parts of a group, tied ones as one, without those tied to what is outside of the group; by first element."""
+    joined = list(parts)
+    for tie in ties:
+        apart = [part for part in joined if not part & tie]
+        joined = [*apart, sum(part for part in joined if part & tie)] if tie & group else joined
+    free = (part for part in joined if not any(part & tie and tie & ~group for tie in ties))
+    return sorted(free, key=lambda part: part & -part)
 
 
 def bits(elements: int) -> Iterator[int]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from galvatron_lite.model.graph import ModelGraph, Passed, Role
+from galvatron_lite.model.dead import dead_note
+from galvatron_lite.model.graph import DeadParameters, ModelGraph, Passed, Role
 from galvatron_lite.model.shapes.calls import Call, Part, Value
 from galvatron_lite.model.shapes.images.flow import Flow
 from galvatron_lite.model.shapes.images.network import Network, Place, Step
@@ -44,11 +45,10 @@ class _Wired:
         return name
 
     def tensors(self, graph: ModelGraph) -> tuple[Passed, ...]:
-        """What goes from layer to layer; the bird's-eye view is the batch's, which no layer makes."""
-        made = (layer for layer in graph.layers if layer.name in self.readers and layer.name != _VIEW)
-        return tuple(
-            Passed(layer.name, tuple(self.readers[layer.name]), graph.kind_of(layer).output_bytes) for layer in made
-        )
+        """What goes from layer to layer; the bird's-eye view is the batch's, which every stage has."""
+        made = (layer for layer in graph.layers if layer.name in self.readers)
+        sizes = {layer.name: graph.kind_of(layer).output_bytes for layer in graph.layers} | {_VIEW: 0}
+        return tuple(Passed(layer.name, tuple(self.readers[layer.name]), sizes[layer.name]) for layer in made)
 
 
 def perception_graph(shape: PerceptionShape, precision: str, item_bytes: int) -> ModelGraph:
@@ -61,7 +61,18 @@ def perception_graph(shape: PerceptionShape, precision: str, item_bytes: int) ->
         wired.readers[last] = ["after"]
     graph = net.end(precision, _loss)
     layers = tuple(replace(one, modules=(one.name,)) if one.role is Role.BLOCK else one for one in graph.layers)
-    return replace(graph, layers=layers, tensors=wired.tensors(graph))
+    dead = () if shape.chained else _dropped(graph, shape)
+    notes = (*graph.notes, *dead_note(dead, graph.parameters, "what the model returns"))
+    return replace(graph, layers=layers, tensors=wired.tensors(graph), dead=dead, notes=notes)
+
+
+def _dropped(graph: ModelGraph, shape: PerceptionShape) -> tuple[DeadParameters, ...]:
+    """Levels of the segmentation network that are computed and dropped: all but the finest."""
+    lower = range(1, shape.levels)
+    names = [f"segmentation.{part}.{level}" for part in ("downs", "sides") for level in lower]
+    names += [f"segmentation.ups.{level - 1}" for level in lower]
+    items = {layer.name: graph.kind_of(layer).parameters.total for layer in graph.layers}
+    return tuple(DeadParameters(name, items[name]) for name in names)
 
 
 def _segmentation(wired: _Wired, shape: PerceptionShape) -> str:

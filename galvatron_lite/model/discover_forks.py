@@ -1,0 +1,198 @@
+"""Layers of models with independent sub-networks: none of them mixes modules of two.
+
+A model forks where modules that it runs do not depend on each other (two towers, heads of a trunk, encoders of several
+cameras) and more than one of these parts does a fair share of the work. Each part's layers are found inside its own
+modules then, and none of them is left among what runs before or after the blocks. Models that do not fork keep the
+layers they had; an Inception block is one layer, as every repeated block is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import count
+from operator import or_
+
+import networkx
+from torch import nn
+
+from galvatron_lite.model.discover import unit_paths
+from galvatron_lite.model.discover_blocks import at, find_blocks, inside
+from galvatron_lite.model.trace_flow import Flow
+from galvatron_lite.model.trace_needs import Needs, holders_of, needs_of
+from galvatron_lite.parallelism.branch.order import bits, order_of
+
+_SHARE = 0.02
+"""Of the model's work that all parts of a region but the largest must do: they are the most that a fork could save."""
+_NEARLY_ALL = 0.75
+"""Of the model's work: a module that does as much stands for the model."""
+
+
+def forked_blocks(model: nn.Module, flow: Flow, order: Sequence[str], blocks: list[str]) -> list[str] | None:
+    """Blocks such that no layer mixes modules that do not depend on each other; None where the model does not fork.
+
+    Args:
+        model: that ran.
+        flow: of its run.
+        order: paths of modules in the order they ran.
+        blocks: as found without looking at dependences; kept outside of branches.
+    """
+    forks = _Forks(model, flow, Counter(order), dict(zip(dict.fromkeys(order), count(), strict=False)))
+    found = forks.blocks_of("", blocks)
+    if found is None:
+        return None
+    places = {path: place for place, (path, _) in enumerate(model.named_modules())}
+    return sorted(found, key=places.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Forks:
+    """A model that ran.
+
+    Attributes:
+        model: the model.
+        flow: of the run.
+        calls: by module path how often it ran.
+        places: by module path its place in the order of first runs.
+    """
+
+    model: nn.Module
+    flow: Flow
+    calls: Counter[str]
+    places: dict[str, int]
+
+    def blocks_of(self, path: str, blocks: list[str]) -> list[str] | None:
+        """Blocks inside a module whose blocks (full paths) are those given otherwise; None where it does not fork."""
+        units = self._units(path, blocks)
+        needs = needs_of(self.flow, self.model, {unit: [unit] for unit in units})
+        parts = [part for region in self._regions(needs) if self._counts(path, region, needs) for part in region]
+        if not parts:
+            return self._opened(units, blocks, needs)
+        found = [inner for part in parts for inner in self._part(part, blocks)]
+        trunk = [unit for unit in units if not any(unit in part for part in parts)]
+        kept = [block for block in blocks if block in trunk]
+        return [*found, *(self._opened(trunk, kept, needs) or kept or self._heavy(trunk, needs))]
+
+    def _units(self, path: str, blocks: Sequence[str]) -> list[str]:
+        module, below = self._module(path), f"{path}." if path else ""
+        own = [block.removeprefix(below) for block in blocks if inside(block, path)]
+        return [f"{below}{unit}" for unit in unit_paths(module, own)]
+
+    def _blocks(self, path: str) -> list[str]:
+        """Blocks inside a module by itself, full paths."""
+        return [f"{path}.{block}" for block in find_blocks(self._module(path))]
+
+    def _regions(self, needs: dict[str, Needs]) -> list[list[list[str]]]:
+        """Where units fall into parts that do not depend on each other: region by region, the units of each part."""
+        ran = sorted((unit for unit, one in needs.items() if one.ran and self._is_one(unit)), key=self._place)
+        graph: networkx.DiGraph[str] = networkx.DiGraph()
+        graph.add_nodes_from(ran)
+        graph.add_edges_from((earlier, unit) for unit in ran for earlier in needs[unit].earlier.intersection(ran))
+        rounds = {min(group, key=self._place): group for group in networkx.strongly_connected_components(graph)}
+        home = {unit: first for first, group in rounds.items() for unit in group}
+        order = order_of(_condensed(graph, home))
+        bit = {unit: 1 << order.names.index(first) for unit, first in home.items()}
+        ties = self._ties(bit, 1 << len(order.names))
+        return [
+            [
+                sorted((unit for place in bits(part) for unit in rounds[order.names[place]]), key=self._place)
+                for part in region
+            ]
+            for region in order.regions((1 << len(order.names)) - 1, ties)
+        ]
+
+    def _is_one(self, unit: str) -> bool:
+        """Whether a unit stands for one thing: modules without state that run here and there are code of others."""
+        module = self._module(unit)
+        return self.calls[unit] == 1 or any(True for _ in (*module.parameters(), *module.buffers()))
+
+    def _place(self, unit: str) -> int:
+        return self.places[unit]
+
+    def _ties(self, bit: dict[str, int], outside: int) -> list[int]:
+        """Bits of units that must not be apart: they share a parameter, or code around some reads one of another's.
+
+        Where that code is around all units, or around none, ``outside`` is tied to what it reads.
+        """
+        holders = holders_of(self.model, {unit: [unit] for unit in bit})
+        ties = [reduce(or_, (bit[unit] for unit in units)) for units in holders.values() if len(units) > 1]
+        for name, units in holders.items():
+            held = reduce(or_, (bit[unit] for unit in units))
+            for path in self.flow.readers[name]:
+                if not any(at(path, unit) for unit in units):
+                    near = [bit[unit] for unit in bit if at(unit, path) or at(path, unit)]
+                    ties.append(held | (outside if len(near) in (0, len(bit)) else reduce(or_, near)))
+        return ties
+
+    def _counts(self, path: str, region: Sequence[Sequence[str]], needs: dict[str, Needs]) -> bool:
+        """Whether a region is worth layers of its own.
+
+        Inside a module that does only a part of the model's work, parts of one busy module (the projections of
+        attention, the convolution of a shortcut) do not count.
+        """
+        large = self._module(path) is self.model or self._work(path) >= _NEARLY_ALL * self.work
+        parts = [part for part in region if large or sum(needs[unit].busy for unit in part) > 1]
+        work = [sum(needs[unit].work for unit in part) for part in parts]
+        return sum(work) - max(work, default=0) > _SHARE * self.work
+
+    @property
+    def work(self) -> int:
+        """Forward FLOPs of it all."""
+        return sum(self.flow.work.values())
+
+    def _work(self, path: str) -> int:
+        return sum(work for module, work in self.flow.work.items() if at(module, path))
+
+    def _opened(self, units: Sequence[str], blocks: list[str], needs: dict[str, Needs]) -> list[str] | None:
+        """The blocks with those of units that fork inside in place of these units; None where none does."""
+        opened = {unit: self.blocks_of(unit, self._blocks(unit)) for unit in units if self._once(unit, needs[unit])}
+        if not any(opened.values()):
+            return None
+        kept = [block for block in blocks if not opened.get(block)]
+        return [*kept, *(inner for found in opened.values() for inner in found or ())]
+
+    def _once(self, unit: str, needs: Needs) -> bool:
+        """Whether a unit does enough to fork, and is not one of several alike: those are layers as they are."""
+        kind = type(self._module(unit))
+        alike = sum(type(module) is kind for module in self.model.modules())
+        return needs.work > _SHARE * self.work and needs.busy > 1 and (alike == 1 or issubclass(kind, nn.Sequential))
+
+    def _part(self, part: Sequence[str], blocks: Sequence[str]) -> list[str]:
+        """The layers of a branch: its units, in place of which their own blocks and what runs beside these stand.
+
+        Modules without parameters that run inside it stay the code of others; those at its ends are layers.
+        """
+        alone = len(part) == 1
+        found = [inner for unit in part for inner in ([unit] if unit in blocks and not alone else self._inner(unit))]
+        ran = sorted(found, key=self._place)
+        weighty = [place for place, unit in enumerate(ran) if any(True for _ in self._module(unit).parameters())]
+        inner = range(weighty[0], weighty[-1]) if weighty else range(0)
+        return [
+            unit
+            for place, unit in enumerate(ran)
+            if place in weighty or unit in blocks or (place not in inner and self.calls[unit] == 1)
+        ]
+
+    def _module(self, path: str) -> nn.Module:
+        return self.model.get_submodule(path)
+
+    def _inner(self, unit: str) -> list[str]:
+        """The units of a unit that ran; itself where it has no blocks."""
+        own = self._blocks(unit)
+        own = self.blocks_of(unit, own) or own
+        return [inner for inner in self._units(unit, own) if inner in self.calls] if own else [unit]
+
+    def _heavy(self, units: Sequence[str], needs: dict[str, Needs]) -> list[str]:
+        """The blocks of units of which none is one."""
+        own = (unit for unit in units if needs[unit].work > _SHARE * self.work)
+        return [block for unit in own for block in self._blocks(unit)]
+
+
+def _condensed(graph: networkx.DiGraph[str], home: dict[str, str]) -> networkx.DiGraph[str]:
+    """The graph of what ``home`` says units count as: units that run again behind each other count as one."""
+    made: networkx.DiGraph[str] = networkx.DiGraph()
+    made.add_nodes_from(home.values())
+    made.add_edges_from((home[one], home[other]) for one, other in graph.edges if home[one] != home[other])
+    return made

@@ -1,0 +1,56 @@
+"""Layers of a model as seen while it runs: their order, and which of its sub-networks do not depend on each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from galvatron_lite.model.discover import unit_paths
+from galvatron_lite.model.discover_blocks import BlockNames, find_blocks
+from galvatron_lite.model.discover_forks import forked_blocks
+from galvatron_lite.model.trace_flow import Flow
+from galvatron_lite.model.trace_run import Observation, observe
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A run of a model on the meta device.
+
+    Attributes:
+        blocks: paths of its blocks.
+        seen: the run, the calls of units among it.
+        output: what the model gave in the run that ``flow`` is of.
+        flow: what tensors are made of.
+        forked: whether blocks are those of sub-networks that do not depend on each other.
+    """
+
+    blocks: list[str]
+    seen: Observation
+    output: Any
+    flow: Flow
+    forked: bool
+
+
+def watch(twin: nn.Module, batch: Any, blocks: BlockNames | None) -> Watched:
+    """Run a model and find its blocks; those that the user names are what they are.
+
+    Args:
+        twin: the model on the meta device.
+        batch: on the meta device.
+        blocks: see ``discover_layers``.
+
+    Raises:
+        TraceError: an unknown block, or the model does not run.
+    """
+    paths, flow = find_blocks(twin, blocks), Flow(twin, batch)
+    seen = observe(twin, batch, unit_paths(twin, paths), flow)
+    if blocks is not None:
+        return Watched(paths, seen, seen.output, flow, False)
+    ran = [path for path in paths if path in flow.ran] or paths
+    forked = forked_blocks(twin, flow, seen.order, ran)
+    if forked is None:
+        return Watched(ran, seen, seen.output, flow, False)
+    again = observe(twin, batch, unit_paths(twin, forked))
+    return Watched(forked, again, seen.output, flow, True)

@@ -1,0 +1,157 @@
+"""What every tensor of a run is made of: the modules that worked on it, the parameters and buffers that were read.
+
+Seen below autograd, operator by operator, so that what takes no gradient (an argmax, a detached target) is followed,
+too. Tensors are told apart by their storage: what one operator writes into a storage, everything that looks at that
+storage is made of. So nothing that reaches a tensor is missed, and now and then something is counted that does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from galvatron_lite.model.batch import tensors_of
+from galvatron_lite.model.trace_operators import flops
+
+
+class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows what tensors are made of while it is entered; sets are the bits of a whole number.
+
+    Attributes:
+        modules: bit by module path; a tensor has that of the innermost module that worked on it.
+        parameters: bit by parameter name, shared ones under their first.
+        buffers: bit by buffer name.
+        batch: bit of the model's inputs.
+        given: by module path what the tensors are made of that its own code was given.
+        entries: by module path what those of them are made of that are made of the model's inputs.
+        readers: by parameter name paths of modules whose own code reads it.
+        work: by module path forward FLOPs of its own code.
+        ran: paths of modules that ran.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        bits = iter(1 << number for number in range(1 << 62))
+        self.batch = next(bits)
+        self.modules = {path: next(bits) for path, _ in model.named_modules()}
+        self.parameters = {name: next(bits) for name, _ in model.named_parameters()}
+        self.buffers = {name: next(bits) for name, _ in model.named_buffers()}
+        self.given, self.work = dict.fromkeys(self.modules, 0), dict.fromkeys(self.modules, 0)
+        self.entries: dict[str, set[int]] = {path: set() for path in self.modules}
+        self.readers: dict[str, set[str]] = {name: set() for name in self.parameters}
+        self._made, self._names = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        self._decided, self._running = 0, [""]
+        self.ran = set[str]()
+        self._start(model, batch)
+
+    def _start(self, model: nn.Module, batch: Any) -> None:
+        for tensor in tensors_of(batch):
+            self._add(tensor, self.batch)
+        for name, parameter in model.named_parameters():
+            self._add(parameter, self.parameters[name])
+            self._names.setdefault(parameter.untyped_storage(), name)  # type: ignore[no-untyped-call]
+        for name, buffer in model.named_buffers():
+            self._add(buffer, self.buffers[name])
+
+    def enter(self, path: str) -> None:
+        """A module begins to run."""
+        self._running.append(path)
+        self.ran.add(path)
+
+    def leave(self) -> None:
+        """The module that began last has run."""
+        self._running.pop()
+
+    def made_of(self, tensors: Iterable[Tensor]) -> int:
+        """What tensors are made of, all together."""
+        found = 0
+        for tensor in tensors:
+            found = _union(found, int(self._made.get(tensor.untyped_storage(), 0)))  # type: ignore[no-untyped-call]
+        return found
+
+    def reaching(self, outputs: Iterable[Tensor], model: nn.Module) -> int:
+        """What a run's outputs are made of, with what decided what was run and what the model remembers of the run.
+
+        A buffer that the outputs read may have been written in the run before.
+        """
+        found = self.made_of(outputs) | self._decided | self.made_of(_remembered(model))
+        written = {bit: self.made_of([model.get_buffer(name)]) for name, bit in self.buffers.items()}
+        while True:
+            more = found
+            for bit, made in written.items():
+                more = more | made if more & bit else more
+            if more == found:
+                return found
+            found = more
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator and note what its outputs are made of."""
+        kwargs = kwargs or {}
+        taken = [*tensors_of(args), *tensors_of(kwargs)]
+        path = self._running[-1]
+        made = self._note_taken(taken, path)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self._decided |= made
+        output = func(*args, **kwargs)
+        self.work[path] += flops(func, args, kwargs, output)
+        made = _union(made, self.modules[path] | self._decided)
+        looked_at = {tensor.untyped_storage()._cdata for tensor in taken}
+        for tensor in tensors_of(output):
+            if tensor.untyped_storage()._cdata not in looked_at:
+                self._add(tensor, made)
+        for tensor in _written(func, args, kwargs):
+            self._add(tensor, made)
+        return output
+
+    def _note_taken(self, taken: Collection[Tensor], path: str) -> int:
+        own, made = self.modules[path], 0
+        for tensor in taken:
+            found = self.made_of([tensor])
+            made = _union(made, found)
+            if found & self.batch and not found & own:
+                self.entries[path].add(found)
+            name = self._names.get(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            if name is not None:
+                self.readers[name].add(path)
+        self.given[path] = _union(self.given[path], made)
+        return made
+
+    def _add(self, tensor: Tensor, made: int) -> None:
+        storage = tensor.untyped_storage()
+        self._made[storage] = _union(int(self._made.get(storage, 0)), made)  # type: ignore[no-untyped-call]
+
+
+def _union(one: int, other: int) -> int:
+    """Both sets together; the very same object where one holds the other, since thousands are kept."""
+    both = one | other
+    return one if both == one else other if both == other else both
+
+
+@cache
+def _writing(func: Any) -> tuple[tuple[int, str], ...]:
+    """Places and names of arguments that an operator writes into; not all batch norms say so of running statistics."""
+    arguments = func._schema.arguments  # what torch.library.infer_schema documents; no public way to ask an operator
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name.startswith("running_")
+    )
+
+
+def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    for place, name in _writing(func):
+        yield from tensors_of(args[place] if place < len(args) else kwargs.get(name))
+
+
+def _remembered(model: nn.Module) -> Iterator[Tensor]:
+    """Tensors that modules hold as plain attributes."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                yield from tensors_of(value)
