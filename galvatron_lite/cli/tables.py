@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from galvatron_lite.plans.describe import (
+    branch_rows,
     fullest_of,
     group_label,
     headline,
@@ -57,6 +58,8 @@ def _print_layers(console: Console, plan: Plan) -> None:
 
     table = Table("stage", "layers", "strategy", box=None, pad_edge=False, header_style="bold")
     for row in stage_rows(plan):
+        table.add_row(row.stage, row.layers, row.strategy)
+    for row in branch_rows(plan):
         table.add_row(row.stage, row.layers, row.strategy)
     console.print(table)
     console.print()

@@ -32,6 +32,10 @@ def evaluate(profile: Profile, plan: Plan) -> Plan:
 
 def price_plan(pricer: LayerPricer, plan: Plan) -> Plan:
     """``evaluate`` with a pricer that remembers what it has priced."""
+    if plan.branches:
+        from galvatron_lite.cost.branched_plan import price_branched
+
+        return price_branched(pricer, plan)
     if plan.cyclic is not None:
         from galvatron_lite.cost.cyclic import price_cyclic  # only where there is one
 
@@ -126,7 +130,7 @@ def predict(profile: Profile, plan: Plan, shape: Shape, costs: Sequence[StageCos
     samples = plan.global_batch / seconds
     return Prediction(
         step_seconds=seconds,
-        time=_breakdown(groups, shape.microbatches, seconds, host + seconds - alone),
+        time=breakdown(groups, shape.microbatches, seconds, host + seconds - alone),
         samples_per_second=samples,
         tokens_per_second=samples * profile.graph.sequence,
         mfu=step_flops(profile) * samples / profile.cluster.peak(profile.graph.precision, plan.devices),
@@ -152,7 +156,7 @@ def bound_seconds(profile: Profile, shape: Shape, costs: Sequence[StageCost]) ->
     return alone * straggling(profile, shape.devices)
 
 
-def _breakdown(groups: Sequence[Sequence[StageCost]], microbatches: int, seconds: float, host: float) -> TimeBreakdown:
+def breakdown(groups: Sequence[Sequence[StageCost]], microbatches: int, seconds: float, host: float) -> TimeBreakdown:
     """Where the time of the slowest group goes; what is not its own work is waiting for others."""
     slowest = max(groups, key=lambda group: (sum(c.times.total for c in group), sum(c.step for c in group)))
     layers = [layer for cost in slowest for layer in cost.layers]

@@ -10,6 +10,7 @@ from galvatron_lite.plans.schema import (
     BranchPlacement,
     LayerRun,
     MemoryBreakdown,
+    Mode,
     Plan,
     Provenance,
     Stage,
@@ -46,6 +47,7 @@ def headline(plan: Plan) -> str:
     """The whole plan in a line: devices, pipeline, micro-batches."""
     stages = len(plan.stages)
     pipeline = f"{stages} stages ({plan.schedule.value})" if stages > 1 else "no pipeline"
+    pipeline = f"{len(plan.branches)} branches on devices of their own" if plan.branches else pipeline
     if plan.cyclic is not None:
         pipeline = f"delayed gradients ({plan.cyclic.rule.value}, {plan.cyclic.setting.value}) in {stages} stages"
     return (
@@ -76,7 +78,20 @@ def stage_rows(plan: Plan) -> list[StageRow]:
         labels = [" ".join(filter(None, (group_label(group), stages[0].device)))] + [""] * (len(stages[0].runs) - 1)
         rows += [
             StageRow(label, _layers([stage.runs[place] for stage in stages]), str(stages[0].runs[place].strategy))
-            for place, label in enumerate(labels)
+            for place, label in enumerate(labels[: len(stages[0].runs)])
+        ]
+    return rows
+
+
+def branch_rows(plan: Plan) -> list[StageRow]:
+    """Every run of layers of every branch with devices of its own; the first of each says where it is, what it takes
+    and what it holds."""
+    rows = []
+    for one in plan.branches:
+        figures = f", {format_seconds(one.seconds)}, {format_bytes(one.memory.total)}" if one.seconds else ""
+        labels = [f"{one.name}: {device_range(one)}{figures}"] + [""] * (len(one.runs) - 1)
+        rows += [
+            StageRow(label, _layers([run]), str(run.strategy)) for label, run in zip(labels, one.runs, strict=True)
         ]
     return rows
 
@@ -149,7 +164,7 @@ def time_line(plan: Plan) -> str:
         return ""
     total = plan.prediction.step_seconds
     parts = [f"{name} {seconds / total:.0%}" for name, seconds in time_parts(plan.prediction.time)]
-    return f"{format_seconds(total)} a step: " + ", ".join(parts)
+    return f"{format_seconds(total)} a {'pass' if plan.mode is Mode.INFERENCE else 'step'}: " + ", ".join(parts)
 
 
 def _does(stage: Stage) -> tuple[object, ...]:

@@ -51,6 +51,8 @@ def check_plan(plan: Plan, field: str = "plan") -> Plan:
     _check_counts(plan, field)
     for index, stage in enumerate(plan.stages):
         _check_stage(plan, stage, f"{field}, stages.{index}")
+    if plan.branches:
+        _check_branches(plan, field)
     return plan
 
 
@@ -99,10 +101,28 @@ def _check_cyclic(plan: Plan, field: str) -> None:
 
 
 def _check_stage(plan: Plan, stage: Stage, field: str) -> None:
-    if not stage.runs:
+    if not stage.runs and not plan.branches:
         raise InputError(f"{field}, runs", "none", "A stage has at least one layer.")
+    # Beside branches every device may work on all samples of the other layers.
+    alone = plan.branches and all(run.strategy == Strategy() for run in stage.runs)
     for index, run in enumerate(stage.runs):
-        _check_run(plan, run, f"{field}.runs.{index}")
+        _check_run(plan, run, f"{field}.runs.{index}", 1 if alone else plan.stage_devices, "each stage")
+
+
+def _check_branches(plan: Plan, field: str) -> None:
+    """Branches with devices of their own: in a plan of one stage, on devices that there are."""
+    if len(plan.stages) != 1 or plan.cyclic is not None:
+        remedy = "Beside branches there is one stage, that of the layers outside them."
+        raise InputError(f"{field}, stages", len(plan.stages), remedy)
+    for number, one in enumerate(plan.branches):
+        name = f"{field}, branches.{number}"
+        if one.devices < 1 or one.first < 0 or one.first + one.devices > plan.devices:
+            value = f"first {one.first}, devices {one.devices}"
+            raise InputError(name, value, f"The plan has {plan.devices} devices, numbered from 0.")
+        if not one.runs:
+            raise InputError(f"{name}, runs", "none", "A branch has at least one layer.")
+        for index, run in enumerate(one.runs):
+            _check_run(plan, run, f"{name}.runs.{index}", one.devices, one.name)
 
 
 _FACTORS = ("data", "zero", "context", "tensor", "depth", "height", "width", "filters", "channels")
@@ -115,18 +135,18 @@ def _factors(strategy: Strategy) -> str:
     return " x ".join(told)
 
 
-def _check_run(plan: Plan, run: LayerRun, field: str) -> None:
+def _check_run(plan: Plan, run: LayerRun, field: str, devices: int, owner: str) -> None:
     strategy = run.strategy
     if run.count < 1:
         raise InputError(f"{field}.count", run.count, "It is at least 1.")
     for name in ("expert", *_FACTORS):
         if getattr(strategy, name) < 1:
             raise InputError(f"{field}.strategy.{name}", getattr(strategy, name), "A degree is at least 1.")
-    if strategy.devices != plan.stage_devices:
+    if strategy.devices != devices:
         raise InputError(
             f"{field}.strategy",
             str(strategy),
-            f"{_factors(strategy)} is {strategy.devices}, but each stage has {plan.stage_devices} devices.",
+            f"{_factors(strategy)} is {strategy.devices}, but {owner} has {devices} device{'s' * (devices > 1)}.",
         )
     if plan.microbatch % strategy.batch_degree:
         raise InputError(

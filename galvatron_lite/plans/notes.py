@@ -57,7 +57,9 @@ _UNEVEN = 0.005
 
 def _normed(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
     """Whose statistics batch norms take."""
-    norms = [strategy for kind, strategy in _layers(graph, plan) if has_batch_norms(kind)]
+    norms = [
+        strategy for kind, strategy in (_in_parts if plan.branches else _layers)(graph, plan) if has_batch_norms(kind)
+    ]
     replicas = max((one.batch_degree for one in norms), default=1)
     if not norms or replicas * plan.microbatches == 1:
         return ()
@@ -78,3 +80,14 @@ def _layers(graph: ModelGraph, plan: Plan) -> Iterator[tuple[LayerKind, Strategy
     strategies = [run.strategy for stage in plan.stages for run in stage.runs for _ in range(run.count)]
     for layer, strategy in zip(graph.layers, strategies, strict=True):
         yield graph.kind_of(layer), strategy
+
+
+def _in_parts(graph: ModelGraph, plan: Plan) -> Iterator[tuple[LayerKind, Strategy]]:
+    """The same of a plan with branches: the trunk's layers, then those of each branch."""
+    from galvatron_lite.parallelism.branch.parts import layers_of_parts
+
+    runs = [plan.stages[0].runs, *(one.runs for one in plan.branches)]
+    for own, layers in zip(runs, layers_of_parts(graph, plan), strict=True):
+        strategies = [run.strategy for run in own for _ in range(run.count)]
+        for layer, strategy in zip(layers, strategies, strict=True):
+            yield graph.kind_of(layer), strategy

@@ -8,9 +8,10 @@
     - {layers: layers.0..layers.31, strategy: zero3x8 recompute}
     - {layers: head, strategy: zero3x8}
 
-``stages: [{runs: [...]}, ...]`` instead of ``runs`` for a pipeline. ``layers`` is a name, a range, or a glob
-(``layers.*``), which takes the layers that match it one after the other from where the run before ended. A whole plan
-file is one too.
+``stages: [{runs: [...]}, ...]`` instead of ``runs`` for a pipeline. ``branches: [{name: left, first: 0, devices: 4,
+runs: [...]}, ...]`` puts independent branches on devices of their own; ``runs`` then has the other layers, if any.
+``layers`` is a name, a range, or a glob (``layers.*``), which takes the layers that match it one after the other from
+where the run before ended. A whole plan file is one too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.keys import check_keys
-from galvatron_lite.plans.schema import PLAN_VERSION, Plan, Stage
+from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, Plan, Stage
 from galvatron_lite.plans.strategy_text import parse_strategy
 
 
@@ -49,21 +50,51 @@ def plan_from(data: object, graph: ModelGraph, field: str) -> Plan:
     whole |= {"precision": graph.precision} | {
         key: value for key, value in data.items() if key not in ("runs", "stages")
     }
-    stages = _stages(data, field)
-    names, place = [layer.name for layer in graph.layers], 0
+    names = [layer.name for layer in graph.layers]
+    if data.get("branches"):
+        whole["branches"], names = _branches(data, graph, field)
+    stages, place = _stages(data, field), 0
     whole["stages"] = []
     for number, stage in enumerate(stages):
         check_keys(stage, [one.name for one in fields(Stage)], (), f"{field}, stages.{number}.")
-        runs = []
-        for index, run in enumerate(_runs(stage, f"{field}, stages.{number}")):
-            made = _run(run, names[place:], f"{field}, stages.{number}.runs.{index}")
-            place += made["count"]
-            runs.append(made)
+        runs = _run_through(stage, names[place:], f"{field}, stages.{number}", bool(names))
+        place += sum(run["count"] for run in runs)
         whole["stages"].append({**stage, "runs": runs})
     if place < len(names):
         said = f"The stages end before it: they have {place} of the {len(names)} layers of {graph.name}."
         raise InputError(f"{field}, strategy of {names[place]}", None, said)
     return check_plan(from_data(Plan, whole, field), field)
+
+
+def _run_through(part: Mapping[str, Any], names: Sequence[str], field: str, some: bool = True) -> list[dict[str, Any]]:
+    """The runs of a stage or a branch, from the layers that are not yet planned; ``some``: whether there are any."""
+    place, runs = 0, list[dict[str, Any]]()
+    for index, run in enumerate(_runs(part, field) if some else ()):
+        made = _run(run, names[place:], f"{field}.runs.{index}")
+        place += made["count"]
+        runs.append(made)
+    return runs
+
+
+def _branches(data: Mapping[str, Any], graph: ModelGraph, field: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """Branches by name, each with its devices and runs; and the names of the layers outside them."""
+    from galvatron_lite.parallelism.branch.find import find_regions
+
+    known = {branch.name: branch for region in find_regions(graph) for branch in region.branches}
+    given, made, taken = data["branches"], list[dict[str, Any]](), set[str]()
+    if not isinstance(given, list) or not all(isinstance(one, Mapping) for one in given):
+        raise InputError(f"{field}, branches", kind_of(given), "Give a list of branches: name, first, devices, runs.")
+    for number, one in enumerate(given):
+        place = f"{field}, branches.{number}"
+        check_keys(one, [own.name for own in fields(BranchPlacement)], ("name", "first", "devices"), f"{place}.")
+        if one["name"] not in known:
+            has = f"It has {', '.join(known)}." if known else "It has no independent branches."
+            raise InputError(f"{place}.name", one["name"], f"{graph.name} has no such branch. {has}")
+        branch = known[one["name"]]
+        runs = _run_through(one, branch.layers, place)
+        made.append({**one, "roots": list(branch.roots), "runs": runs})
+        taken.update(branch.layers)
+    return made, [layer.name for layer in graph.layers if layer.name not in taken]
 
 
 def _check_top(data: Mapping[str, Any], field: str) -> None:
@@ -75,7 +106,8 @@ def _check_top(data: Mapping[str, Any], field: str) -> None:
 def _stages(data: Mapping[str, Any], field: str) -> Sequence[Mapping[str, Any]]:
     if "stages" in data and "runs" in data:
         raise InputError(f"{field}, runs", "beside stages", "Give runs (one stage) or stages, not both.")
-    stages = data.get("stages", [{"runs": data["runs"]}] if "runs" in data else None)
+    without: list[dict[str, Any]] | None = [{"runs": []}] if data.get("branches") else None
+    stages = data.get("stages", [{"runs": data["runs"]}] if "runs" in data else without)
     if not isinstance(stages, list) or not stages or not all(isinstance(stage, Mapping) for stage in stages):
         raise InputError(f"{field}, stages", stages, "Give a list of stages, each with its runs; or runs alone.")
     return stages

@@ -26,6 +26,7 @@ from galvatron_lite.parallelism.backends import Backend, backend_named
 from galvatron_lite.plans.notes import plan_notes
 from galvatron_lite.plans.schema import Mode, Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.search.all_ways import WAYS, WHY
 from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, quickest
 from galvatron_lite.search.best_first import MOST_WORK, Found, Progress, search
 from galvatron_lite.search.checks import check_batch, check_layers, skipping, unprofiled
@@ -36,7 +37,7 @@ from galvatron_lite.search.result import provenance
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, reasons
-from galvatron_lite.search.ways import WHY, Asked, Delay, with_ways
+from galvatron_lite.search.ways import Asked, Delay, with_ways
 
 
 def find_plan(
@@ -94,7 +95,7 @@ def find_plan(
     request = request_of(kept, devices, global_batch, budget, fixed or Fixed(), schedules, runner)
     asked = Asked(kept, request, runner, budget, delay)
     looked = partial(_ordinary, asked, certify, runners_up, progress, stoppable, known, effort)
-    plan = with_ways(looked, asked, runners_up)
+    plan = with_ways(looked, asked, runners_up, WAYS)
     missing = [line for why in WHY for line in why(asked)]
     return replace(plan, left_out=(*plan.left_out, *missing)) if missing else plan
 

@@ -10,7 +10,6 @@ from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.parallelism.backends import Backend
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.plans.schema import Alternative, Plan
-from galvatron_lite.search.delayed import delayed_plans, why_not_delayed
 from galvatron_lite.search.result import summary
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.shapes import Request
@@ -61,11 +60,8 @@ Way = Callable[[Asked], Sequence[Plan]]
 Why = Callable[[Asked], Sequence[str]]
 """What a way does not offer and why, a line each; nothing where it was not allowed."""
 
-WAYS: tuple[Way, ...] = (delayed_plans,)
-WHY: tuple[Why, ...] = (why_not_delayed,)
 
-
-def with_ways(ordinary: Callable[[], Plan], asked: Asked, runners_up: int, ways: Sequence[Way] = WAYS) -> Plan:
+def with_ways(ordinary: Callable[[], Plan], asked: Asked, runners_up: int, ways: Sequence[Way]) -> Plan:
     """The quickest plan that fits, the ordinary one of equal ones; the other is among its alternatives.
 
     Args:

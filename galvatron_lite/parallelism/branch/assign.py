@@ -97,7 +97,7 @@ def makespan(groups: Iterable[Placed]) -> float:
     return sum(_longest(group.seconds for group in groups))
 
 
-def assign(jobs: Sequence[Job], devices: int, room: int, node: int) -> Assignment | None:
+def assign(jobs: Sequence[Job], devices: int, room: int, node: int, least: int = 1) -> Assignment | None:
     """The quickest assignment: exact where that is cheap, else by longest processing time first.
 
     Args:
@@ -105,14 +105,15 @@ def assign(jobs: Sequence[Job], devices: int, room: int, node: int) -> Assignmen
         devices: how many there are.
         room: bytes that the branches of a device may take.
         node: devices of a node; a group that one node can hold lies within one.
+        least: groups that there are at the least.
 
     Returns:
         None where some branch fits nowhere.
     """
     sizes = {size for job in jobs for size in job if size <= devices}
     if 3 ** len(jobs) * devices * len(sizes) <= MOST_WORK:
-        return exact(jobs, devices, room, node)
-    found = longest_first(jobs, devices, room, node)
+        return exact(jobs, devices, room, node, least)
+    found = longest_first(jobs, devices, room, node, least)
     return None if found is None else Assignment(found, proven=False)
 
 
@@ -126,10 +127,11 @@ def places(devices: int, sizes: Iterable[int], node: int) -> list[range]:
     ]
 
 
-def exact(jobs: Sequence[Job], devices: int, room: int, node: int) -> Assignment | None:
-    """The quickest assignment there is; None where some branch fits nowhere.
+def exact(jobs: Sequence[Job], devices: int, room: int, node: int, least: int = 1) -> Assignment | None:
+    """The quickest assignment there is, see ``assign``; None where some branch fits nowhere.
 
-    Dynamic programme over (branches left, first free device), which keeps every Pareto-best tuple of phases.
+    Dynamic programme over (branches left, first free device, groups needed yet), which keeps every Pareto-best tuple of
+    phases.
     """
     by_start: dict[int, list[range]] = {}
     for place in places(devices, {size for job in jobs for size in job}, node):
@@ -140,20 +142,20 @@ def exact(jobs: Sequence[Job], devices: int, room: int, node: int) -> Assignment
         return tuple(_teams(jobs, subset, size, room))
 
     @cache
-    def best(left: int, first: int) -> tuple[tuple[Phases, tuple[Placed, ...]], ...]:
+    def best(left: int, first: int, needed: int) -> tuple[tuple[Phases, tuple[Placed, ...]], ...]:
         if not left:
-            return (((), ()),)
+            return () if needed else (((), ()),)
         if first >= devices:
             return ()
-        found = list(best(left, first + 1))
+        found = list(best(left, first + 1, needed))
         for place in by_start.get(first, ()):
             for subset in _subsets(left):
                 teams = team(subset, len(place))
-                rest = best(left ^ subset, place.stop) if teams else ()
+                rest = best(left ^ subset, place.stop, max(needed - 1, 0)) if teams else ()
                 found += [_with(Placed(first, len(place), own), tail) for own in teams for tail in rest]
         return _pareto(found)
 
-    ends = best((1 << len(jobs)) - 1, 0)
+    ends = best((1 << len(jobs)) - 1, 0, least)
     groups = min(ends, key=lambda end: sum(end[0]))[1] if ends else ()
     return Assignment(groups, proven=True) if groups else None
 
@@ -195,12 +197,15 @@ def _pareto(found: Sequence[tuple[Phases, Value]]) -> tuple[tuple[Phases, Value]
     return tuple(kept)
 
 
-def longest_first(jobs: Sequence[Job], devices: int, room: int, node: int) -> tuple[Placed, ...] | None:
-    """Longest processing time first on groups of equal size, for the best of all sizes; None where nothing fits."""
+def longest_first(jobs: Sequence[Job], devices: int, room: int, node: int, least: int = 1) -> tuple[Placed, ...] | None:
+    """Longest processing time first on groups of equal size, for the best of all sizes; None where nothing fits.
+
+    Groups without a branch count: there are ``least`` to choose from, be they used or not.
+    """
     found = []
     for size in sorted({size for job in jobs for size in job}):
         every = [place for place in places(devices, [size], node) if place.start % size == 0]
-        for count in range(1, min(len(every), len(jobs)) + 1):
+        for count in range(least, min(len(every), len(jobs)) + 1):
             groups = on_groups(jobs, every[:count], room)
             found += [] if groups is None else [groups]
     return min(found, key=makespan, default=None)
