@@ -20,7 +20,7 @@ from galvatron_lite.cost.step import straggling, strategies_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.base import Collective, Communication, Strategy
 from galvatron_lite.parallelism.base import Moment as When
-from galvatron_lite.parallelism.cyclic.holdings import Holding, holdings, received
+from galvatron_lite.parallelism.cyclic.holdings import Holding, beside, holdings
 from galvatron_lite.parallelism.cyclic.programme import Kind, Message, Programme
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.simulation import Loop, Slot, loop_of, round_seconds
@@ -195,9 +195,9 @@ class Priced:
 
         In every time step about as many messages are under way as there are workers.
         """
-        node = self.pricer.profile.cluster.levels[0].size
-        count = len(self.stages)
-        stride = max((stride_between(*pair, 1, node) for pair in self._pairs(message)), default=1)
+        node, count = self.pricer.profile.cluster.levels[0].size, len(self.stages)
+        places = self._places(message)
+        stride = stride_between(min(places), max(places), 1, node)
         near = stride == 1
         at_once = max(1, min(count, node) // 2) if near else (count if self._turning else 1)
         group = RankGroup(2, stride, at_once)
@@ -210,16 +210,16 @@ class Priced:
     def _turning(self) -> bool:
         return self.cyclic.setting is CyclicSetting.STAGES
 
-    def _pairs(self, message: Message) -> list[tuple[int, int]]:
-        """Processes that may send and receive it, in turn."""
+    def _places(self, message: Message) -> tuple[int, ...]:
+        """The first and last of the processes that may send and receive it, in turn."""
         if not self._turning:
-            return [(message.source, message.target)]
+            return message.source, message.target
+        other = {Kind.ACTIVATION: message.stage + 1, Kind.GRADIENT: message.stage - 1}.get(message.kind, message.stage)
         programme = Programme(self.cyclic.rule, self.cyclic.setting, len(self.stages))
-        ends = [
-            [own for own in range(programme.processes) if programme.stages_of(own) == programme.stages_of(process)]
-            for process in (message.source, message.target)
-        ]
-        return [(left, right) for left in ends[0] for right in ends[1] if left != right]
+        firsts = [programme.process_of(stage, 0) for stage in (message.stage, other)]
+        return *firsts, *(
+            first + programme.replicas(stage) - 1 for first, stage in zip(firsts, (message.stage, other), strict=True)
+        )
 
     def memory(self) -> list[MemoryBreakdown]:
         """Bytes on the fullest of the devices that run each stage, at its worst moment."""
@@ -239,7 +239,7 @@ class Priced:
         waiting += sum(count * stages[stage].gradients for stage, count in holding.updates)
         copied = own.copied if self._turning else 0
         kept = sum(count * stages[stage].kept for stage, count in holding.live) + copied
-        buffers = sum(map(self.message_bytes, (*received(holding.does), *holding.waiting)))
+        buffers = sum(map(self.message_bytes, (*beside(holding.does), *holding.waiting, *holding.coming)))
         rest = MemoryBreakdown(
             parameters=versions,
             gradients=waiting + (own.gradients if backward else 0),

@@ -29,6 +29,8 @@ def given_plans(request: Request, pricer: LayerPricer, plans: Sequence[Plan]) ->
         for name in ("devices", "global_batch"):
             if getattr(plan, name) != getattr(request, name):
                 raise InputError(f"known plan, {name}", getattr(plan, name), f"Asked is {getattr(request, name)}.")
+        if plan.cyclic is not None:
+            raise InputError("known plan, cyclic", plan.cyclic.rule.value, "The search finds such plans itself.")
     wanted = (plan for plan in plans if _keeps(request, pricer, plan) and request.fits(price_plan(pricer, plan)))
     return tuple(sorted((_found(request, pricer, plan) for plan in wanted), key=lambda found: found.partition.time))
 

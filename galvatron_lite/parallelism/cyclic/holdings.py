@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -12,6 +12,7 @@ from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.cyclic.simulation import STEADY
 
 _LOOKED = 4
+"""Training steps walked through after the first; the round before the last is told."""
 Counts = tuple[tuple[int, int], ...]
 """Pairs of a stage and how many, of stages that have any."""
 
@@ -28,6 +29,7 @@ class Holding:
         updates: complete gradient sums, by stage, that are there before the pass and wait to be applied or sent.
         versions: of each stage's parameters that are there, those that the pass makes among them.
         waiting: messages that the process has sent and nobody has taken yet.
+        coming: messages that its next pass waits for: they may come while this one runs.
     """
 
     process: int
@@ -37,6 +39,7 @@ class Holding:
     updates: Counts
     versions: Counts
     waiting: tuple[Message, ...]
+    coming: tuple[Message, ...]
 
 
 @lru_cache(maxsize=64)
@@ -46,13 +49,23 @@ def holdings(rule: CyclicRule, setting: CyclicSetting, workers: int) -> tuple[Ho
     every = programme.all_passes(range(STEADY, STEADY + _LOOKED + 1))
     taken = {message: one.moment.time for _, one in every for message in one.receives}
     known = {process: _Known(programme, taken) for process in range(programme.processes)}
-    found = []
-    for process, one in every:
+    found: list[Holding] = []
+    following = _following(every)
+    for place, (process, one) in enumerate(every):
         own = known[process]
-        if one.moment.time // (2 * workers) == STEADY + _LOOKED:
-            found.append(own.holding(process, one))
+        if one.moment.time // (2 * workers) == STEADY + _LOOKED - 1:
+            found.append(own.holding(process, one, following[place]))
         own.run(one)
     return tuple(found)
+
+
+def _following(every: Sequence[tuple[int, Pass]]) -> list[tuple[Message, ...]]:
+    """What the next pass of each pass's process waits for; nothing after the last."""
+    later, found = dict[int, Pass](), list[tuple[Message, ...]]()
+    for process, one in reversed(every):
+        found.append(later[process].receives if process in later else ())
+        later[process] = one
+    return found[::-1]
 
 
 @dataclass(slots=True)
@@ -77,7 +90,7 @@ class _Known:
     newest: dict[int, int] = field(default_factory=dict)
     sent: list[Message] = field(default_factory=list)
 
-    def holding(self, process: int, one: Pass) -> Holding:
+    def holding(self, process: int, one: Pass, coming: tuple[Message, ...]) -> Holding:
         """What is there while it runs a pass."""
         own = (one.moment.stage, self._number(one))
         time = one.moment.time
@@ -90,6 +103,7 @@ class _Known:
             _counts(stage for stage, _ in self.updates),
             self._versions(one),
             tuple(self.sent),
+            coming,
         )
 
     def run(self, one: Pass) -> None:
@@ -150,6 +164,8 @@ def _counts(stages: Iterable[int]) -> Counts:
     return tuple(sorted(Counter(stages).items()))
 
 
-def received(one: Pass) -> tuple[Message, ...]:
-    """Messages of a pass that lie beside what it computes with: under ``zero`` what comes is what it computes with."""
-    return tuple(message for message in one.receives if message.kind not in (Kind.WEIGHTS, Kind.STATES))
+def beside(one: Pass) -> tuple[Message, ...]:
+    """Messages received for a pass that lie beside what it computes with: gradient sums that grow on, and under
+    ``zero`` all that comes, are what it computes with."""
+    own = (Kind.WEIGHTS, Kind.STATES, Kind.PARTIAL)
+    return tuple(message for message in one.receives if message.kind not in own)

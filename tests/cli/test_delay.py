@@ -1,0 +1,66 @@
+"""Delayed gradients from the command line: allowed, pinned, priced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
+from galvatron_lite.plans.io import read_plan
+from galvatron_lite.plans.schema import Cyclic
+from tests.cli.test_plan import run
+
+SMALL = ["--model", "vgg16", "--cluster", "a100-40gb", "--gpus", "3", "--batch", "24"]
+
+
+def test_the_plan_says_that_the_rule_changes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "plan.yaml"
+    pins = ["--allow-delay", "--fix", "rule=v1", "--fix", "setting=data", "-o", str(target)]
+    assert run(monkeypatch, "plan", *SMALL, *pins) == 0
+    out = capsys.readouterr().out
+    for said in (
+        "vgg16 on 3 devices: delayed gradients (cdp-v1, data) in 3 stages, batch 24 in 3 micro-batches of 8",
+        "Note: trains by delayed gradients: the rule changes, CDP-v1: every micro-batch uses the parameters of the",
+        "Note: a run begins with 4 time steps, ",
+        "Note: the slowest of the 3 stages takes ",
+        "without delay: ",
+    ):
+        assert said in out
+    plan = read_plan(target)
+    assert plan.cyclic == Cyclic(CyclicRule.V1, CyclicSetting.DATA)
+    assert run(monkeypatch, "evaluate", str(target), "--model", "vgg16", "--cluster", "a100-40gb", "--batch", "48") == 0
+    out = capsys.readouterr().out
+    assert "batch 48 in 3 micro-batches of 16" in out
+    assert "galvatron can run it: yes" in out
+    assert "the rule changes" in out
+    assert run(monkeypatch, "plan", "export", str(target), "--to", "hetu", "-o", str(tmp_path / "their.json")) == 1
+    assert "cyclic" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("pins", "said"),
+    [
+        (["--fix", "rule=cdp-v2"], "Allow that: --allow-delay."),
+        (["--fix", "setting=zero"], "Allow that: --allow-delay."),
+        (["--fix", "schedule=cyclic"], "Allow that: --allow-delay."),
+        (["--allow-delay", "--schedule", "cyclic"], "--allow-delay --fix schedule=cyclic"),
+        (["--allow-delay", "--fix", "rule=cdp-v3"], "Give one of cdp-v1, cdp-v2"),
+        (["--allow-delay", "--fix", "setting=ring"], "Give one of single, data, zero, stages"),
+        (["--allow-delay", "--fix", "setting=single"], "it is of one device, not 3"),
+        (["--allow-delay", "--fix", "setting=data", "--mode", "inference"], "in training only"),
+    ],
+)
+def test_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pins: list[str], said: str
+) -> None:
+    assert run(monkeypatch, "plan", *SMALL, *pins) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_other_questions_take_it_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pins = ["--allow-delay", "--fix", "setting=data", "--fix", "rule=v2", "--best-batch", "--max-batch", "6"]
+    assert run(monkeypatch, "plan", *SMALL[:-2], *pins) == 0
+    assert "delayed gradients (cdp-v2, data)" in capsys.readouterr().out
