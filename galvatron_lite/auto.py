@@ -22,6 +22,7 @@ from galvatron_lite.runtime.world import join, pick_device, world_size
 
 if TYPE_CHECKING:
     from galvatron_lite.profiler.schema import Profile
+    from galvatron_lite.runtime.cyclic.model import CyclicModel
     from galvatron_lite.runtime.engine import ParallelModel
 
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -42,7 +43,7 @@ def auto_parallelize(
     seed: int = 0,
     device: str = "auto",
     folder: Path = Path("profiles"),
-) -> ParallelModel:
+) -> ParallelModel | CyclicModel:
     """The model, split over the launched world.
 
     With nothing but the model: captures it on an example batch, measures a profile on this world (or reads the one
@@ -71,6 +72,7 @@ def auto_parallelize(
         InputError: the model, batch or a file cannot be used.
         InfeasibleError: no plan fits the budget.
     """
+    from galvatron_lite.runtime.cyclic.model import CyclicModel
     from galvatron_lite.runtime.engine import ParallelModel
 
     place = pick_device(device)
@@ -81,7 +83,8 @@ def auto_parallelize(
     if chosen is None:
         known = _profile(profile, model, example, loss_fn, blocks, precision, folder)
         chosen = _agreed_plan(known, mem, global_batch or batch_size(example))
-    return ParallelModel(
+    made = ParallelModel if chosen.cyclic is None else CyclicModel
+    return made(
         model, chosen, layers, example, loss_fn=loss_fn, device=place, precision=precision, init_fn=init_fn, seed=seed
     )
 

@@ -115,7 +115,7 @@ def set_up(
     matmuls = tensor_plans(model, everything, batch) if options.tensor_plans is None else options.tensor_plans
     plans = LayerPlans(matmuls, channel_plans(model, stage, batch))
     sampled = _sample_arguments(model, stage, glue, batch)
-    flow = _flow(model, layers, batch, options) if len(stages) > 1 else None
+    flow = known_flow(model, layers, batch, options.loss_fn) if len(stages) > 1 else None
     broadcast_values(model, options.device)
     if any(strategy.devices > strategy.batch_degree for strategy in strategies.values()):
         share_random_state(options.device)
@@ -134,12 +134,12 @@ def set_up(
     return StageRuntime(stage, meshes, owned, sharded, reducer, traffic, runner, shared)
 
 
-def _flow(model: nn.Module, layers: Sequence[Layer], batch: Any, options: Options) -> Flow | None:
+def known_flow(model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: LossFn | None) -> Flow | None:
     """Which layers read what; None where no example says so, and each must read the layer before it alone."""
     if batch is None:
         return None
     try:
-        return flow_of(model, layers, batch, options.loss_fn)
+        return flow_of(model, layers, batch, loss_fn)
     except TraceError as unseen:
         remedy = "Each layer is taken to read what the layer before it made alone; one that reads more is refused."
         warnings.warn(f"{unseen} {remedy}", stacklevel=2)

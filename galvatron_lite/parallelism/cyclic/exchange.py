@@ -1,0 +1,121 @@
+"""What the messages of a process hold: from what it has to what others need, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from galvatron_lite.model.batch import tensors_of
+from galvatron_lite.parallelism.cyclic.flight import Desk, Handed, Returned
+from galvatron_lite.parallelism.cyclic.mailbox import Lane, Mailbox, lane_of
+from galvatron_lite.parallelism.cyclic.programme import Kind, Message
+from galvatron_lite.parallelism.cyclic.states import StageStates
+from galvatron_lite.parallelism.pipeline.transfer import Value
+
+Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""Of the tensors of a micro-batch: the same at both ends of a message."""
+_LOSS = torch.empty((), dtype=torch.float64, device="meta")
+
+
+def shape_of_batch(microbatch: Any) -> Shape:
+    """Shapes and dtypes of a micro-batch's tensors."""
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(microbatch))
+
+
+class Exchange:
+    """Sends what is on a process's desk, and puts there what arrives.
+
+    The structure of an activation is told ahead of the first message of a lane that holds one of its kind.
+
+    Args:
+        workers: N.
+        desk: of this process.
+        states: of the stages that it runs.
+        mailbox: carries messages.
+    """
+
+    def __init__(self, workers: int, desk: Desk, states: Mapping[int, StageStates], mailbox: Mailbox) -> None:
+        self._workers, self._desk, self._states, self._mailbox = workers, desk, states, mailbox
+        self._templates: dict[tuple[Lane, Shape], Value] = {}
+
+    def expect(self, messages: Sequence[Message]) -> None:
+        """Start to receive those messages whose shapes are known by now."""
+        for message in messages:
+            likes = self._likes(message)
+            if likes is None:
+                return  # nor what comes behind it
+            self._mailbox.expect(message, likes)
+
+    def receive(self, messages: Sequence[Message]) -> None:
+        """Put what messages hold where passes look for it."""
+        for message in messages:
+            if message.kind is Kind.ACTIVATION:
+                self._learn(message)
+            tensors = self._mailbox.receive(message, self._likes(message) or [])
+            self._put(message, tensors)
+
+    def send(self, messages: Sequence[Message]) -> None:
+        """Send what messages are to hold."""
+        for message in messages:
+            self._mailbox.send(message, self._found(message))
+
+    def finish(self) -> None:
+        """Wait until everything sent has arrived."""
+        self._mailbox.finish()
+
+    def _number(self, message: Message) -> int:
+        return message.step * self._workers + message.worker
+
+    def _key(self, message: Message) -> tuple[Lane, Shape]:
+        return lane_of(message), shape_of_batch(self._desk.batches[self._number(message)])
+
+    def _learn(self, message: Message) -> None:
+        if self._key(message) not in self._templates:
+            self._templates[self._key(message)] = self._mailbox.hear(message)
+
+    def _likes(self, message: Message) -> list[Tensor] | None:
+        """Tensors shaped like those of a message that is to come; None where they are not known yet."""
+        if message.kind is Kind.ACTIVATION:
+            key = self._key(message) if self._number(message) in self._desk.batches else None
+            return list(tensors_of(self._templates[key])) if key in self._templates else None
+        if message.kind is Kind.GRADIENT:
+            flight = self._desk.flights.get((message.stage - 1, self._number(message)))
+            return None if flight is None else [*flight.shapes, _LOSS]
+        return self._states[message.stage].gradient_likes()
+
+    def _put(self, message: Message, tensors: list[Tensor]) -> None:
+        stage, number = message.stage, self._number(message)
+        if message.kind is Kind.ACTIVATION:
+            # several views would keep one another alive
+            alone = tensors if len(tensors) == 1 else [tensor.clone() for tensor in tensors]
+            self._desk.handed[stage + 1, number] = Handed(self._templates[self._key(message)], alone)
+        elif message.kind is Kind.GRADIENT:
+            *gradients, loss = tensors
+            self._desk.returned[stage - 1, number] = Returned(gradients, loss)
+            self._desk.losses[number] = loss
+        elif message.kind is Kind.PARTIAL:
+            self._states[stage].sums[message.step] = StageStates.arrived(tensors)
+        else:
+            self._states[stage].updates[message.step] = StageStates.arrived(tensors)
+
+    def _found(self, message: Message) -> list[Tensor]:
+        stage, number = message.stage, self._number(message)
+        if message.kind is Kind.ACTIVATION:
+            return self._activation(message, self._desk.handed.pop((stage + 1, number)))
+        if message.kind is Kind.GRADIENT:
+            returned = self._desk.returned.pop((stage - 1, number))
+            assert returned.loss is not None
+            return [*returned.gradients, returned.loss.double()]
+        states = self._states[stage]
+        if message.kind is Kind.PARTIAL:
+            return states.sent(states.sums.pop(message.step))
+        return states.sent(states.updates[message.step])
+
+    def _activation(self, message: Message, made: Handed) -> list[Tensor]:
+        if self._key(message) not in self._templates:
+            self._templates[self._key(message)] = made.template
+            self._mailbox.tell(message, made.template)
+        return made.tensors

@@ -1,0 +1,234 @@
+"""A model that trains by cyclic data parallelism, on the launched world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from galvatron_lite.errors import InputError, LaunchError, NonFiniteLossError
+from galvatron_lite.model.batch import LossFn, batch_size, slice_batch
+from galvatron_lite.model.graph import Layer
+from galvatron_lite.parallelism.cyclic.mailbox import ProcessMailbox
+from galvatron_lite.parallelism.cyclic.programme import Kind
+from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
+from galvatron_lite.parallelism.cyclic.states import OptimizerFactory, SchedulerFactory
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.cyclic.optimizer import CyclicOptimizer
+from galvatron_lite.runtime.cyclic.setup import Options, set_up
+from galvatron_lite.runtime.cyclic.state import WholeState
+from galvatron_lite.runtime.placement import check_samples
+from galvatron_lite.runtime.precision import compute_dtype
+from galvatron_lite.runtime.setup import broadcast_values
+from galvatron_lite.runtime.world import pick_device
+
+KINDS: Mapping[CyclicSetting, tuple[Kind, ...]] = {
+    CyclicSetting.SINGLE: (),
+    CyclicSetting.DATA: (Kind.PARTIAL, Kind.UPDATE),
+    CyclicSetting.ZERO: (Kind.WEIGHTS, Kind.STATES),
+    CyclicSetting.STAGES: (Kind.ACTIVATION, Kind.GRADIENT, Kind.PARTIAL, Kind.UPDATE),
+}
+"""Messages of each setting."""
+
+
+class CyclicModel(nn.Module):
+    """A model whose micro-batches follow one another through its stages, two time steps apart.
+
+    It changes the training rule: gradients are partly those of parameters one step old (``rules``). Every rank makes
+    one, alike, and gives it the same global batches. Passes of a training step go on in the next call of
+    ``train_step``; ``drain`` and ``flush`` end them.
+
+    Args:
+        model: the user's model, changed in place. Real parameters are made equal to rank 0's; a model on the meta
+            device is given initial values.
+        plan: of cyclic data parallelism, for this model and this world.
+        layers: of the model, from ``discover_layers``.
+        batch: an example batch; needed where layers of different stages read more than what the layer before them made.
+        loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``. The loss must be a mean over samples.
+        device: of this rank; its GPU or the CPU if not given.
+        precision: ``fp32`` or ``bf16`` compute; the plan's if not given.
+        max_grad_norm: refused: no process ever has the whole gradient.
+        init_fn: initial values of one module of a model on the meta device.
+        seed: of those values.
+        timeout: seconds after which a message that does not come is an error.
+        early_release: backward passes of a time step come before its forward passes (``single``): at most N*N/2 + 1
+            stages' activations are kept instead of N(N+1)/2.
+
+    Attributes:
+        module: the user's model.
+        plan: the plan.
+        step: training steps begun.
+        runtime: what this process is made of.
+
+    Raises:
+        LaunchError: the world's size is not the plan's.
+        InputError: the plan does not fit the model, stages share parameters, or clipping is asked for.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        layers: Sequence[Layer],
+        batch: Any = None,
+        *,
+        loss_fn: LossFn | None = None,
+        device: torch.device | str | None = None,
+        precision: str | None = None,
+        max_grad_norm: float | None = None,
+        init_fn: Callable[[nn.Module], None] | None = None,
+        seed: int = 0,
+        timeout: float = 600.0,
+        early_release: bool = False,
+    ) -> None:
+        super().__init__()
+        _refuse_clipping(max_grad_norm)
+        _check_world(plan)
+        self.device = pick_device() if device is None else torch.device(device)
+        self.plan, self.module, self.step = plan, model, 0
+        broadcast_values(model, self.device)
+        compute = compute_dtype(precision or plan.precision)
+        options = Options(self.device, compute, loss_fn, init_fn, seed, early_release)
+        assert plan.cyclic is not None
+        mailbox = ProcessMailbox(KINDS[plan.cyclic.setting], self.device, timeout)
+        self._whole = WholeState(model)
+        self.runtime = set_up(model, plan, layers, batch, dist.get_rank(), mailbox, options)
+        self._optimizer: CyclicOptimizer | None = None
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:
+        """There is no pass through the whole model at one version of its parameters.
+
+        Raises:
+            InputError: always.
+        """
+        remedy = (
+            "Train it with train_step(batch, optimizer). To use the model, load full_state_dict() into one that is not "
+            "split."
+        )
+        raise InputError("call of the model", "cyclic data parallelism", remedy)
+
+    def train(self, mode: bool = True) -> CyclicModel:
+        """As of any module; the stages follow."""
+        super().train(mode)
+        for part in self.runtime.parts.values():
+            part.model.train(mode)
+        return self
+
+    def optimizer(
+        self, factory: OptimizerFactory, scheduler: SchedulerFactory | None = None, **options: Any
+    ) -> CyclicOptimizer:
+        """Optimizers of the stages: ``cyclic.optimizer(torch.optim.AdamW, lr=1e-3)``.
+
+        Args:
+            factory: ``factory(parameters, **options)`` of a stage's parameters.
+            scheduler: ``scheduler(optimizer)`` of a stage's learning rate; it steps after every update.
+            options: for the factory.
+        """
+        for states in self.runtime.executor.states.values():
+            states.make_optimizer(factory, scheduler, **options)
+        self._optimizer = CyclicOptimizer(self.runtime.executor.states)
+        return self._optimizer
+
+    def train_step(self, batch: Any, optimizer: CyclicOptimizer, max_grad_norm: float | None = None) -> Tensor:
+        """Begin a training step: run this process's passes up to the first that needs the next batch.
+
+        Args:
+            batch: the same global batch on every rank; it may not be changed in place while it is used.
+            optimizer: what ``optimizer`` returned.
+            max_grad_norm: refused.
+
+        Returns:
+            The mean loss of the micro-batches whose loss this process learned meanwhile, each with the parameters that
+            it used: its own one under ``data`` and ``zero``, those that it worked on under ``stages``.
+
+        Raises:
+            InputError: the batch cannot be shared evenly, or the optimizer is not this model's.
+            LaunchError: another process is gone, or silent for too long.
+            NonFiniteLossError: the loss is NaN or infinite; updates may have used it, so go back to a checkpoint.
+        """
+        _refuse_clipping(max_grad_norm)
+        if optimizer is not self._optimizer:
+            remedy = "Give what optimizer(factory, ...) of this model returned: each stage has one of its own."
+            raise InputError("optimizer", type(optimizer).__name__, remedy)
+        executor = self.runtime.executor
+        executor.feed(self.step, self._parts(batch))
+        executor.run(executor.programme.passes(self.runtime.process, self.step))
+        self.step += 1
+        return self._learned()
+
+    def drain(self) -> Tensor | None:
+        """End the passes that are under way; the delay is kept.
+
+        Every process then has, of each of its stages, the newest parameters, and beside them those of the version
+        before, where its next passes use them. Training goes on as if there had been no break. All ranks call it.
+
+        Returns:
+            The mean loss of the micro-batches whose loss this process learned meanwhile; None: there was none.
+        """
+        self.runtime.executor.drain(self.step)
+        return self._learned() if self.runtime.executor.desk.losses else None
+
+    def flush(self) -> Tensor | None:
+        """End the passes that are under way, and the delay: the same newest parameters everywhere, and nothing else.
+
+        Running statistics become the mean of the processes'. All ranks call it.
+
+        Returns:
+            See ``drain``.
+        """
+        loss = self.drain()
+        self.runtime.executor.flush(self.step)
+        self._whole.even_out(self.runtime)
+        return loss
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model's ``state_dict()`` on the CPU of every rank, after ``flush``; all ranks call it."""
+        self.flush()
+        return self._whole.gather(self.runtime)
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Set parameters and buffers from a whole ``state_dict``, after ``flush``; every rank gives all of it.
+
+        Raises:
+            InputError: an entry is missing, or has another shape.
+        """
+        self.flush()
+        self._whole.load(self.runtime, state)
+
+    def _parts(self, batch: Any) -> list[Any]:
+        samples, count = batch_size(batch), len(self.plan.stages)
+        check_samples(samples, self.plan, count)
+        rows = samples // count
+        return [slice_batch(batch, start, start + rows) for start in range(0, samples, rows)]
+
+    def _learned(self) -> Tensor:
+        losses = self.runtime.executor.desk.losses
+        mean = torch.stack([loss.to(self.device, torch.float64) for loss in losses.values()]).mean()
+        numbers = ", ".join(str(number) for number in losses)
+        losses.clear()
+        if not bool(mean.isfinite()):
+            raise NonFiniteLossError(
+                f"The loss of micro-batch {numbers} is not finite ({float(mean)}). Go back to the last checkpoint; "
+                "look at the batch, or lower the learning rate."
+            )
+        return mean
+
+
+def _refuse_clipping(max_grad_norm: float | None) -> None:
+    if max_grad_norm is not None:
+        remedy = (
+            "Under cyclic data parallelism each stage's gradient is complete, and used, at another time, so the whole "
+            "gradient has no norm. Leave it out, or clip each stage by itself in an optimizer of your own."
+        )
+        raise InputError("max_grad_norm", max_grad_norm, remedy)
+
+
+def _check_world(plan: Plan) -> None:
+    if not dist.is_initialized() or dist.get_world_size() != plan.devices:
+        world = dist.get_world_size() if dist.is_initialized() else 0
+        raise LaunchError(
+            f"The plan is for {plan.devices} processes, but {world} were launched: launch {plan.devices}."
+        )

@@ -1,0 +1,141 @@
+"""Making a process ready for its passes: values, stages, precision, what it holds of each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_tensors
+from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.parallelism.cyclic.executor import Call, Executor
+from galvatron_lite.parallelism.cyclic.mailbox import Mailbox
+from galvatron_lite.parallelism.cyclic.programme import Programme
+from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
+from galvatron_lite.parallelism.cyclic.stages import StagePart, check_untied, cut_stages, stage_of
+from galvatron_lite.parallelism.cyclic.states import StageStates
+from galvatron_lite.parallelism.recompute.apply import apply_recompute
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.materialize import Materializer
+from galvatron_lite.runtime.placement import Placed, place_layers
+from galvatron_lite.runtime.precision import compute_context
+from galvatron_lite.runtime.setup import known_flow
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a model is set up; see ``CyclicModel``."""
+
+    device: torch.device
+    compute: torch.dtype | None = None
+    loss_fn: LossFn | None = None
+    init_fn: Callable[[nn.Module], None] | None = None
+    seed: int = 0
+    early_release: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CyclicRuntime:
+    """What a process is made of.
+
+    Attributes:
+        process: its number.
+        parts: the stages that it runs, by number.
+        executor: runs them.
+    """
+
+    process: int
+    parts: Mapping[int, StagePart]
+    executor: Executor
+
+
+def programme_of(plan: Plan, early_release: bool = False) -> Programme:
+    """What the processes of a plan do."""
+    assert plan.cyclic is not None, "the plan is of cyclic data parallelism"
+    return Programme(plan.cyclic.rule, plan.cyclic.setting, len(plan.stages), early_release=early_release)
+
+
+def set_up(
+    model: nn.Module,
+    plan: Plan,
+    layers: Sequence[Layer],
+    batch: Any,
+    process: int,
+    mailbox: Mailbox,
+    options: Options,
+) -> CyclicRuntime:
+    """Cut the model and make what runs its stages. No communication.
+
+    Args:
+        model: whole; its parameters are taken over, and under ``stages`` given up where they are others'.
+        plan: of cyclic data parallelism.
+        layers: of the model.
+        batch: an example, to see which layers read what; None: each reads the layer before it.
+        process: the number of this one.
+        mailbox: of this process.
+        options: see ``CyclicModel``.
+
+    Raises:
+        InputError: the plan does not fit the model, or stages share parameters.
+    """
+    placed = place_layers(plan, layers)
+    names = [[one.layer.name for one in stage] for stage in placed]
+    programme = programme_of(plan, options.early_release)
+    check_untied(model, layers, names)
+    flow = known_flow(model, layers, batch, options.loss_fn) if len(names) > 1 else None
+    materializer = Materializer(model, layers, options.device, options.seed, options.init_fn)
+    if programme.setting is CyclicSetting.STAGES:
+        (number,) = programme.stages_of(process)
+        parts = [stage_of(model, layers, names, number, flow, options.device)]
+        _make_real(materializer, [layer for layer in layers if layer.role is Role.BEFORE], placed[number])
+    else:
+        _make_real(materializer, layers, ())
+        parts = list(cut_stages(model, layers, names, flow))
+    for part in parts:
+        _prepare(part, placed[part.number], options.compute)
+    states = {part.number: StageStates(part.parameters()) for part in parts}
+    known = {part.number: part for part in parts}
+    executor = Executor(programme, process, known, states, mailbox, _call(options), options.device)
+    return CyclicRuntime(process, known, executor)
+
+
+def _make_real(materializer: Materializer, layers: Sequence[Layer], stage: Sequence[Placed]) -> None:
+    """Values of layers that have none; of a stage's, beside that before the blocks, whose buffers it may read."""
+    known = [*layers, *(one.layer for one in stage if one.layer not in layers)]
+    for layer in known:
+        materializer.place(layer)
+
+
+def _prepare(part: StagePart, stage: Sequence[Placed], compute: torch.dtype | None) -> None:
+    """Recomputation and precision of a stage's blocks."""
+    for one in stage:
+        for path in one.layer.modules if one.layer.role is Role.BLOCK else ():
+            module = part.model.get_submodule(path)
+            apply_recompute(module, one.strategy.recompute)
+            if compute is not None:
+                module.register_forward_pre_hook(_Cast(compute), with_kwargs=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    """Pre-hook: what a block is given, in the precision of compute."""
+
+    compute: torch.dtype
+
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return map_tensors((args, kwargs), self._cast)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.compute) if tensor.is_floating_point() else tensor
+
+
+def _call(options: Options) -> Call:
+    def call(part: StagePart, microbatch: Any) -> Any:
+        with compute_context(options.compute, options.device):
+            output = call_model(part.model, microbatch)
+            return loss_of(output, microbatch, options.loss_fn) if part.cut.last else output
+
+    return call

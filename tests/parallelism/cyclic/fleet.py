@@ -1,0 +1,138 @@
+"""All processes of a cyclic plan as threads of this one: their messages go through memory."""
+
+from __future__ import annotations
+
+import copy
+import queue
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.errors import LaunchError
+from galvatron_lite.model.graph import Layer
+from galvatron_lite.parallelism.cyclic.mailbox import Lane, lane_of
+from galvatron_lite.parallelism.cyclic.packing import pack, unpack
+from galvatron_lite.parallelism.cyclic.programme import Message
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.cyclic.setup import CyclicRuntime, Options, programme_of, set_up
+from tests.parallelism.cyclic.models import split
+
+CPU = torch.device("cpu")
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+@dataclass
+class Post:
+    """What is under way, by lane."""
+
+    lanes: dict[Lane, queue.SimpleQueue[tuple[Message, Any]]] = field(
+        default_factory=lambda: defaultdict(queue.SimpleQueue)
+    )
+    sent: list[Message] = field(default_factory=list)
+
+
+@dataclass
+class MemoryMailbox:
+    """A process's mailbox; checks that messages arrive in the order in which they are asked for."""
+
+    post: Post
+    expected: list[Message] = field(default_factory=list)
+
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        self.post.sent.append(message)
+        self.post.lanes[lane_of(message)].put((message, pack(tensors, CPU)))
+
+    def expect(self, message: Message, likes: Sequence[Tensor]) -> None:
+        assert not any(tensor.is_meta is None for tensor in likes)
+        self.expected.append(message)
+
+    def receive(self, message: Message, likes: Sequence[Tensor]) -> list[Tensor]:
+        return unpack(self._next(message), likes)
+
+    def tell(self, message: Message, value: object) -> None:
+        self.post.lanes[lane_of(message)].put((message, value))
+
+    def hear(self, message: Message) -> Any:
+        return self._next(message)
+
+    def finish(self) -> None:
+        pass
+
+    def _next(self, message: Message) -> Any:
+        try:
+            found, value = self.post.lanes[lane_of(message)].get(timeout=20)
+        except queue.Empty:
+            raise LaunchError(f"{message} did not come") from None
+        assert found == message
+        return value
+
+
+@dataclass
+class Result:
+    """What a process ended with.
+
+    Attributes:
+        parameters: the newest, by name.
+        buffers: of its stages.
+        losses: by number of the micro-batch.
+        runtime: of the process.
+    """
+
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    losses: dict[int, float]
+    runtime: CyclicRuntime
+
+
+def train(
+    model: nn.Module,
+    plan: Plan,
+    layers: Sequence[Layer],
+    batches: Sequence[Any],
+    factory: Any = SGD,
+    scheduler: Any = None,
+    drains: Collection[int] = (),
+    flushes: Collection[int] = (),
+    example: Any = None,
+) -> tuple[list[Result], Post]:
+    """Train on these global batches and flush; by process. Before the steps in ``drains`` (``flushes``) it drains.
+    ``example``: a batch, for a model that is no chain.
+    """
+    post, count = Post(), programme_of(plan).processes
+
+    def work(process: int) -> Result:
+        mailbox = MemoryMailbox(post)
+        runtime = set_up(copy.deepcopy(model), plan, layers, example, process, mailbox, Options(CPU))
+        executor = runtime.executor
+        for states in executor.states.values():
+            states.make_optimizer(factory, scheduler)
+        for step, batch in enumerate(batches):
+            if step in drains:
+                executor.drain(step)
+            if step in flushes:
+                executor.flush(step)
+            executor.feed(step, split(batch, len(plan.stages)))
+            executor.run(executor.programme.passes(process, step))
+        executor.flush(len(batches))
+        return result_of(runtime)
+
+    with ThreadPoolExecutor(count) as threads:
+        results = list(threads.map(work, range(count)))
+    assert all(lane.empty() for lane in post.lanes.values()), "messages nobody took"
+    return results, post
+
+
+def result_of(runtime: CyclicRuntime) -> Result:
+    states = runtime.executor.states.values()
+    parameters = {name: one.detach().clone() for stage in states for name, one in stage.masters.items()}
+    buffers = {name: one.clone() for part in runtime.parts.values() for name, one in part.buffers()}
+    assert runtime.executor.desk.is_idle
+    assert not runtime.executor.desk.batches
+    losses = {number: float(loss) for number, loss in runtime.executor.desk.losses.items()}
+    return Result(parameters, buffers, losses, runtime)
