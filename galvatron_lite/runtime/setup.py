@@ -232,3 +232,11 @@ def broadcast_values(model: nn.Module, device: torch.device) -> None:
             dist.broadcast(there, src=0)
             if there.device != tensor.device:
                 tensor.detach().copy_(there)
+
+
+def first_seed(device: torch.device) -> int:
+    """Rank 0's ``torch.initial_seed()``: ``torch.manual_seed`` before decides it."""
+    box = [torch.initial_seed()]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(box, device=device)
+    return box[0]

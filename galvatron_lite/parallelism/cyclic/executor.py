@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from galvatron_lite.model.batch import move_batch
+from galvatron_lite.parallelism.cyclic.draws import Draws, as_they_come
 from galvatron_lite.parallelism.cyclic.exchange import Exchange
 from galvatron_lite.parallelism.cyclic.flight import Desk, Handed, Returned, handed, in_flight
 from galvatron_lite.parallelism.cyclic.mailbox import Mailbox
@@ -34,10 +35,12 @@ class Executor:
         mailbox: carries messages.
         call: runs a stage's model.
         device: where tensors live.
+        draws: the random numbers of a pass.
 
     Attributes:
         programme: set anew only while nothing is in flight.
         states: of the stages that this process runs.
+        draws: as given.
         desk: what lies between passes.
     """
 
@@ -50,8 +53,9 @@ class Executor:
         mailbox: Mailbox,
         call: Call,
         device: torch.device,
+        draws: Draws = as_they_come,
     ) -> None:
-        self.programme, self.states, self.desk = programme, states, Desk()
+        self.programme, self.states, self.desk, self.draws = programme, states, Desk(), draws
         self._process, self._parts, self._call, self._device = process, parts, call, device
         self._exchange = Exchange(programme.workers, self.desk, states, mailbox)
         self._next: dict[int, int] = {}  # by stage: the micro-batch of its next forward pass here
@@ -125,7 +129,8 @@ class Executor:
         part.bind(parameters)
         taken = self.desk.handed.pop((stage, number), Handed(None, []))
         value, slots = arrived(taken.template, taken.tensors)
-        produced = part.cut.run(lambda: self._call(part, self.desk.batches[number]), value if stage else None)
+        with self.draws(stage, number):
+            produced = part.cut.run(lambda: self._call(part, self.desk.batches[number]), value if stage else None)
         if part.cut.last:
             self.desk.losses[number] = produced.detach()
             produced = produced / self.programme.workers

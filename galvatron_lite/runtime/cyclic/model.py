@@ -22,7 +22,7 @@ from galvatron_lite.runtime.cyclic.setup import Options, set_up
 from galvatron_lite.runtime.cyclic.state import WholeState
 from galvatron_lite.runtime.placement import check_samples
 from galvatron_lite.runtime.precision import compute_dtype
-from galvatron_lite.runtime.setup import broadcast_values
+from galvatron_lite.runtime.setup import broadcast_values, first_seed
 from galvatron_lite.runtime.world import pick_device
 
 KINDS: Mapping[CyclicSetting, tuple[Kind, ...]] = {
@@ -39,7 +39,8 @@ class CyclicModel(nn.Module):
 
     It changes the training rule: gradients are partly those of parameters one step old (``rules``). Every rank makes
     one, alike, and gives it the same global batches. Passes of a training step go on in the next call of
-    ``train_step``; ``drain`` and ``flush`` end them.
+    ``train_step``; ``drain`` and ``flush`` end them. What a pass draws (dropout) depends on rank 0's
+    ``torch.initial_seed()``, the stage and the micro-batch alone: it is the same in every setting.
 
     Args:
         model: the user's model, changed in place. Real parameters are made equal to rank 0's; a model on the meta
@@ -91,7 +92,7 @@ class CyclicModel(nn.Module):
         self.plan, self.module, self.step = plan, model, 0
         broadcast_values(model, self.device)
         compute = compute_dtype(precision or plan.precision)
-        options = Options(self.device, compute, loss_fn, init_fn, seed, early_release)
+        options = Options(self.device, compute, loss_fn, init_fn, seed, early_release, first_seed(self.device))
         assert plan.cyclic is not None
         mailbox = ProcessMailbox(KINDS[plan.cyclic.setting], self.device, timeout)
         self._whole = WholeState(model)

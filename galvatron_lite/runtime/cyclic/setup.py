@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_tensors
 from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.parallelism.cyclic.draws import SeededDraws, as_they_come
 from galvatron_lite.parallelism.cyclic.executor import Call, Executor
 from galvatron_lite.parallelism.cyclic.mailbox import Mailbox
 from galvatron_lite.parallelism.cyclic.programme import Programme
@@ -27,7 +28,7 @@ from galvatron_lite.runtime.setup import known_flow
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a model is set up; see ``CyclicModel``."""
+    """How a model is set up; see ``CyclicModel``. ``draws``: seed of the passes' random numbers; None: as they come."""
 
     device: torch.device
     compute: torch.dtype | None = None
@@ -35,6 +36,7 @@ class Options:
     init_fn: Callable[[nn.Module], None] | None = None
     seed: int = 0
     early_release: bool = False
+    draws: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,8 @@ def set_up(
         _prepare(part, placed[part.number], options.compute)
     states = {part.number: StageStates(part.parameters()) for part in parts}
     known = {part.number: part for part in parts}
-    executor = Executor(programme, process, known, states, mailbox, _call(options), options.device)
+    draws = as_they_come if options.draws is None else SeededDraws(options.draws, options.device)
+    executor = Executor(programme, process, known, states, mailbox, _call(options), options.device, draws)
     return CyclicRuntime(process, known, executor)
 
 
