@@ -10,7 +10,7 @@ is there besides (``parallelism.cyclic.holdings``) and the pass's own worst mome
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from galvatron_lite.cluster.cluster import RankGroup
@@ -69,11 +69,13 @@ class Priced:
         pricer: of the profile.
         cyclic: rule and setting.
         stages: their figures.
+        known: seconds of messages by bytes and place.
     """
 
     pricer: LayerPricer
     cyclic: Cyclic
     stages: tuple[StageFigures, ...]
+    known: dict[tuple[int, RankGroup], float] = field(default_factory=dict)
 
     @property
     def loop(self) -> Loop:
@@ -200,11 +202,14 @@ class Priced:
         stride = stride_between(min(places), max(places), 1, node)
         near = stride == 1
         at_once = max(1, min(count, node) // 2) if near else (count if self._turning else 1)
-        group = RankGroup(2, stride, at_once)
-        sent = Communication(
-            Collective.SEND_RECV, self.message_bytes(message), group, When.FORWARD, overlaps=True, cause=NAME
-        )
-        return self.pricer.links.seconds(sent)
+        return self._sent(self.message_bytes(message), RankGroup(2, stride, at_once))
+
+    def _sent(self, size: int, group: RankGroup) -> float:
+        """Seconds of a message, worked out once."""
+        if (size, group) not in self.known:
+            sent = Communication(Collective.SEND_RECV, size, group, When.FORWARD, overlaps=True, cause=NAME)
+            self.known[size, group] = self.pricer.links.seconds(sent)
+        return self.known[size, group]
 
     @property
     def _turning(self) -> bool:
@@ -240,18 +245,18 @@ class Priced:
         copied = own.copied if self._turning else 0
         kept = sum(count * stages[stage].kept for stage, count in holding.live) + copied
         buffers = sum(map(self.message_bytes, (*beside(holding.does), *holding.waiting, *holding.coming)))
-        rest = MemoryBreakdown(
+        made = own.back - own.gradients if backward else own.ahead
+        temporary, updating = max(made - own.kept, 0), own.updating if self._updates(holding) else 0
+        passing = own.kept + temporary >= updating
+        return MemoryBreakdown(
             parameters=versions,
             gradients=waiting + (own.gradients if backward else 0),
             optimizer=self._states(holding),
-            activations=kept,
+            activations=kept + (own.kept if passing else 0),
+            temporary=temporary if passing else updating,
             communication=buffers,
             context=self.pricer.profile.cluster.device.context,
         )
-        made = own.back - own.gradients if backward else own.ahead
-        passing = replace(rest, activations=kept + own.kept, temporary=max(made - own.kept, 0))
-        updating = replace(rest, temporary=own.updating if self._updates(holding) else 0)
-        return max(passing, updating, key=lambda memory: memory.total)
 
     def _updates(self, holding: Holding) -> bool:
         own = self.cyclic.setting in (CyclicSetting.SINGLE, CyclicSetting.ZERO)

@@ -3,8 +3,10 @@
 The declared space: every rule and setting that the devices suffice for, with stages of equal time. ``single``: one
 device, as many stages as divide the batch (``MOST_STAGES`` at most). ``data``, ``zero``: as many stages as devices.
 ``stages``: N of N(N+1)/2 devices. Every layer is whole on one device. All of them are priced, but for those of one
-device that take longer, by the sum of their layers, than one that fits. Of each setting the best plan is told: the
-quickest that fits, of equal ones the fresher rule; else the one that needs least memory.
+device that take longer, by the sum of their layers, than one that fits, and those of more than ``MOST_STAGES`` stages
+that by that sum take longer than the plan without delay, or that cannot fit by their states and activations. Of each
+setting the best plan is told: the quickest that fits, of equal ones the fresher rule; else the one that needs least
+memory.
 """
 
 from __future__ import annotations
@@ -13,20 +15,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from galvatron_lite.cluster.budget import bytes_on
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, device_count
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.plans.notes import plan_notes
-from galvatron_lite.plans.schema import Cyclic, Mode, Plan, Schedule
+from galvatron_lite.plans.schema import Cyclic, Mode, Plan, Proof, Schedule
 from galvatron_lite.search.result import plan_of, provenance
 
 if TYPE_CHECKING:
     from galvatron_lite.search.ways import Asked
 
 MOST_STAGES = 32
-"""Stages at most on one device, where devices do not say how many."""
+"""Stages at most on one device, where devices do not say how many; with more, pricing takes seconds a plan."""
 _RULES = (CyclicRule.V2, CyclicRule.V1)
 _ROUNDING = 1e-9
 
@@ -40,12 +43,12 @@ def delayed_plans(asked: Asked) -> Sequence[Plan]:
     if asked.delay is None:
         return ()
     best = [_best(asked, list(_priced(asked, setting))) for setting in CyclicSetting]
-    found = [_made(asked, plan) for plan in best if plan is not None]
+    found = [plan for plan in best if plan is not None]
     if not found and asked.delay.only:
         said = asked.delay.setting.value if asked.delay.setting else "cyclic"
         why = "; ".join(why_not_delayed(asked))
         raise InputError("--fix setting" if asked.delay.setting else "--fix schedule", said, f"{why}.")
-    return found
+    return _made(asked, found) if found else ()
 
 
 def why_not_delayed(asked: Asked) -> Sequence[str]:
@@ -156,6 +159,8 @@ def _priced(asked: Asked, setting: CyclicSetting) -> Iterator[Plan]:
     for count in _promising(asked, setting):
         if _least_seconds(asked, count) >= quickest:
             return
+        if count > MOST_STAGES and not asked.delay.only and _hopeless(asked, setting, count):
+            continue
         for rule in rules:
             plan = price_plan(asked.session.pricer, _plan(asked, Cyclic(rule, setting), count))
             if setting is CyclicSetting.SINGLE and plan.prediction and asked.request.fits(plan):
@@ -175,6 +180,18 @@ def _least_seconds(asked: Asked, count: int) -> float:
 
     costs = layer_costs(asked.session.pricer, asked.request.global_batch // count)
     return count * sum(cost.forward + cost.backward + cost.recompute for cost in costs)
+
+
+def _hopeless(asked: Asked, setting: CyclicSetting, count: int) -> bool:
+    """Whether a plan of one micro-batch a device is known, before it is priced, not to be chosen."""
+    from galvatron_lite.cost.cyclic_stages import layer_costs
+
+    if asked.ordinary is None or setting is CyclicSetting.STAGES:
+        return False
+    slower = _least_seconds(asked, count) / count >= _seconds(asked.ordinary)
+    costs = layer_costs(asked.session.pricer, asked.request.global_batch // count)
+    states = sum(cost.parameters + cost.states for cost in costs) if setting is CyclicSetting.DATA else 0
+    return slower or states + sum(cost.kept for cost in costs) > bytes_on(asked.budget, "")
 
 
 def _plan(asked: Asked, cyclic: Cyclic, count: int) -> Plan:
@@ -200,13 +217,24 @@ def _seconds(plan: Plan) -> float:
     return plan.prediction.step_seconds if plan.prediction else float("inf")
 
 
-def _made(asked: Asked, plan: Plan) -> Plan:
-    """With what it was made from: how far from the best of both kinds it may be is known by the ordinary search."""
-    gap, ordinary = 0.0, asked.ordinary
-    if ordinary is not None and ordinary.prediction is not None and ordinary.provenance is not None:
-        least = ordinary.prediction.step_seconds * (1.0 - ordinary.provenance.gap)
-        gap = max(1.0 - least / _seconds(plan), 0.0) if asked.delay is None or not asked.delay.only else 0.0
-    made_from = provenance(asked.session.profile, asked.budget, gap)
-    notes = plan_notes(asked.request.graph, plan)
-    left_out = () if ordinary is None else ordinary.left_out
-    return replace(plan, left_out=left_out, provenance=replace(made_from, notes=notes))
+def _made(asked: Asked, plans: Sequence[Plan]) -> list[Plan]:
+    """With what they were made from."""
+    ordinary = asked.ordinary
+    known = None if ordinary is None else ordinary.provenance
+    base = known or provenance(asked.session.profile, asked.budget, 0.0)
+    made = []
+    for plan in plans:
+        gap = _gap(asked, plan)
+        proof = Proof.FEASIBLE if gap > 0.0 else Proof.PROVEN
+        notes = plan_notes(asked.request.graph, plan)
+        made_from = replace(base, gap=gap, proof=proof, certificate="", notes=notes)
+        made.append(replace(plan, left_out=() if ordinary is None else ordinary.left_out, provenance=made_from))
+    return made
+
+
+def _gap(asked: Asked, plan: Plan) -> float:
+    """Share of a plan's time that some plan may be below it: all with delay are known, those without up to a gap."""
+    ordinary, only = asked.ordinary, asked.delay is not None and asked.delay.only
+    if only or ordinary is None or ordinary.provenance is None:
+        return 0.0
+    return max(1.0 - _seconds(ordinary) * (1.0 - ordinary.provenance.gap) / _seconds(plan), 0.0)

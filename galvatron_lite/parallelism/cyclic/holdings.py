@@ -9,10 +9,8 @@ from functools import lru_cache
 
 from galvatron_lite.parallelism.cyclic.programme import Kind, Message, Pass, Programme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
-from galvatron_lite.parallelism.cyclic.simulation import STEADY
+from galvatron_lite.parallelism.cyclic.simulation import LOOKED, STEADY, steady_passes
 
-_LOOKED = 4
-"""Training steps walked through after the first; the round before the last is told."""
 Counts = tuple[tuple[int, int], ...]
 """Pairs of a stage and how many, of stages that have any."""
 
@@ -42,18 +40,18 @@ class Holding:
     coming: tuple[Message, ...]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def holdings(rule: CyclicRule, setting: CyclicSetting, workers: int) -> tuple[Holding, ...]:
     """The holdings of every process at each pass of one round of 2N time steps."""
     programme = Programme(rule, setting, workers)
-    every = programme.all_passes(range(STEADY, STEADY + _LOOKED + 1))
+    every = steady_passes(programme)
     taken = {message: one.moment.time for _, one in every for message in one.receives}
     known = {process: _Known(programme, taken) for process in range(programme.processes)}
     found: list[Holding] = []
     following = _following(every)
     for place, (process, one) in enumerate(every):
         own = known[process]
-        if one.moment.time // (2 * workers) == STEADY + _LOOKED - 1:
+        if one.moment.time // (2 * workers) == STEADY + LOOKED - 1:
             found.append(own.holding(process, one, following[place]))
         own.run(one)
     return tuple(found)

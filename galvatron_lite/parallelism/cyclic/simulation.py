@@ -21,7 +21,7 @@ from galvatron_lite.parallelism.cyclic.timeline import Moment
 
 STEADY = 3
 """The first training step whose passes are those of any later one: updates come to their last users two steps after."""
-_LOOKED = 4
+LOOKED = 4
 """Training steps before a round that its passes may wait for something of, and more."""
 _REPEATS, _SAME = 4, 1e-9
 _ROUNDS = 8
@@ -65,10 +65,16 @@ class Loop:
     behind: tuple[Awaited | None, ...]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1)
+def steady_passes(programme: Programme) -> tuple[tuple[int, Pass], ...]:
+    """Every pass of some training steps from the first steady one on, with its process."""
+    return programme.all_passes(range(STEADY, STEADY + LOOKED + 1))
+
+
+@lru_cache(maxsize=16)
 def loop_of(rule: CyclicRule, setting: CyclicSetting, workers: int) -> Loop:
     """The loop of a programme in steady state."""
-    table = _Table(Programme(rule, setting, workers), STEADY + _LOOKED)
+    table = _Table(Programme(rule, setting, workers), STEADY + LOOKED)
     slots = tuple(table.slot(number) for number in table.inside)
     messages = tuple(message for number in table.inside for message in table.every[number][1].sends)
     behind = tuple(table.message_before(message) for message in messages)
@@ -79,7 +85,7 @@ class _Table:
     """The passes of some training steps, and of what those in the last whole round wait for."""
 
     def __init__(self, programme: Programme, last: int) -> None:
-        self.every = programme.all_passes(range(STEADY, last + 1))
+        self.every = steady_passes(programme)
         self._turn, self._last = 2 * programme.workers, last
         self.inside = [number for number in range(len(self.every)) if self._round(number) == last]
         self._slots = {_name(self.every[number][1].moment): slot for slot, number in enumerate(self.inside)}
