@@ -11,7 +11,8 @@ from torch import Tensor
 from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.parallelism.cyclic.flight import Desk, Handed, Returned
 from galvatron_lite.parallelism.cyclic.mailbox import Lane, Mailbox, lane_of
-from galvatron_lite.parallelism.cyclic.programme import Kind, Message
+from galvatron_lite.parallelism.cyclic.programme import Kind, Message, Programme
+from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.states import StageStates
 from galvatron_lite.parallelism.pipeline.transfer import Value
 
@@ -25,20 +26,30 @@ def shape_of_batch(microbatch: Any) -> Shape:
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(microbatch))
 
 
+def reach(message: Message, programme: Programme) -> int:
+    """Time steps at most from the pass that sends a message to the one that awaits it.
+
+    A micro-batch is two behind the one before it. Under ``stages`` a replica that is to have an update first may need
+    it in the training step after the next only.
+    """
+    far = programme.setting is CyclicSetting.STAGES and message.kind is Kind.UPDATE
+    return 2 * programme.workers + 1 if far else 2
+
+
 class Exchange:
     """Sends what is on a process's desk, and puts there what arrives.
 
     The structure of an activation is told ahead of the first message of a lane that holds one of its kind.
 
     Args:
-        workers: N.
+        programme: of the processes.
         desk: of this process.
         states: of the stages that it runs.
         mailbox: carries messages.
     """
 
-    def __init__(self, workers: int, desk: Desk, states: Mapping[int, StageStates], mailbox: Mailbox) -> None:
-        self._workers, self._desk, self._states, self._mailbox = workers, desk, states, mailbox
+    def __init__(self, programme: Programme, desk: Desk, states: Mapping[int, StageStates], mailbox: Mailbox) -> None:
+        self._programme, self._desk, self._states, self._mailbox = programme, desk, states, mailbox
         self._templates: dict[tuple[Lane, Shape], Value] = {}
 
     def expect(self, messages: Sequence[Message]) -> None:
@@ -57,17 +68,21 @@ class Exchange:
             tensors = self._mailbox.receive(message, self._likes(message) or [])
             self._put(message, tensors)
 
-    def send(self, messages: Sequence[Message]) -> None:
-        """Send what messages are to hold."""
+    def send(self, messages: Sequence[Message], time: int) -> None:
+        """Send what messages are to hold, in this time step."""
         for message in messages:
-            self._mailbox.send(message, self._found(message))
+            self._mailbox.send(message, self._found(message), time + reach(message, self._programme))
+
+    def clear(self, time: int) -> None:
+        """Let go of what was sent and is taken, in this time step."""
+        self._mailbox.clear(time)
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""
         self._mailbox.finish()
 
     def _number(self, message: Message) -> int:
-        return message.step * self._workers + message.worker
+        return message.step * self._programme.workers + message.worker
 
     def _key(self, message: Message) -> tuple[Lane, Shape]:
         return lane_of(message), shape_of_batch(self._desk.batches[self._number(message)])

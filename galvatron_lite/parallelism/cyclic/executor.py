@@ -57,7 +57,7 @@ class Executor:
     ) -> None:
         self.programme, self.states, self.desk, self.draws = programme, states, Desk(), draws
         self._process, self._parts, self._call, self._device = process, parts, call, device
-        self._exchange = Exchange(programme.workers, self.desk, states, mailbox)
+        self._exchange = Exchange(programme, self.desk, states, mailbox)
         self._next: dict[int, int] = {}  # by stage: the micro-batch of its next forward pass here
 
     def feed(self, step: int, microbatches: Sequence[Any]) -> None:
@@ -74,15 +74,17 @@ class Executor:
             LaunchError: another process is gone, or silent for too long.
         """
         for one, following in zip_longest(passes, passes[1:]):
+            time = one.moment.time
+            self._exchange.clear(time)
             self._exchange.receive(one.receives)
             early, late = _split(one)
-            self._exchange.send(early)
+            self._exchange.send(early, time)
             self._expect(following)
             if one.moment.backward:
                 self._backward(one)
             else:
                 self._forward(one)
-            self._exchange.send(late)
+            self._exchange.send(late, time)
             self._expect(following)
             self._let_go(one)
 
@@ -100,7 +102,7 @@ class Executor:
         self.run(self.programme.left(self._process, step))
         for one in self.programme.settling(self._process, step):
             self._exchange.receive(one.receives)
-            self._exchange.send(one.sends)
+            self._exchange.send(one.sends, one.moment.time)
         for stage, states in self.states.items():
             while states.updates:
                 self._apply(stage, self._next[stage])
@@ -152,15 +154,18 @@ class Executor:
         if stage:
             gradients = [slot.taken(self._device) for slot in flight.inputs]
             self.desk.returned[stage - 1, number] = Returned(gradients, returned.loss)
+        del flight  # and with it what only this graph still used
+        part.bind(states.at(states.newest))
         if one.finishes:
             states.finish(one.moment.step)
             if self.programme.setting is CyclicSetting.SINGLE:
                 self._apply(stage, self._next[stage])
-        part.bind(states.at(states.newest))
+                part.bind(states.at(states.newest))
 
     def _apply(self, stage: int, number: int) -> None:
         """Apply the next update of a stage, before the forward pass of micro-batch ``number``."""
         states, oldest = self.states[stage], self.programme.version(stage, number)
+        states.forget_before(oldest)
         waiting = {flight.version for place, flight in self.desk.flights.items() if place[0] == stage}
         states.apply(states.newest, keep=oldest <= states.newest or states.newest in waiting)
         states.forget_before(oldest)

@@ -7,9 +7,8 @@ ahead (``expect``).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -21,17 +20,18 @@ from galvatron_lite.errors import LaunchError
 from galvatron_lite.parallelism.cyclic.packing import pack, packed_bytes, unpack
 from galvatron_lite.parallelism.cyclic.programme import Kind, Message
 
-REACH = 4
-"""Sends of a lane that may be under way. Every message is awaited at most two time steps after it was sent, so one that
-is so much older has been asked for by a pass that depends on nothing sent since: waiting for it ends."""
+SENDING, AWAITING = "could not send {} to", "waited in vain for {} from"
 RESUME = "Training has stopped. Start all processes again and resume from the last checkpoint."
 
 
 class Mailbox(Protocol):
     """Where an executor sends and receives; both ends of every message know the shapes of its tensors."""
 
-    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """Send copies of the tensors; returns at once."""
+    def send(self, message: Message, tensors: Sequence[Tensor], due: int = 0) -> None:
+        """Send copies of the tensors; returns at once. The target asks for them at time step ``due`` at the latest."""
+
+    def clear(self, time: int) -> None:
+        """Let go of the copies that were due before this time step."""
 
     def expect(self, message: Message, likes: Sequence[Tensor]) -> None:
         """Start to receive. Messages of one lane are expected in the order in which they are sent."""
@@ -66,19 +66,14 @@ def lane_of(message: Message) -> Lane:
     return Lane(message.kind, message.source, message.target)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Transfer:
     """One under way."""
 
     work: dist.Work | None
     buffer: Tensor
     message: Message
-
-
-@dataclass(slots=True)
-class _Traffic:
-    sending: deque[_Transfer] = field(default_factory=deque)
-    expected: dict[Message, _Transfer] = field(default_factory=dict)
+    due: int = 0
 
 
 class ProcessMailbox:
@@ -99,37 +94,43 @@ class ProcessMailbox:
             for kind in sorted(set(kinds))
             for up in (True, False)
         }
-        self._lanes: dict[Lane, _Traffic] = {}
+        self._sending: list[_Transfer] = []
+        self._expected: dict[Message, _Transfer] = {}
 
-    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+    def send(self, message: Message, tensors: Sequence[Tensor], due: int = 0) -> None:
         """See ``Mailbox``."""
-        sending = self._traffic(message).sending
-        while len(sending) >= REACH:
-            self._wait(sending.popleft(), "was not taken by", message.target)
         buffer = pack(tensors, self._device)
         try:
             work = dist.isend(buffer, message.target, group=self._group(message))
         except RuntimeError as error:
-            raise self._lost(message, "could not be sent to", message.target, error) from error
-        sending.append(_Transfer(work, buffer, message))
+            raise self._lost(message, SENDING, message.target, error) from error
+        self._sending.append(_Transfer(work, buffer, message, due))
+
+    def clear(self, time: int) -> None:
+        """See ``Mailbox``. What was due before has been asked for by a pass that needs nothing sent since, so waiting
+        for it ends. (Without waiting, gloo does not tell whether a transfer is complete.)
+        """
+        taken = [one for one in self._sending if one.due < time]
+        self._sending = [one for one in self._sending if one.due >= time]
+        for transfer in taken:
+            self._wait(transfer, SENDING, transfer.message.target)
 
     def expect(self, message: Message, likes: Sequence[Tensor]) -> None:
         """See ``Mailbox``."""
-        expected = self._traffic(message).expected
-        if message in expected:
+        if message in self._expected:
             return
         buffer = torch.empty(packed_bytes(likes), dtype=torch.uint8, device=self._device)
         try:
             work = dist.irecv(buffer, message.source, group=self._group(message))
         except RuntimeError as error:
-            raise self._lost(message, "did not arrive from", message.source, error) from error
-        expected[message] = _Transfer(work, buffer, message)
+            raise self._lost(message, AWAITING, message.source, error) from error
+        self._expected[message] = _Transfer(work, buffer, message)
 
     def receive(self, message: Message, likes: Sequence[Tensor]) -> list[Tensor]:
         """See ``Mailbox``."""
         self.expect(message, likes)
-        transfer = self._traffic(message).expected.pop(message)
-        self._wait(transfer, "did not arrive from", message.source)
+        transfer = self._expected.pop(message)
+        self._wait(transfer, AWAITING, message.source)
         return unpack(transfer.buffer, likes)
 
     def tell(self, message: Message, value: object) -> None:
@@ -142,15 +143,14 @@ class ProcessMailbox:
         try:
             dist.recv_object_list(received, src=message.source, group=self._group(message), device=self._device)
         except RuntimeError as error:
-            raise self._lost(message, "did not arrive from", message.source, error) from error
+            raise self._lost(message, AWAITING, message.source, error) from error
         return received[0]
 
     def finish(self) -> None:
         """See ``Mailbox``."""
-        for traffic in self._lanes.values():
-            while traffic.sending:
-                transfer = traffic.sending.popleft()
-                self._wait(transfer, "was not taken by", transfer.message.target)
+        while self._sending:
+            transfer = self._sending.pop(0)
+            self._wait(transfer, SENDING, transfer.message.target)
 
     def _wait(self, transfer: _Transfer, what: str, peer: int) -> None:
         try:
@@ -164,9 +164,10 @@ class ProcessMailbox:
         groups, self._groups = self._groups, {}
         for group in groups.values():
             dist.destroy_process_group(group)
+        why = str(error).splitlines()[0].split(". ")[0]
         return LaunchError(
-            f"{_told(message)} {what} rank {peer}: silent for {self._timeout.total_seconds():g} s, or gone "
-            f"({str(error).splitlines()[0]}). {RESUME}"
+            f"{_told(message, what)} rank {peer}, which is gone or was silent for {self._timeout.total_seconds():g} s "
+            f"({why}). {RESUME}"
         )
 
     def _group(self, message: Message) -> Any:
@@ -177,20 +178,18 @@ class ProcessMailbox:
             )
         return self._groups[key]
 
-    def _traffic(self, message: Message) -> _Traffic:
-        return self._lanes.setdefault(lane_of(message), _Traffic())
 
-
-def _told(message: Message) -> str:
-    """A message, to be named in an error."""
-    return f"Worker {message.worker}, stage {message.stage}, training step {message.step}: the {_NAMES[message.kind]}"
+def _told(message: Message, what: str) -> str:
+    """What was to be done with a message, to be told in an error."""
+    place = f"Worker {message.worker}, stage {message.stage}, training step {message.step}"
+    return f"{place}: {what.format(_NAMES[message.kind])}"
 
 
 _NAMES = {
     Kind.ACTIVATION: "activations",
     Kind.GRADIENT: "gradients of activations",
-    Kind.PARTIAL: "gradient sum of the workers so far",
-    Kind.UPDATE: "gradient of all workers",
+    Kind.PARTIAL: "the sum of gradients so far",
+    Kind.UPDATE: "the gradient of all workers",
     Kind.WEIGHTS: "parameters",
-    Kind.STATES: "parameters, gradient sum and optimizer states",
+    Kind.STATES: "parameters, gradients and optimizer states",
 }

@@ -136,6 +136,8 @@ class CyclicModel(nn.Module):
     def train_step(self, batch: Any, optimizer: CyclicOptimizer, max_grad_norm: float | None = None) -> Tensor:
         """Begin a training step: run this process's passes up to the first that needs the next batch.
 
+        Behind the last one call ``flush`` (``full_state_dict`` does): others still wait for messages of this process.
+
         Args:
             batch: the same global batch on every rank; it may not be changed in place while it is used.
             optimizer: what ``optimizer`` returned.

@@ -44,12 +44,14 @@ class MemoryMailbox:
     post: Post
     expected: list[Message] = field(default_factory=list)
 
-    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+    def send(self, message: Message, tensors: Sequence[Tensor], due: int = 0) -> None:
         self.post.sent.append(message)
         self.post.lanes[lane_of(message)].put((message, pack(tensors, CPU)))
 
+    def clear(self, time: int) -> None:
+        pass
+
     def expect(self, message: Message, likes: Sequence[Tensor]) -> None:
-        assert not any(tensor.is_meta is None for tensor in likes)
         self.expected.append(message)
 
     def receive(self, message: Message, likes: Sequence[Tensor]) -> list[Tensor]:

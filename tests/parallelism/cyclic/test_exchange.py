@@ -1,0 +1,39 @@
+"""What the mailbox relies on: when messages are awaited, and in which order."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+from galvatron_lite.parallelism.cyclic.exchange import reach
+from galvatron_lite.parallelism.cyclic.mailbox import Lane, lane_of
+from galvatron_lite.parallelism.cyclic.programme import Kind, Message, Programme
+from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
+
+STEPS = 4
+SETTINGS = [CyclicSetting.DATA, CyclicSetting.ZERO, CyclicSetting.STAGES]
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 6])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("rule", CyclicRule)
+def test_messages_are_awaited_soon_and_in_order(rule: CyclicRule, setting: CyclicSetting, workers: int) -> None:
+    programme = Programme(rule, setting, workers)
+    sent, received = dict[Message, int](), dict[Message, int]()
+    leaving, arriving = defaultdict[Lane, list[Message]](list), defaultdict[Lane, list[Message]](list)
+    for process in range(programme.processes):
+        for step in range(STEPS):
+            for one in programme.passes(process, step):
+                for message in one.sends:
+                    sent[message] = one.moment.time
+                    leaving[lane_of(message)].append(message)
+                for message in one.receives:
+                    received[message] = one.moment.time
+                    arriving[lane_of(message)].append(message)
+    for lane, messages in arriving.items():
+        known = [message for message in messages if message in sent]  # not those that leave before the first pass
+        assert leaving[lane][: len(known)] == known
+    both = sent.keys() & received.keys()
+    assert all(sent[one] < received[one] <= sent[one] + reach(one, programme) for one in both)
+    assert Kind.PARTIAL in {one.kind for one in both} or setting is CyclicSetting.ZERO

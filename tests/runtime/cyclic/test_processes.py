@@ -1,0 +1,77 @@
+"""Cyclic data parallelism on processes: it equals the reference, without a collective."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from galvatron_lite.parallelism.cyclic.rules import CyclicSetting, device_count
+from tests.cyclic_reference import Step, train_reference
+from tests.parallelism.cyclic.models import split
+from tests.pool import JobError, WorkerPool
+from tests.runtime.cyclic.jobs import ADAM, COLLECTIVES, STEPS, batches_of, case_of, loaded, one_lost, trained
+
+PARAMETERS = {
+    2: [["blocks.0"], ["blocks.1"]],
+    3: [["stem", "scale", "blocks.0"], ["blocks.1", "blocks.2"], ["blocks.3", "norm", "head"]],
+}
+
+
+@cache
+def expected(count: int, rule: str) -> list[Step]:
+    model, _, _ = case_of(count)
+    parts = [split(batch, count) for batch in batches_of(count)]
+    return train_reference(model, PARAMETERS[count], parts, optimizer_factory=ADAM, rule=rule)
+
+
+def check(results: list[dict[str, Any]], steps: list[Step]) -> None:
+    last = steps[-1]
+    for result in results:
+        for name, value in last.parameters.items():
+            torch.testing.assert_close(result["state"][name], value, rtol=0, atol=1e-12)
+        assert result["state"].keys() == last.parameters.keys() | last.buffers.keys()
+        assert not set(COLLECTIVES) & result["calls"].keys()
+
+
+@pytest.mark.parametrize(("count", "rule"), [(2, "cdp-v1"), (2, "cdp-v2"), (3, "cdp-v2")])
+@pytest.mark.parametrize("setting", ["data", "stages"])
+def test_equals_the_reference(pool: WorkerPool, setting: str, count: int, rule: str) -> None:
+    world = device_count(CyclicSetting(setting), count)
+    results = pool.run(world, trained, count=count, rule=rule, setting=setting)
+    steps = expected(count, rule)
+    check(results, steps)
+    if setting == "data":
+        for step in range(STEPS):
+            losses = [result["losses"][step] for result in results]
+            assert losses == pytest.approx(steps[step].losses, abs=1e-12)
+            # a backward message of each stage but the last worker's, and a stage at a time on the forward track
+            assert all(0 < result["calls"]["isend"] <= 2 * 2 * count for result in results)
+
+
+@pytest.mark.parametrize(("setting", "count", "lost"), [("data", 3, 1), ("stages", 2, 2)])
+def test_a_killed_process_stops_the_others(
+    pool: WorkerPool, tmp_path: Path, setting: str, count: int, lost: int
+) -> None:
+    """At once, and each is told what it waited for, from whom, and what to do."""
+    with pytest.raises(JobError):
+        pool.run(3, one_lost, count=count, setting=setting, lost=lost, folder=str(tmp_path))
+    told = {int(path.name): path.read_text() for path in tmp_path.iterdir()}
+    assert set(told) == {0, 1, 2} - {lost}
+    for text in told.values():
+        seconds, message = text.split(" ", 1)
+        assert float(seconds) < 30
+        assert message.startswith("LaunchError: Worker ")
+        assert "stage " in message
+        assert " rank " in message
+        assert "resume from the last checkpoint" in message
+    assert any(f"rank {lost}" in text for text in told.values())
+
+
+@pytest.mark.parametrize("setting", ["data", "stages"])
+def test_a_whole_state_can_be_set(pool: WorkerPool, setting: str) -> None:
+    for changed in pool.run(3, loaded, count=3 if setting == "data" else 2, setting=setting):
+        assert all(bool((value == 1).all()) for value in changed.values())
