@@ -22,7 +22,8 @@ from tests.parallelism.cyclic.models import Case, blocks_case, make_batches, mak
 
 COLLECTIVES = (
     "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter",
-    "reduce_scatter_tensor", "broadcast", "broadcast_object_list", "barrier", "reduce", "gather", "scatter", "all_to_all", "all_to_all_single",
+    "reduce_scatter_tensor", "broadcast", "broadcast_object_list", "barrier", "reduce", "gather", "scatter",
+    "all_to_all", "all_to_all_single",
 )  # fmt: skip
 SENDS = ("isend", "send")
 ADAM = partial(torch.optim.Adam, lr=0.01)
