@@ -72,9 +72,6 @@ def auto_parallelize(
         InputError: the model, batch or a file cannot be used.
         InfeasibleError: no plan fits the budget.
     """
-    from galvatron_lite.runtime.cyclic.model import CyclicModel
-    from galvatron_lite.runtime.engine import ParallelModel
-
     place = pick_device(device)
     join(place)
     example = batch if batch is not None else example_batch(model)
@@ -83,10 +80,24 @@ def auto_parallelize(
     if chosen is None:
         known = _profile(profile, model, example, loss_fn, blocks, precision, folder)
         chosen = _agreed_plan(known, mem, global_batch or batch_size(example))
-    made = ParallelModel if chosen.cyclic is None else CyclicModel
-    return made(
+    return _kind_of(chosen)(
         model, chosen, layers, example, loss_fn=loss_fn, device=place, precision=precision, init_fn=init_fn, seed=seed
     )
+
+
+def _kind_of(plan: Plan) -> type[ParallelModel] | type[CyclicModel]:
+    """What runs a plan."""
+    if plan.cyclic is not None:
+        from galvatron_lite.runtime.cyclic.model import CyclicModel
+
+        return CyclicModel
+    if plan.branches:
+        from galvatron_lite.runtime.branches.engine import BranchedModel
+
+        return BranchedModel
+    from galvatron_lite.runtime.engine import ParallelModel
+
+    return ParallelModel
 
 
 def _given_plan(plan: Plan | str | Path | None) -> Plan | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -82,11 +82,18 @@ class ParallelModel(nn.Module):
         self.device = pick_device() if device is None else torch.device(device)
         self.plan, self.max_grad_norm, self._loss_fn = plan, max_grad_norm, loss_fn
         self._compute = compute_dtype(precision or plan.precision)
-        meshes = build_meshes(plan, self.device.type)
         options = Options(self.device, self._compute, tensor_plans, init_fn, seed, loss_fn)
-        self.runtime: StageRuntime = set_up(model, plan, layers, batch, meshes, options)
+        self.runtime: StageRuntime = self._set_up(model, layers, batch, options)
         self.module = model
         self._rows = 0
+
+    def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: Options) -> StageRuntime:
+        return set_up(model, self.plan, layers, batch, build_meshes(self.plan, self.device.type), options)
+
+    @property
+    def runtimes(self) -> Sequence[StageRuntime]:
+        """What trains the parts of the model that are on this rank, ``runtime`` first."""
+        return [self.runtime]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The mean loss of a global batch, worked on in one go: ``parallel(batch)``, or as the model is called.
@@ -101,9 +108,10 @@ class ParallelModel(nn.Module):
             raise InputError("plan", f"{len(self.plan.stages)} stages", "Train it with train_step(batch, optimizer).")
         batch = args[0] if len(args) == 1 and not kwargs else (kwargs or args)
         (part,) = self._parts(batch, 1)
-        set_all_reduce(self.runtime.sharded.replicated, True)
         loss = self._local_loss(part)
-        self.runtime.reducer.watch(loss)
+        for runtime in self.runtimes:
+            set_all_reduce(runtime.sharded.replicated, True)
+            runtime.reducer.watch(loss)
         shares = self.runtime.traffic.glue.batch
         group = self.runtime.glue_groups.batch
         if group is None:
@@ -151,15 +159,17 @@ class ParallelModel(nn.Module):
 
         def before_backward(_number: int) -> None:
             last = next(pending) == count - 1
-            set_all_reduce(runtime.sharded.replicated, last)
-            runtime.reducer.synchronise = last
-            runtime.reducer.begin()
+            for one in self.runtimes:
+                set_all_reduce(one.sharded.replicated, last)
+                one.reducer.synchronise = last
+                one.reducer.begin()
 
         if runtime.pipeline is None:
             total = self._accumulate(parts, scale, before_backward)
         else:
             total = runtime.pipeline.step(parts, lambda part: self._scaled(part, scale), before_backward)
-        runtime.reducer.finish()
+        for one in self.runtimes:
+            one.reducer.finish()
         if runtime.shared is not None:
             runtime.shared.reduce()
         return total / (runtime.meshes.stage_devices // runtime.traffic.glue.batch)
@@ -169,13 +179,17 @@ class ParallelModel(nn.Module):
 
         Layers under ZeRO reduce at every backward pass.
         """
-        return self.runtime.reducer.no_sync()
+        return _all_of([runtime.reducer.no_sync() for runtime in self.runtimes])
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the whole model's gradient to a norm, after backward; returns its norm before. All ranks call it."""
         norm = self._reduced([])[-1].sqrt()
-        scale_gradients(self.runtime.owned, norm, max_norm)
+        self._scale(norm, max_norm)
         return norm
+
+    def _scale(self, norm: Tensor, largest: float) -> None:
+        for runtime in self.runtimes:
+            scale_gradients(runtime.owned, norm, largest)
 
     def param_groups(self, groups: Any = None) -> list[dict[str, Any]]:
         """Parameter groups for any torch optimizer: shards of unlike kinds are in separate groups.
@@ -210,7 +224,7 @@ class ParallelModel(nn.Module):
         Running statistics of batch norms are right for this rank's own channels only. It is not what to save:
         ``full_state_dict`` is. Warns where parameters are split.
         """
-        if _holds_shares(self.runtime):
+        if any(_holds_shares(runtime) for runtime in self.runtimes):
             warnings.warn(
                 "state_dict() holds this rank's shares alone. Save parallel.full_state_dict(), which all ranks call.",
                 stacklevel=2,
@@ -220,12 +234,15 @@ class ParallelModel(nn.Module):
     def _parts(self, batch: Any, count: int) -> list[Any]:
         """This rank's rows of every micro-batch, in the layout of its stage's glue code, on its device."""
         samples = batch_size(batch)
-        check_samples(samples, self.plan, count)
+        self._check_samples(samples, count)
         self._rows = samples // count
         traffic, place = self.runtime.traffic, self.runtime.meshes.index_in_stage
         ((top, bottom),) = traffic.glue.samples((self._rows,)).box(place, (self._rows,)).ranges
         parts = [slice_batch(batch, start + top, start + bottom) for start in range(0, samples, self._rows)]
         return [traffic.cut_batch(part, self.device) for part in parts]
+
+    def _check_samples(self, samples: int, count: int) -> None:
+        check_samples(samples, self.plan, count)
 
     def _local_loss(self, part: Any) -> Tensor:
         traffic = self.runtime.traffic
@@ -261,16 +278,16 @@ class ParallelModel(nn.Module):
                 "Look at the batch, lower the learning rate, or clip the gradient (max_grad_norm)."
             )
         if largest is not None:
-            scale_gradients(self.runtime.owned, reduced[-1].sqrt(), largest)
+            self._scale(reduced[-1].sqrt(), largest)
         return reduced[0]
 
     def _reduced(self, values: list[Tensor], with_norm: bool = True) -> Tensor:
         """Sums over the world of values, and of the gradient's squared norm, in one message."""
-        runtime = self.runtime
         if with_norm:
-            values = [*values, squared_norm_share(runtime.owned, runtime.counted_elsewhere, self.device)]
+            shares = [squared_norm_share(one.owned, one.counted_elsewhere, self.device) for one in self.runtimes]
+            values = [*values, torch.stack(shares).sum()]
         stacked = torch.stack([value.float() for value in values])
-        if runtime.meshes.world > 1:
+        if self.runtime.meshes.world > 1:
             dist.all_reduce(stacked)
         return stacked
 
@@ -279,6 +296,15 @@ def _holds_shares(runtime: StageRuntime) -> bool:
     """Whether parameters are split over ranks, or other stages have theirs."""
     split = any(one.shard is not None or isinstance(one.parameter, DTensor) for one in runtime.owned)
     return split or runtime.pipeline is not None
+
+
+@contextmanager
+def _all_of(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
+    """Several contexts as one."""
+    with ExitStack() as stack:
+        for one in contexts:
+            stack.enter_context(one)
+        yield
 
 
 class _GlobalMean(torch.autograd.Function):

@@ -46,6 +46,11 @@ class Box:
         return tuple(max(0, stop - start) for start, stop in self.ranges)
 
     @property
+    def dims(self) -> int:
+        """How many dims the tensor has."""
+        return len(self.ranges)
+
+    @property
     def items(self) -> int:
         """Items inside."""
         return prod(self.shape)
@@ -207,8 +212,14 @@ class Route:
 def route(source: Split, target: Split, shape: tuple[int, ...], place: int) -> Route:
     """The way of the rank at ``place`` from one split of a tensor of that whole shape to another."""
     ranks = range(source.devices)
-    before = [source.box(rank, shape) for rank in ranks]
-    after = [target.box(rank, shape) for rank in ranks]
+    before, after = (tuple(split.box(rank, shape) for rank in ranks) for split in (source, target))
+    return route_boxes(before, after, place)
+
+
+@lru_cache(maxsize=4096)
+def route_boxes(before: tuple[Box, ...], after: tuple[Box, ...], place: int) -> Route:
+    """The same from what each rank holds to what each is to hold; boxes without items where a rank has no part."""
+    ranks = range(len(before))
     holders: dict[Box, list[int]] = {}
     for rank, box in enumerate(before):
         holders.setdefault(box, []).append(rank)
@@ -218,7 +229,7 @@ def route(source: Split, target: Split, shape: tuple[int, ...], place: int) -> R
         same = holders[before[sender]]
         chosen = receiver if receiver in same else same[receiver % len(same)]
         piece = before[sender].meet(after[receiver])
-        return piece if piece.items and sender == chosen else _nothing(len(shape))
+        return piece if piece.items and sender == chosen else nothing(piece.dims)
 
     local = all(after[rank].meet(before[rank]) == after[rank] or not after[rank].items for rank in ranks)
     return Route(
@@ -227,5 +238,6 @@ def route(source: Split, target: Split, shape: tuple[int, ...], place: int) -> R
     )  # fmt: skip
 
 
-def _nothing(dims: int) -> Box:
+def nothing(dims: int) -> Box:
+    """A box without items."""
     return Box(((0, 0),) * dims)

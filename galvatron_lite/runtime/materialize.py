@@ -50,6 +50,7 @@ class Materializer:
         init_fn: InitFn | None = None,
     ) -> None:
         self._model, self._device, self._seed, self._init_fn = model, device, seed, init_fn
+        self._home = next((layer for layer in layers if layer.role is Role.BEFORE), layers[0])
         self._holders = _holders(model)
         inside = {id(m) for layer in layers for path in layer.modules for m in model.get_submodule(path).modules()}
         self._outside = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
@@ -57,15 +58,15 @@ class Materializer:
     def place(self, layer: Layer) -> None:
         """Make a layer's parameters and buffers real.
 
-        A parameter shared with another layer is made once, for both. The layer before the blocks brings along what no
-        layer's module holds. On later pipeline stages call this for the layer before the blocks as well: it has no
-        parameters there, but its buffers may still be read.
+        A parameter shared with another layer is made once, for both. The layer before the blocks (the first one where
+        there is none) brings along what no layer's module holds. On later pipeline stages call this for the layer
+        before the blocks as well: it has no parameters there, but its buffers may still be read.
 
         Raises:
             InputError: a parameter or buffer that nothing initialises.
         """
         modules = [named for path in layer.modules for named in _children_first(self._model, path)]
-        if layer.role is Role.BEFORE:
+        if layer == self._home:
             modules += self._outside[::-1]
         fresh = {name: self._place_tensors(module) for name, module in modules}
         if any(fresh.values()):

@@ -75,6 +75,7 @@ class Meshes:
         stage_devices: ranks of one stage.
         pipeline: ranks with this rank's place in every stage, in stage order.
         by_degrees: groups of strategies, of which only the degrees count, for this rank's stage.
+        first: rank of the first stage's first; not 0 where a part of the model has ranks of its own.
     """
 
     rank: int
@@ -82,6 +83,7 @@ class Meshes:
     stage_devices: int
     pipeline: Group
     by_degrees: Mapping[Strategy, StrategyGroups]
+    first: int = 0
 
     @property
     def world(self) -> int:
@@ -91,12 +93,17 @@ class Meshes:
     @property
     def stage_index(self) -> int:
         """Which stage this rank works on."""
-        return self.rank // self.stage_devices
+        return (self.rank - self.first) // self.stage_devices
 
     @property
     def index_in_stage(self) -> int:
         """This rank's place in its stage."""
-        return self.rank % self.stage_devices
+        return (self.rank - self.first) % self.stage_devices
+
+    @property
+    def stage_first(self) -> int:
+        """The first rank of this rank's stage."""
+        return self.first + self.stage_index * self.stage_devices
 
     def groups(self, strategy: Strategy) -> StrategyGroups:
         """This rank's groups under a strategy that a layer of its stage has."""
@@ -118,6 +125,16 @@ def build_meshes(plan: Plan, device_type: str) -> Meshes:
     """
     _check_schedule(plan)
     _check_strategies(plan)
+    join_world(plan, device_type)
+    return _build(plan, device_type, dist.get_rank())
+
+
+def join_world(plan: Plan, device_type: str) -> None:
+    """Start a process group where none runs, and see that it has the plan's size.
+
+    Raises:
+        LaunchError: it has another.
+    """
     join(torch.device(device_type))
     world = dist.get_world_size()
     if world != plan.devices:
@@ -125,7 +142,47 @@ def build_meshes(plan: Plan, device_type: str) -> Meshes:
             f"The plan is for {plan.devices} device(s), but {world} process(es) were launched. "
             f"Launch {plan.devices} (torchrun --nproc-per-node), or make a plan for {world} (--gpus {world})."
         )
-    return _build(plan, device_type, dist.get_rank())
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Layers that have ranks of their own, and no pipeline.
+
+    Attributes:
+        first: their first rank.
+        devices: how many consecutive ranks.
+        strategies: of the layers. Those of one device: every rank does the whole work.
+    """
+
+    first: int
+    devices: int
+    strategies: tuple[Strategy, ...]
+
+
+def build_part_meshes(parts: Sequence[Part], device_type: str) -> list[Meshes | None]:
+    """Every process group of several parts of a model; all ranks must call it together, once the world is joined.
+
+    Returns:
+        By part: the groups of this rank; None where it is not one of the part's.
+    """
+    rank = dist.get_rank()
+    keys = [key for part in parts for degrees in _part_degrees(part) for key in _keys(degrees, part.first)]
+    made = _make_groups(keys, device_type)
+    return [_part_view(part, rank, made, device_type) for part in parts]
+
+
+def _part_degrees(part: Part) -> list[Strategy]:
+    return sorted({_degrees(strategy) for strategy in part.strategies})
+
+
+def _part_view(part: Part, rank: int, made: Mapping[Key, dist.ProcessGroup], device_type: str) -> Meshes | None:
+    if not part.first <= rank < part.first + part.devices:
+        return None
+    views = {
+        degrees: _view(degrees, part.first if degrees.devices > 1 else rank, rank, made, device_type)
+        for degrees in _part_degrees(part)
+    }
+    return Meshes(rank, 1, part.devices, None, views, part.first)
 
 
 def _check_schedule(plan: Plan) -> None:

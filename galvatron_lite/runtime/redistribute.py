@@ -49,12 +49,12 @@ class Mover:
         """The same without autograd."""
         way = route(source, target, shape, self.place)
         if way.local:
-            return _cut(tensor, way.wanted.within(way.held)).clone(memory_format=torch.contiguous_format)
+            return cut_box(tensor, way.wanted.within(way.held)).clone(memory_format=torch.contiguous_format)
         return self._exchange(tensor, way)
 
     def _exchange(self, tensor: Tensor, way: Route) -> Tensor:
         """All-to-all of the pieces, as bytes: gloo does not know every dtype."""
-        pieces = [_cut(tensor, piece.within(way.held)).flatten() for piece in way.sends if piece.items]
+        pieces = [cut_box(tensor, piece.within(way.held)).flatten() for piece in way.sends if piece.items]
         sent = torch.cat(pieces) if pieces else tensor.new_empty(0)
         arriving = [piece for piece in way.receives if piece.items]
         # what comes from one rank alone is in order already; no view, so that code behind may change it in place
@@ -68,7 +68,8 @@ class Mover:
         return received if len(arriving) <= 1 else _assemble(received, way.wanted, arriving)
 
 
-def _cut(tensor: Tensor, piece: Box) -> Tensor:
+def cut_box(tensor: Tensor, piece: Box) -> Tensor:
+    """Part of a tensor, as a view."""
     return tensor[tuple(slice(start, stop) for start, stop in piece.ranges)]
 
 
@@ -77,7 +78,7 @@ def _assemble(received: Tensor, wanted: Box, pieces: Sequence[Box]) -> Tensor:
     result = received.new_empty(wanted.shape)
     parts = torch.split(received, [piece.items for piece in pieces])
     for piece, part in zip(pieces, parts, strict=True):
-        _cut(result, piece.within(wanted)).copy_(part.view(piece.shape))
+        cut_box(result, piece.within(wanted)).copy_(part.view(piece.shape))
     return result
 
 

@@ -111,27 +111,84 @@ def set_up(
     ties = find_shared(model, layers)
     check_shared(ties, strategies)
     stage = stages[meshes.stage_index]
-    glue = glue_layout(stage)
-    matmuls = tensor_plans(model, everything, batch) if options.tensor_plans is None else options.tensor_plans
-    plans = LayerPlans(matmuls, channel_plans(model, stage, batch))
-    sampled = _sample_arguments(model, stage, glue, batch)
+    known = examine(model, everything, stage, batch, options)
     flow = known_flow(model, layers, batch, options.loss_fn) if len(stages) > 1 else None
     broadcast_values(model, options.device)
     if any(strategy.devices > strategy.batch_degree for strategy in strategies.values()):
         share_random_state(options.device)
     names = [[placed.layer.name for placed in one] for one in stages]
     cut = _cut_stage(model, layers, names, meshes.stage_index, flow)
-    sharded = _split(model, layers, stage, meshes, plans, options)
-    mover = Mover(meshes.groups(stage[0].strategy).everyone, meshes.index_in_stage)
-    strategy = glue_of(stage).strategy
-    border = border_of(glue, strategy, meshes.groups(strategy))
-    traffic = Traffic(mover, border, PIXELS_RULES, options.compute, sampled)
     incoming = stages[meshes.stage_index - 1][-1].layout if meshes.stage_index else None
+    runtime = assemble(model, layers, stage, meshes, known, options, incoming)
+    runtime.shared = SharedCopies(model, ties, names, strategies) if len(stages) > 1 else None
+    runtime.pipeline = _runner(cut, plan, meshes, runtime.traffic, options.device)
+    return runtime
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What must be found out of a whole model before it is changed.
+
+    Attributes:
+        plans: how layers are split inside.
+        sampled: which arguments of layers hold the samples; see ``Traffic``.
+    """
+
+    plans: LayerPlans
+    sampled: Mapping[str, Mapping[str, bool]]
+
+
+def examine(
+    model: nn.Module, everything: Sequence[Placed], stage: Sequence[Placed], batch: Any, options: Options
+) -> Known:
+    """What splitting a stage needs to know.
+
+    Args:
+        model: the whole one, unchanged.
+        everything: the layers of all stages.
+        stage: those of this rank's stage.
+        batch: an example.
+        options: of the model.
+
+    Raises:
+        InputError: a layer that cannot be split as its strategy says.
+    """
+    matmuls = tensor_plans(model, everything, batch) if options.tensor_plans is None else options.tensor_plans
+    plans = LayerPlans(matmuls, channel_plans(model, stage, batch))
+    return Known(plans, _sample_arguments(model, stage, glue_layout(stage), batch))
+
+
+def assemble(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    stage: tuple[Placed, ...],
+    meshes: Meshes,
+    known: Known,
+    options: Options,
+    incoming: Layout | None = None,
+    roots: Sequence[nn.Module] = (),
+) -> StageRuntime:
+    """Split a stage in place and make what trains it, without pipeline. All ranks of the stage call it together.
+
+    Args:
+        model: holds the stage's layers, and no parameter of others that is not hollow.
+        layers: those of the model.
+        stage: those of the stage.
+        meshes: process groups.
+        known: from ``examine``.
+        options: of the model.
+        incoming: layout in which a stage before this one sends.
+        roots: the modules of the model that are called; the model itself if not given.
+    """
+    sharded = _split(model, layers, stage, meshes, known.plans, options, roots or [model])
+    glue = glue_of(stage)
+    groups = meshes.groups(glue.strategy)
+    border = border_of(glue_layout(stage), glue.strategy, groups)
+    mover = Mover(meshes.groups(stage[0].strategy).everyone, meshes.index_in_stage)
+    traffic = Traffic(mover, border, PIXELS_RULES, options.compute, known.sampled)
     install_hooks(model, sharded.borders, traffic, incoming)
-    shared = SharedCopies(model, ties, names, strategies) if len(stages) > 1 else None
     owned = owned_parameters(model, stage, meshes, sharded.shards)
-    reducer, runner = GradientReducer(reduced_parameters(owned)), _runner(cut, plan, meshes, traffic, options.device)
-    return StageRuntime(stage, meshes, owned, sharded, reducer, traffic, runner, shared)
+    return StageRuntime(stage, meshes, owned, sharded, GradientReducer(reduced_parameters(owned)), traffic, None, None)
 
 
 def known_flow(model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: LossFn | None) -> Flow | None:
@@ -177,13 +234,14 @@ def _split(
     meshes: Meshes,
     plans: LayerPlans,
     options: Options,
+    roots: Sequence[nn.Module],
 ) -> Sharded:
     materializer = Materializer(model, layers, options.device, options.seed, options.init_fn)
     for layer in layers:
         # it has no parameters on later stages, but its buffers may still be read
         if layer.role is Role.BEFORE and all(placed.layer is not layer for placed in stage):
             materializer.place(layer)
-    return shard_stage(model, stage, meshes, plans, materializer.place, options.compute)
+    return shard_stage(model, stage, meshes, plans, materializer.place, options.compute, roots)
 
 
 def _runner(
@@ -210,12 +268,12 @@ def _sample_arguments(
 
 def share_random_state(device: torch.device) -> None:
     """Give every rank rank 0's random states: ranks that share samples must drop the same activations."""
-    torch.set_rng_state(_first(torch.get_rng_state(), device))
+    torch.set_rng_state(of_rank_zero(torch.get_rng_state(), device))
     if device.type != "cpu":
-        torch.cuda.set_rng_state(_first(torch.cuda.get_rng_state(device), device), device)
+        torch.cuda.set_rng_state(of_rank_zero(torch.cuda.get_rng_state(device), device), device)
 
 
-def _first(state: Tensor, device: torch.device) -> Tensor:
+def of_rank_zero(state: Tensor, device: torch.device) -> Tensor:
     """Rank 0's value of a tensor on the CPU."""
     there = state.to(device)
     dist.broadcast(there, src=0)

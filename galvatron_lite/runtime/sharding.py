@@ -103,6 +103,7 @@ def shard_stage(
     plans: LayerPlans,
     place: Callable[[Layer], None],
     compute: torch.dtype | None,
+    roots: Sequence[nn.Module],
 ) -> Sharded:
     """Split a stage's layers in place: tensor, channel and spatial parallelism, recomputation, ZeRO.
 
@@ -113,6 +114,7 @@ def shard_stage(
         plans: how layers are split.
         place: brings a layer onto the device; called for one layer at a time, before it is split.
         compute: dtype of compute; None: that of the parameters.
+        roots: the modules that are called.
     """
     done = Sharded()
     for layers in _tied_layers(model, stage):
@@ -133,7 +135,8 @@ def shard_stage(
     meshed = [meshes.groups(placed.strategy).zero_mesh for placed in stage]
     mesh = next((mesh for mesh in meshed if mesh is not None), None)
     if done.zero_modules and mesh is not None:
-        apply_root(model, mesh)
+        for root in roots:
+            apply_root(root, mesh)
     return done
 
 
@@ -232,7 +235,7 @@ def _own(
     shard = next((shards[name] for name in names if name in shards), None)
     split = shard.degree if shard is not None and shard.placement is Placement.SHARDED else 1
     shared = strategy.state_shards if isinstance(parameter, DTensor) else 1
-    return Owned(names, parameter, shard, meshes.groups(strategy), strategy.devices // (split * shared))
+    return Owned(names, parameter, shard, meshes.groups(strategy), meshes.stage_devices // (split * shared))
 
 
 def reduced_parameters(owned: Sequence[Owned]) -> list[Reduced]:

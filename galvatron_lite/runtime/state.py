@@ -90,7 +90,7 @@ def _first(parallel: Parallel, value: Tensor) -> Tensor:
     meshes, there = parallel.runtime.meshes, value.detach().clone()
     group = parallel.runtime.traffic.mover.group
     if group is not None:
-        dist.broadcast(there, src=meshes.stage_index * meshes.stage_devices, group=group)
+        dist.broadcast(there, src=meshes.stage_first, group=group)
     return there.cpu()
 
 

@@ -87,17 +87,18 @@ class Traffic:
 
     def show(self, piece: Piece) -> Tensor:
         """A piece in the glue layout, as glue code sees it."""
-        split = self._target(piece.shape)
+        split = self.target(piece.shape)
         moved = self.mover(piece.tensor, piece.split, split, piece.shape)
         return entering(moved, self.border.cuts(split, piece.shape), self.border.lines, self.rules)
 
     def hand(self, piece: Piece) -> Tensor:
         """What glue code is given of what a layer returned; it moves once code looks at it."""
-        if piece.split == self._target(piece.shape):
+        if piece.split == self.target(piece.shape):
             return self.show(piece)
         return laid_tensor(piece, self.rows // self.glue.batch, self.show)
 
-    def _target(self, shape: tuple[int, ...]) -> Split:
+    def target(self, shape: tuple[int, ...]) -> Split:
+        """How a tensor of the samples lies in the glue code."""
         layout = self.glue
         return layout.hidden(shape) if self.border.lines else layout.samples(shape)
 

@@ -60,7 +60,7 @@ class UnknownTensor(CutTensor):
         if name in ("to", "cpu", "cuda"):
             args, given = _without_device((first, *args[1:]), given)
         sources, home = sources_of((args, given)), one.home
-        if _writes(name) and isinstance(first, Tensor):
+        if writes(name) and isinstance(first, Tensor):
             return _written(func, first, args[1:], given, sources)
         with shares_only():
             result = func(*map_tensors(args, shape_of), **map_tensors(given, shape_of))
@@ -111,7 +111,7 @@ def _without_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
     return kept, {key: one for key, one in kwargs.items() if key != "device"}
 
 
-def _writes(name: str) -> bool:
+def writes(name: str) -> bool:
     """Whether a function changes its first argument."""
     augmented = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
     return name == "__setitem__" or augmented or (name.endswith("_") and not name.endswith("__"))

@@ -1,0 +1,112 @@
+"""A model that trains as a plan with branches says, on the launched world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from galvatron_lite.model.batch import places, slice_batch
+from galvatron_lite.model.graph import Layer
+from galvatron_lite.runtime.branches.parts import check_rows
+from galvatron_lite.runtime.branches.session import Origins, Session
+from galvatron_lite.runtime.branches.setup import set_up_branches, state_names
+from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.setup import Options, StageRuntime
+from galvatron_lite.runtime.state import Parallel, full_gradients, full_state_dict, load_full_state_dict
+
+
+@dataclass(slots=True)
+class _Part:
+    """The trunk or a branch, as ``runtime.state`` takes it."""
+
+    module: nn.Module
+    runtime: StageRuntime
+
+
+class BranchedModel(ParallelModel):
+    """A model whose branches have ranks of their own; used like ``ParallelModel``.
+
+    Attributes:
+        trees: the modules of this rank's branches; in ``module``, stand-ins are in their place.
+    """
+
+    def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: Options) -> StageRuntime:
+        self._branches = set_up_branches(model, self.plan, layers, batch, options)
+        self.trees = nn.ModuleList(self._branches.trees)
+        self._origins: dict[int, Origins] = {}
+        return self._branches.setting.runtime
+
+    @property
+    def runtimes(self) -> Sequence[StageRuntime]:
+        """Of the trunk and of this rank's branches."""
+        return self._branches.runtimes
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The whole gradient of every parameter that has one; see ``runtime.state.full_gradients``."""
+        return self._gathered(full_gradients)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model's ``state_dict()`` on the CPU of every rank, under the user's names; all ranks call it."""
+        return self._gathered(full_state_dict)
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Set this rank's shares of a whole state; every rank gives all of it.
+
+        Raises:
+            InputError: an entry this rank needs is missing, or has another shape.
+        """
+        for part in self._parts_here():
+            load_full_state_dict(part, state)
+
+    def _parts_here(self) -> list[_Part]:
+        modules = [self.module, *self.trees]
+        return [_Part(module, runtime) for module, runtime in zip(modules, self.runtimes, strict=True)]
+
+    def _gathered(self, ask: Callable[[Parallel], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """What each part says, on every rank; the first rank of each branch tells the others."""
+        trunk, *own = self._parts_here()
+        found, told = ask(trunk), dict[str, Tensor]()
+        for part in own:
+            state = ask(part)
+            told |= state if part.runtime.meshes.index_in_stage == 0 else {}
+        everyone: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, told)
+        for state in everyone:
+            found |= state
+        return state_names(found, self._branches.names)
+
+    def _check_samples(self, samples: int, count: int) -> None:
+        check_rows(samples, self._branches.parts, count)
+
+    def _parts(self, batch: Any, count: int) -> list[Any]:
+        parts = super()._parts(batch, count)
+        self._origins = {
+            id(part): _origins(part, slice_batch(batch, number * self._rows, (number + 1) * self._rows), self._rows)
+            for number, part in enumerate(parts)
+        }
+        return parts
+
+    def _local_loss(self, part: Any) -> Tensor:
+        with self._passing(part) as session:
+            return session.settle(super()._local_loss(part))
+
+    @contextmanager
+    def _passing(self, part: Any) -> Iterator[Session]:
+        setting = self._branches.setting
+        setting.session = session = Session(setting, self._rows, self._origins.get(id(part), {}))
+        try:
+            yield session
+        finally:
+            setting.session = None
+
+
+def _origins(part: Any, whole: Any, rows: int) -> Origins:
+    """Which tensors of this rank's share of a micro-batch are of which whole ones."""
+    theirs = dict(places(whole))
+    pairs = ((tensor, theirs[place]) for place, tensor in places(part))
+    return {id(tensor): (tensor, full) for tensor, full in pairs if full.dim() and full.shape[0] == rows}

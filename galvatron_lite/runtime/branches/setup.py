@@ -1,0 +1,157 @@
+"""Making a model with branches ready: each branch a model of its own on its ranks, the trunk on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.batch import map_tensors
+from galvatron_lite.model.graph import Layer
+from galvatron_lite.parallelism.pipeline.hollow import drop_parameters, replace_forward
+from galvatron_lite.parallelism.pipeline.tied import check_shared, find_shared
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.branches.parts import PlacedPart, place_parts
+from galvatron_lite.runtime.branches.pending import resolved
+from galvatron_lite.runtime.branches.post import Post
+from galvatron_lite.runtime.branches.randomness import Stream
+from galvatron_lite.runtime.branches.session import Branch, Setting
+from galvatron_lite.runtime.branches.stand_in import StandIn, entrances, replace_module, skeleton
+from galvatron_lite.runtime.branches.templates import Foreseen
+from galvatron_lite.runtime.mesh import Meshes, build_part_meshes, join_world
+from galvatron_lite.runtime.setup import (
+    Known,
+    Options,
+    StageRuntime,
+    assemble,
+    broadcast_values,
+    examine,
+    of_rank_zero,
+    share_random_state,
+)
+
+
+@dataclass(slots=True)
+class Branches:
+    """A model with branches, on this rank.
+
+    Attributes:
+        setting: what its passes share.
+        parts: the trunk, then all branches.
+        trees: modules of this rank's branches, at their paths in the model.
+        runtimes: of the trunk, then of this rank's branches.
+        names: of the whole model's state, in its order.
+    """
+
+    setting: Setting
+    parts: tuple[PlacedPart, ...]
+    trees: list[nn.Module]
+    runtimes: list[StageRuntime]
+    names: tuple[str, ...]
+
+
+def set_up_branches(model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, options: Options) -> Branches:
+    """Split the model as the plan says, in place. All ranks call it together.
+
+    Raises:
+        LaunchError: the world's size is not the plan's.
+        InputError: the plan does not fit the model.
+    """
+    parts = place_parts(plan, layers)
+    join_world(plan, options.device.type)
+    _check_ties(model, parts, layers)
+    names = tuple(model.state_dict())
+    known = [examine(model, part.stage, part.stage, batch, options) for part in parts]
+    paths = [entrances(model, part.roots, batch) for part in parts[1:]]
+    meshes = build_part_meshes([part.mesh for part in parts], options.device.type)
+    post = Post(options.device)
+    broadcast_values(model, options.device)
+    seed = int(of_rank_zero(torch.randint(2**31, (1,)), options.device))
+    if parts[0].layout.replicas > 1 or parts[0].layout.devices == 1:
+        share_random_state(options.device)
+    trees = [skeleton(model, own) for own in paths]
+    foreseen = [{path: Foreseen(path, model.get_submodule(path)) for path in own} for own in paths]
+    setting: list[Setting] = []
+    for tree, own in zip(trees, paths, strict=True):
+        for path in own:
+            module = tree.get_submodule(path)
+            call = partial(_call, setting)
+            replace_module(model, module, StandIn(path, module, call))
+    runtimes = [
+        _assembled(tree, part, mesh, one, options, own)
+        for tree, part, mesh, one, own in zip([model, *trees], parts, meshes, known, [(), *paths], strict=True)
+    ]
+    trunk = runtimes[0]
+    assert trunk is not None  # every rank runs the trunk
+    branches = {
+        path: branch
+        for part, own, views, runtime in zip(parts[1:], paths, foreseen, runtimes[1:], strict=True)
+        for branch in [Branch(part, views, runtime, Stream(_seed(seed, part), options.device))]
+        for path in own
+    }
+    setting.append(Setting(parts[0], trunk, branches, post))
+    _resolve_outside(model, parts[0])
+    own_trees = [tree for tree, runtime in zip(trees, runtimes[1:], strict=True) if runtime is not None]
+    return Branches(setting[0], parts, own_trees, [one for one in runtimes if one is not None], names)
+
+
+def _call(setting: Sequence[Setting], stand_in: StandIn, args: Any, kwargs: dict[str, Any]) -> Any:
+    return setting[0].call(stand_in, args, kwargs)
+
+
+def _assembled(
+    tree: nn.Module, part: PlacedPart, meshes: Meshes | None, known: Known, options: Options, paths: Sequence[str]
+) -> StageRuntime | None:
+    """A part that is split on its ranks; on others its modules have no parameters."""
+    if meshes is None:
+        drop_parameters(tree)
+        return None
+    roots = [tree.get_submodule(path) for path in paths] or [tree]
+    return assemble(tree, part.layers, part.stage, meshes, known, options, roots=roots)
+
+
+def _check_ties(model: nn.Module, parts: Sequence[PlacedPart], layers: Sequence[Layer]) -> None:
+    ties = find_shared(model, layers)
+    home = {layer.name: part.name for part in parts for layer in part.layers}
+    for tie in ties:
+        homes = sorted({home[layer] for layer in tie.layers})
+        if len(homes) > 1:
+            remedy = f"{' and '.join(homes)} share it: make them one branch, or leave both in the trunk."
+            raise InputError("parameter", tie.names[0], remedy)
+    check_shared(ties, {placed.layer.name: placed.strategy for part in parts for placed in part.stage})
+
+
+def _seed(seed: int, part: PlacedPart) -> int:
+    """Of a branch's random numbers: ranks that have the same samples draw the same."""
+    rank = dist.get_rank()
+    alike = any(placed.strategy.devices > placed.strategy.batch_degree for placed in part.stage)
+    return seed + part.first if alike else seed + rank
+
+
+def _resolve_outside(model: nn.Module, trunk: PlacedPart) -> None:
+    """Bring what is pending here where the trunk's layers take it, and where the model ends."""
+    for layer in trunk.layers:
+        for path in layer.modules:
+            model.get_submodule(path).register_forward_pre_hook(_resolve_arguments, prepend=True, with_kwargs=True)
+    forward = model.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return map_tensors(forward(*args, **kwargs), resolved)
+
+    replace_forward(model, run)
+
+
+def _resolve_arguments(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return map_tensors(args, resolved), map_tensors(kwargs, resolved)
+
+
+def state_names(found: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Entries of a state in the model's order, then others."""
+    ordered = [name for name in names if name in found]
+    return {name: found[name] for name in [*ordered, *(name for name in found if name not in set(ordered))]}
