@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import count
+from itertools import count, takewhile
 from operator import or_
 
 import networkx
@@ -67,13 +67,28 @@ class _Forks:
         """Blocks inside a module whose blocks (full paths) are those given otherwise; None where it does not fork."""
         units = self._units(path, blocks)
         needs = needs_of(self.flow, self.model, {unit: [unit] for unit in units})
-        parts = [part for region in self._regions(needs) if self._counts(path, region, needs) for part in region]
+        regions = [region for region in self._regions(needs) if self._counts(path, region, needs)]
+        closed = self._closed(path, regions)
+        if closed:
+            kept = [*(block for block in blocks if not any(at(block, one) for one in closed)), *closed]
+            return self.blocks_of(path, kept) or kept
+        parts = [part for region in regions for part in region]
         if not parts:
             return self._opened(units, blocks, needs)
-        found = [inner for part in parts for inner in self._part(part, blocks)]
+        found = [inner for part in parts for inner in self._part(part, units)]
         trunk = [unit for unit in units if not any(unit in part for part in parts)]
         kept = [block for block in blocks if block in trunk]
         return [*found, *(self._opened(trunk, kept, needs) or kept or self._heavy(trunk, needs))]
+
+    def _closed(self, path: str, regions: Sequence[Sequence[Sequence[str]]]) -> list[str]:
+        """Modules that hold all parts of a region and are of a class that there are several of: blocks as they are."""
+        around = {_around([unit for part in region for unit in part]) for region in regions}
+        return [one for one in around if inside(one, path) and not self._alone(one)]
+
+    def _alone(self, path: str) -> bool:
+        """Whether a module is the only one of its class, or a plain row of others."""
+        kind = type(self._module(path))
+        return kind is nn.Sequential or sum(type(module) is kind for module in self.model.modules()) == 1
 
     def _units(self, path: str, blocks: Sequence[str]) -> list[str]:
         module, below = self._module(path), f"{path}." if path else ""
@@ -147,47 +162,55 @@ class _Forks:
 
     def _opened(self, units: Sequence[str], blocks: list[str], needs: dict[str, Needs]) -> list[str] | None:
         """The blocks with those of units that fork inside in place of these units; None where none does."""
-        opened = {unit: self.blocks_of(unit, self._blocks(unit)) for unit in units if self._once(unit, needs[unit])}
+        opened = {unit: self.blocks_of(unit, self._blocks(unit)) for unit in units if self._may_fork(unit, needs[unit])}
         if not any(opened.values()):
             return None
         kept = [block for block in blocks if not opened.get(block)]
         return [*kept, *(inner for found in opened.values() for inner in found or ())]
 
-    def _once(self, unit: str, needs: Needs) -> bool:
+    def _may_fork(self, unit: str, needs: Needs) -> bool:
         """Whether a unit does enough to fork, and is not one of several alike: those are layers as they are."""
-        kind = type(self._module(unit))
-        alike = sum(type(module) is kind for module in self.model.modules())
-        return needs.work > _SHARE * self.work and needs.busy > 1 and (alike == 1 or issubclass(kind, nn.Sequential))
+        return needs.work > _SHARE * self.work and needs.busy > 1 and self._alone(unit)
 
-    def _part(self, part: Sequence[str], blocks: Sequence[str]) -> list[str]:
-        """The layers of a branch: its units, in place of which their own blocks and what runs beside these stand.
+    def _part(self, part: Sequence[str], units: Sequence[str]) -> list[str]:
+        """The layers of a branch, found inside the outermost modules that hold nothing else and run.
 
         Modules without parameters that run inside it stay the code of others; those at its ends are layers.
         """
-        alone = len(part) == 1
-        found = [inner for unit in part for inner in ([unit] if unit in blocks and not alone else self._inner(unit))]
-        ran = sorted(found, key=self._place)
+        others = [unit for unit in units if unit not in part]
+        roots = dict.fromkeys(self._root(unit, others) for unit in part)
+        ran = sorted((inner for root in roots for inner in self._inner(root)), key=self._place)
         weighty = [place for place, unit in enumerate(ran) if any(True for _ in self._module(unit).parameters())]
         inner = range(weighty[0], weighty[-1]) if weighty else range(0)
         return [
-            unit
-            for place, unit in enumerate(ran)
-            if place in weighty or unit in blocks or (place not in inner and self.calls[unit] == 1)
+            unit for place, unit in enumerate(ran) if place in weighty or (place not in inner and self.calls[unit] == 1)
         ]
+
+    def _root(self, unit: str, others: Sequence[str]) -> str:
+        """The outermost module around a unit that holds none of the others, and runs once."""
+        above = [unit.rsplit(".", cut)[0] for cut in range(unit.count("."), -1, -1)]
+        free = (path for path in above if self.calls[path] == 1 and not any(at(other, path) for other in others))
+        return next(free, unit)
 
     def _module(self, path: str) -> nn.Module:
         return self.model.get_submodule(path)
 
-    def _inner(self, unit: str) -> list[str]:
-        """The units of a unit that ran; itself where it has no blocks."""
-        own = self._blocks(unit)
-        own = self.blocks_of(unit, own) or own
-        return [inner for inner in self._units(unit, own) if inner in self.calls] if own else [unit]
+    def _inner(self, root: str) -> list[str]:
+        """The units of a module that ran; itself where it has no blocks."""
+        own = self._blocks(root)
+        own = self.blocks_of(root, own) or own
+        return [inner for inner in self._units(root, own) if inner in self.calls] if own else [root]
 
     def _heavy(self, units: Sequence[str], needs: dict[str, Needs]) -> list[str]:
         """The blocks of units of which none is one."""
         own = (unit for unit in units if needs[unit].work > _SHARE * self.work)
         return [block for unit in own for block in self._blocks(unit)]
+
+
+def _around(units: Sequence[str]) -> str:
+    """The innermost module that holds all of several units."""
+    parts = [unit.split(".") for unit in units]
+    return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, zip(*parts, strict=False)))
 
 
 def _condensed(graph: networkx.DiGraph[str], home: dict[str, str]) -> networkx.DiGraph[str]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_tensors, tensors_of
 from galvatron_lite.model.trace_record import Recorder, Recording
-from galvatron_lite.model.trace_run import BlockCall, RegionRun, explaining, region_end, shapes_only
+from galvatron_lite.model.trace_run import BlockCall, RegionRun, entered, explaining, region_end, shapes_only
 
 
 class _LeftOut:
@@ -29,12 +29,13 @@ class _LeftOut:
         if self._done == 0:
             self.entry = [*tensors_of(args), *tensors_of(kwargs)]
         self.recorder.target = None
-        output = map_tensors(self.calls[self._done].output, _fresh)
+        leaves = map_tensors(self.calls[self._done].output, _fresh)
+        output = map_tensors(leaves, entered)
         self.earlier += self.numbers
         self.numbers = tuple(self.recorder.number(tensor) for tensor in tensors_of(output))
         self._done += 1
         if self._done == len(self.calls):
-            self.exit = list(tensors_of(output))
+            self.exit = list(tensors_of(leaves))
             self.recorder.target = self.after
         return output
 

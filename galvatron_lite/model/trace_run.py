@@ -135,9 +135,10 @@ class _Entering(torch.autograd.Function):
         return gradients[0]
 
 
-def _entered(tensor: Tensor) -> Tensor:
-    entered: Tensor = _Entering.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
-    return entered
+def entered(tensor: Tensor) -> Tensor:
+    """What begins a region, as a layer before would have handed it on: no leaf, so that it may be overwritten."""
+    handed: Tensor = _Entering.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+    return handed
 
 
 def region_end(outputs: Sequence[Tensor]) -> Tensor | None:
@@ -197,7 +198,7 @@ def run_block(block: nn.Module, call: BlockCall, chain: Sequence[int]) -> Region
     """
     recorder, recording = Recorder(), Recording()
     inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in call.inputs]
-    supply = iter(_entered(tensor) for tensor in inputs)
+    supply = iter(entered(tensor) for tensor in inputs)
     args, kwargs = map_tensors((call.args, call.kwargs), lambda _: next(supply))
     with explaining(call.path, block), shapes_only(recorder), recorder.watching(block):
         recorder.target = recording

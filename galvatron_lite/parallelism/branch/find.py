@@ -19,7 +19,7 @@ class Branch:
     """An independent sub-network.
 
     Attributes:
-        name: the first of its roots; its first layer where layers have no modules.
+        name: the first of its roots.
         layers: names of its layers, in the order they run.
         roots: the fewest module paths that hold its layers' modules and no other layer's, in the order they run.
         input_bytes: bytes per sample that it reads of the model's inputs and of other layers.
@@ -118,11 +118,16 @@ def _traffic(graph: ModelGraph, own: Collection[str]) -> tuple[int, int]:
 
 
 def roots_of(graph: ModelGraph, layers: Collection[str]) -> tuple[str, ...]:
-    """The fewest module paths that hold the modules of some layers and of no other, in the order they run."""
-    others = {
-        above for layer in graph.layers if layer.name not in layers for path in layer.modules for above in _up(path)
+    """The fewest module paths that hold the modules of some layers and of no other, in the order they run.
+
+    Where no layer of the graph tells its modules, layers count as modules of their names.
+    """
+    told = any(layer.modules for layer in graph.layers)
+    paths = {
+        layer.name: layer.modules if told or layer.role is not Role.BLOCK else (layer.name,) for layer in graph.layers
     }
-    held = [path for layer in graph.layers if layer.name in layers for path in layer.modules]
+    others = {above for name, own in paths.items() if name not in layers for path in own for above in _up(path)}
+    held = [path for name, own in paths.items() if name in layers for path in own]
     return tuple(dict.fromkeys(_highest(path, others) for path in held))
 
 
