@@ -92,7 +92,9 @@ def run_edges(
         recorder.claim(stand_in.entry, "")
         last = after if calls else before
         recorder.start_backward(last)
-        torch.autograd.backward([loss], inputs=_trained([*stand_in.exit, *tail] if calls else [*twin.parameters()]))
+        trained = _trained([*stand_in.exit, *tail] if calls else [*twin.parameters()])
+        if trained and loss.requires_grad:
+            torch.autograd.backward([loss], inputs=trained)
         recorder.finish(last, twin.parameters())
         end = region_end(stand_in.entry)
         if end is not None:

@@ -110,7 +110,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _note_taken(self, taken: Collection[Tensor], path: str) -> int:
-        own, made = self.modules[path], 0
+        own, made = self.modules[path], self._decided
         for tensor in taken:
             found = self.made_of([tensor])
             made = _union(made, found)
