@@ -31,11 +31,21 @@ def made(name: str) -> torch.nn.Module:
     return hugging_face() if name == "llama-of-transformers" else build(name, layers=2, hidden=96, sequence=16)
 
 
+def of_few_samples(name: str) -> torch.nn.Module:
+    """The same model, whose own example is of two samples: what is measured grows with their number."""
+    from galvatron_lite.model.example import example_batch
+
+    model = made(name)
+    batch = example_batch(model, 2)
+    model.example_batch = lambda _: batch  # type: ignore[assignment]
+    return model
+
+
 def with_nothing_else(name: str, folder: str, steps: int) -> tuple[Any, list[float], float]:
     """``auto_parallelize(model)``, some steps on one batch; the plan, the losses, and when the profile was written."""
     from galvatron_lite.model.example import example_batch
 
-    model = made(name)
+    model = of_few_samples(name)
     batch = example_batch(model)
     parallel = auto_parallelize(model, folder=Path(folder))
     optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
@@ -49,7 +59,7 @@ def alone(name: str, steps: int) -> list[float]:
     from galvatron_lite.model.batch import call_model, loss_of
     from galvatron_lite.model.example import example_batch
 
-    model = made(name)
+    model = of_few_samples(name)
     batch = example_batch(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []

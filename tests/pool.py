@@ -48,6 +48,8 @@ PRELOADED = [
     *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "qwen2", "bert", "vit")),
     "galvatron_lite.runtime.engine",
     "galvatron_lite.model.discover",
+    "galvatron_lite.model.trace",
+    "galvatron_lite.model.zoo",
 ]
 
 

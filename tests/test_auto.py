@@ -22,13 +22,15 @@ from tests.auto_jobs import alone, error_of, warnings_of, with_nothing_else
 from tests.pool import JobError, WorkerPool
 
 STEPS = 4
+MEASURING = 280.0
+"""Seconds until a job that measures counts as hung, however busy the machine."""
 
 
 @pytest.fixture(scope="module")
 def measured(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     """The folder with the profile of a first run on two processes, and what that run returned."""
     folder = tmp_path_factory.mktemp("profiles")
-    return folder, pool.run(2, with_nothing_else, name="gpt-tiny", folder=str(folder), steps=STEPS)
+    return folder, pool.run(2, with_nothing_else, timeout=MEASURING, name="gpt-tiny", folder=str(folder), steps=STEPS)
 
 
 def test_with_no_arguments_at_all(pool: WorkerPool, measured: tuple[Path, list[Any]]) -> None:
@@ -38,13 +40,15 @@ def test_with_no_arguments_at_all(pool: WorkerPool, measured: tuple[Path, list[A
     wanted = alone("gpt-tiny", STEPS)
     assert losses == pytest.approx(wanted, rel=1e-5)
     assert other_losses == pytest.approx(wanted, rel=1e-5)
-    again = pool.run(2, with_nothing_else, name="gpt-tiny", folder=str(folder), steps=1)
+    again = pool.run(2, with_nothing_else, timeout=MEASURING, name="gpt-tiny", folder=str(folder), steps=1)
     assert again[0][2] == written
 
 
 def test_one_process_and_a_model_of_transformers(pool: WorkerPool, tmp_path: Path) -> None:
     name = "llama-of-transformers"
-    ((plan, losses, _),) = pool.run(1, with_nothing_else, name=name, folder=str(tmp_path), steps=STEPS)
+    ((plan, losses, _),) = pool.run(
+        1, with_nothing_else, timeout=MEASURING, name=name, folder=str(tmp_path), steps=STEPS
+    )
     assert plan["devices"] == 1
     assert losses == pytest.approx(alone(name, STEPS), rel=1e-5)
 

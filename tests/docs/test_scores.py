@@ -67,6 +67,7 @@ def test_every_published_row_is_counted(judged: list[Judged]) -> None:
     rows = len(text_of("profiles/published/runs.jsonl").splitlines())
     reasons = [one.outcome.reason for one in judged if isinstance(one.outcome, Skipped)]
     assert not [reason for reason in reasons if "internal error" in reason or "does not fit" in reason]
+    assert sum(one.scored for one in judged) > 0.6 * len(judged)
     scores = score_families(judged)
     failed = sum(bool(one.run.oom) and not one.scored and not isinstance(one.outcome, Skipped) for one in judged)
     assert len(judged) == rows == sum(family.rows for family in scores.values())
