@@ -11,7 +11,7 @@ from galvatron_lite.model.trace import trace
 def held():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-start, before = time.perf_counter(), held()
+start, before = time.process_time(), held()
 with torch.device("meta"):
     config = transformers.LlamaConfig(
         vocab_size=32000, hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
@@ -19,7 +19,7 @@ with torch.device("meta"):
     model = transformers.LlamaForCausalLM(config)
     ids = torch.empty(1, 4096, dtype=torch.long)
 graph = trace(model, {"input_ids": ids, "labels": ids}, precision="bf16")
-print(time.perf_counter() - start, held() - before, graph.parameters, len(graph.layers), graph.kinds["block"].flops)
+print(time.process_time() - start, held() - before, graph.parameters, len(graph.layers), graph.kinds["block"].flops)
 """
 
 
