@@ -111,6 +111,7 @@ def _ordinary(
 ) -> Plan:
     """The fastest plan of stages in the model's order, for ``find_plan``."""
     kept, request, profile = asked.session, asked.request, asked.session.profile
+    check_batch(request)
     pricer = kept.pricer
     given = given_plans(request, pricer, known)
     looked = partial(
@@ -201,5 +202,4 @@ def request_of(
     unlike = None if profile.cluster.alike else profile.cluster
     request = Request(profile.graph, devices, global_batch, budget, fixed, orders, space, known, unlike)
     check_layers(request)
-    check_batch(request)
     return request

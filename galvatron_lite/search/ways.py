@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from galvatron_lite.cluster.budget import Budget
-from galvatron_lite.errors import InfeasibleError
+from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.parallelism.backends import Backend
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.plans.schema import Alternative, Plan
@@ -73,14 +73,15 @@ def with_ways(ordinary: Callable[[], Plan], asked: Asked, runners_up: int, ways:
     Raises:
         InfeasibleError: that of the ordinary search with what other ways need, where they have no plan that fits
             either.
+        InputError: the same where the ordinary search cannot share out the batch.
     """
     try:
         first = ordinary()
-    except InfeasibleError as error:
+    except (InfeasibleError, InputError) as error:
         found = _plans(ways, asked)
         fitting = _fitting(found)
         if not fitting:
-            raise _needing(found, error) from None
+            raise (_needing(found, error) if isinstance(error, InfeasibleError) else error) from None
         return _led(fitting, runners_up)
     found = _plans(ways, replace(asked, ordinary=first)) if ways else []
     if not found:

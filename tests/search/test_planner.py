@@ -18,6 +18,7 @@ from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.search.planner import compare, find_plan
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.space import Fixed
+from tests.branchy import plain_profile
 from tests.factories import random_profile
 
 BUDGET = 10**9
@@ -235,3 +236,11 @@ def test_where_nothing_fits_more_devices_are_named_only_where_they_help() -> Non
     with pytest.raises(InfeasibleError) as error:
         find_plan(profile, budget=10**8, **asked)
     assert "It fits on" not in str(error.value)
+
+
+def test_layers_may_take_minutes() -> None:
+    """Picoseconds times what weighs delays go beyond the whole numbers that floats tell apart."""
+    profile = plain_profile([300.0, 200.0])
+    found = find_plan(profile, devices=2, global_batch=1, budget=2**29, fixed=Fixed(pipeline=2))
+    assert found.prediction is not None
+    assert found.prediction.step_seconds == pytest.approx(1500.0, rel=1e-6)

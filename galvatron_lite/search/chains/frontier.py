@@ -141,13 +141,14 @@ def _quickest(line: Line, bounds: Bounds, cap: float, beam: int | None) -> Front
         found = _passed(line, bounds, limit, beam if best.paths else narrow, beam)
         work += found.work
         if found.paths:
-            best, most = found, float(found.paths[0].time[0] - 1)
+            best, most = found, _below(found.paths[0].time[0])
             if found.dropped <= most and narrow == beam:
                 missed = min(missed, found.dropped)
                 break
             low, closer = max(low, min(found.dropped, most + 1)), True
             continue
-        low, missed, share, closer = limit + 1, min(missed, found.dropped), share * _GROWTH, False
+        low = max(limit + 1, float(np.nextafter(limit, np.inf)))
+        missed, share, closer = min(missed, found.dropped), share * _GROWTH, False
         if found.dropped <= limit:
             # More labels than the beam allows at this limit, so at higher ones too: a path is all that is still wanted.
             beam = narrow
@@ -158,6 +159,11 @@ def _quickest(line: Line, bounds: Bounds, cap: float, beam: int | None) -> Front
                 return Front((), work)
             doubt = np.inf
     return Front(best.paths, work, missed if missed <= most else np.inf)
+
+
+def _below(time: int) -> float:
+    """The next time that is less, as a float: beyond 2**53 (seconds, in ``Problem.lightest``) one less is the same."""
+    return min(float(time - 1), float(np.nextafter(float(time), 0.0)))
 
 
 def _longest(line: Line) -> float:
