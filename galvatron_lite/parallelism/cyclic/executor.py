@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from galvatron_lite.model.batch import move_batch
 from galvatron_lite.parallelism.cyclic.draws import Draws, as_they_come
@@ -112,9 +113,19 @@ class Executor:
     def flush(self, step: int) -> None:
         """End what is in flight, and the delay: all processes go on with the same newest parameters alone."""
         self.drain(step)
-        self.programme = replace(self.programme, begin=step, base=step)
+        self.restart(step, step, {})
+
+    def restart(self, step: int, base: int, older: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Say anew which training step comes next; nothing may be in flight.
+
+        Args:
+            step: that one; the newest parameters have had as many updates.
+            base: oldest version that it uses.
+            older: by stage: values of the version before the newest, where passes here use them.
+        """
+        self.programme = replace(self.programme, begin=step, base=base)
         for stage, states in self.states.items():
-            states.restart(step)
+            states.restart(step, older.get(stage))
             self._parts[stage].bind(states.at(step))
 
     def _expect(self, following: Pass | None) -> None:

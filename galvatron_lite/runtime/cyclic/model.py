@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,11 @@ from galvatron_lite.parallelism.cyclic.programme import Kind
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.states import OptimizerFactory, SchedulerFactory
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.cyclic.checkpoint import Keeper
+from galvatron_lite.runtime.cyclic.checkpoint_fit import FIELD
+from galvatron_lite.runtime.cyclic.manifest import latest
 from galvatron_lite.runtime.cyclic.optimizer import CyclicOptimizer
+from galvatron_lite.runtime.cyclic.peers import ProcessPeers, at_first
 from galvatron_lite.runtime.cyclic.setup import Options, set_up
 from galvatron_lite.runtime.cyclic.state import WholeState
 from galvatron_lite.runtime.placement import check_samples
@@ -97,6 +102,7 @@ class CyclicModel(nn.Module):
         mailbox = ProcessMailbox(KINDS[plan.cyclic.setting], self.device, timeout)
         self._whole = WholeState(model)
         self.runtime = set_up(model, plan, layers, batch, dist.get_rank(), mailbox, options)
+        self._keeper = Keeper(self.runtime, self._whole, ProcessPeers())
         self._optimizer: CyclicOptimizer | None = None
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:
@@ -200,6 +206,50 @@ class CyclicModel(nn.Module):
         """
         self.flush()
         self._whole.load(self.runtime, state)
+
+    def save(self, folder: Path | str) -> Tensor | None:
+        """Write a checkpoint, after ``drain``: resuming from it gives the same run. All ranks call it.
+
+        The folder is there whole or not at all; one of that name is replaced. All processes must see it.
+
+        Args:
+            folder: of this checkpoint alone, beside others: ``checkpoints/step-100``.
+
+        Returns:
+            See ``drain``.
+
+        Raises:
+            InputError: it cannot be written (the disk is full); earlier ones are as they were, and training can go on.
+            LaunchError: another process is gone.
+        """
+        loss = self.drain()
+        self._keeper.write(Path(folder), self.step)
+        return loss
+
+    def load(self, folder: Path | str) -> None:
+        """Go on from a checkpoint, of any setting with as many workers and the same rule. All ranks call it.
+
+        Make the optimizer before. In the setting that wrote it every bit is that of the run that was not stopped; in
+        another one running statistics are the mean of those processes', and random generators stay as they are.
+
+        Raises:
+            InputError: it is damaged, or of another model, rule, number of workers or optimizer.
+            LaunchError: another process is gone.
+        """
+        self.drain()
+        self.step = self._keeper.read(Path(folder))
+
+    def load_latest(self, folder: Path | str) -> Path | None:
+        """Go on from the newest whole checkpoint of a folder of checkpoints; None: there is none. All ranks call it.
+
+        Raises:
+            InputError: see ``load``.
+            LaunchError: another process is gone.
+        """
+        found = at_first(self._keeper.peers, lambda: latest(folder), FIELD)
+        if found is not None:
+            self.load(found)
+        return found
 
     def _parts(self, batch: Any) -> list[Any]:
         samples, count = batch_size(batch), len(self.plan.stages)

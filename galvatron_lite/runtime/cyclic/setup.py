@@ -47,11 +47,13 @@ class CyclicRuntime:
         process: its number.
         parts: the stages that it runs, by number.
         executor: runs them.
+        device: where it runs them.
     """
 
     process: int
     parts: Mapping[int, StagePart]
     executor: Executor
+    device: torch.device
 
 
 def programme_of(plan: Plan, early_release: bool = False) -> Programme:
@@ -102,7 +104,7 @@ def set_up(
     known = {part.number: part for part in parts}
     draws = as_they_come if options.draws is None else SeededDraws(options.draws, options.device)
     executor = Executor(programme, process, known, states, mailbox, _call(options), options.device, draws)
-    return CyclicRuntime(process, known, executor)
+    return CyclicRuntime(process, known, executor, options.device)
 
 
 def _make_real(materializer: Materializer, layers: Sequence[Layer], stage: Sequence[Placed]) -> None:

@@ -18,12 +18,15 @@ class WholeState:
 
     Args:
         model: whole, before it is cut.
+
+    Attributes:
+        names: of the entries, and the first name of the tensor behind each.
     """
 
     def __init__(self, model: nn.Module) -> None:
         first = {id(one): name for name, one in model.named_parameters()}
         known: dict[str, Any] = model.state_dict(keep_vars=True)
-        self._names = {name: first.get(id(value), name) for name, value in known.items()}
+        self.names: dict[str, str] = {name: first.get(id(value), name) for name, value in known.items()}
         self._loose = {name: value for name, value in known.items() if id(value) not in first}
 
     def gather(self, runtime: CyclicRuntime) -> dict[str, Tensor]:
@@ -32,7 +35,7 @@ class WholeState:
         found = {name: value.detach().cpu().clone() for name, value in self._loose.items() if not value.is_meta}
         for one in _everyone(here):
             found |= one
-        return {name: found[first] for name, first in self._names.items()}
+        return {name: found[first] for name, first in self.names.items()}
 
     def load(self, runtime: CyclicRuntime, state: Mapping[str, Tensor]) -> None:
         """Take this process's part of a whole state.
@@ -40,7 +43,7 @@ class WholeState:
         Raises:
             InputError: an entry is missing, or has another shape.
         """
-        known = {first: name for name, first in reversed(self._names.items())}
+        known = {first: name for name, first in reversed(self.names.items())}
         with torch.no_grad():
             for name, tensor in _held(runtime):
                 if name in known:
@@ -51,7 +54,12 @@ class WholeState:
         buffers = dict(_buffers(runtime))
         everyone = _everyone({name: buffer.cpu() for name, buffer in buffers.items()})
         for name, buffer in buffers.items():
-            buffer.copy_(_between([one[name] for one in everyone if name in one]))
+            buffer.copy_(between([one[name] for one in everyone if name in one]))
+
+    def rest(self, runtime: CyclicRuntime) -> dict[str, Tensor]:
+        """Entries that have values here and belong to no stage of this process, by name."""
+        own = {name for name, _ in _buffers(runtime)}
+        return {name: one for name, one in self._loose.items() if not one.is_meta and name not in own}
 
     def _kept(self, runtime: CyclicRuntime) -> Iterator[tuple[str, Tensor]]:
         """What this process adds to the whole: of each stage one process is the home."""
@@ -81,7 +89,7 @@ def _everyone(value: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     return everyone
 
 
-def _between(values: Sequence[Tensor]) -> Tensor:
+def between(values: Sequence[Tensor]) -> Tensor:
     """One value for all; theirs where they are equal."""
     first = values[0]
     if all(torch.equal(first, other) for other in values[1:]):

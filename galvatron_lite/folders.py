@@ -1,0 +1,160 @@
+"""Folders that are there whole or not at all: written beside their place, and moved there once all is on the disk."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, ClassVar
+
+from galvatron_lite.errors import FileFormatError
+from galvatron_lite.files import STRICT
+
+if TYPE_CHECKING:
+    from pydantic import ConfigDict
+
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a file holds.
+
+    Attributes:
+        bytes: how many.
+        sha256: their checksum, in hexadecimal digits.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    bytes: int
+    sha256: str
+
+
+class Sink:
+    """A file being written; counts and sums up what goes in.
+
+    An error of the disk is kept until the end (``content``): whoever writes may be no Python, and take it for another.
+    """
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self._digest, self._bytes = stream, hashlib.sha256(), 0
+        self._error: OSError | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write some bytes; returns how many there are of them."""
+        count = memoryview(data).nbytes
+        if self._error is None:
+            try:
+                self._stream.write(data)
+            except OSError as error:
+                self._error = error
+        self._digest.update(data)
+        self._bytes += count
+        return count
+
+    def flush(self) -> None:
+        """Nothing is held back here."""
+
+    def content(self) -> Content:
+        """What was written, once it is on the disk.
+
+        Raises:
+            OSError: the disk is full, or broken.
+        """
+        if self._error is not None:
+            raise self._error
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        return Content(self._bytes, self._digest.hexdigest())
+
+
+def write_file(path: Path, fill: Callable[[Sink], None]) -> Content:
+    """Write a new file; ``fill`` is given where to write.
+
+    Raises:
+        OSError: the disk is full, or broken.
+    """
+    with path.open("xb") as stream:
+        sink = Sink(stream)
+        fill(sink)
+        return sink.content()
+
+
+def check_file(path: Path, expected: Content, remedy: str) -> Path:
+    """The path of a file that holds what it should.
+
+    Args:
+        path: of the file.
+        expected: what it held when it was written.
+        remedy: what to do where it does not, for the error.
+
+    Raises:
+        FileFormatError: it is gone, shorter or longer, or changed.
+    """
+    try:
+        size = path.stat().st_size
+        if size != expected.bytes:
+            raise FileFormatError("file", path, f"It holds {size} of {expected.bytes} bytes. {remedy}")
+        if _checksum(path) != expected.sha256:
+            raise FileFormatError("file", path, f"Its content has changed since it was written. {remedy}")
+    except OSError as error:
+        raise FileFormatError("file", path, f"It cannot be read ({error.strerror}). {remedy}") from error
+    return path
+
+
+def begin_folder(place: Path) -> Path:
+    """A new empty folder beside a place, on the same file system; its name begins with a dot."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(dir=place.parent, prefix=_prefix(place)))
+
+
+def put_in_place(folder: Path, place: Path) -> None:
+    """Move a folder from ``begin_folder`` to its place, and delete what was there, and what broken attempts left.
+
+    At every moment the old folder or the new one is whole on the disk, though its name may still begin with a dot.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    folder.chmod(0o755)
+    sync_folder(folder)
+    before = place.rename(folder.with_name(f"{folder.name}.before")) if place.exists() else None
+    try:
+        folder.rename(place)
+    except OSError:
+        if before is not None:
+            before.rename(place)
+        raise
+    sync_folder(place.parent)
+    for left in place.parent.glob(f"{_prefix(place)}*"):
+        remove_folder(left)
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder with all that is in it, as far as the file system lets us."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _prefix(place: Path) -> str:
+    return f".{place.name}.part-"
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as stream:
+        digest = hashlib.sha256()
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,175 @@
+"""What a checkpoint holds of a process, taken from it and given to it again.
+
+Parameters and optimizer states after t updates are the same on all processes of a stage once what is in flight has
+ended; so one of them writes them. Running statistics and random generators are each process's own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.cyclic.programme import Programme
+from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
+from galvatron_lite.parallelism.cyclic.states import StageStates
+from galvatron_lite.runtime.cyclic.manifest import StageRecord
+from galvatron_lite.runtime.cyclic.setup import CyclicRuntime
+from galvatron_lite.runtime.cyclic.state import between
+
+_PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None))
+
+
+def writer_of(programme: Programme, stage: int, step: int) -> int:
+    """The process that writes a stage before training step ``step``: one that still uses the older parameters, if any.
+
+    It is that of the last worker who does, so that under ``data`` every process writes one stage.
+    """
+    if programme.setting is CyclicSetting.ZERO:
+        return programme.home(stage)
+    last = programme.workers - 1
+    return programme.process_of(stage, step * programme.workers + (last if stage == last else last - 1 - stage))
+
+
+def uses_older(programme: Programme, process: int, stage: int, step: int) -> bool:
+    """Whether a process keeps a stage's parameters before their last update, for its passes from step ``step`` on."""
+    if programme.setting is CyclicSetting.ZERO:
+        own = [step * programme.workers] if programme.home(stage) == process else []
+    else:
+        numbers = range(step * programme.workers, (step + 1) * programme.workers)
+        own = [number for number in numbers if programme.process_of(stage, number) == process]
+    return bool(own) and programme.version(stage, own[0]) < step
+
+
+def stage_content(states: StageStates) -> dict[str, Any]:
+    """What a checkpoint holds of a stage.
+
+    Raises:
+        InputError: the optimizer's or scheduler's state holds what cannot be read again safely.
+    """
+    older = states.newest - 1
+    content = {
+        "newest": {name: _alone(one) for name, one in states.masters.items()},
+        "older": _trained(states.at(older)) if older in states.versions else None,
+        "optimizer": None if states.optimizer is None else states.optimizer.state_dict(),
+        "scheduler": None if states.scheduler is None else states.scheduler.state_dict(),
+    }
+    for what in ("optimizer", "scheduler"):
+        _check_plain(content[what], what)
+    return content
+
+
+def stage_record(states: StageStates) -> StageRecord:
+    """What the manifest says of a stage."""
+    parameters = {name: described(one) for name, one in states.masters.items()}
+    return StageRecord(parameters, _kind(states.optimizer), _kind(states.scheduler))
+
+
+def described(tensor: Tensor) -> str:
+    """Dtype and shape: ``float32 [3, 4]``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def put_stage(states: StageStates, content: Mapping[str, Any]) -> None:
+    """Give a stage its newest parameters, and its optimizer and scheduler their states; versions are said elsewhere."""
+    with torch.no_grad():
+        for name, master in states.masters.items():
+            master.data.copy_(content["newest"][name])
+    for one, what in ((states.optimizer, "optimizer"), (states.scheduler, "scheduler")):
+        if one is not None and content[what] is not None:
+            one.load_state_dict(content[what])
+
+
+def older_values(states: StageStates, content: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Values of a stage's parameters before their last update, where they live."""
+    return {name: one.to(states.masters[name].device) for name, one in content["older"].items()}
+
+
+def process_content(runtime: CyclicRuntime, rest: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What a checkpoint holds of a process.
+
+    Args:
+        runtime: of this process.
+        rest: entries of the model's state that no stage has, by name.
+    """
+    buffers = {stage: {name: _alone(one) for name, one in part.buffers()} for stage, part in runtime.parts.items()}
+    return {"buffers": buffers, "rest": {name: _alone(one) for name, one in rest.items()}, "random": _generators()}
+
+
+def put_buffers(runtime: CyclicRuntime, contents: Sequence[Mapping[str, Any]]) -> None:
+    """Give this process's stages their buffers: means of running statistics where several processes had them."""
+    for stage, part in runtime.parts.items():
+        known = [one["buffers"][stage] for one in contents if stage in one["buffers"]]
+        for name, buffer in part.buffers():
+            found = [one[name] for one in known if name in one]
+            if found:
+                buffer.copy_(between(found))
+
+
+def put_rest(rest: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
+    """Give entries of the model's state that no stage has their values."""
+    for name, value in rest.items():
+        if name in content["rest"]:
+            value.copy_(content["rest"][name])
+
+
+def put_generators(content: Mapping[str, Any]) -> None:
+    """Set this process's random generators: torch's of the CPU and of its GPU, and Python's."""
+    kept = content["random"]
+    torch.set_rng_state(kept["cpu"])
+    if kept["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(kept["cuda"])
+    version, internal, following = kept["python"]
+    random.setstate((version, tuple(internal), following))
+
+
+def _generators() -> dict[str, Any]:
+    version, internal, following = random.getstate()
+    return {
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "python": [version, list(internal), following],
+    }
+
+
+def _trained(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those that training changes; the others are the same in every version."""
+    return {name: _alone(one) for name, one in parameters.items() if one.requires_grad}
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """On the CPU, with no more storage than it needs: a storage is written whole."""
+    there = tensor.detach().cpu()
+    return there if there.untyped_storage().nbytes() == there.numel() * there.element_size() else there.clone()
+
+
+def _kind(one: object) -> str | None:
+    return None if one is None else type(one).__name__
+
+
+def _check_plain(value: object, place: str) -> None:
+    """Refuse what ``torch.load(weights_only=True)`` would."""
+    for path, found in _leaves(value, place):
+        if not isinstance(found, _PLAIN):
+            remedy = (
+                f"{path} is no tensor, number or text, so it could not be read again. Leave it out of state_dict()."
+            )
+            raise InputError(place, type(found).__name__, remedy)
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
+    if type(value) in (dict, OrderedDict, Counter):
+        assert isinstance(value, Mapping)
+        for key, item in value.items():
+            yield from ((f"{path}: a key", key), *_leaves(item, f"{path}[{key!r}]"))
+    elif type(value) in (list, tuple, set):
+        assert isinstance(value, (list, tuple, set))
+        for place, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{place}]")
+    else:
+        yield path, value

@@ -1,0 +1,123 @@
+"""Runs of all a plan's processes, as threads, that write checkpoints and go on from them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.cyclic.checkpoint import Keeper
+from galvatron_lite.runtime.cyclic.setup import Options, programme_of, set_up
+from galvatron_lite.runtime.cyclic.state import WholeState
+from tests.parallelism.cyclic.fleet import CPU, MemoryMailbox, Post
+from tests.parallelism.cyclic.models import Case, split
+from tests.parallelism.thread_group import Meeting
+
+ADAM = partial(torch.optim.Adam, lr=0.01)
+
+
+@dataclass
+class ThreadPeers:
+    """Processes that are threads."""
+
+    rank: int
+    meeting: Meeting
+
+    def everyone(self, value: Any) -> list[Any]:
+        return self.meeting.show(self.rank, value)
+
+
+@dataclass
+class Run:
+    """What a process ended with.
+
+    Attributes:
+        losses: by number of the micro-batch.
+        parameters: the newest, by name.
+        buffers: of its stages, by name.
+        optimizers: states, by stage.
+        refusals: errors of checkpoints that could not be written, or read.
+    """
+
+    losses: dict[int, float]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    optimizers: dict[int, Any]
+    refusals: list[InputError] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model, its plan, and what it is trained on."""
+
+    case: Case
+    plan: Plan
+    batches: Sequence[Any]
+    factory: Any = ADAM
+    scheduler: Any = None
+    example: Any = None
+
+    def run(
+        self, start: Path | None = None, saves: Mapping[int, Path] | None = None, end: int | None = None
+    ) -> list[Run]:
+        """Train, from the beginning or a checkpoint, up to a training step; by process.
+
+        ``saves``: checkpoints to be written, by the training step before which.
+        """
+        count = programme_of(self.plan).processes
+        post, meeting = Post(), Meeting(count)
+
+        def work(process: int) -> Run:
+            return self._process(process, post, meeting, start, saves or {}, end)
+
+        with ThreadPoolExecutor(count) as threads:
+            return list(threads.map(work, range(count)))
+
+    def _process(
+        self, process: int, post: Post, meeting: Meeting, start: Path | None, saves: Mapping[int, Path], end: int | None
+    ) -> Run:
+        model: nn.Module = copy.deepcopy(self.case[0])
+        whole = WholeState(model)
+        runtime = set_up(model, self.plan, self.case[1], self.example, process, MemoryMailbox(post), Options(CPU))
+        executor, refusals = runtime.executor, list[InputError]()
+        keeper = Keeper(runtime, whole, ThreadPeers(process, meeting))
+        for states in executor.states.values():
+            states.make_optimizer(self.factory, self.scheduler)
+        begin = 0 if start is None else keeper.read(start)
+        for step in range(begin, len(self.batches) if end is None else end):
+            if step in saves:
+                executor.drain(step)
+                try:
+                    keeper.write(saves[step], step)
+                except InputError as error:
+                    refusals.append(error)
+            executor.feed(step, split(self.batches[step], len(self.plan.stages)))
+            executor.run(executor.programme.passes(process, step))
+        executor.drain(len(self.batches) if end is None else end)
+        return Run(
+            {number: float(loss) for number, loss in executor.desk.losses.items()},
+            {name: one.detach().clone() for states in executor.states.values() for name, one in states.masters.items()},
+            {name: one.clone() for part in runtime.parts.values() for name, one in part.buffers()},
+            {stage: copy.deepcopy(states.optimizer.state_dict()) for stage, states in executor.states.items()},
+            refusals,
+        )
+
+
+def check_same(resumed: Sequence[Run], whole: Sequence[Run]) -> None:
+    """Every bit of what processes ended with is that of another run; losses, as far as both have them."""
+    for one, other in zip(resumed, whole, strict=True):
+        assert one.losses
+        assert one.losses.items() <= other.losses.items()
+        for mine, theirs in ((one.parameters, other.parameters), (one.buffers, other.buffers)):
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+        torch.testing.assert_close(one.optimizers, other.optimizers, rtol=0, atol=0)
