@@ -79,19 +79,25 @@ def with_ways(ordinary: Callable[[], Plan], asked: Asked, runners_up: int, ways:
         first = ordinary()
     except (InfeasibleError, InputError) as error:
         found = _plans(ways, asked)
-        fitting = _fitting(found)
+        fitting = _wanted(found, asked)
         if not fitting:
             raise (_needing(found, error) if isinstance(error, InfeasibleError) else error) from None
         return _led(fitting, runners_up)
     found = _plans(ways, replace(asked, ordinary=first)) if ways else []
     if not found:
         return first
-    only = asked.delay is not None and asked.delay.only
-    if only and not _fitting(found):
+    only, fitting = asked.delay is not None and asked.delay.only, _wanted(found, asked)
+    if only and not fitting:
         raise _needing(found, InfeasibleError(f"No such plan of {first.model} fits."))
-    quicker = [plan for plan in _fitting(found) if only or seconds_of(plan) < seconds_of(first) * (1.0 - _ROUNDING)]
+    quicker = [plan for plan in fitting if only or seconds_of(plan) < seconds_of(first) * (1.0 - _ROUNDING)]
     others = [plan for plan in found if not any(plan is one for one in quicker)]
     return _led([*quicker, first, *others], runners_up)
+
+
+def _wanted(plans: Sequence[Plan], asked: Asked) -> list[Plan]:
+    """Those that fit; of delayed gradients alone where no others are wanted."""
+    only = asked.delay is not None and asked.delay.only
+    return [plan for plan in _fitting(plans) if plan.cyclic is not None or not only]
 
 
 def _needing(plans: Sequence[Plan], error: InfeasibleError) -> InfeasibleError:

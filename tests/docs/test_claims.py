@@ -103,7 +103,7 @@ def test_known_frameworks_are_listed() -> None:
 def test_groupings_and_schedules_are_listed() -> None:
     row = next(line for line in VALIDATE.splitlines() if line.startswith("| `--by`"))
     assert set(re.findall(r"`(\w+)`", row)) == set(_GROUPINGS)
-    for schedule in Schedule:
+    for schedule in set(Schedule) - {Schedule.CYCLIC}:  # of which no run was published
         assert schedule.value.removeprefix("interleaved-") in VALIDATE or schedule.value in VALIDATE
 
 

@@ -12,14 +12,16 @@ import pytest
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.step import price_plan
 from galvatron_lite.errors import InfeasibleError, InputError
+from galvatron_lite.parallelism.backends import GALVATRON
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, device_count
 from galvatron_lite.plans.schema import Cyclic, Plan, Proof, Schedule
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.search.planner import find_plan
+from galvatron_lite.search.planner import find_plan, request_of
 from galvatron_lite.search.result import plan_of
+from galvatron_lite.search.session import Session
 from galvatron_lite.search.space import Fixed
-from galvatron_lite.search.ways import Delay
+from galvatron_lite.search.ways import Asked, Delay, with_ways
 from tests.factories import random_profile
 
 ROOM = 2**40
@@ -140,3 +142,17 @@ def test_no_budget_is_enough() -> None:
     assert allowed.value.smallest_budget == min(least, plain.value.smallest_budget)
     with pytest.raises(InfeasibleError, match="No such plan of test fits"):
         find_plan(profile, devices=3, global_batch=12, budget=least - 1, delay=Delay(only=True))
+
+
+def test_only_plans_of_delayed_gradients_where_no_others_are_wanted() -> None:
+    profile = made(1, 3)
+    delayed = find_plan(profile, devices=3, global_batch=12, budget=ROOM, delay=Delay(only=True))
+    quick = find_plan(profile, devices=3, global_batch=12, budget=ROOM)
+    assert quick.prediction is not None
+    quicker = replace(quick, prediction=replace(quick.prediction, step_seconds=1e-9))
+    session = Session(profile)
+    request = request_of(session, 3, 12, ROOM, Fixed(), None, GALVATRON)
+    for only in (False, True):
+        asked = Asked(session, request, GALVATRON, ROOM, Delay(only=only))
+        found = with_ways(lambda: quick, asked, 3, (lambda _: (quicker,), lambda _: (delayed,)))
+        assert (found.cyclic is not None) == only
