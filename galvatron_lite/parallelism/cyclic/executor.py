@@ -13,7 +13,7 @@ from torch import Tensor
 from galvatron_lite.model.batch import move_batch
 from galvatron_lite.parallelism.cyclic.draws import Draws, as_they_come
 from galvatron_lite.parallelism.cyclic.exchange import Exchange
-from galvatron_lite.parallelism.cyclic.flight import Desk, Handed, Returned, handed, in_flight
+from galvatron_lite.parallelism.cyclic.flight import Desk, Handed, InFlight, Returned, handed, in_flight
 from galvatron_lite.parallelism.cyclic.mailbox import Mailbox
 from galvatron_lite.parallelism.cyclic.programme import Kind, Message, Pass, Programme
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
@@ -58,7 +58,8 @@ class Executor:
     ) -> None:
         self.programme, self.states, self.desk, self.draws = programme, states, Desk(), draws
         self._process, self._parts, self._call, self._device = process, parts, call, device
-        self._exchange = Exchange(programme, self.desk, states, mailbox)
+        self._exchange = self._make_exchange(mailbox)
+        self._is_open = False
         self._next: dict[int, int] = {}  # by stage: the micro-batch of its next forward pass here
 
     def feed(self, step: int, microbatches: Sequence[Any]) -> None:
@@ -74,6 +75,8 @@ class Executor:
         Raises:
             LaunchError: another process is gone, or silent for too long.
         """
+        if passes:
+            self.begin()
         for one, following in zip_longest(passes, passes[1:]):
             time = one.moment.time
             self._exchange.clear(time)
@@ -86,14 +89,20 @@ class Executor:
             else:
                 self._forward(one)
             self._exchange.send(late, time)
+            self._sent(one, self.desk.flights.get((one.moment.stage, self._number(one))))
             self._expect(following)
             self._let_go(one)
+
+    def begin(self) -> None:
+        """Send what passes need before the first of them is run; ``run`` does it if nobody did."""
+        if not self._is_open:
+            self._open()
+        self._is_open = True
 
     def drain(self, step: int) -> None:
         """End what is in flight, before training step ``step``, and go on from there with the delay that there is.
 
-        Takes part in what is left of the rounds of updates, and applies them all. Parameters that are still to be used
-        by that step are kept beside the newest.
+        All updates are applied. Parameters that are still to be used by that step are kept beside the newest.
 
         Raises:
             LaunchError: another process is gone, or silent for too long.
@@ -101,14 +110,10 @@ class Executor:
         if self.programme.begin == step:
             return
         self.run(self.programme.left(self._process, step))
-        for one in self.programme.settling(self._process, step):
-            self._exchange.receive(one.receives)
-            self._exchange.send(one.sends, one.moment.time)
-        for stage, states in self.states.items():
-            while states.updates:
-                self._apply(stage, self._next[stage])
+        self._settle(step)
         self._exchange.finish()
         self.programme = replace(self.programme, begin=step, base=step - 1)
+        self._is_open = False
 
     def flush(self, step: int) -> None:
         """End what is in flight, and the delay: all processes go on with the same newest parameters alone."""
@@ -126,7 +131,30 @@ class Executor:
         self.programme = replace(self.programme, begin=step, base=base)
         for stage, states in self.states.items():
             states.restart(step, older.get(stage))
-            self._parts[stage].bind(states.at(step))
+            self._parts[stage].bind(states.resting())
+
+    def _make_exchange(self, mailbox: Mailbox) -> Exchange:
+        return Exchange(self.programme, self.desk, self.states, mailbox)
+
+    def _open(self) -> None:
+        """Before the first pass."""
+
+    def _finished(self, one: Pass) -> None:
+        """A stage's gradient is complete."""
+        if self.programme.setting is CyclicSetting.SINGLE:
+            self._apply(one.moment.stage, self._next[one.moment.stage])
+
+    def _sent(self, one: Pass, flight: InFlight | None) -> None:
+        """A pass is over, and what it sends is sent; the flight is what it left."""
+
+    def _settle(self, step: int) -> None:
+        """Nothing is in flight: take part in what is left of the rounds of updates, and apply them all."""
+        for one in self.programme.settling(self._process, step):
+            self._exchange.receive(one.receives)
+            self._exchange.send(one.sends, one.moment.time)
+        for stage, states in self.states.items():
+            while states.updates:
+                self._apply(stage, self._next[stage])
 
     def _expect(self, following: Pass | None) -> None:
         """Start to receive what the next pass needs while the present one computes."""
@@ -158,6 +186,7 @@ class Executor:
         part, states = self._parts[stage], self.states[stage]
         returned = self.desk.returned.pop((stage, number), Returned([], self.desk.losses.get(number)))
         flight = self.desk.flights.pop((stage, number))
+        states.refill(one.version, flight.parameters)
         part.bind(flight.parameters)
         with states.adding(one.moment.step, flight.parameters):
             if flight.outputs:
@@ -166,12 +195,11 @@ class Executor:
             gradients = [slot.taken(self._device) for slot in flight.inputs]
             self.desk.returned[stage - 1, number] = Returned(gradients, returned.loss)
         del flight  # and with it what only this graph still used
-        part.bind(states.at(states.newest))
+        part.bind(states.resting())
         if one.finishes:
             states.finish(one.moment.step)
-            if self.programme.setting is CyclicSetting.SINGLE:
-                self._apply(stage, self._next[stage])
-                part.bind(states.at(states.newest))
+            self._finished(one)
+            part.bind(states.resting())
 
     def _apply(self, stage: int, number: int) -> None:
         """Apply the next update of a stage, before the forward pass of micro-batch ``number``."""

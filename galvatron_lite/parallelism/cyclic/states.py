@@ -29,6 +29,8 @@ class StageStates:
 
     Attributes:
         masters: the parameters of the newest version, by name.
+        likes: their shapes and dtypes.
+        is_home: whether the stage is held here between training runs.
         newest: that version.
         sums: gradients of a training step, added up over the micro-batches that were worked on so far.
         updates: mean gradients of training steps that the parameters have not had yet.
@@ -38,7 +40,8 @@ class StageStates:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], version: int = 0) -> None:
         self.masters = dict(parameters)
-        self.newest = version
+        self.likes = {name: torch.empty_like(one, device="meta") for name, one in parameters.items()}
+        self.newest, self.is_home = version, True
         self.sums: dict[int, Gradients] = {}
         self.updates: dict[int, Gradients] = {}
         self.optimizer: torch.optim.Optimizer | None = None
@@ -51,6 +54,11 @@ class StageStates:
         return [one for one in self.masters.values() if one.requires_grad]
 
     @property
+    def trained_likes(self) -> list[Tensor]:
+        """Shapes and dtypes of the parameters that are trained, in order."""
+        return [self.likes[name] for name, one in self.masters.items() if one.requires_grad]
+
+    @property
     def versions(self) -> tuple[int, ...]:
         """Versions that are held, the oldest first."""
         return tuple(sorted(self._versions))
@@ -58,6 +66,28 @@ class StageStates:
     def at(self, version: int) -> Mapping[str, nn.Parameter]:
         """The parameters that a pass uses; nobody changes them while it or its graph lives."""
         return self._versions[version]
+
+    def resting(self) -> Mapping[str, nn.Parameter]:
+        """The parameters that the stage's modules hold between passes."""
+        return self.at(self.newest)
+
+    def refill(self, version: int, lent: Mapping[str, nn.Parameter]) -> None:
+        """Before a backward pass: make sure that the parameters have the values that its forward pass was lent."""
+
+    @property
+    def options(self) -> tuple[list[dict[str, Any]], Any]:
+        """Of the optimizer's groups, and where its scheduler is."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        plain = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        return plain, None if self.scheduler is None else self.scheduler.state_dict()
+
+    @options.setter
+    def options(self, options: tuple[list[dict[str, Any]], Any]) -> None:
+        groups, place = options
+        for group, known in zip([] if self.optimizer is None else self.optimizer.param_groups, groups, strict=True):
+            group.update(known)
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(place)
 
     def make_optimizer(self, factory: OptimizerFactory, scheduler: SchedulerFactory | None, **options: Any) -> None:
         """Make the optimizer, and a scheduler of it, over the newest parameters.
@@ -86,16 +116,13 @@ class StageStates:
 
     def gradient_likes(self) -> list[Tensor]:
         """Tensors shaped like the gradients in a message: those of all trained parameters, and which of them count."""
-        trained = self.trained
-        counts = torch.empty(len(trained), dtype=torch.uint8, device="meta")
-        return [*(torch.empty_like(one, device="meta") for one in trained), counts]
+        return [*self.trained_likes, torch.empty(len(self.trained), dtype=torch.uint8, device="meta")]
 
     def sent(self, gradients: Gradients) -> list[Tensor]:
         """Gradients as they are in a message; zeros where a parameter has none."""
-        trained = self.trained
         filled = [
-            torch.zeros_like(one) if gradient is None else gradient
-            for one, gradient in zip(trained, gradients, strict=True)
+            torch.zeros_like(like, device="cpu") if gradient is None else gradient
+            for like, gradient in zip(self.trained_likes, gradients, strict=True)
         ]
         return [*filled, torch.tensor([one is not None for one in gradients], dtype=torch.uint8)]
 

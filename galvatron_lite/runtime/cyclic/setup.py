@@ -18,6 +18,8 @@ from galvatron_lite.parallelism.cyclic.programme import Programme
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.stages import StagePart, check_untied, cut_stages, stage_of
 from galvatron_lite.parallelism.cyclic.states import StageStates
+from galvatron_lite.parallelism.cyclic.travelling import TravellingStates
+from galvatron_lite.parallelism.cyclic.zero import ZeroExecutor
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.materialize import Materializer
@@ -100,11 +102,21 @@ def set_up(
         parts = list(cut_stages(model, layers, names, flow))
     for part in parts:
         _prepare(part, placed[part.number], options.compute)
-    states = {part.number: StageStates(part.parameters()) for part in parts}
     known = {part.number: part for part in parts}
+    return CyclicRuntime(process, known, _executor(programme, process, known, mailbox, options), options.device)
+
+
+def _executor(
+    programme: Programme, process: int, parts: Mapping[int, StagePart], mailbox: Mailbox, options: Options
+) -> Executor:
     draws = as_they_come if options.draws is None else SeededDraws(options.draws, options.device)
-    executor = Executor(programme, process, known, states, mailbox, _call(options), options.device, draws)
-    return CyclicRuntime(process, known, executor, options.device)
+    if programme.setting is not CyclicSetting.ZERO:
+        own = {stage: StageStates(part.parameters()) for stage, part in parts.items()}
+        return Executor(programme, process, parts, own, mailbox, _call(options), options.device, draws)
+    states = {
+        stage: TravellingStates(part.parameters(), programme.home(stage) == process) for stage, part in parts.items()
+    }
+    return ZeroExecutor(programme, process, parts, states, mailbox, _call(options), options.device, draws)
 
 
 def _make_real(materializer: Materializer, layers: Sequence[Layer], stage: Sequence[Placed]) -> None:

@@ -72,7 +72,7 @@ class WholeState:
 
 def _held(runtime: CyclicRuntime) -> Iterator[tuple[str, Tensor]]:
     for stage, states in runtime.executor.states.items():
-        yield from states.masters.items()
+        yield from states.masters.items() if states.is_home else ()
         yield from runtime.parts[stage].buffers()
 
 

@@ -132,7 +132,8 @@ def train(
 
 def result_of(runtime: CyclicRuntime) -> Result:
     states = runtime.executor.states.values()
-    parameters = {name: one.detach().clone() for stage in states for name, one in stage.masters.items()}
+    held = [stage for stage in states if stage.is_home]
+    parameters = {name: one.detach().clone() for stage in held for name, one in stage.masters.items()}
     buffers = {name: one.clone() for part in runtime.parts.values() for name, one in part.buffers()}
     assert runtime.executor.desk.is_idle
     assert not runtime.executor.desk.batches

@@ -19,7 +19,7 @@ OPTIMIZERS: dict[str, Any] = {
     "adam": partial(torch.optim.Adam, lr=0.01),
     "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, foreach=True),
 }
-SETTINGS = ["single", "data", "stages"]
+SETTINGS = ["single", "data", "stages", "zero"]
 STEPS = 4
 
 
