@@ -11,19 +11,23 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from galvatron_lite.errors import FileFormatError
+from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.model.batch import batch_size
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.parallelism.backends import check_runs
 from galvatron_lite.plans.io import check_plan, read_plan
-from galvatron_lite.plans.schema import Plan
+from galvatron_lite.plans.schema import Mode, Plan
+from galvatron_lite.questions.arguments import mode_named
 from galvatron_lite.runtime.world import join, pick_device, world_size
 
 if TYPE_CHECKING:
+    from galvatron_lite.model.graph import Layer
     from galvatron_lite.profiler.schema import Profile
+    from galvatron_lite.runtime.branches.devices import DevicesModel
     from galvatron_lite.runtime.cyclic.model import CyclicModel
     from galvatron_lite.runtime.engine import ParallelModel
+    from galvatron_lite.runtime.inference import InferenceModel
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
@@ -43,7 +47,8 @@ def auto_parallelize(
     seed: int = 0,
     device: str = "auto",
     folder: Path = Path("profiles"),
-) -> ParallelModel | CyclicModel:
+    mode: Mode | str | None = None,
+) -> ParallelModel | CyclicModel | InferenceModel | DevicesModel:
     """The model, split over the launched world.
 
     With nothing but the model: captures it on an example batch, measures a profile on this world (or reads the one
@@ -63,9 +68,12 @@ def auto_parallelize(
         seed: of that initialisation.
         device: ``auto``, ``cpu`` or ``cuda``.
         folder: where profiles are kept.
+        mode: ``training`` or ``inference``; that of the plan, or training, if not given.
 
     Returns:
-        An object used like the model, with ``train_step(batch, optimizer)``.
+        An object used like the model, with ``train_step(batch, optimizer)``. For inference one that is called like the
+        model and gives its own outputs on every rank, without gradients. A process by itself that is given a plan for
+        several devices runs each branch on a device of its own.
 
     Raises:
         LaunchError: the world's size is not the plan's, or there is no GPU.
@@ -77,12 +85,31 @@ def auto_parallelize(
     example = batch if batch is not None else example_batch(model)
     layers = discover_layers(model, example, blocks)
     chosen = _given_plan(plan)
+    wanted = mode_named(mode or (Mode.TRAINING if chosen is None else chosen.mode))
     if chosen is None:
         known = _profile(profile, model, example, loss_fn, blocks, precision, folder)
-        chosen = _agreed_plan(known, mem, global_batch or batch_size(example))
-    return _kind_of(chosen)(
+        chosen = _agreed_plan(known, mem, global_batch or batch_size(example), wanted)
+    if wanted is Mode.INFERENCE and chosen.branches and chosen.devices > world_size() == 1:
+        return _on_devices(model, chosen, layers, example, place)
+    made = _kind_of(chosen)(
         model, chosen, layers, example, loss_fn=loss_fn, device=place, precision=precision, init_fn=init_fn, seed=seed
     )
+    return made if wanted is Mode.TRAINING else _for_inference(made)
+
+
+def _on_devices(model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, place: torch.device) -> DevicesModel:
+    from galvatron_lite.runtime.branches.devices import DevicesModel, local_devices
+
+    return DevicesModel(model, plan, layers, batch, local_devices(place.type, plan.devices))
+
+
+def _for_inference(made: ParallelModel | CyclicModel) -> InferenceModel:
+    from galvatron_lite.runtime.cyclic.model import CyclicModel
+    from galvatron_lite.runtime.inference import InferenceModel
+
+    if isinstance(made, CyclicModel):
+        raise InputError("mode", "inference", "The plan is one of cyclic data parallelism, which only trains.")
+    return InferenceModel(made)
 
 
 def _kind_of(plan: Plan) -> type[ParallelModel] | type[CyclicModel]:
@@ -106,13 +133,15 @@ def _given_plan(plan: Plan | str | Path | None) -> Plan | None:
     return check_runs(check_plan(plan) if isinstance(plan, Plan) else read_plan(Path(plan)))
 
 
-def _agreed_plan(profile: Profile, mem: str | int, global_batch: int) -> Plan:
+def _agreed_plan(profile: Profile, mem: str | int, global_batch: int, mode: Mode) -> Plan:
     """Rank 0's plan, on every rank, so that no rank can differ."""
     from galvatron_lite.api import plan as find
 
     box: list[Any] = [None, None]
     if dist.get_rank() == 0:
-        box = _tried(lambda: find(profile, mem=mem, batch=global_batch, gpus=world_size()))
+        # only training has micro-batches that keep the stages of a pipeline busy
+        fix = ("pp=1",) if mode is Mode.INFERENCE else ()
+        box = _tried(lambda: find(profile, mem=mem, batch=global_batch, gpus=world_size(), mode=mode, fix=fix))
     dist.broadcast_object_list(box)
     if box[1] is not None:
         raise box[1]

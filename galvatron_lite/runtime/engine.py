@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from galvatron_lite.errors import InputError, NonFiniteLossError
-from galvatron_lite.model.batch import LossFn, batch_size, call_model, loss_of, slice_batch
+from galvatron_lite.model.batch import LossFn, batch_size, call_model, loss_of, map_tensors, slice_batch
 from galvatron_lite.model.graph import Layer
+from galvatron_lite.parallelism.cuts.tensor import local_of
 from galvatron_lite.parallelism.spatial.apply import leaving
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.zero.apply import set_all_reduce
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.clip import scale_gradients, squared_norm_share
+from galvatron_lite.runtime.layout import WHOLE, Split
 from galvatron_lite.runtime.mesh import build_meshes
 from galvatron_lite.runtime.optimizer import split_groups
 from galvatron_lite.runtime.placement import check_samples
@@ -118,6 +120,42 @@ class ParallelModel(nn.Module):
             return loss
         mean: Tensor = _GlobalMean.apply(loss, group, shares)  # type: ignore[no-untyped-call]
         return mean
+
+    def outputs(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own outputs for a batch, called as the model is, without gradients; whole on every rank.
+
+        Tensors without samples (a loss) are means over the ranks' shares of the samples.
+
+        Raises:
+            InputError: the plan has a pipeline, or the batch cannot be shared evenly.
+        """
+        if len(self.plan.stages) > 1:
+            raise InputError("plan", f"{len(self.plan.stages)} stages", "Outputs are of plans without a pipeline.")
+        (part,) = self._parts(kwargs or args, 1)
+        with torch.no_grad():
+            return self._outputs(part)
+
+    def _outputs(self, part: Any) -> Any:
+        traffic = self.runtime.traffic
+        traffic.begin(self._rows)
+        try:
+            with compute_context(self._compute, self.device):
+                return map_tensors(call_model(self.module, part), self._gathered_output)
+        finally:
+            traffic.end()
+
+    def _gathered_output(self, tensor: Tensor) -> Tensor:
+        traffic, group = self.runtime.traffic, self.runtime.glue_groups.batch
+        piece = traffic.piece(tensor)
+        if piece is not None:
+            whole = Split(piece.split.devices, (WHOLE,) * len(piece.shape))
+            return traffic.mover(piece.tensor, piece.split, whole, piece.shape)
+        plain = local_of(tensor)
+        if group is None or not plain.is_floating_point():
+            return plain
+        total = plain.clone()
+        dist.all_reduce(total, group=group)
+        return total / traffic.glue.batch
 
     def train_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Tensor:
         """One optimizer step on a global batch, in the plan's micro-batches.

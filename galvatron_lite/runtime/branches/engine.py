@@ -31,12 +31,21 @@ class _Part:
 class BranchedModel(ParallelModel):
     """A model whose branches have ranks of their own; used like ``ParallelModel``.
 
+    Args:
+        arguments: as for ``ParallelModel``.
+        timeout: seconds after which another rank's message that does not come is an error.
+        options: as for ``ParallelModel``.
+
     Attributes:
         trees: the modules of this rank's branches; in ``module``, stand-ins are in their place.
     """
 
+    def __init__(self, *arguments: Any, timeout: float = 600.0, **options: Any) -> None:
+        self._timeout = timeout
+        super().__init__(*arguments, **options)
+
     def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: Options) -> StageRuntime:
-        self._branches = set_up_branches(model, self.plan, layers, batch, options)
+        self._branches = set_up_branches(model, self.plan, layers, batch, options, self._timeout)
         self.trees = nn.ModuleList(self._branches.trees)
         self._origins: dict[int, Origins] = {}
         return self._branches.setting.runtime
@@ -94,6 +103,10 @@ class BranchedModel(ParallelModel):
     def _local_loss(self, part: Any) -> Tensor:
         with self._passing(part) as session:
             return session.settle(super()._local_loss(part))
+
+    def _outputs(self, part: Any) -> Any:
+        with self._passing(part) as session:
+            return session.deliver(super()._outputs(part))
 
     @contextmanager
     def _passing(self, part: Any) -> Iterator[Session]:

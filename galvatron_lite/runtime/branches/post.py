@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -26,11 +27,13 @@ class Post:
 
     Args:
         device: of this rank.
+        timeout: seconds after which a message that does not come is an error.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        ranks = list(range(dist.get_world_size()))
-        self._groups = tuple(dist.new_group(ranks, group_desc=name) for name in ("branches", "branches backward"))
+    def __init__(self, device: torch.device, timeout: float) -> None:
+        ranks, self._timeout = list(range(dist.get_world_size())), timedelta(seconds=timeout)
+        names = ("branches", "branches backward")
+        self._groups = tuple(dist.new_group(ranks, group_desc=name) for name in names)
         self.rank, self.world, self.device = dist.get_rank(), len(ranks), device
         self._sending: deque[tuple[dist.Work | None, Tensor]] = deque()
         self._tag = 0
@@ -48,7 +51,8 @@ class Post:
     def expect(self, size: int, peer: int, tag: int, backward: bool) -> Parcel:
         """Start receiving so many bytes."""
         message = torch.empty(size, dtype=torch.uint8, device=self.device)
-        return Parcel(message, dist.irecv(message, peer, group=self._groups[backward], tag=tag), peer)
+        work = dist.irecv(message, peer, group=self._groups[backward], tag=tag)
+        return Parcel(message, work, peer, self._timeout)
 
     def finish(self) -> None:
         """Wait until everything sent has been taken.
@@ -58,7 +62,7 @@ class Post:
         """
         while self._sending:
             work, _ = self._sending.popleft()
-            _wait(work, "another rank to take what was sent to it")
+            _wait(work, "another rank to take what was sent to it", self._timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +72,21 @@ class Parcel:
     message: Tensor
     work: dist.Work | None
     peer: int
+    timeout: timedelta
 
     def open(self, what: str) -> Tensor:
         """The bytes, once they are here."""
-        _wait(self.work, f"{what} from rank {self.peer}")
+        _wait(self.work, f"{what} from rank {self.peer}", self.timeout)
         return self.message
 
 
-def _wait(work: dist.Work | None, what: str) -> None:
+def _wait(work: dist.Work | None, what: str, timeout: timedelta) -> None:
     try:
         if work is not None:
-            work.wait()
+            work.wait(timeout)
     except RuntimeError as cause:
-        remedy = "It ended, or takes longer than the process group's timeout; its own output says why."
-        raise LaunchError(f"Waited for {what}, which did not come: {cause} {remedy}") from cause
+        why = f"That rank is gone or was silent for {timeout.total_seconds():g} s; its own output says why."
+        raise LaunchError(f"Waited for {what}, which did not come ({cause}). {why}") from cause
 
 
 class Shipment:

@@ -139,6 +139,14 @@ class Session:
         made: Tensor = _Tie.apply(loss, self, *tied)  # type: ignore[no-untyped-call]
         return made
 
+    def deliver(self, outputs: Any) -> Any:
+        """Outputs of the model, once all that branches returned has arrived."""
+        self.flush()
+        for call in self.calls:
+            if call.exit is not None:
+                call.value()
+        return outputs
+
     def expect_gradients(self) -> None:
         """Start receiving the gradients of everything that departed from here."""
         for transfer in self.departed:

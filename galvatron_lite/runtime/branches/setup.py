@@ -12,17 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.batch import map_tensors
 from galvatron_lite.model.graph import Layer
-from galvatron_lite.parallelism.pipeline.hollow import drop_parameters, replace_forward
+from galvatron_lite.parallelism.pipeline.hollow import drop_parameters
 from galvatron_lite.parallelism.pipeline.tied import check_shared, find_shared
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.branches.parts import PlacedPart, place_parts
-from galvatron_lite.runtime.branches.pending import resolved
 from galvatron_lite.runtime.branches.post import Post
 from galvatron_lite.runtime.branches.randomness import Stream
 from galvatron_lite.runtime.branches.session import Branch, Setting
-from galvatron_lite.runtime.branches.stand_in import StandIn, entrances, replace_module, skeleton
+from galvatron_lite.runtime.branches.stand_in import StandIn, entrances, replace_module, resolve_outside, skeleton
 from galvatron_lite.runtime.branches.templates import Foreseen
 from galvatron_lite.runtime.mesh import Meshes, build_part_meshes, join_world
 from galvatron_lite.runtime.setup import (
@@ -56,8 +54,18 @@ class Branches:
     names: tuple[str, ...]
 
 
-def set_up_branches(model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, options: Options) -> Branches:
+def set_up_branches(
+    model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, options: Options, timeout: float
+) -> Branches:
     """Split the model as the plan says, in place. All ranks call it together.
+
+    Args:
+        model: any.
+        plan: with branches.
+        layers: of the model.
+        batch: an example.
+        options: as for a model without branches.
+        timeout: seconds after which a message that does not come is an error.
 
     Raises:
         LaunchError: the world's size is not the plan's.
@@ -70,7 +78,7 @@ def set_up_branches(model: nn.Module, plan: Plan, layers: Sequence[Layer], batch
     known = [examine(model, part.stage, part.stage, batch, options) for part in parts]
     paths = [entrances(model, part.roots, batch) for part in parts[1:]]
     meshes = build_part_meshes([part.mesh for part in parts], options.device.type)
-    post = Post(options.device)
+    post = Post(options.device, timeout)
     broadcast_values(model, options.device)
     seed = int(of_rank_zero(torch.randint(2**31, (1,)), options.device))
     if parts[0].layout.replicas > 1 or parts[0].layout.devices == 1:
@@ -96,7 +104,7 @@ def set_up_branches(model: nn.Module, plan: Plan, layers: Sequence[Layer], batch
         for path in own
     }
     setting.append(Setting(parts[0], trunk, branches, post))
-    _resolve_outside(model, parts[0])
+    resolve_outside(model, [path for layer in parts[0].layers for path in layer.modules])
     own_trees = [tree for tree, runtime in zip(trees, runtimes[1:], strict=True) if runtime is not None]
     return Branches(setting[0], parts, own_trees, [one for one in runtimes if one is not None], names)
 
@@ -132,23 +140,6 @@ def _seed(seed: int, part: PlacedPart) -> int:
     rank = dist.get_rank()
     alike = any(placed.strategy.devices > placed.strategy.batch_degree for placed in part.stage)
     return seed + part.first if alike else seed + rank
-
-
-def _resolve_outside(model: nn.Module, trunk: PlacedPart) -> None:
-    """Bring what is pending here where the trunk's layers take it, and where the model ends."""
-    for layer in trunk.layers:
-        for path in layer.modules:
-            model.get_submodule(path).register_forward_pre_hook(_resolve_arguments, prepend=True, with_kwargs=True)
-    forward = model.forward
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return map_tensors(forward(*args, **kwargs), resolved)
-
-    replace_forward(model, run)
-
-
-def _resolve_arguments(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return map_tensors(args, resolved), map_tensors(kwargs, resolved)
 
 
 def state_names(found: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

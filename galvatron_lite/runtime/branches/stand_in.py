@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.batch import batch_size, call_model, resize_batch
+from galvatron_lite.model.batch import batch_size, call_model, map_tensors, resize_batch
 from galvatron_lite.model.trace_meta import meta_copy
+from galvatron_lite.parallelism.pipeline.hollow import replace_forward
+from galvatron_lite.runtime.branches.pending import resolved
 
 
 class StandIn(nn.Module):
@@ -134,3 +136,24 @@ def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
         for name, child in list(holder.named_children()):
             if child is old:
                 setattr(holder, name, new)
+
+
+def resolve_outside(model: nn.Module, paths: Sequence[str]) -> None:
+    """Bring what is pending here where other modules of the model take it, and where the model ends.
+
+    Args:
+        model: changed in place.
+        paths: of those modules.
+    """
+    for path in paths:
+        model.get_submodule(path).register_forward_pre_hook(_resolve_arguments, prepend=True, with_kwargs=True)
+    forward = model.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return map_tensors(forward(*args, **kwargs), resolved)
+
+    replace_forward(model, run)
+
+
+def _resolve_arguments(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return map_tensors(args, resolved), map_tensors(kwargs, resolved)

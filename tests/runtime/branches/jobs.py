@@ -1,0 +1,114 @@
+"""Jobs about models with branches beside training: inference, evaluation, errors, the perception network."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from galvatron_lite import auto_parallelize
+from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.zoo import build
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, LayerRun, Mode, Plan, Schedule, Stage
+from tests.runtime.branches.networks import ONE, Case, make_batch
+from tests.runtime.branches.training import make_branched
+
+BRANCHES = ("segmentation", "reconstruction")
+
+
+def perception() -> tuple[nn.Module, dict[str, Tensor]]:
+    """The small perception network, and a batch of two."""
+    torch.manual_seed(2)
+    model = build("perception-mini")
+    return model, model.example_batch(2)
+
+
+def perception_plan(trunk: Strategy = ONE, mode: Mode = Mode.TRAINING, samples: int = 2) -> Plan:
+    """Each network on a device of its own."""
+    model, batch = perception()
+    layers = discover_layers(model, batch)
+    own = {name: [layer for layer in layers if layer.name.startswith(name)] for name in BRANCHES}
+    rest = [layer for layer in layers if not layer.name.startswith(BRANCHES)]
+    placed = tuple(
+        BranchPlacement(name, (name,), number, 1, tuple(LayerRun(one.name, one.name, 1, ONE) for one in own[name]))
+        for number, name in enumerate(BRANCHES)
+    )
+    stage = Stage(tuple(LayerRun(one.name, one.name, 1, trunk) for one in rest))
+    return Plan(
+        PLAN_VERSION, "test", 2, samples, 1, Schedule.ONE_F_ONE_B, "fp32", (stage,), branches=placed, mode=mode
+    )  # fmt: skip
+
+
+def train_perception(steps: int = 2) -> tuple[list[float], dict[str, Tensor]]:
+    model, batch = perception()
+    parallel: Any = auto_parallelize(model, batch, plan=perception_plan(), device="cpu")
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.05)
+    losses = [float(parallel.train_step(batch, optimizer)) for _ in range(steps)]
+    return losses, parallel.full_state_dict()
+
+
+def infer_perception(trunk: Strategy) -> Any:
+    model, batch = perception()
+    made: Any = auto_parallelize(model, batch, plan=perception_plan(trunk), mode="inference", device="cpu")
+    return made(batch["pictures"])
+
+
+def infer(case: Case) -> Tensor:
+    """The loss that a model returns, from ``outputs``."""
+    loss: Tensor = make_branched(case).eval().outputs(**make_batch(case))
+    return loss
+
+
+def evaluate(case: Case) -> float:
+    """The loss in evaluation mode, without gradients, through the model's call."""
+    parallel = make_branched(case).eval()
+    with torch.no_grad():
+        return float(parallel(**make_batch(case)))
+
+
+def call_and_clip(case: Case) -> tuple[float, float]:
+    """A loss and the norm of its gradient, in the style of a usual loop."""
+    parallel = make_branched(case)
+    loss = parallel(**make_batch(case))
+    loss.backward()
+    return float(loss), float(parallel.clip_grad_norm(1.0))
+
+
+def one_rank_is_late(case: Case) -> str:
+    """What the first rank says when the other, whose branch it waits for, does nothing."""
+    parallel = make_branched(case, timeout=0.3)
+    if dist.get_rank() == 1:
+        time.sleep(1.5)
+        return ""
+    try:
+        parallel.backward_step(make_batch(case))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing happened"
+
+
+class Slow(nn.Module):
+    """Passes on what it is given, late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, values: Tensor) -> Tensor:
+        if not values.is_meta:
+            time.sleep(0.4)
+        return values * self.weight
+
+
+def wrong_model(case: Case) -> str:
+    """The error of a model whose second branch reads what the first returned."""
+    parallel = make_branched(case)
+    try:
+        parallel.backward_step(make_batch(case))
+    except ValueError as error:
+        return str(error)
+    return "nothing happened"

@@ -1,0 +1,139 @@
+"""Inference, evaluation, the usual loop, errors, and the perception network, under plans with branches."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from galvatron_lite import auto_parallelize
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.plans.schema import Mode
+from galvatron_lite.runtime.branches.devices import DevicesModel
+from tests.pool import WorkerPool
+from tests.runtime.branches import jobs
+from tests.runtime.branches.networks import ONE, Case, layers_of, make_batch, make_model, make_plan
+from tests.runtime.branches.test_branches import CHAINS, DATA, HEADS, TWO
+
+
+def test_perception_network_trains_like_one_process(pool: WorkerPool) -> None:
+    model, batch = jobs.perception()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(**batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    for found, state in pool.run(2, jobs.train_perception):
+        assert found == pytest.approx(losses, rel=1e-5)
+        torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("trunk", [ONE, DATA], ids=["one", "shared"])
+def test_outputs_are_the_models_own_on_every_rank(pool: WorkerPool, trunk: Strategy) -> None:
+    model, batch = jobs.perception()
+    with torch.no_grad():
+        wanted = model.eval()(batch["pictures"])
+    for found in pool.run(2, jobs.infer_perception, trunk=trunk):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("trunk", [ONE, DATA], ids=["one", "shared"])
+def test_losses_without_gradients(pool: WorkerPool, trunk: Strategy) -> None:
+    case = Case("Heads", HEADS, trunk, 2)
+    with torch.no_grad():
+        wanted = make_model(case).eval()(**make_batch(case))
+    for found in [*pool.run(2, jobs.infer, case=case), *pool.run(2, jobs.evaluate, case=case)]:
+        assert float(found) == pytest.approx(float(wanted), rel=1e-6)
+
+
+def test_a_usual_loop(pool: WorkerPool) -> None:
+    case = Case("Heads", HEADS, DATA, 2)
+    model = make_model(case)
+    loss = model(**make_batch(case))
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for found in pool.run(2, jobs.call_and_clip, case=case):
+        assert found == pytest.approx((float(loss), float(norm)), rel=1e-5)
+
+
+def test_a_rank_that_is_late_is_named(pool: WorkerPool) -> None:
+    said, _ = pool.run(2, jobs.one_rank_is_late, case=Case("Coders", TWO, ONE, 2), timeout=30)
+    assert said.startswith("LaunchError")
+    assert "what branch b returns from rank 1" in said
+
+
+def test_dependent_modules_are_refused(pool: WorkerPool) -> None:
+    crossed = {"one": (("up.0", "down.1"), 0, 1, ONE), "two": (("up.1", "down.0"), 1, 1, ONE)}
+    for said in pool.run(2, jobs.wrong_model, case=Case("Chains", crossed, ONE, 2)):
+        assert "reads what branch" in said
+
+
+def on_devices(case: Case, mode: Mode = Mode.INFERENCE) -> tuple[DevicesModel, nn.Module]:
+    model = make_model(case)
+    layers = layers_of(case, model)
+    devices = [torch.device("cpu")] * case.world
+    return DevicesModel(model, make_plan(case, layers), layers, make_batch(case), devices), make_model(case).eval()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("Coders", TWO, ONE, 2, arguments={"use": "twice"}),
+        Case("Coders", TWO, ONE, 2, arguments={"use": "changed"}),
+        Case("Coders", {**TWO, "c": (("coders.2",), 1, 1, ONE)}, ONE, 2, arguments={"count": 3, "order": (2, 1)}),
+        Case("Heads", HEADS, ONE, 2),
+        Case("Chains", CHAINS, ONE, 2),
+    ],
+    ids=lambda case: case.model,
+)
+def test_devices_of_one_process(case: Case) -> None:
+    made, model = on_devices(case)
+    with torch.no_grad():
+        wanted = model(**make_batch(case))
+    for _ in range(2):
+        torch.testing.assert_close(made(**make_batch(case)), wanted)
+
+
+def test_the_perception_network_on_devices_of_one_process() -> None:
+    model, batch = jobs.perception()
+    with torch.no_grad():
+        wanted = model.eval()(batch["pictures"])
+    made: Any = auto_parallelize(model, batch, plan=jobs.perception_plan(mode=Mode.INFERENCE), device="cpu")
+    assert isinstance(made, DevicesModel)
+    torch.testing.assert_close(made(batch["pictures"]), wanted)
+
+
+class Sleepers(nn.Module):
+    """Two slow modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = jobs.Slow(), jobs.Slow()
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.first(values) + self.second(values)
+
+
+def test_devices_of_one_process_do_not_wait_for_each_other() -> None:
+    case = Case("Sleepers", {"a": (("first",), 0, 1, ONE), "b": (("second",), 1, 1, ONE)}, ONE, 2)
+    model, batch = Sleepers(), torch.ones(2, 1)
+    layers = layers_of(case, model)
+    made = DevicesModel(model, make_plan(case, layers), layers, batch, [torch.device("cpu")] * 2)
+    start = time.perf_counter()
+    assert made(batch).tolist() == [[2.0], [2.0]]
+    assert time.perf_counter() - start < 0.7
+
+
+def test_devices_must_be_those_of_the_plan() -> None:
+    case = Case("Coders", TWO, ONE, 2)
+    model = make_model(case)
+    layers = layers_of(case, model)
+    with pytest.raises(InputError, match="devices"):
+        DevicesModel(model, make_plan(case, layers), layers, make_batch(case), [torch.device("cpu")])
