@@ -13,8 +13,10 @@ from torch import nn
 
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.model.batch import batch_size
+from galvatron_lite.model.dead import dead_note
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.example import example_batch
+from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.backends import check_runs
 from galvatron_lite.plans.io import check_plan, read_plan
 from galvatron_lite.plans.schema import Mode, Plan
@@ -88,6 +90,7 @@ def auto_parallelize(
     wanted = mode_named(mode or (Mode.TRAINING if chosen is None else chosen.mode))
     if chosen is None:
         known = _profile(profile, model, example, loss_fn, blocks, precision, folder)
+        _warn(_on_dead(known.graph) if dist.get_rank() == 0 else ())
         chosen = _agreed_plan(known, mem, global_batch or batch_size(example), wanted)
     if wanted is Mode.INFERENCE and chosen.branches and chosen.devices > world_size() == 1:
         return _on_devices(model, chosen, layers, example, place)
@@ -209,6 +212,10 @@ def _other_hardware(profile: Profile) -> list[str]:
     from galvatron_lite.profiler.store import check_hardware
 
     return check_hardware(profile, probe()) if profile.cluster.fingerprint else []
+
+
+def _on_dead(graph: ModelGraph) -> tuple[str, ...]:
+    return dead_note(graph.dead, graph.parameters, "an output or the loss")
 
 
 def _warn(messages: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from galvatron_lite import auto_parallelize
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import DeadParameters
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
@@ -91,6 +92,17 @@ def test_a_profile_from_other_hardware_warns(
     write_profile(other, tmp_path / "other.yaml")
     (said, _) = pool.run(2, warnings_of, profile=str(tmp_path / "other.yaml"))
     assert any("other hardware" in message and "Another CPU" in message for message in said)
+
+
+def test_parameters_that_train_nothing_are_told_once(
+    pool: WorkerPool, tmp_path: Path, measured: tuple[Path, list[Any]]
+) -> None:
+    profile = read_profile(next(measured[0].glob("*/*.yaml")))
+    dead = replace(profile, graph=replace(profile.graph, dead=(DeadParameters("blocks.1.mlp", 1000),)))
+    write_profile(dead, tmp_path / "dead.yaml")
+    said, silent = pool.run(2, warnings_of, profile=str(tmp_path / "dead.yaml"))
+    assert ["blocks.1.mlp" in message for message in said if "never reach" in message] == [True]
+    assert not any("never reach" in message for message in silent)
 
 
 def test_a_missing_gpu(pool: WorkerPool) -> None:
