@@ -92,9 +92,11 @@ def check_runs(plan: Plan, backend: Backend = GALVATRON) -> Plan:
     if len(plan.stages) > 1 and plan.cyclic is None and plan.schedule not in backend.schedules:
         known = ", ".join(schedule.value for schedule in backend.schedules)
         raise InputError("plan, schedule", plan.schedule.value, f"{backend.name} trains with {known}.")
-    for index, stage in enumerate(plan.stages):
-        for run in stage.runs:
+    parts = [(f"stages.{number}", stage.runs) for number, stage in enumerate(plan.stages)]
+    parts += [(f"branches.{number}", one.runs) for number, one in enumerate(plan.branches)]
+    for part, runs in parts:
+        for run in runs:
             if not backend.runs(run.strategy):
-                place = f"plan, stages.{index}, strategy of {run.first}"
+                place = f"plan, {part}, strategy of {run.first}"
                 raise InputError(place, str(run.strategy), f"{backend.name} cannot train with it, only price it.")
     return plan

@@ -80,8 +80,8 @@ def _open(asked: Asked) -> bool:
     """Whether devices and pins leave room for it: several of one type; no pipeline, no schedule, no delay alone."""
     request, fixed = asked.request, asked.request.fixed
     pinned = fixed.pipeline not in (None, 1) or fixed.schedule is not None or fixed.virtual is not None
-    only = asked.delay is not None and asked.delay.only
-    return request.devices > 1 and request.cluster is None and not pinned and not only
+    refused = "branches" in fixed.forbidden or (asked.delay is not None and asked.delay.only)
+    return request.devices > 1 and request.cluster is None and not pinned and not refused
 
 
 def _rank(plan: Plan) -> tuple[bool, float]:

@@ -139,7 +139,7 @@ def test_forbidden_dimensions_by_their_names() -> None:
     assert pins(forbid=("dp",)).fixed.forbidden == ("data", "zero")
     assert pins(forbid=("pp",)).fixed == Fixed(pipeline=1, forbidden=("pipeline",))
     known = {name for names in FORBIDDEN.values() for name in names}
-    assert known == {*STRATEGY_FIELDS, "pipeline"}
+    assert known == {*STRATEGY_FIELDS, "pipeline", "branches"}
 
 
 def test_no_two_pins_share_a_name_and_each_says_what_it_means() -> None:

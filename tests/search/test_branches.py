@@ -8,13 +8,13 @@ from itertools import product
 
 import pytest
 
-from galvatron_lite.api import evaluate
+from galvatron_lite.api import evaluate, plan
 from galvatron_lite.cost.forward_only import for_inference
 from galvatron_lite.cost.step import evaluate as price
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Passed
-from galvatron_lite.parallelism.backends import GALVATRON, in_mode
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.backends import GALVATRON, check_runs, in_mode
+from galvatron_lite.parallelism.base import Offload, Strategy
 from galvatron_lite.parallelism.branch.assign import places
 from galvatron_lite.parallelism.branch.find import find_regions
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, Mode, Plan, Proof, Schedule, Stage
@@ -183,7 +183,10 @@ def test_a_chain_is_not_looked_into() -> None:
     assert not may_branch(replace(graph, tensors=whole))
 
 
-@pytest.mark.parametrize("pins", [{"pipeline": 2}, {"schedule": Schedule.GPIPE}, {"strategy": (("zero_stage", 3),)}])
+@pytest.mark.parametrize(
+    "pins",
+    [{"pipeline": 2}, {"schedule": Schedule.GPIPE}, {"strategy": (("zero_stage", 3),)}, {"forbidden": ("branches",)}],
+)
 def test_pins_that_they_cannot_keep_leave_them_out(pins: dict[str, object]) -> None:
     assert branch_plans(asked(plain_profile([3.0, 2.0]), 2, 2, Mode.TRAINING, **pins)) == []
 
@@ -204,3 +207,17 @@ def test_an_evaluated_plan_is_priced_as_it_was_found() -> None:
         assert evaluate(found, profile).prediction == found.prediction
         assert found.mode is mode
     assert for_inference(profile).forward_only
+
+
+def test_they_can_be_forbidden_by_name() -> None:
+    found = plan(plain_profile([3.0, 2.0]), gpus=2, batch=1, mem=PLENTY, forbid="branches")
+    assert not found.branches
+    assert not any("t0 on" in one.summary for one in found.alternatives)
+
+
+def test_a_strategy_of_a_branch_that_nobody_runs_is_refused() -> None:
+    (found,) = branch_plans(asked(plain_profile([3.0, 2.0]), 2, 1, Mode.TRAINING))
+    assert check_runs(found) is found
+    runs = (replace(found.branches[0].runs[0], strategy=Strategy(context=1, offload=Offload.ALL)),)
+    with pytest.raises(InputError, match=r"branches\.0"):
+        check_runs(replace(found, branches=(replace(found.branches[0], runs=runs), *found.branches[1:])))
