@@ -21,7 +21,7 @@ from galvatron_lite.parallelism.cyclic.packing import pack, packed_bytes, unpack
 from galvatron_lite.parallelism.cyclic.programme import Kind, Message
 
 SENDING, AWAITING = "could not send {} to", "waited in vain for {} from"
-RESUME = "Training has stopped. Start all processes again and resume from the last checkpoint."
+RESUME = "Training has stopped. Start all processes again and resume from the last checkpoint (load_latest)."
 
 
 class Mailbox(Protocol):
@@ -174,7 +174,7 @@ class ProcessMailbox:
         key = (message.kind, message.source < message.target)
         if key not in self._groups:
             raise LaunchError(
-                "A process was lost before. Start all processes again and resume from the last checkpoint."
+                "A process was lost before. Start all again and resume from the last checkpoint (load_latest)."
             )
         return self._groups[key]
 

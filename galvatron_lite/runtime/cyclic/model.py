@@ -102,7 +102,7 @@ class CyclicModel(nn.Module):
         mailbox = ProcessMailbox(KINDS[plan.cyclic.setting], self.device, timeout)
         self._whole = WholeState(model)
         self.runtime = set_up(model, plan, layers, batch, dist.get_rank(), mailbox, options)
-        self._keeper = Keeper(self.runtime, self._whole, ProcessPeers())
+        self._keeper = Keeper(self.runtime, self._whole, ProcessPeers(timeout))
         self._optimizer: CyclicOptimizer | None = None
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:

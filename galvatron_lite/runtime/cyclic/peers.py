@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
@@ -26,7 +27,16 @@ class Peers(Protocol):
 
 
 class ProcessPeers:
-    """The ranks of the default process group."""
+    """The ranks of the default process group. Every rank makes one at the same time.
+
+    Args:
+        timeout: seconds after which a rank that shows nothing is an error.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        alone = dist.get_world_size() == 1
+        # through the CPU, whatever training uses: what is shown is small, and lies there
+        self._group: Any = None if alone else dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
 
     @property
     def rank(self) -> int:
@@ -39,14 +49,17 @@ class ProcessPeers:
         Raises:
             LaunchError: one of them is gone, or silent for too long.
         """
-        if dist.get_world_size() == 1:
+        if self._group is None:
             return [value]
         shown: list[Any] = [None] * dist.get_world_size()
         try:
-            dist.all_gather_object(shown, value)
+            dist.all_gather_object(shown, value, group=self._group)
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise LaunchError(f"Rank {dist.get_rank()} did not hear of all others ({reason}). {RESUME}") from error
+            reason = str(error).splitlines()[0].split(". ")[0]
+            raise LaunchError(
+                f"Checkpoint: rank {self.rank} did not hear of all other ranks; one is gone or was silent for too long "
+                f"({reason}). {RESUME}"
+            ) from error
         return shown
 
 
