@@ -197,7 +197,8 @@ def _work(strategy: Strategy) -> str:
 def skipping(graph: ModelGraph) -> tuple[str, ...]:
     """What the space leaves out where tensors of the model skip layers; empty where none does."""
     places = {layer.name: place for place, layer in enumerate(graph.layers)}
-    far = [own for own in graph.tensors if max(places[name] for name in own.readers) > places[own.producer] + 1]
+    sent = [own for own in graph.tensors if own.size]  # the batch itself every stage has
+    far = [own for own in sent if max(places[name] for name in own.readers) > places[own.producer] + 1]
     if not far:
         return ()
     return (
