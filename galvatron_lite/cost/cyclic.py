@@ -236,27 +236,45 @@ class Priced:
         ]  # fmt: skip
 
     def _moment(self, holding: Holding) -> MemoryBreakdown:
-        """Bytes on a device at the worst moment of one pass: of the pass itself, or of the update beside it."""
-        stages, backward = self.stages, holding.does.moment.backward
-        own = stages[holding.does.moment.stage]
-        versions = sum(count * stages[stage].parameters for stage, count in holding.versions)
-        waiting = sum(stages[stage].gradients for stage in holding.sums)
-        waiting += sum(count * stages[stage].gradients for stage, count in holding.updates)
-        copied = own.copied if self._turning else 0
-        kept = sum(count * stages[stage].kept for stage, count in holding.live) + copied
-        buffers = sum(map(self.message_bytes, (*beside(holding.does), *holding.waiting, *holding.coming)))
+        """Bytes on a device at the worst moment of one pass: of the pass itself, of the update beside it, or of copying
+        what it sends. An update that a forward pass passes on is copied before it."""
+        one, backward = holding.does, holding.does.moment.backward
+        own = self.stages[one.moment.stage]
+        rest = self._beside(holding)
         made = own.back - own.gradients if backward else own.ahead
-        temporary, updating = max(made - own.kept, 0), own.updating if self._updates(holding) else 0
-        passing = own.kept + temporary >= updating
+        early = 0 if backward else self._bytes_of(sent for sent in one.sends if sent.kind is Kind.UPDATE)
+        late = self._bytes_of(one.sends)
+        moments = (
+            (own.kept, max(made - own.kept, 0), early),
+            (0, own.updating if self._updates(holding) else 0, early),
+            (0 if backward else own.kept, 0, late),
+        )
+        kept, temporary, copied = max(moments, key=sum)
+        return replace(
+            rest,
+            gradients=rest.gradients + (own.gradients if backward else 0),
+            activations=rest.activations + kept,
+            temporary=temporary,
+            communication=rest.communication + copied,
+        )
+
+    def _beside(self, holding: Holding) -> MemoryBreakdown:
+        """What is there throughout a pass besides what it makes."""
+        stages = self.stages
+        gradients = sum(stages[stage].gradients for stage in holding.sums)
+        gradients += sum(count * stages[stage].gradients for stage, count in holding.updates)
+        copied = stages[holding.does.moment.stage].copied if self._turning else 0
         return MemoryBreakdown(
-            parameters=versions,
-            gradients=waiting + (own.gradients if backward else 0),
+            parameters=sum(count * stages[stage].parameters for stage, count in holding.versions),
+            gradients=gradients,
             optimizer=self._states(holding),
-            activations=kept + (own.kept if passing else 0),
-            temporary=temporary if passing else updating,
-            communication=buffers,
+            activations=sum(count * stages[stage].kept for stage, count in holding.live) + copied,
+            communication=self._bytes_of((*beside(holding.does), *holding.waiting, *holding.coming)),
             context=self.pricer.profile.cluster.device.context,
         )
+
+    def _bytes_of(self, messages: Iterable[Message]) -> int:
+        return sum(map(self.message_bytes, messages))
 
     def _updates(self, holding: Holding) -> bool:
         own = self.cyclic.setting in (CyclicSetting.SINGLE, CyclicSetting.ZERO)

@@ -110,6 +110,8 @@ def group_label(group: range) -> str:
 def shown_groups(plan: Plan, fullest: Stage) -> list[range | None]:
     """Stages to draw a memory bar for: all groups, or of many the ends and that of the fullest; None for what is not
     shown."""
+    if plan.cyclic is not None and plan.pipeline == 1:
+        return [range(len(plan.stages))]  # every device runs all stages
     groups = stage_groups(plan)
     if len(groups) <= _MANY:
         return list(groups)

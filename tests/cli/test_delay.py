@@ -25,6 +25,7 @@ def test_the_plan_says_that_the_rule_changes(
         "vgg16 on 3 devices: delayed gradients (cdp-v1, data) in 3 stages, batch 24 in 3 micro-batches of 8",
         "Note: trains by delayed gradients: the rule changes, CDP-v1: every micro-batch uses the parameters of the",
         "Note: a run begins with 4 time steps, ",
+        "  0 … 2 (3) ███",
         "Note: the slowest of the 3 stages takes ",
         "without delay: ",
     ):
