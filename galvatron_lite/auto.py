@@ -18,12 +18,14 @@ from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.backends import check_runs
+from galvatron_lite.parallelism.cyclic.rules import CyclicRule
 from galvatron_lite.plans.io import check_plan, read_plan
 from galvatron_lite.plans.schema import Mode, Plan
 from galvatron_lite.questions.arguments import mode_named
 from galvatron_lite.runtime.world import join, pick_device, world_size
 
 if TYPE_CHECKING:
+    from galvatron_lite.api import Setup
     from galvatron_lite.model.graph import Layer
     from galvatron_lite.profiler.schema import Profile
     from galvatron_lite.runtime.branches.devices import DevicesModel
@@ -50,6 +52,7 @@ def auto_parallelize(
     device: str = "auto",
     folder: Path = Path("profiles"),
     mode: Mode | str | None = None,
+    delay: str | None = None,
 ) -> ParallelModel | CyclicModel | InferenceModel | DevicesModel:
     """The model, split over the launched world.
 
@@ -71,6 +74,9 @@ def auto_parallelize(
         device: ``auto``, ``cpu`` or ``cuda``.
         folder: where profiles are kept.
         mode: ``training`` or ``inference``; that of the plan, or training, if not given.
+        delay: whether a plan that is found here may delay gradients, which changes the training rule: ``cyclic`` allows
+            it where it is faster; ``cdp-v1`` or ``cdp-v2`` asks for cyclic data parallelism by that rule. Not if not
+            given.
 
     Returns:
         An object used like the model, with ``train_step(batch, optimizer)``. For inference one that is called like the
@@ -79,7 +85,7 @@ def auto_parallelize(
 
     Raises:
         LaunchError: the world's size is not the plan's, or there is no GPU.
-        InputError: the model, batch or a file cannot be used.
+        InputError: the model, batch or a file cannot be used, or the delay is none of these.
         InfeasibleError: no plan fits the budget.
     """
     place = pick_device(device)
@@ -91,7 +97,8 @@ def auto_parallelize(
     if chosen is None:
         known = _profile(profile, model, example, loss_fn, blocks, precision, folder)
         _warn(_on_dead(known.graph) if dist.get_rank() == 0 else ())
-        chosen = _agreed_plan(known, mem, global_batch or batch_size(example), wanted)
+        asked: Setup = {"mem": mem, "batch": global_batch or batch_size(example), "gpus": world_size()}
+        chosen = _agreed_plan(known, {**asked, **_asked(wanted, delay)})
     if wanted is Mode.INFERENCE and chosen.branches and chosen.devices > world_size() == 1:
         return _on_devices(model, chosen, layers, example, place)
     made = _kind_of(chosen)(
@@ -136,15 +143,31 @@ def _given_plan(plan: Plan | str | Path | None) -> Plan | None:
     return check_runs(check_plan(plan) if isinstance(plan, Plan) else read_plan(Path(plan)))
 
 
-def _agreed_plan(profile: Profile, mem: str | int, global_batch: int, mode: Mode) -> Plan:
+def _asked(mode: Mode, delay: str | None) -> Setup:
+    """What the planner is told of the mode and of delayed gradients.
+
+    Raises:
+        InputError: the delay is none of the known values, or there are no gradients.
+    """
+    rules = [rule.value for rule in CyclicRule]
+    if delay not in (None, "cyclic", *rules):
+        raise InputError("delay", delay, f"Give cyclic, {' or '.join(rules)}, or leave it out.")
+    if mode is Mode.INFERENCE:
+        if delay is not None:
+            raise InputError("delay", delay, "Inference has no gradients: leave it out.")
+        # only training has micro-batches that keep the stages of a pipeline busy
+        return {"mode": mode, "fix": ("pp=1",)}
+    rule = (f"rule={delay}",) if delay in rules else ()
+    return {"mode": mode, "fix": rule, "allow_delay": delay is not None}
+
+
+def _agreed_plan(profile: Profile, asked: Setup) -> Plan:
     """Rank 0's plan, on every rank, so that no rank can differ."""
     from galvatron_lite.api import plan as find
 
     box: list[Any] = [None, None]
     if dist.get_rank() == 0:
-        # only training has micro-batches that keep the stages of a pipeline busy
-        fix = ("pp=1",) if mode is Mode.INFERENCE else ()
-        box = _tried(lambda: find(profile, mem=mem, batch=global_batch, gpus=world_size(), mode=mode, fix=fix))
+        box = _tried(lambda: find(profile, **asked))
     dist.broadcast_object_list(box)
     if box[1] is not None:
         raise box[1]
