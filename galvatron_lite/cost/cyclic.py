@@ -263,9 +263,12 @@ class Priced:
         stages = self.stages
         gradients = sum(stages[stage].gradients for stage in holding.sums)
         gradients += sum(count * stages[stage].gradients for stage, count in holding.updates)
-        copied = stages[holding.does.moment.stage].copied if self._turning else 0
+        own = stages[holding.does.moment.stage]
+        copied = own.copied if self._turning else 0
+        # Under zero a pass works on a copy of what travels: the one that its graph refers to, emptied in between.
+        filled = own.parameters if self.cyclic.setting is CyclicSetting.ZERO else 0
         return MemoryBreakdown(
-            parameters=sum(count * stages[stage].parameters for stage, count in holding.versions),
+            parameters=sum(count * stages[stage].parameters for stage, count in holding.versions) + filled,
             gradients=gradients,
             optimizer=self._states(holding),
             activations=sum(count * stages[stage].kept for stage, count in holding.live) + copied,
