@@ -16,6 +16,7 @@ from galvatron_lite.model.batch import batch_size
 from galvatron_lite.model.dead import dead_note
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.example import example_batch
+from galvatron_lite.model.forward import gives_loss, mean_of_outputs
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.backends import check_runs
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
@@ -95,7 +96,7 @@ def auto_parallelize(
     chosen = _given_plan(plan)
     wanted = mode_named(mode or (Mode.TRAINING if chosen is None else chosen.mode))
     if chosen is None:
-        known = _profile(profile, model, example, loss_fn, blocks, precision, folder)
+        known = _profile(profile, model, example, _goal(loss_fn, wanted, model, example), blocks, precision, folder)
         _warn(_on_dead(known.graph) if dist.get_rank() == 0 else ())
         asked: Setup = {"mem": mem, "batch": global_batch or batch_size(example), "gpus": world_size()}
         chosen = _agreed_plan(known, {**asked, **_asked(wanted, delay)})
@@ -180,6 +181,12 @@ def _tried(call: Callable[[], Any]) -> list[Any]:
         return [call(), None]
     except Exception as error:
         return [None, error]
+
+
+def _goal(loss_fn: LossFn | None, mode: Mode, model: nn.Module, batch: Any) -> LossFn | None:
+    """What is profiled at the model's end: its loss; where it has none and is only run forward, all that it gives."""
+    training = mode is Mode.TRAINING or loss_fn is not None
+    return loss_fn if training or gives_loss(model, batch) else mean_of_outputs
 
 
 def _profile(
