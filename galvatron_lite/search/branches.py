@@ -23,6 +23,7 @@ from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, Plan, Pro
 from galvatron_lite.search.branch_course import Course
 from galvatron_lite.search.branch_notes import branch_notes
 from galvatron_lite.search.branch_options import Choices, Options
+from galvatron_lite.search.programme.ilp_branches import certify_assignment
 from galvatron_lite.search.result import provenance, runs_of
 from galvatron_lite.search.space import microbatch_counts
 from galvatron_lite.search.ways import Asked, seconds_of
@@ -37,12 +38,14 @@ class _Split:
         assigned: its branches to groups.
         choices: of each branch.
         gain: seconds of a step that it takes less than as part of the trunk.
+        certificate: what an integer programme said of the assignment; empty where none was asked.
     """
 
     region: Region
     assigned: Assignment
     choices: tuple[Choices, ...]
     gain: float
+    certificate: str = ""
 
     def placements(self, course: Course) -> Iterator[BranchPlacement]:
         """Where each branch is, group by group."""
@@ -94,7 +97,7 @@ def _best_at(asked: Asked, course: Course) -> Plan | None:
     if not course.request.fixed.allows(course.trunk_strategy):
         return None
     try:
-        splits = list(_splits(course))
+        splits = list(_splits(course, asked.certify))
     except InputError:  # the profile has no figures for the trunk
         return None
     worth = [split for split in splits if split.gain > 0] or sorted(splits, key=lambda split: -split.gain)[:1]
@@ -102,7 +105,7 @@ def _best_at(asked: Asked, course: Course) -> Plan | None:
     return min((_priced(asked, course, chosen) for chosen in sets if chosen), key=_rank, default=None)
 
 
-def _splits(course: Course) -> Iterator[_Split]:
+def _splits(course: Course, certify: bool) -> Iterator[_Split]:
     """Every region whose branches fit on devices of their own, with the quickest assignment."""
     room, working = course.room()
     node = course.parts.pricer.profile.cluster.levels[0].size
@@ -112,7 +115,8 @@ def _splits(course: Course) -> Iterator[_Split]:
         jobs = [{devices: tuple(own) for devices, own in choice.items()} for choice in choices]
         found = assign(jobs, course.request.devices, room, node, least=2)
         if found is not None:
-            yield _Split(region, found, choices, course.in_trunk(region) - found.seconds)
+            said = certify_assignment(found, jobs, course.request.devices, room, node, 2) if certify else ""
+            yield _Split(region, found, choices, course.in_trunk(region) - found.seconds, said)
             room -= max(sum(option.held for _, option in group.branches) for group in found.groups)
 
 
@@ -133,7 +137,9 @@ def _priced(asked: Asked, course: Course, chosen: Sequence[_Split]) -> Plan:
         mode=asked.session.mode,
     )
     priced = price_plan(course.parts.pricer, plan)
-    return replace(priced, provenance=provenance(asked.session.profile, asked.budget, 0.0))
+    made_from = provenance(asked.session.profile, asked.budget, 0.0)
+    said = "; ".join(filter(None, (split.certificate for split in chosen)))
+    return replace(priced, provenance=replace(made_from, certificate=said))
 
 
 def _told(asked: Asked, plan: Plan) -> Plan:

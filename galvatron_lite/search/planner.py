@@ -93,8 +93,8 @@ def find_plan(
     if kept.profile is not profile or kept.mode is not mode:
         raise InputError("session", f"{kept.profile.name}, {kept.mode}", f"It is not of {profile.name}, {mode}.")
     request = request_of(kept, devices, global_batch, budget, fixed or Fixed(), schedules, runner)
-    asked = Asked(kept, request, runner, budget, delay)
-    looked = partial(_ordinary, asked, certify, runners_up, progress, stoppable, known, effort)
+    asked = Asked(kept, request, runner, budget, delay, certify=certify)
+    looked = partial(_ordinary, asked, runners_up, progress, stoppable, known, effort)
     plan = with_ways(looked, asked, runners_up, WAYS)
     missing = [line for why in WHY for line in why(asked)]
     return replace(plan, left_out=(*plan.left_out, *missing)) if missing else plan
@@ -102,7 +102,6 @@ def find_plan(
 
 def _ordinary(
     asked: Asked,
-    certify: bool,
     runners_up: int,
     progress: Progress | None,
     stoppable: bool,
@@ -125,7 +124,7 @@ def _ordinary(
         error = infeasible(request, pricer)
         more = relief(request, kept, asked.backend.name) if runners_up else ""
         raise InfeasibleError(f"{error} {more}".strip(), error.smallest_budget)
-    certificate = _certificate(found, progress) if certify and not found.stopped else ""
+    certificate = _certificate(found, progress) if asked.certify and not found.stopped else ""
     options = finalists(request, pricer, found, 0 if found.stopped else runners_up, given)
     chosen = quickest(options)
     return replace(

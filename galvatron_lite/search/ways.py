@@ -44,6 +44,7 @@ class Asked:
         budget: bytes a device, or of each type of device.
         delay: which rules of delayed gradients the user allows; None: none.
         ordinary: the best plan of stages in the model's order; None where none fits.
+        certify: whether integer programmes are to say the same as the search.
     """
 
     session: Session
@@ -52,6 +53,7 @@ class Asked:
     budget: int | Budget
     delay: Delay | None = None
     ordinary: Plan | None = None
+    certify: bool = False
 
 
 Way = Callable[[Asked], Sequence[Plan]]

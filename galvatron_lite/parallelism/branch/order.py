@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import networkx
+if TYPE_CHECKING:
+    import networkx
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,8 @@ def order_of(graph: networkx.DiGraph[str]) -> Order:
         networkx.NetworkXUnfeasible: the graph has a cycle.
     """
     rank = {name: number for number, name in enumerate(graph)}
+    import networkx  # here, as most models have no branches and it takes long to load
+
     names = tuple(networkx.lexicographical_topological_sort(graph, key=rank.__getitem__))
     place = {name: number for number, name in enumerate(names)}
     after, before = [0] * len(names), [0] * len(names)
