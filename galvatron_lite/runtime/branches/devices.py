@@ -58,6 +58,7 @@ class DevicesModel(nn.Module):
         self.home = devices[0]
         self._places = {number: _Place(devices[number]) for number in sorted({part.first for part in parts[1:]})}
         self._run: _Run | None = None
+        self._shapes: dict[object, Any] = {}
         paths = [entrances(model, part.roots, batch) for part in parts[1:]]
         self._homes = {path: part.first for part, own in zip(parts[1:], paths, strict=True) for path in own}
         self._foreseen = {path: Foreseen(path, model.get_submodule(path)) for own in paths for path in own}
@@ -74,7 +75,7 @@ class DevicesModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own outputs, on the first device, without gradients."""
         with torch.inference_mode():
-            self._run = _Run(self.home)
+            self._run = _Run(self.home, self._shapes)
             try:
                 moved = move_batch(args, self.home), move_batch(kwargs, self.home)
                 return self.module(*moved[0], **moved[1])
@@ -116,8 +117,8 @@ class _Place:
 class _Run:
     """One run of the model; see ``pending.Pass``."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, shapes: dict[object, Any]) -> None:
+        self.device, self.shapes = device, shapes
         self.applied: list[Applied] = []
         self.calls: list[_Call] = []
 

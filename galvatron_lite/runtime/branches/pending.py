@@ -7,7 +7,7 @@ found when something cannot do without: code that looks at them, a layer of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
@@ -26,10 +26,12 @@ class Pass(Protocol):
     Attributes:
         device: of the values.
         applied: functions that were put off in it, in order.
+        shapes: what functions make of shapes, from this run and earlier ones.
     """
 
     device: torch.device
     applied: list[Applied]
+    shapes: dict[object, Any]
 
 
 class Node(Protocol):
@@ -179,15 +181,35 @@ def _version(tensor: Tensor) -> int:
 
 def _put_off(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pending results; None where the function gives something else than tensors, or needs values."""
+    run = next(tensor.node.run for tensor in tensors_of((args, kwargs)) if isinstance(tensor, PendingTensor))
+    key = (func, signature((args, kwargs)), torch.is_grad_enabled())
+    if key not in run.shapes:
+        run.shapes[key] = _foreseen(func, args, kwargs)
+    result = run.shapes[key]
+    return None if result is None else pending(Applied(func, args, kwargs, run), result)
+
+
+def _foreseen(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         result = meta_of(func, args, kwargs, template_of)
     except Exception:
         return None  # it needs values, or is wrong: called with values it says so itself
-    run = next(tensor.node.run for tensor in tensors_of((args, kwargs)) if isinstance(tensor, PendingTensor))
     nest = [result] if isinstance(result, Tensor) else result
-    if not isinstance(nest, (tuple, list)) or not nest or not all(type(one) is Tensor for one in nest):
-        return None
-    return pending(Applied(func, args, kwargs, run), result)
+    tensors = isinstance(nest, (tuple, list)) and bool(nest) and all(type(one) is Tensor for one in nest)
+    return result if tensors else None
+
+
+def signature(value: Any) -> object:
+    """What the shape of a function's result depends on."""
+    if isinstance(value, PendingTensor):
+        value = value.template
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, value.requires_grad
+    if isinstance(value, Mapping):
+        return tuple((key, signature(item)) for key, item in value.items())
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(signature(item) for item in value)
+    return repr(value)
 
 
 def meta_of(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], like: Callable[[Tensor], Tensor]) -> Any:

@@ -69,6 +69,7 @@ class Setting:
         branches: by path of their entrances.
         post: sends and receives.
         session: the pass under way.
+        shapes: what functions of pending tensors make of shapes.
     """
 
     trunk: PlacedPart
@@ -76,6 +77,7 @@ class Setting:
     branches: Mapping[str, Branch]
     post: Post
     session: Session | None = None
+    shapes: dict[object, Any] = field(default_factory=dict)
 
     def call(self, stand_in: StandIn, args: Any, kwargs: dict[str, Any]) -> Any:
         """A call of an entrance.
@@ -100,7 +102,7 @@ class Session:
 
     def __init__(self, setting: Setting, rows: int, origins: Origins) -> None:
         self.setting, self.rows, self.origins = setting, rows, origins
-        self.device = setting.post.device
+        self.device, self.shapes = setting.post.device, setting.shapes
         self.applied: list[Applied] = []
         self.calls: list[Call] = []
         self.departed: list[Transfer] = []

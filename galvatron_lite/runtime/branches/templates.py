@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.batch import map_places, map_tensors, places, tensors_of
+from galvatron_lite.model.batch import map_places, map_tensors, places
 from galvatron_lite.model.trace_meta import meta_copy
-from galvatron_lite.runtime.branches.pending import bare
+from galvatron_lite.runtime.branches.pending import bare, signature
 
 Like = Callable[[Tensor, int], Tensor]
 """Gives an argument's stand-in on the meta device for so many samples."""
@@ -70,7 +70,7 @@ class Foreseen:
             InputError: the module looks at values, so that its output cannot be foreseen.
         """
         given = map_tensors((args, dict(kwargs)), lambda tensor: self._cast(like(tensor, rows)))
-        key = (_key(given), rows, training, torch.is_grad_enabled())
+        key = (signature(given), rows, training, torch.is_grad_enabled())
         if key not in self._known:
             self._twin.train(training)
             one = self._run(given)
@@ -103,12 +103,3 @@ class Foreseen:
             return tensor
         cast = torch.empty(tensor.shape, dtype=self._dtype, device="meta")
         return cast.requires_grad_(tensor.requires_grad)
-
-
-def _key(value: Any) -> object:
-    """What a template depends on."""
-    tensors = [(tuple(one.shape), one.dtype, one.requires_grad) for one in tensors_of(value)]
-    return tuple(tensors), repr(map_tensors(value, lambda _: _NOTHING))
-
-
-_NOTHING = torch.empty(0)
