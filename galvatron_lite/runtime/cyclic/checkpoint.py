@@ -151,7 +151,7 @@ class Keeper:
         programme = replace(executor.programme, begin=step, base=manifest.base)
         older = dict[int, dict[str, Tensor]]()
         for stage, states in executor.states.items():
-            content = _load(folder / stage_file(stage))
+            content = _load(folder / stage_file(stage), lazily=not states.is_home)
             put_stage(states, content)
             if uses_older(programme, self.runtime.process, stage, step):
                 older[stage] = older_values(states, content)
@@ -190,5 +190,6 @@ def _save(content: Any, sink: Sink) -> None:
     torch.save(content, cast("IO[bytes]", sink))
 
 
-def _load(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
+def _load(path: Path, lazily: bool = False) -> Any:
+    """What a file holds; ``lazily``: tensors are read from it when they are used."""
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)

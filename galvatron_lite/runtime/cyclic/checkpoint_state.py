@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.batch import map_tensors
 from galvatron_lite.parallelism.cyclic.programme import Programme
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.states import StageStates
@@ -61,12 +62,12 @@ def stage_content(states: StageStates) -> dict[str, Any]:
     }
     for what in ("optimizer", "scheduler"):
         _check_plain(content[what], what)
-    return content
+    return content | {"optimizer": map_tensors(content["optimizer"], _alone)}
 
 
 def stage_record(states: StageStates) -> StageRecord:
     """What the manifest says of a stage."""
-    parameters = {name: described(one) for name, one in states.masters.items()}
+    parameters = {name: described(one) for name, one in states.likes.items()}
     return StageRecord(parameters, _kind(states.optimizer), _kind(states.scheduler))
 
 
@@ -76,13 +77,34 @@ def described(tensor: Tensor) -> str:
 
 
 def put_stage(states: StageStates, content: Mapping[str, Any]) -> None:
-    """Give a stage its newest parameters, and its optimizer and scheduler their states; versions are said elsewhere."""
-    with torch.no_grad():
+    """Give a stage its newest parameters, and its optimizer and scheduler their states; versions are said elsewhere.
+
+    Where the stage is not at home (``zero``) there are options alone.
+
+    Raises:
+        InputError: the optimizer has other parameter groups.
+    """
+    if states.optimizer is not None and content["optimizer"] is not None:
+        _put_optimizer(states, states.optimizer, content)
+    if states.is_home:
         for name, master in states.masters.items():
             master.data.copy_(content["newest"][name])
-    for one, what in ((states.optimizer, "optimizer"), (states.scheduler, "scheduler")):
-        if one is not None and content[what] is not None:
-            one.load_state_dict(content[what])
+
+
+def _put_optimizer(states: StageStates, optimizer: torch.optim.Optimizer, content: Mapping[str, Any]) -> None:
+    kept, place = content["optimizer"], content["scheduler"]
+    if [len(group["params"]) for group in kept["param_groups"]] != [
+        len(group["params"]) for group in optimizer.param_groups
+    ]:
+        remedy = "Its parameter groups are others than the checkpoint's. Make it as it was made then."
+        raise InputError("optimizer", type(optimizer).__name__, remedy)
+    if not states.is_home:
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in kept["param_groups"]]
+        states.options = groups, place or states.options[1]
+        return
+    optimizer.load_state_dict(kept)
+    if states.scheduler is not None and place is not None:
+        states.scheduler.load_state_dict(place)
 
 
 def older_values(states: StageStates, content: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -65,7 +65,7 @@ def whole(count: int, setting: str) -> Kept:
 
 
 def saved_and_resumed(count: int, setting: str, folder: str) -> dict[str, Kept]:
-    """Without a break; writing checkpoints on the way; from the last of these, on a model of another seed."""
+    """Without a break; writing checkpoints on the way; going back to one; from the last, on a model of another seed."""
     saving = make(count, setting)
     saving.optimizer(ADAM)
 
@@ -74,12 +74,14 @@ def saved_and_resumed(count: int, setting: str, folder: str) -> dict[str, Kept]:
             saving.save(Path(folder, f"step-{step}"))
 
     written = ended(saving, go_on(saving, STEPS, save))
+    saving.load(Path(folder, "step-2"))
+    back = ended(saving, go_on(saving, STEPS))
     resumed = make(count, setting, seed=99)
     resumed.optimizer(ADAM)
     assert resumed.load_latest(folder) == Path(folder, "step-4")
     assert resumed.step == 4
     after = ended(resumed, go_on(resumed, STEPS))
-    return {"written": written, "resumed": after, "whole": whole(count, setting)}
+    return {"written": written, "back": back, "resumed": after, "whole": whole(count, setting)}
 
 
 def lost_in_a_pass(count: int, setting: str, folder: str, lost: int, how: int, patience: float) -> None:

@@ -103,11 +103,12 @@ class Training:
             executor.feed(step, split(self.batches[step], len(self.plan.stages)))
             executor.run(executor.programme.passes(process, step))
         executor.drain(len(self.batches) if end is None else end)
+        home = {stage: states for stage, states in executor.states.items() if states.is_home}
         return Run(
             {number: float(loss) for number, loss in executor.desk.losses.items()},
-            {name: one.detach().clone() for states in executor.states.values() for name, one in states.masters.items()},
+            {name: one.detach().clone() for states in home.values() for name, one in states.masters.items()},
             {name: one.clone() for part in runtime.parts.values() for name, one in part.buffers()},
-            {stage: copy.deepcopy(states.optimizer.state_dict()) for stage, states in executor.states.items()},
+            {stage: copy.deepcopy(states.optimizer.state_dict()) for stage, states in home.items()},
             refusals,
         )
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.runtime.cyclic.checkpoint import flushed_state
@@ -18,7 +20,7 @@ from tests.cyclic_reference import train_reference
 from tests.parallelism.cyclic.models import blocks_case, make_batches, make_plan, mixed_case, split
 from tests.runtime.cyclic.saving import ADAM, Training, check_same
 
-SETTINGS = ["single", "data", "stages"]
+SETTINGS = ["single", "data", "zero", "stages"]
 RULES = ["cdp-v1", "cdp-v2"]
 STEPS, SAVED = 5, 3
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -60,6 +62,27 @@ def test_resuming_gives_the_run_that_was_not_stopped(tmp_path: Path, setting: st
         place = tmp_path / type(training.case[0]).__name__
         check_same(training.run(saves={SAVED: place}), whole)
         check_same(training.run(start=place), whole)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_run_continues_anywhere(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """As many workers, any rule, any step; frozen and unused parameters; bit for bit where the setting is the same."""
+    count, rule = data.draw(st.integers(1, 5)), data.draw(st.sampled_from(RULES))
+    written, read = data.draw(st.sampled_from(SETTINGS)), data.draw(st.sampled_from(SETTINGS))
+    step, place = data.draw(st.integers(0, STEPS - 1)), tmp_path_factory.mktemp("any") / "one"
+    training = blocks(written, rule, count)
+    training.case[0].blocks[0].weight.requires_grad_(data.draw(st.booleans()))
+    training.case[0].blocks[-1].idle = torch.nn.Parameter(torch.ones(2))
+    whole = training.run()
+    training.run(saves={step: place}, end=step + 1)
+    resumed = elsewhere(training, read).run(start=place)
+    if read == written:
+        check_same(resumed, whole)
+    expected = {name: value for run in whole for name, value in run.parameters.items()}
+    for run in resumed:
+        for name, value in run.parameters.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("step", [0, 1, STEPS - 1])
@@ -120,12 +143,18 @@ def test_every_process_writes_one_stage(tmp_path: Path) -> None:
     assert [one is not None for one in older] == [True, True, False]
 
 
+def grouped(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Each parameter by itself."""
+    return torch.optim.Adam([{"params": [one]} for one in parameters])
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"rule": "cdp-v1"}, r"cdp-v2 with 3 workers; this plan has cdp-v1.*load_full_state_dict\(flushed_state"),
         ({"count": 2}, r"with 3 workers; this plan has cdp-v2 with 2.*load_full_state_dict\(flushed_state"),
         ({"factory": MOMENTUM}, "optimizer: 'SGD' cannot be used.*states of a Adam"),
+        ({"factory": grouped}, "optimizer: 'Adam' cannot be used.*parameter groups are others"),
         ({"scheduler": None}, "scheduler is missing.*states of a MultiStepLR"),
         ({"width": 4}, r"parameter: 'float64 \[3, 3\]' cannot be used.*is float64 \[4, 4\] in this model"),
     ],

@@ -20,6 +20,7 @@ from tests.runtime.cyclic.kept_jobs import (
     lost_in_a_pass,
     lost_while_saving,
     saved_and_resumed,
+    whole,
 )
 from tests.runtime.cyclic.launched import Ended, launch
 
@@ -98,14 +99,21 @@ def test_a_full_disk_of_one_process_is_told_to_all(pool: WorkerPool, tmp_path: P
         assert same(one["kept"], after["whole"])
 
 
-@pytest.mark.parametrize("setting", ["single", "data", "stages"])
-def test_dropout_goes_on_where_it_was(pool: WorkerPool, tmp_path: Path, setting: str) -> None:
-    """Bit for bit in the setting itself; and all settings drop the same."""
+@pytest.fixture(scope="module")
+def alone(pool: WorkerPool) -> Kept:
+    """What one process gives without a break."""
+    kept: Kept = pool.run(1, whole, count=2, setting="single")[0]
+    return kept
+
+
+@pytest.mark.parametrize("setting", ["single", "data", "zero", "stages"])
+def test_dropout_goes_on_where_it_was(pool: WorkerPool, tmp_path: Path, alone: Kept, setting: str) -> None:
+    """Bit for bit in the setting itself, in a new model and in one that goes back; and all settings drop the same."""
     world = device_count(CyclicSetting(setting), 2)
-    alone = pool.run(1, saved_and_resumed, count=2, setting="single", folder=str(tmp_path / "alone"))[0]["whole"][1]
-    for one in pool.run(world, saved_and_resumed, count=2, setting=setting, folder=str(tmp_path / "own")):
+    for one in pool.run(world, saved_and_resumed, count=2, setting=setting, folder=str(tmp_path)):
         assert same(one["resumed"], one["whole"])
+        assert same(one["back"], one["whole"])
         assert same((one["written"][0][-1:], one["written"][1]), (one["whole"][0][-1:], one["whole"][1]))
         for name, value in one["whole"][1].items():
             if name.endswith(("weight", "bias")):
-                torch.testing.assert_close(value, alone[name], rtol=0, atol=1e-12)
+                torch.testing.assert_close(value, alone[1][name], rtol=0, atol=1e-12)
