@@ -141,9 +141,11 @@ def _print_alternatives(console: Console, plan: Plan) -> None:
 
 
 def print_profile(profile: Profile, where: str) -> None:
-    """A profile in short: the machine, each kind of layer, the links, the fits' residuals."""
+    """A profile in short: the machine, each kind of layer, branches, the links, the fits' residuals."""
     from rich.console import Console
     from rich.table import Table
+
+    from galvatron_lite.cli.branches import print_branches, shown_point
 
     console = Console(highlight=False, soft_wrap=True)
     graph, origin = profile.graph, profile.origin
@@ -158,8 +160,7 @@ def print_profile(profile: Profile, where: str) -> None:
     names = ("kind", "layers", "samples", "forward", "backward", "kept")
     table = Table(*names, box=None, pad_edge=False, header_style="bold")
     for kind in graph.kinds:
-        points = [entry for entry in profile.layers if entry.kind == kind]
-        point = next((entry for entry in points if entry.samples >= 1), next(iter(points), None))
+        point = shown_point(profile, kind)
         count = sum(layer.kind == kind for layer in graph.layers)
         cells = ("", "", "", "") if point is None else (
             f"{float(point.samples):g}", format_seconds(point.forward), format_seconds(point.backward),
@@ -167,6 +168,7 @@ def print_profile(profile: Profile, where: str) -> None:
         )  # fmt: skip
         table.add_row(kind, str(count), *cells)
     console.print(table)
+    print_branches(console, profile)
     _print_links(console, profile)
     for note in graph.notes:
         console.print(f"Note: {note}")

@@ -47,7 +47,8 @@ def headline(plan: Plan) -> str:
     """The whole plan in a line: devices, pipeline, micro-batches."""
     stages = len(plan.stages)
     pipeline = f"{stages} stages ({plan.schedule.value})" if stages > 1 else "no pipeline"
-    pipeline = f"{len(plan.branches)} branches on devices of their own" if plan.branches else pipeline
+    several = f"{len(plan.branches)} branches" if len(plan.branches) > 1 else "1 branch"
+    pipeline = f"{several} on devices of their own" if plan.branches else pipeline
     if plan.cyclic is not None:
         pipeline = f"delayed gradients ({plan.cyclic.rule.value}, {plan.cyclic.setting.value}) in {stages} stages"
     return (

@@ -130,6 +130,10 @@ def _run(run: Mapping[str, Any], names: Sequence[str], field: str) -> dict[str, 
         check_keys(strategy, {one.name for one in fields(Strategy)}, (), f"{field}.strategy.")
     if isinstance(strategy, str):
         strategy = to_data(parse_strategy(strategy, f"{field}.strategy"))
+    if "layers" not in run and "first" not in run:
+        raise InputError(
+            f"{field}.layers", None, "Say which layers: a name, a range, a glob (* for all that are left)."
+        )
     if "layers" not in run:
         return {**run, "count": _count(run, names, field), "strategy": strategy}
     count = _covered(str(run["layers"]), names, f"{field}.layers")

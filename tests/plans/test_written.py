@@ -91,6 +91,7 @@ def test_a_plan_file_is_one_too() -> None:
 @pytest.mark.parametrize(
     ("run", "named"),
     [
+        ({"strategy": "data4"}, r"runs\.1\.layers is missing"),
         ({"layers": BLOCKS[1], "strategy": "data4"}, r"runs\.1\.layers: .* goes on with"),
         ({"layers": f"{BLOCKS[0]}..nowhere", "strategy": "data4"}, r"runs\.1\.layers.* No layer nowhere"),
         (
