@@ -39,7 +39,8 @@ class Course:
     @property
     def spread(self) -> bool:
         """Whether all devices share the samples in the trunk; else every one works on all of them."""
-        return self.microbatch % self.request.devices == 0
+        shared = Strategy(data=self.request.devices)
+        return self.microbatch % self.request.devices == 0 and self.request.fixed.allows(shared)
 
     @property
     def trunk_strategy(self) -> Strategy:

@@ -253,3 +253,10 @@ def test_models_without_branches_are_planned_without_looking_for_them() -> None:
         "sys.exit('networkx' in sys.modules or 'pulp' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_where_the_trunk_may_not_share_the_samples_every_device_works_on_all() -> None:
+    profile = plain_profile([3.0, 2.0])
+    (found,) = branch_plans(asked(profile, 2, 2, Mode.TRAINING, forbidden=("data",)))
+    assert {run.strategy for run in found.stages[0].runs} == {Strategy()}
+    assert seconds_of(found) == pytest.approx(2 * 9, rel=1e-3)

@@ -147,13 +147,13 @@ def exact(jobs: Sequence[Job], devices: int, room: int, node: int, least: int = 
             return () if needed else (((), ()),)
         if first >= devices:
             return ()
-        found = list(best(left, first + 1, needed))
+        found = list[tuple[Phases, tuple[Placed, ...]]]()
         for place in by_start.get(first, ()):
             for subset in _subsets(left):
                 teams = team(subset, len(place))
                 rest = best(left ^ subset, place.stop, max(needed - 1, 0)) if teams else ()
                 found += [_with(Placed(first, len(place), own), tail) for own in teams for tail in rest]
-        return _pareto(found)
+        return _pareto([*found, *best(left, first + 1, needed)])
 
     ends = best((1 << len(jobs)) - 1, 0, least)
     groups = min(ends, key=lambda end: sum(end[0]))[1] if ends else ()

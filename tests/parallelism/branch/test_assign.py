@@ -146,3 +146,10 @@ def test_groups_within_a_node() -> None:
     assert places(4, [3], 2) == [range(3)]  # no node holds it: from the beginning of one
     assert places(4, [4], 2) == [range(4)]
     assert places(6, [2], 3) == [range(2), range(1, 3), range(3, 5), range(4, 6)]
+
+
+def test_groups_begin_at_the_first_device() -> None:
+    found = exact([{1: [Option((2.0,))]}, {1: [Option((1.0,))]}], 4, PLENTY, 4)
+    assert found is not None
+    assert found.groups[0].first == 0
+    assert [group.first for group in found.groups] == list(range(len(found.groups)))
