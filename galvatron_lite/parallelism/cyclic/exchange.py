@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from galvatron_lite.parallelism.cyclic.mailbox import Lane, Mailbox, lane_of
 from galvatron_lite.parallelism.cyclic.programme import Kind, Message, Programme
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.states import StageStates
+from galvatron_lite.parallelism.cyclic.timeline import forward_time
 from galvatron_lite.parallelism.pipeline.transfer import Value
 
 Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -34,6 +36,37 @@ def reach(message: Message, programme: Programme) -> int:
     """
     far = programme.setting is CyclicSetting.STAGES and message.kind is Kind.UPDATE
     return 2 * programme.workers + 1 if far else 2
+
+
+def due(message: Message, time: int, step: int, programme: Programme) -> int:
+    """The time step behind which its sender may wait until a message is taken.
+
+    Until then the pass that awaits it need not have begun. Where that pass may belong to a later training step, its
+    process need not have been given that step's batch before the sender is: whoever calls ``train_step`` may let the
+    processes meet in between.
+
+    Args:
+        message: which.
+        time: time step in which it is sent.
+        step: the training step whose batch the sender was given last.
+        programme: of the processes.
+    """
+    awaited, taken = time + reach(message, programme), step
+    while awaited >= _first_time(programme, message.target, taken + 1):
+        taken += 1
+    return awaited if taken == step else max(awaited, _first_time(programme, message.source, taken))
+
+
+@lru_cache(maxsize=4096)
+def _first_time(programme: Programme, process: int, step: int) -> int:
+    """Time step of the first pass that a process runs once it is given the batch of a training step."""
+    workers = programme.workers
+    return min(
+        forward_time(step, worker, stage, workers)
+        for worker in range(workers)
+        for stage in range(workers)
+        if programme.process_of(stage, step * workers + worker) == process
+    )
 
 
 class Exchange:
@@ -68,10 +101,10 @@ class Exchange:
             tensors = self._mailbox.receive(message, self._likes(message) or [])
             self._put(message, tensors)
 
-    def send(self, messages: Sequence[Message], time: int) -> None:
-        """Send what messages are to hold, in this time step."""
+    def send(self, messages: Sequence[Message], time: int, step: int) -> None:
+        """Send what messages are to hold, in this time step of a training step."""
         for message in messages:
-            self._mailbox.send(message, self._found(message), time + reach(message, self._programme))
+            self._mailbox.send(message, self._found(message), due(message, time, step, self._programme))
 
     def clear(self, time: int) -> None:
         """Let go of what was sent and is taken, in this time step."""

@@ -82,13 +82,13 @@ class Executor:
             self._exchange.clear(time)
             self._exchange.receive(one.receives)
             early, late = _split(one)
-            self._exchange.send(early, time)
+            self._exchange.send(early, time, one.moment.step)
             self._expect(following)
             if one.moment.backward:
                 self._backward(one)
             else:
                 self._forward(one)
-            self._exchange.send(late, time)
+            self._exchange.send(late, time, one.moment.step)
             self._sent(one, self.desk.flights.get((one.moment.stage, self._number(one))))
             self._expect(following)
             self._let_go(one)
@@ -151,7 +151,7 @@ class Executor:
         """Nothing is in flight: take part in what is left of the rounds of updates, and apply them all."""
         for one in self.programme.settling(self._process, step):
             self._exchange.receive(one.receives)
-            self._exchange.send(one.sends, one.moment.time)
+            self._exchange.send(one.sends, one.moment.time, step)
         for stage, states in self.states.items():
             while states.updates:
                 self._apply(stage, self._next[stage])

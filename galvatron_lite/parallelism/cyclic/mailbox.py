@@ -28,7 +28,7 @@ class Mailbox(Protocol):
     """Where an executor sends and receives; both ends of every message know the shapes of its tensors."""
 
     def send(self, message: Message, tensors: Sequence[Tensor], due: int = 0) -> None:
-        """Send copies of the tensors; returns at once. The target asks for them at time step ``due`` at the latest."""
+        """Send copies of the tensors; returns at once. Behind time step ``due`` one may wait until they are taken."""
 
     def clear(self, time: int) -> None:
         """Let go of the copies that were due before this time step."""
@@ -107,9 +107,7 @@ class ProcessMailbox:
         self._sending.append(_Transfer(work, buffer, message, due))
 
     def clear(self, time: int) -> None:
-        """See ``Mailbox``. What was due before has been asked for by a pass that needs nothing sent since, so waiting
-        for it ends. (Without waiting, gloo does not tell whether a transfer is complete.)
-        """
+        """See ``Mailbox``. Without waiting, gloo does not tell whether a transfer is complete."""
         taken = [one for one in self._sending if one.due < time]
         self._sending = [one for one in self._sending if one.due >= time]
         for transfer in taken:

@@ -74,7 +74,9 @@ class ZeroExecutor(Executor):
         at_home = [stage for stage in self.states if self.programme.home(stage) == self._process]
         for stage in at_home:
             self.states[stage].depart(range(self.programme.version(stage, first), self.programme.begin + 1))
-        self._exchange.send(self.programme.opening(self._process), 2 * first + 2 * self.programme.workers)
+        # the first worker is back at the second stage after 2N - 2 time steps; home of the first stage it is itself
+        time = 2 * first + 2 * self.programme.workers - 4
+        self._exchange.send(self.programme.opening(self._process), time, self.programme.begin)
         for stage in at_home:
             if self.programme.process_of(stage, first) != self._process:
                 self.states[stage].leave_forward()
@@ -110,7 +112,7 @@ class ZeroExecutor(Executor):
     def _send_home(self, stage: int, step: int) -> None:
         message = self._homeward(stage, step)
         if message.target != self._process:
-            self._exchange.send([message], message.step * 2 * self.programme.workers)
+            self._exchange.send([message], 2 * step * self.programme.workers, step)
             self.states[stage].leave_backward()
 
     def _take_home(self, stage: int, step: int) -> None:

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from galvatron_lite.parallelism.cyclic.exchange import reach
+from galvatron_lite.parallelism.cyclic.exchange import due, reach
 from galvatron_lite.parallelism.cyclic.mailbox import Lane, lane_of
 from galvatron_lite.parallelism.cyclic.programme import Kind, Message, Programme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
@@ -21,15 +21,20 @@ SETTINGS = [CyclicSetting.DATA, CyclicSetting.ZERO, CyclicSetting.STAGES]
 def test_messages_are_awaited_soon_and_in_order(rule: CyclicRule, setting: CyclicSetting, workers: int) -> None:
     programme = Programme(rule, setting, workers)
     sent, received = dict[Message, int](), dict[Message, int]()
+    free, calls = dict[Message, int](), dict[Message, int]()
+    taken_in = dict[Message, int]()
     leaving, arriving = defaultdict[Lane, list[Message]](list), defaultdict[Lane, list[Message]](list)
     for process in range(programme.processes):
         for step in range(STEPS):
             for one in programme.passes(process, step):
                 for message in one.sends:
                     sent[message] = one.moment.time
+                    free[message] = due(message, one.moment.time, step, programme)
+                    calls[message] = step
                     leaving[lane_of(message)].append(message)
                 for message in one.receives:
                     received[message] = one.moment.time
+                    taken_in[message] = step
                     arriving[lane_of(message)].append(message)
     for lane, messages in arriving.items():
         known = [message for message in messages if message in sent]  # not those that leave before the first pass
@@ -37,3 +42,8 @@ def test_messages_are_awaited_soon_and_in_order(rule: CyclicRule, setting: Cycli
     both = sent.keys() & received.keys()
     assert all(sent[one] < received[one] <= sent[one] + reach(one, programme) for one in both)
     assert Kind.PARTIAL in {one.kind for one in both} or setting is CyclicSetting.ZERO
+    for one in both:
+        assert free[one] >= received[one]
+        # nobody waits for what another process does with a batch that it may not have been given yet
+        if taken_in[one] > calls[one]:
+            assert free[one] >= programme.passes(one.source, taken_in[one])[0].moment.time

@@ -67,16 +67,23 @@ def counted(names: tuple[str, ...]) -> Iterator[Counter[str]]:
 
 
 def trained(count: int, rule: str, setting: str) -> dict[str, Any]:
-    """Train, with a break in the middle: losses by step, the whole state, and what was called in steady state."""
+    """Train, with a break in the middle: losses by step, the whole state, and what was called in steady state.
+
+    The processes meet after every step.
+    """
     (model, layers, stages), batches = case_of(count), batches_of(count)
     plan = make_plan(stages, rule, setting, rows=4)
     cyclic = CyclicModel(model, plan, layers, batches[0], timeout=60)
     optimizer = cyclic.optimizer(ADAM)
-    losses = [float(cyclic.train_step(batches[0], optimizer))]
-    with counted((*COLLECTIVES, *SENDS)) as calls:
-        losses += [float(cyclic.train_step(batch, optimizer)) for batch in batches[1:3]]
-    cyclic.drain()
-    losses += [float(cyclic.train_step(batch, optimizer)) for batch in batches[3:]]
+    losses, calls = list[float](), Counter[str]()
+    for step, batch in enumerate(batches):
+        if step == 3:
+            cyclic.drain()
+        with counted((*COLLECTIVES, *SENDS)) as found:
+            losses.append(float(cyclic.train_step(batch, optimizer)))
+        if step in (1, 2):
+            calls.update(found)
+        dist.all_reduce(torch.tensor(losses[-1]))  # the user's own, for a log
     state = cyclic.full_state_dict()
     own = {name: tensor for name, tensor in cyclic.module.state_dict().items() if not tensor.is_meta}
     return {"losses": losses, "state": state, "calls": calls, "own": own}
