@@ -26,11 +26,14 @@ from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.profiler.measure import measure_profile
 from galvatron_lite.runtime.world import join, leave, rank
+from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.result import runs_of, summary
 from measured import spread_of, step_seconds
 
 LEARNING_RATE = 1e-3
 NAMES = ("first", "second")
+MEMORY = 8 * 2**30
+"""Bytes; more than any of the networks needs."""
 
 Step = Callable[[], object]
 
@@ -180,7 +183,7 @@ def choose(size: Size, rounds: int, folder: Path) -> dict[str, Any]:
     profile = measure_profile(model, batch, max_samples=size.samples, name="pair", folder=folder / size.name)
     ordinary = plan(profile, gpus=2, batch=size.samples, fix=("schedule=1f1b", "pp=1"))
     apart = evaluate(replace(branch_plan(size), model=profile.graph.name), profile)
-    plans = {"one process": plan(profile, gpus=1, batch=size.samples), "ordinary": ordinary, "branches": apart}
+    plans = {"one process": find_plan(profile, 1, size.samples, MEMORY), "ordinary": ordinary, "branches": apart}
     predicted = {name: one.prediction.step_seconds for name, one in plans.items() if one.prediction is not None}
     found = timed(
         {

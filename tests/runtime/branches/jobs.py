@@ -14,7 +14,8 @@ from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, LayerRun, Mode, Plan, Schedule, Stage
-from tests.runtime.branches.networks import ONE, Case, make_batch
+from galvatron_lite.runtime.branches.engine import BranchedModel
+from tests.runtime.branches.networks import ONE, Case, layers_of, make_batch, make_model, make_plan
 from tests.runtime.branches.training import make_branched
 
 BRANCHES = ("segmentation", "reconstruction")
@@ -112,3 +113,53 @@ def wrong_model(case: Case) -> str:
     except ValueError as error:
         return str(error)
     return "nothing happened"
+
+
+class Dropping(nn.Module):
+    """Branches of which one draws random numbers, and a trunk that draws some behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5))
+        self.second = nn.Linear(6, 4)
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, values: Tensor) -> Tensor:
+        joined = self.first(values) + self.second(values)
+        return self.last(torch.nn.functional.dropout(joined, 0.5)).square().mean()
+
+
+def train_dropping(steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and the trunk's parameters on this rank."""
+    torch.manual_seed(dist.get_rank())
+    case = Case("Dropping", {"a": (("first",), 0, 1, ONE), "b": (("second",), 1, 1, ONE)}, ONE, 2)
+    model, batch = Dropping(), torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    layers = layers_of(case, model)
+    parallel = BranchedModel(model, make_plan(case, layers), layers, batch, device="cpu")
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
+    losses = [float(parallel.train_step(batch, optimizer)) for _ in range(steps)]
+    return losses, {name: value.detach() for name, value in parallel.module.last.named_parameters()}
+
+
+def initial_state(case: Case) -> dict[str, Tensor]:
+    """Of a model that was built on the meta device."""
+    with torch.device("meta"):
+        model = make_model(case)
+    layers = layers_of(case, model)
+    return BranchedModel(
+        model, make_plan(case, layers), layers, make_batch(case), device="cpu", init_fn=fill, seed=7
+    ).full_state_dict()  # fmt: skip
+
+
+def fill(module: nn.Module) -> None:
+    """Initial values of what has no rule of its own."""
+    for name, tensor in module.named_parameters(recurse=False):
+        if name in ("weight", "scale") and tensor.dim() < 2 and not hasattr(module, "reset_parameters"):
+            torch.nn.init.uniform_(tensor)
+
+
+def in_bf16(case: Case) -> list[float]:
+    """Losses of some steps."""
+    parallel = make_branched(case)
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.05)
+    return [float(parallel.train_step(make_batch(case), optimizer)) for _ in range(3)]

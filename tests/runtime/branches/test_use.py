@@ -14,10 +14,12 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import Mode
 from galvatron_lite.runtime.branches.devices import DevicesModel
+from galvatron_lite.runtime.engine import ParallelModel
 from tests.pool import WorkerPool
 from tests.runtime.branches import jobs
 from tests.runtime.branches.networks import ONE, Case, layers_of, make_batch, make_model, make_plan
 from tests.runtime.branches.test_branches import CHAINS, DATA, HEADS, TWO
+from tests.runtime.plans import make_plan as plain_plan
 
 
 def test_perception_network_trains_like_one_process(pool: WorkerPool) -> None:
@@ -73,6 +75,41 @@ def test_dependent_modules_are_refused(pool: WorkerPool) -> None:
     crossed = {"one": (("up.0", "down.1"), 0, 1, ONE), "two": (("up.1", "down.0"), 1, 1, ONE)}
     for said in pool.run(2, jobs.wrong_model, case=Case("Chains", crossed, ONE, 2)):
         assert "reads what branch" in said
+
+
+def test_what_a_branch_draws_does_not_move_the_trunk(pool: WorkerPool) -> None:
+    (losses, first), (others, second) = pool.run(2, jobs.train_dropping)
+    assert losses == others
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_models_on_the_meta_device_start_as_under_any_plan(pool: WorkerPool) -> None:
+    case = Case("Heads", HEADS, DATA, 2)
+    model = make_model(case).to("meta")
+    layers = layers_of(case, model)
+    names = [[layer.name for layer in layers]]
+    alone = ParallelModel(
+        model, plain_plan(names, [[ONE] * len(layers)], case.samples), layers, make_batch(case), device="cpu",
+        init_fn=jobs.fill, seed=7,
+    )  # fmt: skip
+    for state in pool.run(2, jobs.initial_state, case=case):
+        torch.testing.assert_close(state, alone.full_state_dict(), rtol=0, atol=0)
+
+
+def test_bf16_outputs_travel_in_full(pool: WorkerPool) -> None:
+    case = Case("Heads", HEADS, ONE, 2, precision="bf16")
+    model, batch = make_model(case), make_batch(case)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for _ in range(3):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(**batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    for found in pool.run(2, jobs.in_bf16, case=case):
+        assert found == pytest.approx(losses, rel=2**-8)  # one rounding of bf16
 
 
 def on_devices(case: Case, mode: Mode = Mode.INFERENCE) -> tuple[DevicesModel, nn.Module]:
