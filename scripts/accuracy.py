@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import distributed as dist
 
 from galvatron_lite import auto_parallelize
-from galvatron_lite.cost.step import evaluate
+from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage

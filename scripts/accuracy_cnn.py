@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from accuracy import Case, show
 from galvatron_lite import auto_parallelize
-from galvatron_lite.cost.step import evaluate
+from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.model.graph import Recompute, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage

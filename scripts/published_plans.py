@@ -20,7 +20,7 @@ from rich.table import Table
 
 from galvatron_lite.calibration.schema import Calibration
 from galvatron_lite.calibration.store import load_calibration
-from galvatron_lite.cost.step import price_plan
+from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import Plan, Proof

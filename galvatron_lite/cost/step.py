@@ -1,4 +1,5 @@
-"""What a whole plan costs: step time and peak memory, with where they go."""
+"""What a plan in stages costs: step time and peak memory, with where they go; and the parts of that which every
+kind of plan shares."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import log2
 
-from galvatron_lite.cost.forward_only import for_mode, step_flops
+from galvatron_lite.cost.forward_only import step_flops
 from galvatron_lite.cost.groups import busy_seconds, groups_of, price_stages
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.schedule import closed_form
@@ -18,28 +19,12 @@ from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, Sched
 from galvatron_lite.profiler.schema import Profile
 
 
-def evaluate(profile: Profile, plan: Plan) -> Plan:
-    """The plan with its prediction filled in: step time, memory of every stage, and where both go.
-
-    The step time is that of the event simulation of the plan's schedule: every group of devices ends its own last
-    backward, then does its work once a step; the last one to be done ends the step. Fixed host time comes on top.
+def price_staged(pricer: LayerPricer, plan: Plan) -> Plan:
+    """The plan with its prediction filled in, and memory and seconds of every stage; no branches, no delay.
 
     Raises:
         InputError: the plan does not fit the profile's model, or its numbers do not divide.
     """
-    return price_plan(LayerPricer(for_mode(profile, plan.mode)), plan)
-
-
-def price_plan(pricer: LayerPricer, plan: Plan) -> Plan:
-    """``evaluate`` with a pricer that remembers what it has priced."""
-    if plan.branches:
-        from galvatron_lite.cost.branched_plan import price_branched
-
-        return price_branched(pricer, plan)
-    if plan.cyclic is not None:
-        from galvatron_lite.cost.cyclic import price_cyclic  # only where there is one
-
-        return price_cyclic(pricer, plan)
     strategies = strategies_of(plan, pricer.profile)
     shape = shape_of(plan, strategies)
     sizes = [sum(run.count for run in stage.runs) for stage in plan.stages]

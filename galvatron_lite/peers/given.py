@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on
-from galvatron_lite.cost.step import evaluate
+from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import read_data
 from galvatron_lite.plans.notes import plan_notes

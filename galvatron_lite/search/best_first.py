@@ -10,9 +10,9 @@ from itertools import count
 from math import inf
 
 from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.cost.sharing import tied_groups
 from galvatron_lite.cost.stage import Shape
-from galvatron_lite.cost.step import price_plan
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.search.bounds.duals import score, scores_of
 from galvatron_lite.search.bounds.refine import Refined, opened, refined

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from galvatron_lite.cost.branched import PartPricer
-from galvatron_lite.cost.step import price_plan
+from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.branch.assign import Assignment, assign

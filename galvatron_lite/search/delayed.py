@@ -150,7 +150,7 @@ def _cuts(asked: Asked, count: int) -> tuple[int, ...]:
 
 def _priced(asked: Asked, setting: CyclicSetting) -> Iterator[Plan]:
     """Every plan of a setting with its prediction; see the module for those left out."""
-    from galvatron_lite.cost.step import price_plan
+    from galvatron_lite.cost.plan import price_plan
 
     if _never(asked) or _why_not(asked, setting) or asked.delay is None or asked.delay.setting not in (None, setting):
         return

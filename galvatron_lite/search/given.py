@@ -7,7 +7,8 @@ from itertools import accumulate, pairwise
 
 from galvatron_lite.cost.groups import price_stages
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.step import bound_seconds, price_plan, shape_of, straggling, strategies_of
+from galvatron_lite.cost.plan import price_plan
+from galvatron_lite.cost.step import bound_seconds, shape_of, straggling, strategies_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.search.best_first import Found

@@ -6,7 +6,7 @@ shape left unsearched has a lower bound no less than that, and inside a shape ``
 Times are compared in whole picoseconds. Where a chain needs more labels than ``problem.widest`` allows, or the search
 more than ``MOST_WORK``, it ends early, and knows by the bounds of what was left out how far from the best it may be.
 
-What is shown: the step time of ``cost.step.evaluate``, for the plan and its runner-ups alike. It comes from an event
+What is shown: the step time of ``cost.plan.evaluate``, for the plan and its runner-ups alike. It comes from an event
 simulation and equals the closed form without a pipeline; with one it is mostly a little less. So the plan of least
 closed form and good plans of other shapes (``alternatives``) are simulated, and the quickest that fits is the plan:
 no runner-up that fits is quicker. Where that is not the plan of least closed form, the gap says how much less the
@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 
 from galvatron_lite.cluster.budget import Budget, bytes_on
-from galvatron_lite.cost.step import evaluate
+from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.parallelism.backends import Backend, backend_named
 from galvatron_lite.plans.notes import plan_notes

@@ -8,7 +8,7 @@ from math import inf
 from galvatron_lite.calibration.schema import Calibration
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.step import price_plan
+from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.shapes import Shape, build_graph

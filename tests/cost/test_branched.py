@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from galvatron_lite.cost.step import evaluate
+from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Passed, Role
 from galvatron_lite.parallelism.base import Strategy

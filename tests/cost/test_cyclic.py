@@ -13,7 +13,7 @@ from galvatron_lite.cluster.cluster import Level
 from galvatron_lite.cost.cyclic import price
 from galvatron_lite.cost.cyclic_stages import split
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.step import evaluate, price_plan
+from galvatron_lite.cost.plan import evaluate, price_plan
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import Strategy

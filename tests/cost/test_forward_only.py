@@ -13,7 +13,7 @@ from galvatron_lite.api import plan
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cost.forward_only import for_inference, live_bytes
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.step import evaluate
+from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, ModelGraph, Passed, Recompute, Role
 from galvatron_lite.model.shapes import load_model

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from galvatron_lite.cost.step import evaluate
+from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Prediction, Schedule, Stage

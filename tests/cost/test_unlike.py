@@ -12,8 +12,9 @@ from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cluster.cluster import Cluster, DeviceGroup, Level
 from galvatron_lite.cost.groups import price_stages
 from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.cost.stage import Shape, price_stage, transfer_seconds
-from galvatron_lite.cost.step import bound_seconds, evaluate, shape_of, strategies_of
+from galvatron_lite.cost.step import bound_seconds, shape_of, strategies_of
 from galvatron_lite.files import read_value, write_value
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.parallelism.base import Strategy

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from galvatron_lite.cluster.catalog import load_cluster
-from galvatron_lite.cost.step import device_memory, evaluate
+from galvatron_lite.cost.plan import evaluate
+from galvatron_lite.cost.step import device_memory
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.zoo import build

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from galvatron_lite.cost.step import evaluate
+from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.oracle.case import Kind

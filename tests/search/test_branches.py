@@ -12,7 +12,7 @@ import pytest
 
 from galvatron_lite.api import evaluate, plan
 from galvatron_lite.cost.forward_only import for_inference
-from galvatron_lite.cost.step import evaluate as price
+from galvatron_lite.cost.plan import evaluate as price
 from galvatron_lite.errors import GalvatronError, InfeasibleError, InputError
 from galvatron_lite.model.graph import Passed
 from galvatron_lite.parallelism.backends import GALVATRON, check_runs, in_mode

@@ -10,7 +10,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.step import price_plan
+from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.parallelism.backends import GALVATRON
 from galvatron_lite.parallelism.base import Strategy

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from galvatron_lite.cost.step import evaluate
+from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import Plan, Proof
 from galvatron_lite.search import planner

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from galvatron_lite.cluster.catalog import load_cluster
-from galvatron_lite.cost.step import evaluate
+from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass
 from galvatron_lite.model.shapes.registry import load_model

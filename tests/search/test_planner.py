@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from galvatron_lite.cluster.catalog import load_cluster
-from galvatron_lite.cost.step import evaluate
+from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.shapes import load_model

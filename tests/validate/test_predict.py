@@ -5,7 +5,7 @@ import json
 import pytest
 
 from galvatron_lite.calibration.store import load_calibration
-from galvatron_lite.cost.step import evaluate
+from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes import DecoderShape, MoeShape, build_graph
 from galvatron_lite.profiler.estimate import estimate_profile

@@ -21,7 +21,7 @@ from pathlib import Path
 from time import process_time
 
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.step import price_plan
+from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.backends import ANY
 from galvatron_lite.peers.hetu.common import backend_of, pins_of, with_edges_alike

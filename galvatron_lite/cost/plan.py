@@ -1,0 +1,30 @@
+"""What a whole plan costs, whichever kind it is: in stages, with branches on devices of their own, or cyclic."""
+
+from __future__ import annotations
+
+from galvatron_lite.cost.branched_plan import price_branched
+from galvatron_lite.cost.cyclic import price_cyclic
+from galvatron_lite.cost.forward_only import for_mode
+from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.step import price_staged
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.profiler.schema import Profile
+
+
+def evaluate(profile: Profile, plan: Plan) -> Plan:
+    """The plan with its prediction filled in: step time, memory of every stage, and where both go.
+
+    The step time is that of the event simulation of the plan's schedule: every group of devices ends its own last
+    backward, then does its work once a step; the last one to be done ends the step. Fixed host time comes on top.
+
+    Raises:
+        InputError: the plan does not fit the profile's model, or its numbers do not divide.
+    """
+    return price_plan(LayerPricer(for_mode(profile, plan.mode)), plan)
+
+
+def price_plan(pricer: LayerPricer, plan: Plan) -> Plan:
+    """``evaluate`` with a pricer that remembers what it has priced."""
+    if plan.branches:
+        return price_branched(pricer, plan)
+    return price_staged(pricer, plan) if plan.cyclic is None else price_cyclic(pricer, plan)
