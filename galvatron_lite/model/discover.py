@@ -9,9 +9,12 @@ from typing import Any
 from torch import nn
 
 from galvatron_lite.model.batch import resize_batch
-from galvatron_lite.model.discover_blocks import BlockNames, find_blocks, inside
+from galvatron_lite.model.discover_blocks import BlockNames, find_blocks
+from galvatron_lite.model.discover_run import watch
 from galvatron_lite.model.discover_signature import kind_names, signature
+from galvatron_lite.model.discover_units import unit_paths
 from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.model.trace_figures import SAMPLES
 from galvatron_lite.model.trace_meta import meta_copy
 
 
@@ -36,9 +39,6 @@ def discover_layers(model: nn.Module, batch: Any = None, blocks: BlockNames | No
     """
     if batch is None:
         return arrange_layers(model, find_blocks(model, blocks))
-    from galvatron_lite.model.discover_run import watch
-    from galvatron_lite.model.trace_figures import SAMPLES
-
     watched = watch(meta_copy(model), resize_batch(batch, SAMPLES[1]), blocks)
     return arrange_layers(model, watched.blocks, watched.seen.order)
 
@@ -76,24 +76,6 @@ def arrange_layers(
     after = Layer("after", "after", Role.AFTER, tuple(ran[last + 1 :]))
     inner = [Layer(path, kind, Role.BLOCK, (path,)) for path, kind in zip(middle, kinds, strict=True)]
     return (before, *inner, after)
-
-
-def unit_paths(model: nn.Module, blocks: list[str]) -> list[str]:
-    """The blocks, and the outermost modules that hold none and can run, in registration order; shared modules once."""
-    chosen = set(blocks)
-
-    def walk(module: nn.Module, path: str) -> list[str]:
-        if path in chosen:
-            return [path]
-        never_runs = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        if path and not never_runs and not any(inside(block, path) for block in blocks):
-            return [path]
-        return [unit for name, child in module.named_children() for unit in walk(child, f"{path}.{name}".lstrip("."))]
-
-    first: dict[int, str] = {}
-    for path in walk(model, ""):
-        first.setdefault(id(model.get_submodule(path)), path)
-    return list(first.values())
 
 
 def _first_runs(units: list[str], order: list[str] | None) -> list[str]:

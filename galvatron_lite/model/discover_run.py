@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from galvatron_lite.model.discover import unit_paths
 from galvatron_lite.model.discover_blocks import BlockNames, find_blocks
 from galvatron_lite.model.discover_forks import forked_blocks
+from galvatron_lite.model.discover_units import unit_paths
 from galvatron_lite.model.trace_flow import Flow
 from galvatron_lite.model.trace_run import Observation, observe
 

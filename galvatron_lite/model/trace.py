@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import LossFn, loss_of, map_tensors, resize_batch, sequence_length, tensors_of
 from galvatron_lite.model.dead import dead_note
-from galvatron_lite.model.discover import arrange_layers, unit_paths
+from galvatron_lite.model.discover import arrange_layers
 from galvatron_lite.model.discover_blocks import BlockNames
 from galvatron_lite.model.discover_run import watch
 from galvatron_lite.model.discover_signature import signature
+from galvatron_lite.model.discover_units import unit_paths
 from galvatron_lite.model.graph import (
     Layer,
     LayerKind,

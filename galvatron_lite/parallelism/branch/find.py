@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from galvatron_lite.model.graph import ModelGraph, Role
-from galvatron_lite.parallelism.branch.order import Order, bits, order_of
+from galvatron_lite.model.order import Order, bits, order_of
 
 
 @dataclass(frozen=True, slots=True)
