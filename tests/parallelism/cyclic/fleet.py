@@ -34,7 +34,8 @@ class Post:
     lanes: dict[Lane, queue.SimpleQueue[tuple[Message, Any]]] = field(
         default_factory=lambda: defaultdict(queue.SimpleQueue)
     )
-    sent: list[Message] = field(default_factory=list)
+    sent: dict[Message, int] = field(default_factory=dict)
+    """Bytes of every message."""
 
 
 @dataclass
@@ -45,8 +46,9 @@ class MemoryMailbox:
     expected: list[Message] = field(default_factory=list)
 
     def send(self, message: Message, tensors: Sequence[Tensor], due: int = 0) -> None:
-        self.post.sent.append(message)
-        self.post.lanes[lane_of(message)].put((message, pack(tensors, CPU)))
+        packed = pack(tensors, CPU)
+        self.post.sent[message] = packed.nbytes
+        self.post.lanes[lane_of(message)].put((message, packed))
 
     def clear(self, time: int) -> None:
         pass

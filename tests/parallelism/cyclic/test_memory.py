@@ -83,8 +83,7 @@ def cyclic_peak(case: Case, batches: list[Any], rule: str, early_release: bool =
     return ledger.peak
 
 
-@pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
-@pytest.mark.parametrize("count", [2, 3, 4, 8])
+@pytest.mark.parametrize(("count", "rule"), [(2, "cdp-v1"), (2, "cdp-v2"), (3, "cdp-v2"), (4, "cdp-v1"), (8, "cdp-v2")])
 def test_activations_of_equal_stages(count: int, rule: str) -> None:
     """(N+1)/(2N) of data parallelism's; with early release (N*N/2 + 1) / (N*N) of them."""
     torch.manual_seed(0)
