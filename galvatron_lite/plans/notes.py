@@ -8,6 +8,7 @@ from galvatron_lite.model.graph import LayerKind, ModelGraph
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.cyclic.cuts import unevenness
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
+from galvatron_lite.plans.placed import layers_of_parts
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.units import format_seconds
 
@@ -84,8 +85,6 @@ def _layers(graph: ModelGraph, plan: Plan) -> Iterator[tuple[LayerKind, Strategy
 
 def _in_parts(graph: ModelGraph, plan: Plan) -> Iterator[tuple[LayerKind, Strategy]]:
     """The same of a plan with branches: the trunk's layers, then those of each branch."""
-    from galvatron_lite.parallelism.branch.parts import layers_of_parts
-
     runs = [plan.stages[0].runs, *(one.runs for one in plan.branches)]
     for own, layers in zip(runs, layers_of_parts(graph, plan), strict=True):
         strategies = [run.strategy for run in own for _ in range(run.count)]

@@ -1,14 +1,12 @@
-"""A model in parts: each branch that a plan places, and the trunk, as graphs of their own. No torch here."""
+"""A model in parts: some of its layers as a graph of their own, and those outside of branches. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, ModelGraph, Passed
-from galvatron_lite.parallelism.branch.find import Branch, find_regions
-from galvatron_lite.plans.schema import Plan
+from galvatron_lite.parallelism.branch.find import Branch
 
 
 def part_of(graph: ModelGraph, layers: Collection[str]) -> ModelGraph:
@@ -29,36 +27,7 @@ def part_of(graph: ModelGraph, layers: Collection[str]) -> ModelGraph:
     return replace(graph, layers=own, kinds=kinds, tensors=tensors, ties=ties)
 
 
-def placed_branches(graph: ModelGraph, plan: Plan) -> list[Branch]:
-    """The branches that a plan places, in its order.
-
-    Raises:
-        InputError: one that the model does not have, or that it places twice.
-    """
-    known = {branch.name: branch for region in find_regions(graph) for branch in region.branches}
-    placed: list[Branch] = []
-    for number, one in enumerate(plan.branches):
-        if one.name not in known:
-            has = f"has {', '.join(known)}" if known else "has no independent branches"
-            raise InputError(f"branches.{number}.name", one.name, f"The model {graph.name} {has}.")
-        if any(one.name == other.name for other in placed):
-            raise InputError(f"branches.{number}.name", one.name, "It is placed already.")
-        placed.append(known[one.name])
-    return placed
-
-
 def trunk_of(graph: ModelGraph, placed: Sequence[Branch]) -> tuple[Layer, ...]:
     """The layers outside the branches that are placed."""
     apart = {layer for branch in placed for layer in branch.layers}
     return tuple(layer for layer in graph.layers if layer.name not in apart)
-
-
-def layers_of_parts(graph: ModelGraph, plan: Plan) -> list[tuple[Layer, ...]]:
-    """The layers of the trunk, then those of each branch that a plan places, in its order.
-
-    Raises:
-        InputError: see ``placed_branches``.
-    """
-    placed = placed_branches(graph, plan)
-    known = {layer.name: layer for layer in graph.layers}
-    return [trunk_of(graph, placed), *(tuple(known[name] for name in branch.layers) for branch in placed)]
