@@ -25,6 +25,7 @@ from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.profiler.measure import measure_profile
+from galvatron_lite.profiler.timing import TimingRule
 from galvatron_lite.runtime.world import join, leave, rank
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.result import runs_of, summary
@@ -32,6 +33,8 @@ from measured import spread_of, step_seconds
 
 LEARNING_RATE = 1e-3
 NAMES = ("first", "second")
+RULE = TimingRule(most=20, seconds=0.5)
+"""How long one point of a profile is measured."""
 MEMORY = 8 * 2**30
 """Bytes; more than any of the networks needs."""
 
@@ -180,10 +183,16 @@ def choose(size: Size, rounds: int, folder: Path) -> dict[str, Any]:
     time; it is right where no other takes less by more than both spreads.
     """
     model, batch = make(size)
-    profile = measure_profile(model, batch, max_samples=size.samples, name="pair", folder=folder / size.name)
+    profile = measure_profile(
+        model, batch, max_samples=size.samples, name="pair", folder=folder / size.name, rule=RULE
+    )  # fmt: skip
     ordinary = plan(profile, gpus=2, batch=size.samples, fix=("schedule=1f1b", "pp=1"))
     apart = evaluate(replace(branch_plan(size), model=profile.graph.name), profile)
-    plans = {"one process": find_plan(profile, 1, size.samples, MEMORY), "ordinary": ordinary, "branches": apart}
+    plans = {
+        "one process": find_plan(profile, devices=1, global_batch=size.samples, budget=MEMORY),
+        "ordinary": ordinary,
+        "branches": apart,
+    }
     predicted = {name: one.prediction.step_seconds for name, one in plans.items() if one.prediction is not None}
     found = timed(
         {
@@ -244,17 +253,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30, help="repetitions of each step")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--sizes", nargs="*", default=[], help="names of rows; all if not given")
     parser.add_argument("--only", choices=("ratios", "choices"), help="one of the two tables")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     join(torch.device("cpu"))
     modes = (True, False) if arguments.only != "choices" else ()
-    compared = [compare(size, training, arguments.rounds) for training in modes for size in SIZES]
+    wanted = [size for size in (*SIZES, *CHOICES) if size.name in arguments.sizes or not arguments.sizes]
+    compared = [compare(size, training, arguments.rounds) for training in modes for size in SIZES if size in wanted]
     chosen = []
     if arguments.only != "ratios":
         box = [tempfile.mkdtemp(prefix="galvatron-branches-") if rank() == 0 else ""]
         dist.broadcast_object_list(box)
-        chosen = [choose(size, arguments.rounds, Path(box[0])) for size in CHOICES]
+        chosen = [choose(size, arguments.rounds, Path(box[0])) for size in CHOICES if size in wanted]
     if rank() == 0:
         console = Console(highlight=False, width=200)
         for table in ([compared_table(compared)] if compared else []) + ([chosen_table(chosen)] if chosen else []):

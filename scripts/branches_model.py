@@ -39,10 +39,9 @@ SIZES = (
 CHOICES = (
     Size("tiny", 8, (4, 4), (1, 1)),
     Size("small", 16, (8, 8), (2, 2)),
-    Size("large", 160, (48, 48), (4, 4)),
+    Size("large", 128, (48, 48), (4, 4)),
     Size("tiny, 8 samples", 8, (4, 4), (1, 1), 8),
-    Size("large, 8 samples", 64, (48, 48), (4, 4), 8),
-    Size("large, unlike, 8 samples", 64, (48, 24), (6, 1), 8),
+    Size("unlike, 8 samples", 48, (48, 24), (4, 1), 8),
 )
 """From too small to be worth devices of their own to large enough."""
 
