@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,13 +21,11 @@ class BranchFigures:
 
     Attributes:
         branch: of the model.
-        depth: of branches that it is inside of.
         parameters: items.
         seconds: forward and backward of one sample; None where the profile has no figures of some layer.
     """
 
     branch: Branch
-    depth: int
     parameters: int
     seconds: tuple[float, float] | None
 
@@ -38,17 +36,16 @@ def shown_point(profile: Profile, kind: str) -> LayerPoint | None:
     return next((entry for entry in points if entry.samples >= 1), next(iter(points), None))
 
 
-def figures_of(profile: Profile, regions: Sequence[Region], depth: int = 0) -> Iterator[BranchFigures]:
-    """Every branch, those inside another one behind it."""
-    for branch in (branch for region in regions for branch in region.branches):
-        graph = profile.graph
+def figures_of(profile: Profile, region: Region) -> Iterator[BranchFigures]:
+    """Of every branch of a region."""
+    graph = profile.graph
+    for branch in region.branches:
         kinds = [graph.kind_of(layer) for layer in graph.layers if layer.name in branch.layers]
         points = [shown_point(profile, kind.name) for kind in kinds]
         known = [point for point in points if point is not None and point.samples == 1]
         seconds = sum(point.forward for point in known), sum(point.backward for point in known)
         items = sum(kind.parameters.total for kind in kinds)
-        yield BranchFigures(branch, depth, items, seconds if len(known) == len(points) else None)
-        yield from figures_of(profile, branch.inside, depth + 1)
+        yield BranchFigures(branch, items, seconds if len(known) == len(points) else None)
 
 
 def print_branches(console: Console, profile: Profile) -> None:
@@ -60,11 +57,11 @@ def print_branches(console: Console, profile: Profile) -> None:
         return
     titles = ("branch", "layers", "parameters", "forward", "backward", "reads", "gives")
     table = Table(*titles, box=None, pad_edge=False, header_style="bold")
-    for one in figures_of(profile, regions):
+    for one in (one for region in regions for one in figures_of(profile, region)):
         times = [format_seconds(time) for time in one.seconds or ()] or ["", ""]
         traffic = format_bytes(one.branch.input_bytes), format_bytes(one.branch.output_bytes)
-        name, layers = "  " * one.depth + one.branch.name, str(len(one.branch.layers))
-        table.add_row(name, layers, format_count(one.parameters), *times, *traffic)
+        items = format_count(one.parameters)
+        table.add_row(one.branch.name, str(len(one.branch.layers)), items, *times, *traffic)
     console.print(table)
     for region in regions:
         names, gain = ", ".join(branch.name for branch in region.branches), best_gain(profile, region)
@@ -74,6 +71,6 @@ def print_branches(console: Console, profile: Profile) -> None:
 
 def best_gain(profile: Profile, region: Region) -> float:
     """The sum of its branches' times, of one sample, over the longest; 0 where it is not known."""
-    own = [one.seconds for one in figures_of(profile, [region]) if not one.depth]
+    own = [one.seconds for one in figures_of(profile, region)]
     times = [sum(seconds) for seconds in own if seconds is not None]
     return sum(times) / max(times) if len(times) == len(own) and max(times) > 0 else 0.0

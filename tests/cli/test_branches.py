@@ -22,7 +22,8 @@ def profile() -> Profile:
 
 
 def test_branches_take_what_their_layers_take(profile: Profile) -> None:
-    found = list(figures_of(profile, find_regions(profile.graph)))
+    (region,) = find_regions(profile.graph)
+    found = list(figures_of(profile, region))
     assert [one.seconds for one in found] == [(time, 2 * time) for time in SECONDS]
     assert [one.parameters for one in found] == list(ITEMS)
 
@@ -35,7 +36,7 @@ def test_the_longest_decides(profile: Profile) -> None:
 def test_unknown_figures_are_not_made_up(profile: Profile) -> None:
     some = replace(profile, layers=tuple(point for point in profile.layers if point.kind != "t1" or point.samples > 1))
     (region,) = find_regions(some.graph)
-    assert [one.seconds is None for one in figures_of(some, [region])] == [False, True, False]
+    assert [one.seconds is None for one in figures_of(some, region)] == [False, True, False]
     assert best_gain(some, region) == 0.0
 
 
