@@ -33,7 +33,7 @@ from measured import spread_of, step_seconds
 
 LEARNING_RATE = 1e-3
 NAMES = ("first", "second")
-RULE = TimingRule(most=20, seconds=0.5)
+RULE = TimingRule(most=20)
 """How long one point of a profile is measured."""
 MEMORY = 8 * 2**30
 """Bytes; more than any of the networks needs."""
