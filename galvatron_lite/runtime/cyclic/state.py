@@ -25,14 +25,15 @@ class WholeState:
 
     def __init__(self, model: nn.Module) -> None:
         first = {id(one): name for name, one in model.named_parameters()}
-        known: dict[str, Any] = model.state_dict(keep_vars=True)
+        state: dict[str, Any] = model.state_dict(keep_vars=True)
+        known = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         self.names: dict[str, str] = {name: first.get(id(value), name) for name, value in known.items()}
-        self._loose = {name: value for name, value in known.items() if id(value) not in first}
+        self._model, self._buffers = model, frozenset(name for name, one in known.items() if id(one) not in first)
 
     def gather(self, runtime: CyclicRuntime) -> dict[str, Tensor]:
         """The state, on the CPU of every rank; all ranks call it."""
         here = {name: tensor.detach().cpu().clone() for name, tensor in self._kept(runtime)}
-        found = {name: value.detach().cpu().clone() for name, value in self._loose.items() if not value.is_meta}
+        found = {name: value.detach().cpu().clone() for name, value in self._valued()}
         for one in _everyone(here):
             found |= one
         return {name: found[first] for name, first in self.names.items()}
@@ -48,6 +49,8 @@ class WholeState:
             for name, tensor in _held(runtime):
                 if name in known:
                     tensor.data.copy_(_entry(state, known[name], tensor))
+            for name, buffer in self.rest(runtime).items():
+                buffer.copy_(_entry(state, name, buffer))
 
     def even_out(self, runtime: CyclicRuntime) -> None:
         """Give every process the mean of the running statistics; the largest of counts. All ranks call it."""
@@ -59,7 +62,13 @@ class WholeState:
     def rest(self, runtime: CyclicRuntime) -> dict[str, Tensor]:
         """Entries that have values here and belong to no stage of this process, by name."""
         own = {name for name, _ in _buffers(runtime)}
-        return {name: one for name, one in self._loose.items() if not one.is_meta and name not in own}
+        return {name: one for name, one in self._valued() if name not in own}
+
+    def _valued(self) -> Iterator[tuple[str, Tensor]]:
+        """Buffers that have values here, whether a stage has them or none; those of a stage may be as at first."""
+        for name, buffer in self._model.named_buffers(remove_duplicate=False):
+            if name in self._buffers and not buffer.is_meta:
+                yield name, buffer
 
     def _kept(self, runtime: CyclicRuntime) -> Iterator[tuple[str, Tensor]]:
         """What this process adds to the whole: of each stage one process is the home."""

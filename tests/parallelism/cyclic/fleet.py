@@ -109,10 +109,13 @@ def train(
     ``example``: a batch, for a model that is no chain.
     """
     post, count = Post(), programme_of(plan).processes
+    # one after the other: initial values are drawn from a generator that threads share
+    fleet = [
+        set_up(copy.deepcopy(model), plan, layers, example, process, MemoryMailbox(post), Options(CPU))
+        for process in range(count)
+    ]
 
-    def work(process: int) -> Result:
-        mailbox = MemoryMailbox(post)
-        runtime = set_up(copy.deepcopy(model), plan, layers, example, process, mailbox, Options(CPU))
+    def work(runtime: CyclicRuntime) -> Result:
         executor = runtime.executor
         for states in executor.states.values():
             states.make_optimizer(factory, scheduler)
@@ -122,12 +125,12 @@ def train(
             if step in flushes:
                 executor.flush(step)
             executor.feed(step, split(batch, len(plan.stages)))
-            executor.run(executor.programme.passes(process, step))
+            executor.run(executor.programme.passes(runtime.process, step))
         executor.flush(len(batches))
         return result_of(runtime)
 
     with ThreadPoolExecutor(count) as threads:
-        results = list(threads.map(work, range(count)))
+        results = list(threads.map(work, fleet))
     assert all(lane.empty() for lane in post.lanes.values()), "messages nobody took"
     return results, post
 

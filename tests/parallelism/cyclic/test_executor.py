@@ -14,7 +14,7 @@ from galvatron_lite.parallelism.cyclic.packing import ALIGNMENT
 from galvatron_lite.runtime.cyclic.setup import programme_of
 from tests.cyclic_reference import Step, train_reference
 from tests.parallelism.cyclic.fleet import Result, train
-from tests.parallelism.cyclic.models import blocks_case, make_batches, make_plan, mixed_case, split
+from tests.parallelism.cyclic.models import Mixed, blocks_case, make_batches, make_plan, mixed_case, split
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.1),
@@ -148,3 +148,18 @@ def test_data_sends_a_stage_a_time_step(count: int, rule: str) -> None:
             burst[process, one.moment.time] += sum(post.sent[message] for message in one.sends)
     share = sum(parameter.nbytes for parameter in model.parameters()) // count
     assert share <= max(burst.values()) < share + 4 * ALIGNMENT
+
+
+def test_a_model_without_values_is_the_same_in_every_setting() -> None:
+    _, layers, stages = mixed_case()
+    with torch.device("meta"):
+        model = Mixed()
+    model.scale = torch.nn.Parameter(torch.ones(3))
+    batches, found = make_batches(3, 3, rows=4), dict[str, dict[str, torch.Tensor]]()
+    for setting in SETTINGS:
+        plan = make_plan(stages, "cdp-v2", setting, rows=4)
+        results, _ = train(model, plan, layers, batches, example=batches[0])
+        found[setting] = {name: value for result in results for name, value in result.parameters.items()}
+    for other in found.values():
+        assert other.keys() == found["single"].keys()
+        assert all(torch.equal(value, found["single"][name]) for name, value in other.items())

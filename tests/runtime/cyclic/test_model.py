@@ -219,3 +219,35 @@ def test_the_stages_follow_the_mode() -> None:
     for mode in (False, True):
         cyclic.train(mode)
         assert {part.model.blocks[0][1].training for part in cyclic.runtime.parts.values()} == {mode}
+
+
+class Shifted(Blocks):
+    """With a buffer that no layer holds."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.register_buffer("shift", torch.full((3,), 2.0))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x + self.shift, y)
+
+
+def fill_shift(module: nn.Module) -> None:
+    if isinstance(module, Shifted):
+        module.shift.fill_(2.0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_buffers_of_no_layer_are_in_the_whole_state(device: str) -> None:
+    with torch.device(device):
+        model = Shifted()
+    batch = make_batches(1, 2)[0]
+    layers = discover_layers(model, batch, ["blocks.0", "blocks.1"])
+    plan = make_plan([["before", "blocks.0"], ["blocks.1", "after"]], "cdp-v2", "single")
+    cyclic = CyclicModel(model, plan, layers, batch, init_fn=fill_shift)
+    cyclic.train_step(batch, cyclic.optimizer(torch.optim.SGD, lr=0.1))
+    state = cyclic.full_state_dict()
+    assert torch.equal(state["shift"], torch.full((3,), 2.0))
+    assert state.keys() == model.state_dict().keys()
+    cyclic.load_full_state_dict({name: value + 1 for name, value in state.items()})
+    assert torch.equal(cyclic.full_state_dict()["shift"], torch.full((3,), 3.0))
