@@ -181,3 +181,16 @@ def test_stages_must_share_out_all_parameters() -> None:
     for stages in ([["blocks.0"], ["blocks"]], [["blocks.0"], []]):
         with pytest.raises(AssertionError, match="belongs to stages"):
             train_reference(Blocks(2), stages, batches_of(1, 2))
+
+
+@pytest.mark.parametrize(("rule", "limit"), [("dp", 3.8), ("cdp-v1", 0.1)])
+@pytest.mark.parametrize("side", [0.97, 1.03])
+def test_delay_lowers_the_rate_at_which_momentum_is_stable(rule: str, limit: float, side: float) -> None:
+    """On a parabola of curvature 1: 2 (1 + m), and 1 - m with every gradient a step late, where |roots| = 1 of
+    z^2 - (1 + m - a) z + m, and of z^2 - (1 + m) z + m + a.
+    """
+    model, batch = Sum(1), [(torch.ones(1, 1), torch.zeros(1))]
+    optimizer = partial(torch.optim.SGD, lr=side * limit, momentum=0.9)
+    steps = train_reference(model, [["weights"]], [batch] * 600, optimizer_factory=optimizer, rule=rule)
+    start, late = steps[0].loss, max(step.loss for step in steps[-20:])
+    assert late < start if side < 1 else late > start
