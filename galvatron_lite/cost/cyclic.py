@@ -21,7 +21,8 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.base import Collective, Communication, Strategy
 from galvatron_lite.parallelism.base import Moment as When
 from galvatron_lite.parallelism.cyclic.holdings import Holding, beside, holdings
-from galvatron_lite.parallelism.cyclic.programme import Kind, Message, Programme
+from galvatron_lite.parallelism.cyclic.messages import Kind, Message
+from galvatron_lite.parallelism.cyclic.programme import Programme
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.simulation import Loop, Slot, loop_of, round_seconds
 from galvatron_lite.parallelism.pipeline.cost import stride_between

@@ -12,7 +12,8 @@ from torch import Tensor
 from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.parallelism.cyclic.flight import Desk, Handed, Returned
 from galvatron_lite.parallelism.cyclic.mailbox import Lane, Mailbox, lane_of
-from galvatron_lite.parallelism.cyclic.programme import Kind, Message, Programme
+from galvatron_lite.parallelism.cyclic.messages import Kind, Message
+from galvatron_lite.parallelism.cyclic.programme import Programme
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.states import StageStates
 from galvatron_lite.parallelism.cyclic.timeline import forward_time

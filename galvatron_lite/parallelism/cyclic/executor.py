@@ -15,7 +15,8 @@ from galvatron_lite.parallelism.cyclic.draws import Draws, as_they_come
 from galvatron_lite.parallelism.cyclic.exchange import Exchange
 from galvatron_lite.parallelism.cyclic.flight import Desk, Handed, InFlight, Returned, handed, in_flight
 from galvatron_lite.parallelism.cyclic.mailbox import Mailbox
-from galvatron_lite.parallelism.cyclic.programme import Kind, Message, Pass, Programme
+from galvatron_lite.parallelism.cyclic.messages import Kind, Message, Pass
+from galvatron_lite.parallelism.cyclic.programme import Programme
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.stages import StagePart
 from galvatron_lite.parallelism.cyclic.states import StageStates

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from galvatron_lite.parallelism.cyclic.programme import Kind, Message, Pass, Programme
+from galvatron_lite.parallelism.cyclic.messages import Kind, Message, Pass
+from galvatron_lite.parallelism.cyclic.programme import Programme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.cyclic.simulation import LOOKED, STEADY, steady_passes
 

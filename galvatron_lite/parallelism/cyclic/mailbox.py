@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.errors import LaunchError
+from galvatron_lite.parallelism.cyclic.messages import Kind, Message
 from galvatron_lite.parallelism.cyclic.packing import pack, packed_bytes, unpack
-from galvatron_lite.parallelism.cyclic.programme import Kind, Message
 
 SENDING, AWAITING = "could not send {} to", "waited in vain for {} from"
 RESUME = "Training has stopped. Start all processes again and resume from the last checkpoint (load_latest)."

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from galvatron_lite.parallelism.cyclic.programme import Message, Pass, Programme
+from galvatron_lite.parallelism.cyclic.messages import Message, Pass
+from galvatron_lite.parallelism.cyclic.programme import Programme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.cyclic.timeline import Moment
 

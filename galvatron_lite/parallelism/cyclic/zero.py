@@ -11,7 +11,8 @@ from galvatron_lite.parallelism.cyclic.exchange import Exchange
 from galvatron_lite.parallelism.cyclic.executor import Executor
 from galvatron_lite.parallelism.cyclic.flight import Desk, InFlight
 from galvatron_lite.parallelism.cyclic.mailbox import Mailbox
-from galvatron_lite.parallelism.cyclic.programme import Kind, Message, Pass, Programme
+from galvatron_lite.parallelism.cyclic.messages import Kind, Message, Pass
+from galvatron_lite.parallelism.cyclic.programme import Programme
 from galvatron_lite.parallelism.cyclic.travelling import TravellingStates
 
 

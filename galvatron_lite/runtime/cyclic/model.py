@@ -14,7 +14,7 @@ from galvatron_lite.errors import InputError, LaunchError, NonFiniteLossError
 from galvatron_lite.model.batch import LossFn, batch_size, slice_batch
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.cyclic.mailbox import ProcessMailbox
-from galvatron_lite.parallelism.cyclic.programme import Kind
+from galvatron_lite.parallelism.cyclic.messages import Kind
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.states import OptimizerFactory, SchedulerFactory
 from galvatron_lite.plans.schema import Plan

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from galvatron_lite.errors import LaunchError
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.cyclic.mailbox import Lane, lane_of
+from galvatron_lite.parallelism.cyclic.messages import Message
 from galvatron_lite.parallelism.cyclic.packing import pack, unpack
-from galvatron_lite.parallelism.cyclic.programme import Message
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.cyclic.setup import CyclicRuntime, Options, programme_of, set_up
 from tests.parallelism.cyclic.models import split

@@ -6,7 +6,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from galvatron_lite.parallelism.cyclic.programme import Kind, Message, Pass, Programme
+from galvatron_lite.parallelism.cyclic.messages import Kind, Message, Pass
+from galvatron_lite.parallelism.cyclic.programme import Programme
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 
 Sum = tuple[int, frozenset[int]]

@@ -8,7 +8,8 @@ import pytest
 
 from galvatron_lite.parallelism.cyclic.exchange import due, reach
 from galvatron_lite.parallelism.cyclic.mailbox import Lane, lane_of
-from galvatron_lite.parallelism.cyclic.programme import Kind, Message, Programme
+from galvatron_lite.parallelism.cyclic.messages import Kind, Message
+from galvatron_lite.parallelism.cyclic.programme import Programme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 
 STEPS = 4

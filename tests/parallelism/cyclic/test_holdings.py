@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from galvatron_lite.parallelism.cyclic.holdings import Holding, beside, holdings
-from galvatron_lite.parallelism.cyclic.programme import Kind
+from galvatron_lite.parallelism.cyclic.messages import Kind
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.cyclic.timeline import backward_time, forward_time
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from galvatron_lite.errors import LaunchError
 from galvatron_lite.parallelism.cyclic.mailbox import ProcessMailbox
-from galvatron_lite.parallelism.cyclic.programme import Kind, Message
+from galvatron_lite.parallelism.cyclic.messages import Kind, Message
 from tests.pool import WorkerPool
 
 CPU = torch.device("cpu")

@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from galvatron_lite.parallelism.cyclic.programme import Kind, Programme
+from galvatron_lite.parallelism.cyclic.messages import Kind
+from galvatron_lite.parallelism.cyclic.programme import Programme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, is_fresh
 from tests.parallelism.cyclic.run_programme import Run
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galvatron_lite.parallelism.cyclic.programme import Message, Pass, Programme
+from galvatron_lite.parallelism.cyclic.messages import Message, Pass
+from galvatron_lite.parallelism.cyclic.programme import Programme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.cyclic.simulation import loop_of, round_seconds
 

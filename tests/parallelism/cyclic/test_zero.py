@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.cyclic.messages import Pass
 from galvatron_lite.parallelism.cyclic.optimizer_states import give_states, layout_of, states_likes, take_states
-from galvatron_lite.parallelism.cyclic.programme import Pass
 from galvatron_lite.parallelism.cyclic.travelling import TravellingStates
 from galvatron_lite.parallelism.cyclic.zero import ZeroExecutor
 from galvatron_lite.runtime.cyclic.setup import CyclicRuntime, Options, set_up

@@ -1,0 +1,69 @@
+"""What processes send each other, and one pass with what comes before it and leaves after it. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from galvatron_lite.parallelism.cyclic.timeline import Moment
+
+
+class Kind(StrEnum):
+    """What a message holds.
+
+    ``activation``: what a stage made of a micro-batch, for the next stage. ``gradient``: of what a stage was given, for
+    the stage before. ``partial``: the sum of a stage's gradients of workers 0..worker. ``update``: that of all workers.
+    ``weights``: versions of a stage's parameters. ``states``: the same, the gradient sum of workers 0..worker (none
+    after the last one, who made the update) and the optimizer's states.
+    """
+
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+    PARTIAL = "partial"
+    UPDATE = "update"
+    WEIGHTS = "weights"
+    STATES = "states"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one process sends to another.
+
+    Attributes:
+        kind: what it holds.
+        stage: whose parameters or gradients; of an activation or its gradient, the stage whose pass made it.
+        step: training step of the pass at which it is sent; of an update, the one whose gradients it holds.
+        worker: of the pass at which it is sent.
+        source: process that sends it.
+        target: process that receives it.
+        versions: of the parameters it holds.
+    """
+
+    kind: Kind
+    stage: int
+    step: int
+    worker: int
+    source: int
+    target: int
+    versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One forward or backward pass of a stage.
+
+    Attributes:
+        moment: which, and in which time step.
+        version: of the stage's parameters, which forward and backward of a micro-batch use.
+        receives: messages that must be there before it.
+        sends: messages sent once it is done.
+        applies: training steps whose updates the process applies to the stage before it (``data``, ``stages``).
+        finishes: whether it completes the stage's gradient of its training step.
+    """
+
+    moment: Moment
+    version: int
+    receives: tuple[Message, ...] = ()
+    sends: tuple[Message, ...] = ()
+    applies: tuple[int, ...] = ()
+    finishes: bool = False
