@@ -133,7 +133,10 @@ class ProcessMailbox:
 
     def tell(self, message: Message, value: object) -> None:
         """See ``Mailbox``."""
-        dist.send_object_list([value], dst=message.target, group=self._group(message), device=self._device)
+        try:
+            dist.send_object_list([value], dst=message.target, group=self._group(message), device=self._device)
+        except RuntimeError as error:
+            raise self._lost(message, SENDING, message.target, error) from error
 
     def hear(self, message: Message) -> Any:
         """See ``Mailbox``."""

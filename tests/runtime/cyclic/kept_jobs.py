@@ -84,7 +84,9 @@ def saved_and_resumed(count: int, setting: str, folder: str) -> dict[str, Kept]:
     return {"written": written, "back": back, "resumed": after, "whole": whole(count, setting)}
 
 
-def lost_in_a_pass(count: int, setting: str, folder: str, lost: int, how: int, patience: float) -> None:
+def lost_in_a_pass(
+    count: int, setting: str, folder: str, lost: int, how: int, patience: float, at: int = LOST_AT
+) -> None:
     """Train and write checkpoints; in the middle of a training step's passes a rank gets a signal."""
     model = make(count, setting, timeout=patience)
     model.optimizer(ADAM)
@@ -92,7 +94,7 @@ def lost_in_a_pass(count: int, setting: str, folder: str, lost: int, how: int, p
     def watch(step: int) -> None:
         if step and step % EVERY == 0:
             model.save(Path(folder, f"step-{step}"))
-        if step == LOST_AT and dist.get_rank() == lost:
+        if step == at and dist.get_rank() == lost:
             for part in model.runtime.parts.values():
                 part.model.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), how))
 

@@ -58,6 +58,16 @@ def test_a_killed_process_and_the_run_from_the_last_checkpoint(pool: WorkerPool,
         assert same(one["resumed"], one["whole"])
 
 
+@pytest.mark.parametrize("setting", ["stages", "zero"])
+def test_a_process_lost_in_its_first_pass(tmp_path: Path, setting: str) -> None:
+    """Before anybody knows what messages look like."""
+    count = 2 if setting == "stages" else 3
+    job = {"count": count, "setting": setting, "folder": str(tmp_path), "lost": 0, "patience": 40.0, "at": 0}
+    ended = launch(3, lost_in_a_pass, 60, how=signal.SIGKILL, **job)
+    assert ended[0].code == -signal.SIGKILL
+    check_told(ended, 0, 30)
+
+
 def test_a_process_that_hangs_is_named_after_the_time_that_was_set(tmp_path: Path) -> None:
     ended = launch(
         3,
