@@ -71,7 +71,8 @@ def place_parts(plan: Plan, layers: Sequence[Layer]) -> tuple[PlacedPart, ...]:
     """The trunk, then the branches in the plan's order.
 
     Raises:
-        InputError: the plan does not fit the model or itself: more than one stage, a layer that lies half in a branch.
+        InputError: the plan does not fit the model or itself: more than one stage, a branch that the model has not, a
+            layer that lies half in a branch.
     """
     if len(plan.stages) != 1:
         raise InputError("plan", f"{len(plan.stages)} stages", "A plan with branches has one, of the other layers.")
@@ -79,6 +80,9 @@ def place_parts(plan: Plan, layers: Sequence[Layer]) -> tuple[PlacedPart, ...]:
     parts = []
     for branch in plan.branches:
         own = [layer for layer in layers if homes[layer.name] == branch.name]
+        if not own:
+            remedy = "The model has no layers there; make the plan anew, for this model."
+            raise InputError(f"branch {branch.name}", ", ".join(branch.roots), remedy)
         stage = _placed(plan, Stage(branch.runs), own)
         _check_devices(branch.name, stage, (branch.devices,))
         parts.append(PlacedPart(branch.name, branch.first, branch.devices, stage, branch.roots))
