@@ -11,10 +11,10 @@ from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import read_data
 from galvatron_lite.plans.notes import plan_notes
-from galvatron_lite.plans.schema import Plan, Proof, Provenance
+from galvatron_lite.plans.schema import Plan, Proof
 from galvatron_lite.plans.written import plan_from
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.profiler.store import profile_hash
+from galvatron_lite.search.result import provenance
 
 UNNAMED = "hetu"
 """Model of a plan of Hetu-Galvatron's that was read without a profile: its files do not name one."""
@@ -116,22 +116,10 @@ def priced(plan: Plan, profile: Profile, mem: str | int | None = None, batch: in
     Raises:
         InputError: the plan does not fit the profile's model or cluster, or its numbers do not divide.
     """
-    from galvatron_lite import __version__
-
     check_devices(plan, profile)
     at = plan if batch is None else at_batch(plan, batch)
     budget = budget_on(profile.cluster, DEFAULT_BUDGET if mem is None else mem)
     done = evaluate(profile, replace(at, model=profile.graph.name, precision=profile.graph.precision))
-    made_from = Provenance(
-        galvatron=__version__,
-        profile=profile.name,
-        profile_hash=profile_hash(profile),
-        profile_origin=f"{profile.origin.kind.value}: {profile.origin.source}",
-        cluster=profile.cluster.name,
-        fingerprint=dict(profile.cluster.fingerprint),
-        budget=budget.least,
-        proof=Proof.GIVEN,
-        budgets=dict(budget.own),
-        notes=(*notes_of(plan, at, profile), *plan_notes(profile.graph, done)),
-    )
+    notes = (*notes_of(plan, at, profile), *plan_notes(profile.graph, done))
+    made_from = replace(provenance(profile, budget, 0.0), proof=Proof.GIVEN, notes=notes)
     return replace(done, provenance=made_from, alternatives=(), left_out=())

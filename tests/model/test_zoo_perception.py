@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,6 +16,7 @@ from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo import build
 from galvatron_lite.model.zoo.perception_loss import edge_loss, edges
 from galvatron_lite.parallelism.branch.find import find_regions
+from tests.model.learning import assert_learns
 
 SEGMENTATION, RECONSTRUCTION = (46.48e6, 262.4e9), (27.61e6, 188.5e9)
 """Parameters and FLOPs at (1, 16, 1000, 1000), counted in the authors' models."""
@@ -186,14 +187,7 @@ def test_the_networks_learn_their_example_batch(name: str) -> None:
     segmented, rebuilt = model(batch["pictures"])
     expected = edge_loss(segmented, batch["targets"]) + edge_loss(rebuilt, segmented)
     torch.testing.assert_close(model(**batch), expected)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    losses: list[Tensor] = []
-    for _ in range(6):
-        optimizer.zero_grad()
-        losses.append(model(**batch))
-        losses[-1].backward()
-        optimizer.step()
-    assert losses[-1] < losses[0]
+    assert_learns(model, batch)
 
 
 @pytest.mark.parametrize("detached", [True, False])

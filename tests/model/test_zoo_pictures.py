@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.zoo import SIZES, build
+from tests.model.learning import assert_learns
 
 # torchvision's model pages (ResNet, VGG, AlexNet, ConvNeXt, RegNet: "num_params"); ConvNeXt-XL:
 # github.com/facebookresearch/ConvNeXt, 350 M, and Liu et al. 2022, table 12; U-Net: github.com/milesial/Pytorch-UNet
@@ -115,14 +116,7 @@ def test_small_sizes_learn_their_example_batch(name: str) -> None:
     entering, labels = batch.values()
     expected = (F.mse_loss if "targets" in batch else F.cross_entropy)(model(entering), labels)
     torch.testing.assert_close(model(**batch), expected)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    losses: list[Tensor] = []
-    for _ in range(6):
-        optimizer.zero_grad()
-        losses.append(model(**batch))
-        losses[-1].backward()
-        optimizer.step()
-    assert losses[-1] < losses[0]
+    assert_learns(model, batch)
 
 
 def test_a_convnext_on_the_meta_device_can_be_initialised() -> None:

@@ -89,17 +89,23 @@ def train(case: Case, steps: int = 3) -> Trained:
 
 def train_alone(case: Case, steps: int = 3) -> Trained:
     """One process, plain torch."""
-    model, batch = make_model(case.model), make_batch()
+    return train_plainly(make_model(case.model), make_batch(), case.max_grad_norm, steps)
+
+
+def train_plainly(model: nn.Module, batch: dict[str, Tensor], max_grad_norm: float | None, steps: int) -> Trained:
+    """Gradients of the first step, losses of all, the state after the last, of a model in one process."""
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
     model(**batch).backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
+    model.load_state_dict(state)
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
         loss = model(**batch)
         loss.backward()
-        if case.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm)
+        if max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
         optimizer.step()
         losses.append(float(loss.detach()))
     return Trained(losses, gradients, dict(model.state_dict()))

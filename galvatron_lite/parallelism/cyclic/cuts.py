@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 
@@ -58,8 +58,3 @@ def unevenness(seconds: Sequence[float]) -> float:
     """By what share the slowest stage takes longer than the mean of them: what equal stages would save."""
     mean = sum(seconds) / len(seconds)
     return max(seconds) / mean - 1.0 if mean > 0 else 0.0
-
-
-def stage_seconds(seconds: Sequence[float], cuts: Sequence[int]) -> list[float]:
-    """Of each stage of a split."""
-    return [sum(seconds[start:stop]) for start, stop in pairwise(cuts)]

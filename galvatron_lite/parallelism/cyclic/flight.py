@@ -93,8 +93,3 @@ class Desk:
     returned: dict[Place, Returned] = field(default_factory=dict)
     flights: dict[Place, InFlight] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is between its passes."""
-        return not (self.handed or self.returned or self.flights)

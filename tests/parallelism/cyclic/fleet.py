@@ -140,7 +140,7 @@ def result_of(runtime: CyclicRuntime) -> Result:
     held = [stage for stage in states if stage.is_home]
     parameters = {name: one.detach().clone() for stage in held for name, one in stage.masters.items()}
     buffers = {name: one.clone() for part in runtime.parts.values() for name, one in part.buffers()}
-    assert runtime.executor.desk.is_idle
-    assert not runtime.executor.desk.batches
+    desk = runtime.executor.desk
+    assert not any((desk.batches, desk.handed, desk.returned, desk.flights)), "left on the desk"
     losses = {number: float(loss) for number, loss in runtime.executor.desk.losses.items()}
     return Result(parameters, buffers, losses, runtime)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from galvatron_lite.parallelism.cyclic.cuts import equal_cuts, stage_seconds, unevenness
+from galvatron_lite.parallelism.cyclic.cuts import equal_cuts, unevenness
 
 SECONDS = st.lists(st.integers(0, 20).map(float), min_size=1, max_size=9)
 
@@ -16,6 +16,10 @@ SECONDS = st.lists(st.integers(0, 20).map(float), min_size=1, max_size=9)
 def every_split(layers: int, stages: int, joined: list[range]) -> list[tuple[int, ...]]:
     inner = [place for place in range(1, layers) if not any(run.start < place < run.stop for run in joined)]
     return [(0, *chosen, layers) for chosen in combinations(inner, stages - 1)]
+
+
+def stage_seconds(seconds: list[float], cuts: tuple[int, ...]) -> list[float]:
+    return [sum(seconds[start:stop]) for start, stop in pairwise(cuts)]
 
 
 @given(SECONDS, st.integers(1, 9), st.integers(0, 8), st.integers(0, 4))

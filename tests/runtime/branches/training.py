@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from galvatron_lite.runtime.branches.engine import BranchedModel
 from tests.runtime.branches.networks import Case, layers_of, make_batch, make_model, make_plan
-from tests.runtime.training import ADAMW, Trained
+from tests.runtime.training import ADAMW, Trained, train_plainly
 
 
 def make_branched(case: Case, **options: Any) -> BranchedModel:
@@ -34,19 +33,4 @@ def train(case: Case, steps: int = 3) -> Trained:
 
 def train_alone(case: Case, steps: int = 3) -> Trained:
     """One process, plain torch."""
-    model, batch = make_model(case), make_batch(case)
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    model(**batch).backward()
-    gradients = {n: p.grad.clone() for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
-    model.load_state_dict(state)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(**batch)
-        loss.backward()
-        if case.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return Trained(losses, gradients, dict(model.state_dict()))
+    return train_plainly(make_model(case), make_batch(case), case.max_grad_norm, steps)
