@@ -195,9 +195,3 @@ def test_the_published_segmentation_network_is_dead_but_for_its_finest_level(tmp
     assert graph.notes[0].startswith("46.5M of 74.1M parameters never reach what the model returns: segmentation.")
     write_value(tmp_path / "graph.json", graph)
     assert read_value(ModelGraph, tmp_path / "graph.json").dead == graph.dead
-
-
-def test_a_network_whose_levels_are_all_used_has_none() -> None:
-    model = build("perception-mini")
-    graph = trace(model, model.example_batch(1))
-    assert (graph.dead, graph.notes) == ((), ())

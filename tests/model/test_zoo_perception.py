@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import FlopCounterMode
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo import build
@@ -211,11 +213,19 @@ def test_it_takes_point_clouds() -> None:
         assert torch.equal(given, direct)
 
 
+@cache
+def captured() -> ModelGraph:
+    batch = {"pictures": torch.empty(2, 4, 36, 36), "targets": torch.empty(2, 1, 36, 36)}
+    return trace(on_meta("perception-mini"), batch)
+
+
+def test_where_all_levels_are_used_nothing_is_dead() -> None:
+    assert (captured().dead, captured().notes) == ((), ())
+
+
 def test_layers_never_mix_the_two_networks() -> None:
     """Nothing goes from one to the other; their levels are layers."""
-    model = on_meta("perception-mini")
-    batch = {"pictures": torch.empty(2, 4, 36, 36), "targets": torch.empty(2, 1, 36, 36)}
-    graph = trace(model, batch)
+    graph = captured()
     roots = [{path.partition(".")[0] for path in layer.modules} for layer in graph.layers]
     assert all(len(root) <= 1 for root in roots)
     names = ("downs.0", "sides.0", "ups.2")
@@ -227,9 +237,7 @@ def test_layers_never_mix_the_two_networks() -> None:
 @pytest.mark.parametrize("name", ["perception", "perception-published", "perception-mini"])
 def test_the_two_networks_are_branches(name: str) -> None:
     """They read the model's input alone, and only the loss reads both; in the shipped files and as captured."""
-    views, targets = torch.empty(2, 4, 36, 36), torch.empty(2, 1, 36, 36)
-    mini = name.endswith("mini")
-    graph = trace(on_meta(name), {"pictures": views, "targets": targets}) if mini else load_model(name)
+    graph = captured() if name.endswith("mini") else load_model(name)
     (region,) = find_regions(graph)
     assert [branch.roots for branch in region.branches] == [("segmentation",), ("reconstruction",)]
     assert region.exit == ("after",)
