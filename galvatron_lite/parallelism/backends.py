@@ -84,11 +84,14 @@ def backend_named(name: str) -> Backend:
 
 
 def check_runs(plan: Plan, backend: Backend = GALVATRON) -> Plan:
-    """The plan itself, once the backend can train with it.
+    """The plan itself, once the backend can train with it, or run forward passes where it is for inference.
 
     Raises:
-        InputError: a strategy or schedule that it does not run.
+        InputError: a strategy or schedule that it does not run, a pipeline in inference.
     """
+    if plan.mode is Mode.INFERENCE and len(plan.stages) > 1 and backend is GALVATRON:
+        remedy = f"{backend.name} runs no pipelines in inference, only prices them: plan with --fix pp=1."
+        raise InputError("plan, stages", len(plan.stages), remedy)
     if len(plan.stages) > 1 and plan.cyclic is None and plan.schedule not in backend.schedules:
         known = ", ".join(schedule.value for schedule in backend.schedules)
         raise InputError("plan, schedule", plan.schedule.value, f"{backend.name} trains with {known}.")

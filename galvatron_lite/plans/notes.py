@@ -9,7 +9,7 @@ from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.cyclic.cuts import unevenness
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
 from galvatron_lite.plans.placed import layers_of_parts
-from galvatron_lite.plans.schema import Plan
+from galvatron_lite.plans.schema import Mode, Plan
 from galvatron_lite.units import format_seconds
 
 
@@ -20,8 +20,16 @@ def has_batch_norms(kind: LayerKind) -> bool:
 
 
 def plan_notes(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
-    """What results under a plan of a model's own layers are otherwise than those of one process, a line each."""
-    return (*_delayed(plan), *_normed(graph, plan))
+    """What results under a plan of a model's own layers are otherwise than those of one process, and what is not run; a
+    line each."""
+    return (*_delayed(plan), *_piped(plan), *_normed(graph, plan))
+
+
+def _piped(plan: Plan) -> tuple[str, ...]:
+    """What is said of a pipeline in inference."""
+    if plan.mode is not Mode.INFERENCE or len(plan.stages) == 1:
+        return ()
+    return ("auto_parallelize runs no pipelines in inference: this one is priced for other software (--fix pp=1)",)
 
 
 def _delayed(plan: Plan) -> tuple[str, ...]:

@@ -141,7 +141,7 @@ def _ordinary(
             provenance(profile, asked.budget, _gap(options[0], chosen)),
             certificate=certificate,
             interrupted=found.stopped,
-            notes=plan_notes(profile.graph, chosen.plan),
+            notes=plan_notes(profile.graph, replace(chosen.plan, mode=kept.mode)),
         ),
     )
 
