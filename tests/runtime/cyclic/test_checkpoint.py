@@ -57,18 +57,17 @@ def elsewhere(training: Training, setting: str) -> Training:
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_resuming_gives_the_run_that_was_not_stopped(tmp_path: Path, setting: str, rule: str) -> None:
     """Every bit: losses, parameters, states of Adam, running statistics, a schedule of learning rates."""
-    for training in (blocks(setting, rule), mixed(setting, rule)):
-        whole = training.run()
-        place = tmp_path / type(training.case[0]).__name__
-        check_same(training.run(saves={SAVED: place}), whole)
-        check_same(training.run(start=place), whole)
+    training = replace(mixed(setting, rule), factory=ADAM, scheduler=HALVED)
+    whole = training.run()
+    check_same(training.run(saves={SAVED: tmp_path / "one"}), whole)
+    check_same(training.run(start=tmp_path / "one"), whole)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_run_continues_anywhere(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """As many workers, any rule, any step; frozen and unused parameters; bit for bit where the setting is the same."""
-    count, rule = data.draw(st.integers(1, 5)), data.draw(st.sampled_from(RULES))
+    count, rule = data.draw(st.integers(1, 4)), data.draw(st.sampled_from(RULES))
     written, read = data.draw(st.sampled_from(SETTINGS)), data.draw(st.sampled_from(SETTINGS))
     step, place = data.draw(st.integers(0, STEPS - 1)), tmp_path_factory.mktemp("any") / "one"
     training = blocks(written, rule, count)
