@@ -6,17 +6,17 @@ import argparse
 import platform
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
 import torch
-from cyclic_study_memory import Memory, measure_memory
-from cyclic_study_messages import Messages, measure_messages
+from cyclic_study_found import Study
+from cyclic_study_memory import measure_memory
+from cyclic_study_messages import measure_messages
 from cyclic_study_plot import figure
 from cyclic_study_tables import learned_table, memory_table, messages_table
 from cyclic_study_tasks import Task, tasks
-from cyclic_study_train import RULES, Run, begin, train
+from cyclic_study_train import RULES, begin, train
 from docs_scores import replaced
 from rich.console import Console
 from rich.markdown import Markdown
@@ -26,27 +26,6 @@ from galvatron_lite.files import read_value, write_text, write_value
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, DATA, FIGURE = ROOT / "docs" / "cyclic.md", ROOT / "docs" / "data" / "cyclic.json", ROOT / "docs" / "cyclic.svg"
 SEEDS, QUICK_STEPS = 3, 10
-
-
-@dataclass(frozen=True, slots=True)
-class Study:
-    """Everything that was measured.
-
-    Attributes:
-        date: day.
-        machine: where.
-        command: that made it.
-        runs: trainings.
-        memory: by task.
-        messages: by task.
-    """
-
-    date: str
-    machine: dict[str, str]
-    command: str
-    runs: list[Run]
-    memory: list[Memory]
-    messages: list[Messages]
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:

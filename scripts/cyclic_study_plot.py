@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
+from cyclic_study_found import Study
 from cyclic_study_memory import Memory
 from cyclic_study_messages import Messages
 from cyclic_study_tables import runs_of
@@ -15,9 +15,6 @@ from cyclic_study_tasks import MICRO_BATCHES, Task, tasks
 from cyclic_study_train import POINT, RULES
 
 from galvatron_lite.validate.plot_style import colour, style, text
-
-if TYPE_CHECKING:
-    from cyclic_study import Study
 
 _SIDE, _HIGH, _LEFT, _TOP, _ACROSS, _DOWN = 360, 210, 64, 84, 90, 320
 _WIDTH, _HEIGHT = 2 * _SIDE + _LEFT + _ACROSS + 24, _TOP + _DOWN + _HIGH + 104

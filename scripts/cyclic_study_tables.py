@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING
 
+from cyclic_study_found import Study
 from cyclic_study_tasks import MICRO_BATCHES, Task, tasks
 from cyclic_study_train import PLAIN, POINT, RULES, Run
 
 from galvatron_lite.units import format_bytes
-
-if TYPE_CHECKING:
-    from cyclic_study import Study
 
 LAST = 3
 """Points of a curve whose mean is the loss at its end."""
