@@ -24,7 +24,7 @@ SETTINGS = ["single", "data", "zero", "stages"]
 RULES = ["cdp-v1", "cdp-v2"]
 STEPS, SAVED = 4, 2
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-HALVED = partial(torch.optim.lr_scheduler.MultiStepLR, milestones=[2, 4], gamma=0.5)
+HALVED = partial(torch.optim.lr_scheduler.MultiStepLR, milestones=[1, 3], gamma=0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_any_step_can_be_saved(tmp_path: Path, step: int) -> None:
     check_same(training.run(start=tmp_path / "two"), whole)
 
 
-@pytest.mark.parametrize(("written", "rule"), zip(SETTINGS, [*RULES, *RULES], strict=True))
+@pytest.mark.parametrize(("written", "rule"), list(zip(SETTINGS, [*RULES, *RULES], strict=True)))
 def test_continues_in_any_setting(tmp_path: Path, written: str, rule: str) -> None:
     """And equals the plain reference of delayed gradients there."""
     training = mixed(written, rule)
