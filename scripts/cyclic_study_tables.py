@@ -62,10 +62,11 @@ def spread(values: Sequence[float], digits: int, sign: str = "") -> str:
 def where(found: Study) -> str:
     machine = found.machine
     cpu = sum(one.cpu for one in found.runs)
+    beside = f" ({machine['beside']})" if "beside" in machine else ""
     return (
         f"Losses are means over the last {LAST * POINT} steps. Measured {found.date} with `{found.command}` on one "
         f"core of {machine['cpu']}, torch {machine['torch']}, the library of Python {machine['python']}; training took "
-        f"{cpu:.0f} CPU seconds."
+        f"{cpu:.0f} CPU seconds{beside}."
     )
 
 
