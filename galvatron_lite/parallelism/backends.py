@@ -22,6 +22,7 @@ class Backend:
         values: what fields of ``Strategy`` may be; a field that is absent may have any value.
         missing: what it leaves out, a line each, told with every plan.
         rule: what it asks of fields together; None: nothing.
+        pipelines: the modes in which it runs several stages.
     """
 
     name: str
@@ -29,6 +30,13 @@ class Backend:
     values: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     rule: Callable[[Strategy], bool] | None = None
+    pipelines: tuple[Mode, ...] = tuple(Mode)
+
+    def leaves_out(self, mode: Mode) -> tuple[str, ...]:
+        """What is missing in a mode, a line each."""
+        if mode in self.pipelines:
+            return self.missing
+        return (*self.missing, f"{self.name} runs no pipelines in {mode.value} (--backend {ANY.name} prices them)")
 
     def runs(self, strategy: Strategy) -> bool:
         """Whether it trains with a strategy."""
@@ -54,6 +62,7 @@ GALVATRON = Backend(
         "order, interleaved and zero-bubble schedules (--backend any offers them)",
     ),
     rule=lambda strategy: [strategy.tensor, strategy.spatial, strategy.filters, strategy.channels].count(1) >= 3,
+    pipelines=(Mode.TRAINING,),
 )
 """What ``auto_parallelize`` trains with."""
 ANY = Backend(
@@ -89,8 +98,8 @@ def check_runs(plan: Plan, backend: Backend = GALVATRON) -> Plan:
     Raises:
         InputError: a strategy or schedule that it does not run, a pipeline in inference.
     """
-    if plan.mode is Mode.INFERENCE and len(plan.stages) > 1 and backend is GALVATRON:
-        remedy = f"{backend.name} runs no pipelines in inference, only prices them: plan with --fix pp=1."
+    if len(plan.stages) > 1 and plan.mode not in backend.pipelines:
+        remedy = f"{backend.name} runs no pipelines in {plan.mode.value}, only prices them: plan with --fix pp=1."
         raise InputError("plan, stages", len(plan.stages), remedy)
     if len(plan.stages) > 1 and plan.cyclic is None and plan.schedule not in backend.schedules:
         known = ", ".join(schedule.value for schedule in backend.schedules)

@@ -149,5 +149,5 @@ def _told(asked: Asked, plan: Plan) -> Plan:
     return replace(
         plan,
         provenance=None if made_from is None else replace(made_from, notes=notes, proof=Proof.FEASIBLE),
-        left_out=asked.backend.missing if ordinary is None else ordinary.left_out,
+        left_out=asked.backend.leaves_out(asked.session.mode) if ordinary is None else ordinary.left_out,
     )

@@ -132,7 +132,7 @@ def _ordinary(
         mode=kept.mode,
         alternatives=alternatives_to(options, chosen, runners_up),
         left_out=(
-            *asked.backend.missing,
+            *asked.backend.leaves_out(kept.mode),
             *reasons(profile.graph),
             *skipping(profile.graph),
             *unprofiled(request, pricer),
@@ -196,9 +196,20 @@ def request_of(
     if bytes_on(budget, "") < 1:
         raise InputError("--mem", bytes_on(budget, ""), "Give a positive number of bytes.")
     check_pins(profile.graph, fixed)
+    fixed = _run_in_mode(fixed, session.mode, backend)
     orders = schedules_for(fixed, schedules, backend)
     space, known = session.space(backend)
     unlike = None if profile.cluster.alike else profile.cluster
     request = Request(profile.graph, devices, global_batch, budget, fixed, orders, space, known, unlike)
     check_layers(request)
     return request
+
+
+def _run_in_mode(fixed: Fixed, mode: Mode, backend: Backend) -> Fixed:
+    """What is pinned, without what the backend does not run in a mode."""
+    if mode in backend.pipelines:
+        return fixed
+    if (fixed.pipeline or 1) > 1:
+        remedy = f"Backend {backend.name} runs no pipelines in {mode.value}; --backend any prices them."
+        raise InputError("--fix pipeline", fixed.pipeline, remedy)
+    return replace(fixed, forbidden=tuple({*fixed.forbidden, "pipeline"}))

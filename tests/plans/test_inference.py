@@ -29,9 +29,19 @@ def test_others_are_run(plan: Plan) -> None:
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_plan_says_that_it_is_not_run(stages: int) -> None:
-    made = find(model="vit-huge", cluster="a100-80gb", gpus=2, batch=2, mode="inference", fix=f"pp={stages}")
+    made = _found(f"pp={stages}", "any")
     assert made.provenance is not None
     assert [note for note in made.provenance.notes if "runs no pipelines" in note] == [NOTE] * (stages - 1)
+
+
+def test_a_pipeline_is_not_offered() -> None:
+    assert len(_found("tensor=1", "galvatron").stages) == 1
+    with pytest.raises(InputError, match=r"runs no pipelines in inference; --backend any prices them"):
+        _found("pp=2", "galvatron")
+
+
+def _found(fix: str, backend: str) -> Plan:
+    return find(model="vit-huge", cluster="a100-80gb", gpus=2, batch=2, mode="inference", fix=fix, backend=backend)
 
 
 NOTE = "auto_parallelize runs no pipelines in inference: this one is priced for other software (--fix pp=1)"
