@@ -11,6 +11,7 @@ from galvatron_lite.profiler.schema import HostOverhead, LayerPoint, OptimizerCo
 from tests.factories import make_cluster, make_kind, make_profile, random_points
 
 SAMPLES = (1, 2, 4, 8)
+NO_HOST = HostOverhead(branch=0.0)
 
 
 def towers(
@@ -44,6 +45,7 @@ def plain_profile(
     read: int = 0,
     given: int = 10,
     fixed: bool = False,
+    overhead: HostOverhead = NO_HOST,
 ) -> Profile:
     """A tower of one layer for each of some seconds of forward a sample, twice as many of backward.
 
@@ -53,6 +55,7 @@ def plain_profile(
         cluster: two devices with quick links if not given.
         read, given: see ``towers``.
         fixed: whether a layer takes as long for any number of samples.
+        overhead: of the host.
     """
     items = parameters or [100] * len(seconds)
     kinds = [make_kind(f"t{tower}", size, boundary=given) for tower, size in enumerate(items)]
@@ -72,7 +75,7 @@ def plain_profile(
     ]
     graph = towers([1] * len(seconds), {kind.name: kind for kind in kinds}, read, given)
     machine = cluster or make_cluster(2, bandwidth=1e12, latency=0.0)
-    return make_profile(graph, points, machine, optimizer=OptimizerCost("adamw", 8, 0.0), overhead=HostOverhead())
+    return make_profile(graph, points, machine, optimizer=OptimizerCost("adamw", 8, 0.0), overhead=overhead)
 
 
 def random_towers(draw: random.Random, devices: int, count: int, read: int = 0) -> Profile:

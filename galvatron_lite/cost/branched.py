@@ -1,15 +1,15 @@
 """What a plan costs whose branches have devices of their own.
 
 The trunk and every branch are priced as stages by themselves. In each region the groups of devices work side by side,
-so that forward takes as long as the slowest group's branches with what moves in and out, then backward; a step ends
-when the device with most work once a step is done. With several micro-batches each goes through all of it, one after
-another. A device holds the trunk and the branches that live on it: the moments of ``cost.memory`` over their layers in
-the model's order.
+so that forward takes as long as the slowest group's branches with what moves in and out, then backward; besides, the
+host of every device puts off the calls of all branches. A step ends when the device with most work once a step is done.
+With several micro-batches each goes through all of it, one after another. A device holds the trunk and the branches
+that live on it: the moments of ``cost.memory`` over their layers in the model's order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from galvatron_lite.cost.groups import price_stages
@@ -19,8 +19,8 @@ from galvatron_lite.cost.schedule import StageTimes
 from galvatron_lite.cost.stage import Shape, StageCost
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.base import Moment, Strategy
-from galvatron_lite.parallelism.branch.cost import Border, Site, border_of, buffer_bytes, moves
-from galvatron_lite.parallelism.branch.find import Region, find_regions
+from galvatron_lite.parallelism.branch.cost import Border, Site, border_of, buffer_bytes, messages, moves
+from galvatron_lite.parallelism.branch.find import Branch, Region, find_regions
 from galvatron_lite.parallelism.branch.parts import part_of
 from galvatron_lite.plans.schema import MemoryBreakdown
 
@@ -36,7 +36,8 @@ class PartCost:
         first, devices: consecutive devices.
         border: what enters and leaves.
         site: where it works.
-        moved: seconds of a micro-batch that what moves in and out takes, part of ``cost``.
+        moved: seconds of a micro-batch that what moves in and out takes, host time of messages included; part of
+            ``cost``.
     """
 
     layers: tuple[Layer, ...]
@@ -117,10 +118,22 @@ class PartPricer:
             sum(links.seconds(one) for one in sent if one.moment is moment)
             for moment in (Moment.FORWARD, Moment.BACKWARD)
         )
+        host = messages(part.border, part.site) * self.pricer.profile.overhead.pipeline
+        ahead_host, back_host = (host, host) if self.training else (2 * host, 0.0)
         times = part.cost.times
-        times = replace(times, forward=times.forward + ahead, backward=times.backward + back)
+        times = replace(
+            times, forward=times.forward + ahead + ahead_host, backward=times.backward + back + back_host
+        )  # fmt: skip
         cost = replace(part.cost, times=times, moving=part.cost.moving + ahead + back)
-        return replace(part, cost=cost, moved=ahead + back)
+        return replace(part, cost=cost, moved=ahead + back + 2 * host)
+
+    def calling(self, branches: Iterable[Branch]) -> float:
+        """Seconds of a micro-batch that the host of every device takes to put off the calls of some branches.
+
+        A branch is called at each of its roots, at the least; what is below a root that is no module of its own, such
+        as a list, may be called more often.
+        """
+        return sum(max(len(branch.roots), 1) for branch in branches) * self.pricer.profile.overhead.branch
 
 
 def _nothing() -> StageCost:
@@ -133,20 +146,23 @@ def on_devices(parts: Sequence[PartCost], devices: int) -> list[tuple[PartCost, 
     return list(dict.fromkeys(tuple(part for part in parts if part.on(device)) for device in range(devices)))
 
 
-def step_seconds(trunk: PartCost, regions: Sequence[Sequence[PartCost]], microbatches: int) -> float:
+def step_seconds(
+    trunk: PartCost, regions: Sequence[Sequence[PartCost]], microbatches: int, calling: float = 0.0
+) -> float:
     """Seconds of a step, without what the host does once.
 
     Args:
         trunk: all layers outside branches.
         regions: the branches of each, with what moves.
         microbatches: a step.
+        calling: seconds of a micro-batch that the host takes for the calls (``PartPricer.calling``).
     """
     passes = [
         trunk.seconds[phase] + sum(_slowest(branches, phase) for branches in regions) for phase in (0, 1)
     ]  # fmt: skip
     every = [part for branches in regions for part in branches]
     once = max(sum(part.seconds[2] for part in own) for own in on_devices(every, trunk.devices))
-    return microbatches * sum(passes) + trunk.seconds[2] + once
+    return microbatches * (sum(passes) + calling) + trunk.seconds[2] + once
 
 
 def _slowest(branches: Sequence[PartCost], phase: int) -> float:

@@ -148,14 +148,16 @@ def _prediction(
     parts: PartPricer, plan: Plan, trunk: PartCost, branches: Sequence[PartCost], fullest: MemoryBreakdown
 ) -> Prediction:
     profile = parts.pricer.profile
-    work = step_seconds(trunk, by_region(parts, plan, branches), plan.microbatches)
+    calling = parts.calling(placed_branches(profile.graph, plan))
+    host = profile.overhead.step + plan.microbatches * calling
+    work = step_seconds(trunk, by_region(parts, plan, branches), plan.microbatches, calling)
     alone = work + profile.overhead.step
     seconds = alone * straggling(profile, plan.devices)
     busy = [[part.cost for part in (trunk, *own)] for own in on_devices(branches, plan.devices)]
     samples = plan.global_batch / seconds
     return Prediction(
         step_seconds=seconds,
-        time=breakdown(busy, plan.microbatches, seconds, profile.overhead.step + seconds - alone),
+        time=breakdown(busy, plan.microbatches, seconds, host + seconds - alone),
         samples_per_second=samples,
         tokens_per_second=samples * profile.graph.sequence,
         mfu=step_flops(profile) * samples / profile.cluster.peak(profile.graph.precision, plan.devices),

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import LossFn, batch_size, map_tensors, move_batch
 from galvatron_lite.model.graph import ModelGraph, Role
+from galvatron_lite.parallelism.branch.find import find_regions
 from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
+from galvatron_lite.profiler.measure_branches import branch_seconds
 from galvatron_lite.profiler.measure_edges import EdgeInput, measure_edges
 from galvatron_lite.profiler.measure_layers import LayerSetting, measure_block
 from galvatron_lite.profiler.measure_overhead import measure_overhead
@@ -26,7 +28,7 @@ from galvatron_lite.profiler.measure_pictures import WHOLE, Slicing, cut_picture
 from galvatron_lite.profiler.measure_waiting import Waiting, measure_waiting
 from galvatron_lite.profiler.schema import HostOverhead, LayerPoint
 from galvatron_lite.profiler.segments import BlockCall, Skeleton, copy_block, make_skeleton, record_calls
-from galvatron_lite.profiler.timing import DEFAULT_RULE, TimingRule
+from galvatron_lite.profiler.timing import DEFAULT_RULE, TimingRule, launched
 from galvatron_lite.runtime.block_calls import block_calls
 from galvatron_lite.runtime.precision import compute_dtype
 
@@ -106,12 +108,14 @@ class LayerBench:
         return measure_edges(given, settings, self.device, self.rule)
 
     def measure_overhead(self) -> HostOverhead:
-        """The runtime's overhead around the most frequent kind of block, at one sample."""
-        kind = self._frequent_kind()
-        if kind is None:
-            return HostOverhead()
-        call = self._calls_at(1)[kind]
-        return measure_overhead(self._blocks[kind], call, self.graph.kinds[kind], self.batch, self.device, self.rule)
+        """The runtime's overhead around the most frequent kind of block, at one sample, and of calls of branches."""
+        kind, found = self._frequent_kind(), HostOverhead()
+        if kind is not None:
+            block, call = self._blocks[kind], self._calls_at(1)[kind]
+            found = measure_overhead(block, call, self.graph.kinds[kind], self.batch, self.device, self.rule)
+        if launched() and find_regions(self.graph):
+            found = replace(found, branch=branch_seconds(self.device, self.rule))
+        return found
 
     def measure_waiting(self, most: int) -> Waiting:
         """What blocking collectives of that kind of block cost beside the transfer, from one sample to ``most``."""

@@ -182,6 +182,11 @@ class Throughput:
     launch: float
 
 
+BRANCH_HOST = 1.5e-3
+"""Estimated ``HostOverhead.branch`` of profiles that did not measure it: processor time of a call of one convolution of
+two, on two gloo processes of a server CPU."""
+
+
 @dataclass(frozen=True, slots=True)
 class HostOverhead:
     """Fixed host time of the runtime's own machinery, once a layer and micro-batch (seconds).
@@ -197,6 +202,8 @@ class HostOverhead:
             out of, the order of its tokens on the device (0 in a measured profile, whose ``tensor_per_byte`` holds it).
         microbatch: once a micro-batch and stage, outside all layers.
         spatial: finding out what every function means for shares of pixels, of one layer, both passes together.
+        branch: one call of a branch with devices of its own, on every rank, forward and backward together beside the
+            transfer: putting it off, and one exchange of what it returns (estimated where it was not measured).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -209,6 +216,7 @@ class HostOverhead:
     gathered_per_byte: float = 0.0
     microbatch: float = 0.0
     spatial: float = 0.0
+    branch: float = BRANCH_HOST
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,10 @@ class Course:
         rest = [other for other in self.parts.regions if other is not region]
         return sum(self.phases(self.trunk(rest))) - sum(self.phases(self.trunk(self.parts.regions)))
 
+    def calling(self, region: Region) -> float:
+        """Seconds of a step that the host takes to put off the calls of a region's branches."""
+        return self.count * self.parts.calling(region.branches)
+
     def phases(self, part: PartCost) -> Phases:
         """Seconds of a step: forward, backward, and what is done once."""
         forward, backward, once = part.seconds

@@ -116,7 +116,7 @@ def _splits(course: Course, certify: bool) -> Iterator[_Split]:
         found = assign(jobs, course.request.devices, room, node, least=2)
         if found is not None:
             said = certify_assignment(found, jobs, course.request.devices, room, node, 2) if certify else ""
-            yield _Split(region, found, choices, course.in_trunk(region) - found.seconds, said)
+            yield _Split(region, found, choices, course.in_trunk(region) - found.seconds - course.calling(region), said)
             room -= max(sum(option.held for _, option in group.branches) for group in found.groups)
 
 

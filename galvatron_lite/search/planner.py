@@ -32,6 +32,7 @@ from galvatron_lite.search.best_first import MOST_WORK, Found, Progress, search
 from galvatron_lite.search.checks import check_batch, check_layers, skipping, unprofiled
 from galvatron_lite.search.given import given_plans
 from galvatron_lite.search.infeasible.relief import relief
+from galvatron_lite.search.one_device import with_one_device
 from galvatron_lite.search.pins import check_pins, schedules_for
 from galvatron_lite.search.result import provenance
 from galvatron_lite.search.session import Session
@@ -95,7 +96,7 @@ def find_plan(
     request = request_of(kept, devices, global_batch, budget, fixed or Fixed(), schedules, runner)
     asked = Asked(kept, request, runner, budget, delay, certify=certify)
     looked = partial(_ordinary, asked, runners_up, progress, stoppable, known, effort)
-    plan = with_ways(looked, asked, runners_up, WAYS)
+    plan = with_one_device(with_ways(looked, asked, runners_up, WAYS), asked)
     missing = [line for why in WHY for line in why(asked)]
     return replace(plan, left_out=(*plan.left_out, *missing)) if missing else plan
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InputError
@@ -23,7 +25,8 @@ from galvatron_lite.plans.schema import (
     Stage,
 )
 from galvatron_lite.plans.written import plan_from
-from tests.branchy import plain_profile
+from galvatron_lite.profiler.schema import BRANCH_HOST, HostOverhead
+from tests.branchy import NO_HOST, plain_profile
 from tests.factories import make_cluster
 
 
@@ -77,6 +80,31 @@ def test_what_moves_counts() -> None:
     found = predicted(evaluate(profile, apart((0, 1), (1, 1))))
     assert found.step_seconds == pytest.approx(18 + 2 * 0.8, rel=1e-6)
     assert found.time.communication == pytest.approx(1.6, rel=1e-6)
+
+
+@settings(max_examples=10, deadline=None)
+@given(branch=st.floats(1e-4, 1e-1), pipeline=st.floats(0, 1e-2), towers=st.integers(2, 4), training=st.booleans())
+def test_each_call_takes_the_host_its_time(branch: float, pipeline: float, towers: int, training: bool) -> None:
+    """Of every micro-batch, on every device: half as much without backward; and each further message its own."""
+    mode = Mode.TRAINING if training else Mode.INFERENCE
+    where, passes = [(tower % 2, 1) for tower in range(towers)], 2 if training else 1
+    overhead = HostOverhead(branch=branch, pipeline=pipeline)
+    for read in (0, 8):
+        plan = apart(*where, batch=4, mode=mode)
+        taken = []
+        for host in (NO_HOST, overhead):
+            profile = plain_profile([3.0] * towers, read=read, overhead=host)
+            taken += [predicted(evaluate(profile, replace(plan, microbatches=count))).step_seconds for count in (1, 2)]
+        calls, further = towers * branch / 2, (read > 0) * pipeline * ((towers + 1) // 2)
+        assert taken[2] - taken[0] == pytest.approx(passes * (calls + further), rel=1e-6, abs=1e-9)
+        assert taken[3] - taken[1] == pytest.approx(2 * (taken[2] - taken[0]), rel=1e-6, abs=1e-9)
+
+
+def test_what_was_not_measured_is_estimated() -> None:
+    """Profiles of data sheets, and those of one process."""
+    found = predicted(evaluate(plain_profile([3.0, 3.0], overhead=HostOverhead()), apart((0, 1), (1, 1))))
+    assert found.step_seconds == pytest.approx(18 + 2 * BRANCH_HOST, rel=1e-9)
+    assert found.time.other == pytest.approx(2 * BRANCH_HOST, rel=1e-6)
 
 
 def test_a_device_holds_the_branches_that_live_there() -> None:

@@ -15,7 +15,7 @@ from galvatron_lite.profiler import measure_bench
 from galvatron_lite.profiler.measure import machine_name, measure_profile, sample_counts
 from galvatron_lite.profiler.measure_hardware import measure_throughput
 from galvatron_lite.profiler.measure_optimizer import measure_optimizer
-from galvatron_lite.profiler.schema import OriginKind, Profile
+from galvatron_lite.profiler.schema import BRANCH_HOST, OriginKind, Profile
 from galvatron_lite.profiler.store import journal_path, last_profile, profile_hash, read_profile
 from galvatron_lite.profiler.timing import TimingRule
 from tests.pool import WorkerPool
@@ -102,6 +102,7 @@ def test_two_processes_make_one_profile(pool: WorkerPool, tmp_path: Path) -> Non
     assert {point.tensor for point in profile.layers if point.kind == "before"} == {1, 2}
     assert profile.overlap.compute_slowdown >= 1
     assert profile.overhead.step > 0
+    assert profile.overhead.branch == BRANCH_HOST  # without branches it is not measured
     assert min(profile.overhead.zero, profile.overhead.data, profile.overhead.pipeline) >= 0
 
 

@@ -20,7 +20,7 @@ from galvatron_lite.parallelism.base import Offload, Strategy
 from galvatron_lite.parallelism.branch.assign import Option, exact, places
 from galvatron_lite.parallelism.branch.find import find_regions
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, Mode, Plan, Proof, Schedule, Stage
-from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.profiler.schema import HostOverhead, Profile
 from galvatron_lite.search.branches import branch_plans, may_branch
 from galvatron_lite.search.planner import find_plan, request_of
 from galvatron_lite.search.programme.ilp_branches import certify_assignment
@@ -108,6 +108,31 @@ def test_the_gain_is_the_sum_over_the_longest() -> None:
     alone = find_plan(profile, devices=1, global_batch=1, budget=PLENTY, mode=Mode.INFERENCE)
     assert plan.branches
     assert seconds_of(alone) / seconds_of(plan) == pytest.approx((262.4 + 188.5) / 262.4, rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", [Mode.TRAINING, Mode.INFERENCE])
+def test_towers_shorter_than_a_call_are_better_off_on_one_device(mode: Mode) -> None:
+    """On the same host: towers of half a millisecond lose, those of half a second win; which is said."""
+    small, large = (plain_profile([work, work], overhead=HostOverhead(branch=2e-3)) for work in (1e-4, 0.5))
+    for profile, worth in ((small, False), (large, True)):
+        found = find_plan(profile, devices=2, global_batch=1, budget=PLENTY, mode=mode)
+        alone = find_plan(profile, devices=1, global_batch=1, budget=PLENTY, mode=mode)
+        (apart,) = branch_plans(asked(profile, 2, 1, mode))
+        assert (seconds_of(apart) < seconds_of(alone)) is worth
+        assert bool(found.branches) is worth
+        assert found.provenance is not None
+        said = any("one device alone" in note for note in found.provenance.notes)
+        assert said is (seconds_of(alone) < seconds_of(found))
+
+
+def test_one_device_is_told_of_only_where_it_fits() -> None:
+    profile = plain_profile([1e-4, 1e-4], parameters=[1000, 1000], overhead=HostOverhead(branch=2e-3))
+    pins = Fixed(forbidden=("pipeline", "data"))
+    for budget, told in ((PLENTY, True), (20_000, False)):
+        found = find_plan(profile, devices=2, global_batch=1, budget=budget, fixed=pins)
+        assert found.branches
+        assert found.provenance is not None
+        assert any("one device alone" in note for note in found.provenance.notes) is told
 
 
 def test_too_small_to_be_worth_it() -> None:

@@ -11,6 +11,9 @@ Bytes of one micro-batch, X of a tensor:
     back   where spread the same ways with gradients; else every device has the gradients of what came out of a branch,
            and those of what went in go to every device
 
+The host of every device puts off each call of a branch, and gives or takes what it returns (``HostOverhead.branch``);
+each further message of one pass is a send or receive of a group's device (``messages``, ``HostOverhead.pipeline``).
+
 A step waits for the slowest group in forward, in backward and in the update; groups work side by side (``assign``).
 """
 
@@ -93,6 +96,14 @@ def moves(border: Border, site: Site, training: bool = True) -> tuple[Communicat
             if site.devices < site.world or site.sharing > 1
         ]
     return tuple(one for one in found if one.size > 0)
+
+
+def messages(border: Border, site: Site) -> int:
+    """Messages in or out that a device of the group sends or receives in one pass, beyond one of what comes out."""
+    if site.world == 1:
+        return 0
+    peers = max(-(-(site.world - site.devices) // site.devices), 1)
+    return peers * (1 + (border.read > 0)) - 1
 
 
 def _lacking(site: Site) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Role
@@ -27,6 +27,7 @@ class PlacedPart:
         devices: how many consecutive ranks.
         stage: its layers and strategies.
         roots: paths of the modules that hold it; none of the trunk.
+        layout: how what enters and leaves lies on its ranks.
     """
 
     name: str
@@ -34,6 +35,11 @@ class PlacedPart:
     devices: int
     stage: tuple[Placed, ...]
     roots: tuple[str, ...] = ()
+    layout: Layout = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Asked at every call."""
+        object.__setattr__(self, "layout", glue_layout(self.stage))
 
     @property
     def ranks(self) -> range:
@@ -49,11 +55,6 @@ class PlacedPart:
     def mesh(self) -> Part:
         """What process groups are made for."""
         return Part(self.first, self.devices, tuple(placed.strategy for placed in self.stage))
-
-    @property
-    def layout(self) -> Layout:
-        """How what enters and leaves lies on its ranks."""
-        return glue_layout(self.stage)
 
     def entering(self, shape: tuple[int, ...]) -> Split:
         """How a tensor of the samples lies that enters."""

@@ -33,7 +33,7 @@ from galvatron_lite.runtime.branches.post import Post
 from galvatron_lite.runtime.branches.randomness import Stream
 from galvatron_lite.runtime.branches.stand_in import StandIn
 from galvatron_lite.runtime.branches.templates import Foreseen, Template, with_rows
-from galvatron_lite.runtime.branches.transfer import Cargo, Transfer
+from galvatron_lite.runtime.branches.transfer import Cargo, Manifest, Transfer
 from galvatron_lite.runtime.layout import Split
 from galvatron_lite.runtime.redistribute import cut_box
 from galvatron_lite.runtime.setup import StageRuntime
@@ -70,6 +70,7 @@ class Setting:
         post: sends and receives.
         session: the pass under way.
         shapes: what functions of pending tensors make of shapes.
+        returned: what moves of a call, by identity of its template, which the branch keeps.
     """
 
     trunk: PlacedPart
@@ -78,6 +79,7 @@ class Setting:
     post: Post
     session: Session | None = None
     shapes: dict[object, Any] = field(default_factory=dict)
+    returned: dict[int, Manifest] = field(default_factory=dict)
 
     def call(self, stand_in: StandIn, args: Any, kwargs: dict[str, Any]) -> Any:
         """A call of an entrance.
@@ -330,7 +332,7 @@ class Call:
             )
             for one in moved
         ]  # fmt: skip
-        self._entry = Transfer(setting.post, f"what branch {part.name} is given", cargo)
+        self._entry = Transfer(setting.post, f"what branch {part.name} is given", Manifest.of(cargo, setting.post.rank))
         self._token = [self.run.depart(self._entry, [one.own for one in moved])]
         if self.branch.runtime is not None:
             self._entry.there.expect()
@@ -355,6 +357,15 @@ class Call:
 
     def announce(self) -> None:
         """Start receiving what it returns."""
+        setting = self.run.setting
+        if id(self.template) not in setting.returned:
+            setting.returned[id(self.template)] = self._manifest()
+        what = f"what branch {self.branch.part.name} returns"
+        self.exit = Transfer(setting.post, what, setting.returned[id(self.template)])
+        self.exit.there.expect()
+
+    def _manifest(self) -> Manifest:
+        """What moves of what it returns."""
         setting, part, world = self.run.setting, self.branch.part, self.run.setting.post.world
         cargo = []
         for place, like in places(self.template.nest):
@@ -362,8 +373,7 @@ class Call:
             before = part.boxes(part.layout.samples(shape), shape, world)
             after = setting.trunk.boxes(self._arriving(place, shape), shape, world)
             cargo.append(Cargo(like.dtype, before, after, like.requires_grad))
-        self.exit = Transfer(setting.post, f"what branch {part.name} returns", cargo)
-        self.exit.there.expect()
+        return Manifest.of(cargo, setting.post.rank)
 
     def _arriving(self, place: str, shape: tuple[int, ...]) -> Split:
         """How an output lies in the trunk."""

@@ -34,6 +34,8 @@ class Template:
 
     def resized(self, rows: int) -> Any:
         """The nest for another number of samples."""
+        if rows == self.rows:
+            return self.nest
         return map_places(self.nest, lambda place, one: with_rows(one, rows) if place in self.sampled else one)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.runtime.branches.post import Post, Shipment
-from galvatron_lite.runtime.layout import Box, route_boxes
+from galvatron_lite.runtime.layout import Box, Route, route_boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +37,42 @@ class Cargo:
     differentiable: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a rank sends and receives of some tensors; the same in every pass.
+
+    Attributes:
+        cargo: the tensors.
+        there: this rank's part in the move of each.
+        back: the same of the gradients of those that have some.
+    """
+
+    cargo: tuple[Cargo, ...]
+    there: tuple[Route, ...]
+    back: tuple[Route, ...]
+
+    @classmethod
+    def of(cls, cargo: Sequence[Cargo], rank: int) -> Manifest:
+        """That of a rank."""
+        there = tuple(route_boxes(one.before, one.after, rank) for one in cargo)
+        back = tuple(route_boxes(one.after, one.before, rank) for one in cargo if one.differentiable)
+        return cls(tuple(cargo), there, back)
+
+
 class Transfer:
     """A move of several tensors. Every rank makes it, in the same order, whether it gives, gets, both or neither.
 
     Args:
         post: of this rank.
         what: it is, for errors.
-        cargo: the tensors.
+        manifest: of this rank.
     """
 
-    def __init__(self, post: Post, what: str, cargo: Sequence[Cargo]) -> None:
-        self.post, self.cargo, tag = post, tuple(cargo), post.next_tag()
+    def __init__(self, post: Post, what: str, manifest: Manifest) -> None:
+        self.post, self.cargo, tag = post, manifest.cargo, post.next_tag()
         back = [one for one in self.cargo if one.differentiable]
-        there = [route_boxes(one.before, one.after, post.rank) for one in self.cargo]
-        again = [route_boxes(one.after, one.before, post.rank) for one in back]
-        self.there = Shipment(post, tag, what, there, [one.dtype for one in self.cargo])
-        self.back = Shipment(post, tag, f"the gradient of {what}", again, [one.dtype for one in back], True)
+        self.there = Shipment(post, tag, what, manifest.there, [one.dtype for one in self.cargo])
+        self.back = Shipment(post, tag, f"the gradient of {what}", manifest.back, [one.dtype for one in back], True)
         self._anchored = bool(back) and torch.is_grad_enabled()
 
     def depart(self, tensors: Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,66 @@
+"""What a call of a branch with devices of its own costs the host, by training two of next to no work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.parallelism.base import Collective, Strategy
+from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, LayerRun, Plan, Schedule, Stage
+from galvatron_lite.profiler.measure_collectives import prepare
+from galvatron_lite.profiler.timing import Across, TimingRule, time_call
+from galvatron_lite.runtime.branches.engine import BranchedModel
+
+_NAMES = ("first", "second")
+_WIDTH = 8
+_BYTES = 4
+
+
+class _Pair(nn.Module):
+    """Two branches of one product each, which read the same input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(_WIDTH, _WIDTH) for _ in _NAMES)
+
+    def forward(self, given: Tensor) -> Tensor:
+        """A loss."""
+        joined: Tensor = self.first(given) + self.second(given)
+        return joined.mean()
+
+
+def branch_seconds(device: torch.device, rule: TimingRule) -> float:
+    """Host seconds of a call of a branch, forward and backward, beside the branch's work and the transfers.
+
+    Two branches are on the first two ranks; every rank calls both. What they take in one process and two messages each
+    are taken off. All ranks call it together; there are two at least.
+
+    Args:
+        device: of this rank.
+        rule: how long to time.
+    """
+    batch = {"given": torch.ones(1, _WIDTH, device=device)}
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        layers = [Layer(name, "branch", Role.BLOCK, (name,)) for name in _NAMES]
+        apart = BranchedModel(_Pair(), _plan(dist.get_world_size()), layers, batch, device=device)
+        alone = _Pair().to(device)
+    size = _WIDTH * _BYTES
+    ways: tuple[Callable[[], object], ...] = (
+        lambda: apart.backward_step(batch),
+        lambda: alone(**batch).backward(),
+        prepare(Collective.SEND_RECV, size, None, device),
+    )
+    calls, plain, message = (time_call(run, device, rule, Across.MAX).seconds for run in ways)
+    return max(calls - plain - 2 * len(_NAMES) * message, 0.0) / len(_NAMES)
+
+
+def _plan(devices: int) -> Plan:
+    placed = tuple(
+        BranchPlacement(name, (name,), number, 1, (LayerRun(name, name, 1, Strategy()),))
+        for number, name in enumerate(_NAMES)
+    )
+    return Plan(PLAN_VERSION, "pair", devices, 1, 1, Schedule.ONE_F_ONE_B, "fp32", (Stage(()),), branches=placed)
