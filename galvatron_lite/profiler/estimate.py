@@ -179,7 +179,11 @@ def _gathered(precision: str, wide: str) -> str:
 
 def _overhead(host: StackConstants, copying: float) -> HostOverhead:
     return HostOverhead(
-        step=host.step_host, pipeline=HOST.pipeline, gathered_per_byte=copying, microbatch=host.microbatch_host
+        step=host.step_host,
+        pipeline=HOST.pipeline,
+        branch=HOST.branch,
+        gathered_per_byte=copying,
+        microbatch=host.microbatch_host,
     )
 
 

@@ -60,8 +60,9 @@ NVIDIA_OVERLAP = Overlap(1.1256, 1.1256)
 """[Empirical] how compute and NCCL slow one another down while both run: measured on A100 by Hetu-Galvatron
 (its shipped ``overlap_coefficient.json``: 1.1256), applied to both sides as it does."""
 
-HOST = HostOverhead(pipeline=5e-5)
-"""[Empirical] GPUs run behind the host, so hooks hide; what is left besides a stack's own is once a transfer."""
+HOST = HostOverhead(pipeline=5e-5, branch=2e-4)
+"""[Empirical] GPUs run behind the host, so hooks hide; what is left besides a stack's own is once a transfer. A call of
+a branch is taken to be one send and one receive in each pass; that putting it off hides as well was not measured."""
 
 QUEUE = 2.0
 """[Empirical] order of the smooth maximum of device and host time. Within a layer some kernels wait for the host and

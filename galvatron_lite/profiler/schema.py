@@ -183,8 +183,8 @@ class Throughput:
 
 
 BRANCH_HOST = 1.5e-3
-"""Estimated ``HostOverhead.branch`` of profiles that did not measure it: processor time of a call of one convolution of
-two, on two gloo processes of a server CPU."""
+"""Estimated ``HostOverhead.branch`` of measured profiles without it (of one process, or older ones): processor time of
+a call of one convolution of two, on two gloo processes of a server CPU."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ def test_each_call_takes_the_host_its_time(branch: float, pipeline: float, tower
 
 
 def test_what_was_not_measured_is_estimated() -> None:
-    """Profiles of data sheets, and those of one process."""
+    """Profiles of one process, and older ones."""
     found = predicted(evaluate(plain_profile([3.0, 3.0], overhead=HostOverhead()), apart((0, 1), (1, 1))))
     assert found.step_seconds == pytest.approx(18 + 2 * BRANCH_HOST, rel=1e-9)
     assert found.time.other == pytest.approx(2 * BRANCH_HOST, rel=1e-6)
