@@ -119,9 +119,11 @@ def test_towers_shorter_than_a_call_are_better_off_on_one_device(mode: Mode) -> 
         alone = find_plan(profile, devices=1, global_batch=1, budget=PLENTY, mode=mode)
         (apart,) = branch_plans(asked(profile, 2, 1, mode))
         assert (seconds_of(apart) < seconds_of(alone)) is worth
-        assert bool(found.branches) is worth
         assert found.provenance is not None
         said = any("one device alone" in note for note in found.provenance.notes)
+        # forward passes of one sample have no other plan on two devices
+        assert (bool(found.branches) and not said) is worth
+        assert bool(found.branches) is worth or mode is Mode.INFERENCE
         assert said is (seconds_of(alone) < seconds_of(found))
 
 
