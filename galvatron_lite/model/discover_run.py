@@ -46,11 +46,10 @@ def watch(twin: nn.Module, batch: Any, blocks: BlockNames | None) -> Watched:
     """
     paths, flow = find_blocks(twin, blocks), Flow(twin, batch)
     seen = observe(twin, batch, unit_paths(twin, paths), flow)
-    if blocks is not None:
-        return Watched(paths, seen, seen.output, flow, False)
-    ran = [path for path in paths if path in flow.ran] or paths
-    forked = forked_blocks(twin, flow, seen.order, ran)
-    if forked is None:
-        return Watched(ran, seen, seen.output, flow, False)
-    again = observe(twin, batch, unit_paths(twin, forked))
-    return Watched(forked, again, seen.output, flow, True)
+    forked = None
+    if blocks is None:
+        paths = [path for path in paths if path in flow.ran] or paths
+        forked = forked_blocks(twin, flow, seen.order, paths)
+    chosen = paths if forked is None else forked
+    as_is = seen if forked is None and not flow.copied else observe(twin, batch, unit_paths(twin, chosen))
+    return Watched(chosen, as_is, seen.output, flow, forked is not None)

@@ -3,20 +3,25 @@
 Seen below autograd, operator by operator, so that what takes no gradient (an argmax, a detached target) is followed,
 too. Tensors are told apart by their storage: what one operator writes into a storage, everything that looks at that
 storage is made of. So nothing that reaches a tensor is missed, and now and then something is counted that does not.
+
+A module that hands on what it was given, or a view of it (Flatten, Identity, Dropout in evaluation), hands on a copy
+while this is watched: who reads that depends on the module, and who reads what it was given does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from galvatron_lite.model.batch import tensors_of
+from galvatron_lite.model.batch import map_tensors, tensors_of
+from galvatron_lite.model.discover_blocks import at
 from galvatron_lite.model.trace_operators import flops
 
 
@@ -33,6 +38,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         readers: by parameter name paths of modules whose own code reads it.
         work: by module path forward FLOPs of its own code.
         ran: paths of modules that ran.
+        copied: whether a module handed on a copy of what it was given.
     """
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
@@ -46,8 +52,9 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.entries: dict[str, set[int]] = {path: set() for path in self.modules}
         self.readers: dict[str, set[str]] = {name: set() for name in self.parameters}
         self._made, self._names = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        self._same = WeakIdKeyDictionary()
         self._decided, self._running = 0, [""]
-        self.ran = set[str]()
+        self.ran, self.copied = set[str](), False
         self._start(model, batch)
 
     def _start(self, model: nn.Module, batch: Any) -> None:
@@ -64,9 +71,32 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._running.append(path)
         self.ran.add(path)
 
-    def leave(self) -> None:
-        """The module that began last has run."""
+    def leave(self, args: Any, output: Any) -> Any:
+        """The module that began last has run; returns its output, with copies of what it was given and did not write.
+
+        Args:
+            args: what it was given.
+            output: what it made.
+        """
+        path, handed = self._running[-1], output
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_of(args)}
+        again = [tensor for tensor in tensors_of(output) if tensor.untyped_storage()._cdata in given]
+        if again:
+            own = reduce(or_, (bit for name, bit in self.modules.items() if at(name, path)))
+            kept = {id(tensor) for tensor in again if not self.made_of([tensor]) & own}
+            handed = map_tensors(output, lambda one: self._apart(one) if id(one) in kept else one)
         self._running.pop()
+        return handed if type(handed) is type(output) else output
+
+    def _apart(self, tensor: Tensor) -> Tensor:
+        """A copy that the running module made; what is written into either is written into both."""
+        copy = tensor.clone()
+        family = self._same.get(tensor.untyped_storage(), [tensor.untyped_storage()])  # type: ignore[no-untyped-call]
+        family.append(copy.untyped_storage())
+        for storage in family:
+            self._same[storage] = family
+        self.copied = True
+        return copy
 
     def made_of(self, tensors: Iterable[Tensor]) -> int:
         """What tensors are made of, all together."""
@@ -106,7 +136,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor.untyped_storage()._cdata not in looked_at:
                 self._add(tensor, made)
         for tensor in _written(func, args, kwargs):
-            self._add(tensor, made)
+            self._write(tensor, made)
         return output
 
     def _note_taken(self, taken: Collection[Tensor], path: str) -> int:
@@ -122,8 +152,15 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.given[path] = _union(self.given[path], made)
         return made
 
-    def _add(self, tensor: Tensor, made: int) -> None:
+    def _write(self, tensor: Tensor, made: int) -> None:
         storage = tensor.untyped_storage()
+        for one in self._same.get(storage, [storage]):  # type: ignore[no-untyped-call]
+            self._mark(one, made)
+
+    def _add(self, tensor: Tensor, made: int) -> None:
+        self._mark(tensor.untyped_storage(), made)
+
+    def _mark(self, storage: UntypedStorage, made: int) -> None:
         self._made[storage] = _union(int(self._made.get(storage, 0)), made)  # type: ignore[no-untyped-call]
 
 

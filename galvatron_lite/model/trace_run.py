@@ -66,17 +66,17 @@ def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: Flow | Non
         if path in chosen:
             seen.calls.append(BlockCall(path, args, kwargs))
 
-    def leave(path: str, _: nn.Module, __: Any, output: Any) -> None:
+    def leave(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         entered.pop()
-        if flow is not None:
-            flow.leave()
+        handed = output if flow is None else flow.leave((args, kwargs), output)
         if path in chosen:
-            seen.calls[-1].output = output
+            seen.calls[-1].output = handed
+        return handed
 
     with ExitStack() as stack:
         for path, module in twin.named_modules():
             enter_handle = module.register_forward_pre_hook(partial(enter, path), with_kwargs=True, prepend=True)
-            leave_handle = module.register_forward_hook(partial(leave, path))
+            leave_handle = module.register_forward_hook(partial(leave, path), with_kwargs=True)
             stack.callback(enter_handle.remove)
             stack.callback(leave_handle.remove)
         stack.enter_context(explaining("", twin, entered))

@@ -145,6 +145,27 @@ class Behind(nn.Module):
         return scores.mean() + self.second(chosen).mean()
 
 
+class Given(nn.Module):
+    """Gives what it was given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Handing(nn.Module):
+    """Two towers that see one picture and begin by handing it on as it is, or as a view."""
+
+    def __init__(self, *first: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.left, self.right = (
+            nn.Sequential(*(make() for make in first), nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 4))
+            for width in (16, 12)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.left(x), self.right(x)], -1)
+
+
 class Inception(nn.Module):
     def __init__(self, inner: int) -> None:
         super().__init__()
@@ -187,6 +208,12 @@ MODELS: dict[str, Callable[[], Made]] = {
     "decided": lambda: (Behind("decided"), words()),
     "apart": lambda: (Behind("apart"), words()),
     "inceptions": lambda: (Inceptions(), picture()),
+    "flatten": lambda: (Handing(nn.Flatten), torch.randn(2, 2, 4)),
+    "identity": lambda: (Handing(nn.Identity), torch.randn(2, 8)),
+    "given": lambda: (Handing(Given), torch.randn(2, 8)),
+    "dropout": lambda: (Handing(nn.Dropout).eval(), torch.randn(2, 8)),
+    "twice": lambda: (Handing(nn.Flatten, nn.Identity), torch.randn(2, 2, 4)),
+    "in place": lambda: (Handing(nn.Identity, lambda: nn.ReLU(inplace=True)), torch.randn(2, 8)),
 }
 
 

@@ -25,6 +25,10 @@ def tower(name: str, *more: str) -> tuple[list[str], list[str]]:
     return [name, *more], [*(f"{name}.{part}" for part in TOWER), *more]
 
 
+def handing(*parts: str) -> Branches:
+    return [([name], [f"{name}.{part}" for part in parts]) for name in ("left", "right")]
+
+
 BRANCHES: dict[str, Branches] = {
     "pair": [([name], [f"{name}.{unit}" for unit in UNITS]) for name in ("left", "right")],
     "between": [([name], [f"{name}.{unit}" for unit in UNITS]) for name in ("pair.left", "pair.right")],
@@ -32,11 +36,13 @@ BRANCHES: dict[str, Branches] = {
     "cameras": [([f"encoders.{place}"], [f"encoders.{place}.{part}" for part in CAMERA]) for place in range(3)],
     "towers": [tower("query", "from_query"), tower("item", "from_item")],
     "apart": [tower("first", "words"), tower("second")],
+    **{name: handing("0", "1", "3") for name in ("flatten", "identity", "given", "dropout")},
+    "twice": handing("0", "1", "2", "4"),
 }
 """Roots and layers of each branch."""
 ENDS = {"between": (["stem"], ["tail"]), "heads": (["embed"], []), "cameras": ([], ["fuse"])}
 """Modules before and after the blocks; none where a model is left out."""
-APART = sorted(set(MODELS) - set(BRANCHES) - {"tied towers"})
+APART = sorted(set(MODELS) - set(BRANCHES) - {"tied towers", "in place"})
 
 
 @cache
@@ -65,6 +71,12 @@ def test_what_others_read_of_a_tower_is_in_no_branch() -> None:
     assert [(tie.first, tie.second, tie.parameters) for tie in graph.ties] == [("before", "after", 50 * 16)]
     assert graph.layers[0].modules == ("query.embed",)
     assert [branch.layers[0] for branch in find_regions(graph)[0].branches] == ["query.blocks.0", "item.embed"]
+
+
+def test_what_is_written_into_a_handed_on_input_others_depend_on() -> None:
+    (region,) = find_regions(captured("in place"))
+    assert region.entry == ("left.1",)  # it writes into the picture that the right tower reads
+    assert [branch.roots for branch in region.branches] == [("left.2", "left.4"), ("right",)]
 
 
 @pytest.mark.parametrize("name", MODELS)
