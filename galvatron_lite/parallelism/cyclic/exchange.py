@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from galvatron_lite.errors import LaunchError
 from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.parallelism.cyclic.flight import Desk, Handed, Returned
 from galvatron_lite.parallelism.cyclic.mailbox import Lane, Mailbox, lane_of
@@ -70,10 +74,38 @@ def _first_time(programme: Programme, process: int, step: int) -> int:
     )
 
 
+def taken_by(message: Message, programme: Programme, step: int) -> bool:
+    """Whether the pass that awaits a message is run in training step ``step`` or before; else only later ones are."""
+    steps = range(message.step, step + 1)
+    return any(message in one.receives for past in steps for one in programme.passes(message.target, past))
+
+
+@dataclass(slots=True)
+class _Done:
+    """The last training step whose passes here were all run, and the programme that they were of."""
+
+    programme: Programme
+    step: int = -1
+
+
+def _see_off(mailbox: Mailbox, done: _Done) -> None:
+    """Wait for what others still take in training steps that this process has run: a transfer ends with its handle.
+
+    Nobody waits for one who waits here in turn: all with as many training steps behind them have taken what they need.
+    """
+    if not dist.is_initialized():
+        return
+    try:
+        mailbox.finish(lambda message: taken_by(message, done.programme, done.step))
+    except LaunchError:
+        return  # the receiver is gone, and with it the need
+
+
 class Exchange:
     """Sends what is on a process's desk, and puts there what arrives.
 
-    The structure of an activation is told ahead of the first message of a lane that holds one of its kind.
+    The structure of an activation is told ahead of the first message of a lane that holds one of its kind. When it is
+    given up, or the interpreter exits, what others need for the training steps done is delivered first.
 
     Args:
         programme: of the processes.
@@ -85,6 +117,8 @@ class Exchange:
     def __init__(self, programme: Programme, desk: Desk, states: Mapping[int, StageStates], mailbox: Mailbox) -> None:
         self._programme, self._desk, self._states, self._mailbox = programme, desk, states, mailbox
         self._templates: dict[tuple[Lane, Shape], Value] = {}
+        self._done = _Done(programme)
+        weakref.finalize(self, _see_off, mailbox, self._done)
 
     def expect(self, messages: Sequence[Message]) -> None:
         """Start to receive those messages whose shapes are known by now."""
@@ -114,6 +148,10 @@ class Exchange:
     def finish(self) -> None:
         """Wait until everything sent has arrived."""
         self._mailbox.finish()
+
+    def done(self, programme: Programme, step: int) -> None:
+        """All passes of a training step, and of those before, have been run here."""
+        self._done.programme, self._done.step = programme, step
 
     def _number(self, message: Message) -> int:
         return message.step * self._programme.workers + message.worker

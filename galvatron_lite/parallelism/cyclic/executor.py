@@ -60,12 +60,12 @@ class Executor:
         self.programme, self.states, self.desk, self.draws = programme, states, Desk(), draws
         self._process, self._parts, self._call, self._device = process, parts, call, device
         self._exchange = self._make_exchange(mailbox)
-        self._is_open = False
+        self._is_open, self._fed = False, -1
         self._next: dict[int, int] = {}  # by stage: the micro-batch of its next forward pass here
 
     def feed(self, step: int, microbatches: Sequence[Any]) -> None:
         """Give the micro-batches of a training step, as many as workers."""
-        first = step * self.programme.workers
+        self._fed, first = step, step * self.programme.workers
         for number, microbatch in enumerate(microbatches, first):
             if self._stages_of(number):
                 self.desk.batches[number] = move_batch(microbatch, self._device)
@@ -93,6 +93,7 @@ class Executor:
             self._sent(one, self.desk.flights.get((one.moment.stage, self._number(one))))
             self._expect(following)
             self._let_go(one)
+        self._exchange.done(self.programme, self._fed)
 
     def begin(self) -> None:
         """Send what passes need before the first of them is run; ``run`` does it if nobody did."""

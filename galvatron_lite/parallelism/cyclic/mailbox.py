@@ -7,7 +7,7 @@ ahead (``expect``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
@@ -49,8 +49,12 @@ class Mailbox(Protocol):
     def hear(self, message: Message) -> Any:
         """What the sender of a message told."""
 
-    def finish(self) -> None:
-        """Wait until everything sent has arrived."""
+    def finish(self, which: Callable[[Message], bool] = lambda _message: True) -> None:
+        """Wait until everything sent, or those messages of it, has arrived.
+
+        Raises:
+            LaunchError: a receiver is gone, or silent for too long.
+        """
 
 
 class Lane(NamedTuple):
@@ -147,10 +151,11 @@ class ProcessMailbox:
             raise self._lost(message, AWAITING, message.source, error) from error
         return received[0]
 
-    def finish(self) -> None:
+    def finish(self, which: Callable[[Message], bool] = lambda _message: True) -> None:
         """See ``Mailbox``."""
-        while self._sending:
-            transfer = self._sending.pop(0)
+        awaited = [one for one in self._sending if which(one.message)]
+        self._sending = [one for one in self._sending if not which(one.message)]
+        for transfer in awaited:
             self._wait(transfer, SENDING, transfer.message.target)
 
     def _wait(self, transfer: _Transfer, what: str, peer: int) -> None:
@@ -162,7 +167,7 @@ class ProcessMailbox:
 
     def _lost(self, message: Message, what: str, peer: int, error: RuntimeError) -> LaunchError:
         """Close all groups, so that whoever waits for this process stops too; the error to be raised."""
-        groups, self._groups = self._groups, {}
+        groups, self._groups, self._sending = self._groups, {}, []
         for group in groups.values():
             dist.destroy_process_group(group)
         why = str(error).splitlines()[0].split(". ")[0]
