@@ -198,7 +198,9 @@ def _profile(
     precision: str | None,
     folder: Path,
 ) -> Profile:
+    from galvatron_lite.model.trace import trace
     from galvatron_lite.profiler.measure import measure_profile
+    from galvatron_lite.profiler.measure_tasks import agree
     from galvatron_lite.profiler.schema import Profile
     from galvatron_lite.profiler.store import read_profile
 
@@ -206,7 +208,8 @@ def _profile(
         known = profile if isinstance(profile, Profile) else read_profile(Path(profile))
         _warn(_other_hardware(known))
         return known
-    cached = _cached(model, folder)
+    graph = trace(model, batch, loss_fn=loss_fn, blocks=blocks, precision=precision)
+    cached: Profile | None = agree(_cached(model, graph, folder))
     if cached is not None:
         return cached
     return measure_profile(
@@ -222,8 +225,11 @@ def profile_name(model: nn.Module) -> str:
     return f"{type(model).__name__.lower()}-{data_hash(shapes)[:8]}-{world_size()}"
 
 
-def _cached(model: nn.Module, folder: Path) -> Profile | None:
-    """The profile of this very model on this very machine and world; None where there is none, or a broken one."""
+def _cached(model: nn.Module, graph: ModelGraph, folder: Path) -> Profile | None:
+    """The profile of this very model, as it runs now, on this very machine and world; None where there is none.
+
+    One that cannot be read, or is of another forward pass, shape of a sample or loss, is told and passed over.
+    """
     from galvatron_lite.profiler.store import read_profile
 
     for path in sorted(folder.glob(f"*/{profile_name(model)}.yaml")):
@@ -232,9 +238,27 @@ def _cached(model: nn.Module, folder: Path) -> Profile | None:
         except FileFormatError as error:
             _warn([f"{error} It is measured anew."])
             continue
-        if not _other_hardware(known):
+        if _other_hardware(known):
+            continue
+        if known.graph == graph:
             return known
+        _warn([f"Profile {path} is of {graph.name} as it ran before: {_change(known.graph, graph)}. Measuring anew."])
     return None
+
+
+def _change(before: ModelGraph, now: ModelGraph) -> str:
+    """Where two graphs of a model first differ, for people."""
+    if before.layers != now.layers:
+        return "it has other layers now, or in another order"
+    if before.edges != now.edges or before.ties != now.ties:
+        return "its layers read other layers' results now"
+    if before.precision != now.precision:
+        return f"in {before.precision}, now in {now.precision}"
+    other = [kind for kind, figures in now.kinds.items() if before.kinds.get(kind) != figures]
+    if not other:
+        return "it is traced otherwise now"
+    name = next(layer.name for layer in now.layers if layer.kind in other)
+    return f"its forward pass, the shape of a sample or the loss has changed (first in layer {name})"
 
 
 def _other_hardware(profile: Profile) -> list[str]:

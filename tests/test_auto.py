@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from galvatron_lite import auto_parallelize
+from galvatron_lite.auto import _cached, profile_name
+from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import DeadParameters
+from galvatron_lite.model.trace import trace
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
+from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.store import read_profile, write_profile
 from galvatron_lite.units import parse_bytes
 from tests.auto_jobs import alone, error_of, warnings_of, with_nothing_else
@@ -118,3 +123,48 @@ def on_a_gpu() -> None:
 def test_a_model_that_does_not_say_what_it_takes() -> None:
     with pytest.raises(InputError, match="example batch"):
         auto_parallelize(nn.Linear(2, 2))
+
+
+class Two(nn.Module):
+    """Two towers, the second of which may read the first: the same parameters in another forward pass."""
+
+    def __init__(self, *, joined: bool = False) -> None:
+        super().__init__()
+        self.joined = joined
+        self.left = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.right = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        left = self.left(rows)
+        return (left + self.right(left if self.joined else rows)).square().mean()
+
+
+def _scaled(output: Any, batch: Any) -> Tensor:
+    return (torch.as_tensor(output) * batch.float().square().sum()).log()
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "loss_fn", "said"),
+    [
+        (Two(), torch.zeros(2, 4), None, ""),
+        (Two(), torch.zeros(6, 4), None, ""),
+        (Two(joined=True), torch.zeros(2, 4), None, "layers"),
+        (Two(), torch.zeros(2, 5, 4), None, "shape of a sample"),
+        (Two(), torch.zeros(2, 4), _scaled, "the loss"),
+    ],
+    ids=["same", "more samples", "forward", "shape", "loss"],
+)
+def test_a_kept_profile_is_taken_only_for_the_model_as_it_runs_now(
+    tmp_path: Path, model: nn.Module, batch: Tensor, loss_fn: Any, said: str
+) -> None:
+    graph = trace(Two(), torch.zeros(2, 4))
+    known = estimate_profile(graph, load_cluster("t4", 1), precision="fp32", name="two")
+    path = tmp_path / "machine" / f"{profile_name(model)}.yaml"
+    write_profile(replace(known, graph=graph, cluster=replace(known.cluster, fingerprint={})), path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = _cached(model, trace(model, batch, loss_fn=loss_fn), tmp_path)
+    assert (found is not None) == (not said)
+    messages = [str(one.message) for one in caught]
+    assert all(str(path) in message and said in message for message in messages)
+    assert len(messages) == bool(said)

@@ -28,6 +28,11 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
+def batch_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The batch of ``parallel(batch)`` or of a call like the model's, ``parallel(x, y)`` or ``parallel(x=x, y=y)``."""
+    return args[0] if len(args) == 1 and not kwargs else (kwargs or args)
+
+
 def loss_of(output: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor:
     """The scalar loss of a model's output.
 

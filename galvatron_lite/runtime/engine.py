@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from galvatron_lite.errors import InputError, NonFiniteLossError
-from galvatron_lite.model.batch import LossFn, batch_size, call_model, loss_of, map_tensors, slice_batch
+from galvatron_lite.model.batch import LossFn, batch_of_call, batch_size, call_model, loss_of, map_tensors, slice_batch
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.cuts.tensor import local_of
 from galvatron_lite.parallelism.spatial.apply import leaving
@@ -108,8 +108,7 @@ class ParallelModel(nn.Module):
         """
         if len(self.plan.stages) > 1:
             raise InputError("plan", f"{len(self.plan.stages)} stages", "Train it with train_step(batch, optimizer).")
-        batch = args[0] if len(args) == 1 and not kwargs else (kwargs or args)
-        (part,) = self._parts(batch, 1)
+        (part,) = self._parts(batch_of_call(args, kwargs), 1)
         loss = self._local_loss(part)
         for runtime in self.runtimes:
             set_all_reduce(runtime.sharded.replicated, True)
@@ -122,7 +121,9 @@ class ParallelModel(nn.Module):
         return mean
 
     def outputs(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own outputs for a batch, called as the model is, without gradients; whole on every rank.
+        """The model's own outputs for a batch, without gradients: ``outputs(batch)``, or as the model is called.
+
+        They are whole on every rank.
 
         Tensors without samples (a loss) are means over the ranks' shares of the samples.
 
@@ -131,7 +132,7 @@ class ParallelModel(nn.Module):
         """
         if len(self.plan.stages) > 1:
             raise InputError("plan", f"{len(self.plan.stages)} stages", "Outputs are of plans without a pipeline.")
-        (part,) = self._parts(kwargs or args, 1)
+        (part,) = self._parts(batch_of_call(args, kwargs), 1)
         with torch.no_grad():
             return self._outputs(part)
 

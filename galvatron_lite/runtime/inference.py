@@ -10,7 +10,7 @@ from galvatron_lite.runtime.engine import ParallelModel
 
 
 class InferenceModel(nn.Module):
-    """Called like the model; every rank calls it alike and gets the model's own outputs, without gradients.
+    """Called like the model, or with a batch; every rank calls it alike and gets the model's own outputs; no gradients.
 
     Args:
         parallel: the split model, which is set to evaluation mode.

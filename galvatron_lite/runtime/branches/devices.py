@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.batch import map_tensors, move_batch, tensors_of
+from galvatron_lite.model.batch import batch_of_call, call_model, map_tensors, move_batch, tensors_of
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.branches.parts import PlacedPart, place_parts
@@ -36,7 +36,7 @@ from galvatron_lite.runtime.branches.templates import Foreseen
 
 
 class DevicesModel(nn.Module):
-    """A model for inference whose branches are on devices of this process; called like the model.
+    """A model for inference whose branches are on devices of this process; called like the model, or with a batch.
 
     Args:
         model: the user's model, changed in place and set to evaluation mode.
@@ -73,12 +73,11 @@ class DevicesModel(nn.Module):
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own outputs, on the first device, without gradients."""
+        """The model's own outputs for a batch, or called as it is; on the first device, without gradients."""
         with torch.inference_mode():
             self._run = _Run(self.home, self._shapes)
             try:
-                moved = move_batch(args, self.home), move_batch(kwargs, self.home)
-                return self.module(*moved[0], **moved[1])
+                return call_model(self.module, move_batch(batch_of_call(args, kwargs), self.home))
             finally:
                 self._run.finish()
                 self._run = None

@@ -55,7 +55,8 @@ def train_perception(steps: int = 2) -> tuple[list[float], dict[str, Tensor]]:
 def infer_perception(trunk: Strategy) -> Any:
     model, batch = perception()
     made: Any = auto_parallelize(model, batch, plan=perception_plan(trunk), mode="inference", device="cpu")
-    return made(batch["pictures"])
+    pictures = batch["pictures"]
+    return [made(pictures), made(pictures=pictures), made({"pictures": pictures}), made((pictures,))]
 
 
 def infer(case: Case) -> Tensor:
