@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.model.batch import map_tensors
-from galvatron_lite.profiler.measure_layers import Seed, differentiable
-from galvatron_lite.profiler.segments import BlockCall, hidden_state
+from galvatron_lite.profiler.measure_layers import differentiable, seeded
+from galvatron_lite.profiler.segments import BlockCall, hidden_state, leaf_of
 from galvatron_lite.profiler.timing import Lap, TimingRule, time_laps
 
 CHAIN_LAYERS = 3
@@ -26,8 +26,7 @@ class Chain(nn.Module):
     def forward(self, call: BlockCall, leaves: list[Tensor]) -> Tensor:
         """A scalar whose backward runs through every block."""
         outputs = [_run(block, call, leaf) for block, leaf in zip(self.blocks, leaves, strict=True)]
-        seed: Tensor = Seed.apply(*(tensor for output in outputs for tensor in output))  # type: ignore[no-untyped-call]
-        return seed
+        return seeded([tensor for output in outputs for tensor in output], leaves[0].device)
 
 
 def _run(block: nn.Module, call: BlockCall, leaf: Tensor) -> list[Tensor]:
@@ -50,11 +49,11 @@ def chain_seconds(
 
     ``watch`` sees the chain's scalar before backward.
     """
-    leaf = hidden_state(call.args, call.kwargs).detach()
+    leaf = leaf_of(call)
 
     def once(lap: Lap) -> None:
         chain.zero_grad(set_to_none=True)
-        leaves = [leaf.clone().requires_grad_() for _ in range(CHAIN_LAYERS)]
+        leaves = [leaf.detach().clone().requires_grad_(leaf.requires_grad) for _ in range(CHAIN_LAYERS)]
         lap()
         seed = chain(call, leaves)
         watch(seed)

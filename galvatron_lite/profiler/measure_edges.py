@@ -146,7 +146,7 @@ def _passing(calls: Mapping[str, BlockCall], lap: Callable[[], None]) -> Callabl
     reached: list[bool] = []
 
     def visit(stub: PassThrough, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hidden = hidden_state(args, kwargs)
+        hidden = _trained(hidden_state(args, kwargs))
         if not reached:
             reached.append(True)
             lap()
@@ -154,6 +154,11 @@ def _passing(calls: Mapping[str, BlockCall], lap: Callable[[], None]) -> Callabl
         return passed_on(calls[stub.kind], hidden)
 
     return visit
+
+
+def _trained(hidden: Tensor) -> Tensor:
+    """The hidden state; a scalar that takes a gradient, as the block's result does, where it cannot (ids)."""
+    return hidden if hidden.is_floating_point() else torch.zeros((), device=hidden.device, requires_grad=True)
 
 
 def boundary(hidden: Tensor, reached: Callable[[], None]) -> Tensor:

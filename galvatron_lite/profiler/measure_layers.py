@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.profiler.measure_pictures import UNSLICED, WHOLE, Slicing
 from galvatron_lite.profiler.memory import Phase, storage_bytes, track_peak
 from galvatron_lite.profiler.schema import LayerPoint
-from galvatron_lite.profiler.segments import BlockCall, hidden_state
+from galvatron_lite.profiler.segments import BlockCall, hidden_state, leaf_of
 from galvatron_lite.profiler.timing import DEFAULT_RULE, Lap, Timing, TimingRule, time_laps
 from galvatron_lite.runtime.precision import compute_context, compute_dtype
 
@@ -192,7 +192,7 @@ def block_memory(run: Callable[..., Any], call: BlockCall, device: torch.device)
     itself keeps it. The output is let go of after forward; what the block keeps of it all the same (a ReLU at its end
     does) counts with the layer that it enters, as in a captured graph.
     """
-    leaf = hidden_state(call.args, call.kwargs).detach().clone().requires_grad_()
+    leaf = leaf_of(call)
     _forward_backward(run, call, leaf, lambda: None)
     leaf.grad = None
     passed = _kept_output(run, call, leaf)
@@ -240,7 +240,14 @@ def _forward(run: Callable[..., Any], call: BlockCall, leaf: Tensor) -> Tensor:
     def fill(tensor: Tensor) -> Tensor:
         return holder.pop() if tensor is whole and holder else tensor
 
-    return Seed.apply(*differentiable(run(*map_tensors(call.args, fill), **map_tensors(call.kwargs, fill))))  # type: ignore[no-any-return, no-untyped-call]
+    return seeded(differentiable(run(*map_tensors(call.args, fill), **map_tensors(call.kwargs, fill))), leaf.device)
+
+
+def seeded(outputs: Sequence[Tensor], device: torch.device) -> Tensor:
+    """A scalar whose backward gives every output a gradient; one that nothing hangs on where there is no output."""
+    if not outputs:
+        return torch.zeros((), device=device, requires_grad=True)
+    return Seed.apply(*outputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def differentiable(result: Any) -> list[Tensor]:
@@ -254,16 +261,17 @@ def time_blocks(modules: list[nn.Module], call: BlockCall, device: torch.device,
     The copies run one after another, forward all and then backward all, as the layers of a model do: their
     parameters and activations push one another out of the caches, and autograd is entered once for all.
     """
-    leaf = hidden_state(call.args, call.kwargs).detach().clone().requires_grad_()
+    leaf = leaf_of(call)
     gradients = [torch.full_like(tensor, 1e-3) for tensor in differentiable(_plain(modules[0], call, leaf))]
 
     def once(lap: Lap) -> None:
-        leaves = [leaf.detach().clone().requires_grad_() for _ in modules]
+        leaves = [leaf.detach().clone().requires_grad_(leaf.requires_grad) for _ in modules]
         lap()
         outputs = [differentiable(_plain(module, call, own)) for module, own in zip(modules, leaves, strict=True)]
         lap()
         flat = [tensor for output in outputs for tensor in output]
-        torch.autograd.backward(flat, gradients * len(modules))
+        if flat:
+            torch.autograd.backward(flat, gradients * len(modules))
         lap()
 
     timing = time_laps(once, device, rule)

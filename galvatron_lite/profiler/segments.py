@@ -162,21 +162,29 @@ def passed_on(call: BlockCall, hidden: Tensor) -> Any:
         if tensor is place and tensor.shape == hidden.shape:
             return hidden.to(tensor.dtype)
         zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=hidden.device)
-        return zeros + 0 * hidden.mean() if tensor is place else zeros
+        return zeros + 0 * hidden.mean() if tensor is place and hidden.is_floating_point() else zeros
 
     return map_tensors(call.result, stand_in)
 
 
 def hidden_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The boundary tensor among a block's arguments: the first floating tensor.
+    """The boundary tensor among a block's arguments: the first floating tensor; the first tensor (an embedding's ids)
+    where there is none.
 
     Raises:
-        TraceError: there is none.
+        TraceError: there is no tensor.
     """
-    for tensor in tensors_of((args, kwargs)):
-        if tensor.is_floating_point():
-            return tensor
-    raise TraceError("block", "its arguments", "A block must be given a floating tensor; name other blocks.")
+    given = list(tensors_of((args, kwargs)))
+    found = next((tensor for tensor in given if tensor.is_floating_point()), next(iter(given), None))
+    if found is None:
+        raise TraceError("block", "its arguments", "A block must be given a tensor; name other blocks (blocks=...).")
+    return found
+
+
+def leaf_of(call: BlockCall) -> Tensor:
+    """A copy of the boundary tensor that takes a gradient where it can."""
+    hidden = hidden_state(call.args, call.kwargs).detach().clone()
+    return hidden.requires_grad_() if hidden.is_floating_point() else hidden
 
 
 class Boundary(torch.autograd.Function):
@@ -224,6 +232,8 @@ def _fill_buffer(buffer: Tensor) -> None:
 def _call_once(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str, compute: torch.dtype | None
 ) -> BlockCall:
+    if next(tensors_of((args, kwargs)), None) is None:
+        raise TraceError(f"block {path}", "its arguments", "It is given no tensor; name other blocks (blocks=...).")
     args = tuple(_owned(value, compute) for value in args)
     kwargs = {name: _owned(value, compute) for name, value in kwargs.items()}
     try:

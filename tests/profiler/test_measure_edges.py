@@ -7,12 +7,26 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import TraceError
+from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.profiler.measure_edges import EdgeInput, edge_memory, measure_edges
 from galvatron_lite.profiler.measure_layers import LayerSetting, give_gradients
 from galvatron_lite.profiler.memory import track_peak
 from galvatron_lite.profiler.segments import Skeleton, copy_block, make_skeleton, record_calls
 from galvatron_lite.profiler.timing import TimingRule
 from tests.profiler.models import HIDDEN, TOKENS, VOCAB, TupleModel, gpt_layers, small_gpt, token_batch, tuple_layers
+
+
+class Words(nn.Module):
+    """The model's ids go to two embeddings at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeds = nn.ModuleList(nn.Embedding(5, 4) for _ in range(2))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embeds[0](ids) * self.embeds[1](ids)).mean()
+
 
 CPU = torch.device("cpu")
 QUICK = TimingRule(warmup=1, least=3, most=3, seconds=0.05)
@@ -37,6 +51,20 @@ def test_what_is_kept_adds_up() -> None:
         loss = held.skeleton.model(*held.batch)
     assert before.kept + after.kept == tracked.end
     assert loss.requires_grad
+
+
+def test_blocks_that_are_given_ids_alone() -> None:
+    """Two embeddings are the blocks; nothing but the batch lies before them, and both get gradients from behind."""
+    model, ids = Words(), torch.zeros(2, 3, dtype=torch.long)
+    layers = discover_layers(model, ids, "embeds")
+    skeleton = make_skeleton(model, layers, CPU)
+    give_gradients(skeleton.model)
+    kind = layers[1].kind
+    calls = record_calls(skeleton, {kind: copy_block(model, "embeds.0", CPU)}, ids)
+    edges = EdgeInput(skeleton, calls, ids)
+    before, after = measure_edges(edges, SETTINGS, CPU, QUICK)
+    assert before.kept == ids.nbytes
+    assert after.backward > 0
 
 
 def test_the_head_keeps_at_least_its_probabilities() -> None:

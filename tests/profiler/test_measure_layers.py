@@ -64,6 +64,18 @@ def test_kept_is_what_autograd_saves(samples: int) -> None:
     assert block_memory(block, call, CPU).kept == saved_bytes(block, call)
 
 
+def test_an_embedding_that_is_given_ids_alone_keeps_them() -> None:
+    ids = torch.arange(12).reshape(4, 3)
+    point = measure_block(nn.Embedding(12, HIDDEN), BlockCall((ids,), {}, None), LayerSetting("words", 4), CPU, QUICK)
+    assert point.kept == ids.nbytes
+    assert min(point.forward, point.backward) > 0
+
+
+def test_a_block_that_only_reshapes_ids_is_measured() -> None:
+    call = BlockCall((torch.zeros(4, 3, 2, dtype=torch.long),), {}, None)
+    assert measure_block(nn.Flatten(), call, LayerSetting("flat", 4), CPU, QUICK).kept == 0
+
+
 def test_transformers_blocks_are_recorded_and_measured() -> None:
     """A Llama block: keywords, a mask or none, rotations, a key-value cache that is left out."""
     from transformers import LlamaConfig, LlamaForCausalLM
