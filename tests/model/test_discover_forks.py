@@ -13,6 +13,7 @@ from galvatron_lite.model.graph import ModelGraph, Passed, Role
 from galvatron_lite.model.trace import trace
 from galvatron_lite.parallelism.branch.find import find_regions
 from tests.model.forks import MODELS, Pair, loss_of, picture
+from tests.runtime.branches.networks import CHANNELS, SIDE, Captions
 
 UNITS = ["first", "pool", "second", "low", "grow", "last", "out"]
 CAMERA = ["0", "1", "2", "3"]
@@ -77,6 +78,12 @@ def test_what_is_written_into_a_handed_on_input_others_depend_on() -> None:
     (region,) = find_regions(captured("in place"))
     assert region.entry == ("left.1",)  # it writes into the picture that the right tower reads
     assert [branch.roots for branch in region.branches] == [("left.2", "left.4"), ("right",)]
+
+
+def test_towers_that_flatten_and_look_up() -> None:
+    batch = {"pictures": torch.randn(2, CHANNELS, SIDE, SIDE), "words": torch.zeros(2, 3, dtype=torch.long)}
+    (region,) = find_regions(trace(Captions(), batch))
+    assert [branch.roots for branch in region.branches] == [("picture",), ("words", "text")]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -75,6 +75,20 @@ class Towers(nn.Module):
         return (functional.cross_entropy(scores, target) + functional.cross_entropy(scores.t(), target)) / 2
 
 
+class Captions(nn.Module):
+    """A tower that begins by flattening pictures, and one that begins by looking words up; a loss pair by pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.picture = nn.Sequential(nn.Flatten(), nn.Linear(CHANNELS * SIDE * SIDE, 8), nn.GELU(), nn.Linear(8, 6))
+        self.words = nn.Embedding(7, 5)
+        self.text = nn.Sequential(nn.Linear(5, 12), nn.GELU(), nn.Linear(12, 6))
+
+    def forward(self, pictures: Tensor, words: Tensor) -> Tensor:
+        seen, text = self.picture(pictures), self.text(self.words(words).mean(1))
+        return (1 - functional.cosine_similarity(seen, text)).mean()
+
+
 class Heads(nn.Module):
     """A trunk, and heads that end in losses of their own one after the other; one returns its loss itself."""
 
@@ -157,6 +171,9 @@ def make_batch(case: Case) -> dict[str, Tensor]:
         "Heads": {"pictures": (CHANNELS, SIDE, SIDE), "targets": (2, SIDE, SIDE)},
         "Chains": {"values": (6,)},
     }
+    if case.model == "Captions":
+        words = torch.randint(7, (case.samples, 3), generator=generator)
+        return {"pictures": torch.randn(case.samples, CHANNELS, SIDE, SIDE, generator=generator), "words": words}
     return {name: torch.randn(case.samples, *shape, generator=generator) for name, shape in shapes[case.model].items()}
 
 

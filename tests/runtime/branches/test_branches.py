@@ -14,6 +14,7 @@ from tests.runtime.training import assert_same
 DATA, FOUR = Strategy(data=2), Strategy(data=4)
 TWO = {"a": (("coders.0",), 0, 1, ONE), "b": (("coders.1",), 1, 1, ONE)}
 TOWERS = {"text": (("text",), 1, 1, ONE), "picture": (("picture", "project"), 0, 1, ONE)}
+CAPTIONS = {"picture": (("picture",), 0, 1, ONE), "text": (("words", "text"), 1, 1, ONE)}
 HEADS = {"first": (("first",), 0, 1, ONE), "second": (("second",), 1, 1, ONE)}
 CHAINS = {"one": (("up.0", "down.0"), 0, 1, ONE), "two": (("up.1", "down.1"), 1, 1, ONE)}
 
@@ -39,6 +40,8 @@ TWO_PROCESSES = {
     ),
     "towers": Case("Towers", TOWERS, ONE, 2, max_grad_norm=0.05),
     "towers-shared-trunk": Case("Towers", TOWERS, DATA, 2, arguments={"contrastive": False}),
+    "captions": Case("Captions", CAPTIONS, ONE, 2),
+    "captions-shared-trunk": Case("Captions", CAPTIONS, DATA, 2),
     "heads": Case("Heads", HEADS, DATA, 2, samples=8, microbatches=2),
     "heads-one-trunk": Case("Heads", HEADS, ONE, 2, max_grad_norm=0.05, samples=1),
     "chains": Case("Chains", CHAINS, ONE, 2),
