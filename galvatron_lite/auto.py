@@ -94,12 +94,13 @@ def auto_parallelize(
     example = batch if batch is not None else example_batch(model)
     layers = discover_layers(model, example, blocks)
     chosen = _given_plan(plan)
+    _check_delay(chosen, delay)
     wanted = mode_named(mode or (Mode.TRAINING if chosen is None else chosen.mode))
     if chosen is None:
         known = _profile(profile, model, example, _goal(loss_fn, wanted, model, example), blocks, precision, folder)
         _warn(_on_dead(known.graph) if dist.get_rank() == 0 else ())
         asked: Setup = {"mem": mem, "batch": global_batch or batch_size(example), "gpus": world_size()}
-        chosen = _agreed_plan(known, {**asked, **_asked(wanted, delay)})
+        chosen = _found_plan(known, {**asked, **_asked(wanted, delay)}, delay)
     if wanted is Mode.INFERENCE and chosen.branches and chosen.devices > world_size() == 1:
         return _on_devices(model, chosen, layers, example, place)
     made = _kind_of(chosen)(
@@ -148,11 +149,9 @@ def _asked(mode: Mode, delay: str | None) -> Setup:
     """What the planner is told of the mode and of delayed gradients.
 
     Raises:
-        InputError: the delay is none of the known values, or there are no gradients.
+        InputError: there are no gradients.
     """
     rules = [rule.value for rule in CyclicRule]
-    if delay not in (None, "cyclic", *rules):
-        raise InputError("delay", delay, f"Give cyclic, {' or '.join(rules)}, or leave it out.")
     if mode is Mode.INFERENCE:
         if delay is not None:
             raise InputError("delay", delay, "Inference has no gradients: leave it out.")
@@ -160,6 +159,42 @@ def _asked(mode: Mode, delay: str | None) -> Setup:
         return {"mode": mode, "fix": ("pp=1",)}
     rule = (f"rule={delay}",) if delay in rules else ()
     return {"mode": mode, "fix": rule, "allow_delay": delay is not None}
+
+
+def _check_delay(plan: Plan | None, delay: str | None) -> None:
+    """Refuse a delay that is none of the known values, or that is not a given plan's.
+
+    Raises:
+        InputError: see above.
+    """
+    rules = [rule.value for rule in CyclicRule]
+    if delay not in (None, "cyclic", *rules):
+        raise InputError("delay", str(delay), f"Give 'cyclic', {' or '.join(map(repr, rules))}, or leave it out.")
+    if plan is None or delay is None:
+        return
+    own = None if plan.cyclic is None else plan.cyclic.rule.value
+    if own is None or delay not in ("cyclic", own):
+        said = "delays no gradients" if own is None else f"is one of {own}"
+        raise InputError(
+            "delay", delay, f"The plan that was given {said}. Leave the plan out to find one, or the delay."
+        )
+
+
+def _found_plan(profile: Profile, asked: Setup, delay: str | None) -> Plan:
+    """Rank 0's plan. Where the delay that is wanted is why there is none, the error speaks of it."""
+    try:
+        return _agreed_plan(profile, asked)
+    except InputError as error:
+        if delay is None or error.field != "--fix schedule":
+            raise
+        shared = next((tie for tie in profile.graph.ties if tie.parameters), None)
+        if shared is None or "share parameters" not in error.remedy:
+            raise InputError("delay", delay, f"There is no such plan: {error.remedy}") from error
+        remedy = (
+            f"{shared.first} and {shared.second} share parameters, which stages would use at different versions. Untie "
+            "them (give each parameters of its own), or leave the delay out."
+        )
+        raise InputError("delay", delay, remedy) from error
 
 
 def _agreed_plan(profile: Profile, asked: Setup) -> Plan:

@@ -100,8 +100,12 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder; the other files are not looked at.
 
     Raises:
-        FileFormatError: there is none, so it was not written to its end; or it is changed, or of another format.
+        FileFormatError: there is no such folder; or no manifest, so it was not written to its end; or it is changed,
+            or of another format.
     """
+    if not folder.is_dir():
+        remedy = "There is no such folder. Give one that save(folder) wrote; load_latest(folder) finds the newest."
+        raise FileFormatError("checkpoint", folder, remedy)
     if not (folder / META).is_file():
         raise FileFormatError("checkpoint", folder, f"There is no {META} in it, so it is not whole. {TORN}")
     manifest = read_value(Manifest, folder / META)

@@ -37,6 +37,16 @@ KINDS: Mapping[CyclicSetting, tuple[Kind, ...]] = {
     CyclicSetting.STAGES: (Kind.ACTIVATION, Kind.GRADIENT, Kind.PARTIAL, Kind.UPDATE),
 }
 """Messages of each setting."""
+CLIPPING = (
+    "Under cyclic data parallelism each stage's gradient is complete, and used, at another time, so the whole gradient "
+    "has no norm. Leave it out, or clip each stage by itself in an optimizer of your own."
+)
+ELSEWHERE: Mapping[str, str] = {
+    "param_groups": "What optimizer(factory, **options) returns has param_groups; the model makes its groups itself.",
+    "clip_grad_norm": CLIPPING,
+    "outputs": "To see outputs, load full_state_dict() into a model that is not split.",
+}
+"""What other models that train in parallel have, and what to do here."""
 
 
 class CyclicModel(nn.Module):
@@ -116,6 +126,16 @@ class CyclicModel(nn.Module):
             "split."
         )
         raise InputError("call of the model", "cyclic data parallelism", remedy)
+
+    def __getattr__(self, name: str) -> Any:
+        """As of any module.
+
+        Raises:
+            InputError: only models that train in another way have it; says what to do here.
+        """
+        if name in ELSEWHERE:
+            raise InputError(f"{name} of the model", "cyclic data parallelism", ELSEWHERE[name])
+        return super().__getattr__(name)
 
     def train(self, mode: bool = True) -> CyclicModel:
         """As of any module; the stages follow."""
@@ -272,11 +292,7 @@ class CyclicModel(nn.Module):
 
 def _refuse_clipping(max_grad_norm: float | None) -> None:
     if max_grad_norm is not None:
-        remedy = (
-            "Under cyclic data parallelism each stage's gradient is complete, and used, at another time, so the whole "
-            "gradient has no norm. Leave it out, or clip each stage by itself in an optimizer of your own."
-        )
-        raise InputError("max_grad_norm", max_grad_norm, remedy)
+        raise InputError("max_grad_norm", max_grad_norm, CLIPPING)
 
 
 def _check_world(plan: Plan) -> None:

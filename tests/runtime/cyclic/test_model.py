@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from galvatron_lite import auto_parallelize
+from galvatron_lite import auto, auto_parallelize
 from galvatron_lite.errors import InputError, LaunchError, NonFiniteLossError
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
@@ -251,3 +251,45 @@ def test_buffers_of_no_layer_are_in_the_whole_state(device: str) -> None:
     assert state.keys() == model.state_dict().keys()
     cyclic.load_full_state_dict({name: value + 1 for name, value in state.items()})
     assert torch.equal(cyclic.full_state_dict()["shift"], torch.full((3,), 3.0))
+
+
+def test_what_other_models_have_is_refused_with_what_to_do() -> None:
+    cyclic, _ = made()
+    optimizer = cyclic.optimizer(torch.optim.SGD, lr=0.1)
+    with pytest.raises(InputError, match=r"optimizer\(factory, scheduler=make_scheduler\)"):
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for call in (lambda: optimizer.step(), optimizer.zero_grad):
+        with pytest.raises(InputError, match=r"train_step\(batch, optimizer\)"):
+            call()
+    for call in (optimizer.state_dict, lambda: optimizer.load_state_dict({})):
+        with pytest.raises(InputError, match=r"save\(folder\)"):
+            call()
+    for name in ("param_groups", "clip_grad_norm", "outputs"):
+        with pytest.raises(InputError, match=f"{name} of the model"):
+            getattr(cyclic, name)
+    with pytest.raises(AttributeError):
+        _ = cyclic.nothing
+    with pytest.raises(InputError, match="There is no such folder"):
+        cyclic.load("nothing/at/all")
+
+
+@pytest.mark.parametrize(
+    ("delay", "told"), [("cdp-v1", "is one of cdp-v2"), (True, "delay: 'True'.*'cyclic', 'cdp-v1'")]
+)
+def test_a_delay_that_is_not_the_given_plans_is_refused(delay: Any, told: str) -> None:
+    model, _, stages = blocks_case(2)
+    with pytest.raises(InputError, match=told):
+        auto_parallelize(model, make_batches(1, 2)[0], plan=make_plan(stages, "cdp-v2", "single"), delay=delay)
+
+
+def test_a_delay_that_tied_parameters_rule_out_is_told_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any) -> Plan:
+        raise InputError(
+            "--fix schedule", "cyclic", "cyclic: data: before and after share parameters and must be in one"
+        )
+
+    monkeypatch.setattr(auto, "_agreed_plan", none)
+    tie = SimpleNamespace(first="before", second="after", parameters=1)
+    profile: Any = SimpleNamespace(graph=SimpleNamespace(ties=(tie,)))
+    with pytest.raises(InputError, match=r"^delay: 'cdp-v2'.* before and after share parameters.* Untie them"):
+        auto._found_plan(profile, {}, "cdp-v2")
