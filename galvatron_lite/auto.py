@@ -155,8 +155,7 @@ def _asked(mode: Mode, delay: str | None) -> Setup:
     if mode is Mode.INFERENCE:
         if delay is not None:
             raise InputError("delay", delay, "Inference has no gradients: leave it out.")
-        # only training has micro-batches that keep the stages of a pipeline busy
-        return {"mode": mode, "fix": ("pp=1",)}
+        return {"mode": mode}
     rule = (f"rule={delay}",) if delay in rules else ()
     return {"mode": mode, "fix": rule, "allow_delay": delay is not None}
 

@@ -44,7 +44,7 @@ def test_devices_are_those_that_a_stage_is_busy_with(count: int) -> None:
         spans = []
         for step in range(4):
             for worker in range(count):
-                own = [moment.time for moment in moments(count, step, worker) if moment.stage == stage]
+                own = [moment.time for moment in moments(step, worker, stage, count)]
                 spans.append((min(own), max(own)))
         middle = range(2 * count, 6 * count)
         needed += max(sum(first <= time <= last for first, last in spans) for time in middle)

@@ -6,6 +6,7 @@ Who runs a pass is told by ``roster``, what is sent by ``tracks``; here passes a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 from galvatron_lite.parallelism.cyclic.messages import Kind, Message, Pass
 from galvatron_lite.parallelism.cyclic.roster import Roster
@@ -81,11 +82,13 @@ class Programme(Roster):
         return sorted(chosen, key=self._key)
 
     def _own(self, process: int, step: int) -> list[Moment]:
-        own = [one for one in self._of_step(step) if self.process_of(one.stage, self._number(one)) == process]
-        return sorted(own, key=self._key)
+        first, numbers = step * self.workers, range(self.workers)
+        pairs = (one for one in product(numbers, numbers) if self.process_of(one[1], first + one[0]) == process)
+        return sorted((moment for pair in pairs for moment in moments(step, *pair, self.workers)), key=self._key)
 
     def _of_step(self, step: int) -> list[Moment]:
-        return [moment for worker in range(self.workers) for moment in moments(self.workers, step, worker)]
+        numbers = range(self.workers)
+        return [moment for pair in product(numbers, numbers) for moment in moments(step, *pair, self.workers)]
 
     def _key(self, moment: Moment) -> tuple[int, bool, int]:
         return moment.time, moment.backward != self.early_release, moment.stage

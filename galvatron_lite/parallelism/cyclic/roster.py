@@ -48,8 +48,12 @@ class Roster:
 
     def process_of(self, stage: int, number: int) -> int:
         """The process that runs a stage of micro-batch ``number``."""
-        before = sum(self.replicas(one) for one in range(stage)) if self.setting is CyclicSetting.STAGES else 0
-        return before + number % self.replicas(stage)
+        if self.setting is CyclicSetting.SINGLE:
+            return 0
+        if self.setting is not CyclicSetting.STAGES:
+            return number % self.workers
+        # stages before this one have N, N - 1, ... processes
+        return stage * self.workers - stage * (stage - 1) // 2 + number % self.replicas(stage)
 
     def home(self, stage: int) -> int:
         """Under ``zero``: the process that keeps a stage's states while nothing runs."""

@@ -6,7 +6,6 @@ every stage is used exactly once a time step (arXiv 2403.08837).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -39,9 +38,9 @@ def backward_time(step: int, worker: int, stage: int, workers: int) -> int:
     return 2 * workers * step + 2 * worker + 2 * workers - 1 - stage
 
 
-def moments(workers: int, step: int, worker: int) -> Iterator[Moment]:
-    """The passes of a worker in a training step, in order: forward through the stages, and back."""
-    for stage in range(workers):
-        yield Moment(forward_time(step, worker, stage, workers), False, step, worker, stage)
-    for stage in reversed(range(workers)):
-        yield Moment(backward_time(step, worker, stage, workers), True, step, worker, stage)
+def moments(step: int, worker: int, stage: int, workers: int) -> tuple[Moment, Moment]:
+    """The forward and the backward pass of a stage by a worker in a training step."""
+    return (
+        Moment(forward_time(step, worker, stage, workers), False, step, worker, stage),
+        Moment(backward_time(step, worker, stage, workers), True, step, worker, stage),
+    )
