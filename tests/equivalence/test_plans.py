@@ -23,18 +23,23 @@ from tests.equivalence.training import (
     curve_under_plan,
     make_case,
     train_alone,
-    train_under_plans,
+    train_families,
 )
 from tests.pool import WorkerPool
 
-WORLDS = {1: 1, 2: 3, 4: 3, 8: 2}
+WORLDS = {1: 1, 2: 7, 4: 10, 8: 3}
 """Plans a family, by world size."""
-PICTURE_WORLDS = {4: 2}
+PICTURE_WORLDS = {2: 3, 4: 4}
+GROUPS = {
+    "zoo": ("plain", "zoo-gpt", "zoo-llama", "vit"),
+    "transformers": ("gpt2", "llama", "qwen2", "bert"),
+    "pictures": PICTURES,
+}
+"""Families that are trained in the same processes, one after another."""
 SAMPLED = [
-    (family, world, count)
-    for families, worlds in ((FAMILIES, WORLDS), (PICTURES, PICTURE_WORLDS))
-    for family in families
-    for world, count in worlds.items()
+    (group, world, count)
+    for group in GROUPS
+    for world, count in (PICTURE_WORLDS if group == "pictures" else WORLDS).items()
 ]
 
 
@@ -59,11 +64,16 @@ def sampled(family: str, world: int, count: int, first: int = 0) -> list[Plan]:
     return [sample_plan(graph, world, SAMPLES, seed, whole) for seed in range(first, first + count)]
 
 
-@pytest.mark.parametrize(("family", "world", "count"), SAMPLED)
-def test_sampled_plans(pool: WorkerPool, family: str, world: int, count: int) -> None:
-    plans = sampled(family, world, count)
-    results = pool.run(world, train_under_plans, case=case_of(family), plans=plans, reference=reference_of(family))
+@pytest.mark.parametrize(("group", "world", "count"), SAMPLED)
+def test_sampled_plans(pool: WorkerPool, group: str, world: int, count: int) -> None:
+    work = [(case_of(family), sampled(family, world, count), reference_of(family)) for family in GROUPS[group]]
+    results = pool.run(world, train_families, timeout=300.0, work=work)
     assert [wrong for rank in results for wrong in rank] == []
+
+
+def test_two_hundred_plans_are_sampled() -> None:
+    assert sum(count * len(GROUPS[group]) for group, _, count in SAMPLED) >= 200
+    assert {family for group in GROUPS.values() for family in group} == {*FAMILIES, *PICTURES}
 
 
 @pytest.mark.parametrize(("family", "world"), [("zoo-gpt", 4), ("llama", 4), ("bert", 2)])
