@@ -17,6 +17,7 @@ from galvatron_lite.errors import InputError
 if TYPE_CHECKING:
     from galvatron_lite.cluster.cluster import Cluster
     from galvatron_lite.model.graph import ModelGraph
+    from galvatron_lite.plans.phases import Phase, PhasedPlan
     from galvatron_lite.plans.schema import Mode, Plan, Schedule
     from galvatron_lite.profiler.schema import Profile
     from galvatron_lite.questions.batches import BestBatch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from galvatron_lite.questions.front import Front
     from galvatron_lite.questions.pins import Pins
     from galvatron_lite.questions.setting import Setting
+    from galvatron_lite.search.phases import PhaseCase
 
     Known = Profile | str | Path | Callable[[int | None], Profile] | None
 
@@ -37,6 +39,7 @@ __all__ = [
     "find_profile",
     "pareto_front",
     "plan",
+    "plan_phases",
     "precision_on",
     "profile",
 ]
@@ -225,6 +228,79 @@ def pareto_front(profile: Known = None, *, memory_step: int | str | None = None,
 
     setting, batch, progress = _setting(profile, setup, ("memory_step",))
     return front.pareto_front(setting, batch, step=size("memory_step", memory_step), progress=progress)
+
+
+def plan_phases(
+    phases: Sequence[Phase] | str | Path,
+    profile: Profile | str | Path | Callable[[int | None], Profile] | None = None,
+    **setup: Unpack[Setup],
+) -> PhasedPlan:
+    """The plan of every phase of a run, the cost of switching counted; see ``search.phases``.
+
+    Args:
+        phases: or the file that holds them (``plans.phases``).
+        profile: see ``plan``; of the phases that name none of their own. Also a function that gives the profile of so
+            many tokens a sample (None: as it is).
+        setup: see ``plan``; without ``batch``, which is the phases', as ``sequence`` is where they say one. Where a
+            model is named, its costs are estimated at the sequence of every phase; figures that were measured at one
+            sequence are not taken for another.
+
+    Raises:
+        InputError: see ``plan``; a phase whose sequence the profile is not of.
+        InfeasibleError: a phase without a plan that fits.
+    """
+    from galvatron_lite.plans.phases import read_phases
+    from galvatron_lite.search import phases as search
+
+    if setup.get("batch") is not None:
+        raise InputError("--batch", setup.get("batch"), "The phases have their own.")
+    given = read_phases(Path(phases)) if isinstance(phases, (str, Path)) else tuple(phases)
+    if not given:
+        raise InputError("phases", "none", "Give at least one phase.")
+    forbid = setup.get("forbid", ())
+    asked: Setup = {**setup, "forbid": (*([forbid] if isinstance(forbid, str) else forbid), "branches")}
+    return search.plan_phases([_phase_case(phase, _phase_profile(phase, profile, setup), asked) for phase in given])
+
+
+def _phase_profile(
+    phase: Phase, profile: Profile | str | Path | Callable[[int | None], Profile] | None, setup: Setup
+) -> Profile:
+    """What a phase is planned from.
+
+    Raises:
+        InputError: it is of another sequence than the phase.
+    """
+    wanted = phase.sequence or setup.get("sequence")
+    cluster, gpus, precision = setup.get("cluster"), setup.get("gpus"), setup.get("precision")
+    if phase.profile:
+        known = find_profile(phase.profile, cluster=cluster, gpus=gpus, precision=precision)
+    elif callable(profile):
+        known = profile(wanted)
+    elif setup.get("model") is not None:
+        known = find_profile(
+            profile, model=setup["model"], cluster=cluster, gpus=gpus, sequence=wanted, precision=precision
+        )
+    else:
+        known = find_profile(profile, cluster=cluster, gpus=gpus, precision=precision)
+    if wanted not in (None, known.graph.sequence):
+        remedy = (
+            f"Profile {known.name} is of {known.graph.sequence} tokens a sample. Profile the model at {wanted} and "
+            "name the file in the phase (profile: FILE), or plan a --model by name, whose costs are estimated."
+        )
+        raise InputError(f"sequence of phase {phase.name}", wanted, remedy)
+    return known
+
+
+def _phase_case(phase: Phase, known: Profile, setup: Setup) -> PhaseCase:
+    """A phase with the fastest plan for it alone."""
+    from galvatron_lite.questions.setting import ask
+    from galvatron_lite.search.phases import PhaseCase
+
+    asked: Setup = {**setup, "model": None, "cluster": None, "gpus": None, "sequence": None, "precision": None}
+    setting, _, progress = _setting(known, asked, ())
+    devices = known.cluster.devices
+    best = ask(setting, devices, phase.batch, progress=progress)
+    return PhaseCase(phase, setting.session(devices), setting.budget_at(devices), best)
 
 
 def evaluate(

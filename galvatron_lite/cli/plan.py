@@ -79,6 +79,7 @@ def plan_command(
     pareto: questions.Pareto = False,
     memory_step: questions.MemoryStep = None,
     plot: questions.Plot = None,
+    phases: questions.Phases = None,
     layers: shapes.Layers = None,
     hidden: shapes.Hidden = None,
     heads: shapes.Heads = None,
@@ -95,6 +96,7 @@ def plan_command(
     if context.invoked_subcommand is not None:
         return
     from galvatron_lite import api
+    from galvatron_lite.cli.phases import plan_in_phases, refuse_beside_phases
     from galvatron_lite.cli.progress import interruptible
 
     options = questions.Options(
@@ -107,22 +109,28 @@ def plan_command(
     flags = shapes.given(**shape, **kind)
 
     @cache
-    def profile_of(devices: int | None) -> Profile:
-        made = _model(model, flags, sequence, image, cluster, precision, devices)
+    def profile_of(devices: int | None, tokens: int | None = sequence) -> Profile:
+        made = _model(model, flags, tokens, image, cluster, precision, devices)
         return api.find_profile(
-            profile, model=made, cluster=cluster, gpus=devices, sequence=sequence, precision=precision
+            profile, model=made, cluster=cluster, gpus=devices, sequence=tokens, precision=precision
         )  # fmt: skip
 
+    setup: Setup = {
+        "mem": mem, "batch": batch, "fix": fix or (), "forbid": forbid or (), "schedules": schedule, "backend": backend,
+        "mode": mode, "allow_delay": allow_delay,
+    }  # fmt: skip
+    if phases is not None:
+        refuse_beside_phases(options.question, certify=certify or None, best=best)
+        estimated = bool(flags) or model is not None
+        asked: Setup = {**setup, "sequence": sequence}
+        plan_in_phases(phases, lambda tokens: profile_of(gpus, tokens if estimated else None), asked, output, as_json)
+        return
     with interruptible():
         known = profile_of(gpus)
     named = _named(known, bool(flags), profile, model)
     source = _source(known, named, best=(bool(flags) or model is not None) and precision is None)
     if options.question and precision is None and not known.cluster.alike:
         source += "; fewer GPUs, all of one type, in their own best"
-    setup: Setup = {
-        "mem": mem, "batch": batch, "fix": fix or (), "forbid": forbid or (), "schedules": schedule, "backend": backend,
-        "mode": mode, "allow_delay": allow_delay,
-    }  # fmt: skip
     if options.question:
         _answer(options, profile_of, {**setup, "gpus": gpus}, source, output, as_json)
     else:

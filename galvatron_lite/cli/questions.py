@@ -66,6 +66,10 @@ MemoryStep = Annotated[
 Plot = Annotated[
     Path | None, typer.Option("--plot", help="Draw the answer of any of these (SVG).", rich_help_panel=ASK)
 ]
+Phases = Annotated[
+    Path | None,
+    typer.Option("--phases", help="Plan every phase of a run (docs/adapting.md).", rich_help_panel=ASK),
+]
 Fix = Annotated[
     list[str] | None,
     typer.Option(

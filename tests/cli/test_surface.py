@@ -16,7 +16,7 @@ SURFACE = {
         "--tied", "--arch", "--experts", "--topk", "--best", "--fix", "--forbid", "--schedule", "--backend",
         "--best-batch", "--max-batch", "--fewest", "--step", "--rate", "--tokens", "--price", "--tokens-total",
         "--samples-total", "--steps", "--within", "--pareto", "--memory-step", "--plot", "--image",
-        "--mode", "--allow-delay",
+        "--mode", "--allow-delay", "--phases",
     },
     "profile": {
         "--cluster", "--gpus", "--estimate", "--seq", "--precision", "--max-samples", "--name", "--folder", "--json",

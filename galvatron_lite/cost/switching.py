@@ -1,0 +1,224 @@
+"""What going from one plan to another while training costs: bytes over every level of the cluster, and seconds.
+
+Every device is to hold its share of each layer's parameters and optimizer states under the new plan, and takes what it
+does not hold yet from a nearest device that does. A share is taken as a rectangle: the slices of the tensor and channel
+ranks one way, the shards of ZeRO the other, each an even part. With
+
+- B(l, m): bytes that member m of level l (a device, a node, …) takes from, or gives to, other members of the level's
+  block, the larger of the two; devices that hold the same give even parts,
+- b(l), e(l), a(l): bandwidth, efficiency and latency of the level,
+- C: bytes that a device holds afterwards, which it writes once and reads once at its memory's bandwidth w,
+
+    seconds = FIXED + LAYER * layers + sum over levels l of (a(l) + max over m of B(l, m) / (b(l) e(l))) + 2 max C / w
+
+Levels are taken one after the other, which is an upper bound of moving over all at once. Experts count as layers do
+whose matmuls are split; buffers are left out. Where only recomputation or the schedule changes nothing moves, and where
+only the batch changes nothing is done at all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from galvatron_lite.arrays import FloatArray, IntArray
+from galvatron_lite.cluster.cluster import Cluster
+from galvatron_lite.cost.step import strategies_of
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.pipeline.schedule import group_of
+from galvatron_lite.parallelism.ranks import strides_of
+from galvatron_lite.plans.phases import SwitchCost, same_split
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.units import ITEM_BYTES
+
+FIXED = 0.25
+"""Estimated seconds of a switch whatever moves: agreeing, process groups, checking what arrived."""
+LAYER = 0.01
+"""Estimated seconds of splitting one layer's modules anew, and of its hooks."""
+_ROWS = 512
+"""Devices that are looked at together, so that arrays stay small."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which rectangle of a layer's states a device holds under a strategy.
+
+    Attributes:
+        slices: ways that matmuls are split, and which this device has (n,) of each of n devices.
+        shards: the same of ZeRO.
+        sharded: whether parameters are shards at rest too, not only optimizer states.
+    """
+
+    slices: int
+    slice_of: IntArray
+    shards: int
+    shard_of: IntArray
+    sharded: bool
+
+    def boxes(self, states: bool) -> tuple[FloatArray, FloatArray]:
+        """(n, 2) interval of each device among the slices, and among the shards."""
+        shards = self.shards if states or self.sharded else 1
+        return _intervals(self.slice_of, self.slices), _intervals(self.shard_of % shards, shards)
+
+
+def _intervals(index: IntArray, ways: int) -> FloatArray:
+    return np.stack([index / ways, (index + 1) / ways], axis=1)
+
+
+def share_of(strategy: Strategy) -> Share:
+    """What each device of a stage holds under a strategy; see ``parallelism.ranks`` for the order."""
+    place, strides = np.arange(strategy.devices), strides_of(strategy)
+
+    def index(name: str, ways: int) -> IntArray:
+        found: IntArray = place // int(strides[name]) % ways
+        return found
+
+    slices = strategy.tensor * strategy.slices
+    slice_of = index("tensor", strategy.tensor) * strategy.slices + place % strategy.slices
+    tokens = index("context", strategy.context) * strategy.spatial + index("spatial", strategy.spatial)
+    shard_of = index("zero", strategy.zero) * strategy.context * strategy.spatial + tokens
+    shards = strategy.state_shards
+    return Share(slices, slice_of, shards, shard_of % shards, strategy.zero_stage >= 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Layers that go from one strategy to another, and what of them.
+
+    Attributes:
+        before, after: strategies.
+        old, new: first rank of the groups of devices.
+        items: parameters whose slices tensor ranks share.
+        whole: parameters that every tensor rank holds.
+    """
+
+    before: Strategy
+    after: Strategy
+    old: int
+    new: int
+    items: float
+    whole: float
+
+
+def switch_cost(profile: Profile, before: Plan, after: Plan) -> SwitchCost:
+    """What it costs to go on with ``after`` where a model is split for ``before``.
+
+    Args:
+        profile: of the model and the cluster, with the bytes of an optimizer state.
+        before, after: plans of the same model and devices, in stages.
+
+    Raises:
+        InputError: a plan whose layers are not the profile's.
+    """
+    if same_split(before, after):
+        return SwitchCost()
+    cluster, device = profile.cluster, profile.cluster.device
+    received, given = (np.zeros((len(cluster.levels), after.devices)) for _ in range(2))
+    held = np.zeros(after.devices)
+    parameter = ITEM_BYTES[profile.parameter_precision]
+    for part in _parts(profile, before, after):
+        for states, width in ((False, parameter), (True, profile.optimizer.state_bytes)):
+            _move(cluster, part, states, width, received, given, held)
+    seconds = FIXED + LAYER * len(profile.graph.layers) + 2 * float(held.max()) / device.memory_bandwidth
+    seconds += sum(_level_seconds(cluster, place, received[place], given[place]) for place in range(len(received)))
+    got = received.sum(axis=0)
+    return SwitchCost(seconds, round(float(got.max())), round(float(got.sum())))
+
+
+def _parts(profile: Profile, before: Plan, after: Plan) -> Iterator[Part]:
+    """Every layer, those that do the same together."""
+    graph = profile.graph
+    counted: Counter[tuple[Strategy, Strategy, int, int]] = Counter()
+    whole: Counter[tuple[Strategy, Strategy, int, int]] = Counter()
+    ways = zip(
+        graph.layers, strategies_of(before, profile), _firsts(before), strategies_of(after, profile), _firsts(after),
+        strict=True,
+    )  # fmt: skip
+    for layer, one, old, other, new in ways:
+        split = graph.kind_of(layer).parameters
+        counted[one, other, old, new] += split.tensor
+        whole[one, other, old, new] += split.total - split.tensor
+    for key, items in counted.items():
+        yield Part(*key, items, whole[key])
+
+
+def _firsts(plan: Plan) -> list[int]:
+    """First rank of the devices of every layer."""
+    sizes = [sum(run.count for run in stage.runs) for stage in plan.stages]
+    return [
+        group_of(plan.schedule, plan.pipeline, stage) * plan.stage_devices
+        for stage, size in enumerate(sizes)
+        for _ in range(size)
+    ]
+
+
+def _move(
+    cluster: Cluster, part: Part, states: bool, width: int, received: FloatArray, given: FloatArray, held: FloatArray
+) -> None:
+    """Add a part's parameters (or optimizer states) to what each device takes over each level, gives, and holds."""
+    old, new = share_of(part.before), share_of(part.after)
+    sources, targets = old.boxes(states), new.boxes(states)
+    boxes, box_of = np.unique(np.concatenate(sources, axis=1), axis=0, return_inverse=True)
+    box_of = box_of.reshape(-1)
+    ranks = part.new + np.arange(part.after.devices)
+    slices, shards = (side[:, 1] - side[:, 0] for side in targets)
+    held[ranks] += (slices * part.items + part.whole) * shards * width
+    for start in range(0, len(ranks), _ROWS):
+        rows = slice(start, start + _ROWS)
+        across = _covered(targets[0][rows], boxes[:, :2]) * part.items + part.whole * _first_slice(boxes, targets, rows)
+        wanted = across * _covered(targets[1][rows], boxes[:, 2:]) * width
+        _route(cluster, ranks[rows], wanted, part.old + np.arange(part.before.devices), box_of, received, given)
+
+
+def _first_slice(boxes: FloatArray, targets: tuple[FloatArray, FloatArray], rows: slice) -> FloatArray:
+    """(n, m) 1 where a box is the one that a device takes parameters from that every slice holds: its own, or the
+    nearest below."""
+    starts = np.unique(boxes[:, 0])
+    wanted = starts[np.searchsorted(starts, targets[0][rows, 0], side="right") - 1]
+    found: FloatArray = (boxes[None, :, 0] == wanted[:, None]).astype(float)
+    return found
+
+
+def _covered(these: FloatArray, those: FloatArray) -> FloatArray:
+    """(n, m) length that intervals (n, 2) and (m, 2) share."""
+    low = np.maximum(these[:, None, 0], those[None, :, 0])
+    high = np.minimum(these[:, None, 1], those[None, :, 1])
+    length: FloatArray = np.maximum(high - low, 0.0)
+    return length
+
+
+def _route(
+    cluster: Cluster, ranks: IntArray, wanted: FloatArray, holders: IntArray, box_of: IntArray,
+    received: FloatArray, given: FloatArray,
+) -> None:  # fmt: skip
+    """Add (n, m) bytes that n devices want of m boxes to what is taken and given over the level of a nearest holder."""
+    count = wanted.shape[1]
+    holding = np.zeros((len(received[0]), count))
+    holding[holders, box_of] = 1.0
+    left = np.where(holding[ranks] > 0, 0.0, wanted)
+    block = 1
+    for place, level in enumerate(cluster.levels):
+        block *= level.size
+        blocks = np.arange(len(holding)) // block
+        inside = np.zeros((blocks[-1] + 1, count))
+        np.add.at(inside, blocks, holding)
+        near = inside[blocks[ranks]] > 0
+        taken = np.where(near, left, 0.0)
+        received[place, ranks] += taken.sum(axis=1)
+        demand = np.zeros_like(inside)
+        np.add.at(demand, blocks[ranks], taken)
+        each = demand / np.maximum(inside, 1.0)
+        given[place] += (holding * each[blocks]).sum(axis=1)
+        left = np.where(near, 0.0, left)
+
+
+def _level_seconds(cluster: Cluster, place: int, received: FloatArray, given: FloatArray) -> float:
+    """Seconds of what goes over a level."""
+    level, member = cluster.levels[place], int(np.prod([one.size for one in cluster.levels[:place]], dtype=int))
+    starts = np.arange(0, len(received), member)
+    most = max(float(np.add.reduceat(side, starts).max()) for side in (received, given))
+    return level.latency + most / (level.bandwidth * level.efficiency) if most else 0.0

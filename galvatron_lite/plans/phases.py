@@ -1,0 +1,264 @@
+"""Phases of a training run: batches and sequences that change at given steps, and the plan of each. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.files import STRICT, from_data, kind_of, read_data, write_value
+from galvatron_lite.plans.io import check_plan
+from galvatron_lite.plans.schema import Plan
+
+if TYPE_CHECKING:
+    from pydantic import ConfigDict
+
+PHASES_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseEntry:
+    """A phase as it is written; one with a list of batches or sequences is a ramp of as many equal parts.
+
+    Attributes:
+        name: for people.
+        steps: optimizer steps, of all parts together.
+        batch: samples a step.
+        sequence: tokens a sample; that of the profile if not given.
+        profile: file of a profile of that sequence; with a model by name there is no need.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    name: str
+    steps: int
+    batch: int | tuple[int, ...]
+    sequence: int | tuple[int, ...] | None = None
+    profile: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PhasesFile:
+    """What a file of phases holds.
+
+    Attributes:
+        version: of this schema.
+        phases: in the order of training.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    version: int
+    phases: tuple[PhaseEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Steps of equal batch and sequence.
+
+    Attributes:
+        name: for people.
+        steps: how many.
+        batch: samples a step.
+        sequence: tokens a sample; None: as profiled.
+        profile: file of its profile; empty: that of the run.
+    """
+
+    name: str
+    steps: int
+    batch: int
+    sequence: int | None = None
+    profile: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchCost:
+    """What going from one plan to another while training is estimated to cost (``cost.switching``).
+
+    Attributes:
+        seconds: from the end of one step to the start of the next.
+        received: bytes that the device that receives most gets from others.
+        moved: bytes that all devices together get from others.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    seconds: float = 0.0
+    received: int = 0
+    moved: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPhase:
+    """A phase and how it is trained.
+
+    Attributes:
+        name: for people.
+        first: number of its first step, from 0.
+        steps: how many.
+        sequence: tokens a sample.
+        plan: with its prediction for this phase; its ``global_batch`` is the phase's.
+        switch: cost of the change before its first step; None where the model stays split as it is.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    name: str
+    first: int
+    steps: int
+    sequence: int
+    plan: Plan
+    switch: SwitchCost | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of its steps, and of the switch before them."""
+        step = 0.0 if self.plan.prediction is None else self.plan.prediction.step_seconds
+        return self.steps * step + (0.0 if self.switch is None else self.switch.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class PhasedPlan:
+    """The plans of a run.
+
+    Attributes:
+        version: of this schema.
+        phases: in the order of training.
+        single_seconds: predicted seconds of the run under the best one of the plans for all phases; None where none
+            fits them all.
+        always_seconds: predicted seconds with the fastest plan of every phase, every switch paid.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    version: int
+    phases: tuple[PlannedPhase, ...]
+    single_seconds: float | None = None
+    always_seconds: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of the run."""
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run."""
+        return sum(phase.steps for phase in self.phases)
+
+    def at(self, step: int) -> PlannedPhase:
+        """The phase of a step (0 is the first); the last one beyond the end."""
+        return next((phase for phase in self.phases if step < phase.first + phase.steps), self.phases[-1])
+
+
+def same_split(one: Plan, other: Plan) -> bool:
+    """Whether a model split for one plan is split for the other too: they differ in batch and micro-batches at most."""
+    return _split(one) == _split(other)
+
+
+def _split(plan: Plan) -> tuple[object, ...]:
+    stages = tuple(stage.runs for stage in plan.stages)
+    branches = tuple((one.name, one.roots, one.first, one.devices, one.runs) for one in plan.branches)
+    cyclic = None if plan.cyclic is None else (plan.cyclic, plan.microbatches)
+    return plan.devices, stages, plan.schedule, plan.virtual_stages, plan.precision, branches, cyclic, plan.mode
+
+
+def read_phases(path: Path) -> tuple[Phase, ...]:
+    """The phases of a file, ramps in their parts.
+
+    Raises:
+        FileFormatError: missing, corrupt, or of another version.
+        InputError: readable, but with numbers that cannot be.
+    """
+    data = read_data(path)
+    version = data.get("version") if isinstance(data, dict) else None
+    if version != PHASES_VERSION:
+        remedy = f"Begin it with version: {PHASES_VERSION} and a list of phases, as in configs/phases."
+        raise FileFormatError(f"{path}, version", version, remedy)
+    entries = from_data(PhasesFile, data, str(path)).phases
+    if not entries:
+        raise InputError(f"{path}, phases", "none", "Give at least one phase.")
+    return tuple(phase for place, entry in enumerate(entries) for phase in _parts(entry, f"{path}, phases.{place}"))
+
+
+def _parts(entry: PhaseEntry, field: str) -> Iterator[Phase]:
+    """The phases of an entry; the first parts of a ramp take the steps that do not divide."""
+    count = _count(entry, field)
+    if entry.steps < count:
+        raise InputError(f"{field}.steps", entry.steps, f"It has {count} parts of at least one step.")
+    batches, sequences = _each(entry.batch, count), _each(entry.sequence, count)
+    for part, (batch, sequence) in enumerate(zip(batches, sequences, strict=True)):
+        for name, value in (("batch", batch), ("sequence", sequence)):
+            if value is not None and value < 1:
+                raise InputError(f"{field}.{name}", value, "It is at least 1.")
+        steps = entry.steps // count + (part < entry.steps % count)
+        name = entry.name if count == 1 else f"{entry.name} {part + 1}/{count}"
+        yield Phase(name, steps, batch or 1, sequence, entry.profile)
+
+
+def _count(entry: PhaseEntry, field: str) -> int:
+    """Parts of an entry."""
+    lengths = {len(value) for value in (entry.batch, entry.sequence) if isinstance(value, tuple)}
+    if len(lengths) > 1 or 0 in lengths:
+        raise InputError(field, entry.name, "Lists of batches and sequences are of equal length, and not empty.")
+    count = lengths.pop() if lengths else 1
+    if entry.profile and isinstance(entry.sequence, tuple):
+        raise InputError(f"{field}.profile", entry.profile, "A profile is of one sequence: write a phase for each.")
+    return count
+
+
+def _each(value: int | tuple[int, ...] | None, count: int) -> Sequence[int | None]:
+    return value if isinstance(value, tuple) else [value] * count
+
+
+def is_phased(data: object) -> bool:
+    """Whether what a file holds is a plan in phases."""
+    return isinstance(data, dict) and "phases" in data
+
+
+def read_phased_plan(path: Path) -> PhasedPlan:
+    """A plan in phases from a YAML or JSON file, checked.
+
+    Raises:
+        FileFormatError: missing, corrupt, or of another version.
+        InputError: readable, but its numbers contradict one another.
+    """
+    data = read_data(path)
+    version = data.get("version") if isinstance(data, dict) else kind_of(data)
+    if version != PHASES_VERSION or not is_phased(data):
+        raise FileFormatError(f"{path}, version", version, "Make it anew with galvatron plan --phases FILE.")
+    return check_phased(from_data(PhasedPlan, data, str(path)), str(path))
+
+
+def write_phased_plan(plan: PhasedPlan, path: Path) -> None:
+    """Write a plan in phases as YAML (or JSON where the name ends so), whole or not at all."""
+    write_value(path, plan)
+
+
+def check_phased(plan: PhasedPlan, field: str = "plan") -> PhasedPlan:
+    """The plan itself, once its phases follow one another, on the same devices.
+
+    Raises:
+        InputError: names the first number that does not fit.
+    """
+    if not plan.phases:
+        raise InputError(f"{field}, phases", "none", "A plan in phases has at least one.")
+    first, devices = 0, plan.phases[0].plan.devices
+    for place, phase in enumerate(plan.phases):
+        name = f"{field}, phases.{place}"
+        check_plan(phase.plan, f"{name}.plan")
+        if phase.steps < 1:
+            raise InputError(f"{name}.steps", phase.steps, "It is at least 1.")
+        if phase.first != first:
+            raise InputError(f"{name}.first", phase.first, f"The phase before it ends before step {first}.")
+        if phase.plan.devices != devices:
+            raise InputError(f"{name}.plan.devices", phase.plan.devices, f"The first phase has {devices}.")
+        first += phase.steps
+    return plan
+
+
+def in_order(phases: Sequence[PlannedPhase]) -> tuple[PlannedPhase, ...]:
+    """The phases with the numbers of their first steps."""
+    placed: list[PlannedPhase] = []
+    first = 0
+    for phase in phases:
+        placed.append(replace(phase, first=first))
+        first += phase.steps
+    return tuple(placed)
