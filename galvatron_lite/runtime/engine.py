@@ -90,7 +90,8 @@ class ParallelModel(nn.Module):
         self._rows = 0
 
     def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: Options) -> StageRuntime:
-        return set_up(model, self.plan, layers, batch, build_meshes(self.plan, self.device.type), options)
+        meshes = build_meshes(self.plan, self.device.type, options.groups)
+        return set_up(model, self.plan, layers, batch, meshes, options)
 
     @property
     def runtimes(self) -> Sequence[StageRuntime]:

@@ -19,6 +19,7 @@ from galvatron_lite.errors import InputError, LaunchError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE
+from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.world import join
 
@@ -110,7 +111,7 @@ class Meshes:
         return self.by_degrees[_degrees(strategy)]
 
 
-def build_meshes(plan: Plan, device_type: str) -> Meshes:
+def build_meshes(plan: Plan, device_type: str, groups: ProcessGroups | None = None) -> Meshes:
     """Every process group that the plan needs; all ranks must call it together.
 
     Starts a process group where none runs: from torchrun's environment, or of this process alone.
@@ -118,6 +119,7 @@ def build_meshes(plan: Plan, device_type: str) -> Meshes:
     Args:
         plan: how the model is split.
         device_type: ``cpu`` or ``cuda``.
+        groups: makes them.
 
     Raises:
         LaunchError: the world has another size than the plan.
@@ -126,7 +128,7 @@ def build_meshes(plan: Plan, device_type: str) -> Meshes:
     _check_schedule(plan)
     _check_strategies(plan)
     join_world(plan, device_type)
-    return _build(plan, device_type, dist.get_rank())
+    return _build(plan, device_type, dist.get_rank(), groups or ProcessGroups())
 
 
 def join_world(plan: Plan, device_type: str) -> None:
@@ -167,7 +169,7 @@ def build_part_meshes(parts: Sequence[Part], device_type: str) -> list[Meshes | 
     """
     rank = dist.get_rank()
     keys = [key for part in parts for degrees in _part_degrees(part) for key in _keys(degrees, part.first)]
-    made = _make_groups(keys, device_type)
+    made = _make_groups(keys, device_type, ProcessGroups())
     return [_part_view(part, rank, made, device_type) for part in parts]
 
 
@@ -214,11 +216,11 @@ def _stage_degrees(plan: Plan) -> list[list[Strategy]]:
     return [sorted({_degrees(run.strategy) for run in stage.runs}) for stage in plan.stages]
 
 
-def _build(plan: Plan, device_type: str, rank: int) -> Meshes:
+def _build(plan: Plan, device_type: str, rank: int, groups: ProcessGroups) -> Meshes:
     per_stage, size = _stage_degrees(plan), plan.stage_devices
     keys = [key for stage, all_degrees in enumerate(per_stage) for d in all_degrees for key in _keys(d, stage * size)]
     keys += [(PIPELINE, tuple(range(place, plan.devices, size))) for place in range(size)]
-    made = _make_groups(keys, device_type)
+    made = _make_groups(keys, device_type, groups)
     stage = rank // size
     views = {degrees: _view(degrees, stage * size, rank, made, device_type) for degrees in per_stage[stage]}
     pipeline = _own(made, [(PIPELINE, tuple(range(rank % size, plan.devices, size)))], rank)
@@ -264,10 +266,10 @@ def _keys(degrees: Strategy, start: int) -> list[Key]:
     return [key for keys in _named_keys(degrees, start).values() for key in keys]
 
 
-def _make_groups(keys: Sequence[Key], device_type: str) -> dict[Key, dist.ProcessGroup]:
+def _make_groups(keys: Sequence[Key], device_type: str, groups: ProcessGroups) -> dict[Key, dist.ProcessGroup]:
     """One process group for every distinct key of more than one rank; the same order on every rank."""
     wanted = [key for key in dict.fromkeys(keys) if len(key[1]) > 1]
-    made = {(purpose, ranks): dist.new_group(list(ranks), group_desc=purpose) for purpose, ranks in wanted}
+    made = {(purpose, ranks): groups.group(ranks, purpose) for purpose, ranks in wanted}
     for (purpose, ranks), group in made.items():
         if purpose == PIXELS and dist.get_rank() in ranks and device_type == "cuda":
             # the first messages from rank to rank make NCCL's communicator, and not every rank may have one to send

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,12 +15,21 @@ from torch import Tensor, nn
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import LossFn
 from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.data.apply import GradientReducer
 from galvatron_lite.parallelism.pipeline.flow import Flow, flow_of
 from galvatron_lite.parallelism.pipeline.runner import Luggage, PipelineRunner
 from galvatron_lite.parallelism.pipeline.stage import StageEnd, StageModel
-from galvatron_lite.parallelism.pipeline.tied import SharedCopies, check_shared, find_shared
-from galvatron_lite.parallelism.pipeline.transfer import pipeline_groups
+from galvatron_lite.parallelism.pipeline.tied import (
+    COPIES,
+    SharedCopies,
+    SharedParameter,
+    check_shared,
+    find_shared,
+    holding_stages,
+)
+from galvatron_lite.parallelism.pipeline.transfer import pipeline_groups, place_groups
+from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
@@ -31,7 +40,7 @@ from galvatron_lite.runtime.hooks import install_hooks
 from galvatron_lite.runtime.layout import Layout
 from galvatron_lite.runtime.materialize import Materializer
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
-from galvatron_lite.runtime.placement import Placed, glue_layout, glue_of, place_layers
+from galvatron_lite.runtime.placement import Placed, Stages, glue_layout, glue_of, place_layers
 from galvatron_lite.runtime.redistribute import Mover
 from galvatron_lite.runtime.sharding import (
     LayerPlans,
@@ -44,6 +53,8 @@ from galvatron_lite.runtime.sharding import (
 from galvatron_lite.runtime.tensor_plans import tensor_plans
 from galvatron_lite.runtime.traffic import Traffic
 
+Place = Callable[[Layer], None]
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -55,6 +66,7 @@ class Options:
     init_fn: Callable[[nn.Module], None] | None
     seed: int
     loss_fn: LossFn | None = None
+    groups: ProcessGroups = field(default_factory=ProcessGroups)
 
 
 @dataclass(slots=True)
@@ -105,24 +117,101 @@ def set_up(
     Raises:
         InputError: the plan does not fit the model.
     """
+    prepared = prepare(model, plan, layers, batch, meshes.stage_index, options)
+    broadcast_values(model, options.device)
+    if shares_samples(plan):
+        share_random_state(options.device)
+    runtime = build(model, prepared, meshes, options)
+    if runtime.shared is not None:
+        runtime.shared.start_equal()
+    return runtime
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A plan for a model, and all that must be found out of the whole model before it is split.
+
+    Attributes:
+        plan: for this model.
+        layers: of the model.
+        stages: the layers of each stage, with their strategies.
+        ties: parameters that layers share.
+        known: how layers are split inside.
+        flow: which layers read what, where there are several stages.
+    """
+
+    plan: Plan
+    layers: Sequence[Layer]
+    stages: Stages
+    ties: tuple[SharedParameter, ...]
+    known: Known
+    flow: Flow | None
+
+    @property
+    def names(self) -> list[list[str]]:
+        """Names of the layers of each stage."""
+        return [[placed.layer.name for placed in stage] for stage in self.stages]
+
+    @property
+    def strategies(self) -> dict[str, Strategy]:
+        """By the layer's name."""
+        return {placed.layer.name: placed.strategy for stage in self.stages for placed in stage}
+
+
+def prepare(
+    model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, stage_index: int, options: Options
+) -> Prepared:
+    """What splitting a whole model needs to know, which is not changed; no communication.
+
+    Raises:
+        InputError: the plan does not fit the model.
+    """
     stages = place_layers(plan, layers)
     everything = [placed for stage in stages for placed in stage]
-    strategies = {placed.layer.name: placed.strategy for placed in everything}
     ties = find_shared(model, layers)
-    check_shared(ties, strategies)
-    stage = stages[meshes.stage_index]
-    known = examine(model, everything, stage, batch, options)
+    check_shared(ties, {placed.layer.name: placed.strategy for placed in everything})
+    known = examine(model, everything, stages[stage_index], batch, options)
     flow = known_flow(model, layers, batch, options.loss_fn) if len(stages) > 1 else None
-    broadcast_values(model, options.device)
-    if any(strategy.devices > strategy.batch_degree for strategy in strategies.values()):
-        share_random_state(options.device)
-    names = [[placed.layer.name for placed in one] for one in stages]
-    cut = _cut_stage(model, layers, names, meshes.stage_index, flow)
-    incoming = stages[meshes.stage_index - 1][-1].layout if meshes.stage_index else None
-    runtime = assemble(model, layers, stage, meshes, known, options, incoming)
-    runtime.shared = SharedCopies(model, ties, names, strategies) if len(stages) > 1 else None
-    runtime.pipeline = _runner(cut, plan, meshes, runtime.traffic, options.device)
+    return Prepared(plan, layers, stages, ties, known, flow)
+
+
+def build(
+    model: nn.Module, prepared: Prepared, meshes: Meshes, options: Options, place: Place | None = None
+) -> StageRuntime:
+    """Split a model in place, and make what trains it. All ranks call it together; it moves no values.
+
+    Args:
+        model: the whole one.
+        prepared: for it.
+        meshes: process groups.
+        options: of the model.
+        place: brings a layer onto the device; gives it its values if not given.
+    """
+    plan, layers, stages, index = prepared.plan, prepared.layers, prepared.stages, meshes.stage_index
+    cut = _cut_stage(model, layers, prepared.names, index, prepared.flow)
+    incoming = stages[index - 1][-1].layout if index else None
+    runtime = assemble(model, layers, stages[index], meshes, prepared.known, options, incoming, place=place)
+    if len(stages) > 1:
+        runtime.shared = SharedCopies(model, prepared.ties, prepared.names, prepared.strategies, options.groups)
+    runtime.pipeline = _runner(cut, plan, meshes, runtime.traffic, options)
     return runtime
+
+
+def make_pipeline_groups(prepared: Prepared, groups: ProcessGroups) -> None:
+    """Make the process groups between stages beforehand; every rank of the world calls it."""
+    count = len(prepared.stages)
+    if count == 1:
+        return
+    for shared in prepared.ties:
+        if len(holders := holding_stages(shared, prepared.names)) > 1:
+            groups.own(place_groups(holders, count), COPIES)
+    pipeline_groups(count, groups)
+
+
+def shares_samples(plan: Plan) -> bool:
+    """Whether ranks work on the same samples, and must draw the same random numbers."""
+    strategies = [run.strategy for stage in plan.stages for run in stage.runs]
+    return any(strategy.devices > strategy.batch_degree for strategy in strategies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +256,7 @@ def assemble(
     options: Options,
     incoming: Layout | None = None,
     roots: Sequence[nn.Module] = (),
+    place: Place | None = None,
 ) -> StageRuntime:
     """Split a stage in place and make what trains it, without pipeline. All ranks of the stage call it together.
 
@@ -179,8 +269,10 @@ def assemble(
         options: of the model.
         incoming: layout in which a stage before this one sends.
         roots: the modules of the model that are called; the model itself if not given.
+        place: brings a layer onto the device; gives it its values if not given.
     """
-    sharded = _split(model, layers, stage, meshes, known.plans, options, roots or [model])
+    place = place or Materializer(model, layers, options.device, options.seed, options.init_fn).place
+    sharded = _split(model, layers, stage, meshes, known.plans, options, roots or [model], place)
     glue = glue_of(stage)
     groups = meshes.groups(glue.strategy)
     border = border_of(glue_layout(stage), glue.strategy, groups)
@@ -235,23 +327,24 @@ def _split(
     plans: LayerPlans,
     options: Options,
     roots: Sequence[nn.Module],
+    place: Place,
 ) -> Sharded:
-    materializer = Materializer(model, layers, options.device, options.seed, options.init_fn)
     for layer in layers:
         # it has no parameters on later stages, but its buffers may still be read
         if layer.role is Role.BEFORE and all(placed.layer is not layer for placed in stage):
-            materializer.place(layer)
-    return shard_stage(model, stage, meshes, plans, materializer.place, options.compute, roots)
+            place(layer)
+    return shard_stage(model, stage, meshes, plans, place, options.compute, roots)
 
 
 def _runner(
-    cut: StageModel | None, plan: Plan, meshes: Meshes, traffic: Traffic, device: torch.device
+    cut: StageModel | None, plan: Plan, meshes: Meshes, traffic: Traffic, options: Options
 ) -> PipelineRunner | None:
     if cut is None:
         return None
     count = len(plan.stages)
     luggage = Luggage(traffic.pack, traffic.unpack)
-    return PipelineRunner(cut, pipeline_groups(count), count, meshes.stage_index, plan.schedule, device, luggage)
+    groups = pipeline_groups(count, options.groups)
+    return PipelineRunner(cut, groups, count, meshes.stage_index, plan.schedule, options.device, luggage)
 
 
 def _sample_arguments(

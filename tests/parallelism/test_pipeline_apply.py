@@ -94,6 +94,7 @@ def run_pipeline(family: str, sizes: Sequence[int], microbatches: int, schedule:
     here = dist.get_rank()
     stage = StageModel(model, layers, stages[here])
     copies = SharedCopies(model, shared, stages, {layer.name: Strategy() for layer in layers})
+    copies.start_equal()
     runner = PipelineRunner(
         stage, pipeline_groups(len(sizes)), len(sizes), here, Schedule(schedule), torch.device("cpu")
     )

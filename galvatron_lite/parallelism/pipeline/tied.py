@@ -17,7 +17,11 @@ from torch.distributed.tensor import DTensor
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.parallelism.pipeline.transfer import own_group, place_groups
+from galvatron_lite.parallelism.pipeline.transfer import place_groups
+from galvatron_lite.parallelism.process_groups import ProcessGroups
+
+COPIES = "shared parameters"
+"""Purpose of the process groups of copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +73,12 @@ class SharedCopies:
         shared: from ``find_shared``.
         stages: names of each stage's layers.
         strategies: of every layer, by name.
+        groups: makes process groups.
 
     Attributes:
         counted_elsewhere: names of parameters here that another stage counts in the global gradient norm.
 
-    Every rank of the world makes one at the same time; the copies are made equal to the first stage's.
+    Every rank of the world makes one at the same time, and then calls ``start_equal`` where values may differ.
 
     Raises:
         InputError: two layers that share a parameter have different strategies, so that their slices do not match.
@@ -85,25 +90,25 @@ class SharedCopies:
         shared: Sequence[SharedParameter],
         stages: Sequence[Sequence[str]],
         strategies: Mapping[str, Strategy],
+        groups: ProcessGroups | None = None,
     ) -> None:
         check_shared(shared, strategies)
-        stage_of = {layer: index for index, names in enumerate(stages) for layer in names}
+        groups = groups or ProcessGroups()
         here = dist.get_rank() // (dist.get_world_size() // len(stages))
         self._copies: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         counted_elsewhere = []
         for parameter in shared:
-            holders = sorted({stage_of[layer] for layer in parameter.layers})
+            holders = holding_stages(parameter, stages)
             if len(holders) < 2:
                 continue
-            group = own_group(place_groups(holders, len(stages)), "shared parameters")
+            group = groups.own(place_groups(holders, len(stages)), COPIES)
             for name, layer in zip(parameter.names, parameter.layers, strict=True):
-                if stage_of[layer] == here and group is not None:
+                if layer in stages[here] and group is not None:
                     self._copies.append((model.get_parameter(name), group))
                     if here != holders[0]:
                         counted_elsewhere.append(name)
                     break
         self.counted_elsewhere = frozenset(counted_elsewhere)
-        self._start_equal()
 
     def reduce(self) -> None:
         """Sum the gradients of the copies. Call it once a step, when every other reduction is done."""
@@ -112,10 +117,16 @@ class SharedCopies:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(_local(parameter.grad), group=group)
 
-    def _start_equal(self) -> None:
+    def start_equal(self) -> None:
+        """Make the copies equal to the first stage's; every rank of the world calls it."""
         with torch.no_grad():
             for parameter, group in self._copies:
                 dist.broadcast(_local(parameter), src=dist.get_global_rank(group, 0), group=group)
+
+
+def holding_stages(shared: SharedParameter, stages: Sequence[Sequence[str]]) -> list[int]:
+    """Numbers of the stages with layers that hold a shared parameter."""
+    return [number for number, names in enumerate(stages) if set(names) & set(shared.layers)]
 
 
 def check_shared(shared: Sequence[SharedParameter], strategies: Mapping[str, Strategy]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from galvatron_lite.errors import LaunchError
 from galvatron_lite.model.batch import map_tensors, tensors_of
+from galvatron_lite.parallelism.process_groups import ProcessGroups
 
 Value = Any
 """What a layer returns: a tensor, or a tuple, list or mapping of tensors and plain values."""
@@ -30,14 +31,15 @@ class PipelineGroups:
     backward: dist.ProcessGroup
 
 
-def pipeline_groups(stages: int) -> PipelineGroups:
+def pipeline_groups(stages: int, groups: ProcessGroups | None = None) -> PipelineGroups:
     """Make the groups of this rank. Every rank of the world calls this at the same time.
 
     Args:
         stages: how many; divides the world size. Stage s holds the consecutive ranks [s*n, (s+1)*n).
+        groups: makes them.
     """
-    chains = place_groups(range(stages), stages)
-    forward, backward = own_group(chains, "pipeline forward"), own_group(chains, "pipeline backward")
+    chains, groups = place_groups(range(stages), stages), groups or ProcessGroups()
+    forward, backward = groups.own(chains, "pipeline forward"), groups.own(chains, "pipeline backward")
     if forward is None or backward is None:
         raise LaunchError(f"{dist.get_world_size()} processes cannot be split into {stages} equal stages.")
     return PipelineGroups(forward, backward)
@@ -47,12 +49,6 @@ def place_groups(chosen: Sequence[int], stages: int) -> list[list[int]]:
     """For every place in a stage: the world ranks with that place in the chosen stages."""
     width = dist.get_world_size() // stages
     return [[stage * width + place for stage in chosen] for place in range(width)]
-
-
-def own_group(groups: Sequence[list[int]], purpose: str) -> dist.ProcessGroup | None:
-    """Make every group, on all ranks in the same order; the one this rank is in, or None."""
-    made = [(ranks, dist.new_group(ranks, group_desc=purpose)) for ranks in groups]
-    return next((group for ranks, group in made if dist.get_rank() in ranks), None)
 
 
 class Channel:

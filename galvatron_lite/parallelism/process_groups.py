@@ -1,0 +1,52 @@
+"""The process groups of one plan: made once for each purpose and ranks, and handed on to the plan that follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+Ranks = tuple[int, ...]
+
+
+class ProcessGroups:
+    """Makes process groups, and knows which it made.
+
+    Every rank of the world asks for the same groups in the same order, those it is no member of too.
+
+    Args:
+        before: groups of the plan before this one; what both need is made once.
+    """
+
+    def __init__(self, before: ProcessGroups | None = None) -> None:
+        self._made: dict[tuple[str, Ranks], dist.ProcessGroup] = {}
+        self._before = {} if before is None else dict(before._made)
+
+    def __len__(self) -> int:
+        """How many there are, those of other ranks included."""
+        return len(self._made)
+
+    def group(self, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
+        """The group of these ranks for a purpose; ``dist.GroupMember.NON_GROUP_MEMBER`` where this rank is none."""
+        key = purpose, tuple(ranks)
+        if key not in self._made:
+            known = self._before.get(key)
+            self._made[key] = dist.new_group(list(ranks), group_desc=purpose) if known is None else known
+        return self._made[key]
+
+    def own(self, groups: Sequence[Sequence[int]], purpose: str) -> dist.ProcessGroup | None:
+        """Make every group; the one this rank is in, or None."""
+        made = [(ranks, self.group(ranks, purpose)) for ranks in groups]
+        return next((group for ranks, group in made if dist.get_rank() in ranks), None)
+
+    def settle(self) -> None:
+        """Forget the groups of the plan before."""
+        self._before = {}
+
+    def destroy(self, kept: ProcessGroups) -> None:
+        """Destroy the groups that another plan does not have; its members call it together, with no work under way."""
+        rank = dist.get_rank()
+        for key, group in self._made.items():
+            if key not in kept._made and rank in key[1]:
+                dist.destroy_process_group(group)
+        self._made = {}
