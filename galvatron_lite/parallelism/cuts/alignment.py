@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.parallelism.cuts.functions import gather
+from galvatron_lite.parallelism.cuts.laying import own_part
 from galvatron_lite.parallelism.cuts.line import Line
 from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts, cuts_of, whole_shape
 
@@ -84,5 +85,5 @@ def brought(tensor: Tensor, cuts: Cuts, dims: int) -> Tensor:
     for wanted in cuts:
         dim = wanted.dim - before
         if dim >= 0 and at(own, dim) is None and (tensor.shape[dim] != 1 or wanted.extent == 1):
-            tensor = tensor.narrow(dim, wanted.start, wanted.length)
+            tensor = own_part(tensor, wanted, dim)
     return tensor

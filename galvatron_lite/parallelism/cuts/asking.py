@@ -47,7 +47,10 @@ def _count(call: Call) -> int:
 
 def _text(call: Call) -> str:
     tensor = call.args[0]
-    cuts = ", ".join(f"dim {one.dim}: {one.start}..{one.start + one.length} of {one.extent}" for one in cuts_of(tensor))
+    cuts = ", ".join(
+        f"dim {cut.dim}: {' and '.join(f'{start}..{stop}' for start, stop in cut.pieces)} of {cut.extent}"
+        for cut in cuts_of(tensor)
+    )
     with shares_only():
         return f"CutTensor({tuple(whole_shape(tensor))}, {cuts}, share={tensor.detach()!r})"
 

@@ -8,18 +8,18 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
+from galvatron_lite.parallelism.cuts.laying import gathered, own_part, scattered
 from galvatron_lite.parallelism.cuts.line import Line
 from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts, Rules, cut_tensor, cuts_of, local_of
 from galvatron_lite.parallelism.shares import share
-from galvatron_lite.parallelism.tensor.functions import gather_shares
 
 
 def whole(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank: gathered along each cut; in backward the ranks' gradients are summed and cut."""
-    gathered = local_of(tensor)
+    everything = local_of(tensor)
     for cut in cuts_of(tensor):
-        gathered = gather(gathered, cut)
-    return gathered
+        everything = gather(everything, cut)
+    return everything
 
 
 def gather(local: Tensor, cut: Cut) -> Tensor:
@@ -37,7 +37,7 @@ def gathered_along(tensor: Tensor, cuts: Iterable[Cut]) -> Tensor:
 def own(tensor: Tensor, cuts: Cuts, rules: Rules) -> Tensor:
     """This rank's share of a tensor that is whole on every rank; in backward the rest of the gradient is zero."""
     for cut in cuts:
-        tensor = tensor.narrow(cut.dim, cut.start, cut.length)
+        tensor = own_part(tensor, cut)
     return cut_tensor(tensor, cuts, rules)
 
 
@@ -87,12 +87,12 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
-        return unviewed(gather_shares(local.contiguous(), cut.line, cut.extent, cut.dim))
+        return unviewed(gathered(local.contiguous(), cut))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         cut = ctx.cut
-        return scatter_sum(gradient, cut.line, cut.extent, cut.dim), None
+        return scattered(gradient, cut), None
 
 
 class _Sum(Function):

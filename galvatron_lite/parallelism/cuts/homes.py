@@ -13,6 +13,7 @@ from math import prod
 
 from torch import Tensor
 
+from galvatron_lite.parallelism.cuts.laying import LaidLine, laid_home
 from galvatron_lite.parallelism.cuts.moving import Range, recut, shares_of
 from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts
 
@@ -30,6 +31,11 @@ class Home:
 
     before: Cut
     after: Cut
+
+    @property
+    def moves(self) -> bool:
+        """Whether a rank may have to hold other items than before."""
+        return not isinstance(self.before.line, LaidLine)
 
     @property
     def held(self) -> tuple[Range, ...]:
@@ -52,6 +58,9 @@ def home_of(before: Shape, after: Shape, cut: Cut) -> Home | None:
     """Where a cut dim goes; None where it does not stay cut."""
     if 0 in before or cut.extent == 1:
         return None
+    if isinstance(cut.line, LaidLine):
+        laid = laid_home(before, after, cut.dim, cut.extent, cut.line)
+        return None if laid is None else Home(cut, Cut(laid[0], after[laid[0]], laid[1]))
     outer, fewest = prod(before[: cut.dim]), cut.line.size
     for dim, extent in enumerate(after):
         # what leaves ranks without a share is not worth it, unless they have none before
@@ -66,7 +75,7 @@ def reshaped_share(local: Tensor, after: Shape, homes: Sequence[Home]) -> Tensor
     shape = list(after)
     for home in homes:
         shape[home.after.dim] = home.after.length
-    changed = [home for home in homes if home.before.extent != home.after.extent]
+    changed = [home for home in homes if home.before.extent != home.after.extent and home.moves]
     for home in changed:
         cut, (start, stop) = home.before, home.made[home.before.line.rank]
         local = recut(local, cut.dim, shares_of(cut.extent, cut.line), home.held, cut.line)

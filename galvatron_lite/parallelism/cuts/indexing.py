@@ -12,11 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
-from galvatron_lite.parallelism.cuts.alignment import brought
+from galvatron_lite.parallelism.cuts.alignment import brought, moved
 from galvatron_lite.parallelism.cuts.calls import argument, fronted
 from galvatron_lite.parallelism.cuts.fallback import on_whole, refuse_writing
 from galvatron_lite.parallelism.cuts.functions import sum_over
 from galvatron_lite.parallelism.cuts.indices import IndexPlan, plan_of
+from galvatron_lite.parallelism.cuts.laying import LaidLine, Window, taken
 from galvatron_lite.parallelism.cuts.moving import Range, recut, shares_of
 from galvatron_lite.parallelism.cuts.tensor import (
     Call,
@@ -35,7 +36,12 @@ def _get(call: Call) -> Any:
         return on_whole(call)
     with shares_only():
         plan = plan_of(index, tensor.cuts, tensor.dim())
-    return on_whole(call) if plan is None else _taken(tensor, plan)
+    return on_whole(call) if plan is None or _strides(plan, tensor) else _taken(tensor, plan)
+
+
+def _strides(plan: IndexPlan, tensor: CutTensor) -> bool:
+    """Whether rows are left out of what lies in pieces."""
+    return any(isinstance(cut.line, LaidLine) and one.step not in (None, 1) for one, cut in _pairs(plan, tensor))
 
 
 def _taken(tensor: CutTensor, plan: IndexPlan) -> Any:
@@ -47,21 +53,23 @@ def _taken(tensor: CutTensor, plan: IndexPlan) -> Any:
             if cut.dim in plan.chosen:
                 result = _row(result, cut, plan.chosen[cut.dim])
             else:
-                result, extent = _slice(result, cut, plan.sliced[cut.dim])
-                after.append(Cut(plan.homes[cut.dim], extent, cut.line))
+                result, sliced = _slice(result, cut, plan.sliced[cut.dim])
+                after.append(moved(sliced, plan.homes[cut.dim]))
         whole = all(isinstance(one, slice) and one == slice(None) for one in plan.local)
         result = result.view_as(result) if whole and result is tensor else result[plan.local]
     return cut_like(result, tuple(after), rules)
 
 
-def _slice(local: Tensor, cut: Cut, wanted: slice) -> tuple[Tensor, int]:
-    """A share of the rows that a slice names, and how many these are in all."""
+def _slice(local: Tensor, cut: Cut, wanted: slice) -> tuple[Tensor, Cut]:
+    """A share of the rows that a slice names, and how these are cut."""
     start, stop, step = wanted.indices(cut.extent)
     if step < 1:
         raise ValueError("step must be greater than zero")
     extent = len(range(start, stop, step))
     if extent == cut.extent:
-        return local, extent
+        return local, cut
+    if isinstance(cut.line, LaidLine):
+        return _window(local, cut, start, extent)
     rows = shares_of(cut.extent, cut.line)
     held = [_numbers(one, start, step, extent) for one in rows]
     first, last = held[cut.line.rank]
@@ -70,7 +78,19 @@ def _slice(local: Tensor, cut: Cut, wanted: slice) -> tuple[Tensor, int]:
         *[slice(None)] * cut.dim,
         slice(offset, offset + (last - first - 1) * step + 1 if first < last else offset, step),
     )
-    return recut(local[index], cut.dim, held, shares_of(extent, cut.line), cut.line), extent
+    after = Cut(cut.dim, extent, cut.line)
+    return recut(local[index], cut.dim, held, shares_of(extent, cut.line), cut.line), after
+
+
+def _window(local: Tensor, cut: Cut, start: int, extent: int) -> tuple[Tensor, Cut]:
+    """Neighbouring rows, which stay where they are."""
+    after = Cut(cut.dim, extent, Window(cut.line, cut.extent, start))
+    kept, before = list[Range](), 0
+    for low, high in cut.pieces:
+        first, last = max(low, start), min(high, start + extent)
+        kept += [(before + first - low, before + last - low)] if first < last else []
+        before += high - low
+    return taken(local, cut.dim, tuple(kept)), after
 
 
 def _numbers(rows: Range, start: int, step: int, extent: int) -> Range:
@@ -83,9 +103,11 @@ def _row(local: Tensor, cut: Cut, number: int) -> Tensor:
     """One row of a cut dim on every rank, as a dim of 1: its owner gives it, the others add nothing."""
     if not -cut.extent <= number < cut.extent:
         raise IndexError(f"index {number} is out of bounds for dimension {cut.dim} with size {cut.extent}")
-    number %= cut.extent
-    mine = cut.start <= number < cut.start + cut.length
-    row = local.narrow(cut.dim, number - cut.start if mine else 0, int(mine))
+    number, before, place = number % cut.extent, 0, -1
+    for start, stop in cut.pieces:
+        place = before + number - start if start <= number < stop else place
+        before += stop - start
+    row = local.narrow(cut.dim, max(place, 0), int(place >= 0))
     return sum_over(row.sum(cut.dim, keepdim=True, dtype=local.dtype), [cut.line])
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.cuts.laying import Pieces, length_of, pieces_of
 from galvatron_lite.parallelism.cuts.line import Line
-from galvatron_lite.parallelism.shares import share
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Cut:
     Attributes:
         dim: counted from the front.
         extent: of the whole tensor.
-        line: the ranks that share it, by ``shares.share``.
+        line: the ranks that share it, by ``shares.share`` unless it has pieces of its own (``laying.LaidLine``).
     """
 
     dim: int
@@ -38,14 +38,20 @@ class Cut:
     line: Line
 
     @property
+    def pieces(self) -> Pieces:
+        """This rank's share, in order."""
+        return pieces_of(self.extent, self.line, self.line.rank)
+
+    @property
     def start(self) -> int:
-        """Where this rank's share begins."""
-        return share(self.extent, self.line.size, self.line.rank)[0]
+        """Where this rank's share begins, which is one piece."""
+        ((start, _),) = self.pieces
+        return start
 
     @property
     def length(self) -> int:
         """Items of this rank's share."""
-        return share(self.extent, self.line.size, self.line.rank)[1]
+        return length_of(self.pieces)
 
 
 shares_only = torch._C.DisableTorchFunctionSubclass

@@ -1,0 +1,164 @@
+"""``scaled_dot_product_attention`` of queries, keys and values whose tokens are shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from galvatron_lite.parallelism.context.ring import Ring, ring_attention
+from galvatron_lite.parallelism.context.ulysses import (
+    Swap,
+    heads_by_rank,
+    heads_of_all_tokens,
+    tokens_of_all_heads,
+)
+from galvatron_lite.parallelism.cuts.alignment import same_line
+from galvatron_lite.parallelism.cuts.calls import fronted
+from galvatron_lite.parallelism.cuts.fallback import on_whole
+from galvatron_lite.parallelism.cuts.functions import whole
+from galvatron_lite.parallelism.cuts.laying import Pieces, own_part, pieces_of
+from galvatron_lite.parallelism.cuts.tensor import (
+    Call,
+    Cut,
+    Handler,
+    cut_like,
+    cuts_of,
+    local_of,
+    shares_only,
+    whole_shape,
+)
+
+HEADS, TOKENS = 1, 2
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+_SEEDS = 2**31
+
+Way = Callable[[dict[str, Any], Cut, Cut], Tensor]
+"""Attention of shares, from the arguments and the cuts of queries and keys."""
+
+
+def attention(way: Way) -> Handler:
+    """A handler of attention that brings queries, keys and values together in some way.
+
+    Where the keys are whole, or the mask takes a gradient (learnt biases), every rank works on its own queries with all
+    keys. Where the queries are whole and the keys are not, or anything else than tokens is shared, all is gathered.
+    """
+
+    def handler(call: Call) -> Any:
+        given = {**_DEFAULTS, **dict(zip(_NAMES, fronted(call).args, strict=False)), **call.kwargs}
+        query = given["query"]
+        dims, cuts = len(whole_shape(query)), cuts_of(query)
+        if (
+            len(cuts) != 1
+            or cuts[0].dim != dims - 2
+            or not all(_tokens_only(given[name], dims) for name in _NAMES[1:3])
+        ):
+            return on_whole(call)
+        given["attn_mask"] = None if given["attn_mask"] is None else whole(given["attn_mask"])
+        apart = _key_cut(given)
+        with shares_only():
+            if apart is None or dims != TOKENS + 2 or _takes_gradient(given["attn_mask"]) or not _plain_heads(given):
+                made = _with_all_keys(given, cuts[0])
+            else:
+                made = way({**given, **{name: local_of(given[name]) for name in _NAMES[:3]}}, cuts[0], apart)
+        return cut_like(made, cuts, call.rules)
+
+    return handler
+
+
+def by_ring(given: dict[str, Any], queries: Cut, keys: Cut) -> Tensor:
+    """Keys and values go round."""
+    drop, scale = given["dropout_p"], _scale(given)
+    ring = Ring(
+        queries.line, _by_rank(queries), _by_rank(keys), scale, given["is_causal"], given["attn_mask"], drop,
+        _seed() if drop else 0,
+    )  # fmt: skip
+    return ring_attention(given["query"], given["key"], given["value"], ring)
+
+
+def by_ulysses(given: dict[str, Any], queries: Cut, keys: Cut) -> Tensor:
+    """Tokens are swapped for heads, and back.
+
+    Raises:
+        InputError: the heads cannot be spread evenly.
+    """
+    line, size = queries.line, queries.line.size
+    query, key, value = (given[name] for name in _NAMES[:3])
+    asking, asked = (heads_by_rank(one.shape[HEADS], size) for one in (query, key))
+    swap, other = Swap(line, _by_rank(queries), asking), Swap(line, _by_rank(keys), asked)
+    first, last = asking[line.rank]
+    mask = given["attn_mask"]
+    if mask is not None and mask.dim() > TOKENS and mask.shape[-3] > 1:
+        mask = mask[..., first:last, :, :]
+    heads = heads_of_all_tokens(query, swap), heads_of_all_tokens(key, other), heads_of_all_tokens(value, other)
+    options = {name: given[name] for name in ("dropout_p", "is_causal", "scale", "enable_gqa")}
+    with own_chances(line.rank, query.device, bool(given["dropout_p"])):
+        mixed = scaled_dot_product_attention(*heads, attn_mask=mask, **options)
+    return tokens_of_all_heads(mixed, swap)
+
+
+def _with_all_keys(given: dict[str, Any], cut: Cut) -> Tensor:
+    """This rank's queries with the keys and values of all."""
+    query, key, value = local_of(given["query"]), whole(given["key"]), whole(given["value"])
+    mask = given["attn_mask"]
+    if mask is not None and mask.shape[-2] > 1:
+        mask = own_part(mask, cut, mask.dim() - 2)
+    if given["is_causal"]:
+        places = torch.cat([torch.arange(start, stop, device=query.device) for start, stop in cut.pieces])
+        mask = places[:, None] >= torch.arange(key.shape[-2], device=query.device)
+    options = {name: given[name] for name in ("dropout_p", "scale", "enable_gqa")}
+    with own_chances(cut.line.rank, query.device, bool(given["dropout_p"])):
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+
+
+@contextmanager
+def own_chances(rank: int, device: torch.device, needed: bool) -> Iterator[None]:
+    """Inside, random numbers of this rank alone; outside all ranks go on alike. See ``cuts.randomness``."""
+    if not needed:
+        yield
+        return
+    seed = _seed()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed * 1_000_003 + rank)
+        yield
+
+
+def _seed() -> int:
+    return int(torch.randint(_SEEDS, (), device="cpu").item())
+
+
+def _scale(given: dict[str, Any]) -> float:
+    return float(given["query"].shape[-1] ** -0.5 if given["scale"] is None else given["scale"])
+
+
+def _by_rank(cut: Cut) -> tuple[Pieces, ...]:
+    return tuple(pieces_of(cut.extent, cut.line, rank) for rank in range(cut.line.size))
+
+
+def _tokens_only(tensor: Tensor, dims: int) -> bool:
+    """Whether nothing but the tokens of keys or values is shared."""
+    return all(cut.dim == dims - 2 for cut in cuts_of(tensor))
+
+
+def _key_cut(given: dict[str, Any]) -> Cut | None:
+    """How keys and values are both cut, along the line of the queries; None where they are not."""
+    query, key, value = (cuts_of(given[name]) for name in _NAMES[:3])
+    if len(key) != 1 or key != value or not same_line(query[0].line, key[0].line):
+        return None
+    return key[0]
+
+
+def _takes_gradient(mask: Tensor | None) -> bool:
+    return mask is not None and mask.requires_grad
+
+
+def _plain_heads(given: dict[str, Any]) -> bool:
+    """Whether samples are as many everywhere, and each head of keys serves equally many of queries."""
+    query, key, value = (given[name].shape for name in _NAMES[:3])
+    heads = query[HEADS] == key[HEADS] or (given["enable_gqa"] and query[HEADS] % key[HEADS] == 0)
+    return bool(heads and key[HEADS] == value[HEADS] and query[0] == key[0] == value[0])

@@ -1,0 +1,187 @@
+"""Attention of shared tokens against torch's own on the whole sequence: outputs and gradients, on threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.context import kernels
+from galvatron_lite.parallelism.context.kernels import Block, attend
+from galvatron_lite.parallelism.context.rules import rules_of
+from galvatron_lite.parallelism.context.tasks import Seen, Task, tasks
+from galvatron_lite.parallelism.cuts.functions import own, whole
+from galvatron_lite.parallelism.cuts.laying import Mirrored
+from galvatron_lite.parallelism.cuts.tensor import Cut, Rules, cuts_of
+from galvatron_lite.parallelism.shares import mirrored
+from tests.parallelism.thread_group import ThreadGroup, run_threads
+
+SAMPLES, ITEMS = 2, 8
+
+
+@dataclass(frozen=True)
+class Given:
+    """Queries, keys, values of the whole sequence, and options."""
+
+    tensors: tuple[Tensor, Tensor, Tensor]
+    options: dict[str, object]
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        found: Tensor = scaled_dot_product_attention(query, key, value, **self.options)  # type: ignore[arg-type]
+        return found
+
+
+def given(tokens: int, heads: int, kv_heads: int, keys: int = 0, **options: object) -> Given:
+    torch.manual_seed(tokens + heads)
+    sizes = (heads, tokens), (kv_heads, keys or tokens), (kv_heads, keys or tokens)
+    query, key, value = (torch.randn(SAMPLES, count, length, ITEMS) for count, length in sizes)
+    return Given((query, key, value), options | ({"enable_gqa": True} if heads != kv_heads else {}))
+
+
+def alone(one: Given) -> list[Tensor]:
+    leaves = [tensor.clone().requires_grad_() for tensor in one.tensors]
+    result = one.run(*leaves)
+    (result * weights_of(result)).sum().backward()
+    return [result.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def weights_of(result: Tensor) -> Tensor:
+    return torch.randn(result.shape, generator=torch.Generator().manual_seed(3))
+
+
+def together(one: Given, degree: int, rules: Rules) -> list[list[Tensor]]:
+    """The same on threads; every rank gives whole tensors, and sums of its gradients with those of others."""
+
+    def work(group: ThreadGroup) -> list[Tensor]:
+        leaves = [tensor.clone().requires_grad_() for tensor in one.tensors]
+        line = Mirrored(group)
+        shares = [own(leaf, (Cut(2, leaf.shape[2], line),), rules) for leaf in leaves]
+        result = one.run(*shares)
+        assert [cut.dim for cut in cuts_of(result)] == [2]
+        everything = whole(result)
+        (everything * weights_of(everything)).sum().div(degree).backward()
+        gradients = [group.all_reduce(leaf.grad) for leaf in leaves if leaf.grad is not None]
+        return [everything.detach(), *gradients]
+
+    return run_threads(degree, work)
+
+
+def compare(one: Given, degree: int, strategy: Strategy) -> None:
+    expected = alone(one)
+    for found in together(one, degree, rules_of(strategy)):
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-6)
+
+
+RING, ULYSSES = Strategy(context=2), Strategy(context=2, ulysses=True)
+BIAS = torch.randn(SAMPLES, 1, 16, 16, generator=torch.Generator().manual_seed(1))
+PADDING = torch.arange(16) < torch.tensor([16, 9]).view(2, 1, 1, 1)
+
+
+@pytest.mark.parametrize("strategy", [RING, ULYSSES], ids=["ring", "ulysses"])
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (8, 1)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_equals_one_process(strategy: Strategy, degree: int, heads: int, kv_heads: int, causal: bool) -> None:
+    compare(given(16, heads, kv_heads, is_causal=causal), degree, strategy)
+
+
+@pytest.mark.parametrize("strategy", [RING, ULYSSES], ids=["ring", "ulysses"])
+@pytest.mark.parametrize("mask", [BIAS, PADDING, BIAS > 0.2], ids=["bias", "padding", "random"])
+def test_masks(strategy: Strategy, mask: Tensor) -> None:
+    compare(given(16, 4, 2, attn_mask=mask), 4, strategy)
+
+
+@pytest.mark.parametrize("strategy", [RING, ULYSSES], ids=["ring", "ulysses"])
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"scale": 0.3}], ids=str)
+def test_uneven_sequences(strategy: Strategy, options: dict[str, object]) -> None:
+    compare(given(13, 4, 4, **options), 2, strategy)
+    compare(given(12, 4, 4, keys=16, **options), 2, strategy)
+
+
+def test_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "SCORES", 100)
+    compare(given(16, 4, 2, attn_mask=BIAS), 2, RING)
+
+
+def test_fused_and_plain_kernels_agree() -> None:
+    query, key, value = given(8, 4, 2).tensors
+    for before in (True, False):
+        fused = attend(query, key, value, Block(0.3, before))
+        plain = attend(query, key, value, Block(0.3, before, torch.zeros(8, 8)))
+        for one, other in zip(fused, plain, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_a_bias_that_is_learnt_has_its_gradient() -> None:
+    one, bias = given(16, 4, 4), BIAS.clone().requires_grad_()
+    scaled_dot_product_attention(*one.tensors, attn_mask=bias).square().sum().backward()
+
+    def work(group: ThreadGroup) -> Tensor:
+        leaf = BIAS.clone().requires_grad_()
+        shares = [own(tensor, (Cut(2, 16, Mirrored(group)),), rules_of(RING)) for tensor in one.tensors]
+        scaled_dot_product_attention(*shares, attn_mask=leaf).square().sum().div(2).backward()
+        assert leaf.grad is not None
+        return group.all_reduce(leaf.grad)
+
+    for found in run_threads(2, work):
+        torch.testing.assert_close(found, bias.grad, rtol=1e-4, atol=1e-6)
+
+
+def dropped(strategy: Strategy, seed: int) -> list[list[Tensor]]:
+    """Attention of equal scores: a token's output is the mean of what is kept of the values, which are ones."""
+    tokens, rate = 64, 0.25
+    one = Given((torch.zeros(1, 2, tokens, ITEMS), torch.zeros(1, 2, tokens, ITEMS), torch.eye(tokens)[None, None]
+        .expand(1, 2, -1, -1)), {"dropout_p": rate})  # fmt: skip
+    torch.manual_seed(seed)
+    return together(one, 2, rules_of(strategy))
+
+
+def test_dropout_of_attention() -> None:
+    """What is dropped is drawn for each item once: as often as asked, in backward as in forward, unlike by rank."""
+    for weights, _, _, value in dropped(RING, seed=5):
+        kept = weights[0] * 64 * 0.75
+        assert bool(((kept - 1).abs() < 1e-4).logical_or(kept.abs() < 1e-6).all())
+        assert 0.7 < float(kept.mean()) < 0.8
+        expected = weights[0].mT @ weights_of(weights)[0]
+        torch.testing.assert_close(value[0], expected, rtol=1e-4, atol=1e-5)
+        assert not torch.equal(kept[0, :16], kept[0, 16:32])
+
+
+def test_heads_that_cannot_be_spread_are_refused() -> None:
+    with pytest.raises(InputError, match=r"heads of attention.*ulysses: false"):
+        together(given(16, 6, 6), 4, rules_of(ULYSSES))
+
+
+def test_a_causal_ring_is_balanced() -> None:
+    """Every rank has the same scores at every step: half a block of each other rank's keys."""
+    size, tokens = 4, 32
+    held = [mirrored(tokens, size, rank) for rank in range(size)]
+    for rank in range(size):
+        for other in range(size):
+            found = tasks(held[rank], held[other], causal=True)
+            wanted = Task((0, 8), (0, 8), Seen.BEFORE) if rank == other else None
+            (one,) = found
+            area = (one.rows[1] - one.rows[0]) * (one.columns[1] - one.columns[0])
+            assert one == wanted if wanted else (one.seen, area) == (Seen.ALL, 32)
+
+
+def test_nothing_but_two_blocks_of_keys_is_sent() -> None:
+    """c - 1 hops of this rank's keys and values in forward, twice as many in backward."""
+    degree, one = 4, given(16, 4, 2, is_causal=True)
+    block = SAMPLES * 2 * (16 // degree) * ITEMS * 2 * 4
+
+    def work(group: ThreadGroup) -> tuple[int, int]:
+        leaves = [tensor.clone().requires_grad_() for tensor in one.tensors]
+        shares = [own(leaf, (Cut(2, 16, Mirrored(group)),), rules_of(RING)) for leaf in leaves]
+        result = one.run(*shares)
+        forward = group.sent_bytes
+        result.sum().backward()
+        return forward, group.sent_bytes - forward
+
+    assert run_threads(degree, work) == [(block * (degree - 1), 2 * block * (degree - 1))] * degree
