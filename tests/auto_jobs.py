@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -12,6 +16,10 @@ from galvatron_lite import auto_parallelize
 from galvatron_lite.files import to_data
 from galvatron_lite.model.zoo import build
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.profiler import measure
+from galvatron_lite.profiler.timing import TimingRule
+
+QUICK = TimingRule(warmup=1, least=2, most=2, seconds=0.02)
 
 
 def hugging_face() -> torch.nn.Module:
@@ -41,13 +49,21 @@ def of_few_samples(name: str) -> torch.nn.Module:
     return model
 
 
+@contextmanager
+def measuring_briefly() -> Iterator[None]:
+    """All is measured that ``auto_parallelize`` measures, with few repetitions."""
+    with patch.object(measure, "measure_profile", partial(measure.measure_profile, rule=QUICK)):
+        yield
+
+
 def with_nothing_else(name: str, folder: str, steps: int) -> tuple[Any, list[float], float]:
     """``auto_parallelize(model)``, some steps on one batch; the plan, the losses, and when the profile was written."""
     from galvatron_lite.model.example import example_batch
 
     model = of_few_samples(name)
     batch = example_batch(model)
-    parallel = auto_parallelize(model, folder=Path(folder))
+    with measuring_briefly():
+        parallel = auto_parallelize(model, folder=Path(folder))
     optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
     losses = [float(parallel.train_step(batch, optimizer)) for _ in range(steps)]
     written = next(Path(folder).glob("*/*.yaml")).stat().st_mtime_ns

@@ -38,7 +38,7 @@ def check(asked: Instance, brute: Brute, budget: int) -> None:
     assert bound_of(asked.profile, plan) == pytest.approx(best.seconds, rel=1e-9)
 
 
-@settings(max_examples=150, **QUIET)
+@settings(max_examples=100, **QUIET)
 @given(st.integers(0, 10**9))
 def test_equals_brute_force(seed: int) -> None:
     asked, draw = random_instance(seed), random.Random(seed)
