@@ -24,6 +24,7 @@ from galvatron_lite.runtime.clip import scale_gradients, squared_norm_share
 from galvatron_lite.runtime.layout import WHOLE, Split
 from galvatron_lite.runtime.mesh import build_meshes
 from galvatron_lite.runtime.optimizer import split_groups
+from galvatron_lite.runtime.pieces import entries_of
 from galvatron_lite.runtime.placement import check_samples
 from galvatron_lite.runtime.precision import compute_context, compute_dtype
 from galvatron_lite.runtime.setup import Options, StageRuntime, set_up
@@ -58,6 +59,7 @@ class ParallelModel(nn.Module):
     Attributes:
         module: the user's model.
         plan: the plan.
+        entries: of the whole model's state.
         runtime: what this rank's stage is made of.
 
     Raises:
@@ -84,6 +86,7 @@ class ParallelModel(nn.Module):
         self.device = pick_device() if device is None else torch.device(device)
         self.plan, self.max_grad_norm, self._loss_fn = plan, max_grad_norm, loss_fn
         self._compute = compute_dtype(precision or plan.precision)
+        self.entries = entries_of(model, layers)
         options = Options(self.device, self._compute, tensor_plans, init_fn, seed, loss_fn)
         self.runtime: StageRuntime = self._set_up(model, layers, batch, options)
         self.module = model
@@ -97,6 +100,11 @@ class ParallelModel(nn.Module):
     def runtimes(self) -> Sequence[StageRuntime]:
         """What trains the parts of the model that are on this rank, ``runtime`` first."""
         return [self.runtime]
+
+    @property
+    def structures(self) -> Sequence[nn.Module]:
+        """The modules of each of these parts, under the names of the whole model."""
+        return [self.module]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The mean loss of a global batch, worked on in one go: ``parallel(batch)``, or as the model is called.

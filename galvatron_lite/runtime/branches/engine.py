@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from galvatron_lite.model.batch import places, slice_batch
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.runtime.branches.parts import check_rows
 from galvatron_lite.runtime.branches.session import Origins, Session
-from galvatron_lite.runtime.branches.setup import set_up_branches, state_names
+from galvatron_lite.runtime.branches.setup import set_up_branches
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.setup import Options, StageRuntime
-from galvatron_lite.runtime.state import Parallel, full_gradients, full_state_dict, load_full_state_dict
-
-
-@dataclass(slots=True)
-class _Part:
-    """The trunk or a branch, as ``runtime.state`` takes it."""
-
-    module: nn.Module
-    runtime: StageRuntime
 
 
 class BranchedModel(ParallelModel):
@@ -55,39 +44,10 @@ class BranchedModel(ParallelModel):
         """Of the trunk and of this rank's branches."""
         return self._branches.runtimes
 
-    def full_gradients(self) -> dict[str, Tensor]:
-        """The whole gradient of every parameter that has one; see ``runtime.state.full_gradients``."""
-        return self._gathered(full_gradients)
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model's ``state_dict()`` on the CPU of every rank, under the user's names; all ranks call it."""
-        return self._gathered(full_state_dict)
-
-    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Set this rank's shares of a whole state; every rank gives all of it.
-
-        Raises:
-            InputError: an entry this rank needs is missing, or has another shape.
-        """
-        for part in self._parts_here():
-            load_full_state_dict(part, state)
-
-    def _parts_here(self) -> list[_Part]:
-        modules = [self.module, *self.trees]
-        return [_Part(module, runtime) for module, runtime in zip(modules, self.runtimes, strict=True)]
-
-    def _gathered(self, ask: Callable[[Parallel], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """What each part says, on every rank; the first rank of each branch tells the others."""
-        trunk, *own = self._parts_here()
-        found, told = ask(trunk), dict[str, Tensor]()
-        for part in own:
-            state = ask(part)
-            told |= state if part.runtime.meshes.index_in_stage == 0 else {}
-        everyone: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, told)
-        for state in everyone:
-            found |= state
-        return state_names(found, self._branches.names)
+    @property
+    def structures(self) -> Sequence[nn.Module]:
+        """See ``ParallelModel``."""
+        return [self.module, *self.trees]
 
     def _check_samples(self, samples: int, count: int) -> None:
         check_rows(samples, self._branches.parts, count)

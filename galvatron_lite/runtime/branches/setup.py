@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,14 +44,12 @@ class Branches:
         parts: the trunk, then all branches.
         trees: modules of this rank's branches, at their paths in the model.
         runtimes: of the trunk, then of this rank's branches.
-        names: of the whole model's state, in its order.
     """
 
     setting: Setting
     parts: tuple[PlacedPart, ...]
     trees: list[nn.Module]
     runtimes: list[StageRuntime]
-    names: tuple[str, ...]
 
 
 def set_up_branches(
@@ -74,7 +72,6 @@ def set_up_branches(
     parts = place_parts(plan, layers)
     join_world(plan, options.device.type)
     _check_ties(model, parts, layers)
-    names = tuple(model.state_dict())
     known = [examine(model, part.stage, part.stage, batch, options) for part in parts]
     paths = [entrances(model, part.roots, batch) for part in parts[1:]]
     meshes = build_part_meshes([part.mesh for part in parts], options.device.type)
@@ -106,7 +103,7 @@ def set_up_branches(
     setting.append(Setting(parts[0], trunk, branches, post))
     resolve_outside(model, [path for layer in parts[0].layers for path in layer.modules])
     own_trees = [tree for tree, runtime in zip(trees, runtimes[1:], strict=True) if runtime is not None]
-    return Branches(setting[0], parts, own_trees, [one for one in runtimes if one is not None], names)
+    return Branches(setting[0], parts, own_trees, [one for one in runtimes if one is not None])
 
 
 def _call(setting: Sequence[Setting], stand_in: StandIn, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -140,9 +137,3 @@ def _seed(seed: int, part: PlacedPart) -> int:
     rank = dist.get_rank()
     alike = any(placed.strategy.devices > placed.strategy.batch_degree for placed in part.stage)
     return seed + part.first if alike else seed + rank
-
-
-def state_names(found: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Entries of a state in the model's order, then others."""
-    ordered = [name for name in names if name in found]
-    return {name: found[name] for name in [*ordered, *(name for name in found if name not in set(ordered))]}

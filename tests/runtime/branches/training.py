@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from galvatron_lite.runtime.branches.engine import BranchedModel
+from galvatron_lite.runtime.state import full_gradients
 from tests.runtime.branches.networks import Case, layers_of, make_batch, make_model, make_plan
 from tests.runtime.training import ADAMW, Trained, train_plainly
 
@@ -24,7 +25,7 @@ def train(case: Case, steps: int = 3) -> Trained:
     batch = make_batch(case)
     state = parallel.full_state_dict()
     parallel.backward_step(batch)
-    gradients = parallel.full_gradients()
+    gradients = full_gradients(parallel)
     optimizer.zero_grad()
     parallel.load_full_state_dict(state)
     losses = [float(parallel.train_step(batch, optimizer)) for _ in range(steps)]

@@ -1,0 +1,271 @@
+"""What this rank holds of every tensor of the training state: boxes of whole tensors, under the user's own names.
+
+Saving and changing the plan while training runs are built on this: both only need to know which part of which tensor
+lies where, whatever split it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Layer
+from galvatron_lite.parallelism.shares import share
+from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
+from galvatron_lite.runtime.layout import Box
+from galvatron_lite.runtime.setup import StageRuntime
+from galvatron_lite.runtime.sharding import Owned
+
+RUNNING = ("running_mean", "running_var")
+"""Buffers of normalisations of which a rank that shares channels keeps its own channels only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Items that are in one place both in a rank's tensor and in the whole one; the boxes' shapes are equal.
+
+    Attributes:
+        local: where in the rank's tensor.
+        whole: where in the whole tensor.
+    """
+
+    local: Box
+    whole: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank holds of one tensor.
+
+    Attributes:
+        name: the user's; of a shared parameter the first of its names in the model's ``state_dict()``.
+        shape: of the whole tensor.
+        tensor: this rank's, plain; it shares its storage with what training uses.
+        chunks: which items it has; none where the rank has no part.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tensor: Tensor
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """The entries of a whole model's ``state_dict()``, known before the model is split.
+
+    Attributes:
+        names: every entry, and the first name of the tensor behind it.
+        homes: of each entry that is a buffer: the layer that holds it; empty where none does.
+    """
+
+    names: Mapping[str, str]
+    homes: Mapping[str, str]
+
+
+class Parallel(Protocol):
+    """A model that is split over the launched world: a ``ParallelModel``."""
+
+    entries: Entries
+
+    @property
+    def runtimes(self) -> Sequence[StageRuntime]:
+        """What trains the parts of the model that are on this rank."""
+
+    @property
+    def structures(self) -> Sequence[nn.Module]:
+        """The modules of each of these parts, under the names of the whole model."""
+
+
+def entries_of(model: nn.Module, layers: Sequence[Layer]) -> Entries:
+    """The entries of a whole model's state; call it before the model is split."""
+    state: dict[str, object] = model.state_dict(keep_vars=True)
+    first: dict[int, str] = {}
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    for name, value in tensors.items():
+        first.setdefault(id(value), name)
+    names = {name: first[id(value)] for name, value in tensors.items()}
+    buffers = [name for name, value in tensors.items() if not isinstance(value, nn.Parameter)]
+    return Entries(names, {name: _home(name, layers) for name in buffers})
+
+
+def held_parameters(parallel: Parallel) -> list[Held]:
+    """What this rank holds of every parameter; a name may come twice where several parts of the rank share it."""
+    return [
+        _held(_name(parallel, one), one.parameter.detach(), one)
+        for runtime in parallel.runtimes
+        for one in runtime.owned
+    ]
+
+
+def held_gradients(parallel: Parallel) -> list[Held]:
+    """What this rank holds of the gradients that there are, named as their parameters."""
+    return [
+        _held(_name(parallel, one), one.parameter.grad.detach(), one)
+        for runtime in parallel.runtimes
+        for one in runtime.owned
+        if one.parameter.grad is not None
+    ]
+
+
+def held_states(parallel: Parallel, optimizer: torch.optim.Optimizer) -> list[Held]:
+    """What this rank holds of the tensors of an optimizer's state, named ``PARAMETER/exp_avg``.
+
+    Entries that are neither of the parameter's shape, nor of it with some extents 1, are whole on every rank. Entries
+    that are no tensors are left out.
+    """
+    return [
+        _held(f"{_name(parallel, one)}/{key}", value.detach(), one)
+        for runtime in parallel.runtimes
+        for one in runtime.owned
+        for key, value in optimizer.state.get(one.parameter, {}).items()
+        if isinstance(value, Tensor)
+    ]
+
+
+def held_buffers(parallel: Parallel) -> list[Held]:
+    """What this rank holds of the buffers of the model's state that its own layers have.
+
+    Ranks that take other samples may have other values of the same items (running statistics); the first rank's count
+    where one value is needed.
+    """
+    return [
+        Held(name, tuple(buffer.shape), buffer, chunks)
+        for place, (runtime, tree) in enumerate(zip(parallel.runtimes, parallel.structures, strict=True))
+        for name, buffer, chunks in _buffers(runtime, tree, parallel.entries, is_first=place == 0)
+    ]
+
+
+def boxes_of(held: Held) -> tuple[Box, ...]:
+    """Which items of the whole tensor a rank holds."""
+    return tuple(chunk.whole for chunk in held.chunks)
+
+
+def part_of(tensor: Tensor, box: Box) -> Tensor:
+    """A view of the items of a box."""
+    for dim, (start, stop) in enumerate(box.ranges):
+        tensor = tensor.narrow(dim, start, stop - start)
+    return tensor
+
+
+def all_of(shape: Sequence[int]) -> Box:
+    """The box of a whole tensor."""
+    return Box(tuple((0, extent) for extent in shape))
+
+
+def _name(parallel: Parallel, one: Owned) -> str:
+    return parallel.entries.names.get(one.names[0], one.names[0])
+
+
+def _home(name: str, layers: Sequence[Layer]) -> str:
+    """The layer with the longest module path that leads to a buffer."""
+    found = [(len(path), layer.name) for layer in layers for path in layer.modules if name.startswith(f"{path}.")]
+    return max(found, default=(0, ""))[1]
+
+
+def _held(name: str, tensor: Tensor, one: Owned) -> Held:
+    """A parameter, or a tensor of its optimizer state."""
+    local, part, slice_shape = _laid(tensor, one)
+    shard = one.shard if one.shard is not None and one.shard.placement is Placement.SHARDED else None
+    if shard is None or not _follows(slice_shape, one, shard):
+        return Held(name, slice_shape, local, _whole_chunks(part))
+    shape = list(slice_shape)
+    shape[shard.dim] = shard.shape[shard.dim]
+    return Held(name, tuple(shape), local, _sliced_chunks(part, shard))
+
+
+def _laid(tensor: Tensor, one: Owned) -> tuple[Tensor, Box, tuple[int, ...]]:
+    """A plain tensor, which items of this rank's slice of the parameter it has, and the slice's shape."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local(), _own_box(tensor), tuple(tensor.shape)
+    parameter: Tensor = one.parameter
+    if isinstance(parameter, DTensor) and tuple(tensor.shape) not in ((), tuple(parameter.shape)):
+        # made by an optimizer that works on the rank's own items
+        box = _own_box(parameter)
+        if box.shape == tuple(tensor.shape):
+            return tensor, box, tuple(parameter.shape)
+    return tensor, all_of(tensor.shape), tuple(tensor.shape)
+
+
+def _own_box(tensor: DTensor) -> Box:
+    """Which items of a DTensor this rank has: along each axis of the mesh torch cuts as ``torch.chunk`` does.
+
+    Raises:
+        InputError: it is placed in another way.
+    """
+    ranges = [(0, extent) for extent in tensor.shape]
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None  # this rank has the tensor
+    for place, placement in enumerate(tensor.placements):
+        if type(placement) is Shard:
+            start, stop = ranges[placement.dim]
+            ways = tensor.device_mesh.size(place)
+            step = -(-(stop - start) // ways)
+            ranges[placement.dim] = (
+                min(stop, start + step * coordinate[place]),
+                min(stop, start + step * (coordinate[place] + 1)),
+            )
+        elif not isinstance(placement, Replicate):
+            raise InputError("placement", placement, "States are kept whole, or cut in consecutive shares.")
+    return Box(tuple(ranges))
+
+
+def _follows(shape: tuple[int, ...], one: Owned, shard: ParameterShard) -> bool:
+    """Whether a tensor is cut where its parameter is: of its shape, or with extents 1 in other dims."""
+    own = tuple(one.parameter.shape)
+    alike = len(shape) == len(own) and all(mine in (1, theirs) for mine, theirs in zip(shape, own, strict=True))
+    return alike and shape[shard.dim] == own[shard.dim]
+
+
+def _whole_chunks(part: Box) -> tuple[Chunk, ...]:
+    return (Chunk(part.within(part), part),) if part.items else ()
+
+
+def _sliced_chunks(part: Box, shard: ParameterShard) -> tuple[Chunk, ...]:
+    """Where the items of a part of a rank's slice lie in the whole tensor: fused parts are sliced each by itself."""
+    chunks, offset = [], 0
+    for start, length in shard.ranges:
+        ranges = list(part.ranges)
+        ranges[shard.dim] = (offset, offset + length)
+        met = part.meet(Box(tuple(ranges)))
+        if met.items:
+            whole = list(met.ranges)
+            first, last = met.ranges[shard.dim]
+            whole[shard.dim] = (first - offset + start, last - offset + start)
+            chunks.append(Chunk(met.within(part), Box(tuple(whole))))
+        offset += length
+    return tuple(chunks)
+
+
+def _buffers(
+    runtime: StageRuntime, tree: nn.Module, entries: Entries, is_first: bool
+) -> Iterator[tuple[str, Tensor, tuple[Chunk, ...]]]:
+    # those that no layer has are on every part
+    here = {placed.layer.name for placed in runtime.stage} | ({""} if is_first else set())
+    cut = _cut_paths(runtime)
+    for name, buffer in tree.named_buffers():
+        if entries.homes.get(name) not in here:
+            continue
+        box = all_of(buffer.shape)
+        path, _, last = name.rpartition(".")
+        group = next((one for layer, one in cut.items() if path == layer or path.startswith(f"{layer}.")), None)
+        if group is not None and last in RUNNING:
+            start, length = share(buffer.shape[0], *group)
+            box = Box(((start, start + length), *box.ranges[1:]))
+        yield entries.names[name], buffer, (Chunk(box, box),) if box.items else ()
+
+
+def _cut_paths(runtime: StageRuntime) -> dict[str, tuple[int, int]]:
+    """Modules whose channels ranks share: how many ranks, and which of them this one is."""
+    found: dict[str, tuple[int, int]] = {}
+    for placed in runtime.stage:
+        group = runtime.meshes.groups(placed.strategy).slices
+        if group is not None:
+            found |= dict.fromkeys(placed.layer.modules, (group.size(), group.rank()))
+    return found

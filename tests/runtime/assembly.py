@@ -1,0 +1,43 @@
+"""Whole tensors put together from what every rank holds, and how often each item is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from galvatron_lite.runtime.pieces import Held, part_of
+
+Shown = tuple[str, tuple[int, ...], list[tuple[tuple[tuple[int, int], ...], Tensor]]]
+"""A name, a whole shape, and pieces: where in the whole tensor, and their values."""
+
+
+def show(held: Sequence[Held]) -> list[list[Shown]]:
+    """What every rank holds, by rank; all ranks call it."""
+    mine: list[Shown] = [
+        (one.name, one.shape, [(c.whole.ranges, part_of(one.tensor, c.local).clone()) for c in one.chunks])
+        for one in held
+    ]
+    everyone: list[list[Shown]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def assemble(everyone: Iterable[Iterable[Shown]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Whole tensors, and how many ranks hold each of their items; pieces of equal items must be equal."""
+    wholes: dict[str, Tensor] = {}
+    counts: dict[str, Tensor] = {}
+    for name, shape, pieces in (one for rank in everyone for one in rank):
+        count = counts.setdefault(name, torch.zeros(shape, dtype=torch.int64))
+        assert count.shape == shape, name
+        for ranges, values in pieces:
+            whole = wholes.setdefault(name, torch.zeros(shape, dtype=values.dtype))
+            where = tuple(slice(*pair) for pair in ranges)
+            assert whole[where].shape == values.shape, name
+            known = count[where] > 0
+            assert torch.equal(whole[where][known], values[known]), f"{name}: ranks hold unequal copies"
+            whole[where] = values
+            count[where] += 1
+    return wholes, counts
