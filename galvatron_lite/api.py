@@ -97,7 +97,7 @@ def plan(
               one, a list, or a mapping: ``{"pp": 4}``.
             - ``forbid``: dimensions that no layer may use: ``tp``, ``pipeline``; one or a list.
             - ``schedules``: of the pipeline, to choose from.
-            - ``backend``: what is to run the plan: ``galvatron``, or ``any`` for all that is priced.
+            - ``backend``: what is to run the plan: ``galvatron``, ``deepspeed``, or ``any`` for all that is priced.
             - ``mode``: what the plan is for: ``training`` (if not given) or ``inference``: forward passes only.
             - ``allow_delay``: whether gradients may be delayed (cyclic data parallelism), which changes the training
               rule; ``fix`` may say which: ``rule=cdp-v1``, ``setting=data``, ``schedule=cyclic``.

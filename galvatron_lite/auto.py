@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.backends import check_runs
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
 from galvatron_lite.plans.io import check_plan, read_plan
-from galvatron_lite.plans.schema import Mode, Plan
+from galvatron_lite.plans.schema import Mode, Plan, Trainer
 from galvatron_lite.questions.arguments import mode_named
 from galvatron_lite.runtime.world import join, pick_device, world_size
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from galvatron_lite.profiler.schema import Profile
     from galvatron_lite.runtime.branches.devices import DevicesModel
     from galvatron_lite.runtime.cyclic.model import CyclicModel
+    from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
     from galvatron_lite.runtime.engine import ParallelModel
     from galvatron_lite.runtime.inference import InferenceModel
 
@@ -54,7 +56,8 @@ def auto_parallelize(
     folder: Path = Path("profiles"),
     mode: Mode | str | None = None,
     delay: str | None = None,
-) -> ParallelModel | CyclicModel | InferenceModel | DevicesModel:
+    backend: str | None = None,
+) -> ParallelModel | CyclicModel | InferenceModel | DevicesModel | DeepSpeedModel:
     """The model, split over the launched world.
 
     With nothing but the model: captures it on an example batch, measures a profile on this world (or reads the one
@@ -78,6 +81,8 @@ def auto_parallelize(
         delay: whether a plan that is found here may delay gradients, which changes the training rule: ``cyclic`` allows
             it where it is faster; ``cdp-v1`` or ``cdp-v2`` asks for cyclic data parallelism by that rule. Not if not
             given.
+        backend: what trains: ``galvatron``, or ``deepspeed`` with one ZeRO stage for all layers; that of the plan, or
+            ``galvatron``, if not given.
 
     Returns:
         An object used like the model, with ``train_step(batch, optimizer)``. For inference one that is called like the
@@ -93,13 +98,15 @@ def auto_parallelize(
     join(place)
     example = batch if batch is not None else example_batch(model)
     layers = discover_layers(model, example, blocks)
-    chosen = _given_plan(plan)
+    chosen = _given_plan(plan, backend)
     _check_delay(chosen, delay)
     wanted = mode_named(mode or (Mode.TRAINING if chosen is None else chosen.mode))
     if chosen is None:
         known = _profile(profile, model, example, _goal(loss_fn, wanted, model, example), blocks, precision, folder)
         _warn(_on_dead(known.graph) if dist.get_rank() == 0 else ())
         asked: Setup = {"mem": mem, "batch": global_batch or batch_size(example), "gpus": world_size()}
+        if backend is not None:
+            asked["backend"] = backend
         chosen = _found_plan(known, {**asked, **_asked(wanted, delay)}, delay)
     if wanted is Mode.INFERENCE and chosen.branches and chosen.devices > world_size() == 1:
         return _on_devices(model, chosen, layers, example, place)
@@ -115,17 +122,22 @@ def _on_devices(model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: An
     return DevicesModel(model, plan, layers, batch, local_devices(place.type, plan.devices))
 
 
-def _for_inference(made: ParallelModel | CyclicModel) -> InferenceModel:
-    from galvatron_lite.runtime.cyclic.model import CyclicModel
+def _for_inference(made: ParallelModel | CyclicModel | DeepSpeedModel) -> InferenceModel:
+    from galvatron_lite.runtime.engine import ParallelModel
     from galvatron_lite.runtime.inference import InferenceModel
 
-    if isinstance(made, CyclicModel):
-        raise InputError("mode", "inference", "The plan is one of cyclic data parallelism, which only trains.")
+    if not isinstance(made, ParallelModel):
+        what = "of cyclic data parallelism" if made.plan.cyclic else f"for {made.plan.backend.value}"
+        raise InputError("mode", "inference", f"The plan is one {what}, which only trains.")
     return InferenceModel(made)
 
 
-def _kind_of(plan: Plan) -> type[ParallelModel] | type[CyclicModel]:
+def _kind_of(plan: Plan) -> type[ParallelModel] | type[CyclicModel] | type[DeepSpeedModel]:
     """What runs a plan."""
+    if plan.backend is Trainer.DEEPSPEED:
+        from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
+
+        return DeepSpeedModel
     if plan.cyclic is not None:
         from galvatron_lite.runtime.cyclic.model import CyclicModel
 
@@ -139,10 +151,15 @@ def _kind_of(plan: Plan) -> type[ParallelModel] | type[CyclicModel]:
     return ParallelModel
 
 
-def _given_plan(plan: Plan | str | Path | None) -> Plan | None:
+def _given_plan(plan: Plan | str | Path | None, backend: str | None) -> Plan | None:
+    """The plan that was given, for the backend that was."""
+    known = [one.value for one in Trainer]
+    if backend not in (None, *known):
+        raise InputError("backend", str(backend), f"Give {' or '.join(known)}, or leave it out.")
     if plan is None:
         return None
-    return check_runs(check_plan(plan) if isinstance(plan, Plan) else read_plan(Path(plan)))
+    given = check_plan(plan) if isinstance(plan, Plan) else read_plan(Path(plan))
+    return check_runs(given if backend is None else replace(given, backend=Trainer(backend)))
 
 
 def _asked(mode: Mode, delay: str | None) -> Setup:

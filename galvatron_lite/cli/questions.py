@@ -86,7 +86,9 @@ Schedule = Annotated[
 ]
 Backend = Annotated[
     str,
-    typer.Option("--backend", help="What runs the plan: galvatron, or any: all that is priced.", rich_help_panel=KEEP),
+    typer.Option(
+        "--backend", help="What runs the plan: galvatron, deepspeed, or any: all that is priced.", rich_help_panel=KEEP
+    ),
 ]
 Mode = Annotated[
     str,

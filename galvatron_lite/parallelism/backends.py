@@ -9,7 +9,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import Offload, Strategy, Strided
 from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE
-from galvatron_lite.plans.schema import Mode, Plan, Schedule
+from galvatron_lite.plans.schema import Mode, Plan, Schedule, Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,11 @@ class Backend:
         missing: what it leaves out, a line each, told with every plan.
         rule: what it asks of fields together; None: nothing.
         pipelines: the modes in which it runs several stages.
+        modes: what it runs plans for.
+        uniform: fields of ``Strategy`` that have one value in all layers that have parameters; the search takes each
+            value in turn (``search.alike``).
+        beside: whether it runs plans other than stages in the model's order: branches on devices of their own, and
+            delayed gradients.
     """
 
     name: str
@@ -31,6 +36,9 @@ class Backend:
     missing: tuple[str, ...] = ()
     rule: Callable[[Strategy], bool] | None = None
     pipelines: tuple[Mode, ...] = tuple(Mode)
+    modes: tuple[Mode, ...] = tuple(Mode)
+    uniform: tuple[str, ...] = ()
+    beside: bool = True
 
     def leaves_out(self, mode: Mode) -> tuple[str, ...]:
         """What is missing in a mode, a line each."""
@@ -71,7 +79,28 @@ ANY = Backend(
     missing=("any offers all that is priced; host memory is taken as large enough for what is offloaded",),
 )
 """Everything that is priced: plans for other software, or to see what one would gain."""
-BACKENDS = {backend.name: backend for backend in (GALVATRON, ANY)}
+DEEPSPEED = Backend(
+    Trainer.DEEPSPEED.value,
+    EXECUTABLE,
+    {
+        **dict.fromkeys(("tensor", "context", "expert", "depth", "height", "width", "filters", "channels"), (1,)),
+        "offload": (Offload.NONE, Offload.STATES),
+        "strided": (Strided.NONE,),
+    },
+    (
+        "deepspeed trains with one ZeRO stage over all devices, and leaves out tensor, context and expert parallelism, "
+        "shares of pixels and channels, and replicas of shards",
+        "ZeRO-2 is priced as FSDP2's, which gathers parameters in every micro-batch; DeepSpeed's gathers them once a "
+        "step and holds them all the time",
+    ),
+    rule=lambda strategy: strategy.data == 1 or strategy.zero == 1,
+    pipelines=(),
+    modes=(Mode.TRAINING,),
+    uniform=("zero_stage", "offload"),
+    beside=False,
+)
+"""What DeepSpeed's engine trains with."""
+BACKENDS = {backend.name: backend for backend in (GALVATRON, DEEPSPEED, ANY)}
 
 
 def in_mode(backend: Backend, mode: Mode) -> Backend:
@@ -92,18 +121,19 @@ def backend_named(name: str) -> Backend:
     return BACKENDS[name]
 
 
-def check_runs(plan: Plan, backend: Backend = GALVATRON) -> Plan:
+def check_runs(plan: Plan, backend: Backend | None = None) -> Plan:
     """The plan itself, once the backend can train with it, or run forward passes where it is for inference.
 
+    Args:
+        plan: what to check.
+        backend: the plan's own if not given.
+
     Raises:
-        InputError: a strategy or schedule that it does not run, a pipeline in inference.
+        InputError: a mode, strategy or schedule that it does not run, a pipeline in inference, layers that differ in
+            what it does to all alike.
     """
-    if len(plan.stages) > 1 and plan.mode not in backend.pipelines:
-        remedy = f"{backend.name} runs no pipelines in {plan.mode.value}, only prices them: plan with --fix pp=1."
-        raise InputError("plan, stages", len(plan.stages), remedy)
-    if len(plan.stages) > 1 and plan.cyclic is None and plan.schedule not in backend.schedules:
-        known = ", ".join(schedule.value for schedule in backend.schedules)
-        raise InputError("plan, schedule", plan.schedule.value, f"{backend.name} trains with {known}.")
+    backend = BACKENDS[plan.backend] if backend is None else backend
+    _check_kind(plan, backend)
     parts = [(f"stages.{number}", stage.runs) for number, stage in enumerate(plan.stages)]
     parts += [(f"branches.{number}", one.runs) for number, one in enumerate(plan.branches)]
     for part, runs in parts:
@@ -111,4 +141,42 @@ def check_runs(plan: Plan, backend: Backend = GALVATRON) -> Plan:
             if not backend.runs(run.strategy):
                 place = f"plan, {part}, strategy of {run.first}"
                 raise InputError(place, str(run.strategy), f"{backend.name} cannot train with it, only price it.")
+    _check_alike(plan, backend)
     return plan
+
+
+def _check_kind(plan: Plan, backend: Backend) -> None:
+    """What kind of plan it is: mode, pipeline, schedule, branches, delayed gradients."""
+    check_mode(plan.mode, backend, "plan, mode")
+    if len(plan.stages) > 1 and plan.mode not in backend.pipelines:
+        remedy = f"{backend.name} runs no pipelines in {plan.mode.value}, only prices them: plan with --fix pp=1."
+        raise InputError("plan, stages", len(plan.stages), remedy)
+    if len(plan.stages) > 1 and plan.cyclic is None and plan.schedule not in backend.schedules:
+        known = ", ".join(schedule.value for schedule in backend.schedules)
+        raise InputError("plan, schedule", plan.schedule.value, f"{backend.name} trains with {known}.")
+    if (plan.branches or plan.cyclic is not None) and not backend.beside:
+        what = "branches" if plan.branches else "cyclic"
+        raise InputError(f"plan, {what}", "given", f"{backend.name} trains with all layers one after the other alone.")
+
+
+def check_mode(mode: Mode, backend: Backend, field: str = "--mode") -> None:
+    """Raise where a backend runs nothing in a mode.
+
+    Raises:
+        InputError: see above.
+    """
+    if mode not in backend.modes:
+        known = ", ".join(own.value for own in backend.modes)
+        raise InputError(field, mode.value, f"Backend {backend.name} is for {known}.")
+
+
+def _check_alike(plan: Plan, backend: Backend) -> None:
+    """A layer without parameters may be plain beside sharded ones: it has nothing to shard or to keep elsewhere."""
+    runs = [run for stage in plan.stages for run in stage.runs]
+    sharded = [run for run in runs if run.strategy.zero_stage or run.strategy.offloads_states] or runs
+    for name in backend.uniform:
+        for run in sharded:
+            value, first = getattr(run.strategy, name), getattr(sharded[0].strategy, name)
+            if value != first:
+                remedy = f"{backend.name} does the same to all layers, and {sharded[0].first} has {first}."
+                raise InputError(f"plan, {name} of {run.first}", value, remedy)

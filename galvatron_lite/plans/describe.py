@@ -15,6 +15,7 @@ from galvatron_lite.plans.schema import (
     Provenance,
     Stage,
     TimeBreakdown,
+    Trainer,
 )
 from galvatron_lite.units import format_bytes, format_seconds
 
@@ -54,8 +55,13 @@ def headline(plan: Plan) -> str:
     return (
         f"{plan.model} on {plan.devices} device{'s' * (plan.devices > 1)}: {pipeline}, "
         f"batch {plan.global_batch} in {plan.microbatches} micro-batch{'es' * (plan.microbatches > 1)} "
-        f"of {plan.microbatch}, {plan.precision}"
+        f"of {plan.microbatch}, {plan.precision}{_trained_by(plan)}"
     )
+
+
+def _trained_by(plan: Plan) -> str:
+    """What trains by the plan, where it is not this package's own runtime."""
+    return ", trained by DeepSpeed" if plan.backend is Trainer.DEEPSPEED else ""
 
 
 def stage_groups(plan: Plan) -> list[range]:

@@ -35,6 +35,13 @@ class Mode(StrEnum):
     INFERENCE = "inference"
 
 
+class Trainer(StrEnum):
+    """What trains by a plan."""
+
+    GALVATRON = "galvatron"
+    DEEPSPEED = "deepspeed"
+
+
 class Proof(StrEnum):
     """How sure the search is that nothing better exists in its space."""
 
@@ -286,6 +293,7 @@ class Plan:
             there are micro-batches. None elsewhere.
         branches: branches on devices of their own; the one stage then holds the other layers.
         mode: what the plan is for.
+        backend: what trains by it: this package's own runtime, or DeepSpeed's engine.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -305,6 +313,7 @@ class Plan:
     cyclic: Cyclic | None = None
     branches: tuple[BranchPlacement, ...] = ()
     mode: Mode = Mode.TRAINING
+    backend: Trainer = Trainer.GALVATRON
 
     @property
     def overfull(self) -> tuple[int, ...]:

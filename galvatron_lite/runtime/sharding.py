@@ -117,7 +117,7 @@ def shard_stage(
         roots: the modules that are called.
     """
     done = Sharded()
-    for layers in _tied_layers(model, stage):
+    for layers in tied_layers(model, stage):
         for placed in layers:
             place(placed.layer)
             _synchronise_norms(model, placed, meshes)
@@ -140,7 +140,7 @@ def shard_stage(
     return done
 
 
-def _tied_layers(model: nn.Module, stage: Sequence[Placed]) -> list[list[Placed]]:
+def tied_layers(model: nn.Module, stage: Sequence[Placed]) -> list[list[Placed]]:
     """The stage's layers in order; those that share parameters are together, at the place of the first."""
     together: list[list[Placed]] = []
     seen: list[set[int]] = []

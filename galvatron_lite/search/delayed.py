@@ -69,6 +69,8 @@ def why_not_delayed(asked: Asked) -> Sequence[str]:
 def _never(asked: Asked) -> str:
     """Why no setting will do; empty where one may."""
     request, fixed = asked.request, asked.request.fixed
+    if not asked.backend.beside:
+        return f"{asked.backend.name} trains without delay alone"
     if asked.session.mode is not Mode.TRAINING:
         return "gradients are delayed in training only"
     if request.graph.whole:

@@ -22,10 +22,11 @@ from functools import partial
 from galvatron_lite.cluster.budget import Budget, bytes_on
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InfeasibleError, InputError
-from galvatron_lite.parallelism.backends import Backend, backend_named
+from galvatron_lite.parallelism.backends import Backend, backend_named, check_mode
 from galvatron_lite.plans.notes import plan_notes
-from galvatron_lite.plans.schema import Mode, Plan, Schedule
+from galvatron_lite.plans.schema import Mode, Plan, Schedule, Trainer
 from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.search.alike import with_alike
 from galvatron_lite.search.all_ways import WAYS, WHY
 from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, quickest
 from galvatron_lite.search.best_first import MOST_WORK, Found, Progress, search
@@ -90,24 +91,29 @@ def find_plan(
         InfeasibleError: nothing fits; names the smallest budget that would.
     """
     runner = backend if isinstance(backend, Backend) else backend_named(backend)
+    check_mode(mode, runner)
+    if delay is not None and delay.only and not runner.beside:
+        raise InputError("--fix schedule", "cyclic", f"Backend {runner.name} trains without delay alone.")
     kept = session or Session(profile, mode)
     if kept.profile is not profile or kept.mode is not mode:
         raise InputError("session", f"{kept.profile.name}, {kept.mode}", f"It is not of {profile.name}, {mode}.")
     request = request_of(kept, devices, global_batch, budget, fixed or Fixed(), schedules, runner)
     asked = Asked(kept, request, runner, budget, delay, certify=certify)
-    looked = partial(_ordinary, asked, runners_up, progress, stoppable, known, effort)
-    plan = with_one_device(with_ways(looked, asked, runners_up, WAYS), asked)
+    searched = partial(_ordinary, runners_up, progress, stoppable, known, effort)
+    looked = partial(with_alike, searched, asked, runners_up)
+    plan = with_one_device(with_ways(looked, asked, runners_up, WAYS if runner.beside else ()), asked)
     missing = [line for why in WHY for line in why(asked)]
-    return replace(plan, left_out=(*plan.left_out, *missing)) if missing else plan
+    trainer = next((one for one in Trainer if one == runner.name), Trainer.GALVATRON)
+    return replace(plan, backend=trainer, left_out=(*plan.left_out, *missing))
 
 
 def _ordinary(
-    asked: Asked,
     runners_up: int,
     progress: Progress | None,
     stoppable: bool,
     known: Sequence[Plan],
     effort: int,
+    asked: Asked,
 ) -> Plan:
     """The fastest plan of stages in the model's order, for ``find_plan``."""
     kept, request, profile = asked.session, asked.request, asked.session.profile

@@ -84,7 +84,7 @@ def with_ways(ordinary: Callable[[], Plan], asked: Asked, runners_up: int, ways:
         fitting = _wanted(found, asked)
         if not fitting:
             raise (_needing(found, error) if isinstance(error, InfeasibleError) else error) from None
-        return _led(fitting, runners_up)
+        return led(fitting, runners_up)
     found = _plans(ways, replace(asked, ordinary=first)) if ways else []
     if not found:
         return first
@@ -93,7 +93,7 @@ def with_ways(ordinary: Callable[[], Plan], asked: Asked, runners_up: int, ways:
         raise _needing(found, InfeasibleError(f"No such plan of {first.model} fits."))
     quicker = [plan for plan in fitting if only or seconds_of(plan) < seconds_of(first) * (1.0 - _ROUNDING)]
     others = [plan for plan in found if not any(plan is one for one in quicker)]
-    return _led([*quicker, first, *others], runners_up)
+    return led([*quicker, first, *others], runners_up)
 
 
 def _wanted(plans: Sequence[Plan], asked: Asked) -> list[Plan]:
@@ -125,7 +125,7 @@ def _fitting(plans: Sequence[Plan]) -> list[Plan]:
     return [plan for plan in plans if plan.fits]
 
 
-def _led(plans: Sequence[Plan], wanted: int) -> Plan:
+def led(plans: Sequence[Plan], wanted: int) -> Plan:
     """The first of some plans, with the others told beside it, then their alternatives."""
     told = {summary(plan): _told(plan, plans[0]) for plan in reversed(plans)}
     for other in (other for plan in plans for other in plan.alternatives):

@@ -1,0 +1,135 @@
+"""DeepSpeed's configuration, as typed values: its own parser takes a misspelt key at the top level in silence.
+
+Names and meanings are those of https://www.deepspeed.ai/docs/config-json/; what is not named keeps DeepSpeed's default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.plans.schema import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadTarget:
+    """Where states are kept.
+
+    Attributes:
+        device: ``cpu``: host memory.
+        pin_memory: whether host memory is locked, for quicker copies; of no use without a GPU.
+    """
+
+    device: str = ""
+    pin_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroOptimization:
+    """ZeRO.
+
+    Attributes:
+        stage: 0 (plain data parallelism) to 3.
+        offload_optimizer: where optimizer states are kept and updated; None: on the device.
+        mics_shard_size: devices of a shard group that is replicated (stage 3); -1: all devices share.
+    """
+
+    stage: int
+    offload_optimizer: OffloadTarget | None = None
+    mics_shard_size: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """bf16 or fp16 (with dynamic loss scaling)."""
+
+    enabled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """AutoTP: how many devices share the matmuls."""
+
+    autotp_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeedConfig:
+    """The whole file. Fields without a default are always written: where DeepSpeed has one, it is not always the plain
+    choice (it clips gradients to norm 1 where nothing is said).
+
+    Attributes:
+        train_batch_size: samples a step.
+        train_micro_batch_size_per_gpu: of one micro-batch on one device.
+        gradient_accumulation_steps: micro-batches.
+        zero_optimization: ZeRO.
+        bf16: compute in bf16, float32 master weights.
+        fp16: compute in fp16, dynamic loss scaling.
+        gradient_clipping: largest norm of the gradient; 0: not clipped.
+        tensor_parallel: AutoTP.
+        zero_allow_untested_optimizer: any torch optimizer is taken.
+        zero_force_ds_cpu_optimizer: whether states in host memory need DeepSpeed's own Adam.
+    """
+
+    train_batch_size: int
+    train_micro_batch_size_per_gpu: int
+    gradient_accumulation_steps: int
+    zero_optimization: ZeroOptimization
+    bf16: Precision
+    fp16: Precision
+    gradient_clipping: float
+    tensor_parallel: TensorParallel | None = None
+    zero_allow_untested_optimizer: bool | None = None
+    zero_force_ds_cpu_optimizer: bool | None = None
+
+
+def config_of(
+    plan: Plan,
+    strategy: Strategy,
+    *,
+    precision: str | None = None,
+    max_grad_norm: float | None = None,
+    pinned: bool = True,
+) -> DeepSpeedConfig:
+    """The configuration that does to all layers what a strategy says.
+
+    Args:
+        plan: gives batch and micro-batches.
+        strategy: of all layers.
+        precision: ``fp32``, ``bf16`` or ``fp16``; the plan's if not given.
+        max_grad_norm: clip the gradient to this norm; None: do not.
+        pinned: whether host memory is locked for copies to GPUs.
+
+    Raises:
+        InputError: a precision that DeepSpeed does not compute in.
+    """
+    compute = plan.precision if precision is None else precision
+    if compute not in ("fp32", "bf16", "fp16"):
+        raise InputError("precision", compute, "DeepSpeed trains in fp32, bf16 or fp16.")
+    return DeepSpeedConfig(
+        plan.global_batch,
+        plan.microbatch // strategy.batch_degree,
+        plan.microbatches,
+        _zero(strategy, pinned),
+        Precision(compute == "bf16"),
+        Precision(compute == "fp16"),
+        max_grad_norm or 0.0,
+        TensorParallel(strategy.tensor) if strategy.tensor > 1 else None,
+        zero_allow_untested_optimizer=True,
+        zero_force_ds_cpu_optimizer=False if strategy.offloads_states else None,
+    )
+
+
+def zero_stage(strategy: Strategy) -> int:
+    """DeepSpeed's stage of a strategy. States in host memory belong to ZeRO there, so one device has stage 1 with them;
+    a stage over no ranks is none."""
+    stage = strategy.zero_stage if strategy.zero > 1 else 0
+    return max(stage, 1) if strategy.offloads_states else stage
+
+
+def _zero(strategy: Strategy, pinned: bool) -> ZeroOptimization:
+    stage = zero_stage(strategy)
+    target = OffloadTarget("cpu", pinned) if strategy.offloads_states else None
+    grouped = stage == 3 and strategy.data > 1
+    return ZeroOptimization(stage, target, strategy.zero if grouped else -1)

@@ -1,0 +1,1 @@
+"""Plans that DeepSpeed's engine trains."""

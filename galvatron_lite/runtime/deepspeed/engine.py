@@ -1,0 +1,294 @@
+"""A model that DeepSpeed's engine trains as a plan says: the same door as ``runtime.engine.ParallelModel``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from galvatron_lite.errors import InputError, NonFiniteLossError
+from galvatron_lite.files import to_data
+from galvatron_lite.model.batch import LossFn, batch_of_call, batch_size, call_model, loss_of, map_tensors, slice_batch
+from galvatron_lite.model.graph import Layer
+from galvatron_lite.parallelism.backends import DEEPSPEED, check_runs
+from galvatron_lite.plans.export.deepspeed_config import DeepSpeedConfig, config_of
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.deepspeed.library import load
+from galvatron_lite.runtime.deepspeed.optimizer import EngineOptimizer
+from galvatron_lite.runtime.deepspeed.place import place_model
+from galvatron_lite.runtime.deepspeed.settings import check_engine, common_strategy
+from galvatron_lite.runtime.deepspeed.state import full_state_dict, load_full_state_dict
+from galvatron_lite.runtime.mesh import join_world
+from galvatron_lite.runtime.placement import check_samples, place_layers
+from galvatron_lite.runtime.world import pick_device
+
+_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+OptimizerFactory = Callable[..., torch.optim.Optimizer]
+
+
+class DeepSpeedModel(nn.Module):
+    """A model trained through ``deepspeed.initialize``; every rank makes one and gives it the same global batches.
+
+    DeepSpeed's engine is made together with the optimizer, ``parallel.optimizer(factory, **options)``, which it takes
+    over; training and ``outputs`` come after that.
+
+    Args:
+        model: the user's model, changed in place. Real parameters are made equal to rank 0's; a model on the meta
+            device is given initial values, one layer at a time.
+        plan: for this model and this world, with one ZeRO stage for all layers.
+        layers: of the model, from ``discover_layers``.
+        batch: an example batch; not needed.
+        loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``. The loss must be a mean over samples.
+        device: of this rank; its GPU or the CPU if not given.
+        precision: ``fp32``, ``bf16`` or ``fp16`` compute; the plan's if not given. As DeepSpeed does it: parameters are
+            of that type, beside float32 master copies.
+        max_grad_norm: clip the gradient to this norm; None: do not clip.
+        init_fn: initial values of one module of a model on the meta device.
+        seed: of those values.
+
+    Attributes:
+        module: the user's model.
+        plan: the plan.
+        config: what DeepSpeed is told.
+        engine: DeepSpeed's; None until there is an optimizer.
+
+    Raises:
+        LaunchError: the world's size is not the plan's, or DeepSpeed is missing.
+        InputError: the plan does not fit the model, or DeepSpeed cannot train by it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        layers: Sequence[Layer],
+        batch: Any = None,  # noqa: ARG002
+        *,
+        loss_fn: LossFn | None = None,
+        device: torch.device | str | None = None,
+        precision: str | None = None,
+        max_grad_norm: float | None = None,
+        init_fn: Callable[[nn.Module], None] | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.device = pick_device() if device is None else torch.device(device)
+        self.plan, self.max_grad_norm, self._loss_fn = check_runs(plan, DEEPSPEED), max_grad_norm, loss_fn
+        join_world(plan, self.device.type)
+        self.config = self._config(precision)
+        self._compute = _DTYPES[precision or plan.precision]
+        self._library, self._optimizer = load(self.device), None
+        (stage,) = place_layers(plan, layers)
+        self.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        place_model(model, stage, self.device, init_fn, seed, self._partition)
+        self.module, self._bound = model, list[Any]()
+
+    def _config(self, precision: str | None) -> DeepSpeedConfig:
+        pinned = self.device.type == "cuda"
+        strategy = common_strategy(self.plan)
+        return config_of(self.plan, strategy, precision=precision, max_grad_norm=self.max_grad_norm, pinned=pinned)
+
+    def _partition(self, module: nn.Module) -> None:
+        """Under ZeRO-3, keep this rank's shards of a layer alone, as soon as it has values."""
+        if self.config.zero_optimization.stage == 3:
+            if self._compute is not None:
+                module.to(self._compute)
+            self._library.zero.Init(module=module, config_dict_or_path=to_data(self.config))
+
+    @property
+    def engine(self) -> Any:
+        """DeepSpeed's engine; None until there is an optimizer."""
+        return self._bound[0] if self._bound else None
+
+    def optimizer(self, factory: OptimizerFactory, **options: Any) -> torch.optim.Optimizer:
+        """An optimizer over the parameters that are trained, which the engine made with it steps."""
+        return self._bind(factory(self.param_groups(), **options))
+
+    def param_groups(self, groups: Any = None) -> list[dict[str, Any]]:
+        """Parameter groups for an optimizer: those given, else all parameters that are trained."""
+        if groups is None:
+            groups = [{"params": [one for one in self.module.parameters() if one.requires_grad]}]
+        return [dict(group) if isinstance(group, Mapping) else {"params": [group]} for group in groups]
+
+    def _bind(self, inner: torch.optim.Optimizer) -> EngineOptimizer:
+        if self._bound:
+            raise InputError("optimizer", type(inner).__name__, "The model has one already: it is made once.")
+        data = to_data(self.config)
+        engine = self._library.initialize(model=self.module, optimizer=inner, config=data, dist_init_required=False)[0]
+        check_engine(engine, self.config)
+        self._bound.append(engine)
+        return EngineOptimizer(inner, self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The mean loss of a global batch, worked on in one go: ``parallel(batch)``, or as the model is called.
+
+        Then ``loss.backward(); optimizer.step()``. The value is that of the whole batch on every rank.
+
+        Raises:
+            InputError: there is no optimizer yet, or the batch cannot be shared evenly.
+        """
+        engine = self._ready()
+        (part,) = self._parts(batch_of_call(args, kwargs), 1)
+        engine.set_gradient_accumulation_boundary(True)
+        loss = self._local_loss(part)
+        if not torch.is_grad_enabled():
+            return self._mean(loss)
+        scaled = engine.scale(loss) if self.config.zero_optimization.stage else loss
+        passed: Tensor = _Passed.apply(scaled, self._mean(loss), self.plan.microbatches)  # type: ignore[no-untyped-call]
+        return passed
+
+    def outputs(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own outputs for a batch, without gradients, whole on every rank.
+
+        Tensors without samples (a loss) are means over the ranks' shares of the samples.
+
+        Raises:
+            InputError: there is no optimizer yet, or the batch cannot be shared evenly.
+        """
+        engine = self._ready()
+        (part,) = self._parts(batch_of_call(args, kwargs), 1)
+        rows = batch_size(part)
+        with torch.no_grad():
+            return map_tensors(call_model(engine, part), lambda tensor: self._gathered(tensor, rows))
+
+    def train_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Tensor:
+        """One optimizer step on a global batch, in the plan's micro-batches.
+
+        Args:
+            batch: the same global batch on every rank.
+            optimizer: from ``optimizer``; or one made over ``parameters()``, which the engine takes over.
+            max_grad_norm: clip the gradient to this norm; that of the constructor if not given.
+
+        Returns:
+            The batch's mean loss, the same on every rank.
+
+        Raises:
+            InputError: the batch cannot be shared evenly, or the optimizer is another one.
+            NonFiniteLossError: the loss or the gradient's norm is NaN or infinite; the parameters are unchanged. Under
+                fp16 a norm alone only lowers the loss scale.
+        """
+        if not self._bound:
+            self._bind(optimizer)
+        self._check_own(optimizer)
+        loss = self._mean(self._accumulate(batch))
+        self.update(self.max_grad_norm if max_grad_norm is None else max_grad_norm, loss)
+        return loss
+
+    def _accumulate(self, batch: Any) -> Tensor:
+        """Forward and backward of this rank's samples; their mean loss."""
+        engine, count = self._ready(), self.plan.microbatches
+        total = torch.zeros((), device=self.device)
+        for number, part in enumerate(self._parts(batch, count)):
+            engine.set_gradient_accumulation_boundary(number == count - 1)
+            loss = self._local_loss(part)
+            engine.backward(loss)
+            total += loss.detach().float() / count
+        return total
+
+    def update(self, max_grad_norm: float | None = None, loss: Tensor | None = None) -> None:
+        """Update the parameters with the gradients of the last backward pass; drops them.
+
+        Args:
+            max_grad_norm: clip to this norm; that of the constructor if not given.
+            loss: of the batch, for an error's text and to see that it is finite.
+
+        Raises:
+            NonFiniteLossError: see ``train_step``.
+        """
+        engine, largest = self._ready(), max_grad_norm or self.max_grad_norm or 0.0
+        taken = self._clipped(engine, largest, loss)
+        if taken:
+            engine.step()
+            taken = engine.was_step_applied()
+        skipped = not taken and self._compute is not torch.float16
+        if skipped or (loss is not None and not bool(loss.isfinite())):
+            said = "unknown" if loss is None else float(loss)
+            raise NonFiniteLossError(
+                f"The loss or the gradient's norm is not finite (loss {said}). The step was not taken. "
+                "Look at the batch, lower the learning rate, or clip the gradient (max_grad_norm)."
+            )
+
+    def _clipped(self, engine: Any, largest: float, loss: Tensor | None) -> bool:
+        """Have the gradient clipped; False where it was found not to be finite, and dropped."""
+        if engine.optimizer is not engine.basic_optimizer:
+            engine.optimizer.clip_grad = largest  # DeepSpeed's own clip, and look for overflow, when it steps
+            return True
+        trained = [one for one in self.module.parameters() if one.grad is not None]
+        norm = nn.utils.clip_grad_norm_(trained, largest or float("inf"))
+        if bool(norm.isfinite()) and (loss is None or bool(loss.isfinite())):
+            return True
+        engine.zero_grad()
+        return False
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model's ``state_dict()`` on the CPU of every rank, in the types the model had; all ranks call it.
+
+        Of parameters that DeepSpeed keeps a float32 master copy of, that copy.
+        """
+        return full_state_dict(self.module, self.dtypes, bound=bool(self._bound))
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Set this rank's shares of a whole state, of any plan or of the unsplit model; every rank gives all of it.
+
+        Raises:
+            InputError: an entry is missing, or has another shape.
+        """
+        load_full_state_dict(self.module, state)
+
+    def _ready(self) -> Any:
+        if not self._bound:
+            raise InputError(
+                "optimizer", None, "Make it first: optimizer = parallel.optimizer(torch.optim.AdamW, lr=...)."
+            )
+        return self._bound[0]
+
+    def _check_own(self, optimizer: torch.optim.Optimizer) -> None:
+        inner = optimizer.inner if isinstance(optimizer, EngineOptimizer) else optimizer
+        if inner is not self.engine.basic_optimizer:
+            raise InputError("optimizer", type(inner).__name__, "The engine was made with another one: give that.")
+
+    def _parts(self, batch: Any, count: int) -> list[Any]:
+        """This rank's rows of every micro-batch, on its device, in the type of compute."""
+        samples, ranks = batch_size(batch), self.plan.devices
+        check_samples(samples, self.plan, count)
+        rows, own = samples // count, samples // (count * ranks)
+        starts = (first + dist.get_rank() * own for first in range(0, samples, rows))
+        return [map_tensors(slice_batch(batch, start, start + own), self._placed) for start in starts]
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        cast = self._compute if tensor.is_floating_point() else None
+        return tensor.to(self.device, cast, non_blocking=True)
+
+    def _local_loss(self, part: Any) -> Tensor:
+        return loss_of(call_model(self.engine, part), part, self._loss_fn)
+
+    def _mean(self, loss: Tensor) -> Tensor:
+        total = loss.detach().float().clone()
+        dist.all_reduce(total)
+        return total / self.plan.devices
+
+    def _gathered(self, tensor: Tensor, rows: int) -> Tensor:
+        if tensor.dim() == 0 or tensor.shape[0] != rows:
+            return self._mean(tensor).to(tensor.dtype) if tensor.is_floating_point() else tensor
+        pieces = [torch.empty_like(tensor) for _ in range(self.plan.devices)]
+        dist.all_gather(pieces, tensor.contiguous())
+        return torch.cat(pieces)
+
+
+class _Passed(torch.autograd.Function):
+    """The mean loss of all ranks; backward goes to this rank's own, which DeepSpeed averages over ranks.
+
+    It divides by the micro-batches of a step too, of which a batch in one go has one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, _loss: Tensor, mean: Tensor, microbatches: int) -> Tensor:
+        ctx.microbatches = microbatches
+        return mean.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient * ctx.microbatches, None, None

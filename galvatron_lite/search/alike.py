@@ -1,0 +1,97 @@
+"""Plans for backends that do the same to all layers in some respect (``Backend.uniform``): each way is searched alone.
+
+With the fields of one way pinned, the search is exact over all that is left (recomputation by layer, micro-batches); so
+the quickest of all ways' plans is the quickest there is. A layer without parameters is left as it is: it has nothing to
+shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+from galvatron_lite.errors import InfeasibleError, InputError
+from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.plans.schema import Plan, Proof
+from galvatron_lite.search.space import Fixed
+from galvatron_lite.search.ways import Asked, led, seconds_of
+
+Pins = tuple[tuple[str, object], ...]
+Look = Callable[[Asked], Plan]
+"""Finds the best plan that keeps the pins of what is asked."""
+
+
+def with_alike(looked: Look, asked: Asked, runners_up: int) -> Plan:
+    """The quickest plan of all ways in which the backend may treat all layers alike.
+
+    Args:
+        looked: finds the best plan of one way.
+        asked: what is planned.
+        runners_up: how many other plans to report.
+
+    Raises:
+        InfeasibleError: no way fits; with the smallest budget of all.
+        InputError: pins leave no way, or the batch cannot be shared out.
+    """
+    if not asked.backend.uniform:
+        return looked(asked)
+    found, errors = list[Plan](), list[InfeasibleError]()
+    for pins in _ways(asked):
+        pinned = replace(asked, request=replace(asked.request, fixed=_pinned(asked, pins)))
+        try:
+            found.append(looked(pinned))
+        except InfeasibleError as error:
+            errors.append(error)
+    if not found and not errors:
+        remedy = f"Backend {asked.backend.name} has no way to train with these pins; lift one of them."
+        raise InputError("--fix", _said(asked.request.fixed), remedy)
+    if not found:
+        raise min(errors, key=lambda error: error.smallest_budget or float("inf"))
+    found.sort(key=seconds_of)
+    return _proven(led(found, runners_up), found)
+
+
+def _proven(best: Plan, found: Sequence[Plan]) -> Plan:
+    """With a gap that counts what other ways' searches, where they ended early, may have left out."""
+    if best.provenance is None:
+        return best
+    least = min(seconds_of(plan) * (1.0 - plan.provenance.gap) for plan in found if plan.provenance is not None)
+    gap = max(1.0 - least / seconds_of(best), best.provenance.gap, 0.0)
+    stopped = any(plan.provenance.interrupted for plan in found if plan.provenance is not None)
+    proof = Proof.FEASIBLE if gap > 0.0 else best.provenance.proof
+    return replace(best, provenance=replace(best.provenance, gap=gap, proof=proof, interrupted=stopped))
+
+
+def _ways(asked: Asked) -> Iterator[Pins]:
+    """Values of the fields that all layers share, of which every layer with parameters has a strategy."""
+    request, fields = asked.request, asked.backend.uniform
+    kinds = _with_parameters(request.graph)
+    offered = []
+    for kind in kinds:
+        own = request.space.strategies(kind, request.devices, request.fixed)
+        offered.append({tuple(getattr(strategy, name) for name in fields) for strategy in own})
+    common = set.intersection(*offered) if offered else set()
+    for values in product(*(sorted({one[place] for one in common}, key=str) for place in range(len(fields)))):
+        if values in common:
+            yield tuple(zip(fields, values, strict=True))
+
+
+def _pinned(asked: Asked, pins: Pins) -> Fixed:
+    """What is pinned with one way; layer by layer where some have no parameters."""
+    fixed, graph = asked.request.fixed, asked.request.graph
+    kinds = _with_parameters(graph)
+    if len(kinds) == len({layer.kind for layer in graph.layers}):
+        return replace(fixed, strategy=tuple(dict.fromkeys((*fixed.strategy, *pins))))
+    own = ((layer.name, *pin) for layer in graph.layers if layer.kind in kinds for pin in pins)
+    return replace(fixed, layers=(*fixed.layers, *own))
+
+
+def _with_parameters(graph: ModelGraph) -> list[str]:
+    names = dict.fromkeys(layer.kind for layer in graph.layers)
+    return [name for name in names if graph.kinds[name].parameters.total > 0]
+
+
+def _said(fixed: Fixed) -> str:
+    pins = [f"{name}={getattr(value, 'value', value)}" for name, value in fixed.pinned]
+    return ", ".join([*pins, *(f"{layers}.{name}" for layers, name, _ in fixed.layers)]) or "nothing"

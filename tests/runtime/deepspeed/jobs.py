@@ -1,0 +1,161 @@
+"""What two processes do with DeepSpeed, several plans in one job: importing it takes seconds."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.graph import Recompute
+from galvatron_lite.parallelism.base import Offload, Strategy
+from galvatron_lite.plans.schema import Plan, Trainer
+from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
+from tests.runtime.plans import make_plan
+from tests.runtime.training import ADAMW, LAYERS, SAMPLES, make_batch, make_model
+
+CLIP = 0.5
+MODEL = "gpt-tiny"
+STRATEGIES = {
+    "data": Strategy(data=2),
+    "zero1": Strategy(zero=2, zero_stage=1),
+    "zero2": Strategy(zero=2, zero_stage=2),
+    "zero3": Strategy(zero=2, zero_stage=3, recompute=Recompute.FULL),
+    "offload": Strategy(zero=2, zero_stage=2, offload=Offload.STATES),
+}
+
+
+@dataclass
+class Run:
+    """What one process has after training, and what DeepSpeed says of itself."""
+
+    losses: list[float]
+    state: dict[str, Tensor]
+    stage: int
+    held: int
+
+
+def plan_of(strategy: Strategy, microbatches: int = 2, precision: str = "fp32") -> Plan:
+    names = [layer.name for layer in discover_layers(make_model(MODEL))]
+    assert len(names) == LAYERS + 2
+    plan = make_plan([names], [[strategy] * len(names)], SAMPLES, microbatches, precision)
+    return replace(plan, backend=Trainer.DEEPSPEED)
+
+
+def make(plan: Plan, *, meta: bool = False, **options: Any) -> DeepSpeedModel:
+    model = make_model(MODEL)
+    layers = discover_layers(model)
+    if meta:
+        model = model.to("meta")
+    return DeepSpeedModel(model, plan, layers, make_batch(), device="cpu", **options)
+
+
+def train(strategy: Strategy, steps: int = 3, precision: str = "fp32") -> Run:
+    parallel = make(plan_of(strategy, precision=precision), max_grad_norm=CLIP)
+    optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
+    losses = [float(parallel.train_step(make_batch(), optimizer)) for _ in range(steps)]
+    held = sum(parameter.numel() for parameter in parallel.parameters())
+    return Run(losses, parallel.full_state_dict(), int(parallel.engine.zero_optimization_stage()), held)
+
+
+def trained() -> dict[str, Run]:
+    return {name: train(strategy) for name, strategy in STRATEGIES.items()}
+
+
+def in_bf16() -> list[float]:
+    return train(STRATEGIES["zero3"], precision="bf16").losses
+
+
+def plainly(steps: int = 3) -> Run:
+    """The plain loop: the loss' own backward, the optimizer's own step, a scheduler of the learning rate."""
+    parallel = make(plan_of(STRATEGIES["zero1"]), max_grad_norm=CLIP)
+    optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    losses = []
+    for _ in range(steps):
+        loss = parallel(make_batch())
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(float(loss.detach()))
+    return Run(losses, parallel.full_state_dict(), 1, 0)
+
+
+def reloaded() -> tuple[bool, float, float, Tensor]:
+    """The state of a trained model in a new one under ZeRO-3: equal, it goes on from there, its outputs are whole."""
+    state = train(STRATEGIES["zero2"], 1).state
+    parallel = make(plan_of(STRATEGIES["zero3"]), max_grad_norm=CLIP)
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
+    parallel.load_full_state_dict(state)
+    again = parallel.full_state_dict()
+    same = all(torch.equal(tensor, again[name]) for name, tensor in state.items())
+    tokens = make_batch()["tokens"]
+    outputs: Tensor = parallel.outputs(tokens=tokens)
+    first, second = (float(parallel.train_step(make_batch(), optimizer)) for _ in range(2))
+    return same, first, second, outputs
+
+
+def refused() -> list[str]:
+    """What is said of a batch whose loss is not finite, of a second optimizer, and of training without one."""
+    parallel = make(plan_of(STRATEGIES["zero2"]), loss_fn=partial(_unsound, [True, True]))
+    said = []
+    for call in (lambda: parallel(make_batch()), lambda: _two(parallel), lambda: _overflow(parallel)):
+        try:
+            call()
+            said.append("")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def _two(parallel: DeepSpeedModel) -> None:
+    first = parallel.optimizer(torch.optim.SGD, lr=0.1)
+    assert first.param_groups[0]["lr"] == 0.1
+    parallel.optimizer(torch.optim.SGD, lr=0.1)
+
+
+def _overflow(parallel: DeepSpeedModel) -> None:
+    before = parallel.full_state_dict()
+    try:
+        parallel.train_step(make_batch(), parallel.engine.basic_optimizer)
+    finally:
+        after = parallel.full_state_dict()
+        assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def _unsound(pending: list[bool], output: Tensor, _batch: Any) -> Tensor:
+    return output * (float("nan") if pending and pending.pop() else 1.0)
+
+
+def from_meta() -> tuple[int, float]:
+    """A model too big for one device: initial values, one layer at a time, then shards."""
+    parallel = make(plan_of(STRATEGIES["zero3"]), meta=True, seed=3)
+    shards = sum(parameter.ds_tensor.numel() for parameter in parallel.parameters())
+    optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
+    loss = float(parallel.train_step(make_batch(), optimizer))
+    return shards, loss
+
+
+@dataclass
+class Answers:
+    """Of one process."""
+
+    trained: dict[str, Run]
+    bf16: list[float]
+    plainly: Run
+    reloaded: tuple[bool, float, float, Tensor]
+    refused: list[str]
+    meta: tuple[int, float]
+    seconds: float
+
+
+def everything() -> Answers:
+    """All of these in one world."""
+    begun = time.process_time()
+    answers = Answers(trained(), in_bf16(), plainly(), reloaded(), refused(), from_meta(), 0.0)
+    return replace(answers, seconds=time.process_time() - begun)

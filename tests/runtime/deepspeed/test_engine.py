@@ -1,0 +1,91 @@
+"""DeepSpeed's engine trains like one process, whatever its stage."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from tests.pool import WorkerPool
+from tests.runtime.deepspeed import jobs
+from tests.runtime.deepspeed.jobs import Answers
+from tests.runtime.training import ADAMW, Case, Trained, assert_same, make_batch, make_model, train_alone
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+EVERY = sorted(jobs.STRATEGIES)
+
+
+@pytest.fixture(scope="module")
+def answers(pool: WorkerPool) -> Answers:
+    """Of the first of two processes; one job, as DeepSpeed takes seconds to start."""
+    first, second = pool.run(2, jobs.everything, timeout=300)
+    assert first.trained["zero3"].losses == second.trained["zero3"].losses
+    return first
+
+
+@pytest.fixture(scope="module")
+def alone() -> Trained:
+    return train_alone(Case([], max_grad_norm=jobs.CLIP))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_stage_trains_like_one_process_with_clipping_and_accumulation(
+    answers: Answers, alone: Trained, name: str
+) -> None:
+    found = answers.trained[name]
+    assert_same(Trained(found.losses, {}, found.state), Trained(alone.losses, {}, alone.state))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_engine_has_the_stage_of_the_plan(answers: Answers, name: str) -> None:
+    assert answers.trained[name].stage == jobs.STRATEGIES[name].zero_stage
+
+
+def test_bf16_trains_nearly_like_float32(answers: Answers, alone: Trained) -> None:
+    torch.testing.assert_close(answers.bf16, alone.losses, rtol=2e-3, atol=0.0)
+    assert answers.bf16 != alone.losses
+
+
+def test_the_plain_loop_with_a_schedule_trains_like_one_process(answers: Answers) -> None:
+    model = make_model(jobs.MODEL)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    losses = []
+    for _ in range(3):
+        loss = model(**make_batch())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), jobs.CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(float(loss.detach()))
+    assert_same(Trained(answers.plainly.losses, {}, answers.plainly.state), Trained(losses, {}, model.state_dict()))
+
+
+def test_a_state_of_one_stage_goes_into_another(answers: Answers) -> None:
+    same, first, second, outputs = answers.reloaded
+    assert same
+    one = train_alone(Case([], max_grad_norm=jobs.CLIP), steps=1)
+    model = make_model(jobs.MODEL)
+    model.load_state_dict(one.state)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.tensor(first), model(**make_batch()), rtol=1e-5, atol=0.0)
+        torch.testing.assert_close(outputs, model(tokens=make_batch()["tokens"]), rtol=1e-4, atol=1e-5)
+    assert second < first
+
+
+def test_what_cannot_be_trained_is_told_and_changes_nothing(answers: Answers) -> None:
+    without, second, unsound = answers.refused
+    assert without == (
+        "InputError: optimizer is missing. Make it first: optimizer = parallel.optimizer(torch.optim.AdamW, lr=...)."
+    )
+    assert "has one already" in second
+    assert unsound.startswith("NonFiniteLossError")
+
+
+def test_a_model_on_meta_is_made_in_shards(answers: Answers) -> None:
+    shards, loss = answers.meta
+    total = sum(parameter.numel() for parameter in make_model(jobs.MODEL).parameters())
+    assert total / 2 <= shards < 0.6 * total
+    assert 3.0 < loss < 6.0

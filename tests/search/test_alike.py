@@ -1,0 +1,116 @@
+"""Backends that do the same to all layers: the plan is the best of what they can do, and says who trains by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from galvatron_lite import api
+from galvatron_lite.cost.plan import evaluate
+from galvatron_lite.errors import InfeasibleError, InputError
+from galvatron_lite.model.graph import Recompute, Role
+from galvatron_lite.parallelism.backends import DEEPSPEED, check_runs
+from galvatron_lite.parallelism.base import Offload, Strategy
+from galvatron_lite.plans.io import read_plan, write_plan
+from galvatron_lite.plans.schema import LayerRun, Mode, Plan, Schedule, Stage, Trainer
+from galvatron_lite.profiler.schema import Profile
+
+GPUS, BATCH, MEMORY = 4, 16, 24 * 10**9
+_ASKED = {"mem": MEMORY, "batch": BATCH, "backend": "deepspeed", "runners_up": 20}
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return api.find_profile(model="gpt2", cluster="a100-40gb", gpus=GPUS, sequence=1024)
+
+
+@pytest.fixture(scope="module")
+def found(profile: Profile) -> Plan:
+    return api.plan(profile, **_ASKED)
+
+
+def test_one_stage_for_all_layers_and_the_plan_says_who_trains(found: Plan, tmp_path: Path) -> None:
+    assert found.backend is Trainer.DEEPSPEED
+    assert len(found.stages) == 1
+    assert {(run.strategy.zero_stage, run.strategy.offload) for run in found.stages[0].runs}.__len__() == 1
+    assert check_runs(found) is found
+    write_plan(found, tmp_path / "plan.yaml")
+    assert read_plan(tmp_path / "plan.yaml") == found
+
+
+def test_no_uniform_plan_is_quicker(found: Plan, profile: Profile) -> None:
+    """Brute force over one strategy for all layers, offload aside, and every number of micro-batches."""
+    ways = [Strategy(data=GPUS), *(Strategy(zero=GPUS, zero_stage=stage) for stage in (1, 2, 3))]
+    least = float("inf")
+    for way, recompute, count in product(ways, Recompute, (1, 2, 4)):
+        priced = _priced(profile, replace(way, recompute=recompute), count)
+        assert priced.prediction is not None
+        if priced.prediction.peak_memory <= MEMORY:
+            least = min(least, priced.prediction.step_seconds)
+    assert found.prediction is not None
+    assert found.prediction.step_seconds <= least * (1 + 1e-9)
+
+
+def _priced(profile: Profile, strategy: Strategy, count: int) -> Plan:
+    layers = profile.graph.layers
+    own = [strategy if layer.role is Role.BLOCK else replace(strategy, recompute=Recompute.NONE) for layer in layers]
+    runs = tuple(LayerRun(layer.name, layer.name, 1, one) for layer, one in zip(layers, own, strict=True))
+    plan = Plan(1, "gpt2", GPUS, BATCH, count, Schedule.ONE_F_ONE_B, profile.graph.precision, (Stage(runs),))
+    return evaluate(profile, plan)
+
+
+def test_less_memory_takes_a_higher_stage_or_the_host(profile: Profile) -> None:
+    lean = api.plan(profile, **{**_ASKED, "mem": 3 * 10**9})
+    strategies = {run.strategy for run in lean.stages[0].runs}
+    assert all(one.zero_stage == 3 or one.offloads_states for one in strategies)
+
+
+def test_nothing_fits_names_the_least_of_all_ways(profile: Profile) -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        api.plan(profile, **{**_ASKED, "mem": 10**9, "runners_up": 0})
+    smallest = caught.value.smallest_budget
+    assert smallest is not None
+    assert api.plan(profile, **{**_ASKED, "mem": smallest, "runners_up": 0}).fits
+
+
+def test_layers_without_parameters_have_nothing_to_shard() -> None:
+    profile = api.find_profile(model="vgg16", cluster="a100-40gb", gpus=2)
+    found = api.plan(profile, mem=MEMORY, batch=8, backend="deepspeed", runners_up=0)
+    kinds = {layer.name: profile.graph.kind_of(layer).parameters.total for layer in profile.graph.layers}
+    assert 0 in kinds.values()
+    sharded = {run.strategy.zero_stage for run in found.stages[0].runs if kinds[run.first]}
+    assert len(sharded) == 1
+    assert sharded != {0}
+    assert check_runs(found) is found
+
+
+@pytest.mark.parametrize(
+    ("setup", "said"),
+    [
+        ({"mode": "inference"}, "Backend deepspeed is for training"),
+        ({"fix": "tp=2"}, "Backend deepspeed cannot run"),
+        ({"fix": "pp=2"}, "no pipelines"),
+        ({"allow_delay": True, "fix": ("schedule=cyclic",)}, "without delay"),
+    ],
+)
+def test_what_deepspeed_does_not_run_is_refused(profile: Profile, setup: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        api.plan(profile, **{**_ASKED, **setup})
+
+
+def test_plans_of_unlike_layers_are_refused(found: Plan) -> None:
+    (stage,) = found.stages
+    first = replace(stage.runs[0], strategy=Strategy(zero=GPUS, zero_stage=3))
+    last = replace(stage.runs[-1], strategy=Strategy(zero=GPUS, zero_stage=2))
+    mixed = replace(found, stages=(replace(stage, runs=(first, last)),))
+    with pytest.raises(InputError, match="does the same to all layers"):
+        check_runs(mixed)
+    assert check_runs(replace(mixed, backend=Trainer.GALVATRON)) is not None
+    with pytest.raises(InputError, match="is for training"):
+        check_runs(replace(found, mode=Mode.INFERENCE))
+    kept = replace(last, strategy=Strategy(zero=GPUS, zero_stage=3, offload=Offload.ACTIVATIONS))
+    with pytest.raises(InputError, match="only price it"):
+        check_runs(replace(found, stages=(replace(stage, runs=(kept,)),)), DEEPSPEED)
