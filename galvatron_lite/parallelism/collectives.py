@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,3 +18,15 @@ def reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup | None)
     """Sum over the group, and scatter equal parts along the first dim."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(part, whole, group=group)
+
+
+def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    """``all_gather``, in the background."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return cast("dist.Work", gather(whole, part, group=group, async_op=True))
+
+
+def start_reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    """``reduce_scatter``, in the background."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return cast("dist.Work", scatter(part, whole, group=group, async_op=True))

@@ -31,7 +31,7 @@ def squared_norm_share(owned: Iterable[Owned], elsewhere: frozenset[str], device
     """
     by_copies: dict[int, list[Tensor]] = {}
     for one in owned:
-        gradient = one.parameter.grad
+        gradient = one.gradient
         if gradient is not None and not elsewhere & set(one.names):
             by_copies.setdefault(one.copies, []).append(local_tensor(gradient))
     total = torch.zeros((), device=device)
@@ -42,6 +42,18 @@ def squared_norm_share(owned: Iterable[Owned], elsewhere: frozenset[str], device
 
 def scale_gradients(owned: Iterable[Owned], norm: Tensor, largest: float) -> None:
     """Shrink all gradients alike so that their norm is at most ``largest`` (as ``torch.nn.utils.clip_grad_norm_``)."""
-    gradients = [local_tensor(one.parameter.grad) for one in owned if one.parameter.grad is not None]
+    multiply_gradients(owned, torch.clamp(largest / (norm + _TINY), max=1.0))
+
+
+def multiply_gradients(owned: Iterable[Owned], factor: Tensor) -> None:
+    """Multiply all gradients by a number, on the device and where the optimizer sees them in host memory."""
+    held = list(owned)
+    gradients = [local_tensor(gradient) for one in held if (gradient := one.gradient) is not None]
     if gradients:
-        torch._foreach_mul_(gradients, torch.clamp(largest / (norm + _TINY), max=1.0))
+        torch._foreach_mul_(gradients, factor)
+    hosts = [one.host for one in held if one.host is not None]
+    lowered = [host.copy.grad for host in hosts if host.copy.grad is not None]
+    if lowered:
+        torch._foreach_mul_(lowered, factor.to("cpu"))
+        for host in hosts:
+            host.noted()

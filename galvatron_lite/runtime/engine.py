@@ -118,10 +118,11 @@ class ParallelModel(nn.Module):
         if len(self.plan.stages) > 1:
             raise InputError("plan", f"{len(self.plan.stages)} stages", "Train it with train_step(batch, optimizer).")
         (part,) = self._parts(batch_of_call(args, kwargs), 1)
+        self._begin()
         loss = self._local_loss(part)
         for runtime in self.runtimes:
             set_all_reduce(runtime.sharded.replicated, True)
-            runtime.reducer.watch(loss)
+            runtime.reducer.watch(loss, runtime.updates.deliver)
         shares = self.runtime.traffic.glue.batch
         group = self.runtime.glue_groups.batch
         if group is None:
@@ -146,6 +147,7 @@ class ParallelModel(nn.Module):
             return self._outputs(part)
 
     def _outputs(self, part: Any) -> Any:
+        self._begin()
         traffic = self.runtime.traffic
         traffic.begin(self._rows)
         try:
@@ -191,6 +193,7 @@ class ParallelModel(nn.Module):
             optimizer.zero_grad(set_to_none=True)
             raise
         optimizer.step()
+        self.publish()
         optimizer.zero_grad(set_to_none=True)
         return value
 
@@ -202,6 +205,7 @@ class ParallelModel(nn.Module):
         """
         count = self.plan.microbatches
         parts = self._parts(batch, count)
+        self._begin()
         runtime, pending = self.runtime, iter(range(count))
         scale = 1.0 / (runtime.traffic.glue.batch * count)
 
@@ -220,6 +224,8 @@ class ParallelModel(nn.Module):
             one.reducer.finish()
         if runtime.shared is not None:
             runtime.shared.reduce()
+        for one in self.runtimes:
+            one.updates.deliver()
         return total / (runtime.meshes.stage_devices // runtime.traffic.glue.batch)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -247,9 +253,27 @@ class ParallelModel(nn.Module):
         """
         return split_groups(self.parameters() if groups is None else groups)
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """What an optimizer updates on this rank, by name: shards, rows under ZeRO-1, copies in host memory."""
+        updated = {one.parameter: one.updated for runtime in self.runtimes for one in runtime.owned}
+        return ((name, updated.get(one, one)) for name, one in super().named_parameters(*args, **kwargs))
+
     def optimizer(self, factory: OptimizerFactory, **options: Any) -> torch.optim.Optimizer:
         """An optimizer over this rank's shards: ``parallel.optimizer(torch.optim.AdamW, lr=1e-3)``."""
-        return factory(self.param_groups(), **options)
+        made = factory(self.param_groups(), **options)
+        made.register_step_post_hook(lambda *_: self.publish())
+        return made
+
+    def publish(self) -> None:
+        """After an optimizer made in another way than by ``optimizer`` has stepped, before parameters are looked at:
+        every rank gets what the others (or the host) updated. All ranks call it; using the model does, too.
+        """
+        for runtime in self.runtimes:
+            runtime.updates.publish()
+
+    def _begin(self) -> None:
+        for runtime in self.runtimes:
+            runtime.updates.begin()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's ``state_dict()`` on the CPU of every rank, under the user's own names; all ranks call it.

@@ -96,7 +96,12 @@ def entries_of(model: nn.Module, layers: Sequence[Layer]) -> Entries:
 
 
 def held_parameters(parallel: Parallel) -> list[Held]:
-    """What this rank holds of every parameter; a name may come twice where several parts of the rank share it."""
+    """What this rank holds of every parameter; a name may come twice where several parts of the rank share it.
+
+    All ranks call it. Who writes into them calls ``updates.take`` of every runtime afterwards.
+    """
+    for runtime in parallel.runtimes:
+        runtime.updates.publish()
     return [
         _held(_name(parallel, one), one.parameter.detach(), one)
         for runtime in parallel.runtimes
@@ -107,10 +112,10 @@ def held_parameters(parallel: Parallel) -> list[Held]:
 def held_gradients(parallel: Parallel) -> list[Held]:
     """What this rank holds of the gradients that there are, named as their parameters."""
     return [
-        _held(_name(parallel, one), one.parameter.grad.detach(), one)
+        _held(_name(parallel, one), gradient.detach(), one)
         for runtime in parallel.runtimes
         for one in runtime.owned
-        if one.parameter.grad is not None
+        if (gradient := one.gradient) is not None
     ]
 
 
@@ -124,7 +129,7 @@ def held_states(parallel: Parallel, optimizer: torch.optim.Optimizer) -> list[He
         _held(f"{_name(parallel, one)}/{key}", value.detach(), one)
         for runtime in parallel.runtimes
         for one in runtime.owned
-        for key, value in optimizer.state.get(one.parameter, {}).items()
+        for key, value in optimizer.state.get(one.updated, {}).items()
         if isinstance(value, Tensor)
     ]
 
@@ -184,7 +189,7 @@ def _laid(tensor: Tensor, one: Owned) -> tuple[Tensor, Box, tuple[int, ...]]:
     """A plain tensor, which items of this rank's slice of the parameter it has, and the slice's shape."""
     if isinstance(tensor, DTensor):
         return tensor.to_local(), _own_box(tensor), tuple(tensor.shape)
-    parameter: Tensor = one.parameter
+    parameter: Tensor = one.reduced
     if isinstance(parameter, DTensor) and tuple(tensor.shape) not in ((), tuple(parameter.shape)):
         # made by an optimizer that works on the rank's own items
         box = _own_box(parameter)

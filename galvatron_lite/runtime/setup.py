@@ -52,6 +52,7 @@ from galvatron_lite.runtime.sharding import (
 )
 from galvatron_lite.runtime.tensor_plans import tensor_plans
 from galvatron_lite.runtime.traffic import Traffic
+from galvatron_lite.runtime.updates import Updates
 
 Place = Callable[[Layer], None]
 
@@ -82,6 +83,7 @@ class StageRuntime:
         traffic: shared by the hooks.
         pipeline: runs the schedule; None for a single stage.
         shared: copies of parameters on several stages; None for a single stage.
+        updates: brings gradients to what the optimizer updates, and updated values back.
     """
 
     stage: tuple[Placed, ...]
@@ -92,6 +94,7 @@ class StageRuntime:
     traffic: Traffic
     pipeline: PipelineRunner | None
     shared: SharedCopies | None
+    updates: Updates
 
     @property
     def glue_groups(self) -> StrategyGroups:
@@ -124,6 +127,7 @@ def set_up(
     runtime = build(model, prepared, meshes, options)
     if runtime.shared is not None:
         runtime.shared.start_equal()
+        runtime.updates.take()
     return runtime
 
 
@@ -192,7 +196,9 @@ def build(
     incoming = stages[index - 1][-1].layout if index else None
     runtime = assemble(model, layers, stages[index], meshes, prepared.known, options, incoming, place=place)
     if len(stages) > 1:
-        runtime.shared = SharedCopies(model, prepared.ties, prepared.names, prepared.strategies, options.groups)
+        reduced = {one.parameter: one.reduced for one in runtime.owned}
+        ties, names = prepared.ties, prepared.names
+        runtime.shared = SharedCopies(model, ties, names, prepared.strategies, options.groups, reduced)
     runtime.pipeline = _runner(cut, plan, meshes, runtime.traffic, options)
     return runtime
 
@@ -280,7 +286,8 @@ def assemble(
     traffic = Traffic(mover, border, PIXELS_RULES, options.compute, known.sampled)
     install_hooks(model, sharded.borders, traffic, incoming)
     owned = owned_parameters(model, stage, meshes, sharded.shards)
-    return StageRuntime(stage, meshes, owned, sharded, GradientReducer(reduced_parameters(owned)), traffic, None, None)
+    reducer = GradientReducer(reduced_parameters(owned))
+    return StageRuntime(stage, meshes, owned, sharded, reducer, traffic, None, None, Updates(owned, reducer))
 
 
 def known_flow(model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: LossFn | None) -> Flow | None:

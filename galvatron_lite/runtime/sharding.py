@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -16,6 +16,7 @@ from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.plan import ChannelPlan
 from galvatron_lite.parallelism.cuts.line import ProcessLine
 from galvatron_lite.parallelism.data.apply import Reduced
+from galvatron_lite.parallelism.offload.states import HostCopy
 from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.parallelism.spatial.apply import split_pixels
@@ -26,6 +27,7 @@ from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 from galvatron_lite.parallelism.zero.apply import STAGE_2, ZeroGroup, apply_root, shard_group
+from galvatron_lite.parallelism.zero.shares import Share, share_of
 from galvatron_lite.runtime.border import Border, Bordered, border_of
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
 from galvatron_lite.runtime.placement import Placed
@@ -40,7 +42,9 @@ class Owned:
         parameter: what this rank holds: a DTensor under ZeRO, else a plain one.
         shard: how that lies in the whole parameter by tensor parallelism; None without it.
         groups: of its layer's strategy.
-        copies: ranks of the stage that hold the same.
+        copies: ranks of the stage that hold (under ZeRO-1: update) the same.
+        share: the rows of it that this rank updates under ZeRO-1, where the parameter itself is whole.
+        host: its copy in host memory, where the optimizer's states are kept there.
     """
 
     names: tuple[str, ...]
@@ -48,11 +52,30 @@ class Owned:
     shard: ParameterShard | None
     groups: StrategyGroups
     copies: int
+    share: Share | None = None
+    host: HostCopy | None = None
 
     @property
     def is_zero(self) -> bool:
-        """Whether ZeRO shares it."""
+        """Whether ZeRO shares it (FSDP reduces its gradient)."""
         return isinstance(self.parameter, DTensor)
+
+    @property
+    def reduced(self) -> nn.Parameter:
+        """What carries the reduced gradient on the device: the parameter, or this rank's rows under ZeRO-1."""
+        return self.parameter if self.share is None else self.share.part
+
+    @property
+    def updated(self) -> nn.Parameter:
+        """What the optimizer updates, and has states for: a copy in host memory, else ``reduced``."""
+        return self.reduced if self.host is None else self.host.copy
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The reduced gradient on the device, as the optimizer will see it; a DTensor under ZeRO."""
+        if self.host is not None:
+            self.host.follow()
+        return self.reduced.grad
 
     @property
     def slices(self) -> ProcessTensorGroup | None:
@@ -198,7 +221,7 @@ def _share_states(
     mesh = meshes.groups(strategy).zero_mesh
     modules = [model.get_submodule(path) for placed in layers for path in placed.layer.modules]
     holding = tuple(module for module in modules if next(module.parameters(), None) is not None)
-    if mesh is not None and holding:
+    if mesh is not None and holding and strategy.zero_stage != 1:
         partial = [name for name, shard in done.shards.items() if shard.placement is Placement.PARTIAL]
         ignored = {model.get_parameter(name) for name in partial}
         # the last layer's backward follows at once: what it gathered for forward is still needed
@@ -234,14 +257,19 @@ def _own(
 ) -> Owned:
     shard = next((shards[name] for name in names if name in shards), None)
     split = shard.degree if shard is not None and shard.placement is Placement.SHARDED else 1
-    shared = strategy.state_shards if isinstance(parameter, DTensor) else 1
-    return Owned(names, parameter, shard, meshes.groups(strategy), meshes.stage_devices // (split * shared))
+    groups, partial = meshes.groups(strategy), shard is not None and shard.placement is Placement.PARTIAL
+    mesh = groups.zero_mesh if strategy.zero_stage == 1 and not partial else None
+    share = None if mesh is None else share_of(parameter, mesh)
+    shared = strategy.state_shards if isinstance(parameter, DTensor) or share is not None else 1
+    owned = Owned(names, parameter, shard, groups, meshes.stage_devices // (split * shared), share)
+    offloads = strategy.offloads_states and parameter.requires_grad
+    return replace(owned, host=HostCopy(owned.reduced)) if offloads else owned
 
 
 def reduced_parameters(owned: Sequence[Owned]) -> list[Reduced]:
     """The parameters whose gradients we sum ourselves, and over which ranks."""
     return [
-        Reduced(one.parameter, one.groups.stage if one.is_partial else one.groups.gradients)
+        Reduced(one.parameter, one.groups.stage if one.is_partial else one.groups.gradients, one.share)
         for one in owned
         if not one.is_zero
     ]

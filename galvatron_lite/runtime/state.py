@@ -55,6 +55,8 @@ def load_full_state_dict(parallel: Parallel, state: Mapping[str, Tensor]) -> Non
                 raise InputError("state", tuple(whole.shape), remedy)
             for chunk in held.chunks:
                 part_of(held.tensor, chunk.local).copy_(part_of(whole, chunk.whole))
+    for runtime in parallel.runtimes:
+        runtime.updates.take()
 
 
 @dataclass(frozen=True, slots=True)

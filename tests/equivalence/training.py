@@ -23,6 +23,7 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime import setup
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.placement import Placed
+from galvatron_lite.runtime.sharding import Owned
 from galvatron_lite.runtime.tensor_plans import tensor_plans
 from tests.equivalence.compare import RELATIVE, assert_equal_tensors
 from tests.equivalence.families import PICTURES, build_family, build_model, make_batches
@@ -131,15 +132,15 @@ def _train(case: Case, plan: Plan, reference: Reference) -> str:
     optimizer = parallel.optimizer(torch.optim.SGD, lr=LEARNING_RATE, momentum=MOMENTUM)
     batches = make_batches(case.family, SAMPLES, STEPS + 1)
     losses = [global_loss(parallel.backward_step(batches[0]))]
-    first = whole(parallel, first_names, lambda parameter: parameter.grad)
+    first = whole(parallel, first_names, lambda one: one.gradient)
     norm = float(parallel.clip_grad_norm(1e9))
     optimizer.step()
     optimizer.zero_grad()
     clip = reference.norm / 2
     losses += [float(parallel.train_step(batch, optimizer, max_grad_norm=clip)) for batch in batches[1:STEPS]]
-    parameters = whole(parallel, first_names, lambda parameter: parameter.detach())
+    parameters = whole(parallel, first_names, lambda one: one.parameter.detach())
     losses.append(global_loss(parallel.backward_step(batches[STEPS])))
-    last = whole(parallel, first_names, lambda parameter: parameter.grad)
+    last = whole(parallel, first_names, lambda one: one.gradient)
     return "; ".join(_differences(Reference(losses, norm, first, last, parameters), reference, case.relative))
 
 
@@ -171,13 +172,11 @@ def global_loss(part: Tensor) -> float:
     return float(total)
 
 
-def whole(
-    parallel: ParallelModel, first_names: Mapping[str, str], pick: Callable[[nn.Parameter], Any]
-) -> dict[str, Tensor]:
+def whole(parallel: ParallelModel, first_names: Mapping[str, str], pick: Callable[[Owned], Any]) -> dict[str, Tensor]:
     """Whole tensors of this rank's stage (gradients, parameters), by the name that one process has for them."""
     found: dict[str, Tensor] = {}
     for one in parallel.runtime.owned:
-        tensor = pick(one.parameter)
+        tensor = pick(one)
         if tensor is None:
             continue
         local = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

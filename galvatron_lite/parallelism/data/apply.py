@@ -2,7 +2,8 @@
 
 A bucket is one flat buffer, of 25 MB at most, for parameters of one dtype and one process group. In backward every
 gradient is copied to its place, and ``p.grad`` becomes a view of it. When all gradients of a bucket are there, and
-those of the buckets before it, its all-reduce starts. At the end of backward all are waited for.
+those of the buckets before it, its all-reduce starts. At the end of backward all are waited for. Where ranks share the
+optimizer's states (ZeRO-1), a reduce-scatter takes the all-reduce's place (``zero.shares``).
 """
 
 from __future__ import annotations
@@ -12,26 +13,33 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from galvatron_lite.parallelism.zero.shares import Share, Sharing, gather_all
+
 SMALLEST_BUCKET, LARGEST_BUCKET = 2**20, 25 * 2**20
 """Bytes. Larger buckets use links better (25 MB as in DDP), smaller ones start earlier."""
 BUCKETS = 8
 """Buckets a model has if its size allows, so that most of the communication lies behind backward."""
 Group = dist.ProcessGroup | None
-Kind = tuple[int, torch.dtype, torch.device]
+Kind = tuple[int, int, bool, torch.dtype, torch.device]
 
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """A parameter and the ranks over which its gradient is summed (None: this rank alone)."""
+    """A parameter and the ranks over which its gradient is summed (None: this rank alone).
+
+    Under ZeRO-1 ``share`` is this rank's rows of it, and says over which ranks.
+    """
 
     parameter: nn.Parameter
     group: Group
+    share: Share | None = None
 
 
 @dataclass(slots=True)
@@ -46,6 +54,7 @@ class Bucket:
         missing: parameters whose gradient is not there yet in this backward pass.
         reduced: whether the buffer holds sums over the group, from an earlier backward pass.
         work: the all-reduce under way.
+        sharing: how ranks share the gradients; None where each gets all.
     """
 
     group: Group
@@ -55,6 +64,7 @@ class Bucket:
     missing: set[int] = field(default_factory=set)
     reduced: bool = False
     work: dist.Work | None = None
+    sharing: Sharing | None = None
 
     @property
     def flags(self) -> Tensor:
@@ -116,16 +126,32 @@ class GradientReducer:
         for bucket in self._buckets:
             _complete(bucket)
 
-    def watch(self, loss: Tensor) -> None:
-        """Begin when a backward pass starts at ``loss``, and finish when it ends, whatever parameters it reaches."""
-        if loss.requires_grad and self._buckets:
-            loss.register_hook(self._begin_in_backward)  # type: ignore[no-untyped-call]
+    def gather(self) -> None:
+        """Once the optimizer has stepped: bring the rows of parameters that other ranks updated, in forward's order."""
+        gather_all([bucket.sharing for bucket in reversed(self._buckets) if bucket.sharing is not None])
 
-    def _begin_in_backward(self, _gradient: Tensor) -> None:
+    def watch(self, loss: Tensor, reduced: Callable[[], None] | None = None) -> None:
+        """Begin when a backward pass starts at ``loss``, and finish when it ends, whatever parameters it reaches.
+
+        Args:
+            loss: of this rank.
+            reduced: called when gradients are reduced, those that FSDP reduces included.
+        """
+        if loss.requires_grad and (self._buckets or reduced is not None):
+            loss.register_hook(partial(self._begin_in_backward, reduced))  # type: ignore[no-untyped-call]
+
+    def _begin_in_backward(self, reduced: Callable[[], None] | None, _gradient: Tensor) -> None:
         if not self._running:
             self.begin()
             # private: torch has no public way to run something when a backward pass ends. DDP and FSDP2 use the same.
-            Variable._execution_engine.queue_callback(self.finish)
+            Variable._execution_engine.queue_callback(partial(self._end_in_backward, reduced))
+
+    def _end_in_backward(self, reduced: Callable[[], None] | None) -> None:
+        synchronised = self._running
+        self.finish()
+        if synchronised and reduced is not None:
+            # what FSDP does when backward ends comes first: it was queued before this
+            Variable._execution_engine.queue_callback(reduced)
 
     def _collector(self, bucket: Bucket, place: int) -> Callable[[Tensor], None]:
         view = bucket.views[place]
@@ -144,7 +170,7 @@ class GradientReducer:
         while self._running and self._next < len(self._buckets) and not self._buckets[self._next].missing:
             bucket = self._buckets[self._next]
             self._next += 1
-            if bucket.group is not None:
+            if bucket.group is not None or bucket.sharing is not None:
                 _launch(bucket)
 
 
@@ -175,7 +201,9 @@ def _cut(backward: Sequence[Reduced], kind: Kind, bucket_bytes: int) -> Iterator
 
 
 def _kind(one: Reduced) -> Kind:
-    return id(one.group), one.parameter.dtype, one.parameter.device
+    ranks = one.group if one.share is None else one.share.ranks
+    replicas = None if one.share is None else one.share.replicas
+    return id(ranks), id(replicas), one.share is None, one.parameter.dtype, one.parameter.device
 
 
 def _bucket(chosen: Sequence[Reduced]) -> Bucket:
@@ -185,7 +213,8 @@ def _bucket(chosen: Sequence[Reduced]) -> Bucket:
     buffer = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
     parts = torch.split(buffer[: sum(sizes)], sizes)
     views = [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
-    return Bucket(chosen[0].group, buffer, parameters, views)
+    shares = [one.share for one in chosen if one.share is not None]
+    return Bucket(chosen[0].group, buffer, parameters, views, sharing=Sharing(shares) if shares else None)
 
 
 def _store(parameter: Tensor, view: Tensor) -> None:
@@ -197,6 +226,8 @@ def _store(parameter: Tensor, view: Tensor) -> None:
 
 def _unreduce(bucket: Bucket) -> None:
     """Gradients that were summed over n ranks before would count n times in the next sum: divide them by n."""
+    if bucket.sharing is not None:
+        bucket.sharing.keep()
     if bucket.reduced and bucket.group is not None and any(_present(bucket)):
         bucket.buffer.div_(bucket.group.size())
     bucket.reduced = False
@@ -214,10 +245,15 @@ def _launch(bucket: Bucket) -> None:
         for view in itertools.compress(bucket.views, map(operator.not_, present)):
             view.zero_()
         bucket.flags.copy_(torch.tensor(present, dtype=bucket.buffer.dtype))
-    bucket.work = dist.all_reduce(bucket.buffer, group=bucket.group, async_op=True)
+    if bucket.sharing is not None:
+        bucket.sharing.launch(bucket.views, bucket.flags)
+    else:
+        bucket.work = dist.all_reduce(bucket.buffer, group=bucket.group, async_op=True)
 
 
 def _complete(bucket: Bucket) -> None:
+    if bucket.sharing is not None:
+        bucket.sharing.complete(bucket.views, list(_present(bucket)))
     if bucket.work is None:
         return
     bucket.work.wait()

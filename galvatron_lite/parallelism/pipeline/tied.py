@@ -74,6 +74,7 @@ class SharedCopies:
         stages: names of each stage's layers.
         strategies: of every layer, by name.
         groups: makes process groups.
+        reduced: what carries a parameter's reduced gradient, where that is not the parameter itself.
 
     Attributes:
         counted_elsewhere: names of parameters here that another stage counts in the global gradient norm.
@@ -91,9 +92,10 @@ class SharedCopies:
         stages: Sequence[Sequence[str]],
         strategies: Mapping[str, Strategy],
         groups: ProcessGroups | None = None,
+        reduced: Mapping[nn.Parameter, nn.Parameter] | None = None,
     ) -> None:
         check_shared(shared, strategies)
-        groups = groups or ProcessGroups()
+        groups, self._reduced = groups or ProcessGroups(), reduced or {}
         here = dist.get_rank() // (dist.get_world_size() // len(stages))
         self._copies: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         counted_elsewhere = []
@@ -113,9 +115,10 @@ class SharedCopies:
     def reduce(self) -> None:
         """Sum the gradients of the copies. Call it once a step, when every other reduction is done."""
         for parameter, group in self._copies:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(_local(parameter.grad), group=group)
+            carrier = self._reduced.get(parameter, parameter)
+            if carrier.grad is None:
+                carrier.grad = torch.zeros_like(carrier)
+            dist.all_reduce(_local(carrier.grad), group=group)
 
     def start_equal(self) -> None:
         """Make the copies equal to the first stage's; every rank of the world calls it."""

@@ -1,0 +1,93 @@
+"""Optimizer states in host memory: the optimizer updates a copy of what the device holds, on the host.
+
+Once a step the reduced gradients go down, and the updated values come up. The device keeps its parameters and, until
+the step ends, its gradients. On a machine without an accelerator host and device are the same memory; what is done is
+the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def local_of_rank(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(slots=True)
+class HostCopy:
+    """A parameter's copy in host memory, over which the optimizer runs.
+
+    Attributes:
+        source: the parameter on the device; a DTensor under ZeRO.
+        copy: of what this rank holds of it; page-locked beside an accelerator.
+        buffer: where its gradient arrives; made for the first one.
+        version: of the gradient when it was brought down, so that what was done to it since can be told.
+    """
+
+    source: nn.Parameter
+    copy: nn.Parameter = field(init=False)
+    buffer: Tensor | None = None
+    version: int = -1
+
+    def __post_init__(self) -> None:
+        local = local_of_rank(self.source.detach())
+        self.copy = nn.Parameter(_host_like(local).copy_(local), self.source.requires_grad)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """The device's values are the right ones: copy them down."""
+        self.copy.copy_(local_of_rank(self.source.detach()))
+
+    @torch.no_grad()
+    def lift(self) -> None:
+        """Copy updated values up; the host does not wait for it."""
+        local_of_rank(self.source.detach()).copy_(self.copy, non_blocking=True)
+
+    @torch.no_grad()
+    def lower(self) -> None:
+        """Start copying the reduced gradient down; ``noted`` once it has arrived."""
+        if self.source.grad is None:
+            self.copy.grad = None
+            return
+        gradient = local_of_rank(self.source.grad)
+        self.buffer = _host_like(gradient) if self.buffer is None else self.buffer
+        self.buffer.copy_(gradient, non_blocking=True)
+        self.copy.grad = self.buffer
+
+    def noted(self) -> None:
+        """Both gradients are equal now."""
+        self.version = -1 if self.copy.grad is None else self.copy.grad._version
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """What was done to the host's gradient since it came down (zeroed, changed) holds on the device, too."""
+        if self.version < 0:
+            return
+        if self.copy.grad is None:
+            self.source.grad, self.version = None, -1
+        elif self.copy.grad._version != self.version and self.source.grad is not None:
+            local_of_rank(self.source.grad).copy_(self.copy.grad)
+            self.noted()
+
+
+def lower_all(copies: Iterable[HostCopy]) -> None:
+    """Bring gradients down, and wait until they have arrived."""
+    known = list(copies)
+    for one in known:
+        one.lower()
+    for device in {one.source.device for one in known}:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+    for one in known:
+        one.noted()
+
+
+def _host_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

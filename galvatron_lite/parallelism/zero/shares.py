@@ -1,0 +1,248 @@
+"""ZeRO-1: every rank computes with whole parameters and whole gradients, and updates its own rows of them.
+
+The rows that a rank updates are a DTensor parameter (``Shard(0)``, cut as ``torch.chunk`` does, like FSDP2's) whose
+storage is the whole parameter's: an optimizer that steps on it keeps states of these rows only, and changes the whole
+parameter in place. Gradients are summed by one reduce-scatter a bucket, beside the end of backward; once the optimizer
+has stepped, one all-gather a bucket brings the rows of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from galvatron_lite.parallelism.collectives import start_all_gather, start_reduce_scatter
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """This rank's rows of a parameter.
+
+    Attributes:
+        whole: what the model computes with.
+        part: the rows, as the optimizer takes them; its storage is the whole parameter's.
+        first, stop: which rows.
+        most: rows of the rank that has most.
+        ranks: that share the rows.
+        replicas: ranks with equal rows, and other samples; None where there are none.
+    """
+
+    whole: nn.Parameter
+    part: nn.Parameter
+    first: int
+    stop: int
+    most: int
+    ranks: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None
+
+    @property
+    def items_of_row(self) -> int:
+        """Items of one row."""
+        return self.whole.numel() // self.whole.shape[0]
+
+    def shown(self, rows: Tensor) -> DTensor:
+        """These rows of a tensor that is cut like the parameter."""
+        return _as_rows(rows, self.part)
+
+
+def share_of(parameter: nn.Parameter, mesh: DeviceMesh) -> Share | None:
+    """The rows of a parameter that this rank updates; None where it has no rows to share.
+
+    Args:
+        parameter: whole, on the device.
+        mesh: axes (data, zero), or only zero.
+    """
+    if parameter.dim() == 0 or parameter.numel() == 0 or not parameter.requires_grad:
+        return None
+    last = mesh.ndim - 1
+    rows, ranks = parameter.shape[0], mesh.size(last)
+    most = -(-rows // ranks)
+    first = min(mesh.get_local_rank(last) * most, rows)
+    stop = min(first + most, rows)
+    placements: list[Placement] = [*([Replicate()] * last), Shard(0)]
+    local = DTensor.from_local(
+        parameter.detach()[first:stop],
+        mesh,
+        placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    replicas = mesh.get_group(0) if last else None
+    return Share(parameter, nn.Parameter(local), first, stop, most, mesh.get_group(last), replicas)
+
+
+def _as_rows(rows: Tensor, like: Tensor) -> DTensor:
+    assert isinstance(like, DTensor)
+    return DTensor.from_local(
+        rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+@dataclass(slots=True)
+class Flight:
+    """A reduce-scatter under way.
+
+    Attributes:
+        own: what this rank receives.
+        sent: kept until it has arrived.
+        work: of the last message; None where the sum over replicas has yet to start.
+        scattering: of the first.
+    """
+
+    own: Tensor
+    sent: Tensor
+    scattering: dist.Work
+    work: dist.Work | None
+
+
+@dataclass(slots=True)
+class Sharing:
+    """How the ranks share the gradients of one bucket.
+
+    Attributes:
+        shares: of its parameters, in the order of the bucket; all over the same ranks.
+        offsets: where each begins in a rank's part of a message, and at last where they end.
+        flight: the reduce-scatter under way.
+    """
+
+    shares: list[Share]
+    offsets: list[int] = field(init=False)
+    flight: Flight | None = None
+    side: torch.cuda.Stream | None = None
+
+    def __post_init__(self) -> None:
+        self.offsets = [0]
+        for share in self.shares:
+            self.offsets.append(self.offsets[-1] + share.most * share.items_of_row)
+
+    def launch(self, views: Sequence[Tensor], flags: Tensor) -> None:
+        """Start summing whole gradients, so that every rank gets its rows; flags are summed for all ranks."""
+        ranks, replicas = self.shares[0].ranks, self.shares[0].replicas
+        width = self.offsets[-1]
+        sent = flags.new_zeros(ranks.size(), width + len(flags))
+        for view, place in zip(views, self._places(sent), strict=True):
+            for flat, staged in _pairs(view.view(-1), place):
+                staged.copy_(flat)
+        sent[:, width:] = flags
+        own = torch.empty_like(sent[0])
+        if replicas is None or not own.is_cuda:
+            first = start_reduce_scatter(own, sent.view(-1), ranks)
+            self.flight = Flight(own, sent, first, first if replicas is None else None)
+        else:
+            self.flight = self._chained(own, sent, ranks, replicas)
+
+    def _chained(self, own: Tensor, sent: Tensor, ranks: dist.ProcessGroup, replicas: dist.ProcessGroup) -> Flight:
+        """Both messages in the background: a stream of its own waits for the first."""
+        self.side = self.side or torch.cuda.Stream(own.device)  # type: ignore[no-untyped-call]
+        self.side.wait_stream(torch.cuda.current_stream(own.device))
+        with torch.cuda.stream(self.side):
+            first = start_reduce_scatter(own, sent.view(-1), ranks)
+            first.wait()
+            return Flight(own, sent, first, dist.all_reduce(own, group=replicas, async_op=True))
+
+    def complete(self, views: Sequence[Tensor], present: Sequence[bool]) -> None:
+        """Wait for the sums, and add this rank's rows to what the optimizer sees; whole gradients are gone then.
+
+        Args:
+            views: of the bucket's buffer, one a parameter; the rows' gradients stay in them.
+            present: which parameters got a gradient on this rank.
+        """
+        flight, self.flight = self.flight, None
+        if flight is None:
+            return
+        flight.scattering.wait()
+        replicas = self.shares[0].replicas
+        if flight.work is None and replicas is not None:
+            dist.all_reduce(flight.own, group=replicas)
+        elif flight.work is not None:
+            flight.work.wait()
+        used = list(present) if all(present) else (flight.own[self.offsets[-1] :] > 0).tolist()
+        for share, start, view, there in zip(self.shares, self.offsets, views, used, strict=False):
+            share.whole.grad = None
+            if there:
+                rows = view[share.first : share.stop]
+                rows.copy_(flight.own[start : start + rows.numel()].view_as(rows))
+                _add(share, rows)
+
+    def keep(self) -> None:
+        """Move gradients of an earlier backward pass out of the buffer, before the next one fills it."""
+        for share in self.shares:
+            if isinstance(share.part.grad, DTensor):
+                share.part.grad = share.shown(share.part.grad.to_local().clone())
+
+    @torch.no_grad()
+    def gather(self) -> Gathering:
+        """Start bringing the rows that other ranks updated."""
+        ranks, whole = self.shares[0].ranks, self.shares[0].whole
+        own = whole.new_zeros(self.offsets[-1])
+        for share, start in zip(self.shares, self.offsets, strict=False):
+            rows = share.whole.detach()[share.first : share.stop]
+            own[start : start + rows.numel()] = rows.reshape(-1)
+        everyone = whole.new_empty(ranks.size(), len(own))
+        work = start_all_gather(everyone.view(-1), own, ranks)
+        return Gathering(self, own, everyone, work)
+
+    def _places(self, staged: Tensor) -> Iterator[Tensor]:
+        """Of a message, by rank, what belongs to each parameter."""
+        for start, stop in zip(self.offsets, self.offsets[1:], strict=False):
+            yield staged[:, start:stop]
+
+
+@dataclass(slots=True)
+class Gathering:
+    """An all-gather under way."""
+
+    sharing: Sharing
+    own: Tensor
+    everyone: Tensor
+    work: dist.Work
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for it, and write every rank's rows into the whole parameters."""
+        self.work.wait()
+        for share, place in zip(self.sharing.shares, self.sharing._places(self.everyone), strict=True):
+            whole = share.whole.detach()
+            flat = whole.view(-1) if whole.is_contiguous() else whole.new_empty(whole.numel())
+            for there, staged in _pairs(flat, place):
+                there.copy_(staged)
+            if not whole.is_contiguous():
+                whole.copy_(flat.view(whole.shape))
+
+
+def gather_all(sharings: Sequence[Sharing]) -> None:
+    """Bring the rows that other ranks updated; two buckets are under way at a time."""
+    before: Gathering | None = None
+    for sharing in sharings:
+        started = sharing.gather()
+        if before is not None:
+            before.finish()
+        before = started
+    if before is not None:
+        before.finish()
+
+
+def _pairs(flat: Tensor, staged: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces of a whole tensor and their places in the parts of a message, of which the last may be short."""
+    size = staged.shape[1]
+    full = flat.numel() // size
+    yield flat[: full * size].view(full, size), staged[:full]
+    rest = flat[full * size :]
+    if rest.numel():
+        yield rest, staged[full, : rest.numel()]
+
+
+def _add(share: Share, rows: Tensor) -> None:
+    """Add to the gradient that the optimizer sees."""
+    before = share.part.grad
+    if isinstance(before, DTensor):
+        before.to_local().add_(rows)
+    else:
+        share.part.grad = share.shown(rows)

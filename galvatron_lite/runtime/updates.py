@@ -1,0 +1,65 @@
+"""Between backward, the optimizer and the next forward, where the optimizer updates something else than the parameters
+that the model computes with: copies in host memory (offload), rows of them (ZeRO-1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from galvatron_lite.parallelism.data.apply import GradientReducer
+from galvatron_lite.parallelism.offload.states import HostCopy, lower_all
+from galvatron_lite.runtime.sharding import Owned
+
+
+@dataclass(slots=True)
+class Updates:
+    """Carries gradients to what the optimizer updates, and updated values back; nothing to do for plain parameters.
+
+    Every call is made by all ranks of a stage together.
+
+    Attributes:
+        owned: this rank's parameters.
+        reducer: of their gradients.
+        due: whether an optimizer may have stepped since updated values were last brought back.
+    """
+
+    owned: Sequence[Owned]
+    reducer: GradientReducer
+    due: bool = False
+
+    @property
+    def hosts(self) -> list[HostCopy]:
+        """The copies in host memory."""
+        return [one.host for one in self.owned if one.host is not None]
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the optimizer updates anything else than the parameters themselves."""
+        return any(one.updated is not one.parameter for one in self.owned)
+
+    def begin(self) -> None:
+        """Before the model is used: its values are up to date, and gradients that were zeroed are gone everywhere."""
+        self.publish()
+        for host in self.hosts:
+            host.follow()
+
+    def deliver(self) -> None:
+        """Once gradients are reduced: bring down those that the host needs."""
+        lower_all(self.hosts)
+        self.due = self.is_needed
+
+    def publish(self) -> None:
+        """Once the optimizer has stepped: every rank computes with the updated values."""
+        if not self.due:
+            return
+        self.due = False
+        for host in self.hosts:
+            host.lift()
+        self.reducer.gather()
+
+    def take(self) -> None:
+        """Values of parameters were set from outside: the host's copies follow."""
+        for host in self.hosts:
+            host.take()
+        self.due = False
