@@ -168,11 +168,10 @@ def test_nothing_is_offloaded_where_the_link_is_not_known() -> None:
 
 def test_backends_say_what_they_leave_out() -> None:
     left = " ".join(GALVATRON.missing)
-    for word in ("context", "expert", "ZeRO-1", "offload", "zero-bubble"):
+    for word in ("context", "expert", "offload", "zero-bubble"):
         assert word in left
     assert not GALVATRON.runs(Strategy(context=2))
-    assert not GALVATRON.runs(Strategy(zero=2, zero_stage=1))
-    assert GALVATRON.runs(Strategy(zero=2, zero_stage=3))
+    assert all(GALVATRON.runs(Strategy(zero=2, zero_stage=stage)) for stage in (1, 2, 3))
     assert ANY.runs(Strategy(context=2, ulysses=True))
 
 
