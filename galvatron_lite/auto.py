@@ -72,7 +72,7 @@ def auto_parallelize(
         global_batch: samples a step; those of ``batch`` if not given.
         loss_fn: ``loss_fn(output, batch)``, for a model whose output is not or does not hold its loss.
         blocks: where the repeated blocks are, if they are not found.
-        precision: ``fp32`` or ``bf16`` compute; that of the parameters if not given.
+        precision: ``fp32``, ``bf16`` or ``fp16`` compute; that of the parameters if not given.
         init_fn: initialises one module of a model on the meta device.
         seed: of that initialisation.
         device: ``auto``, ``cpu`` or ``cuda``.

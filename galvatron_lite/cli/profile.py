@@ -28,7 +28,7 @@ def profile_command(
         bool, typer.Option("--estimate", help="From data sheets, without running anything.")
     ] = False,
     sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a sample, for a model by name.")] = None,
-    precision: Annotated[str | None, typer.Option("--precision", help="Of compute: fp32, bf16.")] = None,
+    precision: Annotated[str | None, typer.Option("--precision", help="Of compute: fp32, bf16, fp16.")] = None,
     samples: Annotated[
         int | None, typer.Option("--max-samples", help="Most samples on one device to measure.")
     ] = None,

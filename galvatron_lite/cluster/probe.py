@@ -109,7 +109,7 @@ def _gpu(count: int, local: int) -> Device:
     sheet = match_device(properties.name)
     if sheet is not None:
         return replace(sheet, memory=properties.total_memory, units=properties.multi_processor_count)
-    peaks, bandwidth = _measured(torch.device("cuda", 0), ("fp32", "bf16"), 4096, 2**30)
+    peaks, bandwidth = _measured(torch.device("cuda", 0), ("fp32", "bf16", "fp16"), 4096, 2**30)
     return Device(
         properties.name,
         properties.total_memory,
@@ -137,7 +137,7 @@ def _measured(
     """FLOP/s of a short matmul by precision, and bytes per second read and written by a short copy."""
     import torch
 
-    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     peaks = {}
     for precision in precisions:
         left = torch.rand(extent, extent, dtype=torch.float32, device=device).to(kinds[precision])

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
+from galvatron_lite.errors import NonFiniteLossError
 from galvatron_lite.runtime.sharding import Owned
 
 _TINY = 1e-6
@@ -40,9 +41,34 @@ def squared_norm_share(owned: Iterable[Owned], elsewhere: frozenset[str], device
     return total
 
 
-def scale_gradients(owned: Iterable[Owned], norm: Tensor, largest: float) -> None:
-    """Shrink all gradients alike so that their norm is at most ``largest`` (as ``torch.nn.utils.clip_grad_norm_``)."""
-    multiply_gradients(owned, torch.clamp(largest / (norm + _TINY), max=1.0))
+def clip_factor(norm: Tensor, largest: float) -> Tensor:
+    """What makes a gradient's norm ``largest`` at most (as ``torch.nn.utils.clip_grad_norm_``)."""
+    return torch.clamp(largest / (norm + _TINY), max=1.0)
+
+
+def step_factor(squared: Tensor, lifted: float | None, largest: float | None) -> Tensor | None:
+    """What the gradient is multiplied by before a step; None where it stays as it is.
+
+    Args:
+        squared: its squared norm as it is.
+        lifted: the factor by which the loss was scaled, to be undone.
+        largest: norm to clip it to, then.
+    """
+    if lifted is None and largest is None:
+        return None
+    back = torch.full_like(squared, 1.0 / (lifted or 1.0))
+    return back if largest is None else back * clip_factor(squared.sqrt() * back, largest)
+
+
+def refuse_non_finite(loss: Tensor, overflows: bool) -> None:
+    """Raise NonFiniteLossError, unless only the gradient is not finite, where that is an overflow of scaled ones."""
+    if overflows and bool(loss.isfinite()):
+        return
+    what = "gradient norm" if bool(loss.isfinite()) else "loss"
+    raise NonFiniteLossError(
+        f"The {what} is not finite (loss {float(loss)}). The step was not taken. "
+        "Look at the batch, lower the learning rate, or clip the gradient (max_grad_norm)."
+    )
 
 
 def multiply_gradients(owned: Iterable[Owned], factor: Tensor) -> None:

@@ -20,13 +20,20 @@ from galvatron_lite.parallelism.spatial.apply import leaving
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.zero.apply import set_all_reduce
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.clip import scale_gradients, squared_norm_share
+from galvatron_lite.runtime.clip import (
+    clip_factor,
+    multiply_gradients,
+    refuse_non_finite,
+    squared_norm_share,
+    step_factor,
+)
 from galvatron_lite.runtime.layout import WHOLE, Split
 from galvatron_lite.runtime.mesh import build_meshes
 from galvatron_lite.runtime.optimizer import split_groups
 from galvatron_lite.runtime.pieces import entries_of
 from galvatron_lite.runtime.placement import check_samples
 from galvatron_lite.runtime.precision import compute_context, compute_dtype
+from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.setup import Options, StageRuntime, set_up
 from galvatron_lite.runtime.state import full_state_dict, load_full_state_dict
 from galvatron_lite.runtime.world import pick_device
@@ -50,7 +57,7 @@ class ParallelModel(nn.Module):
             different pipeline stages read more than what the layer before them made.
         loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``. The loss must be a mean over samples.
         device: of this rank; its GPU or the CPU if not given.
-        precision: ``fp32`` or ``bf16`` compute; the plan's if not given.
+        precision: ``fp32``, ``bf16`` or ``fp16`` compute; the plan's if not given.
         max_grad_norm: clip the gradient to this norm in ``train_step``; None: do not clip.
         tensor_plans: how layers are split by tensor parallelism, by name; found out if not given.
         init_fn: initial values of one module of a model on the meta device.
@@ -60,6 +67,7 @@ class ParallelModel(nn.Module):
         module: the user's model.
         plan: the plan.
         entries: of the whole model's state.
+        scaler: scales the loss under fp16; None in other precisions.
         runtime: what this rank's stage is made of.
 
     Raises:
@@ -86,6 +94,7 @@ class ParallelModel(nn.Module):
         self.device = pick_device() if device is None else torch.device(device)
         self.plan, self.max_grad_norm, self._loss_fn = plan, max_grad_norm, loss_fn
         self._compute = compute_dtype(precision or plan.precision)
+        self.scaler = LossScaler(self._norm, self._multiply) if self._compute is torch.float16 else None
         self.entries = entries_of(model, layers)
         options = Options(self.device, self._compute, tensor_plans, init_fn, seed, loss_fn)
         self.runtime: StageRuntime = self._set_up(model, layers, batch, options)
@@ -183,22 +192,24 @@ class ParallelModel(nn.Module):
         Raises:
             InputError: the batch cannot be shared evenly.
             NonFiniteLossError: the loss or the gradient's norm is NaN or infinite; the gradients are
-                dropped, the parameters unchanged.
+                dropped, the parameters unchanged. Under fp16 a step whose gradient overflows is skipped instead, and
+                the loss scaled less from then on.
         """
         loss = self.backward_step(batch)
         largest = self.max_grad_norm if max_grad_norm is None else max_grad_norm
         try:
-            value = self._finish_step(loss, largest)
+            value, is_finite = self._finish_step(loss, largest)
         except NonFiniteLossError:
             optimizer.zero_grad(set_to_none=True)
             raise
-        optimizer.step()
-        self.publish()
+        if is_finite:
+            optimizer.step()
+            self.publish()
         optimizer.zero_grad(set_to_none=True)
         return value
 
     def backward_step(self, batch: Any) -> Tensor:
-        """Forward and backward of a global batch, up to reduced gradients.
+        """Forward and backward of a global batch, up to reduced gradients (under fp16 scaled ones).
 
         Returns:
             This rank's part of the loss: the sum over the ranks of the world is the batch's mean loss.
@@ -207,7 +218,8 @@ class ParallelModel(nn.Module):
         parts = self._parts(batch, count)
         self._begin()
         runtime, pending = self.runtime, iter(range(count))
-        scale = 1.0 / (runtime.traffic.glue.batch * count)
+        lifted = 1.0 if self.scaler is None else self.scaler.get_scale()
+        scale = lifted / (runtime.traffic.glue.batch * count)
 
         def before_backward(_number: int) -> None:
             last = next(pending) == count - 1
@@ -226,7 +238,7 @@ class ParallelModel(nn.Module):
             runtime.shared.reduce()
         for one in self.runtimes:
             one.updates.deliver()
-        return total / (runtime.meshes.stage_devices // runtime.traffic.glue.batch)
+        return total / lifted / (runtime.meshes.stage_devices // runtime.traffic.glue.batch)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only add up gradients on this rank; the first one outside sums them over the ranks.
@@ -237,13 +249,16 @@ class ParallelModel(nn.Module):
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the whole model's gradient to a norm, after backward; returns its norm before. All ranks call it."""
-        norm = self._reduced([])[-1].sqrt()
-        self._scale(norm, max_norm)
+        norm = self._norm()
+        self._multiply(clip_factor(norm, max_norm))
         return norm
 
-    def _scale(self, norm: Tensor, largest: float) -> None:
+    def _norm(self) -> Tensor:
+        return self._reduced([])[-1].sqrt()
+
+    def _multiply(self, factor: Tensor) -> None:
         for runtime in self.runtimes:
-            scale_gradients(runtime.owned, norm, largest)
+            multiply_gradients(runtime.owned, factor)
 
     def param_groups(self, groups: Any = None) -> list[dict[str, Any]]:
         """Parameter groups for any torch optimizer: shards of unlike kinds are in separate groups.
@@ -329,7 +344,8 @@ class ParallelModel(nn.Module):
             traffic.end()
 
     def _scaled(self, part: Any, scale: float) -> Tensor:
-        return self._local_loss(part) * scale
+        loss = self._local_loss(part)
+        return (loss.float() if self.scaler is not None else loss) * scale
 
     def _accumulate(self, parts: Sequence[Any], scale: float, before_backward: Callable[[int], None]) -> Tensor:
         total = torch.zeros((), device=self.device)
@@ -340,18 +356,18 @@ class ParallelModel(nn.Module):
             total += loss.detach()
         return total
 
-    def _finish_step(self, loss: Tensor, largest: float | None) -> Tensor:
-        """The global loss, after checking it and clipping."""
-        reduced = self._reduced([loss], with_norm=largest is not None)
-        if not bool(reduced.isfinite().all()):
-            what = "loss" if not bool(reduced[0].isfinite()) else "gradient norm"
-            raise NonFiniteLossError(
-                f"The {what} is not finite (loss {float(reduced[0])}). The step was not taken. "
-                "Look at the batch, lower the learning rate, or clip the gradient (max_grad_norm)."
-            )
-        if largest is not None:
-            self._scale(reduced[-1].sqrt(), largest)
-        return reduced[0]
+    def _finish_step(self, loss: Tensor, largest: float | None) -> tuple[Tensor, bool]:
+        """The global loss, and whether the step may be taken, after checking gradients, scaling them back, clipping."""
+        lifted = None if self.scaler is None else self.scaler.get_scale()
+        reduced = self._reduced([loss], with_norm=largest is not None or lifted is not None)
+        is_finite = bool(reduced.isfinite().all())
+        if not is_finite:
+            refuse_non_finite(reduced[0], overflows=lifted is not None)
+        elif (factor := step_factor(reduced[-1], lifted, largest)) is not None:
+            self._multiply(factor)
+        if self.scaler is not None:
+            self.scaler.settle(is_finite)
+        return reduced[0], is_finite
 
     def _reduced(self, values: list[Tensor], with_norm: bool = True) -> Tensor:
         """Sums over the world of values, and of the gradient's squared norm, in one message."""

@@ -1,7 +1,8 @@
 """The precision of compute. Parameters, their gradients and the optimizer's states stay float32.
 
-Under bf16 the model runs inside autocast, and floating-point inputs of every block are cast, so that activations are
-bf16 whichever way a layer is split: ZeRO gathers bf16 parameters, and all else is cast where autocast casts it.
+Under bf16 and fp16 the model runs inside autocast, and floating-point inputs of every block are cast, so that
+activations are of that precision whichever way a layer is split: ZeRO gathers parameters in it, and all else is cast
+where autocast casts it. Under fp16 the loss is scaled (``runtime.scaling``).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 from galvatron_lite.errors import InputError
 
-_DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
+_DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def compute_dtype(precision: str) -> torch.dtype | None:

@@ -106,7 +106,7 @@ class CyclicModel(nn.Module):
         self.device = pick_device() if device is None else torch.device(device)
         self.plan, self.module, self.step = plan, model, 0
         broadcast_values(model, self.device)
-        compute = compute_dtype(precision or plan.precision)
+        compute = _unscaled(precision or plan.precision)
         options = Options(self.device, compute, loss_fn, init_fn, seed, early_release, first_seed(self.device))
         assert plan.cyclic is not None
         mailbox = ProcessMailbox(KINDS[plan.cyclic.setting], self.device, timeout)
@@ -293,6 +293,19 @@ class CyclicModel(nn.Module):
 def _refuse_clipping(max_grad_norm: float | None) -> None:
     if max_grad_norm is not None:
         raise InputError("max_grad_norm", max_grad_norm, CLIPPING)
+
+
+def _unscaled(precision: str) -> torch.dtype | None:
+    """The dtype of compute; gradients that are delayed are not scaled.
+
+    Raises:
+        InputError: fp16, whose loss would have to be.
+    """
+    if precision == "fp16":
+        raise InputError(
+            "precision", precision, "Delayed gradients do not have the loss scaling that it needs: use bf16."
+        )
+    return compute_dtype(precision)
 
 
 def _check_world(plan: Plan) -> None:
