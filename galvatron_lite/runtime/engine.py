@@ -36,6 +36,7 @@ from galvatron_lite.runtime.precision import compute_context, compute_dtype
 from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.setup import Options, StageRuntime, set_up
 from galvatron_lite.runtime.state import full_state_dict, load_full_state_dict
+from galvatron_lite.runtime.steering import Steering
 from galvatron_lite.runtime.world import pick_device
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
@@ -69,6 +70,7 @@ class ParallelModel(nn.Module):
         entries: of the whole model's state.
         scaler: scales the loss under fp16; None in other precisions.
         runtime: what this rank's stage is made of.
+        steering: what changes the plan between steps (phases, adapting); None: nothing does.
 
     Raises:
         LaunchError: the world's size is not the plan's.
@@ -99,6 +101,7 @@ class ParallelModel(nn.Module):
         options = Options(self.device, self._compute, tensor_plans, init_fn, seed, loss_fn)
         self.runtime: StageRuntime = self._set_up(model, layers, batch, options)
         self.module = model
+        self.steering: Steering | None = None
         self._rows = 0
 
     def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: Options) -> StageRuntime:
@@ -195,6 +198,12 @@ class ParallelModel(nn.Module):
                 dropped, the parameters unchanged. Under fp16 a step whose gradient overflows is skipped instead, and
                 the loss scaled less from then on.
         """
+        if self.steering is not None:
+            return self.steering.train_step(batch, optimizer, max_grad_norm)
+        return self.plain_step(batch, optimizer, max_grad_norm)
+
+    def plain_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Tensor:
+        """``train_step`` under the plan as it is."""
         loss = self.backward_step(batch)
         largest = self.max_grad_norm if max_grad_norm is None else max_grad_norm
         try:

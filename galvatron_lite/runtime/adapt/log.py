@@ -1,0 +1,127 @@
+"""The log of decisions: a JSON line each, strict, flushed as it is written; and its replay. No torch here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from galvatron_lite.errors import FileFormatError
+from galvatron_lite.files import from_data, to_data
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.adapt.decide import State, begin, on_done, on_exhausted, on_planned, on_window
+from galvatron_lite.runtime.adapt.planning import Question, answer
+from galvatron_lite.runtime.adapt.schema import (
+    LOG_VERSION,
+    Action,
+    Decided,
+    Decision,
+    Done,
+    Exhausted,
+    Planned,
+    Record,
+    Seen,
+    Started,
+)
+
+_KINDS: dict[str, type[Record]] = {
+    "started": Started, "seen": Seen, "planned": Planned, "decided": Decided, "done": Done, "exhausted": Exhausted,
+}  # fmt: skip
+
+
+class Log:
+    """Where records go; nowhere without a file."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path) if path else None
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, record: Record) -> None:
+        """Add a line."""
+        if self._path is None:
+            return
+        with self._path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps({"kind": record.kind, **to_data(record)}, allow_nan=False) + "\n")
+
+
+def read_log(path: Path) -> list[Record]:
+    """The records of a log.
+
+    Raises:
+        FileFormatError: a line that is no record, or a log that does not begin with what it is of.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileFormatError("file", str(path), "There is no such log, or it is no text.") from error
+    records = [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    if not records or not isinstance(records[0], Started):
+        raise FileFormatError(str(path), "its first line", "A log begins with what training started from.")
+    return records
+
+
+def _record(line: str, field: str) -> Record:
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise FileFormatError(field, line[:40], "It is not JSON: take the line out.") from error
+    kind = data.get("kind") if isinstance(data, dict) else None
+    if kind not in _KINDS:
+        raise FileFormatError(f"{field}, kind", kind, f"Give one of {', '.join(_KINDS)}.")
+    record: Record = from_data(_KINDS[kind], data, field)
+    version = record.version if isinstance(record, Started) else LOG_VERSION
+    if version != LOG_VERSION:
+        raise FileFormatError(f"{field}, version", version, f"This release reads logs of version {LOG_VERSION}.")
+    return record
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A decision as it was taken, and as it is taken again.
+
+    Attributes:
+        logged: as the log has it; None where it has none.
+        again: from the same events.
+    """
+
+    logged: Decision | None
+    again: Decision
+
+    @property
+    def same(self) -> bool:
+        """Whether they are equal."""
+        return self.logged == self.again
+
+
+def replay(records: Sequence[Record]) -> list[Replayed]:
+    """Take all decisions of a log again: plans are made again too, from the corrected profile."""
+    found: list[Replayed] = []
+    logged = iter([record.decision for record in records if isinstance(record, Decided)])
+    for decision in _again(records):
+        found.append(Replayed(next(logged, None), decision))
+    return found
+
+
+def _again(records: Sequence[Record]) -> Iterator[Decision]:
+    state: State | None = None
+    wanted: Plan | None = None
+    for record in records:
+        decision: Decision | None = None
+        if isinstance(record, Started):
+            state = begin(record)
+        assert state is not None
+        if isinstance(record, Seen):
+            state, decision = on_window(state, record.window)
+        elif isinstance(record, Planned):
+            made = answer(Question(state.profile, state.corrections, state.plan, state.settings.mem))
+            state, decision = on_planned(state, record.step, made.plan, made.error)
+            wanted = made.plan
+        elif isinstance(record, Exhausted):
+            state = on_exhausted(state, record.factor)
+        elif isinstance(record, Done) and wanted is not None:
+            state = on_done(state, record.step, record.seconds, wanted, record.error)
+        if decision is not None:
+            wanted = state.former if decision.action is Action.BACK else wanted
+            yield decision

@@ -1,0 +1,259 @@
+"""What adapting works with and logs: settings, measurements, corrections, decisions. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from galvatron_lite.cluster.budget import DEFAULT_BUDGET
+from galvatron_lite.files import STRICT
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.profiler.schema import Profile
+
+if TYPE_CHECKING:
+    from pydantic import ConfigDict
+
+LOG_VERSION = 1
+
+
+class Planner(StrEnum):
+    """Where plans are made anew."""
+
+    PROCESS = "process"
+    INLINE = "inline"
+
+
+@dataclass(frozen=True, slots=True)
+class Adapt:
+    """How training adapts.
+
+    Attributes:
+        window: steps that are looked at together; ranks speak to one another once a window.
+        warm_up: first steps, after the start and after every switch, that are not looked at.
+        threshold: relative deviation from the prediction that counts: of the step time's quartiles, of factors.
+        patience: windows in a row that must deviate before anything is done.
+        least_gain: share of the step time that a new plan must gain; twice that, to go back to a plan that was left.
+        cool_down: steps after a switch in which no other one is made, but back where it made steps slower.
+        steps: of the whole run; a switch must pay back before they end. None: not known.
+        horizon: steps ahead in which a switch must pay back where ``steps`` is not given.
+        mem: budget a device of new plans, as for ``galvatron plan``.
+        log: file that decisions are written to, a JSON line each; empty: none.
+        folder: of checkpoints, which are gone back to where memory ran out in the midst of an update; empty: none.
+        planner: where plans are made: in a ``process`` beside rank 0, or ``inline``, while all ranks wait.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    window: int = 20
+    warm_up: int = 5
+    threshold: float = 0.15
+    patience: int = 2
+    least_gain: float = 0.05
+    cool_down: int = 100
+    steps: int | None = None
+    horizon: int = 1000
+    mem: str | int = DEFAULT_BUDGET
+    log: str = ""
+    folder: str = ""
+    planner: Planner = Planner.PROCESS
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Consecutive layers of one stage and strategy, in forward.
+
+    Attributes:
+        first: name of its first layer.
+        ranks: that run it, in order.
+        seconds: of one micro-batch's forward, median, on each of them.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    first: str
+    ranks: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkPoint:
+    """An all-reduce between the members of a level, measured between two steps on all groups of the level at once.
+
+    Attributes:
+        level: its name.
+        size: bytes of the tensor.
+        seconds: of the slowest rank; the second quickest of nine times.
+        predicted: seconds, by the profile as it was made.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    level: str
+    size: int
+    seconds: float
+    predicted: float
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What was measured of some steps.
+
+    Attributes:
+        step: steps trained at its end.
+        seconds: first quartile, median and third quartile over its steps of the slowest rank's step time.
+        groups: layers.
+        memory: peak bytes by rank, as the allocator holds them; empty where it does not tell (on CPUs).
+        links: by level and size; empty where nothing was wrong with the steps.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    step: int
+    seconds: tuple[float, float, float]
+    groups: tuple[LayerGroup, ...] = ()
+    memory: tuple[int, ...] = ()
+    links: tuple[LinkPoint, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFactor:
+    """How a level differs from the profile.
+
+    Attributes:
+        level: its name.
+        per_byte: factor on the time a byte takes.
+        latency: seconds that an all-reduce between its members takes longer, whatever its size.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    level: str
+    per_byte: float
+    latency: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Corrections:
+    """How the profile is corrected.
+
+    Attributes:
+        links: by level.
+        devices: factor on the compute time of each rank; empty: as profiled.
+        memory: factor on the bytes that a plan is predicted to take; at least 1.
+        residual: factor on step times that none of these explains.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    links: tuple[LinkFactor, ...] = ()
+    devices: tuple[float, ...] = ()
+    memory: float = 1.0
+    residual: float = 1.0
+
+
+class Action(StrEnum):
+    """What is decided."""
+
+    KEEP = "keep"
+    PLAN = "plan"
+    SWITCH = "switch"
+    BACK = "back"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is done, and why.
+
+    Attributes:
+        step: steps trained when it was taken.
+        action: what is done.
+        reason: in words, with the figures.
+        corrections: of the profile, as they are from now on.
+        plan: name of the plan to go on with (``plan_name``); empty: the present one.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    step: int
+    action: Action
+    reason: str
+    corrections: Corrections = Corrections()
+    plan: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """First record of a log: what decisions are taken from.
+
+    Attributes:
+        version: of this schema.
+        settings: of adapting.
+        profile: as it was made.
+        plan: that training began with, with its prediction.
+        step: steps that were trained before.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    version: int
+    settings: Adapt
+    profile: Profile
+    plan: Plan
+    step: int = 0
+    kind: Literal["started"] = "started"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A window was looked at."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    window: Window
+    kind: Literal["seen"] = "seen"
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan was made anew; or why there is none."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    step: int
+    plan: Plan | None = None
+    error: str = ""
+    kind: Literal["planned"] = "planned"
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A decision was taken."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    decision: Decision
+    kind: Literal["decided"] = "decided"
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A switch was made, in so many seconds; an error says why it was not."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    step: int
+    seconds: float
+    error: str = ""
+    kind: Literal["done"] = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Exhausted:
+    """Memory ran out on some ranks.
+
+    Attributes:
+        step: steps trained before.
+        ranks: where.
+        factor: on the bytes that were predicted, by which the budget is corrected.
+        source: where the states come from that training goes on with: ``memory``, or a checkpoint's folder.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    step: int
+    ranks: tuple[int, ...]
+    factor: float
+    source: str
+    kind: Literal["exhausted"] = "exhausted"
+
+
+Record = Started | Seen | Planned | Decided | Done | Exhausted
+"""A line of a log."""

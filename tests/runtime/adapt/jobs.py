@@ -1,0 +1,102 @@
+"""What the tests of adapting run on every rank."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
+from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.trace import trace
+from galvatron_lite.model.zoo.gpt import GPT, GPTConfig
+from galvatron_lite.profiler.estimate import estimate_profile
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.runtime.adapt.monitor import Monitor
+from galvatron_lite.runtime.adapt.planning import plan_name
+from galvatron_lite.runtime.adapt.schema import Adapt, Decision, Planner
+from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.search.planner import find_plan
+from tests.runtime.adapt import slow_link
+
+CONFIG = GPTConfig(vocab=64, layers=4, hidden=128, heads=4, sequence=16)
+BATCH = 16
+BANDWIDTH = 4e8
+FACTOR = 24.0
+WINDOW = 8
+SETTINGS = Adapt(window=WINDOW, warm_up=2, threshold=0.25, cool_down=5 * WINDOW, steps=5000, planner=Planner.INLINE)
+
+
+@dataclass(frozen=True)
+class Course:
+    """What happened: seconds of steps before the link became slow, under it, and at the end; the losses."""
+
+    quick: float
+    slow: float
+    after: float
+    decisions: list[Decision]
+    plans: list[str]
+    losses: list[float]
+
+
+def make_batch(step: int) -> dict[str, Tensor]:
+    """The global batch of a step."""
+    rows = torch.randint(0, CONFIG.vocab, (BATCH, CONFIG.sequence + 1), generator=torch.Generator().manual_seed(step))
+    return {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+
+
+def make_model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(CONFIG)
+
+
+def slow_profile() -> Profile:
+    """An estimate for two processes over the link, of a processor that is not this one's."""
+    device = Device("cpu", 2**32, 1e10, {"fp32": 4e10}, source="a test")
+    cluster = Cluster("pair", (DeviceGroup(device, 2),), (Level("wire", 2, BANDWIDTH, 1e-5),))
+    return estimate_profile(trace(make_model(), make_batch(0)), cluster, precision="fp32", name="gpt")
+
+
+def train_over_slow_link(folder: str, quick: int, slow: int) -> Course:
+    """So many steps over a quick link, then over one that is slower by a known factor."""
+    slow_link.join(Path(folder), BANDWIDTH)
+    profile = slow_profile()
+    plan = find_plan(profile, devices=2, global_batch=BATCH, budget=2**31)
+    model = make_model()
+    parallel = ParallelModel(model, plan, discover_layers(model, make_batch(0)), make_batch(0), device="cpu")
+    log = str(Path(folder) / "log.jsonl")
+    monitor = Monitor(parallel, profile, replace(SETTINGS, log=log))
+    parallel.steering = monitor
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
+    seconds, plans, losses = list[float](), list[str](), list[float]()
+    for step in range(quick + slow):
+        slow_link.Link.per_byte = (1.0 if step < quick else FACTOR) / BANDWIDTH
+        dist.barrier()
+        before = time.perf_counter()
+        losses.append(float(parallel.train_step(make_batch(step), optimizer)))
+        seconds.append(time.perf_counter() - before)
+        plans.append(plan_name(parallel.plan))
+    return Course(
+        median(seconds[WINDOW:quick]), median(seconds[quick + 1 : quick + WINDOW]), median(seconds[-WINDOW:]),
+        list(monitor.decisions), plans, losses,
+    )  # fmt: skip
+
+
+def train_alone(steps: int) -> list[float]:
+    """The losses of plain PyTorch."""
+    model: Any = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        loss = model(**make_batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
