@@ -203,8 +203,11 @@ def level_of_link(given: Mapping[str, Any], field: str) -> dict[str, Any]:
     name = level.pop("link", None)
     if name is None:
         return level
-    if name not in LINKS:
+    if not isinstance(name, str) or name not in LINKS:
         raise InputError(f"{field}.link", name, f"Known: {', '.join(LINKS)}.")
+    lanes = level.get("lanes", 1)
+    if isinstance(lanes, bool) or not isinstance(lanes, (int, float)):
+        raise InputError(f"{field}.lanes", lanes, "Give how many links run side by side: a number.")
     link, constants = LINKS[name], constants_of(name, load_calibration())
     implied = {
         "latency": constants.latency,
@@ -215,7 +218,7 @@ def level_of_link(given: Mapping[str, Any], field: str) -> dict[str, Any]:
         "source": link.source,
     }
     if link.bandwidth:
-        implied["bandwidth"] = link.bandwidth * level.get("lanes", 1)
+        implied["bandwidth"] = link.bandwidth * lanes
     if not link.network and isinstance(level.get("size"), int):
         implied["mesh"] = link.mesh_of(level["size"])
     return implied | level

@@ -1,0 +1,78 @@
+"""Files that were damaged: bytes changed, keys lost, values swapped for others, by chance from a seed."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+Place = tuple[dict[Any, Any] | list[Any], Any]
+VALUES: tuple[Any, ...] = (
+    None, True, False, 0, -1, 1, 3, 2**31, 2**63, 2**200, 1e308, -1e-308, 0.5, math.inf, -math.inf, math.nan,
+    "", "x", "1", "-1", "1e9", "nan", "40GB", "\x00", "\ud7ff", "a" * 300, "../../etc/passwd", "__class__", "{{7*7}}",
+    "<script>alert(1)</script>", "!!python/object/apply:os.system", [], {}, [[]], [None], {"": None}, {"x": {"y": []}},
+)  # fmt: skip
+"""What a value is swapped for."""
+
+
+def places(data: Any) -> Iterator[Place]:
+    """Every place in nested data: its owner, and its key or number there."""
+    if isinstance(data, (dict, list)):
+        keys = list(data) if isinstance(data, dict) else range(len(data))
+        for key in keys:
+            yield data, key
+            yield from places(data[key])
+
+
+def damaged(data: Any, draw: random.Random) -> Any:
+    """A copy with one to four places damaged."""
+    found = copy.deepcopy(data)
+    for _ in range(draw.randint(1, 4)):
+        known = list(places(found))
+        if known:
+            owner, key = draw.choice(known)
+            _damage(owner, key, draw, known)
+    return found
+
+
+def _damage(owner: Any, key: Any, draw: random.Random, known: list[Place]) -> None:
+    way = draw.randrange(6)
+    value = owner[key]
+    if way == 0:
+        del owner[key]
+    elif way == 1:
+        other, there = draw.choice(known)
+        owner[key] = (
+            copy.deepcopy(other[there]) if there in other or (isinstance(other, list) and there < len(other)) else None
+        )
+    elif way == 2 and isinstance(value, (int, float)) and not isinstance(value, bool):
+        owner[key] = draw.choice([-value, value * 1000, value + 1, value / 3, 0])
+    elif way == 3 and isinstance(owner, dict):
+        owner[draw.choice(["x", 7, None, f"{key}s", ""])] = owner.pop(key)
+    elif way == 4 and isinstance(value, list) and value:
+        value.append(copy.deepcopy(draw.choice(value)))
+    else:
+        owner[key] = copy.deepcopy(draw.choice(VALUES))
+
+
+def scrambled(text: bytes, draw: random.Random) -> bytes:
+    """The bytes of a file, cut off or with some changed, lost or doubled."""
+    found = bytearray(text)
+    for _ in range(draw.randint(1, 6)):
+        where = draw.randrange(len(found) + 1)
+        way = draw.randrange(5)
+        if way == 0:
+            del found[where:]
+        elif way == 1:
+            del found[where : where + draw.randint(1, 40)]
+        elif way == 2:
+            found[where:where] = bytes(draw.randrange(256) for _ in range(draw.randint(1, 4)))
+        elif way == 3:
+            found[where:where] = draw.choice(
+                [b": ", b"- ", b"{", b"[", b"\n  ", b"\t", b"&a ", b"*a", b"!!", b"? ", b"#"]
+            )
+        else:
+            found[where:where] = found[where : where + draw.randint(1, 80)]
+    return bytes(found)
