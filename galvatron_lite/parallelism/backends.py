@@ -59,14 +59,13 @@ GALVATRON = Backend(
     "galvatron",
     EXECUTABLE,
     {
-        "context": (1,),
         "expert": (1,),
         "offload": (Offload.NONE, Offload.STATES),
         "strided": (Strided.NONE,),
     },
     (
-        "galvatron cannot yet run and leaves out: context and expert parallelism, offload of activations, ranks in "
-        "another order, interleaved and zero-bubble schedules (--backend any offers them)",
+        "galvatron cannot yet run and leaves out: expert parallelism, offload of activations, ranks in another order, "
+        "interleaved and zero-bubble schedules (--backend any offers them)",
     ),
     rule=lambda strategy: [strategy.tensor, strategy.spatial, strategy.filters, strategy.channels].count(1) >= 3,
     pipelines=(Mode.TRAINING,),

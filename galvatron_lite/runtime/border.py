@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 from torch import Tensor
 
 from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.context.rules import rules_of
+from galvatron_lite.parallelism.cuts.laying import Mirrored
 from galvatron_lite.parallelism.cuts.line import Line, ProcessLine
-from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts
+from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts, Rules
+from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from galvatron_lite.runtime.layout import WHOLE, Axis, Layout, Split
 from galvatron_lite.runtime.mesh import StrategyGroups
 from galvatron_lite.runtime.placement import Placed
@@ -36,7 +40,7 @@ class Border:
 
     Attributes:
         layout: of its activations.
-        axes: those along which its pictures are cut; none where it works on plain tensors.
+        axes: those along which its pictures or tokens are cut; none where it works on plain tensors.
         lines: the ranks along each.
         slices: the ranks that share the channels of what enters and leaves; None where they are whole.
         outputs: channels of the pictures that leave, in order; empty where their shares are equal.
@@ -49,10 +53,14 @@ class Border:
     outputs: tuple[int, ...] = ()
 
     def cuts(self, split: Split, shape: Sequence[int]) -> Cuts:
-        """How a rank's box of a tensor is cut inside."""
+        """How a rank's box of a tensor is cut inside.
+
+        Where tensor groups split a rank's tokens again, code inside sees as many tokens as all ranks of the line hold.
+        """
         lines = dict(zip(self.axes, self.lines, strict=True))
         places = enumerate(zip(split.axes, shape, strict=True))
-        return tuple(Cut(dim, extent, lines[axis]) for dim, (axis, extent) in places if axis in lines)
+        cut = [(dim, replace(axis, inner=1), extent // axis.inner) for dim, (axis, extent) in places]
+        return tuple(Cut(dim, extent, lines[axis]) for dim, axis, extent in cut if axis in lines)
 
     def split(self, cuts: Cuts, shape: Sequence[int]) -> Split:
         """How a tensor that is cut inside lies on the stage; its samples are shared."""
@@ -65,7 +73,7 @@ class Border:
     @property
     def replicas(self) -> int:
         """Ranks that have the same samples and a part each of gradients of what is whole; 1 where none are parts."""
-        return self.layout.replicas if self.lines else 1
+        return prod(line.size for line in self.lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +85,15 @@ class Bordered:
     border: Border
 
 
+def rules_under(strategy: Strategy) -> Rules:
+    """What functions do with what a layer's ranks share: tokens or pixels."""
+    return rules_of(strategy) if strategy.context > 1 else PIXELS_RULES
+
+
 def border_of(layout: Layout, strategy: Strategy, groups: StrategyGroups) -> Border:
-    """The border of a layer: lines of ranks along the sides of pictures that its strategy shares."""
+    """The border of a layer: lines of ranks along the tokens or the sides of pictures that its strategy shares."""
+    if strategy.context > 1 and groups.context is not None:
+        return Border(layout, (layout.token_axis,), (Mirrored(ProcessLine(groups.context)),))
     sides = zip(layout.pixel_axes, (groups.depth, groups.height, groups.width), strict=True)
     lines = [(axis, ProcessLine(group)) for axis, group in sides if axis != WHOLE and group is not None]
     if strategy.spatial == 1 or not lines:

@@ -21,7 +21,7 @@ from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts
 from galvatron_lite.parallelism.spatial.apply import CUTS, CutsAt
 from galvatron_lite.runtime.border import Border, Bordered, Piece
 from galvatron_lite.runtime.laid import LaidTensor
-from galvatron_lite.runtime.layout import INNER, Layout, Split
+from galvatron_lite.runtime.layout import IDS, INNER, Layout, Split
 from galvatron_lite.runtime.traffic import Traffic
 
 
@@ -50,7 +50,10 @@ def install_hooks(model: nn.Module, stage: Sequence[Bordered], traffic: Traffic,
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Pre-hook: the first floating-point tensor is the hidden state; pixels of all pictures like it are shared."""
+    """Pre-hook: the first floating-point tensor is the hidden state; pixels of all pictures like it are shared.
+
+    Of tokens that ranks share, each takes its own of the hidden state, or else of ids. What else is given stays whole.
+    """
 
     traffic: Traffic
     border: Border
@@ -78,6 +81,8 @@ class _Entry:
 
     def _target(self, shape: tuple[int, ...], tensor: Tensor, hidden: Tensor | None) -> Split:
         layout = self.border.layout
+        if hidden is None and layout.context > 1 and len(shape) == IDS:
+            return layout.of_tokens(shape)
         alike = layout.splits_pixels and hidden is not None and len(shape) == hidden.dim()
         if self.border.slices is not None:
             alike = is_shared(tensor)
@@ -149,7 +154,7 @@ class _Exit:
         shape = [self.traffic.rows, *tensor.shape[1:]]
         for cut in cuts:
             shape[cut.dim] = cut.extent
-        if self.border.lines:
+        if self.border.lines and not (is_hidden and layout.sequence > 1):
             return Piece(tensor, self.border.split(cuts, shape), tuple(shape))
         if is_hidden and tensor.dim() > INNER:
             shape[INNER] *= layout.sequence

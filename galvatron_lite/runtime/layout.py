@@ -1,8 +1,9 @@
 """How activations lie on the ranks of a stage: every rank holds a box of the whole tensor. No torch here.
 
-The ranks of a stage are row-major over (batch, tensor, depth, height, width, channels). A ``Layout`` says how many ways
-a strategy shares the samples, and the tokens, pixels or channels of each. A ``Split`` says the same of one tensor, dim
-by dim: a picture (samples, channels, [[planes,] rows,] columns) and the scores made of it lie unlike in one layout.
+The ranks of a stage are row-major over (batch, context, tensor, depth, height, width, channels). A ``Layout`` says how
+many ways a strategy shares the samples, and the tokens, pixels or channels of each. A ``Split`` says the same of one
+tensor, dim by dim: a picture (samples, channels, [[planes,] rows,] columns) and the scores made of it lie unlike in one
+layout.
 """
 
 from __future__ import annotations
@@ -10,24 +11,49 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from math import prod
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.parallelism.shares import share
+from galvatron_lite.parallelism.shares import Range, mirrored, part_of, share
 
 Sides = tuple[int, int, int]
 """Ways that planes, rows and columns of pictures are shared."""
 INNER, PIXELS = 1, 2
 """Dims of a tensor where tokens or channels lie, and where pixels begin."""
+IDS, HIDDEN = 2, 3
+"""Dims of ids (samples, tokens), and of a hidden state, which has features too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Ranks along which one dim of a tensor is shared: the rank at ``place`` takes share ``place // stride % ways``."""
+    """Ranks along which one dim of a tensor is shared: the rank at ``place`` takes share ``place // stride % ways``.
+
+    Attributes:
+        ways: shares.
+        stride: ranks from one share to the next.
+        inner: ways that neighbours share each share again, evenly.
+        mirrored: whether a share is an early and a late piece (``shares.mirrored``): tokens of context parallelism.
+    """
 
     ways: int = 1
     stride: int = 1
+    inner: int = 1
+    mirrored: bool = False
+
+    def pieces(self, place: int, extent: int) -> tuple[Range, ...]:
+        """What the rank at ``place`` of the stage holds of a dim, in order."""
+        number = place // self.stride % self.ways
+        if not self.mirrored:
+            start, length = share(extent, self.ways, number)
+            return ((start, start + length),)
+        pieces = mirrored(extent, self.ways, number)
+        if self.inner == 1:
+            return pieces
+        each = sum(stop - start for start, stop in pieces) // self.inner
+        first = place // (self.stride // self.inner) % self.inner * each
+        return part_of(pieces, first, first + each)
 
 
 WHOLE = Axis()
@@ -79,12 +105,29 @@ class Split:
     axes: tuple[Axis, ...]
 
     def box(self, place: int, shape: Sequence[int]) -> Box:
-        """What the rank at ``place`` of the stage holds of a whole tensor of that shape, by ``shares.share``."""
-        shares = [
-            share(extent, axis.ways, place // axis.stride % axis.ways)
-            for extent, axis in zip(shape, self.axes, strict=True)
-        ]
-        return Box(tuple((start, start + length) for start, length in shares))
+        """What the rank at ``place`` of the stage holds of a whole tensor of that shape, by ``shares.share``.
+
+        Raises:
+            InputError: it holds more than one box.
+        """
+        boxes = self.boxes(place, shape)
+        if len(boxes) != 1:
+            remedy = "Here each rank must hold one box: plan the layers that share tokens with context=1."
+            raise InputError("split of tokens", len(boxes), remedy)
+        return boxes[0]
+
+    def boxes(self, place: int, shape: Sequence[int]) -> tuple[Box, ...]:
+        """The same where tokens are shared in pieces: in order, the tensor that the rank has is one behind the other.
+
+        At most one dim is in pieces.
+        """
+        pieces = [axis.pieces(place, extent) for extent, axis in zip(shape, self.axes, strict=True)]
+        return tuple(Box(ranges) for ranges in product(*pieces))
+
+    @property
+    def pieced(self) -> int | None:
+        """The dim whose shares may be several pieces."""
+        return next((dim for dim, axis in enumerate(self.axes) if axis.mirrored), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +136,11 @@ class Layout:
 
     Attributes:
         batch: ways the samples are split; divides ``devices``.
-        sequence: ways the tokens are split: 1, or ``devices / batch``.
+        sequence: ways the tokens are split by tensor groups: 1, or ``devices / batch / context``.
         devices: ranks of the stage.
         sides: ways the planes, rows and columns of pictures are split: 1, or ``devices / batch`` together.
         channels: ways the channels of pictures are split: 1, or ``devices / batch``.
+        context: ways the tokens are split, attention included; outside of ``sequence``.
     """
 
     batch: int
@@ -104,10 +148,11 @@ class Layout:
     devices: int
     sides: Sides = (1, 1, 1)
     channels: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
-        inside = self.sequence * prod(self.sides) * self.channels
-        if self.devices % self.batch or inside not in (1, self.devices // self.batch):
+        inside, outside = self.sequence * prod(self.sides) * self.channels, self.batch * self.context
+        if self.devices % outside or inside not in (1, self.devices // outside):
             remedy = "batch must divide devices, and the ways that a sample is split be 1 or devices / batch."
             raise InputError("layout", self, remedy)
 
@@ -130,6 +175,11 @@ class Layout:
     def splits_pixels(self) -> bool:
         """Whether ranks share pixels."""
         return prod(self.sides) > 1
+
+    @property
+    def token_axis(self) -> Axis:
+        """Ranks along the tokens by context parallelism, whose shares tensor groups do not split."""
+        return Axis(self.context, self.replicas // self.context, mirrored=True) if self.context > 1 else WHOLE
 
     @property
     def pixel_axes(self) -> tuple[Axis, Axis, Axis]:
@@ -155,6 +205,10 @@ class Layout:
         rows = Axis(self.batch, self.replicas) if self.batch > 1 else WHOLE
         return Split(self.devices, (rows, *[WHOLE] * (len(shape) - 1)))
 
+    def of_tokens(self, shape: Sequence[int]) -> Split:
+        """How ids of tokens (samples, tokens) lie where ranks share tokens."""
+        return Split(self.devices, (*self.samples(shape).axes[:INNER], self.token_axis))
+
     def hidden(self, shape: Sequence[int], pictures: bool = True) -> Split:
         """How a hidden state lies: samples are shared, and tokens, channels or pixels.
 
@@ -168,10 +222,12 @@ class Layout:
         split = self.samples(shape)
         axes = list(split.axes)
         if len(axes) > INNER and self.sequence * self.channels > 1:
-            if shape[INNER] % self.sequence:
-                remedy = f"With sequence parallelism they must be divisible by {self.sequence}."
+            if shape[INNER] % (self.sequence * self.context):
+                remedy = f"With sequence parallelism they must be divisible by {self.sequence * self.context}."
                 raise InputError("tokens", shape[INNER], remedy)
             axes[INNER] = Axis(self.sequence * self.channels, 1)
+        if len(axes) == HIDDEN and self.context > 1:
+            axes[INNER] = replace(self.token_axis, inner=self.sequence)
         count = len(axes) - PIXELS
         if pictures and 0 < count <= len(self.sides) and self._fills(shape[PIXELS:]):
             axes[PIXELS:] = self.pixel_axes[len(self.sides) - count :]
@@ -186,7 +242,7 @@ def layout_of(strategy: Strategy) -> Layout:
     """The layout of the activations at the borders of a block under a strategy."""
     sequence = strategy.tensor if strategy.sequence_parallel else 1
     sides = (strategy.depth, strategy.height, strategy.width)
-    return Layout(strategy.batch_degree, sequence, strategy.devices, sides, strategy.channels)
+    return Layout(strategy.batch_degree, sequence, strategy.devices, sides, strategy.channels, strategy.context)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The launched world as the plan sees it: stages of ranks, and the process groups of every strategy.
 
-World ranks are row-major over (stages, data, zero, tensor, depth, height, width, channel), the last innermost. Groups
-are made by all ranks in the same order, and made once: strategies that split the ranks alike share them. Groups of one
-rank are None: nothing to do.
+World ranks are row-major over (stages, data, zero, context, tensor, depth, height, width, channel), the last innermost.
+Groups are made by all ranks in the same order, and made once: strategies that split the ranks alike share them. Groups
+of one rank are None: nothing to do.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ Ranks = tuple[int, ...]
 Key = tuple[str, Ranks]
 
 GRADIENTS, STATES, ACTIVATIONS, PIXELS, PIPELINE = "gradients", "states", "activations", "pixels", "pipeline"
+TOKENS = "tokens"
 """Purposes: groups of equal ranks are separate by purpose, so that traffic of one kind waits for no other."""
 
 
@@ -37,11 +38,12 @@ class StrategyGroups:
 
     Attributes:
         data: ranks that hold the same states and take other samples (for ZeRO's mesh).
-        zero: ranks that share the states: ZeRO's and the spatial ones.
+        zero: ranks that share the states: ZeRO's, those of context and the spatial ones.
+        context: ranks that share the tokens of samples, attention included.
         tensor: ranks that share the matmuls of each sample.
         slices: ranks that share the channels of convolutions.
         batch: data and zero together: ranks that take other samples; for statistics of all samples.
-        gradients: ranks that take other samples or pixels with equal slices of the parameters.
+        gradients: ranks that take other samples, tokens or pixels with equal slices of the parameters.
         stage: all ranks of the stage; for gradients of parameters used on shares of tokens or channels.
         everyone: all ranks of the stage; for moving activations between layouts.
         depth, height, width: ranks along a side of pictures.
@@ -52,6 +54,7 @@ class StrategyGroups:
 
     data: Group
     zero: Group
+    context: Group
     tensor: Group
     slices: Group
     batch: Group
@@ -209,7 +212,8 @@ def _check_strategies(plan: Plan) -> None:
 def _degrees(strategy: Strategy) -> Strategy:
     """A strategy of the same groups, the same for all strategies that have them."""
     sharded = strategy.state_shards > 1
-    return replace(strategy, sequence_parallel=False, recompute=Recompute.NONE, zero_stage=3 if sharded else 0)
+    plain = replace(strategy, sequence_parallel=False, recompute=Recompute.NONE, ulysses=False)
+    return replace(plain, zero_stage=3 if sharded else 0)
 
 
 def _stage_degrees(plan: Plan) -> list[list[Strategy]]:
@@ -227,16 +231,19 @@ def _build(plan: Plan, device_type: str, rank: int, groups: ProcessGroups) -> Me
     return Meshes(rank, len(plan.stages), size, pipeline, views)
 
 
-_ORDER = ("data", "zero", "tensor", "depth", "height", "width", "slices")
+_ORDER = ("data", "zero", "context", "tensor", "depth", "height", "width", "slices")
 """Fields of ``Strategy`` in the order of ranks."""
 _SPATIAL = ("depth", "height", "width")
+_SHARED = ("context", *_SPATIAL)
+"""Those whose ranks share the tokens or pixels of samples."""
 _GROUPS = {
     "data": (STATES, ("data",)),
-    "zero": (STATES, ("zero", *_SPATIAL)),
+    "zero": (STATES, ("zero", *_SHARED)),
+    "context": (TOKENS, ("context",)),
     "tensor": (ACTIVATIONS, ("tensor",)),
     "slices": (ACTIVATIONS, ("slices",)),
     "batch": (ACTIVATIONS, ("data", "zero")),
-    "gradients": (GRADIENTS, ("data", "zero", *_SPATIAL)),
+    "gradients": (GRADIENTS, ("data", "zero", *_SHARED)),
     "stage": (GRADIENTS, _ORDER),
     "everyone": (ACTIVATIONS, _ORDER),
     **{side: (PIXELS, (side,)) for side in _SPATIAL},
@@ -271,7 +278,7 @@ def _make_groups(keys: Sequence[Key], device_type: str, groups: ProcessGroups) -
     wanted = [key for key in dict.fromkeys(keys) if len(key[1]) > 1]
     made = {(purpose, ranks): groups.group(ranks, purpose) for purpose, ranks in wanted}
     for (purpose, ranks), group in made.items():
-        if purpose == PIXELS and dist.get_rank() in ranks and device_type == "cuda":
+        if purpose in (PIXELS, TOKENS) and dist.get_rank() in ranks and device_type == "cuda":
             # the first messages from rank to rank make NCCL's communicator, and not every rank may have one to send
             dist.all_reduce(torch.zeros(1, device=device_type), group=group)
     return made
@@ -286,10 +293,11 @@ def _view(
 ) -> StrategyGroups:
     own = {axis: _own(made, keys, rank) for axis, keys in _named_keys(degrees, start).items()}
     place, inner = rank - start, degrees.spatial * degrees.slices
+    shared = degrees.tensor * degrees.context
     return StrategyGroups(
         **own,
         zero_mesh=_zero_mesh(degrees, start, rank, own, device_type),
-        batch_index=place // (inner * degrees.tensor),
+        batch_index=place // (inner * shared),
         tensor_index=place // inner % degrees.tensor,
     )
 
@@ -302,7 +310,7 @@ def _zero_mesh(
         return None
     if replicate is None:
         return DeviceMesh.from_group(shard, device_type, mesh_dim_names=(_axis("zero", shard),))
-    rows = _lines(degrees, start, ("data", "zero", *_SPATIAL))
+    rows = _lines(degrees, start, ("data", "zero", *_SHARED))
     mine = next(row for row in rows if rank in row)
     names = _axis("data", replicate), _axis("zero", shard)
     grid = torch.tensor(mine).reshape(degrees.data, -1)

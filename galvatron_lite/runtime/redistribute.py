@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.runtime.layout import Box, Route, Split, route
+from galvatron_lite.runtime.piecewise import move_pieces
 
 Shape = tuple[int, ...]
 
@@ -47,6 +48,8 @@ class Mover:
 
     def move(self, tensor: Tensor, source: Split, target: Split, shape: Shape) -> Tensor:
         """The same without autograd."""
+        if source.pieced is not None or target.pieced is not None:
+            return move_pieces(tensor, source, target, shape, self.place, self.group)
         way = route(source, target, shape, self.place)
         if way.local:
             return cut_box(tensor, way.wanted.within(way.held)).clone(memory_format=torch.contiguous_format)

@@ -30,11 +30,10 @@ from galvatron_lite.parallelism.pipeline.tied import (
 )
 from galvatron_lite.parallelism.pipeline.transfer import pipeline_groups, place_groups
 from galvatron_lite.parallelism.process_groups import ProcessGroups
-from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.block_calls import sample_arguments
-from galvatron_lite.runtime.border import border_of
+from galvatron_lite.runtime.border import border_of, rules_under
 from galvatron_lite.runtime.channel_plans import channel_plans
 from galvatron_lite.runtime.hooks import install_hooks
 from galvatron_lite.runtime.layout import Layout
@@ -283,7 +282,7 @@ def assemble(
     groups = meshes.groups(glue.strategy)
     border = border_of(glue_layout(stage), glue.strategy, groups)
     mover = Mover(meshes.groups(stage[0].strategy).everyone, meshes.index_in_stage)
-    traffic = Traffic(mover, border, PIXELS_RULES, options.compute, known.sampled)
+    traffic = Traffic(mover, border, rules_under(glue.strategy), options.compute, known.sampled)
     install_hooks(model, sharded.borders, traffic, incoming)
     owned = owned_parameters(model, stage, meshes, sharded.shards)
     reducer = GradientReducer(reduced_parameters(owned))

@@ -21,14 +21,13 @@ from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.parallelism.spatial.apply import split_pixels
 from galvatron_lite.parallelism.spatial.norms import sync_batch_norm
-from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 from galvatron_lite.parallelism.zero.apply import STAGE_2, ZeroGroup, apply_root, shard_group
 from galvatron_lite.parallelism.zero.shares import Share, share_of
-from galvatron_lite.runtime.border import Border, Bordered, border_of
+from galvatron_lite.runtime.border import Border, Bordered, border_of, rules_under
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
 from galvatron_lite.runtime.placement import Placed
 
@@ -128,7 +127,7 @@ def shard_stage(
     compute: torch.dtype | None,
     roots: Sequence[nn.Module],
 ) -> Sharded:
-    """Split a stage's layers in place: tensor, channel and spatial parallelism, recomputation, ZeRO.
+    """Split a stage's layers in place: tensor, channel, context and spatial parallelism, recomputation, ZeRO.
 
     Args:
         model: holds the layers.
@@ -151,7 +150,7 @@ def shard_stage(
                 if path in plans.channel:
                     own = _split_channels(module, path, placed, meshes, plans.channel[path], done)
                 if border.lines:
-                    split_pixels(module, border.lines, PIXELS_RULES)
+                    split_pixels(module, border.lines, rules_under(placed.strategy))
                 apply_recompute(module, placed.strategy.recompute)
                 done.borders.append(Bordered(path, placed, own))
         _share_states(model, layers, meshes, compute, done)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from galvatron_lite.model.batch import map_places, map_tensors, tensors_of
 from galvatron_lite.parallelism.cuts.tensor import Rules, cut_tensor, cuts_of, local_of, whole_shape
-from galvatron_lite.parallelism.spatial.apply import entering, leaving
+from galvatron_lite.parallelism.spatial.apply import entering, leaving, settled
 from galvatron_lite.runtime.border import Border, Piece
 from galvatron_lite.runtime.laid import LaidTensor, laid_tensor
 from galvatron_lite.runtime.layout import PIXELS, Axis, Layout, Split
@@ -73,13 +73,16 @@ class Traffic:
             return tensor.piece
         if sampled is False or not self.has_rows(tensor, self.glue):
             return None
+        tensor = settled(tensor, self.border.lines)
         cuts, shape = cuts_of(tensor), (self.rows, *whole_shape(tensor)[1:])
         return Piece(leaving(tensor, self.border.lines), self.border.split(cuts, shape), shape)
 
     def loose(self, tensor: Tensor, layout: Layout) -> Tensor:
         """A glue tensor without samples for a layer: its gradient there, summed over the stage, counts once."""
-        plain = local_of(tensor)
-        return _scaled(plain, 1 / layout.replicas) if self.border.lines and plain.requires_grad else plain
+        plain = local_of(settled(tensor, self.border.lines))
+        if not self.border.lines or not plain.requires_grad:
+            return plain
+        return _scaled(plain, self.glue.replicas / self.border.replicas / layout.replicas)
 
     def see(self, tensor: Tensor) -> Tensor:
         """What a layer returned that does not hold the samples, as glue code sees it."""
@@ -126,11 +129,13 @@ class Traffic:
     def cut_batch(self, part: Any, device: torch.device) -> Any:
         """This rank's share of pictures, and of all whose last dims are the pictures' pixels, as glue code sees it.
 
+        Ids of tokens, masks and labels stay whole: layers that share tokens take their own.
+
         Args:
             part: this rank's samples, whole.
             device: where to put it.
         """
-        sides = _sides(part) if self.border.lines else ()
+        sides = _sides(part) if self.glue.splits_pixels else ()
 
         def own(tensor: Tensor) -> Tensor:
             first = tensor.dim() - len(sides)

@@ -9,9 +9,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from galvatron_lite.model.batch import map_places, places
-from galvatron_lite.parallelism.cuts.functions import enter, leave
+from galvatron_lite.parallelism.cuts.functions import enter, gathered_along, leave
 from galvatron_lite.parallelism.cuts.line import Line
-from galvatron_lite.parallelism.cuts.tensor import Cuts, Rules, cut_tensor, cuts_of, local_of, uncut
+from galvatron_lite.parallelism.cuts.tensor import (
+    Cuts,
+    Rules,
+    cut_like,
+    cut_tensor,
+    cuts_of,
+    local_of,
+    shares_only,
+    uncut,
+)
 
 CUTS = "galvatron_cuts"
 """Name of the argument that tells a split module how its other arguments are cut."""
@@ -64,6 +73,7 @@ def _plain(output: Any, lines: Sequence[Line]) -> tuple[Any, CutsAt]:
     The tensors themselves are made plain again, with no view between: code behind the module may change what it is
     given in place, and autograd would then forget hooks on a view, those of ZeRO among them.
     """
+    output = map_places(output, lambda _, tensor: settled(tensor, lines))
     cuts = {place: known for place, tensor in places(output) if (known := cuts_of(tensor))}
 
     def outside(place: str, tensor: Tensor) -> Tensor:
@@ -81,8 +91,19 @@ def entering(tensor: Tensor, cuts: Cuts, lines: Iterable[Line], rules: Rules) ->
     return cut_tensor(tensor.view_as(tensor), cuts, rules) if cuts else tensor
 
 
-def leaving(tensor: Tensor, lines: Iterable[Line]) -> Tensor:
+def settled(tensor: Tensor, lines: Sequence[Line]) -> Tensor:
+    """A tensor of such code, whole along dims that are cut in a way of their own (see ``cuts.laying``)."""
+    strange = [cut for cut in cuts_of(tensor) if not any(cut.line is line for line in lines)]
+    if not strange:
+        return tensor
+    kept = tuple(cut for cut in cuts_of(tensor) if cut not in strange)
+    with shares_only():
+        return cut_like(gathered_along(tensor, strange), kept, tensor.rules)  # type: ignore[attr-defined, no-any-return]
+
+
+def leaving(tensor: Tensor, lines: Sequence[Line]) -> Tensor:
     """A tensor of such code as a plain one whose gradient is complete on every rank that holds the same."""
+    tensor = settled(tensor, lines)
     plain = local_of(tensor)
     return leave(plain, _across(cuts_of(tensor), lines)) if plain.requires_grad else plain
 

@@ -232,11 +232,9 @@ def _shard_head(head: nn.Module, group: TensorGroup, shards: Shards) -> None:
     extent: int = head.out_features if isinstance(head, nn.Linear) else head.nf  # type: ignore[assignment]
     slice_parameter(weight_of(head), output_dim(head), (extent,), group, shards)
     slice_parameter(bias_of(head), 0, (extent,), group, shards)
-    head.register_forward_pre_hook(_Entrance(group, sequence_parallel=False, columns=1))
-    head.register_forward_hook(partial(_gather_output, group, extent))
+    # no hooks: the head may be a layer, whose forward is replaced where it shares tokens
+    head.forward = partial(_head_forward, head.forward, group, extent)
 
 
-def _gather_output(
-    group: TensorGroup, extent: int, _module: nn.Module, _args: tuple[Any, ...], output: Tensor
-) -> Tensor:
-    return gather_last(output, group, extent)
+def _head_forward(forward: Callable[[Tensor], Tensor], group: TensorGroup, extent: int, tensor: Tensor) -> Tensor:
+    return gather_last(forward(copy_to_group(tensor, group)), group, extent)

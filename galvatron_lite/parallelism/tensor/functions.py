@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from galvatron_lite.parallelism.cuts.tensor import Cut, CutTensor, cut_tensor, local_of
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.group import TensorGroup
 
@@ -50,8 +51,7 @@ def gather_last(tensor: Tensor, group: TensorGroup, extent: int) -> Tensor:
 
     The columns are shared out as ``share`` says: the first ``extent % size`` devices hold one more.
     """
-    result: Tensor = _GatherLast.apply(tensor, group, extent)  # type: ignore[no-untyped-call]
-    return result
+    return _apply(_GatherLast, tensor, group, extent)
 
 
 def gather_shares(local: Tensor, group: TensorGroup, extent: int, dim: int) -> Tensor:
@@ -65,9 +65,20 @@ def gather_shares(local: Tensor, group: TensorGroup, extent: int, dim: int) -> T
     return torch.cat([gathered.narrow(dim, rank * longest, length) for rank, length in enumerate(lengths)], dim)
 
 
-def _apply(function: type[Function], tensor: Tensor, group: TensorGroup) -> Tensor:
-    result: Tensor = function.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return result
+def _apply(function: type[Function], tensor: Tensor, *more: Any) -> Tensor:
+    """Of a tensor whose tokens context parallelism shares: of the share, and the result is shared alike.
+
+    What joins or splits tokens does so within the share; code that uses the result then sees as many tokens as all
+    shares have.
+    """
+    local = local_of(tensor)
+    result: Tensor = function.apply(local, *more)  # type: ignore[no-untyped-call]
+    if not isinstance(tensor, CutTensor):
+        return result
+    cuts = tuple(
+        Cut(cut.dim, cut.extent * result.shape[cut.dim] // local.shape[cut.dim], cut.line) for cut in tensor.cuts
+    )
+    return cut_tensor(result, cuts, tensor.rules)
 
 
 class _Copy(Function):
