@@ -12,9 +12,7 @@ from galvatron_lite.questions.backing import check_backend
 @pytest.mark.parametrize(
     ("pin", "lacking"),
     [
-        ("cp=2", "context parallelism"),
-        ("layers.3.context=4", "context parallelism"),
-        ("ulysses=on", "context parallelism"),
+        ("layers.3.expert=4", "expert parallelism"),
         ("zero=1", "ZeRO-1"),
         ("EP=2", "expert parallelism"),
         ("offload=on", "offload"),
@@ -34,7 +32,7 @@ def test_what_the_backend_lacks_is_named_as_it_was_typed(pin: str, lacking: str)
 
 def test_schedules_that_are_asked_for_are_held_against_the_backend_too() -> None:
     check_backend(
-        ["cp=1", "ulysses=off", "zero=3", "tp=8", "filters=2", "height=2", "schedule=gpipe", "vpp=1"],
+        ["cp=2", "ulysses=on", "zero=3", "tp=8", "filters=2", "height=2", "schedule=gpipe", "vpp=1"],
         ["1f1b"],
         GALVATRON,
     )
