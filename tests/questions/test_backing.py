@@ -13,7 +13,6 @@ from galvatron_lite.questions.backing import check_backend
     ("pin", "lacking"),
     [
         ("layers.3.expert=4", "expert parallelism"),
-        ("zero=1", "ZeRO-1"),
         ("EP=2", "expert parallelism"),
         ("offload=on", "offload"),
         ("schedule=interleaved", "the interleaved-1f1b schedule"),
