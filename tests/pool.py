@@ -45,7 +45,10 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.utils.checkpoint",
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "qwen2", "bert", "vit")),
+    *(
+        f"transformers.models.{name}.modeling_{name}"
+        for name in ("gpt2", "llama", "qwen2", "bert", "vit", "mixtral", "qwen2_moe")
+    ),
     "galvatron_lite.runtime.engine",
     "galvatron_lite.model.discover",
     "galvatron_lite.model.trace",

@@ -181,11 +181,12 @@ class LayerKind:
             parallelism may be used.
         gathered_output_bytes: bytes per sample of an output that is gathered over the tensor group after a
             column-split last matmul (the logits of an LM head); 0 where nothing is.
-        expert_parameters: the part of ``parameters.tensor`` that belongs to experts, which expert parallelism
-            divides.
+        expert_parameters: the part of ``parameters`` that belongs to experts, which expert parallelism divides; of
+            ``parameters.tensor`` where tensor parallelism is offered.
         dispatched_bytes: bytes per sample of the copies of tokens that go to experts in one forward pass; as many
             come back, and the same goes both ways in backward.
         unique_copies: copies of a token among those where a rank is sent only one of them; 0: all are sent.
+        expert_reason: why the experts of a mixture cannot be spread; empty where nothing is to be said.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -210,6 +211,7 @@ class LayerKind:
     expert_parameters: int = 0
     dispatched_bytes: int = 0
     unique_copies: int = 0
+    expert_reason: str = ""
 
     @property
     def flops(self) -> int:

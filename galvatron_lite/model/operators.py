@@ -86,7 +86,7 @@ def _operator(key: _Key, calls: list[CallFigures], backward_flops: int, backward
         name=name,
         kind=kind,
         shape=shape if kind is not OperatorClass.MEMORY else max(call.shape for call in calls),
-        count=len(calls),
+        count=sum(call.groups for call in calls),
         flops=sum(call.flops for call in calls),
         backward_flops=backward_flops,
         moved=sum(call.moved for call in calls),

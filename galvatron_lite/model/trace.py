@@ -36,6 +36,7 @@ from galvatron_lite.model.trace_edges import run_edges
 from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures
 from galvatron_lite.model.trace_linked import layer_needs, linked, read_elsewhere
 from galvatron_lite.model.trace_meta import dtype_of, meta_copy, precision_of
+from galvatron_lite.model.trace_mixture import MixtureFigures, mixture_figures
 from galvatron_lite.model.trace_needs import Needs
 from galvatron_lite.model.trace_owners import Owners, find_owners
 from galvatron_lite.model.trace_passed import lent, passed_between
@@ -317,6 +318,8 @@ class _Capture:
         operators = merge(figure.whole.calls, figure.shardings())
         modules = [self.twin.get_submodule(path) for path in layer.modules]
         plan = figure.plan
+        mixture = mixture_figures(modules[0], figure.whole.calls) if layer.role is Role.BLOCK else MixtureFigures()
+        dims = split_dims(self.twin, modules, layer.role, operators, self.sequence, entering)
         return LayerKind(
             name=layer.kind,
             parameters=self._parameters(layer, figure.sharded),
@@ -326,13 +329,16 @@ class _Capture:
             forward_working=figure.split("forward_working"),
             input_bytes=boundary[0],
             output_bytes=boundary[1],
-            dims=split_dims(self.twin, modules, layer.role, operators, self.sequence, entering),
+            dims=replace(dims, experts=mixture.experts or dims.experts),
             buffer_bytes=self.owners.buffer_bytes[layer.name],
             tensor_degrees=plan.max_degree,
             tensor_reason=plan.reason,
             tensor_collectives=plan.collectives,
             sequence_parallel=plan.sequence_parallel,
             gathered_output_bytes=sum(self._output_bytes(path, operators) for path in plan.heads),
+            expert_parameters=mixture.parameters,
+            dispatched_bytes=mixture.dispatched_bytes,
+            expert_reason=mixture.reason,
         )
 
     def _parameters(self, layer: Layer, sharded: frozenset[str]) -> TensorSplit:

@@ -31,6 +31,7 @@ class CallFigures:
     backward: bool
     causal: bool
     statistics: int = 0
+    groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,7 @@ def _per_sample(small: Call, large: Call) -> CallFigures:
         backward=large.backward,
         causal=large.causal,
         statistics=large.statistics,
+        groups=large.groups,
     )
 
 

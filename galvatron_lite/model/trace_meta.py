@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,11 @@ def _simplify(module: nn.Module) -> None:
     config: Any = getattr(module, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False
+    experts: dict[str, str | None] = getattr(module, "get_experts_implementation", dict)()
+    if set(experts.values()) & {"eager", "batched_mm"}:
+        # loops over experts that tokens chose need data; what is planned for takes them together
+        with suppress(ValueError):  # a model without experts says that it has no choice
+            module.set_experts_implementation("grouped_mm")  # type: ignore[operator]
     if vars(module).get("gradient_checkpointing", False):
         module.gradient_checkpointing = False  # type: ignore[assignment]
     if isinstance(module, BATCH_NORMS) and module.momentum is None:

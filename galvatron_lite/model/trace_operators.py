@@ -12,11 +12,13 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from galvatron_lite.model.graph import OperatorClass
 from galvatron_lite.model.trace_attention import attention, attention_backward  # noqa: F401  registers the operators
+from galvatron_lite.model.trace_experts import grouped, grouped_weight  # noqa: F401  registers the operators
 from galvatron_lite.model.trace_pictures import convolution_shape, window_of
 
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm", "_grouped_mm"}
 _CONVOLUTIONS = {"convolution", "_convolution", "convolution_backward"}
 _ATTENTIONS = {"attention", "attention_backward"}
+_GROUPED = {"grouped", "grouped_weight"}
 _LOOKUPS = {"embedding", "index_select", "gather", "index", "nll_loss_forward"}
 _FIRST = {"addmm": 1, "baddbmm": 1, "addbmm": 1}
 
@@ -31,7 +33,7 @@ def classify(func: Any) -> OperatorClass:
     name = name_of(func)
     if func.namespace == "galvatron_lite" and name in _ATTENTIONS:
         return OperatorClass.ATTENTION
-    if name in _MATMULS:
+    if name in _MATMULS or (func.namespace == "galvatron_lite" and name in _GROUPED):
         return OperatorClass.MATMUL
     return OperatorClass.CONVOLUTION if name in _CONVOLUTIONS else OperatorClass.MEMORY
 
@@ -44,7 +46,7 @@ def flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -
     """
     name = name_of(func)
     if func.namespace == "galvatron_lite":
-        return _attention_flops(name, args)
+        return 2 * prod(_rows(args)) if name in _GROUPED else _attention_flops(name, args)
     if name == "_grouped_mm":
         return int(2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1])
     if name == "convolution_backward":
@@ -61,12 +63,26 @@ def _attention_flops(name: str, args: Sequence[Any]) -> int:
     shapes = [_flat(t, heads) for t in (query, key, value)]
     if name == "attention":
         return int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
-    return int(sdpa_backward_flop_count(shapes[0], *shapes))  # type: ignore[no-untyped-call]
+    made = (*shapes[0][:-1], shapes[2][-1])
+    return int(sdpa_backward_flop_count(made, *shapes))  # type: ignore[no-untyped-call]
 
 
 def _flat(tensor: Tensor, heads: int) -> tuple[int, ...]:
     """(samples, heads, rows, columns), with key-value heads shared by queries counted once for each query head."""
     return (prod(tensor.shape[:-3]), heads, *tensor.shape[-2:])
+
+
+def _rows(args: Sequence[Any]) -> tuple[int, int, int]:
+    """Rows, inner and columns of a grouped matmul, its rows those of all experts."""
+    rows, other = args[:2]
+    return (rows.shape[0], rows.shape[1], other.shape[-1])
+
+
+def groups(func: Any, args: Sequence[Any]) -> int:
+    """Matmuls that one call runs side by side: one an expert of a mixture; else 1."""
+    weights = {"grouped": 1, "grouped_weight": 3}
+    name = name_of(func)
+    return args[weights[name]].shape[0] if func.namespace == "galvatron_lite" and name in weights else 1
 
 
 def is_causal(func: Any, args: Sequence[Any]) -> bool:
@@ -80,6 +96,9 @@ def extents(func: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[
     a window over a picture with channels and sides. Sides: see ``Operator.shape``.
     """
     kind, name = classify(func), name_of(func)
+    if kind is OperatorClass.MATMUL and name in _GROUPED:
+        rows, inner, columns = _rows(args)
+        return (max(1, rows // groups(func, args)), inner, columns)
     if kind is OperatorClass.MATMUL:
         first, second = args[_FIRST.get(name, 0) :][:2]
         return (prod(first.shape[:-1]), first.shape[-1], second.shape[-1])

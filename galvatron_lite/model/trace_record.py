@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.model.graph import OperatorClass
-from galvatron_lite.model.trace_operators import classify, extents, flops, is_causal, moved, name_of
+from galvatron_lite.model.trace_operators import classify, extents, flops, groups, is_causal, moved, name_of
 from galvatron_lite.model.trace_pictures import statistics_of
 
 _ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
@@ -40,6 +40,7 @@ class Call:
         outputs: storages of its outputs.
         causal: of attention: whether a query sees no later key.
         statistics: items that are summed over all pixels of a picture before its result is known.
+        groups: matmuls of that shape that it runs side by side, one an expert of a mixture.
     """
 
     path: str
@@ -52,6 +53,7 @@ class Call:
     outputs: tuple[int, ...]
     causal: bool = False
     statistics: int = 0
+    groups: int = 1
 
 
 @dataclass(slots=True)
@@ -118,7 +120,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = classify(func)
         called, sums = name_of(func), statistics_of(name_of(func), args)
         causal = is_causal(func, args)
-        target.calls.append(Call(self.path, called, kind, sizes, flop, traffic, self.backward, numbers, causal, sums))
+        many = groups(func, args)
+        call = Call(self.path, called, kind, sizes, flop, traffic, self.backward, numbers, causal, sums, many)
+        target.calls.append(call)
 
     def number(self, tensor: Tensor, made: bool = False) -> int:
         """The number of a tensor's storage; one not seen before gets the next, and an event if it was ``made``."""

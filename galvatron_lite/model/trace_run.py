@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from galvatron_lite.errors import GalvatronError, TraceError
 from galvatron_lite.model.batch import call_model, map_tensors, tensors_of
 from galvatron_lite.model.trace_attention import FusedAttention
+from galvatron_lite.model.trace_experts import GroupedExperts
 from galvatron_lite.model.trace_flow import Flow
 from galvatron_lite.model.trace_record import Recorder, Recording
 
@@ -88,8 +89,9 @@ def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: Flow | Non
 
 @contextmanager
 def shapes_only(recorder: Recorder) -> Iterator[None]:
-    """Tensors are made on the meta device, attention is fused, and the recorder listens."""
-    with torch.device("meta"), FusedAttention(), saved_tensors_hooks(recorder.keep, lambda kept: kept), recorder:
+    """Tensors are made on the meta device, attention is fused, experts are grouped, and the recorder listens."""
+    hooks = saved_tensors_hooks(recorder.keep, lambda kept: kept)
+    with torch.device("meta"), FusedAttention(), GroupedExperts(), hooks, recorder:
         yield
 
 

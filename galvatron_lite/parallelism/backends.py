@@ -55,19 +55,32 @@ class Backend:
         return self.rule is None or self.rule(strategy)
 
 
+def _trains(strategy: Strategy) -> bool:
+    """Whether our own runtime trains with what a strategy asks for together.
+
+    One of matmuls, pixels, filters and channels is shared. Experts are spread beside the first alone: each sliced by
+    the whole tensor group, or whole where that group shares the tokens.
+    """
+    inside = [strategy.tensor, strategy.spatial, strategy.filters, strategy.channels]
+    if strategy.expert == 1:
+        return inside.count(1) >= 3
+    ways = strategy.expert * strategy.tensor if strategy.expert_tensor == 0 else strategy.expert
+    whole = strategy.expert_tensor == 1 and strategy.tensor > 1 and strategy.sequence_parallel
+    return inside[1:] == [1, 1, 1] and strategy.devices % ways == 0 and (strategy.expert_tensor == 0 or whole)
+
+
 GALVATRON = Backend(
     "galvatron",
     EXECUTABLE,
     {
-        "expert": (1,),
         "offload": (Offload.NONE, Offload.STATES),
         "strided": (Strided.NONE,),
     },
     (
-        "galvatron cannot yet run and leaves out: expert parallelism, offload of activations, ranks in another order, "
-        "interleaved and zero-bubble schedules (--backend any offers them)",
+        "galvatron cannot yet run and leaves out: offload of activations, ranks in another order, interleaved and "
+        "zero-bubble schedules (--backend any offers them)",
     ),
-    rule=lambda strategy: [strategy.tensor, strategy.spatial, strategy.filters, strategy.channels].count(1) >= 3,
+    rule=_trains,
     pipelines=(Mode.TRAINING,),
 )
 """What ``auto_parallelize`` trains with."""

@@ -392,7 +392,7 @@ class ParallelModel(nn.Module):
 def _holds_shares(runtime: StageRuntime) -> bool:
     """Whether parameters are split over ranks, or other stages have theirs."""
     split = any(one.shard is not None or isinstance(one.parameter, DTensor) for one in runtime.owned)
-    return split or runtime.pipeline is not None
+    return split or bool(runtime.sharded.experts) or runtime.pipeline is not None
 
 
 @contextmanager

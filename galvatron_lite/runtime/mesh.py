@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 import torch
@@ -21,6 +22,7 @@ from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.expert_groups import ExpertGroups, expert_groups, expert_keys
 from galvatron_lite.runtime.world import join
 
 Group = dist.ProcessGroup | None
@@ -50,6 +52,7 @@ class StrategyGroups:
         zero_mesh: what ``fully_shard`` takes: axes (data, zero), or only zero; None without ZeRO.
         batch_index: which share of the samples this rank takes.
         tensor_index: this rank's place in ``tensor``.
+        expert: groups of experts that are spread; None where they are not.
     """
 
     data: Group
@@ -67,6 +70,7 @@ class StrategyGroups:
     zero_mesh: DeviceMesh | None
     batch_index: int
     tensor_index: int
+    expert: ExpertGroups | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +217,7 @@ def _degrees(strategy: Strategy) -> Strategy:
     """A strategy of the same groups, the same for all strategies that have them."""
     sharded = strategy.state_shards > 1
     plain = replace(strategy, sequence_parallel=False, recompute=Recompute.NONE, ulysses=False)
+    plain = plain if plain.expert > 1 else replace(plain, expert_tensor=0)
     return replace(plain, zero_stage=3 if sharded else 0)
 
 
@@ -270,7 +275,8 @@ def _named_keys(degrees: Strategy, start: int) -> dict[str, list[Key]]:
 
 
 def _keys(degrees: Strategy, start: int) -> list[Key]:
-    return [key for keys in _named_keys(degrees, start).values() for key in keys]
+    named = [key for keys in _named_keys(degrees, start).values() for key in keys]
+    return named + expert_keys(degrees, start, STATES, GRADIENTS)
 
 
 def _make_groups(keys: Sequence[Key], device_type: str, groups: ProcessGroups) -> dict[Key, dist.ProcessGroup]:
@@ -292,6 +298,7 @@ def _view(
     degrees: Strategy, start: int, rank: int, made: Mapping[Key, dist.ProcessGroup], device_type: str
 ) -> StrategyGroups:
     own = {axis: _own(made, keys, rank) for axis, keys in _named_keys(degrees, start).items()}
+    mesh = partial(_state_mesh, device_type=device_type)
     place, inner = rank - start, degrees.spatial * degrees.slices
     shared = degrees.tensor * degrees.context
     return StrategyGroups(
@@ -299,21 +306,28 @@ def _view(
         zero_mesh=_zero_mesh(degrees, start, rank, own, device_type),
         batch_index=place // (inner * shared),
         tensor_index=place // inner % degrees.tensor,
+        expert=expert_groups(degrees, start, rank, made, (STATES, GRADIENTS), mesh),
     )
 
 
 def _zero_mesh(
     degrees: Strategy, start: int, rank: int, own: Mapping[str, Group], device_type: str
 ) -> DeviceMesh | None:
-    shard, replicate = own["zero"], own["data"]
+    if own["zero"] is None:
+        return None
+    rows = _lines(degrees, start, ("data", "zero", *_SHARED))
+    mine = next(row for row in rows if rank in row)
+    return _state_mesh((own["data"], own["zero"]), torch.tensor(mine).reshape(degrees.data, -1), device_type)
+
+
+def _state_mesh(groups: Sequence[Group], grid: torch.Tensor, device_type: str) -> DeviceMesh | None:
+    """The mesh of replicas and shards, each a group or of one rank, and of the ranks (replicas, shards) of both."""
+    replicate, shard = groups
     if shard is None:
         return None
     if replicate is None:
         return DeviceMesh.from_group(shard, device_type, mesh_dim_names=(_axis("zero", shard),))
-    rows = _lines(degrees, start, ("data", "zero", *_SHARED))
-    mine = next(row for row in rows if rank in row)
     names = _axis("data", replicate), _axis("zero", shard)
-    grid = torch.tensor(mine).reshape(degrees.data, -1)
     return DeviceMesh.from_group([replicate, shard], device_type, mesh=grid, mesh_dim_names=names)
 
 

@@ -7,7 +7,7 @@ lies where, whatever split it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -176,6 +176,25 @@ def _home(name: str, layers: Sequence[Layer]) -> str:
 
 def _held(name: str, tensor: Tensor, one: Owned) -> Held:
     """A parameter, or a tensor of its optimizer state."""
+    held = _held_slice(name, tensor, one)
+    return held if one.spread is None else _among_all(held, one.spread)
+
+
+def _among_all(held: Held, spread: ParameterShard) -> Held:
+    """What is held of some experts of a mixture as part of what all of them have."""
+    own = spread.local_shape
+    if len(held.shape) != len(own) or any(one not in (1, other) for one, other in zip(held.shape, own, strict=True)):
+        return held
+    ((start, _),) = spread.ranges
+    chunks = [
+        Chunk(one.local, Box(((one.whole.ranges[0][0] + start, one.whole.ranges[0][1] + start), *one.whole.ranges[1:])))
+        for one in held.chunks
+    ]
+    return replace(held, shape=(spread.shape[0], *held.shape[1:]), chunks=tuple(chunks))
+
+
+def _held_slice(name: str, tensor: Tensor, one: Owned) -> Held:
+    """The same of the experts that a rank has."""
     local, part, slice_shape = _laid(tensor, one)
     shard = one.shard if one.shard is not None and one.shard.placement is Placement.SHARDED else None
     if shard is None or not _follows(slice_shape, one, shard):

@@ -284,7 +284,7 @@ def assemble(
     mover = Mover(meshes.groups(stage[0].strategy).everyone, meshes.index_in_stage)
     traffic = Traffic(mover, border, rules_under(glue.strategy), options.compute, known.sampled)
     install_hooks(model, sharded.borders, traffic, incoming)
-    owned = owned_parameters(model, stage, meshes, sharded.shards)
+    owned = owned_parameters(model, stage, meshes, sharded.shards, sharded.experts)
     reducer = GradientReducer(reduced_parameters(owned))
     return StageRuntime(stage, meshes, owned, sharded, reducer, traffic, None, None, Updates(owned, reducer))
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -16,6 +18,8 @@ from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.plan import ChannelPlan
 from galvatron_lite.parallelism.cuts.line import ProcessLine
 from galvatron_lite.parallelism.data.apply import Reduced
+from galvatron_lite.parallelism.expert.apply import spread_experts
+from galvatron_lite.parallelism.expert.exchange import ProcessExchange
 from galvatron_lite.parallelism.offload.states import HostCopy
 from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
@@ -24,7 +28,7 @@ from galvatron_lite.parallelism.spatial.norms import sync_batch_norm
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
-from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
+from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, gather_full
 from galvatron_lite.parallelism.zero.apply import STAGE_2, ZeroGroup, apply_root, shard_group
 from galvatron_lite.parallelism.zero.shares import Share, share_of
 from galvatron_lite.runtime.border import Border, Bordered, border_of, rules_under
@@ -44,6 +48,8 @@ class Owned:
         copies: ranks of the stage that hold (under ZeRO-1: update) the same.
         share: the rows of it that this rank updates under ZeRO-1, where the parameter itself is whole.
         host: its copy in host memory, where the optimizer's states are kept there.
+        spread: how it lies in the whole parameter of a mixture whose experts are spread; ``shard`` tells of this part
+            of it. None for all others.
     """
 
     names: tuple[str, ...]
@@ -53,6 +59,7 @@ class Owned:
     copies: int
     share: Share | None = None
     host: HostCopy | None = None
+    spread: ParameterShard | None = None
 
     @property
     def is_zero(self) -> bool:
@@ -82,6 +89,14 @@ class Owned:
         group = self.groups.tensor or self.groups.slices
         return None if group is None else ProcessTensorGroup(group)
 
+    def gathered(self, local: Tensor) -> Tensor:
+        """The whole tensor from every rank's slices (no DTensors); all ranks that hold any must call it."""
+        if self.shard is not None and self.slices is not None:
+            local = gather_full(local, self.shard, self.slices)
+        if self.spread is not None and self.groups.expert is not None:
+            local = gather_full(local, self.spread, ProcessTensorGroup(self.groups.expert.line))
+        return local
+
     @property
     def is_partial(self) -> bool:
         """Whether every rank of the stage has a part of its gradient."""
@@ -94,12 +109,14 @@ class Sharded:
 
     Attributes:
         shards: how parameters lie in the whole ones by tensor parallelism, by name.
+        experts: how parameters of experts that are spread lie in the whole ones, by name.
         zero_modules: modules that FSDP manages.
         replicated: those of them whose mesh has a data axis, too.
         borders: modules of layers, and what they work on.
     """
 
     shards: dict[str, ParameterShard] = field(default_factory=dict)
+    experts: dict[str, ParameterShard] = field(default_factory=dict)
     zero_modules: list[FSDPModule] = field(default_factory=list)
     replicated: list[FSDPModule] = field(default_factory=list)
     borders: list[Bordered] = field(default_factory=list)
@@ -143,6 +160,7 @@ def shard_stage(
         for placed in layers:
             place(placed.layer)
             _synchronise_norms(model, placed, meshes)
+            _spread_experts(model, placed, meshes, done)
             _split_matmuls(model, placed, meshes, plans.tensor, done)
             border = border_of(placed.layout.whole_channels, placed.strategy, meshes.groups(placed.strategy))
             for path in placed.layer.modules:
@@ -187,11 +205,35 @@ def _split_matmuls(
     group = ProcessTensorGroup(meshes.groups(strategy).tensor)
     if layer.role is Role.BLOCK:
         path = layer.modules[0]
-        shards = shard_layer(model.get_submodule(path), plans[layer.name], group, strategy.sequence_parallel)
-        done.shards |= {f"{path}.{name}": shard for name, shard in shards.items()}
+        plan = _beside_experts(plans[layer.name], meshes.groups(strategy), strategy.sequence_parallel)
+        shards = shard_layer(model.get_submodule(path), plan, group, strategy.sequence_parallel)
+        found = {f"{path}.{name}": shard for name, shard in shards.items()}
+        kept = {name: shard for name, shard in found.items() if plan.experts or name not in done.experts}
+        done.shards |= kept
     else:
         modules = {path: model.get_submodule(path) for path in layer.modules}
         done.shards |= shard_layer(modules, plans[layer.name], group, False)
+
+
+def _beside_experts(plan: TensorPlan, groups: StrategyGroups, sequence_parallel: bool) -> TensorPlan:
+    """What is left to a tensor group where experts are spread: nothing of whole ones; of those that it slices the sums,
+    unless the exchange of shared tokens makes them."""
+    if groups.expert is None:
+        return plan
+    if not groups.expert.sliced:
+        return replace(plan, experts=())
+    return replace(plan, experts=tuple(replace(one, summed=not sequence_parallel) for one in plan.experts))
+
+
+def _spread_experts(model: nn.Module, placed: Placed, meshes: Meshes, done: Sharded) -> None:
+    """Each rank keeps its share of the experts of a block."""
+    groups = meshes.groups(placed.strategy)
+    if groups.expert is None or placed.layer.role is not Role.BLOCK:
+        return
+    path, apart = placed.layer.modules[0], placed.strategy.sequence_parallel and groups.expert.sliced
+    slices = ProcessExchange(groups.tensor) if apart else None
+    spread = spread_experts(model.get_submodule(path), ProcessExchange(groups.expert.line), slices)
+    done.experts |= {f"{path}.{name}": shard for name, shard in spread.items()}
 
 
 def _synchronise_norms(model: nn.Module, placed: Placed, meshes: Meshes) -> None:
@@ -223,6 +265,7 @@ def _share_states(
     if mesh is not None and holding and strategy.zero_stage != 1:
         partial = [name for name, shard in done.shards.items() if shard.placement is Placement.PARTIAL]
         ignored = {model.get_parameter(name) for name in partial}
+        ignored |= _share_experts(model, modules, strategy, meshes, compute, done)
         # the last layer's backward follows at once: what it gathered for forward is still needed
         zero_stage = STAGE_2 if layers[-1].layer.role is Role.AFTER else strategy.zero_stage
         made = shard_group(ZeroGroup(holding, mesh, zero_stage), ignored, compute)
@@ -230,8 +273,33 @@ def _share_states(
         done.replicated += made if strategy.data > 1 else []
 
 
+def _share_experts(
+    model: nn.Module,
+    modules: Sequence[nn.Module],
+    strategy: Strategy,
+    meshes: Meshes,
+    compute: torch.dtype | None,
+    done: Sharded,
+) -> set[nn.Parameter]:
+    """ZeRO of experts that are spread, over the ranks that hold the same ones; the parameters of which none do."""
+    groups, inside = meshes.groups(strategy).expert, {part for module in modules for part in module.modules()}
+    homes = {name.rpartition(".")[0]: model.get_submodule(name.rpartition(".")[0]) for name in done.experts}
+    own = [module for module in homes.values() if module in inside]
+    if groups is None or groups.mesh is None:
+        return {parameter for module in own for parameter in module.parameters(recurse=False)}
+    for module in own:
+        made = shard_group(ZeroGroup((module,), groups.mesh, strategy.zero_stage), set(), compute)
+        done.zero_modules += made
+        done.replicated += made if groups.mesh.ndim > 1 else []
+    return set()
+
+
 def owned_parameters(
-    model: nn.Module, stage: Sequence[Placed], meshes: Meshes, shards: Mapping[str, ParameterShard]
+    model: nn.Module,
+    stage: Sequence[Placed],
+    meshes: Meshes,
+    shards: Mapping[str, ParameterShard],
+    experts: Mapping[str, ParameterShard] = MappingProxyType({}),
 ) -> list[Owned]:
     """Every parameter of a split stage once, in the order of the layers."""
     layers = [placed.layer for placed in stage]
@@ -242,7 +310,7 @@ def owned_parameters(
         names.setdefault(parameter, []).append(name)
     homes = {parameter: layer_of(known[0], layers) for parameter, known in names.items()}
     return [
-        _own(parameter, tuple(names[parameter]), strategies[home], meshes, shards)
+        _own(parameter, tuple(names[parameter]), strategies[home], meshes, (shards, experts))
         for parameter, home in sorted(homes.items(), key=lambda item: order[item[1]])
     ]
 
@@ -252,23 +320,28 @@ def _own(
     names: tuple[str, ...],
     strategy: Strategy,
     meshes: Meshes,
-    shards: Mapping[str, ParameterShard],
+    known: tuple[Mapping[str, ParameterShard], Mapping[str, ParameterShard]],
 ) -> Owned:
-    shard = next((shards[name] for name in names if name in shards), None)
+    shard, spread = (next((shards[name] for name in names if name in shards), None) for shards in known)
     split = shard.degree if shard is not None and shard.placement is Placement.SHARDED else 1
+    ways = 1 if spread is None else spread.degree
     groups, partial = meshes.groups(strategy), shard is not None and shard.placement is Placement.PARTIAL
-    mesh = groups.zero_mesh if strategy.zero_stage == 1 and not partial else None
-    share = None if mesh is None else share_of(parameter, mesh)
-    shared = strategy.state_shards if isinstance(parameter, DTensor) or share is not None else 1
-    owned = Owned(names, parameter, shard, groups, meshes.stage_devices // (split * shared), share)
+    mesh = groups.expert.mesh if groups.expert is not None and spread is not None else groups.zero_mesh
+    share = share_of(parameter, mesh) if strategy.zero_stage == 1 and mesh is not None and not partial else None
+    shared = mesh.size(-1) if mesh is not None and (isinstance(parameter, DTensor) or share is not None) else 1
+    copies = meshes.stage_devices // (split * ways * shared)
+    owned = Owned(names, parameter, shard, groups, copies, share, spread=spread)
     offloads = strategy.offloads_states and parameter.requires_grad
     return replace(owned, host=HostCopy(owned.reduced)) if offloads else owned
 
 
 def reduced_parameters(owned: Sequence[Owned]) -> list[Reduced]:
     """The parameters whose gradients we sum ourselves, and over which ranks."""
-    return [
-        Reduced(one.parameter, one.groups.stage if one.is_partial else one.groups.gradients, one.share)
-        for one in owned
-        if not one.is_zero
-    ]
+    return [Reduced(one.parameter, _summing(one), one.share) for one in owned if not one.is_zero]
+
+
+def _summing(one: Owned) -> dist.ProcessGroup | None:
+    """Ranks that have a part of the gradient of what this rank holds."""
+    if one.spread is not None and one.groups.expert is not None:
+        return one.groups.expert.gradients
+    return one.groups.stage if one.is_partial else one.groups.gradients

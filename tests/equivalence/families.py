@@ -96,6 +96,17 @@ def _hugging_face(name: str) -> tuple[nn.Module, Callable[[int], Batch]]:
     if name == "qwen2":
         config = transformers.Qwen2Config(**shape, num_key_value_heads=2, tie_word_embeddings=True, **tokens)
         return transformers.Qwen2ForCausalLM(config), _tokens
+    if name == "mixtral":
+        config = transformers.MixtralConfig(
+            **shape, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, **tokens
+        )
+        return transformers.MixtralForCausalLM(config), _tokens
+    if name == "qwen2-moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        config = transformers.Qwen2MoeConfig(
+            **shape, num_key_value_heads=2, shared_expert_intermediate_size=32, **experts, **tokens
+        )
+        return transformers.Qwen2MoeForCausalLM(config), _tokens
     if name == "bert":
         config = transformers.BertConfig(**shape, **calm, **(tokens | {"pad_token_id": 0}))
         return transformers.BertForMaskedLM(config), _tokens
@@ -145,6 +156,8 @@ _BUILDERS: Mapping[str, Callable[[], tuple[nn.Module, Callable[[int], Batch]]]] 
     "gpt2": lambda: _hugging_face("gpt2"),
     "llama": lambda: _hugging_face("llama"),
     "qwen2": lambda: _hugging_face("qwen2"),
+    "mixtral": lambda: _hugging_face("mixtral"),
+    "qwen2-moe": lambda: _hugging_face("qwen2-moe"),
     "bert": lambda: _hugging_face("bert"),
     "vit": lambda: _hugging_face("vit"),
     "resnet": lambda: _pictures("resnet-mini"),

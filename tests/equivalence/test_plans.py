@@ -29,18 +29,16 @@ from tests.pool import WorkerPool
 
 WORLDS = {1: 1, 2: 7, 4: 10, 8: 3}
 """Plans a family, by world size."""
-PICTURE_WORLDS = {2: 3, 4: 4}
+OTHER_WORLDS = {"pictures": {2: 3, 4: 4}, "mixtures": {2: 1, 4: 3}}
+"""The same of groups that take longer."""
 GROUPS = {
     "zoo": ("plain", "zoo-gpt", "zoo-llama", "vit"),
     "transformers": ("gpt2", "llama", "qwen2", "bert"),
+    "mixtures": ("mixtral", "qwen2-moe"),
     "pictures": PICTURES,
 }
 """Families that are trained in the same processes, one after another."""
-SAMPLED = [
-    (group, world, count)
-    for group in GROUPS
-    for world, count in (PICTURE_WORLDS if group == "pictures" else WORLDS).items()
-]
+SAMPLED = [(group, world, count) for group in GROUPS for world, count in OTHER_WORLDS.get(group, WORLDS).items()]
 
 
 @cache

@@ -17,7 +17,6 @@ from galvatron_lite.model.batch import call_model, loss_of
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.apply import find_shared
-from galvatron_lite.parallelism.tensor.apply import gather_full
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime import setup
@@ -180,9 +179,7 @@ def whole(parallel: ParallelModel, first_names: Mapping[str, str], pick: Callabl
         if tensor is None:
             continue
         local = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if one.shard is not None and one.slices is not None:
-            local = gather_full(local, one.shard, one.slices)
-        found[first_names.get(one.names[0], one.names[0])] = local.clone()
+        found[first_names.get(one.names[0], one.names[0])] = one.gathered(local).clone()
     return found
 
 

@@ -66,7 +66,9 @@ class ExpertDimension:
         return legal and (room.node is None or (shared and not (whole and degree < tensor)))
 
     def reason(self, kind: LayerKind) -> str:
-        """Says so of a mixture whose experts are not counted."""
+        """Says so of a mixture whose experts cannot be spread, or are not counted."""
+        if kind.expert_reason:
+            return f"expert: {kind.name}: {kind.expert_reason}"
         if not kind.expert_parameters or kind.dims.experts > 1:
             return ""
         return f"expert: {kind.name}: how many experts it has is not known"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.expert.slices import sum_slices
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.functions import (
     copy_to_group,
@@ -19,7 +20,15 @@ from galvatron_lite.parallelism.tensor.functions import (
     reduce_scatter_tokens,
 )
 from galvatron_lite.parallelism.tensor.group import TensorGroup
-from galvatron_lite.parallelism.tensor.regions import Region, TensorPlan, TokenGather, bias_of, output_dim, weight_of
+from galvatron_lite.parallelism.tensor.regions import (
+    ExpertSlices,
+    Region,
+    TensorPlan,
+    TokenGather,
+    bias_of,
+    output_dim,
+    weight_of,
+)
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, gather_full, slice_full
 
 __all__ = ["ParameterShard", "Placement", "gather_full", "shard_layer", "slice_full"]
@@ -60,6 +69,8 @@ def shard_layer(
             _shard_embedding(find_module(modules, path), group, shards)
         for path in plan.heads:
             _shard_head(find_module(modules, path), group, shards)
+        for experts in plan.experts:
+            _shard_experts(find_module(modules, experts.path), experts, group, sequence_parallel, shards)
     inner = {name for region in plan.regions for name in region.inner_parameters}
     return {
         name: shards.get(id(parameter)) or _whole(parameter, group, sequence_parallel or name in inner)
@@ -238,3 +249,12 @@ def _shard_head(head: nn.Module, group: TensorGroup, shards: Shards) -> None:
 
 def _head_forward(forward: Callable[[Tensor], Tensor], group: TensorGroup, extent: int, tensor: Tensor) -> Tensor:
     return gather_last(forward(copy_to_group(tensor, group)), group, extent)
+
+
+def _shard_experts(
+    module: nn.Module, experts: ExpertSlices, group: TensorGroup, sequence_parallel: bool, shards: Shards
+) -> None:
+    for one in experts.parameters:
+        slice_parameter(module.get_parameter(one.name), one.dim, one.parts, group, shards)
+    if experts.summed:
+        sum_slices(module, group, sequence_parallel)

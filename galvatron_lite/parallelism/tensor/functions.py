@@ -30,6 +30,16 @@ def reduce_from_group(tensor: Tensor, group: TensorGroup) -> Tensor:
     return _apply(_Reduce, tensor, group)
 
 
+def gather_rows(tensor: Tensor, group: TensorGroup) -> Tensor:
+    """Every device's rows (tokens, ...), as many of each: all-gather in forward, reduce-scatter in backward."""
+    return _apply(_GatherRows, tensor, group)
+
+
+def reduce_scatter_rows(tensor: Tensor, group: TensorGroup) -> Tensor:
+    """This device's rows of the sum over the group: reduce-scatter in forward, all-gather in backward."""
+    return _apply(_ReduceScatterRows, tensor, group)
+
+
 def gather_tokens(tensor: Tensor, group: TensorGroup) -> Tensor:
     """Token shards [batch, tokens / size, hidden] enter a sharded region whole.
 
@@ -123,6 +133,28 @@ class _ReduceScatterTokens(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.group.all_gather(gradient, TOKENS), None
+
+
+class _GatherRows(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return group.all_gather(tensor, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.reduce_scatter(gradient, 0), None
+
+
+class _ReduceScatterRows(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return group.reduce_scatter(tensor, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.all_gather(gradient, 0), None
 
 
 class _GatherLast(Function):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from galvatron_lite.parallelism.tensor.experts import find_expert_slices, with_experts
 from galvatron_lite.parallelism.tensor.huggingface import proposed_regions
 from galvatron_lite.parallelism.tensor.infer_check import check_ranks, prime_factors, prove_region
 from galvatron_lite.parallelism.tensor.infer_flow import Candidate, Reference, find_candidates, run_reference
@@ -36,13 +37,16 @@ def infer_block(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
         args: positional inputs it was called with, on any device.
         kwargs: keyword inputs it was called with.
     """
+    experts = find_expert_slices(block, args, kwargs)
+    if isinstance(experts, str):
+        return TensorPlan(reason=f"{experts}{NOT_OFFERED}.")
     # whatever the caller has set: meta as default device, no gradients
     with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
         try:
             probe, reference = _observe(block, args, kwargs)
         except ProbeError as error:
             return TensorPlan(reason=f"The block could not be examined: {error.why}{NOT_OFFERED}.")
-        return _plan(probe, reference)
+        return with_experts(_plan(probe, reference), experts)
 
 
 def infer_edge(modules: Mapping[str, nn.Module], model: nn.Module | None = None) -> TensorPlan:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import TraceError
+from galvatron_lite.parallelism.expert.find import Mixture, find_mixtures
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.regions import is_linear, output_dim, weight_of
 
@@ -138,7 +139,26 @@ def make_probe(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
     probe = Probe(double, new_args, new_kwargs, new_hidden, weights)
     for path in linears:
         double.get_submodule(path).forward = partial(probe.call, path)
+    for mixture in routed_experts(block):
+        double.get_submodule(mixture.path).forward = _experts_stand_in(mixture, new_hidden.shape[-1], generator)
     return probe
+
+
+def routed_experts(block: nn.Module) -> list[Mixture]:
+    """The mixtures of a block whose experts are called with tokens and what a router chose for them."""
+    return [mixture for mixture in find_mixtures(block) if not mixture.reason]
+
+
+def _experts_stand_in(mixture: Mixture, hidden: int, generator: torch.Generator) -> Callable[..., Tensor]:
+    """Stand-in for the experts of a mixture: one low-rank product, scaled by what is drawn for each expert."""
+    normal = partial(torch.randn, generator=generator, dtype=torch.float64)
+    into, out, scales = normal(hidden, RANK) / math.sqrt(hidden), normal(RANK, hidden) / 4, normal(mixture.experts)
+
+    def experts(tensor: Tensor, index: Tensor, weights: Tensor, **_: Any) -> Tensor:
+        shares = (weights * scales[index]).sum(-1, keepdim=True)
+        return (tensor @ into) @ out * shares
+
+    return experts
 
 
 def callable_linears(block: nn.Module) -> dict[str, nn.Module]:
@@ -250,6 +270,8 @@ def _low_rank(linear: nn.Module, generator: torch.Generator) -> LowRank:
 def _copy_block(block: nn.Module, linears: Mapping[str, nn.Module], generator: torch.Generator) -> nn.Module:
     """A copy in which linear weights are on meta and all other parameters and buffers are real, in evaluation mode."""
     bare = {id(parameter) for linear in linears.values() for parameter in linear.parameters()}
+    for mixture in routed_experts(block):
+        bare |= {id(block.get_submodule(mixture.path).get_parameter(name)) for name in mixture.parameters}
     others = sum(parameter.numel() for parameter in block.parameters() if id(parameter) not in bare)
     if others > MAX_OTHER_ITEMS:
         raise ProbeError(f"it holds {others:,} parameter items outside linear layers, too many to check a split of")

@@ -70,6 +70,38 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
+class SlicedParameter:
+    """A parameter of a mixture's experts, and how it is sliced.
+
+    Attributes:
+        name: inside the module that holds the experts.
+        dim: along which it is sliced.
+        parts: lengths along ``dim`` of the fused parts, each sliced by itself.
+    """
+
+    name: str
+    dim: int
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSlices:
+    """A mixture's experts, each of which is sliced: columns, what runs on their shares, and rows, in one module.
+
+    Attributes:
+        path: of the module that holds the experts.
+        parameters: all of them.
+        max_degree: every divisor of it is a legal degree.
+        summed: whether the slices' outputs are summed around the module; False: what spreads the experts does.
+    """
+
+    path: str
+    parameters: tuple[SlicedParameter, ...]
+    max_degree: int
+    summed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class TensorPlan:
     """How a layer may be split over a tensor-parallel group.
 
@@ -80,6 +112,7 @@ class TensorPlan:
         max_degree: every divisor of it is a legal degree; 1: tensor parallelism is not offered.
         sequence_parallel: whether all else works token by token, so that the group may share the tokens.
         reason: what is limited or not offered, and why; empty where nothing is to be said.
+        experts: mixtures whose experts are sliced.
     """
 
     regions: tuple[Region, ...] = ()
@@ -88,11 +121,12 @@ class TensorPlan:
     max_degree: int = 1
     sequence_parallel: bool = False
     reason: str = ""
+    experts: tuple[ExpertSlices, ...] = ()
 
     @property
     def collectives(self) -> int:
         """All-gathers plus reduce-scatters of the hidden state in one forward pass (an all-reduce counts as two)."""
-        return 2 * (len(self.regions) + len(self.embeddings))
+        return 2 * (len(self.regions) + len(self.experts) + len(self.embeddings))
 
 
 def is_linear(module: nn.Module) -> bool:
