@@ -111,8 +111,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
-        ctx.line, ctx.scale = ProcessTensorGroup(group), scale
-        return ctx.line.all_gather(logits, 0)
+        line = ctx.line = ProcessTensorGroup(group)
+        ctx.scale = scale
+        return line.all_gather(logits, 0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

@@ -41,6 +41,7 @@ from galvatron_lite.runtime.materialize import Materializer
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
 from galvatron_lite.runtime.placement import Placed, Stages, glue_layout, glue_of, place_layers
 from galvatron_lite.runtime.redistribute import Mover
+from galvatron_lite.runtime.router_losses import check_router_losses, install_router_losses
 from galvatron_lite.runtime.sharding import (
     LayerPlans,
     Owned,
@@ -173,6 +174,7 @@ def prepare(
     everything = [placed for stage in stages for placed in stage]
     ties = find_shared(model, layers)
     check_shared(ties, {placed.layer.name: placed.strategy for placed in everything})
+    check_router_losses(model, batch, plan)
     known = examine(model, everything, stages[stage_index], batch, options)
     flow = known_flow(model, layers, batch, options.loss_fn) if len(stages) > 1 else None
     return Prepared(plan, layers, stages, ties, known, flow)
@@ -284,6 +286,7 @@ def assemble(
     mover = Mover(meshes.groups(stage[0].strategy).everyone, meshes.index_in_stage)
     traffic = Traffic(mover, border, rules_under(glue.strategy), options.compute, known.sampled)
     install_hooks(model, sharded.borders, traffic, incoming)
+    install_router_losses(model, stage, meshes)
     owned = owned_parameters(model, stage, meshes, sharded.shards, sharded.experts)
     reducer = GradientReducer(reduced_parameters(owned))
     return StageRuntime(stage, meshes, owned, sharded, reducer, traffic, None, None, Updates(owned, reducer))

@@ -75,7 +75,7 @@ def _text(samples: int, tokens: int) -> Tensor:
     return (VOCAB * torch.rand(samples, tokens) ** 3).long()
 
 
-def _hugging_face(name: str) -> tuple[nn.Module, Callable[[int], Batch]]:
+def _hugging_face(name: str, balanced: bool = False) -> tuple[nn.Module, Callable[[int], Batch]]:
     import transformers
 
     shape = {
@@ -98,8 +98,9 @@ def _hugging_face(name: str) -> tuple[nn.Module, Callable[[int], Batch]]:
         return transformers.Qwen2ForCausalLM(config), _tokens
     if name == "mixtral":
         config = transformers.MixtralConfig(
-            **shape, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, **tokens
-        )
+            **shape, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, **tokens,
+            output_router_logits=balanced, router_aux_loss_coef=0.5,
+        )  # fmt: skip
         return transformers.MixtralForCausalLM(config), _tokens
     if name == "qwen2-moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -157,6 +158,7 @@ _BUILDERS: Mapping[str, Callable[[], tuple[nn.Module, Callable[[int], Batch]]]] 
     "llama": lambda: _hugging_face("llama"),
     "qwen2": lambda: _hugging_face("qwen2"),
     "mixtral": lambda: _hugging_face("mixtral"),
+    "mixtral-balanced": lambda: _hugging_face("mixtral", balanced=True),
     "qwen2-moe": lambda: _hugging_face("qwen2-moe"),
     "bert": lambda: _hugging_face("bert"),
     "vit": lambda: _hugging_face("vit"),
@@ -168,8 +170,10 @@ _BUILDERS: Mapping[str, Callable[[], tuple[nn.Module, Callable[[int], Batch]]]] 
     "t5": _encoder_decoder,
 }
 PICTURES = ("resnet", "vgg", "convnext", "unet", "cosmoflow")
+APART = ("t5", "mixtral-balanced")
+"""Families that some plans only are for."""
 BATCH_NORMS = ("resnet", "unet")
-FAMILIES = tuple(name for name in _BUILDERS if name not in (*PICTURES, "t5"))
+FAMILIES = tuple(name for name in _BUILDERS if name not in (*PICTURES, *APART))
 
 
 def build_model(name: str, seed: int = 0) -> nn.Module:

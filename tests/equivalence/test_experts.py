@@ -15,9 +15,11 @@ from tests.equivalence.training import SAMPLES, Case, train_families
 from tests.pool import WorkerPool
 
 
-def plan(case: Case, block: Strategy, cut: int | None = None, microbatches: int = 1) -> Plan:
+def plan(
+    case: Case, block: Strategy, cut: int | None = None, microbatches: int = 1, edge: Strategy | None = None
+) -> Plan:
     """All blocks alike, the layers around them with samples and matmuls shared alike; two stages where it is cut."""
-    edge = Strategy(data=block.batch_degree, tensor=block.tensor)
+    edge = edge or Strategy(data=block.batch_degree, tensor=block.tensor)
     strategies = {layer.name: block if layer.role is Role.BLOCK else edge for layer in case.layers}
     names = list(strategies)
     stages = [names] if cut is None else [names[:cut], names[cut:]]
@@ -26,6 +28,12 @@ def plan(case: Case, block: Strategy, cut: int | None = None, microbatches: int 
 
 
 def written(case: Case) -> Sequence[Plan]:
+    if case.family == "mixtral-balanced":
+        return [
+            plan(case, Strategy(data=4, expert=2)),
+            plan(case, Strategy(data=2, tensor=2, sequence_parallel=True), edge=Strategy(data=4)),
+            plan(case, Strategy(data=4, expert=2), edge=Strategy(data=2, tensor=2)),
+        ]
     if case.family != "mixtral":
         return [plan(case, Strategy(zero=4, zero_stage=3, expert=4)), plan(case, Strategy(data=2, tensor=2, expert=2))]
     return [
@@ -39,7 +47,7 @@ def written(case: Case) -> Sequence[Plan]:
     ]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe"])
+@pytest.mark.parametrize("family", ["mixtral", "mixtral-balanced", "qwen2-moe"])
 def test_spread_experts_train_like_one_process(pool: WorkerPool, family: str) -> None:
     case = case_of(family)
     work = [(case, written(case), reference_of(family))]

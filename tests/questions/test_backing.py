@@ -12,8 +12,6 @@ from galvatron_lite.questions.backing import check_backend
 @pytest.mark.parametrize(
     ("pin", "lacking"),
     [
-        ("layers.3.expert=4", "expert parallelism"),
-        ("EP=2", "expert parallelism"),
         ("offload=on", "offload"),
         ("schedule=interleaved", "the interleaved-1f1b schedule"),
         ("vpp=2", "several stages a group"),
@@ -31,7 +29,7 @@ def test_what_the_backend_lacks_is_named_as_it_was_typed(pin: str, lacking: str)
 
 def test_schedules_that_are_asked_for_are_held_against_the_backend_too() -> None:
     check_backend(
-        ["cp=2", "ulysses=on", "zero=3", "tp=8", "filters=2", "height=2", "schedule=gpipe", "vpp=1"],
+        ["cp=2", "ulysses=on", "EP=2", "zero=3", "tp=8", "filters=2", "height=2", "schedule=gpipe", "vpp=1"],
         ["1f1b"],
         GALVATRON,
     )
