@@ -41,6 +41,10 @@ class InputError(GalvatronError, ValueError):
             said = f"{field} cannot be used here."
         super().__init__(f"{said} {remedy}")
 
+    def __reduce__(self) -> tuple[type[InputError], tuple[str, object, str]]:
+        """So that one process can tell another of it."""
+        return type(self), (self.field, self.value, self.remedy)
+
 
 class UnitError(InputError):
     """A size or a share that cannot be read."""

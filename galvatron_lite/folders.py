@@ -84,6 +84,15 @@ def write_file(path: Path, fill: Callable[[Sink], None]) -> Content:
         return sink.content()
 
 
+def content_of(path: Path) -> Content:
+    """What a file that was written otherwise holds.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return Content(path.stat().st_size, _checksum(path))
+
+
 def check_file(path: Path, expected: Content, remedy: str) -> Path:
     """The path of a file that holds what it should.
 

@@ -20,6 +20,7 @@ from galvatron_lite.parallelism.spatial.apply import leaving
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.zero.apply import set_all_reduce
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.checkpoint.saving import Saving
 from galvatron_lite.runtime.clip import (
     clip_factor,
     multiply_gradients,
@@ -42,7 +43,7 @@ from galvatron_lite.runtime.world import pick_device
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 
-class ParallelModel(nn.Module):
+class ParallelModel(Saving, nn.Module):
     """A model split over the launched world; every rank makes one, alike, and gives it the same global batches.
 
     Without a pipeline it is used like the model: ``loss = parallel(batch); loss.backward(); optimizer.step()``.
@@ -215,6 +216,7 @@ class ParallelModel(nn.Module):
             optimizer.step()
             self.publish()
         optimizer.zero_grad(set_to_none=True)
+        self.step += 1
         return value
 
     def backward_step(self, batch: Any) -> Tensor:
@@ -317,13 +319,11 @@ class ParallelModel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """What this rank holds: its shares of split parameters, none of other stages' where the plan has a pipeline.
 
-        Running statistics of batch norms are right for this rank's own channels only. It is not what to save:
-        ``full_state_dict`` is. Warns where parameters are split.
+        Running statistics of batch norms are right for this rank's own channels only. Save with ``save``.
         """
         if any(_holds_shares(runtime) for runtime in self.runtimes):
             warnings.warn(
-                "state_dict() holds this rank's shares alone. Save parallel.full_state_dict(), which all ranks call.",
-                stacklevel=2,
+                "state_dict() holds this rank's shares alone. Call parallel.save(folder) on all ranks.", stacklevel=2
             )
         return super().state_dict(*args, **kwargs)
 

@@ -72,7 +72,9 @@ class Entries:
 class Parallel(Protocol):
     """A model that is split over the launched world: a ``ParallelModel``."""
 
-    entries: Entries
+    @property
+    def entries(self) -> Entries:
+        """Of the whole model."""
 
     @property
     def runtimes(self) -> Sequence[StageRuntime]:
@@ -103,7 +105,7 @@ def held_parameters(parallel: Parallel) -> list[Held]:
     for runtime in parallel.runtimes:
         runtime.updates.publish()
     return [
-        _held(_name(parallel, one), one.parameter.detach(), one)
+        _held(parameter_name(parallel, one), one.parameter.detach(), one)
         for runtime in parallel.runtimes
         for one in runtime.owned
     ]
@@ -112,7 +114,7 @@ def held_parameters(parallel: Parallel) -> list[Held]:
 def held_gradients(parallel: Parallel) -> list[Held]:
     """What this rank holds of the gradients that there are, named as their parameters."""
     return [
-        _held(_name(parallel, one), gradient.detach(), one)
+        _held(parameter_name(parallel, one), gradient.detach(), one)
         for runtime in parallel.runtimes
         for one in runtime.owned
         if (gradient := one.gradient) is not None
@@ -126,7 +128,7 @@ def held_states(parallel: Parallel, optimizer: torch.optim.Optimizer) -> list[He
     that are no tensors are left out.
     """
     return [
-        _held(f"{_name(parallel, one)}/{key}", value.detach(), one)
+        _held(f"{parameter_name(parallel, one)}/{key}", value.detach(), one)
         for runtime in parallel.runtimes
         for one in runtime.owned
         for key, value in optimizer.state.get(one.updated, {}).items()
@@ -147,6 +149,11 @@ def held_buffers(parallel: Parallel) -> list[Held]:
     ]
 
 
+def parameter_name(parallel: Parallel, one: Owned) -> str:
+    """The first name of a parameter in the whole model's ``state_dict()``."""
+    return parallel.entries.names.get(one.names[0], one.names[0])
+
+
 def boxes_of(held: Held) -> tuple[Box, ...]:
     """Which items of the whole tensor a rank holds."""
     return tuple(chunk.whole for chunk in held.chunks)
@@ -162,10 +169,6 @@ def part_of(tensor: Tensor, box: Box) -> Tensor:
 def all_of(shape: Sequence[int]) -> Box:
     """The box of a whole tensor."""
     return Box(tuple((0, extent) for extent in shape))
-
-
-def _name(parallel: Parallel, one: Owned) -> str:
-    return parallel.entries.names.get(one.names[0], one.names[0])
 
 
 def _home(name: str, layers: Sequence[Layer]) -> str:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 
 import torch
 from torch import distributed as dist
 
 from galvatron_lite.errors import LaunchError
+
+SAVER = "galvatron-save"
+"""Name of threads that write checkpoints: no process ends before them."""
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -61,6 +65,9 @@ def leave() -> None:
     """
     if not dist.is_initialized():
         return
+    for thread in threading.enumerate():
+        if thread.name == SAVER:
+            thread.join()
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from galvatron_lite.model.batch import places, slice_batch
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.runtime.branches.parts import check_rows
+from galvatron_lite.runtime.branches.randomness import Stream
 from galvatron_lite.runtime.branches.session import Origins, Session
 from galvatron_lite.runtime.branches.setup import set_up_branches
 from galvatron_lite.runtime.engine import ParallelModel
@@ -48,6 +49,12 @@ class BranchedModel(ParallelModel):
     def structures(self) -> Sequence[nn.Module]:
         """See ``ParallelModel``."""
         return [self.module, *self.trees]
+
+    @property
+    def streams(self) -> Sequence[Stream]:
+        """What the branches draw random numbers from."""
+        branches = {id(branch.stream): branch.stream for branch in self._branches.setting.branches.values()}
+        return list(branches.values())
 
     def _check_samples(self, samples: int, count: int) -> None:
         check_rows(samples, self._branches.parts, count)

@@ -35,6 +35,14 @@ class Stream:
             self._own = self._states()
             self._set(outside)
 
+    def state(self) -> list[Tensor]:
+        """Where it is."""
+        return list(self._own)
+
+    def set_state(self, state: list[Tensor]) -> None:
+        """Go on from what ``state`` gave."""
+        self._own = list(state)
+
     def _states(self) -> list[Tensor]:
         on_gpu = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
         return [torch.get_rng_state(), *on_gpu]

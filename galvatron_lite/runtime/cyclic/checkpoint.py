@@ -10,20 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
 
-import torch
 from torch import Tensor
 
 from galvatron_lite.errors import GalvatronError, InputError
-from galvatron_lite.folders import Content, Sink, begin_folder, put_in_place, remove_folder, write_file
+from galvatron_lite.folders import Content, begin_folder, put_in_place, remove_folder
 from galvatron_lite.parallelism.cyclic.draws import SeededDraws
+from galvatron_lite.runtime.checkpoint.plain import put_generators, read_plain, write_plain
+from galvatron_lite.runtime.checkpoint.sealed import checked
 from galvatron_lite.runtime.cyclic.checkpoint_fit import FIELD, check_rule, check_stage
 from galvatron_lite.runtime.cyclic.checkpoint_state import (
     older_values,
     process_content,
     put_buffers,
-    put_generators,
     put_rest,
     put_stage,
     stage_content,
@@ -36,15 +35,14 @@ from galvatron_lite.runtime.cyclic.manifest import (
     Manifest,
     StageRecord,
     check_whole,
-    checked,
     process_file,
     read_manifest,
     stage_file,
     write_manifest,
 )
-from galvatron_lite.runtime.cyclic.peers import Peers, at_first, together
 from galvatron_lite.runtime.cyclic.setup import CyclicRuntime
 from galvatron_lite.runtime.cyclic.state import WholeState, between
+from galvatron_lite.runtime.peers import Peers, at_first, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +107,7 @@ class Keeper:
             if writer_of(executor.programme, stage, step) == process
         }
         contents |= {stage_file(stage): partial(stage_content, states) for stage, states in own.items()}
-        files = {name: write_file(folder / name, partial(_save, make())) for name, make in contents.items()}
+        files = {name: write_plain(folder / name, make()) for name, make in contents.items()}
         return _Written(files, {stage: stage_record(states) for stage, states in own.items()})
 
     def _finish(self, folder: Path, place: Path, step: int, parts: list[_Written]) -> None:
@@ -151,18 +149,18 @@ class Keeper:
         programme = replace(executor.programme, begin=step, base=manifest.base)
         older = dict[int, dict[str, Tensor]]()
         for stage, states in executor.states.items():
-            content = _load(folder / stage_file(stage), lazily=not states.is_home)
+            content = read_plain(folder / stage_file(stage), lazily=not states.is_home)
             put_stage(states, content)
             if uses_older(programme, self.runtime.process, stage, step):
                 older[stage] = older_values(states, content)
         executor.restart(step, manifest.base, older)
         if manifest.seed is not None:
             executor.draws = SeededDraws(manifest.seed, self.runtime.device)
-        contents = [_load(folder / process_file(process)) for process in self._sources(manifest)]
+        contents = [read_plain(folder / process_file(process)) for process in self._sources(manifest)]
         put_buffers(self.runtime, contents)
         put_rest(self.whole.rest(self.runtime), contents[0])
         if manifest.setting is programme.setting:
-            put_generators(contents[0])
+            put_generators(contents[0]["random"])
 
 
 def flushed_state(folder: Path | str) -> dict[str, Tensor]:
@@ -176,20 +174,11 @@ def flushed_state(folder: Path | str) -> dict[str, Tensor]:
     """
     place = Path(folder)
     manifest = check_whole(place)
-    processes = [_load(place / process_file(process)) for process in range(manifest.processes)]
+    processes = [read_plain(place / process_file(process)) for process in range(manifest.processes)]
     found: dict[str, Tensor] = dict(processes[0]["rest"])
     for stage in range(len(manifest.stages)):
-        found |= _load(place / stage_file(stage))["newest"]
+        found |= read_plain(place / stage_file(stage))["newest"]
         known = [one["buffers"][stage] for one in processes if stage in one["buffers"]]
         for name in known[0] if known else ():
             found[name] = between([one[name] for one in known if name in one])
     return {name: found[first] for name, first in manifest.names.items()}
-
-
-def _save(content: Any, sink: Sink) -> None:
-    torch.save(content, cast("IO[bytes]", sink))
-
-
-def _load(path: Path, lazily: bool = False) -> Any:
-    """What a file holds; ``lazily``: tensors are read from it when they are used."""
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)

@@ -6,9 +6,7 @@ ended; so one of them writes them. Running statistics and random generators are 
 
 from __future__ import annotations
 
-import random
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +17,10 @@ from galvatron_lite.model.batch import map_tensors
 from galvatron_lite.parallelism.cyclic.programme import Programme
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.states import StageStates
+from galvatron_lite.runtime.checkpoint.plain import alone, check_plain, generators
 from galvatron_lite.runtime.cyclic.manifest import StageRecord
 from galvatron_lite.runtime.cyclic.setup import CyclicRuntime
 from galvatron_lite.runtime.cyclic.state import between
-
-_PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None))
 
 
 def writer_of(programme: Programme, stage: int, step: int) -> int:
@@ -55,14 +52,14 @@ def stage_content(states: StageStates) -> dict[str, Any]:
     """
     older = states.newest - 1
     content = {
-        "newest": {name: _alone(one) for name, one in states.masters.items()},
+        "newest": {name: alone(one) for name, one in states.masters.items()},
         "older": _trained(states.at(older)) if older in states.versions else None,
         "optimizer": None if states.optimizer is None else states.optimizer.state_dict(),
         "scheduler": None if states.scheduler is None else states.scheduler.state_dict(),
     }
     for what in ("optimizer", "scheduler"):
-        _check_plain(content[what], what)
-    return content | {"optimizer": map_tensors(content["optimizer"], _alone)}
+        check_plain(content[what], what)
+    return content | {"optimizer": map_tensors(content["optimizer"], alone)}
 
 
 def stage_record(states: StageStates) -> StageRecord:
@@ -119,8 +116,8 @@ def process_content(runtime: CyclicRuntime, rest: Mapping[str, Tensor]) -> dict[
         runtime: of this process.
         rest: entries of the model's state that no stage has, by name.
     """
-    buffers = {stage: {name: _alone(one) for name, one in part.buffers()} for stage, part in runtime.parts.items()}
-    return {"buffers": buffers, "rest": {name: _alone(one) for name, one in rest.items()}, "random": _generators()}
+    buffers = {stage: {name: alone(one) for name, one in part.buffers()} for stage, part in runtime.parts.items()}
+    return {"buffers": buffers, "rest": {name: alone(one) for name, one in rest.items()}, "random": generators()}
 
 
 def put_buffers(runtime: CyclicRuntime, contents: Sequence[Mapping[str, Any]]) -> None:
@@ -140,58 +137,10 @@ def put_rest(rest: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
             value.copy_(content["rest"][name])
 
 
-def put_generators(content: Mapping[str, Any]) -> None:
-    """Set this process's random generators: torch's of the CPU and of its GPU, and Python's."""
-    kept = content["random"]
-    torch.set_rng_state(kept["cpu"])
-    if kept["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(kept["cuda"])
-    version, internal, following = kept["python"]
-    random.setstate((version, tuple(internal), following))
-
-
-def _generators() -> dict[str, Any]:
-    version, internal, following = random.getstate()
-    return {
-        "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "python": [version, list(internal), following],
-    }
-
-
 def _trained(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those that training changes; the others are the same in every version."""
-    return {name: _alone(one) for name, one in parameters.items() if one.requires_grad}
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """On the CPU, with no more storage than it needs: a storage is written whole."""
-    there = tensor.detach().cpu()
-    return there if there.untyped_storage().nbytes() == there.numel() * there.element_size() else there.clone()
+    return {name: alone(one) for name, one in parameters.items() if one.requires_grad}
 
 
 def _kind(one: object) -> str | None:
     return None if one is None else type(one).__name__
-
-
-def _check_plain(value: object, place: str) -> None:
-    """Refuse what ``torch.load(weights_only=True)`` would."""
-    for path, found in _leaves(value, place):
-        if not isinstance(found, _PLAIN):
-            remedy = (
-                f"{path} is no tensor, number or text, so it could not be read again. Leave it out of state_dict()."
-            )
-            raise InputError(place, type(found).__name__, remedy)
-
-
-def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
-    if type(value) in (dict, OrderedDict, Counter):
-        assert isinstance(value, Mapping)
-        for key, item in value.items():
-            yield from ((f"{path}: a key", key), *_leaves(item, f"{path}[{key!r}]"))
-    elif type(value) in (list, tuple, set):
-        assert isinstance(value, (list, tuple, set))
-        for place, item in enumerate(value):
-            yield from _leaves(item, f"{path}[{place}]")
-    else:
-        yield path, value

@@ -7,24 +7,20 @@ process-0.pt     of each process: buffers (batch-norm statistics) by stage, rand
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from galvatron_lite.errors import FileFormatError
-from galvatron_lite.files import STRICT, read_value, to_data, write_value
-from galvatron_lite.folders import Content, check_file
+from galvatron_lite.files import STRICT
+from galvatron_lite.folders import Content
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
+from galvatron_lite.runtime.checkpoint.sealed import check_all, newest_first, read_sealed, write_sealed
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
 
-META = "meta.json"
 FORMAT = 1
-TORN = "The checkpoint is damaged: delete it and resume from the one before, which load_latest(folder) finds."
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,37 +89,16 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     Raises:
         OSError: the disk is full, or broken.
     """
-    write_value(folder / META, replace(manifest, digest=_digest(manifest)))
+    write_sealed(folder, manifest)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder; the other files are not looked at.
+    """The manifest of a checkpoint folder; see ``read_sealed``.
 
     Raises:
-        FileFormatError: there is no such folder; or no manifest, so it was not written to its end; or it is changed,
-            or of another format.
+        FileFormatError: there is none, or it is damaged.
     """
-    if not folder.is_dir():
-        remedy = "There is no such folder. Give one that save(folder) wrote; load_latest(folder) finds the newest."
-        raise FileFormatError("checkpoint", folder, remedy)
-    if not (folder / META).is_file():
-        raise FileFormatError("checkpoint", folder, f"There is no {META} in it, so it is not whole. {TORN}")
-    manifest = read_value(Manifest, folder / META)
-    if manifest.digest != _digest(manifest):
-        raise FileFormatError("file", folder / META, f"Its content has changed since it was written. {TORN}")
-    if manifest.format != FORMAT:
-        remedy = f"Format {FORMAT} can be read. Use the version of galvatron_lite that wrote it."
-        raise FileFormatError("checkpoint", folder, remedy)
-    return manifest
-
-
-def checked(folder: Path, manifest: Manifest, name: str) -> Path:
-    """The path of one of the other files, which holds what it held when it was written.
-
-    Raises:
-        FileFormatError: it does not.
-    """
-    return check_file(folder / name, manifest.files[name], TORN)
+    return read_sealed(Manifest, folder, FORMAT)
 
 
 def check_whole(folder: Path) -> Manifest:
@@ -132,10 +107,7 @@ def check_whole(folder: Path) -> Manifest:
     Raises:
         FileFormatError: they are not; names the file.
     """
-    manifest = read_manifest(folder)
-    for name in manifest.files:
-        checked(folder, manifest, name)
-    return manifest
+    return check_all(folder, read_manifest(folder))
 
 
 def latest(folder: Path | str) -> Path | None:
@@ -143,17 +115,8 @@ def latest(folder: Path | str) -> Path | None:
 
     A folder that a lost process left under a temporary name counts if it is whole.
     """
-    found = sorted(_candidates(Path(folder)), key=lambda one: (one[1], not one[0].name.startswith(".")), reverse=True)
+    found = newest_first(Manifest, Path(folder), FORMAT)
     return next((place for place, _ in found if _is_whole(place)), None)
-
-
-def _candidates(folder: Path) -> Iterator[tuple[Path, int]]:
-    """Folders whose manifest can be read, with their training steps."""
-    for meta in folder.glob(f"*/{META}"):
-        try:
-            yield meta.parent, read_manifest(meta.parent).step
-        except FileFormatError:
-            continue
 
 
 def _is_whole(folder: Path) -> bool:
@@ -162,8 +125,3 @@ def _is_whole(folder: Path) -> bool:
     except FileFormatError:
         return False
     return True
-
-
-def _digest(manifest: Manifest) -> str:
-    data: Mapping[str, object] = to_data(replace(manifest, digest=""))
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

@@ -22,9 +22,9 @@ from galvatron_lite.runtime.cyclic.checkpoint import Keeper
 from galvatron_lite.runtime.cyclic.checkpoint_fit import FIELD
 from galvatron_lite.runtime.cyclic.manifest import latest
 from galvatron_lite.runtime.cyclic.optimizer import CyclicOptimizer
-from galvatron_lite.runtime.cyclic.peers import ProcessPeers, at_first
 from galvatron_lite.runtime.cyclic.setup import Options, set_up
 from galvatron_lite.runtime.cyclic.state import WholeState
+from galvatron_lite.runtime.peers import ProcessPeers, at_first
 from galvatron_lite.runtime.placement import check_samples
 from galvatron_lite.runtime.precision import compute_dtype
 from galvatron_lite.runtime.setup import broadcast_values, first_seed

@@ -43,6 +43,12 @@ class ProcessPeers:
         """See ``Peers``."""
         return dist.get_rank()
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Of them; None: the default one."""
+        group: dist.ProcessGroup | None = self._group
+        return group
+
     def everyone(self, value: Any) -> list[Any]:
         """See ``Peers``.
 

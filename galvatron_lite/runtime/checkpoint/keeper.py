@@ -1,0 +1,403 @@
+"""Writing and reading checkpoints of a model that is split over the launched world."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from galvatron_lite.errors import GalvatronError, InputError, LaunchError
+from galvatron_lite.files import write_text, write_value
+from galvatron_lite.folders import Content, begin_folder, content_of, put_in_place, remove_folder
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.checkpoint.content import (
+    blank_states,
+    check_optimizer,
+    give,
+    own_content,
+    put_own_buffers,
+    state_of,
+    states_of,
+)
+from galvatron_lite.runtime.checkpoint.manifest import (
+    CONFIG,
+    FORMAT,
+    PLAN,
+    TRAINING,
+    Manifest,
+    checkpoints_of,
+    layout_digest,
+    process_file,
+    read_manifest,
+    tensors_file,
+)
+from galvatron_lite.runtime.checkpoint.options import check_members, merged, options_of, put_options, put_schedule
+from galvatron_lite.runtime.checkpoint.plain import put_generators, read_plain, write_plain
+from galvatron_lite.runtime.checkpoint.planners import PiecesLoader, PiecesSaver, apportioned
+from galvatron_lite.runtime.checkpoint.sealed import TORN, checked, write_sealed
+from galvatron_lite.runtime.checkpoint.storage import FolderWriter, PiecesReader, metadata_of
+from galvatron_lite.runtime.peers import ProcessPeers, at_first, together
+from galvatron_lite.runtime.pieces import Chunk, Held, Parallel, all_of, held_buffers, held_parameters, held_states
+from galvatron_lite.runtime.pieces import part_of as items_of
+from galvatron_lite.runtime.scaling import LossScaler
+from galvatron_lite.runtime.steering import Steering
+from galvatron_lite.runtime.world import SAVER
+
+FIELD = "checkpoint"
+"""What errors name."""
+TIMEOUT = 1800.0
+"""Seconds after which a rank that shows nothing is an error: a slow disk is none."""
+ROOM = (
+    "Free some space, or save elsewhere. What was saved before is as it was, nothing is left of this attempt, and "
+    "training can go on."
+)
+
+_LOG = logging.getLogger(__name__)
+
+
+class Trained(Parallel):
+    """A model that can be saved; see ``ParallelModel``."""
+
+    plan: Plan
+    step: int
+    module: torch.nn.Module
+    scaler: LossScaler | None
+    steering: Steering | None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is saved beside the model, and where it is put back.
+
+    Attributes:
+        optimizer: over the model's parameters.
+        scheduler: of its learning rates.
+        data: position in the data of this process: an object with ``state_dict()``, or plain data.
+        extra: whatever else, by name, as ``data``; that of rank 0 counts.
+    """
+
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: Any = None
+    data: Any = None
+    extra: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a run goes on from.
+
+    Attributes:
+        folder: of the checkpoint.
+        step: training steps done.
+        data: position in the data, as it was saved: that of this process, or of rank 0 where there are other processes.
+        extra: what else was saved, by name.
+        exact: whether the plan splits all as the one that wrote it: the run then goes on bit for bit.
+    """
+
+    folder: Path
+    step: int
+    data: Any
+    extra: dict[str, Any]
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that this process writes, so that training may go on meanwhile.
+
+    Attributes:
+        held: pieces of tensors.
+        plain: files of plain data, by name.
+        manifest: without tensors and files.
+        plan: it was trained under.
+        config: a transformers model's configuration; None where there is none.
+    """
+
+    held: list[Held]
+    plain: dict[str, Any]
+    manifest: Manifest
+    plan: Plan
+    config: str | None
+
+
+class Keeper:
+    """Writes and reads the checkpoints of a model; every rank makes one at the same time.
+
+    Args:
+        parallel: the model.
+        timeout: seconds after which a rank that shows nothing is an error.
+    """
+
+    def __init__(self, parallel: Trained, timeout: float = TIMEOUT) -> None:
+        self._parallel, self._peers = parallel, ProcessPeers(timeout)
+        self._pending: Future[None] | None = None
+
+    def save(self, place: Path, asked: Asked, step: int, keep: int | None, asynchronous: bool) -> None:
+        """Write a checkpoint; all ranks call it.
+
+        Raises:
+            InputError: it, or the one before that was written meanwhile, could not be written.
+            LaunchError: a process is gone.
+        """
+        self.finish()
+        snapshot = self._snapshot(asked, step, asynchronous)
+        if not asynchronous:
+            self._write(place, snapshot, keep)
+            return
+        self._pending = pending = Future[None]()
+        thread = threading.Thread(target=_run, args=(lambda: self._write(place, snapshot, keep), pending), name=SAVER)
+        thread.start()
+
+    def finish(self) -> None:
+        """Wait until what is being written is on the disk; all ranks call it. Raises what ``save`` does."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def load(self, folder: Path, asked: Asked) -> Resumed:
+        """Take a checkpoint; all ranks call it.
+
+        Raises:
+            InputError: it is damaged, or of another model or optimizer; nothing is changed.
+            LaunchError: a process is gone.
+        """
+        self.finish()
+        return self._take(folder, self._verified(folder), asked)
+
+    def load_latest(self, folder: Path, asked: Asked) -> Resumed | None:
+        """Take the newest whole checkpoint of a folder; None: there is none. All ranks call it."""
+        self.finish()
+        for place in at_first(self._peers, lambda: checkpoints_of(folder), FIELD):
+            try:
+                manifest = self._verified(place)
+            except InputError as error:
+                if self._peers.rank == 0:
+                    warnings.warn(f"{error} It is passed over.", stacklevel=4)
+                continue
+            return self._take(place, manifest, asked)
+        return None
+
+    def _snapshot(self, asked: Asked, step: int, copied: bool) -> Snapshot:
+        parallel, peers = self._parallel, self._peers
+        parts = together(peers, lambda: self._plain(asked), FIELD)
+        own = parts[peers.rank]
+        plain = {process_file(peers.rank): own["own"]}
+        if peers.rank == 0:
+            options = None if asked.optimizer is None else merged([part["options"] for part in parts])
+            steps = step if parallel.steering is None else parallel.steering.step
+            plain[TRAINING] = {"optimizer": options, "scaler": own["scaler"], "extra": own["extra"], "steered": steps}
+        buffers = held_buffers(parallel)
+        held = [*held_parameters(parallel), *buffers]
+        held += [] if asked.optimizer is None else held_states(parallel, asked.optimizer)
+        first = {one.name for one in buffers}
+        mine = apportioned(held, first, peers)
+        manifest = Manifest(
+            FORMAT, step, layout_digest(parallel.plan), dist.get_world_size(), dict(parallel.entries.names), {}, {},
+            _kind(asked.optimizer), _kind(asked.scheduler),
+        )  # fmt: skip
+        return Snapshot(
+            [_copied(one) for one in mine] if copied else mine, plain, manifest, parallel.plan, _config(parallel.module)
+        )
+
+    def _plain(self, asked: Asked) -> dict[str, Any]:
+        parallel = self._parallel
+        options = None if asked.optimizer is None else options_of(parallel, asked.optimizer, asked.scheduler)
+        scaler = parallel.scaler
+        return {
+            "own": own_content(parallel, asked.data),
+            "options": options,
+            "scaler": None if scaler is None else state_of(scaler, "scaler"),
+            "extra": states_of(asked.extra),
+        }
+
+    def _write(self, place: Path, snapshot: Snapshot, keep: int | None) -> None:
+        peers = self._peers
+        folder = at_first(peers, lambda: begin_folder(place), FIELD)
+        try:
+            writer = FolderWriter(folder, peers.rank)
+            with _told(place, ROOM):
+                save({}, storage_writer=writer, planner=PiecesSaver(snapshot.held), process_group=peers.group)
+            with _told(place, ROOM):
+                parts = together(peers, lambda: _own_files(folder, snapshot, writer, peers.rank), FIELD)
+                at_first(peers, lambda: _finish(folder, place, snapshot, writer, parts, keep), FIELD)
+        except GalvatronError:
+            if peers.rank == 0:
+                remove_folder(folder)
+            raise
+
+    def _verified(self, folder: Path) -> Manifest:
+        """The manifest of a checkpoint whose files are whole; each rank looks at some.
+
+        Raises:
+            InputError: it is damaged, or ranks see different ones.
+        """
+        peers = self._peers
+
+        def look() -> Manifest:
+            manifest = read_manifest(folder)
+            for number, name in enumerate(manifest.files):
+                if number % dist.get_world_size() == peers.rank:
+                    checked(folder, manifest, name)
+            return manifest
+
+        manifest, *others = together(peers, look, FIELD)
+        if any(other.digest != manifest.digest for other in others):
+            raise InputError(FIELD, folder, "Processes see different ones under this name. Give all the same folder.")
+        return manifest
+
+    def _take(self, folder: Path, manifest: Manifest, asked: Asked) -> Resumed:
+        parallel, peers = self._parallel, self._peers
+        metadata = metadata_of(folder, manifest)
+        exact = manifest.layout == layout_digest(parallel.plan)
+        source = peers.rank if manifest.processes == dist.get_world_size() else 0
+
+        def look() -> None:
+            """Everything that can be refused, before anything is changed."""
+            check_optimizer(manifest, asked.optimizer, asked.scheduler)
+            loader = PiecesLoader([*held_parameters(parallel), *held_buffers(parallel)])
+            loader.set_up_planner({}, metadata)
+            loader.create_local_plan()
+
+        together(peers, look, FIELD)
+        training, own = read_plain(folder / TRAINING), read_plain(folder / process_file(source))
+        if asked.optimizer is not None:
+            check_members(parallel, asked.optimizer, training["optimizer"])
+            blanks = blank_states(parallel, manifest, training["optimizer"]["values"])
+            put_options(parallel, asked.optimizer, training["optimizer"], blanks)
+        held = [*held_parameters(parallel), *held_buffers(parallel)]
+        held += [] if asked.optimizer is None else held_states(parallel, asked.optimizer)
+        with _told(folder, TORN), torch.no_grad():
+            load({}, storage_reader=PiecesReader(metadata), planner=PiecesLoader(held), process_group=peers.group)
+            if exact:
+                put_own_buffers(parallel, own)
+            for runtime in parallel.runtimes:
+                runtime.updates.take()
+        self._give(training, own, asked)
+        self._put_random(folder, manifest, own, exact)
+        parallel.step = manifest.step
+        if parallel.steering is not None:
+            parallel.steering.step = training["steered"]
+        return Resumed(folder, manifest.step, own["data"], training["extra"], exact)
+
+    def _give(self, training: Mapping[str, Any], own: Mapping[str, Any], asked: Asked) -> None:
+        if asked.scheduler is not None and asked.optimizer is not None:
+            put_schedule(self._parallel, asked.optimizer, asked.scheduler, training["optimizer"])
+        if training["scaler"] is not None:
+            give(self._parallel.scaler, training["scaler"])
+        give(asked.data, own["data"])
+        for name, target in (asked.extra or {}).items():
+            if name in training["extra"]:
+                give(target, training["extra"][name])
+
+    def _put_random(self, folder: Path, manifest: Manifest, own: Mapping[str, Any], exact: bool) -> None:
+        """This process's generators; under another plan those of a process by turns, or of rank 0 where ranks that have
+        the same samples must draw alike.
+        """
+        if exact:
+            put_generators(own["random"])
+            for stream, state in zip(getattr(self._parallel, "streams", ()), own["streams"], strict=True):
+                stream.set_state(state)
+            return
+        runs = [run for stage in self._parallel.plan.stages for run in stage.runs]
+        alike = any(run.strategy.devices > run.strategy.batch_degree for run in runs)
+        source = 0 if alike else self._peers.rank % manifest.processes
+        put_generators(read_plain(folder / process_file(source))["random"])
+
+
+@contextmanager
+def _told(place: Path, remedy: str) -> Iterator[None]:
+    """Turns the errors of ``torch.distributed.checkpoint``, of the disk and of lost processes into ours."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, InputError):
+            raise InputError(cause.field, cause.value, f"Rank {rank}: {cause.remedy}") from error
+        reason = cause.strerror if isinstance(cause, OSError) else f"{type(cause).__name__}: {cause}"
+        raise InputError(FIELD, place, f"Rank {rank}: {reason}. {remedy}") from error
+    except InputError as error:
+        if error.field != FIELD:
+            raise
+        raise InputError(FIELD, place, f"{error.remedy} {remedy}") from error
+    except GalvatronError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0].split(". ")[0]
+        raise LaunchError(
+            f"Checkpoint {place}: another process is gone, or was silent for too long ({reason}). Start all processes "
+            "again and resume with load_latest(folder): what was saved before is as it was."
+        ) from error
+
+
+def _own_files(folder: Path, snapshot: Snapshot, writer: FolderWriter, rank: int) -> dict[str, Content]:
+    """What this process wrote, after writing what is no tensor."""
+    assert writer.content is not None
+    files = {name: write_plain(folder / name, content) for name, content in snapshot.plain.items()}
+    return {tensors_file(rank): writer.content, **files}
+
+
+def _finish(
+    folder: Path,
+    place: Path,
+    snapshot: Snapshot,
+    writer: FolderWriter,
+    parts: list[dict[str, Content]],
+    keep: int | None,
+) -> None:
+    """Write the rest and the manifest, move the folder to its place, and delete the oldest ones."""
+    files = {name: content for part in parts for name, content in part.items()}
+    for name in files:
+        if not (folder / name).is_file():
+            raise InputError(FIELD, place, f"{name} did not come here. Give a folder that all processes see.")
+    write_value(folder / PLAN, snapshot.plan)
+    files[PLAN] = content_of(folder / PLAN)
+    if snapshot.config is not None:
+        write_text(folder / CONFIG, snapshot.config)
+        files[CONFIG] = content_of(folder / CONFIG)
+    write_sealed(folder, replace(snapshot.manifest, tensors=writer.tensors, files=files))
+    put_in_place(folder, place)
+    if keep is not None:
+        for old in checkpoints_of(place.parent)[keep:]:
+            if old != place:
+                remove_folder(old)
+
+
+def _run(act: Callable[[], None], pending: Future[None]) -> None:
+    try:
+        act()
+    except BaseException as error:
+        # whoever waits is told; a process that ends without waiting has it in its log
+        _LOG.error("%s", error)
+        pending.set_exception(error)
+    else:
+        pending.set_result(None)
+
+
+def _copied(held: Held) -> Held:
+    """The same items in memory of their own, on the CPU: no more than are written."""
+    if len(held.chunks) != 1:
+        return replace(held, tensor=held.tensor.detach().cpu().clone())
+    (chunk,) = held.chunks
+    part = items_of(held.tensor.detach(), chunk.local).cpu().clone()
+    return replace(held, tensor=part, chunks=(Chunk(all_of(part.shape), chunk.whole),))
+
+
+def _config(module: torch.nn.Module) -> str | None:
+    told = getattr(getattr(module, "config", None), "to_json_string", None)
+    return None if told is None else str(told())
+
+
+def _kind(one: object) -> str | None:
+    return None if one is None else type(one).__name__

@@ -1,0 +1,130 @@
+"""What a checkpoint folder says of itself. No torch here.
+
+meta.json            this: training step, names, shapes and places of tensors, checksums of the other files
+rank-0.safetensors   of each process: the pieces of tensors that it wrote
+rank-0.pt            of each process: random generators, data position, its own running statistics
+training.pt          options of the optimizer, scheduler, loss scaler, and what else was given
+plan.json            the plan it was written under
+config.json          of a transformers model: its configuration
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from galvatron_lite.files import STRICT, to_data
+from galvatron_lite.folders import Content
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.checkpoint.sealed import check_all, newest_first, read_sealed
+
+if TYPE_CHECKING:
+    from pydantic import ConfigDict
+
+FORMAT = 1
+TRAINING, PLAN, CONFIG = "training.pt", "plan.json", "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Items of a tensor in one file.
+
+    Attributes:
+        at: the first item's place in the whole tensor, dim by dim.
+        size: extents.
+        file: that holds them, under ``key_of``.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    at: tuple[int, ...]
+    size: tuple[int, ...]
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A tensor: ``float32``, its extents, and its pieces, which hold every item once."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A checkpoint.
+
+    Attributes:
+        format: of the folder.
+        step: training steps done.
+        layout: digest of how the plan splits the model; see ``layout_digest``.
+        processes: that wrote it.
+        names: every entry of the model's ``state_dict()``, and the first name of the tensor behind it.
+        tensors: parameters and buffers by their first name, states of the optimizer as ``PARAMETER/exp_avg``.
+        files: what they hold, by name.
+        optimizer: its class; None where none was saved.
+        scheduler: its class; None where none was saved.
+        digest: checksum of all this.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    format: int
+    step: int
+    layout: str
+    processes: int
+    names: dict[str, str]
+    tensors: dict[str, Whole]
+    files: dict[str, Content]
+    optimizer: str | None = None
+    scheduler: str | None = None
+    digest: str = field(default="")
+
+
+def tensors_file(rank: int) -> str:
+    """Name of the file with a process's pieces of tensors."""
+    return f"rank-{rank}.safetensors"
+
+
+def process_file(rank: int) -> str:
+    """Name of the file with what is a process's own."""
+    return f"rank-{rank}.pt"
+
+
+def key_of(name: str, at: tuple[int, ...]) -> str:
+    """Under which a piece is in its file."""
+    return f"{name}@{','.join(map(str, at))}"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint; see ``read_sealed``.
+
+    Raises:
+        FileFormatError: there is none, or it is damaged.
+    """
+    return read_sealed(Manifest, folder, FORMAT)
+
+
+def check_whole(folder: Path) -> Manifest:
+    """The manifest of a checkpoint all of whose files are as they were written.
+
+    Raises:
+        FileFormatError: they are not; names the file.
+    """
+    return check_all(folder, read_manifest(folder))
+
+
+def checkpoints_of(folder: Path) -> list[Path]:
+    """The checkpoints of a folder whose manifest can be read, the one with most training steps first."""
+    return [place for place, _ in newest_first(Manifest, folder, FORMAT)]
+
+
+def layout_digest(plan: Plan) -> str:
+    """The same for plans that split a model, its samples and its passes alike: their runs are equal bit for bit."""
+    runs = [[to_data(run) for run in stage.runs] for stage in plan.stages]
+    branches = [to_data(branch) for branch in plan.branches]
+    said = [plan.devices, plan.microbatches, plan.schedule.value, plan.precision, plan.virtual_stages, runs, branches]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

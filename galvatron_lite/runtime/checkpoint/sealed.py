@@ -1,0 +1,133 @@
+"""Folders with a manifest that says what every other file of them holds; whether they are whole. No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+
+from galvatron_lite.errors import FileFormatError
+from galvatron_lite.files import read_value, to_data, write_value
+from galvatron_lite.folders import Content, check_file
+
+if TYPE_CHECKING:
+    from dataclasses import Field
+
+META = "meta.json"
+"""Name of the manifest."""
+TORN = "The checkpoint is damaged: delete it and resume from the one before, which load_latest(folder) finds."
+
+
+class Sealed(Protocol):
+    """A manifest: a frozen dataclass.
+
+    Attributes:
+        format: of the folder.
+        step: training steps done.
+        files: what the others hold, by name.
+        digest: checksum of all this.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def format(self) -> int:
+        """Of the folder."""
+
+    @property
+    def step(self) -> int:
+        """Training steps done."""
+
+    @property
+    def files(self) -> Mapping[str, Content]:
+        """What the others hold."""
+
+    @property
+    def digest(self) -> str:
+        """Checksum of all this."""
+
+
+Kind = TypeVar("Kind", bound=Sealed)
+
+
+def write_sealed(folder: Path, manifest: Kind) -> None:
+    """Write a manifest, with its checksum.
+
+    Raises:
+        OSError: the disk is full, or broken.
+    """
+    write_value(folder / META, replace(manifest, digest=_digest(manifest)))
+
+
+def read_sealed(kind: type[Kind], folder: Path, known: int) -> Kind:
+    """The manifest of a folder; the other files are not looked at.
+
+    Args:
+        kind: of manifest.
+        folder: a checkpoint.
+        known: format that can be read.
+
+    Raises:
+        FileFormatError: there is no such folder; or no manifest, so it was not written to its end; or it is changed,
+            or of another kind or format.
+    """
+    if not folder.is_dir():
+        remedy = "There is no such folder. Give one that save(folder) wrote; load_latest(folder) finds the newest."
+        raise FileFormatError("checkpoint", folder, remedy)
+    if not (folder / META).is_file():
+        raise FileFormatError("checkpoint", folder, f"There is no {META} in it, so it is not whole. {TORN}")
+    manifest = read_value(kind, folder / META)
+    if manifest.digest != _digest(manifest):
+        raise FileFormatError("file", folder / META, f"Its content has changed since it was written. {TORN}")
+    if manifest.format != known:
+        remedy = f"Format {known} can be read. Use the version of galvatron_lite that wrote it."
+        raise FileFormatError("checkpoint", folder, remedy)
+    for name in manifest.files:
+        if name != Path(name).name or name == META:
+            raise FileFormatError("file", folder / META, f"It names {name!r}, which is no file of this folder. {TORN}")
+    return manifest
+
+
+def checked(folder: Path, manifest: Sealed, name: str) -> Path:
+    """The path of one of the other files, which holds what it held when it was written.
+
+    Raises:
+        FileFormatError: it does not.
+    """
+    return check_file(folder / name, manifest.files[name], TORN)
+
+
+def check_all(folder: Path, manifest: Kind) -> Kind:
+    """The manifest itself, if all other files are as they were written.
+
+    Raises:
+        FileFormatError: they are not; names the file.
+    """
+    for name in manifest.files:
+        checked(folder, manifest, name)
+    return manifest
+
+
+def newest_first(kind: type[Kind], folder: Path, known: int) -> list[tuple[Path, Kind]]:
+    """The folders of a folder whose manifests can be read, by training steps; their other files are not looked at.
+
+    One that a lost process left under a temporary name counts, behind one of as many steps.
+    """
+    found = _readable(kind, folder, known)
+    return sorted(found, key=lambda one: (one[1].step, not one[0].name.startswith(".")), reverse=True)
+
+
+def _readable(kind: type[Kind], folder: Path, known: int) -> Iterator[tuple[Path, Kind]]:
+    for meta in folder.glob(f"*/{META}"):
+        try:
+            yield meta.parent, read_sealed(kind, meta.parent, known)
+        except FileFormatError:
+            continue
+
+
+def _digest(manifest: Sealed) -> str:
+    data: Mapping[str, object] = to_data(replace(manifest, digest=""))
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

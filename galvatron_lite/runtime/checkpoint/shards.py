@@ -1,0 +1,150 @@
+"""Files of tensors in the safetensors format: a header in JSON, then the items of each tensor. Nothing in them is run.
+
+Source of the format: https://github.com/huggingface/safetensors, "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.folders import Content, Sink, write_file
+
+CODES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
+    "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+}  # fmt: skip
+_OF_DTYPE = {dtype: code for code, dtype in CODES.items()}
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT, _LARGEST_HEADER = 8, 100_000_000
+_META = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor is in a file: (start, stop) in bytes, ends excluded."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
+    """Write a new file of tensors on any device.
+
+    Raises:
+        InputError: of a dtype that the format does not know.
+        OSError: the disk is full, or broken.
+    """
+    # the widest items first, so that each lies where its size divides
+    ordered = sorted(tensors.items(), key=lambda one: (-one[1].element_size(), one[0]))
+    header: dict[str, Any] = {_META: {"format": "pt"}}
+    offset = 0
+    for name, tensor in ordered:
+        stop = offset + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _code(name, tensor), "shape": list(tensor.shape), "data_offsets": [offset, stop]}
+        offset = stop
+    said = json.dumps(header, separators=(",", ":")).encode()
+    said += b" " * (-len(said) % _ALIGNMENT)
+
+    def fill(sink: Sink) -> None:
+        sink.write(_LENGTH.pack(len(said)) + said)
+        for _, tensor in ordered:
+            if tensor.numel():
+                sink.write(_items(tensor))
+
+    return write_file(path, fill)
+
+
+class TensorFile:
+    """A file of tensors, read as far as they are asked for.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        places: of its tensors, by name.
+
+    Raises:
+        FileFormatError: it is no such file, or ends too early.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            with path.open("rb") as stream:
+                # a private copy of each page, as torch takes no memory that cannot be written
+                self._bytes = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:
+            raise FileFormatError("file", path, f"It cannot be read ({error}). Use another checkpoint.") from error
+        self._start, header = self._header()
+        self.places = {name: self._place(name, said) for name, said in header.items() if name != _META}
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor, read when it is used.
+
+        Raises:
+            FileFormatError: the file has none of that name.
+        """
+        place = self.places.get(name)
+        if place is None:
+            raise FileFormatError("file", self._path, f"It holds no {name!r}. Use another checkpoint.")
+        count = prod(place.shape)
+        if not count:
+            return torch.empty(place.shape, dtype=place.dtype)
+        offset = self._start + place.start
+        return torch.frombuffer(self._bytes, dtype=place.dtype, count=count, offset=offset).reshape(place.shape)
+
+    def _header(self) -> tuple[int, dict[str, Any]]:
+        """Where the tensors begin, and what is said of them."""
+        try:
+            (length,) = _LENGTH.unpack(self._bytes[: _LENGTH.size])
+            start = _LENGTH.size + length
+            if length > _LARGEST_HEADER or start > len(self._bytes):
+                raise ValueError("its header is longer than the file")
+            header = json.loads(self._bytes[_LENGTH.size : start])
+        except (ValueError, struct.error, RecursionError) as error:
+            raise self._wrong(str(error)) from error
+        if not isinstance(header, dict):
+            raise self._wrong("its header is no mapping")
+        return start, header
+
+    def _place(self, name: str, said: Any) -> Place:
+        try:
+            dtype, shape = CODES[said["dtype"]], tuple(said["shape"])
+            start, stop = said["data_offsets"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._wrong(f"{name!r} is not described") from error
+        numbers = (*shape, start, stop)
+        good = all(type(number) is int and number >= 0 for number in numbers)
+        if not good or stop - start != prod(shape) * dtype.itemsize or self._start + stop > len(self._bytes):
+            raise self._wrong(f"{name!r} is not where its header says")
+        return Place(dtype, shape, start, stop)
+
+    def _wrong(self, reason: str) -> FileFormatError:
+        return FileFormatError(
+            "file", self._path, f"It is no whole file of tensors ({reason}). Use another checkpoint."
+        )
+
+
+def _items(tensor: Tensor) -> memoryview:
+    flat: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+def _code(name: str, tensor: Tensor) -> str:
+    if tensor.dtype not in _OF_DTYPE:
+        raise InputError("dtype", tensor.dtype, f"{name} cannot be kept: use one of {', '.join(CODES)}.")
+    return _OF_DTYPE[tensor.dtype]

@@ -1,0 +1,127 @@
+"""A resumed run equals one that was not stopped, bit for bit; under another plan it has the same state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.runtime.checkpoint.whole import load_into
+from tests.pool import WorkerPool
+from tests.runtime.checkpoint.jobs import (
+    ADAMW,
+    Case,
+    Position,
+    go_on,
+    groups_of,
+    load,
+    make_net,
+    make_run,
+    make_scheduler,
+    moments,
+    save,
+)
+
+PAIR, ZERO = Strategy(data=2), Strategy(zero=2, zero_stage=3)
+HYBRID, FOUR = Strategy(data=2, zero=2, zero_stage=2), Strategy(zero=4, zero_stage=3)
+MIXED = Case([HYBRID, FOUR, HYBRID, Strategy(data=4), HYBRID])
+STAGES = Case([PAIR, ZERO, PAIR, ZERO, PAIR], cuts=[2], microbatches=2)
+TWO, EIGHT = Case([ZERO, PAIR, ZERO, PAIR, ZERO]), Case([Strategy(zero=8, zero_stage=3)] * 5)
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+def resumed_exactly(folder: str) -> None:
+    for number, (case, asynchronous) in enumerate([(MIXED, True), (STAGES, False)]):
+        run = make_run(case)
+        go_on(run, 2)
+        place = Path(folder, f"case-{number}", "two")
+        save(run, place, asynchronous=asynchronous, extra={"best": 0.5})
+        wanted = go_on(run, 3)
+        run[0].finish_saving()
+        other = make_run(case, seed=9)
+        go_on(other, 1)
+        resumed = load(other, place)
+        assert (resumed.step, resumed.extra, resumed.exact) == (2, {"best": 0.5}, True)
+        assert go_on(other, 3) == wanted
+        assert other[0].step == 5
+        same(other[0].full_state_dict(), run[0].full_state_dict())
+        same(moments(other[1], other[0]), moments(run[1], run[0]))
+        buffers = dict(run[0].module.named_buffers())
+        same(dict(other[0].module.named_buffers()), buffers)
+
+
+def test_a_resumed_run_equals_one_that_was_not_stopped(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(4, resumed_exactly, folder=str(tmp_path))
+
+
+def first_leg(case: Case, folder: str) -> Any:
+    run = make_run(case)
+    go_on(run, 3)
+    save(run, Path(folder, "one"), keep=1)
+    return state_of(run)
+
+
+def next_leg(case: Case, folder: str, name: str) -> Any:
+    """Go on with another number of processes; what was loaded, and what the next checkpoint holds."""
+    run = make_run(case, seed=5)
+    parallel, optimizer, scheduler, data = run
+    resumed = parallel.load_latest(folder, optimizer, scheduler=scheduler, data=data)
+    assert resumed is not None
+    assert not resumed.exact
+    loaded = state_of(run)
+    go_on(run, 1)
+    save(run, Path(folder, name), keep=1)
+    return loaded, state_of(run)
+
+
+def state_of(run: Any) -> Any:
+    parallel, optimizer, scheduler, data = run
+    rates = {
+        name: {key: group[key] for key in ("lr", "initial_lr", "weight_decay")}
+        for group in optimizer.param_groups
+        for name, one in parallel.module.named_parameters()
+        if any(one is mine for mine in group["params"])
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, rates)
+    rates = {name: rate for theirs in everyone for name, rate in theirs.items()}
+    state, states = parallel.full_state_dict(), moments(optimizer, parallel)
+    return state, states, rates, data.state_dict(), scheduler.last_epoch, parallel.step
+
+
+def assert_alike(found: Any, wanted: Any) -> None:
+    same(found[0], wanted[0])
+    same(found[1], wanted[1])
+    known = {name.replace("leave.", "enter."): rate for name, rate in wanted[2].items()}
+    assert {name.replace("leave.", "enter."): rate for name, rate in found[2].items()} == known
+    assert found[3:] == wanted[3:]
+
+
+def test_a_run_goes_on_with_another_number_of_processes(pool: WorkerPool, tmp_path: Path) -> None:
+    """Stages on four processes, then two, then eight; then plain torch in one."""
+    wanted = pool.run(4, first_leg, case=STAGES, folder=str(tmp_path))[0]
+    for world, case, name in ((2, TWO, "two"), (8, EIGHT, "eight")):
+        legs = pool.run(world, next_leg, case=case, folder=str(tmp_path), name=name)
+        for loaded, _ in legs:
+            assert_alike(loaded, wanted)
+        wanted = legs[0][1]
+        assert [one.name for one in tmp_path.iterdir()] == [name], "the ones before are deleted: keep=1"
+    model = make_net(seed=3)
+    optimizer = torch.optim.AdamW(groups_of(model), **ADAMW)  # type: ignore[arg-type]
+    scheduler, data = make_scheduler(optimizer), Position()
+    resumed = load_into(model, tmp_path / "eight", optimizer, scheduler=scheduler, data=data)
+    same(dict(model.state_dict()), wanted[0])
+    states = {
+        f"{name}/{key}": value for name, one in model.named_parameters() for key, value in optimizer.state[one].items()
+    }
+    same(states, wanted[1])
+    assert (data.state_dict(), scheduler.last_epoch, resumed.step) == wanted[3:]
