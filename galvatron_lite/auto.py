@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from torch import distributed as dist
 from torch import nn
 
 from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.launch.commands import PLAN_VARIABLE
 from galvatron_lite.model.batch import batch_size
 from galvatron_lite.model.dead import dead_note
 from galvatron_lite.model.discover import discover_layers
@@ -66,7 +68,7 @@ def auto_parallelize(
     Args:
         model: an unchanged ``nn.Module``; on the meta device if it is too big for one device.
         batch: an example batch of global size; a zoo or transformers model can make its own.
-        plan: a plan, or its file; found here if not given.
+        plan: a plan, or its file; that of ``galvatron launch --plan`` if not given, else found here.
         profile: a profile, or its file; read from ``folder`` or measured if not given.
         mem: budget a device, as for ``galvatron plan``.
         global_batch: samples a step; those of ``batch`` if not given.
@@ -156,6 +158,7 @@ def _given_plan(plan: Plan | str | Path | None, backend: str | None) -> Plan | N
     known = [one.value for one in Trainer]
     if backend not in (None, *known):
         raise InputError("backend", str(backend), f"Give {' or '.join(known)}, or leave it out.")
+    plan = os.environ.get(PLAN_VARIABLE) if plan is None else plan
     if plan is None:
         return None
     given = check_plan(plan) if isinstance(plan, Plan) else read_plan(Path(plan))

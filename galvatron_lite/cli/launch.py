@@ -1,0 +1,61 @@
+"""``galvatron launch``: start the world that a plan is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+"""What follows the script is the script's."""
+
+
+def launch_command(
+    program: Annotated[
+        list[str],
+        typer.Argument(help="SCRIPT and its arguments; -m MODULE; or profile MODEL, to measure on this world."),
+    ],
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="Plan file; auto_parallelize finds it by itself. Or --gpus.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", help="Processes, for a script that plans at its start.")] = None,
+    per_node: Annotated[int | None, typer.Option("--per-node", help="Processes of a node.")] = None,
+    hostfile: Annotated[
+        Path | None, typer.Option("--hostfile", help="Lines `NAME slots=N`: the hosts, reached by ssh.")
+    ] = None,
+    through: Annotated[
+        str | None, typer.Option("--through", help="local, ssh, slurm or ray; slurm inside an allocation, else local.")
+    ] = None,
+    srun: Annotated[
+        list[str] | None, typer.Option("--srun", help="An option for srun: --srun=--partition=gpu. May be repeated.")
+    ] = None,
+    port: Annotated[int, typer.Option("--port", help="Of the first node, where processes meet.")] = 29500,
+    restarts: Annotated[
+        int, typer.Option("--max-restarts", help="How often the job starts again when a process dies.", min=0)
+    ] = 0,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Look at all nodes before the start.")] = True,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that a node has to answer that check.")] = 60.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, start nothing.")] = False,
+) -> None:  # fmt: skip
+    """Start a training script on the devices of a plan: here, on hosts, under Slurm or on Ray.
+
+    Prints the exact command, sees that every node has the same plan, package versions and enough memory, and runs it.
+    """
+    from galvatron_lite.errors import InputError
+    from galvatron_lite.launch.commands import shown
+    from galvatron_lite.launch.jobs import Asked, Through, launch_of
+
+    known = [one.value for one in Through]
+    if through not in (None, *known):
+        raise InputError("--through", through, f"Give one of {', '.join(known)}.")
+    way = None if through is None else Through(through)
+    asked = Asked(tuple(program), plan, gpus, per_node, hostfile, way, tuple(srun or ()), port, restarts)
+    launch = launch_of(asked)
+    for command in launch.commands():
+        typer.echo(shown(command, launch.job.environment), err=not dry_run)
+    if dry_run:
+        return
+    if check:
+        launch.check(timeout)
+    raise typer.Exit(launch.start())

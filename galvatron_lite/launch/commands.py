@@ -1,0 +1,112 @@
+"""The exact commands that start a job, as lists of words. Nothing is run here."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PLAN_VARIABLE = "GALVATRON_PLAN"
+"""Environment variable by which ``auto_parallelize`` finds the plan that a job was launched with."""
+PORT = 29500
+_HEAD = 'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to start.
+
+    Attributes:
+        program: the script and its arguments; ``-m MODULE`` and arguments for a module.
+        devices: processes in all.
+        nodes: how many nodes they are spread over evenly.
+        environment: variables that every process is given.
+        port: of the first node, where processes meet.
+        restarts: how often a job whose process died starts again.
+        python: the interpreter.
+        folder: where the program runs.
+    """
+
+    program: tuple[str, ...]
+    devices: int
+    nodes: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+    port: int = PORT
+    restarts: int = 0
+    python: str = sys.executable
+    folder: str = field(default_factory=lambda: str(Path.cwd()))
+
+    @property
+    def each(self) -> int:
+        """Processes of a node."""
+        return self.devices // self.nodes
+
+
+def on_this_node(job: Job) -> list[str]:
+    """torchrun for all processes here."""
+    return [*_torchrun(job), "--standalone", *job.program]
+
+
+def on_host(job: Job, number: int, first: str) -> list[str]:
+    """torchrun for one of several nodes.
+
+    Args:
+        job: what to start.
+        number: of the node.
+        first: name of the first node.
+    """
+    nodes = ["--nnodes", str(job.nodes)]
+    if job.restarts:
+        # nodes that come back after a failure find each other at the first one's port
+        place = ["--rdzv-backend", "c10d", "--rdzv-id", "galvatron", "--rdzv-endpoint", f"{first}:{job.port}"]
+    else:
+        place = ["--node-rank", str(number), "--master-addr", first, "--master-port", str(job.port)]
+    return [*_torchrun(job), *nodes, *place, *job.program]
+
+
+def over_ssh(job: Job, command: Sequence[str], host: str) -> list[str]:
+    """A command of one node, through ssh, with the job's folder and environment."""
+    settings = [f"{name}={value}" for name, value in job.environment.items()]
+    words = ["env", *settings, *command] if settings else list(command)
+    line = f"cd {shlex.quote(job.folder)} && exec {shlex.join(words)}"
+    # with a terminal of its own the remote process ends when ssh does
+    return ["ssh", "-tt", "-o", "BatchMode=yes", host, line]
+
+
+def under_slurm(job: Job, options: Sequence[str] = ()) -> list[str]:
+    """srun with one torchrun a node, inside an allocation or making one.
+
+    Args:
+        job: what to start.
+        options: for srun: ``--partition=gpu``.
+    """
+    meeting = ["--nnodes", str(job.nodes), "--rdzv-backend", "c10d", "--rdzv-id", "$SLURM_JOB_ID"]
+    known = shlex.join([*_torchrun(job), *meeting]).replace("'$SLURM_JOB_ID'", '"$SLURM_JOB_ID"')
+    line = f'{_HEAD}; exec {known} --rdzv-endpoint "$HEAD:{job.port}" {shlex.join(job.program)}'
+    return [*slurm_tasks(job, options), "bash", "-c", line]
+
+
+def slurm_tasks(job: Job, options: Sequence[str] = ()) -> list[str]:
+    """srun for one task on each of the job's nodes."""
+    settings = ",".join(["ALL", *(f"{name}={value}" for name, value in job.environment.items())])
+    shape = [f"--nodes={job.nodes}", f"--ntasks={job.nodes}", "--ntasks-per-node=1", f"--export={settings}"]
+    return ["srun", *shape, f"--chdir={job.folder}", *options]
+
+
+def on_ray(job: Job) -> list[str]:
+    """A Ray Train job of as many workers, on the cluster that Ray's address names."""
+    shape = ["--workers", str(job.devices), "--each", str(job.each)]
+    return [job.python, "-m", "galvatron_lite.launch.ray_job", *shape, "--", *job.program]
+
+
+def shown(command: Sequence[str], environment: Mapping[str, str]) -> str:
+    """A command as it can be pasted into a shell."""
+    settings = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+    return " ".join([*settings, shlex.join(command)])
+
+
+def _torchrun(job: Job) -> list[str]:
+    restarts = ["--max-restarts", str(job.restarts)] if job.restarts else []
+    return [job.python, "-m", "torch.distributed.run", "--nproc-per-node", str(job.each), *restarts]

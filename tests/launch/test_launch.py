@@ -1,0 +1,209 @@
+"""The commands that start a job, the checks before, and a job on two hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from galvatron_lite.cli import app
+from galvatron_lite.errors import GalvatronError, InputError, LaunchError
+from galvatron_lite.files import to_data
+from galvatron_lite.launch.check import MARK, NodeReport, check_nodes, read_reports, report
+from galvatron_lite.launch.commands import PLAN_VARIABLE
+from galvatron_lite.launch.hosts import Host, chosen, read_hostfile
+from galvatron_lite.launch.jobs import Asked, Through, launch_of
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.plans.io import write_plan
+from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
+
+RUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A plan for four devices, beside a script."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("SLURM_JOB_ID", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "train.py").write_text("print('trained')")
+    stage = Stage((LayerRun("a", "a", 1, Strategy(data=4)),))
+    write_plan(Plan(PLAN_VERSION, "m", 4, 4, 1, Schedule.GPIPE, "fp32", (stage,)), tmp_path / "plan.yaml")
+    return tmp_path / "plan.yaml"
+
+
+def hosts(folder: Path, text: str) -> Path:
+    (folder / "hosts").write_text(text)
+    return folder / "hosts"
+
+
+def test_hostfiles(tmp_path: Path) -> None:
+    path = hosts(tmp_path, "# ours\nworker-1 slots=4\n\nuser@10.0.0.2 slots = 4  # the other\nlast\n")
+    found = read_hostfile(path)
+    assert found == (Host("worker-1", 4), Host("user@10.0.0.2", 4), Host("last", 1))
+    assert chosen(found, 4) == found[:1]
+    assert chosen(found, 8) == found[:2]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a slots=x", "line 1"),
+        ("a slots=0", "slots=N"),
+        ("a\na slots=2", "once"),
+        ("# none", "names no host"),
+        ("a; b", "line 1"),
+    ],
+)
+def test_hostfiles_that_cannot_be_read(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        read_hostfile(hosts(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("slots", "devices", "said"),
+    [((4, 4), 16, "8 slots"), ((4, 2), 6, "nodes of equal size"), ((4, 4), 6, "do not fill")],
+)
+def test_hosts_that_do_not_do(slots: tuple[int, ...], devices: int, said: str) -> None:
+    with pytest.raises(LaunchError, match=said):
+        chosen(tuple(Host(f"h{at}", each) for at, each in enumerate(slots)), devices)
+
+
+def test_here(plan: Path) -> None:
+    launch = launch_of(Asked(("train.py", "--lr", "1"), plan=Path("plan.yaml")))
+    assert launch.commands() == [[*RUN, "--nproc-per-node", "4", "--standalone", "train.py", "--lr", "1"]]
+    assert launch.job.environment == {PLAN_VARIABLE: str(plan)}
+
+
+def test_on_hosts(plan: Path) -> None:
+    launch = launch_of(Asked(("train.py",), plan=plan, hostfile=hosts(plan.parent, "a slots=2\nb slots=2\nc slots=2")))
+    both = launch.commands()
+    assert [words[:5] for words in both] == [["ssh", "-tt", "-o", "BatchMode=yes", host] for host in "ab"]
+    for number, words in enumerate(both):
+        place = ["--nnodes", "2", "--node-rank", str(number), "--master-addr", "a", "--master-port", "29500"]
+        remote = ["env", f"{PLAN_VARIABLE}={plan}", *RUN, "--nproc-per-node", "2", *place, "train.py"]
+        assert words[5] == f"cd {plan.parent} && exec {shlex.join(remote)}"
+
+
+def test_nodes_that_start_again_meet_at_the_first(plan: Path) -> None:
+    names = hosts(plan.parent, "a slots=2\nb slots=2")
+    words = shlex.split(launch_of(Asked(("train.py",), plan=plan, hostfile=names, restarts=3)).commands()[1][5])
+    assert words[words.index("--max-restarts") + 1] == "3"
+    assert words[words.index("--rdzv-endpoint") + 1] == "a:29500"
+    assert "--node-rank" not in words
+
+
+def test_under_slurm(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
+    launch = launch_of(Asked(("train.py", "a b"), plan=plan, options=("--partition=gpu",)))
+    ((*srun, shell, flag, line),) = launch.commands()
+    assert (launch.through, launch.job.nodes, shell, flag) == (Through.SLURM, 2, "bash", "-c")
+    assert srun[:4] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
+    assert srun[4:] == [f"--export=ALL,{PLAN_VARIABLE}={plan}", f"--chdir={plan.parent}", "--partition=gpu"]
+    # what bash makes of it, with scontrol and torchrun played by functions
+    played = f'scontrol() {{ printf "n1\\nn2\\n"; }}; exec() {{ printf "%s|" "$@"; }}; {line}'
+    environment = {**os.environ, "SLURM_JOB_NODELIST": "n[1-2]"}
+    done = subprocess.run(["bash", "-c", played], env=environment, capture_output=True, text=True, check=True)
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-id", "7", "--rdzv-endpoint", "n1:29500"]
+    expected = [*RUN, "--nproc-per-node", "2", "--nnodes", "2", *meeting, "train.py", "a b"]
+    assert done.stdout.split("|")[:-1] == expected
+
+
+def test_on_ray(plan: Path) -> None:
+    launch = launch_of(Asked(("-m", "train", "x"), plan=plan, through=Through.RAY, per_node=2))
+    module = [sys.executable, "-m", "galvatron_lite.launch.ray_job"]
+    assert launch.commands() == [[*module, "--workers", "4", "--each", "2", "--", "-m", "train", "x"]]
+
+
+def test_profiles_are_measured_through_the_same_door(plan: Path) -> None:
+    launch = launch_of(Asked(("profile", "train.py:make"), gpus=2))
+    assert launch.commands() == [
+        [*RUN, "--nproc-per-node", "2", "--standalone", "-m", "galvatron_lite", "profile", "train.py:make"]
+    ]
+    assert plan.exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (Asked(("train.py",)), "--plan is missing"),
+        (Asked(("train.py",), gpus=0), "1 or more"),
+        (Asked(("train.py",), plan=Path("plan.yaml"), gpus=8), "The plan is for 4"),
+        (Asked(("none.py",), gpus=1), "no such file"),
+        (Asked(("train.py",), plan=Path("train.py")), "version"),
+        (Asked(("train.py",), gpus=4, through=Through.SSH), "--hostfile"),
+        (Asked(("train.py",), gpus=4, through=Through.SLURM, per_node=3), "not a multiple"),
+    ],
+)
+def test_bad_requests(plan: Path, asked: Asked, said: str) -> None:
+    assert plan.exists()
+    with pytest.raises(GalvatronError, match=said):
+        launch_of(asked)
+
+
+def test_nodes_that_do_not_go_together() -> None:
+    good = NodeReport("a", "hash", {"torch": "2.13", "python": "3.11"}, 8, 80 * 2**30, 0)
+    check_nodes([good, replace(good, host="b")], 2, 8, "hash", 70 * 2**30)
+    bad = [
+        good,
+        replace(good, host="b", plan=""),
+        replace(good, host="c", plan="other"),
+        replace(good, host="d", versions={"torch": "2.12", "python": "3.11"}),
+        replace(good, host="e", devices=4),
+        replace(good, host="f", device_memory=40 * 2**30),
+        replace(good, host="g", devices=0, host_memory=2**30),
+    ]
+    with pytest.raises(LaunchError) as caught:
+        check_nodes(bad, 8, 8, "hash", 70 * 2**30)
+    lines = str(caught.value).splitlines()[1:]
+    assert [line.strip().split(" ")[0] for line in lines] == ["7", "b:", "c:", "d:", "e:", "f:", "g:"]
+    for word, line in zip(["of 8", "not have", "another", "2.12", "4 GPUs", "40", "free"], lines, strict=True):
+        assert word in line
+
+
+def test_reports_survive_what_else_is_printed(plan: Path) -> None:
+    own = report(plan)
+    said = f"Welcome!\n{MARK}{json.dumps(to_data(own))}\nbye"
+    assert read_reports(said) == [own]
+    assert len(own.plan) == 64
+
+
+def test_a_job_on_two_hosts(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ssh is played by a shell on this machine; torchrun and the check are real."""
+    folder = plan.parent
+    ssh = folder / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text('#!/bin/sh\nwhile [ "$1" != "BatchMode=yes" ]; do shift; done\nshift 2\nexec sh -c "$1"\n')
+    ssh.chmod(ssh.stat().st_mode | stat.S_IXUSR)
+    (folder / "train.py").write_text(
+        "import os, pathlib\n"
+        f"told = [os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', '{PLAN_VARIABLE}')]\n"
+        "pathlib.Path('rank' + told[0]).write_text(' '.join(told))\n"
+    )
+    names = hosts(folder, "localhost slots=1\n127.0.0.1 slots=1")
+    environment = {**os.environ, "PATH": f"{ssh.parent}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "galvatron_lite", "launch", "--gpus", "2", "--hostfile", str(names)]
+    port = str(20000 + os.getpid() % 20000)
+    done = subprocess.run(
+        [*command, "--port", port, "train.py"], cwd=folder, env={**environment, PLAN_VARIABLE: "mine"},
+        capture_output=True, text=True, check=False, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [(folder / f"rank{rank}").read_text() for rank in (0, 1)] == ["0 2 0 mine", "1 2 0 mine"]
+    assert done.stderr.count("--node-rank") == 2
+
+
+def test_the_command_is_printed_and_nothing_started(plan: Path) -> None:
+    done = CliRunner().invoke(app, ["launch", "--plan", str(plan), "--dry-run", "train.py", "--gpus", "9"])
+    assert done.exit_code == 0
+    wanted = f"{PLAN_VARIABLE}={plan} {shlex.join(RUN)} --nproc-per-node 4 --standalone train.py --gpus 9"
+    assert done.output.strip() == wanted
