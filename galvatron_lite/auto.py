@@ -26,12 +26,15 @@ from galvatron_lite.parallelism.cyclic.rules import CyclicRule
 from galvatron_lite.plans.io import check_plan, read_plan
 from galvatron_lite.plans.schema import Mode, Plan, Trainer
 from galvatron_lite.questions.arguments import mode_named
+from galvatron_lite.runtime.adapt.door import learnt, opened, planned_from, settings_of, steer
 from galvatron_lite.runtime.world import join, pick_device, world_size
 
 if TYPE_CHECKING:
     from galvatron_lite.api import Setup
     from galvatron_lite.model.graph import Layer
+    from galvatron_lite.plans.phases import PhasedPlan
     from galvatron_lite.profiler.schema import Profile
+    from galvatron_lite.runtime.adapt.schema import Adapt
     from galvatron_lite.runtime.branches.devices import DevicesModel
     from galvatron_lite.runtime.cyclic.model import CyclicModel
     from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
@@ -45,7 +48,7 @@ def auto_parallelize(
     model: nn.Module,
     batch: Any = None,
     *,
-    plan: Plan | str | Path | None = None,
+    plan: Plan | PhasedPlan | str | Path | None = None,
     profile: Profile | str | Path | None = None,
     mem: str | int = "95%",
     global_batch: int | None = None,
@@ -59,6 +62,7 @@ def auto_parallelize(
     mode: Mode | str | None = None,
     delay: str | None = None,
     backend: str | None = None,
+    adapt: Adapt | bool = False,
 ) -> ParallelModel | CyclicModel | InferenceModel | DevicesModel | DeepSpeedModel:
     """The model, split over the launched world.
 
@@ -68,7 +72,8 @@ def auto_parallelize(
     Args:
         model: an unchanged ``nn.Module``; on the meta device if it is too big for one device.
         batch: an example batch of global size; a zoo or transformers model can make its own.
-        plan: a plan, or its file; that of ``galvatron launch --plan`` if not given, else found here.
+        plan: a plan, or its file, or those of a plan in phases (``galvatron plan --phases``), under which the model
+            switches by itself; that of ``galvatron launch --plan`` if not given, else found here.
         profile: a profile, or its file; read from ``folder`` or measured if not given.
         mem: budget a device, as for ``galvatron plan``.
         global_batch: samples a step; those of ``batch`` if not given.
@@ -85,6 +90,8 @@ def auto_parallelize(
             given.
         backend: what trains: ``galvatron``, or ``deepspeed`` with one ZeRO stage for all layers; that of the plan, or
             ``galvatron``, if not given.
+        adapt: whether training is watched, and goes over to another plan where links, devices or memory turn out to be
+            others than profiled (docs/adapting.md); or how.
 
     Returns:
         An object used like the model, with ``train_step(batch, optimizer)``. For inference one that is called like the
@@ -100,21 +107,27 @@ def auto_parallelize(
     join(place)
     example = batch if batch is not None else example_batch(model)
     layers = discover_layers(model, example, blocks)
-    chosen = _given_plan(plan, backend)
+    settings, (phased, first) = settings_of(adapt, mem), opened(plan)
+    chosen = _given_plan(first, backend)
     _check_delay(chosen, delay)
     wanted = mode_named(mode or (Mode.TRAINING if chosen is None else chosen.mode))
-    if chosen is None:
+    known = None
+    if chosen is None or settings is not None:
         known = _profile(profile, model, example, _goal(loss_fn, wanted, model, example), blocks, precision, folder)
+    if chosen is None and known is not None:
         _warn(_on_dead(known.graph) if dist.get_rank() == 0 else ())
-        asked: Setup = {"mem": mem, "batch": global_batch or batch_size(example), "gpus": world_size()}
+        source, budget = planned_from(known, learnt(settings, known), mem)
+        asked: Setup = {"mem": budget, "batch": global_batch or batch_size(example), "gpus": world_size()}
         if backend is not None:
             asked["backend"] = backend
-        chosen = _found_plan(known, {**asked, **_asked(wanted, delay)}, delay)
+        chosen = _found_plan(source, {**asked, **_asked(wanted, delay)}, delay)
+    assert chosen is not None
     if wanted is Mode.INFERENCE and chosen.branches and chosen.devices > world_size() == 1:
         return _on_devices(model, chosen, layers, example, place)
     made = _kind_of(chosen)(
         model, chosen, layers, example, loss_fn=loss_fn, device=place, precision=precision, init_fn=init_fn, seed=seed
     )
+    steer(made, phased, settings, known)
     return made if wanted is Mode.TRAINING else _for_inference(made)
 
 

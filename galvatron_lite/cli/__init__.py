@@ -9,6 +9,7 @@ from typing import Any
 import typer
 import typer.core
 
+from galvatron_lite.cli.adapt import adapt_app
 from galvatron_lite.cli.evaluate import evaluate_command
 from galvatron_lite.cli.imports import plan_export_command, plan_import_command, profile_import_command
 from galvatron_lite.cli.launch import SETTINGS, launch_command
@@ -53,6 +54,7 @@ app.command("evaluate")(evaluate_command)
 app.command("launch", context_settings=SETTINGS)(launch_command)
 app.command("validate", epilog=EPILOG)(validate_command)
 app.command("oracle")(oracle_command)
+app.add_typer(adapt_app, name="adapt")
 
 
 @app.callback(invoke_without_command=True)

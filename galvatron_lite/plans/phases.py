@@ -157,7 +157,17 @@ def _split(plan: Plan) -> tuple[object, ...]:
     stages = tuple(stage.runs for stage in plan.stages)
     branches = tuple((one.name, one.roots, one.first, one.devices, one.runs) for one in plan.branches)
     cyclic = None if plan.cyclic is None else (plan.cyclic, plan.microbatches)
-    return plan.devices, stages, plan.schedule, plan.virtual_stages, plan.precision, branches, cyclic, plan.mode
+    return (
+        plan.devices,
+        stages,
+        plan.schedule,
+        plan.virtual_stages,
+        plan.precision,
+        branches,
+        cyclic,
+        plan.mode,
+        plan.backend,
+    )
 
 
 def read_phases(path: Path) -> tuple[Phase, ...]:

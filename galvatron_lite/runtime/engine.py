@@ -19,6 +19,7 @@ from galvatron_lite.parallelism.cuts.tensor import local_of
 from galvatron_lite.parallelism.spatial.apply import leaving
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.zero.apply import set_all_reduce
+from galvatron_lite.plans.phases import PlannedPhase
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.checkpoint.saving import Saving
 from galvatron_lite.runtime.clip import (
@@ -28,6 +29,7 @@ from galvatron_lite.runtime.clip import (
     squared_norm_share,
     step_factor,
 )
+from galvatron_lite.runtime.global_mean import global_mean
 from galvatron_lite.runtime.layout import WHOLE, Split
 from galvatron_lite.runtime.mesh import build_meshes
 from galvatron_lite.runtime.optimizer import split_groups
@@ -37,7 +39,7 @@ from galvatron_lite.runtime.precision import compute_context, compute_dtype
 from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.setup import Options, StageRuntime, set_up
 from galvatron_lite.runtime.state import full_state_dict, load_full_state_dict
-from galvatron_lite.runtime.steering import Steering
+from galvatron_lite.runtime.steering import Phases, Steering
 from galvatron_lite.runtime.world import pick_device
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
@@ -115,6 +117,11 @@ class ParallelModel(Saving, nn.Module):
         return [self.runtime]
 
     @property
+    def phase(self) -> PlannedPhase | None:
+        """The phase of the next step, whose batch and sequence it is to be given; None without phases."""
+        return self.steering.phase if isinstance(self.steering, Phases) else None
+
+    @property
     def structures(self) -> Sequence[nn.Module]:
         """The modules of each of these parts, under the names of the whole model."""
         return [self.module]
@@ -138,10 +145,7 @@ class ParallelModel(Saving, nn.Module):
             runtime.reducer.watch(loss, runtime.updates.deliver)
         shares = self.runtime.traffic.glue.batch
         group = self.runtime.glue_groups.batch
-        if group is None:
-            return loss
-        mean: Tensor = _GlobalMean.apply(loss, group, shares)  # type: ignore[no-untyped-call]
-        return mean
+        return loss if group is None else global_mean(loss, group, shares)
 
     def outputs(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own outputs for a batch, without gradients: ``outputs(batch)``, or as the model is called.
@@ -402,18 +406,3 @@ def _all_of(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
         for one in contexts:
             stack.enter_context(one)
         yield
-
-
-class _GlobalMean(torch.autograd.Function):
-    """The mean of equal shares' losses; backward gives each rank its own share's part."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, group: dist.ProcessGroup, shares: int) -> Tensor:
-        ctx.shares = shares
-        total = loss.clone()
-        dist.all_reduce(total, group=group)
-        return total / shares
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient / ctx.shares, None, None

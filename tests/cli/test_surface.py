@@ -33,6 +33,7 @@ SURFACE = {
         "--cluster", "--gpus", "--formulas", "--strategies", "--strategy", "--batch", "--samples", "--group",
         "--segments", "--precision", "--image", "--network", "--quirk", "--contention", "--check", "--json", "--plot",
     },
+    "adapt": set(),
     "validate": {"--by", "--family", "--quality", "--calibration", "--worst", "--plot", "--json", "--skipped"},
 }  # fmt: skip
 
@@ -58,6 +59,7 @@ def test_the_commands_and_their_options_are_pinned() -> None:
         ["evaluate"],
         ["validate"],
         ["oracle"],
+        ["adapt", "replay"],
     ],
 )
 def test_every_command_explains_itself(command: list[str]) -> None:

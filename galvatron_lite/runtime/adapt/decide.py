@@ -83,7 +83,8 @@ class State:
 def begin(started: Started) -> State:
     """The state that a log begins with."""
     settings = started.settings
-    return State(settings, started.profile, plain(started.plan), looking_from=started.step + settings.warm_up)
+    looking_from = started.step + settings.warm_up
+    return State(settings, started.profile, plain(started.plan), started.corrections, looking_from)
 
 
 def deviates(state: State, window: Window) -> bool:

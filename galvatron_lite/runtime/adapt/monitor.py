@@ -19,7 +19,7 @@ from galvatron_lite.errors import GalvatronError
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runtime.adapt.clock import LayerClock, by_run, held_bytes
-from galvatron_lite.runtime.adapt.decide import State, begin, on_done, on_planned, on_window, wants_links
+from galvatron_lite.runtime.adapt.decide import AS_PROFILED, State, begin, on_done, on_planned, on_window, wants_links
 from galvatron_lite.runtime.adapt.links import measure_links, probes_of
 from galvatron_lite.runtime.adapt.log import Log
 from galvatron_lite.runtime.adapt.planning import Answer, PlanningProcess, Question, answer
@@ -27,6 +27,7 @@ from galvatron_lite.runtime.adapt.schema import (
     LOG_VERSION,
     Action,
     Adapt,
+    Corrections,
     Decided,
     Decision,
     Done,
@@ -71,18 +72,27 @@ class Monitor:
         profile: what the plan was made from.
         settings: of adapting.
         step: steps that were trained before.
+        corrections: of the profile, known before.
 
     Attributes:
         step: steps trained.
     """
 
-    def __init__(self, parallel: ParallelModel, profile: Profile, settings: Adapt, step: int = 0) -> None:
+    def __init__(
+        self,
+        parallel: ParallelModel,
+        profile: Profile,
+        settings: Adapt,
+        step: int = 0,
+        corrections: Corrections = AS_PROFILED,
+    ) -> None:
         self.step = step
         self._parallel, self._settings = parallel, settings
         self._probes, self._names = probes_of(profile), [layer.name for layer in profile.graph.layers]
         self._clock, self._seconds = LayerClock(parallel), list[float]()
         self._started = step
-        self._mind = _Mind(profile, parallel.plan, settings, step) if dist.get_rank() == 0 else None
+        first = Started(LOG_VERSION, settings, profile, parallel.plan, step, corrections)
+        self._mind = _Mind(first) if dist.get_rank() == 0 else None
 
     @property
     def decisions(self) -> Sequence[Decision]:
@@ -135,12 +145,11 @@ class Monitor:
 class _Mind:
     """What rank 0 has besides: the state of decisions, the plan under way, the log."""
 
-    def __init__(self, profile: Profile, plan: Plan, settings: Adapt, step: int) -> None:
-        started = Started(LOG_VERSION, settings, profile, plan, step)
+    def __init__(self, started: Started) -> None:
         self.state: State = begin(started)
         self.decisions: list[Decision] = []
         self._planning: PlanningProcess | None = None
-        self._log = Log(settings.log)
+        self._log = Log(started.settings.log)
         self._log.write(started)
 
     def wants_links(self, window: Window) -> bool:

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from galvatron_lite.cluster.budget import budget_on
+from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.files import STRICT, from_data, to_data
@@ -60,7 +60,9 @@ class Answer:
 def answer(question: Question) -> Answer:
     """Look for a plan; the present one is among those compared."""
     known = corrected(question.profile, question.corrections)
-    budget = corrected_budget(budget_on(question.profile.cluster, question.mem), question.corrections.memory)
+    budget = corrected_budget(
+        budget_on(question.profile.cluster, question.mem or DEFAULT_BUDGET), question.corrections.memory
+    )
     plan = question.plan
     try:
         found = find_plan(

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from galvatron_lite.cluster.budget import DEFAULT_BUDGET
 from galvatron_lite.files import STRICT
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
@@ -37,9 +36,9 @@ class Adapt:
         cool_down: steps after a switch in which no other one is made, but back where it made steps slower.
         steps: of the whole run; a switch must pay back before they end. None: not known.
         horizon: steps ahead in which a switch must pay back where ``steps`` is not given.
-        mem: budget a device of new plans, as for ``galvatron plan``.
-        log: file that decisions are written to, a JSON line each; empty: none.
-        folder: of checkpoints, which are gone back to where memory ran out in the midst of an update; empty: none.
+        mem: budget a device of new plans, as for ``galvatron plan``; empty: that of the first plan, or 95 %.
+        log: file that decisions are written to, a JSON line each, and that a run started again learns from; empty:
+            none.
         planner: where plans are made: in a ``process`` beside rank 0, or ``inline``, while all ranks wait.
     """
 
@@ -52,9 +51,8 @@ class Adapt:
     cool_down: int = 100
     steps: int | None = None
     horizon: int = 1000
-    mem: str | int = DEFAULT_BUDGET
+    mem: str | int = ""
     log: str = ""
-    folder: str = ""
     planner: Planner = Planner.PROCESS
 
 
@@ -185,6 +183,7 @@ class Started:
         profile: as it was made.
         plan: that training began with, with its prediction.
         step: steps that were trained before.
+        corrections: of the profile, from an earlier run.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -193,6 +192,7 @@ class Started:
     profile: Profile
     plan: Plan
     step: int = 0
+    corrections: Corrections = Corrections()
     kind: Literal["started"] = "started"
 
 
@@ -244,14 +244,12 @@ class Exhausted:
         step: steps trained before.
         ranks: where.
         factor: on the bytes that were predicted, by which the budget is corrected.
-        source: where the states come from that training goes on with: ``memory``, or a checkpoint's folder.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     step: int
     ranks: tuple[int, ...]
     factor: float
-    source: str
     kind: Literal["exhausted"] = "exhausted"
 
 

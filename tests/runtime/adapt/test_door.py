@@ -1,0 +1,79 @@
+"""How models come to adapt: what is refused, and what an earlier run has learnt."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from galvatron_lite.cli import main
+from galvatron_lite.errors import InputError
+from galvatron_lite.runtime.adapt.correct import corrected
+from galvatron_lite.runtime.adapt.door import learnt, planned_from, settings_of
+from galvatron_lite.runtime.adapt.log import Log
+from galvatron_lite.runtime.adapt.schema import (
+    Action,
+    Adapt,
+    Corrections,
+    Decided,
+    Decision,
+    Exhausted,
+    LinkFactor,
+    Planner,
+    Seen,
+)
+from tests.runtime.adapt.cases import started, wide_profile, window_on
+
+FOUND = Corrections((LinkFactor("node", 3.0), LinkFactor("gone", 2.0)), (1.0, 1.5), residual=1.2)
+
+
+@pytest.mark.parametrize(
+    "settings", [Adapt(window=1), Adapt(patience=0), Adapt(threshold=0.0), Adapt(least_gain=1.0), Adapt(horizon=0)]
+)
+def test_settings_that_cannot_be_are_refused(settings: Adapt) -> None:
+    with pytest.raises(InputError, match="adapt, "):
+        settings_of(settings, "95%")
+
+
+def test_the_budget_is_that_of_the_first_plan_where_none_is_said() -> None:
+    assert settings_of(False, "40GB") is None
+    assert settings_of(True, "40GB") == Adapt(mem="40GB")
+    assert settings_of(Adapt(mem="30GB"), "40GB") == Adapt(mem="30GB")
+
+
+def test_a_run_started_again_plans_with_what_it_learnt(tmp_path: Path) -> None:
+    """Also with other devices, as after a lost process: links and memory are what they were."""
+    path = tmp_path / "log.jsonl"
+    settings = Adapt(log=str(path))
+    assert learnt(settings, wide_profile()) == Corrections()
+    log = Log(str(path))
+    log.write(started(settings))
+    log.write(Decided(Decision(20, Action.PLAN, "", FOUND)))
+    log.write(Exhausted(30, (1,), 1.25))
+    two, four = wide_profile(2), wide_profile(4)
+    assert learnt(settings, two) == Corrections(FOUND.links[:1], FOUND.devices, 1.25)
+    assert learnt(settings, four) == Corrections(FOUND.links[:1], (), 1.25)
+    profile, budget = planned_from(two, learnt(settings, two), "50%")
+    assert profile == corrected(two, learnt(settings, two))
+    assert budget == int(0.5 * two.cluster.device.memory / 1.25)
+    assert planned_from(two, Corrections(), "50%") == (two, "50%")
+
+
+def test_replay_says_whether_decisions_come_out_as_logged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = started(Adapt(planner=Planner.INLINE))
+    window = window_on(first.profile, Corrections(), first.plan, 20)
+    reason = "as somebody wrote it"
+    for name, status in (("other", 1), ("same", 0)):
+        log = Log(str(tmp_path / name))
+        for record in (first, Seen(window), Decided(Decision(20, Action.KEEP, reason))):
+            log.write(record)
+        monkeypatch.setattr(sys, "argv", ["galvatron", "adapt", "replay", str(tmp_path / name)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        lines = capsys.readouterr().out.splitlines()
+        assert int(ended.value.code or 0) == status
+        assert ("otherwise" in lines[-1]) == bool(status)
+        reason = lines[0].removeprefix("step 20: keep. ")
