@@ -107,7 +107,7 @@ def auto_parallelize(
     join(place)
     example = batch if batch is not None else example_batch(model)
     layers = discover_layers(model, example, blocks)
-    settings, (phased, first) = settings_of(adapt, mem), opened(plan)
+    settings, (phased, first) = settings_of(adapt, mem), opened(os.environ.get(PLAN_VARIABLE) if plan is None else plan)
     chosen = _given_plan(first, backend)
     _check_delay(chosen, delay)
     wanted = mode_named(mode or (Mode.TRAINING if chosen is None else chosen.mode))
