@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.context import kernels
 from galvatron_lite.parallelism.context.kernels import Block, attend
@@ -17,7 +18,8 @@ from galvatron_lite.parallelism.context.rules import rules_of
 from galvatron_lite.parallelism.context.tasks import Seen, Task, tasks
 from galvatron_lite.parallelism.cuts.functions import own, whole
 from galvatron_lite.parallelism.cuts.laying import Mirrored
-from galvatron_lite.parallelism.cuts.tensor import Cut, Rules, cuts_of
+from galvatron_lite.parallelism.cuts.tensor import Cut, Rules, cuts_of, local_of
+from galvatron_lite.parallelism.recompute.apply import recomputed
 from galvatron_lite.parallelism.shares import mirrored
 from tests.parallelism.thread_group import ThreadGroup, run_threads
 
@@ -185,3 +187,21 @@ def test_nothing_but_two_blocks_of_keys_is_sent() -> None:
         return forward, group.sent_bytes - forward
 
     assert run_threads(degree, work) == [(block * (degree - 1), 2 * block * (degree - 1))] * degree
+
+
+def test_selective_recomputation_keeps_a_ring() -> None:
+    """The ring is one operator that is kept: keys and values do not go round once more."""
+    one = given(16, 4, 2, is_causal=True)
+
+    def work(group: ThreadGroup) -> int:
+        leaves = [tensor.clone().requires_grad_() for tensor in one.tensors]
+
+        def run(*given: Tensor) -> Tensor:
+            shares = [own(tensor * 1, (Cut(2, 16, Mirrored(group)),), rules_of(RING)) for tensor in given]
+            return local_of(one.run(*shares))
+
+        recomputed(run, Recompute.SELECTIVE)(*leaves).sum().backward()
+        return group.calls["exchange"]
+
+    # c - 1 hops in forward; in backward as many, and those of gradients
+    assert run_threads(4, work) == [9] * 4

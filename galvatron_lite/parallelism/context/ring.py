@@ -9,6 +9,7 @@ they make c - 1 hops too, the last one home. At no time does a rank hold more th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -140,19 +141,47 @@ def _visits(key: Tensor, value: Tensor, ring: Ring) -> Iterator[tuple[int, Tenso
         packed = coming
 
 
+_RINGS: dict[int, Ring] = {}
+"""Rings of calls under way, by identity: an operator takes no objects."""
+
+
+@contextmanager
+def _passed(ring: Ring) -> Iterator[int]:
+    """A ring by a number, for as long as a call takes."""
+    _RINGS[id(ring)] = ring
+    try:
+        yield id(ring)
+    finally:
+        del _RINGS[id(ring)]
+
+
+@torch.library.custom_op("galvatron::ring_attention", mutates_args=())
+def ring_forward(query: Tensor, key: Tensor, value: Tensor, ring: int) -> tuple[Tensor, Tensor]:
+    """The forward pass as one operator, whose outputs selective recomputation keeps as it keeps those of attention in
+    one process: output, and the logarithms of the sums of exponentials of each query's scores.
+    """
+    return _forward(query, key, value, _RINGS[ring])
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    output = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide)
+    sums = query.new_full(query.shape[:-1], -torch.inf, dtype=wide)
+    for step, keys, values in _visits(key, value, ring):
+        for number, task in enumerate(ring.tasks(step)):
+            rows, columns = slice(*task.rows), slice(*task.columns)
+            block = ring.block(step, number, task, query.device)
+            found = attend(query[:, :, rows], keys[:, :, columns], values[:, :, columns], block)
+            _join(output[:, :, rows], sums[:, :, rows], *found)
+    return output.to(query.dtype), sums
+
+
 class _Ring(Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
-        wide = torch.promote_types(query.dtype, torch.float32)
-        output = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide)
-        sums = query.new_full(query.shape[:-1], -torch.inf, dtype=wide)
-        for step, keys, values in _visits(key, value, ring):
-            for number, task in enumerate(ring.tasks(step)):
-                rows, columns = slice(*task.rows), slice(*task.columns)
-                block = ring.block(step, number, task, query.device)
-                found = attend(query[:, :, rows], keys[:, :, columns], values[:, :, columns], block)
-                _join(output[:, :, rows], sums[:, :, rows], *found)
-        output = output.to(query.dtype)
+        output: Tensor
+        with _passed(ring) as number:
+            output, sums = ring_forward(query, key, value, number)
         ctx.save_for_backward(query, key, value, output, sums)
         ctx.ring = ring
         return output

@@ -63,7 +63,7 @@ def _new(call: Call) -> Any:
 _SAME = """
 dtype device layout requires_grad grad_fn output_nr retains_grad names itemsize dim ndim ndimension get_device
 element_size data_ptr storage_offset untyped_storage
-_version __hash__ retain_grad has_names result_type can_cast promote_types _is_view
+_version _base __hash__ retain_grad has_names result_type can_cast promote_types _is_view
 _has_compatible_shallow_copy_type register_post_accumulate_grad_hook volatile _backward_hooks is_tensor
 """
 

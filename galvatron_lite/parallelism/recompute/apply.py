@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from galvatron_lite.model.graph import Recompute
+from galvatron_lite.parallelism.context import ring as _ring  # noqa: F401  (registers its operator)
 
 Forward = Callable[..., Any]
 
@@ -30,6 +31,7 @@ KEPT_OPERATORS: frozenset[Any] = frozenset(
         _aten._scaled_dot_product_cudnn_attention.default,
         _aten._scaled_dot_product_attention_math_for_mps.default,
         _aten._scaled_dot_product_fused_attention_overrideable.default,
+        torch.ops.galvatron.ring_attention.default,
     }
 )
 """Operators whose outputs selective recomputation keeps: matmuls, convolutions and attention."""
