@@ -58,9 +58,12 @@ class Backend:
 def _trains(strategy: Strategy) -> bool:
     """Whether our own runtime trains with what a strategy asks for together.
 
-    One of matmuls, pixels, filters and channels is shared. Experts are spread beside the first alone: each sliced by
-    the whole tensor group, or whole where that group shares the tokens.
+    One of matmuls, pixels, filters and channels is shared. Where activations go to host memory there is no selective
+    recomputation: its own store of what it keeps is out of reach. Experts are spread beside the first alone: each sliced
+    by the whole tensor group, or whole where that group shares the tokens.
     """
+    if strategy.offloads_activations and strategy.recompute is Recompute.SELECTIVE:
+        return False
     inside = [strategy.tensor, strategy.spatial, strategy.filters, strategy.channels]
     if strategy.expert == 1:
         return inside.count(1) >= 3
@@ -73,12 +76,11 @@ GALVATRON = Backend(
     "galvatron",
     EXECUTABLE,
     {
-        "offload": (Offload.NONE, Offload.STATES),
         "strided": (Strided.NONE,),
     },
     (
-        "galvatron cannot yet run and leaves out: offload of activations, ranks in another order, interleaved and "
-        "zero-bubble schedules (--backend any offers them)",
+        "galvatron cannot yet run and leaves out: ranks in another order, interleaved and zero-bubble schedules "
+        "(--backend any offers them)",
     ),
     rule=_trains,
     pipelines=(Mode.TRAINING,),

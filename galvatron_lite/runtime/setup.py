@@ -200,6 +200,7 @@ def build(
         reduced = {one.parameter: one.reduced for one in runtime.owned}
         ties, names = prepared.ties, prepared.names
         runtime.shared = SharedCopies(model, ties, names, prepared.strategies, options.groups, reduced)
+        runtime.updates.lowering.late = runtime.shared.parameters
     runtime.pipeline = _runner(cut, plan, meshes, runtime.traffic, options)
     return runtime
 

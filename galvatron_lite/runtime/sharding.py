@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -20,6 +19,7 @@ from galvatron_lite.parallelism.cuts.line import ProcessLine
 from galvatron_lite.parallelism.data.apply import Reduced
 from galvatron_lite.parallelism.expert.apply import spread_experts
 from galvatron_lite.parallelism.expert.exchange import ProcessExchange
+from galvatron_lite.parallelism.offload.apply import HostTraveller, offload_activations
 from galvatron_lite.parallelism.offload.states import HostCopy
 from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
@@ -32,7 +32,7 @@ from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, 
 from galvatron_lite.parallelism.zero.apply import STAGE_2, ZeroGroup, apply_root, shard_group
 from galvatron_lite.parallelism.zero.shares import Share, share_of
 from galvatron_lite.runtime.border import Border, Bordered, border_of, rules_under
-from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
+from galvatron_lite.runtime.mesh import Group, Meshes, StrategyGroups
 from galvatron_lite.runtime.placement import Placed
 
 
@@ -65,6 +65,18 @@ class Owned:
     def is_zero(self) -> bool:
         """Whether ZeRO shares it (FSDP reduces its gradient)."""
         return isinstance(self.parameter, DTensor)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether its gradient is summed over ranks when autograd or FSDP has made it."""
+        return self.is_zero or (self.share is None and self.summing is None)
+
+    @property
+    def summing(self) -> Group:
+        """The ranks that have a part of its gradient, over which we sum it where FSDP does not."""
+        if self.spread is not None and self.groups.expert is not None:
+            return self.groups.expert.gradients
+        return self.groups.stage if self.is_partial else self.groups.gradients
 
     @property
     def reduced(self) -> nn.Parameter:
@@ -113,6 +125,7 @@ class Sharded:
         zero_modules: modules that FSDP manages.
         replicated: those of them whose mesh has a data axis, too.
         borders: modules of layers, and what they work on.
+        traveller: carries to host memory what layers keep there.
     """
 
     shards: dict[str, ParameterShard] = field(default_factory=dict)
@@ -120,6 +133,7 @@ class Sharded:
     zero_modules: list[FSDPModule] = field(default_factory=list)
     replicated: list[FSDPModule] = field(default_factory=list)
     borders: list[Bordered] = field(default_factory=list)
+    traveller: HostTraveller = field(default_factory=HostTraveller)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +158,8 @@ def shard_stage(
     compute: torch.dtype | None,
     roots: Sequence[nn.Module],
 ) -> Sharded:
-    """Split a stage's layers in place: tensor, channel, context and spatial parallelism, recomputation, ZeRO.
+    """Split a stage's layers in place: tensor, channel, context and spatial parallelism, recomputation,
+    offload, ZeRO.
 
     Args:
         model: holds the layers.
@@ -170,6 +185,8 @@ def shard_stage(
                 if border.lines:
                     split_pixels(module, border.lines, rules_under(placed.strategy))
                 apply_recompute(module, placed.strategy.recompute)
+                if placed.strategy.offloads_activations:
+                    offload_activations(module, done.traveller)
                 done.borders.append(Bordered(path, placed, own))
         _share_states(model, layers, meshes, compute, done)
     meshed = [meshes.groups(placed.strategy).zero_mesh for placed in stage]
@@ -337,11 +354,4 @@ def _own(
 
 def reduced_parameters(owned: Sequence[Owned]) -> list[Reduced]:
     """The parameters whose gradients we sum ourselves, and over which ranks."""
-    return [Reduced(one.parameter, _summing(one), one.share) for one in owned if not one.is_zero]
-
-
-def _summing(one: Owned) -> dist.ProcessGroup | None:
-    """Ranks that have a part of the gradient of what this rank holds."""
-    if one.spread is not None and one.groups.expert is not None:
-        return one.groups.expert.gradients
-    return one.groups.stage if one.is_partial else one.groups.gradients
+    return [Reduced(one.parameter, one.summing, one.share) for one in owned if not one.is_zero]

@@ -5,10 +5,10 @@ that the model computes with: copies in host memory (offload), rows of them (ZeR
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from galvatron_lite.parallelism.data.apply import GradientReducer
-from galvatron_lite.parallelism.offload.states import HostCopy, lower_all
+from galvatron_lite.parallelism.offload.states import HostCopy, Lowering
 from galvatron_lite.runtime.sharding import Owned
 
 
@@ -22,11 +22,17 @@ class Updates:
         owned: this rank's parameters.
         reducer: of their gradients.
         due: whether an optimizer may have stepped since updated values were last brought back.
+        lowering: brings gradients to host memory.
     """
 
     owned: Sequence[Owned]
     reducer: GradientReducer
     due: bool = False
+    lowering: Lowering = field(init=False)
+
+    def __post_init__(self) -> None:
+        final = [one.host for one in self.owned if one.host is not None and one.is_final]
+        self.lowering = Lowering(self.hosts, final, lambda: self.reducer.synchronise)
 
     @property
     def hosts(self) -> list[HostCopy]:
@@ -46,7 +52,7 @@ class Updates:
 
     def deliver(self) -> None:
         """Once gradients are reduced: bring down those that the host needs."""
-        lower_all(self.hosts)
+        self.lowering.finish()
         self.due = self.is_needed
 
     def publish(self) -> None:

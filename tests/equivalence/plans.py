@@ -65,7 +65,10 @@ def _sample_strategies(graph: ModelGraph, devices: int, stages: int, draw: rando
     and after the blocks split samples and matmuls alike.
     """
     runnable = Narrowed(GALVATRON.values)
-    choices = {name: sorted(strategies_for(kind, devices, narrowed=runnable)) for name, kind in graph.kinds.items()}
+    choices = {
+        name: [one for one in sorted(strategies_for(kind, devices, narrowed=runnable)) if GALVATRON.says(one)]
+        for name, kind in graph.kinds.items()
+    }
     chosen = {layer.name: draw.choice(choices[layer.kind]) for layer in graph.layers}
     first, last = graph.layers[0].name, graph.layers[-1].name
     if stages == 1 and chosen[first].tensor > 1:

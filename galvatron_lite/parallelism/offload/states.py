@@ -7,8 +7,9 @@ the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ class HostCopy:
 
     @torch.no_grad()
     def lower(self) -> None:
-        """Start copying the reduced gradient down; ``noted`` once it has arrived."""
+        """Start copying the reduced gradient down, on the current stream; ``noted`` once it has arrived."""
         if self.source.grad is None:
             self.copy.grad = None
             return
@@ -77,16 +78,54 @@ class HostCopy:
             self.noted()
 
 
-def lower_all(copies: Iterable[HostCopy]) -> None:
-    """Bring gradients down, and wait until they have arrived."""
-    known = list(copies)
-    for one in known:
-        one.lower()
-    for device in {one.source.device for one in known}:
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-    for one in known:
-        one.noted()
+class Lowering:
+    """Brings a rank's gradients down: those that nobody adds to any more beside backward, the others behind it.
+
+    Args:
+        copies: in host memory.
+        final: those whose gradients are whole as soon as autograd (or FSDP) has made them.
+        is_last: whether a backward pass is the last of a step.
+
+    Attributes:
+        late: parameters whose gradients are summed once more behind backward.
+    """
+
+    def __init__(self, copies: Sequence[HostCopy], final: Sequence[HostCopy], is_last: Callable[[], bool]) -> None:
+        self._copies, self._is_last = copies, is_last
+        self.late: frozenset[nn.Parameter] = frozenset()
+        self._under_way: set[int] = set()
+        self._stream: torch.cuda.Stream | None = None
+        for one in final:
+            one.source.register_post_accumulate_grad_hook(partial(self._early, one))  # type: ignore[no-untyped-call]
+
+    def finish(self) -> None:
+        """Bring down what is left, and wait until all have arrived."""
+        for one in self._copies:
+            if id(one) not in self._under_way:
+                self._lower(one)
+        self._under_way.clear()
+        if self._stream is not None:
+            self._stream.synchronize()
+        for one in self._copies:
+            one.noted()
+
+    def _early(self, one: HostCopy, _parameter: Tensor) -> None:
+        if self._is_last() and one.source not in self.late:
+            self._under_way.add(id(one))
+            self._lower(one)
+
+    def _lower(self, one: HostCopy) -> None:
+        """On a stream of its own, which follows the one that made the gradient (under FSDP that of its reductions)."""
+        device = one.source.device
+        if device.type != "cuda":
+            one.lower()
+            return
+        self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            one.lower()
+        if one.source.grad is not None:
+            local_of_rank(one.source.grad).record_stream(self._stream)
 
 
 def _host_like(tensor: Tensor) -> Tensor:

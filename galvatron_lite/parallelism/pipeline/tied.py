@@ -112,6 +112,11 @@ class SharedCopies:
                     break
         self.counted_elsewhere = frozenset(counted_elsewhere)
 
+    @property
+    def parameters(self) -> frozenset[nn.Parameter]:
+        """This rank's copies."""
+        return frozenset(parameter for parameter, _ in self._copies)
+
     def reduce(self) -> None:
         """Sum the gradients of the copies. Call it once a step, when every other reduction is done."""
         for parameter, group in self._copies:

@@ -76,14 +76,24 @@ def apply_recompute(module: nn.Module, recompute: Recompute) -> None:
 
 def _keeping(forward: Forward) -> Forward:
     """A forward in which activations (ReLU) that were asked to work in place make new tensors: what is kept may not
-    change."""
+    change. Autocast casts weights in every pass: one that finds them cast by an earlier call of the layer would run
+    fewer operators than the second time.
+    """
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _OutOfPlace():
+        with _OutOfPlace(), _casting_anew():
             return forward(*args, **kwargs)
 
     return run
+
+
+def _casting_anew() -> AbstractContextManager[Any]:
+    """The autocast that is in force, without what it has cast before."""
+    kind = next((kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
+    if kind is None:
+        return nullcontext()
+    return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False)
 
 
 class _OutOfPlace(TorchFunctionMode):

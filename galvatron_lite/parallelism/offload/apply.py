@@ -1,0 +1,194 @@
+"""Activations in host memory: what a layer keeps for backward goes down beside forward, and comes up before its use.
+
+What autograd saves while a layer's forward runs is copied to page-locked host memory on a stream of its own, storage by
+storage, so that views of one tensor travel once. In backward the first use of a layer's tensors brings up all of them,
+and those of the layer before it beside the layer's own compute. Weights stay: they are on the device anyway. Without an
+accelerator host and device are the same memory; what is done is the same, at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+Forward = Callable[..., Any]
+_SAME_VALUES = ("ToCopy", "TBackward", "Transpose", "Permute", "View", "UnsafeView", "Reshape", "Alias", "Unsqueeze")
+"""How the names of autograd's nodes begin that cast or turn a tensor."""
+SMALLEST = 1024
+"""Bytes of a storage below which a copy is not worth its start."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Item:
+    """A storage that waits on the host.
+
+    Attributes:
+        host: its bytes there.
+        device: where it came from, and is brought back to.
+        back: its bytes on the device again.
+        arrived: when they are there; None without an accelerator.
+    """
+
+    host: Tensor
+    device: torch.device
+    back: Tensor | None = None
+    arrived: torch.cuda.Event | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    """What one pass through a layer keeps.
+
+    Attributes:
+        before: the pass before it; brought up next in backward.
+        weights: places of storages that stay on the device.
+        items: by place, bytes and version of their storages; the graph holds them.
+        alive: the tensors themselves while forward runs, so that no place is used twice.
+    """
+
+    before: Kept | None
+    weights: frozenset[int]
+    items: WeakValueDictionary[tuple[int, int, int], Item] = field(default_factory=WeakValueDictionary)
+    alive: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiting:
+    """A tensor that autograd saved: a view of a storage on the host."""
+
+    kept: Kept
+    item: Item
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class HostTraveller:
+    """Carries what a model's layers keep; one for all layers of a rank.
+
+    Attributes:
+        bytes_down: copied so far.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_down = 0
+        self._last: Kept | None = None
+        self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+
+    def carrying(self, module: nn.Module) -> Forward:
+        """The module's forward, whose saved tensors wait on the host."""
+        forward = module.forward
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            kept = self._last = Kept(self._last, _places(module))
+            with torch.autograd.graph.saved_tensors_hooks(functools.partial(self._pack, kept), self._unpack):
+                output = forward(*args, **kwargs)
+            kept.alive.clear()
+            return output
+
+        return run
+
+    def _pack(self, kept: Kept, tensor: Tensor) -> Tensor | Waiting:
+        if not _travels(tensor, kept.weights):
+            return tensor
+        storage = tensor.untyped_storage()
+        place = (storage.data_ptr(), storage.nbytes(), tensor._version)
+        item = kept.items.get(place)
+        if item is None:
+            item = self._down(_bytes_of(tensor))
+            kept.items[place] = item
+            kept.alive.append(tensor)
+        return Waiting(kept, item, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def _down(self, data: Tensor) -> Item:
+        self.bytes_down += data.numel()
+        host = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+        if not data.is_cuda:
+            return Item(host.copy_(data), data.device)
+        down, _ = self._streams_of(data.device)
+        down.wait_stream(torch.cuda.current_stream(data.device))
+        with torch.cuda.stream(down):
+            host.copy_(data, non_blocking=True)
+        data.record_stream(down)
+        return Item(host, data.device)
+
+    def _unpack(self, saved: Tensor | Waiting) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        self._bring(saved.kept)
+        if saved.kept.before is not None:
+            self._bring(saved.kept.before)
+            saved.kept.before = None
+        item = saved.item
+        assert item.back is not None  # brought just now, or before
+        if item.arrived is not None:
+            torch.cuda.current_stream(item.device).wait_event(item.arrived)
+            item.back.record_stream(torch.cuda.current_stream(item.device))
+        plain = item.back.view(saved.dtype)
+        return torch.as_strided(plain, saved.shape, saved.stride, saved.offset)
+
+    def _bring(self, kept: Kept) -> None:
+        """Start bringing up what a pass kept, unless that was done."""
+        for item in reversed(list(kept.items.values())):
+            if item.back is None:
+                self._up(item)
+        kept.items.clear()
+        if self._last is kept:
+            self._last = None
+
+    def _up(self, item: Item) -> None:
+        if item.device.type != "cuda":
+            item.back = item.host.to(item.device)
+            return
+        down, up = self._streams_of(item.device)
+        up.wait_stream(down)
+        with torch.cuda.stream(up):
+            item.back = item.host.to(item.device, non_blocking=True)
+            item.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            item.arrived.record(up)
+
+    def _streams_of(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
+
+def offload_activations(module: nn.Module, traveller: HostTraveller) -> None:
+    """Keep on the host what a module saves for backward, in place. Its hooks stay outside."""
+    module.forward = traveller.carrying(module)
+
+
+def _places(module: nn.Module) -> frozenset[int]:
+    """Storages of the module's own tensors as they are now."""
+    return frozenset(one.untyped_storage().data_ptr() for one in [*module.parameters(), *module.buffers()])
+
+
+def _travels(tensor: Tensor, weights: frozenset[int]) -> bool:
+    """Whether a saved tensor is worth a way to the host: an activation of some size."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return False
+    storage = tensor.untyped_storage()
+    return storage.nbytes() >= SMALLEST and storage.data_ptr() not in weights and not _is_weight(tensor)
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    """Whether a tensor is made of one parameter alone (cast, transposed), which is there again in every pass."""
+    node = tensor.grad_fn
+    while node is not None and node.name().startswith(_SAME_VALUES) and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    return isinstance(getattr(node, "variable", None), nn.Parameter)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """All bytes of a tensor's storage."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
