@@ -59,7 +59,7 @@ def _trains(strategy: Strategy) -> bool:
     """Whether our own runtime trains with what a strategy asks for together.
 
     One of matmuls, pixels, filters and channels is shared. Where activations go to host memory there is no selective
-    recomputation: its own store of what it keeps is out of reach. Experts are spread beside the first alone: each sliced
+    recomputation: its own store of what it keeps is out of reach. Experts are spread beside the first alone: sliced
     by the whole tensor group, or whole where that group shares the tokens.
     """
     if strategy.offloads_activations and strategy.recompute is Recompute.SELECTIVE:
