@@ -7,7 +7,7 @@ from galvatron_lite.questions.cheapest import Run, cheapest
 from tests.questions.cases import asked, seconds_of, small
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_cheapest_of_all_numbers(seed: int) -> None:
     setting = small(seed, devices=4, nodes=2)
     steps = {devices: seconds_of(asked(setting, devices, 24)) for devices in (1, 2, 3, 4, 8)}

@@ -9,12 +9,11 @@ from tests.questions.cases import asked, seconds_of, small
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("goal", [Goal.STEP, Goal.SAMPLES, Goal.TOKENS])
-def test_the_fewest_of_all_numbers(seed: int, goal: Goal) -> None:
+def test_the_fewest_of_all_numbers(seed: int) -> None:
     setting = small(seed, devices=4, nodes=2)
     counts = device_counts(setting.profile.cluster)
     steps = {devices: seconds_of(asked(setting, devices, 24)) for devices in counts}
-    for share in (0.99, 0.6, 0.3):
+    for share, goal in ((0.99, Goal.STEP), (0.6, Goal.SAMPLES), (0.3, Goal.TOKENS)):
         wanted = steps[1] * share
         value = {Goal.STEP: wanted, Goal.SAMPLES: 24 / wanted, Goal.TOKENS: 24 * 8 / wanted}[goal]
         enough = [devices for devices, seconds in steps.items() if seconds <= 24 / (24 / wanted)]
@@ -24,7 +23,7 @@ def test_the_fewest_of_all_numbers(seed: int, goal: Goal) -> None:
         assert all(point.plan is None or point.seconds == steps[point.devices] for point in answer.points)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_fewest_that_fit(seed: int) -> None:
     for budget in (30_000, 60_000, 2**30):
         setting = small(seed, budget=budget)

@@ -7,7 +7,7 @@ from galvatron_lite.questions.front import pareto_front
 from tests.questions.cases import asked, peak_of, seconds_of, small
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_no_budget_has_a_faster_plan(seed: int) -> None:
     """With steps of a byte: at every budget of a grid, and just below every plan, against a search of its own."""
     setting = small(seed, devices=2, budget=200_000)

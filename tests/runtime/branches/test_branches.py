@@ -8,8 +8,8 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import Strategy
 from tests.pool import WorkerPool
 from tests.runtime.branches.networks import ONE, Case
-from tests.runtime.branches.training import train, train_alone
-from tests.runtime.training import assert_same
+from tests.runtime.branches.training import train_alone, train_each
+from tests.runtime.training import Trained, assert_same
 
 DATA, FOUR = Strategy(data=2), Strategy(data=4)
 TWO = {"a": (("coders.0",), 0, 1, ONE), "b": (("coders.1",), 1, 1, ONE)}
@@ -79,17 +79,25 @@ FOUR_PROCESSES = {
 # fmt: on
 
 
+@pytest.fixture(scope="module")
+def on_two(pool: WorkerPool) -> list[dict[str, Trained]]:
+    return pool.run(2, train_each, cases=TWO_PROCESSES)
+
+
+@pytest.fixture(scope="module")
+def on_four(pool: WorkerPool) -> list[dict[str, Trained]]:
+    return pool.run(4, train_each, cases=FOUR_PROCESSES)
+
+
 @pytest.mark.parametrize("name", list(TWO_PROCESSES))
-def test_like_one_process(pool: WorkerPool, name: str) -> None:
-    case = TWO_PROCESSES[name]
-    wanted = train_alone(case)
-    for found in pool.run(2, train, case=case, timeout=30):
-        assert_same(found, wanted)
+def test_like_one_process(on_two: list[dict[str, Trained]], name: str) -> None:
+    wanted = train_alone(TWO_PROCESSES[name])
+    for found in on_two:
+        assert_same(found[name], wanted)
 
 
 @pytest.mark.parametrize("name", list(FOUR_PROCESSES))
-def test_four_processes(pool: WorkerPool, name: str) -> None:
-    case = FOUR_PROCESSES[name]
-    wanted = train_alone(case)
-    for found in pool.run(4, train, case=case, timeout=30):
-        assert_same(found, wanted)
+def test_four_processes(on_four: list[dict[str, Trained]], name: str) -> None:
+    wanted = train_alone(FOUR_PROCESSES[name])
+    for found in on_four:
+        assert_same(found[name], wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,6 +31,11 @@ def train(case: Case, steps: int = 3) -> Trained:
     parallel.load_full_state_dict(state)
     losses = [float(parallel.train_step(batch, optimizer)) for _ in range(steps)]
     return Trained(losses, gradients, parallel.full_state_dict())
+
+
+def train_each(cases: Mapping[str, Case]) -> dict[str, Trained]:
+    """The same of several cases, one after another in the same processes."""
+    return {name: train(case) for name, case in cases.items()}
 
 
 def train_alone(case: Case, steps: int = 3) -> Trained:
