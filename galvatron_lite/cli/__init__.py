@@ -11,6 +11,7 @@ import typer.core
 
 from galvatron_lite.cli.adapt import adapt_app
 from galvatron_lite.cli.evaluate import evaluate_command
+from galvatron_lite.cli.export import export_command
 from galvatron_lite.cli.imports import plan_export_command, plan_import_command, profile_import_command
 from galvatron_lite.cli.launch import SETTINGS, launch_command
 from galvatron_lite.cli.oracle import oracle_command
@@ -52,6 +53,7 @@ plan_app.command("import")(plan_import_command)
 plan_app.command("export")(plan_export_command)
 app.command("evaluate")(evaluate_command)
 app.command("launch", context_settings=SETTINGS)(launch_command)
+app.command("export")(export_command)
 app.command("validate", epilog=EPILOG)(validate_command)
 app.command("oracle")(oracle_command)
 app.add_typer(adapt_app, name="adapt")

@@ -32,12 +32,10 @@ class ZeroOptimization:
     Attributes:
         stage: 0 (plain data parallelism) to 3.
         offload_optimizer: where optimizer states are kept and updated; None: on the device.
-        mics_shard_size: devices of a shard group that is replicated (stage 3); -1: all devices share.
     """
 
     stage: int
     offload_optimizer: OffloadTarget | None = None
-    mics_shard_size: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,5 +129,4 @@ def zero_stage(strategy: Strategy) -> int:
 def _zero(strategy: Strategy, pinned: bool) -> ZeroOptimization:
     stage = zero_stage(strategy)
     target = OffloadTarget("cpu", pinned) if strategy.offloads_states else None
-    grouped = stage == 3 and strategy.data > 1
-    return ZeroOptimization(stage, target, strategy.zero if grouped else -1)
+    return ZeroOptimization(stage, target)

@@ -1,0 +1,139 @@
+"""What is written for other tools is what they read, and what they cannot be told is listed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from galvatron_lite.cli import app
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Recompute
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.plans.export.tools import TOOLS, export
+from galvatron_lite.plans.io import write_plan
+from galvatron_lite.plans.schema import Mode
+from tests.plans.export.made import BATCH, BLOCKS, COUNT, PLANS, plan
+
+EVERY = sorted(PLANS)
+_LOST = {
+    ("deepspeed", "pipeline"): "pipeline of 2 stages",
+    ("deepspeed", "zero3"): "recomputation",
+    ("deepspeed", "context"): "context parallelism",
+    ("deepspeed", "mixed"): "layers.5 … layers.7: zero2x4",
+    ("deepspeed", "spatial"): "shares of the pixels",
+    ("deepspeed", "hybrid"): "2 replicas of the shards",
+    ("megatron", "gpipe"): "schedule gpipe",
+    ("megatron", "zero-bubble"): "schedule zb-1p",
+    ("megatron", "mixed"): "layers.5 … layers.7: zero2x4",
+    ("megatron", "pipeline"): "computed again selectively",
+    ("torchtitan", "zero1"): "ZeRO-1",
+    ("torchtitan", "odd"): "stages of 2, 1, 3, 2 blocks",
+    ("torchtitan", "zero-bubble"): "schedule zb-1p",
+    ("torchtitan", "ulysses"): "Ulysses",
+    ("accelerate", "pipeline"): "pipeline of 2 stages",
+    ("accelerate", "expert"): "expert parallelism",
+    ("accelerate", "data"): "gradient_accumulation_steps=4",
+    ("nemo", "spatial"): "shares of the pixels",
+}
+
+
+@pytest.mark.parametrize(("tool", "name"), sorted(_LOST))
+def test_what_a_tool_cannot_be_told_is_listed(tool: str, name: str) -> None:
+    made = export(PLANS[name], tool)
+    assert any(_LOST[tool, name] in line for line in made.left_out), made.left_out
+    with pytest.raises(InputError, match="cannot be told"):
+        export(PLANS[name], tool, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("tool", "name"),
+    [
+        ("deepspeed", "zero1"), ("deepspeed", "offload"), ("megatron", "tensor"),
+        ("megatron", "context"), ("megatron", "uneven"), ("megatron", "ulysses"), ("megatron", "interleaved"),
+        ("megatron", "zero3"), ("megatron", "expert"), ("torchtitan", "hybrid"), ("torchtitan", "context"),
+        ("torchtitan", "uneven"), ("torchtitan", "gpipe"), ("nemo", "tensor"), ("nemo", "uneven"),
+    ],
+)  # fmt: skip
+def test_what_a_tool_can_be_told_is_said_in_full(tool: str, name: str) -> None:
+    assert export(PLANS[name], tool, strict=True).left_out == ()
+
+
+@pytest.mark.parametrize("tool", sorted(TOOLS))
+@pytest.mark.parametrize("name", EVERY)
+def test_every_plan_is_written_alike_each_time_and_comments_say_what_is_missing(tool: str, name: str) -> None:
+    made = export(PLANS[name], tool)
+    assert made == export(PLANS[name], tool)
+    if tool == "deepspeed":
+        json.loads(made.text)
+    else:
+        assert all(f"# not said here: {line}\n" in made.text for line in made.left_out)
+        assert made.text.endswith("\n")
+
+
+def test_kinds_of_plans_that_no_tool_has() -> None:
+    for tool in TOOLS:
+        lines = export(replace(PLANS["data"], mode=Mode.INFERENCE), tool).left_out
+        assert any("inference" in line for line in lines)
+
+
+def test_megatron_flags() -> None:
+    lines = export(PLANS["uneven"], "megatron").text.splitlines()
+    assert "--tensor-model-parallel-size 2" in lines
+    assert "--pipeline-model-parallel-layout 'Ettt|tttttL'" in lines
+    assert f"--micro-batch-size {BATCH // COUNT // 2}" in lines
+    assert f"--global-batch-size {BATCH}" in lines
+    assert "--bf16" in lines
+    assert not any(line.startswith("--sequence-parallel") for line in lines)
+    lines = export(PLANS["mixed"], "megatron").text.splitlines()
+    assert {"--recompute-method block", "--recompute-num-layers 5"} <= set(lines)
+    lines = export(PLANS["offload"], "megatron").text.splitlines()
+    assert {"--optimizer-cpu-offload", "--use-precision-aware-optimizer"} <= set(lines)
+
+
+def test_nemo_sections_multiply_to_the_batch() -> None:
+    data = yaml.safe_load(export(PLANS["context"], "nemo").text)
+    assert data["model"]["context_parallel_size"] == data["model"]["tensor_model_parallel_size"] == 2
+    assert data["train"] == {"micro_batch_size": BATCH // COUNT // 2, "global_batch_size": BATCH}
+    assert data["ddp"]["data_parallel_sharding_strategy"] == "optim_grads_params"
+    assert data["mixed_precision"] == "bf16_mixed"
+
+
+def test_torchtitan_has_the_whole_local_batch_under_a_pipeline() -> None:
+    lines = export(PLANS["uneven"], "torchtitan").text.splitlines()
+    assert f"--training.local_batch_size {BATCH // 2}" in lines
+    assert f"--parallelism.pipeline_parallel_microbatch_size {BATCH // COUNT // 2}" in lines
+    assert (
+        f"--training.local_batch_size {BATCH // COUNT // 4}" in export(PLANS["zero3"], "torchtitan").text.splitlines()
+    )
+
+
+def test_selective_beside_full_is_told() -> None:
+    first = plan(Strategy(zero=4, zero_stage=3, recompute=Recompute.SELECTIVE), (BLOCKS,))
+    before, blocks, after = first.stages[0].runs
+    half = replace(blocks, last="layers.3", count=4)
+    rest = replace(blocks, first="layers.4", count=4, strategy=replace(blocks.strategy, recompute=Recompute.FULL))
+    made = export(replace(first, stages=(replace(first.stages[0], runs=(before, half, rest, after)),)), "megatron")
+    assert any("beside full" in line for line in made.left_out)
+
+
+def test_the_command_writes_prints_and_is_strict(tmp_path: Path) -> None:
+    given, file = tmp_path / "plan.yaml", tmp_path / "there" / "ds.json"
+    write_plan(PLANS["zero3"], given)
+    runner = CliRunner()
+    written = runner.invoke(app, ["export", str(given), "--to", "deepspeed", "-o", str(file)])
+    assert written.exit_code == 0, written.output
+    assert json.loads(file.read_text())["zero_optimization"] == {"stage": 3}
+    assert "not said for deepspeed: recomputation" in written.stderr
+    printed = runner.invoke(app, ["export", str(given), "--to", "torchtitan", "--json"])
+    answer = json.loads(printed.stdout)
+    assert (answer["tool"], answer["file"], answer["left_out"]) == ("torchtitan", None, [])
+    strict = runner.invoke(app, ["export", str(given), "--to", "deepspeed", "--strict"])
+    assert isinstance(strict.exception, InputError)
+    unknown = runner.invoke(app, ["export", str(given), "--to", "horovod"])
+    assert isinstance(unknown.exception, InputError)
+    assert "deepspeed, megatron, torchtitan, accelerate, nemo" in str(unknown.exception)
