@@ -25,6 +25,7 @@ SURFACE = {
         "--from", "--hardware", "--nodes", "--gpus-per-node", "--layers", "--hidden", "--seq", "--engine",
         "--device-memory", "-o", "--output", "--folder", "--json",
     },
+    "export": {"--to", "-o", "--output", "--strict", "--json"},
     "evaluate": {
         "--profile", "--model", "--cluster", "--gpus", "--batch", "--seq", "--precision", "--mem", "--json", "-o",
         "--output",

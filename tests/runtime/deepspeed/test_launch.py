@@ -1,0 +1,59 @@
+"""DeepSpeed's launcher: its hostfiles, and its command line."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from galvatron_lite.errors import FileFormatError, LaunchError
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.runtime.deepspeed.launch import launch_command, read_hostfile
+from tests.runtime.deepspeed.jobs import plan_of
+
+HOSTS = "# two of them\nworker-1 slots=1\n\nworker-2 slots=1  # the slow one\n"
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> Path:
+    path = tmp_path / "hosts"
+    path.write_text(HOSTS)
+    return path
+
+
+def test_hostfiles_are_read_as_deepspeed_reads_them(hostfile: Path) -> None:
+    assert read_hostfile(hostfile) == {"worker-1": 1, "worker-2": 1}
+    if importlib.util.find_spec("deepspeed") is not None:
+        from deepspeed.launcher.runner import fetch_hostfile
+
+        assert dict(fetch_hostfile(str(hostfile))) == read_hostfile(hostfile)
+
+
+@pytest.mark.parametrize("text", ["", "worker-1", "worker-1 slots=0", "a slots=2\na slots=2", "worker-1 slots=two"])
+def test_hostfiles_that_name_no_hosts_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(FileFormatError):
+        read_hostfile(path)
+
+
+def test_the_command_starts_as_many_processes_as_the_plan_has_devices(hostfile: Path) -> None:
+    plan = plan_of(Strategy(zero=2, zero_stage=2))
+    script = ["train.py", "--steps", "3"]
+    alone = launch_command(plan, script)
+    assert alone == ["deepspeed", "--no_local_rank", "--num_gpus", "2", *script]
+    assert "--num_accelerators" in launch_command(plan, script, cpu=True)
+    assert launch_command(plan, script, hostfile)[2:4] == ["--hostfile", str(hostfile)]
+    with pytest.raises(LaunchError, match="has 2"):
+        launch_command(plan_of(Strategy(zero=4, zero_stage=2)), script, hostfile)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_deepspeeds_own_parser_takes_the_command(hostfile: Path) -> None:
+    from deepspeed.launcher.runner import parse_args
+
+    plan = plan_of(Strategy(zero=2, zero_stage=2))
+    read = parse_args(launch_command(plan, ["train.py", "--steps", "3"], hostfile)[1:])
+    assert (read.hostfile, read.no_local_rank, read.user_script) == (str(hostfile), True, "train.py")
+    assert read.user_args == ["--steps", "3"]
