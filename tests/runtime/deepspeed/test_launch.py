@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from galvatron_lite.errors import FileFormatError, LaunchError
+from galvatron_lite.errors import LaunchError
+from galvatron_lite.launch.hosts import read_hostfile
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.runtime.deepspeed.launch import launch_command, read_hostfile
+from galvatron_lite.runtime.deepspeed.launch import launch_command
 from tests.runtime.deepspeed.jobs import plan_of
 
 HOSTS = "# two of them\nworker-1 slots=1\n\nworker-2 slots=1  # the slow one\n"
@@ -23,19 +24,9 @@ def hostfile(tmp_path: Path) -> Path:
 
 
 def test_hostfiles_are_read_as_deepspeed_reads_them(hostfile: Path) -> None:
-    assert read_hostfile(hostfile) == {"worker-1": 1, "worker-2": 1}
-    if importlib.util.find_spec("deepspeed") is not None:
-        from deepspeed.launcher.runner import fetch_hostfile
-
-        assert dict(fetch_hostfile(str(hostfile))) == read_hostfile(hostfile)
-
-
-@pytest.mark.parametrize("text", ["", "worker-1", "worker-1 slots=0", "a slots=2\na slots=2", "worker-1 slots=two"])
-def test_hostfiles_that_name_no_hosts_are_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "hosts"
-    path.write_text(text)
-    with pytest.raises(FileFormatError):
-        read_hostfile(path)
+    deepspeed = pytest.importorskip("deepspeed.launcher.runner")
+    theirs = deepspeed.fetch_hostfile(str(hostfile))
+    assert {host.name: host.slots for host in read_hostfile(hostfile)} == dict(theirs)
 
 
 def test_the_command_starts_as_many_processes_as_the_plan_has_devices(hostfile: Path) -> None:
