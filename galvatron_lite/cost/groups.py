@@ -7,14 +7,16 @@ from dataclasses import replace
 from itertools import accumulate
 
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.simulation import Course, group_ends
+from galvatron_lite.cost.simulation import group_ends
 from galvatron_lite.cost.stage import Shape, StageCost, held_memory, price_chunk
-from galvatron_lite.cost.zero_bubble import Held, Run, run_zero_bubble
+from galvatron_lite.cost.zero_bubble import Run, run_zero_bubble
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import NAME as PIPELINE
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight, stride_between
-from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, group_of, stage_at
+from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, Course, group_of, stage_at
+from galvatron_lite.parallelism.pipeline.times import PassOrder
+from galvatron_lite.parallelism.pipeline.zero_bubble import Held
 from galvatron_lite.plans.schema import MemoryBreakdown
 from galvatron_lite.profiler.schema import Profile
 
@@ -134,9 +136,14 @@ def groups_of(shape: Shape, costs: Sequence[StageCost]) -> list[list[StageCost]]
 
 def zero_bubble_of(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> Run:
     """The zero-bubble schedule of priced stages."""
+    return run_zero_bubble(order_of(profile, costs), course_of(shape))
+
+
+def order_of(profile: Profile, costs: Sequence[StageCost]) -> PassOrder:
+    """What the zero-bubble order of priced stages is made from."""
     kept = sum(layer.kept + layer.returning for cost in costs for layer in cost.layers)
     share = round(sum(cost.pending for cost in costs) / kept, 3) if kept else 1.0
-    return run_zero_bubble(tuple(cost.times for cost in costs), course_of(shape), hidden_share(profile), share)
+    return PassOrder(tuple(cost.times for cost in costs), hidden_share(profile), share)
 
 
 def busy_seconds(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> tuple[float, ...]:

@@ -43,42 +43,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, group_of
+from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.plans.schema import Schedule
-
-
-@dataclass(frozen=True, slots=True)
-class StageTimes:
-    """Seconds of one stage for one micro-batch.
-
-    Attributes:
-        forward: of compute and what it waits for inside the stage.
-        backward: the same for backward.
-        send_forward: of sending the boundary tensor on; 0 in the last stage.
-        send_backward: of sending the gradient back; 0 in the first stage.
-        weight: the part of ``backward`` that makes the gradients of weights, which nothing waits for.
-    """
-
-    forward: float
-    backward: float
-    send_forward: float = 0.0
-    send_backward: float = 0.0
-    weight: float = 0.0
-
-    @property
-    def forward_total(self) -> float:
-        """Forward and what it sends."""
-        return self.forward + self.send_forward
-
-    @property
-    def backward_total(self) -> float:
-        """Backward and what it sends."""
-        return self.backward + self.send_backward
-
-    @property
-    def total(self) -> float:
-        """Both passes and what they send."""
-        return self.forward_total + self.backward_total
-
 
 Figure = TypeVar("Figure", float, int, NDArray[np.int64])
 

@@ -13,30 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from galvatron_lite.cost.schedule import StageTimes
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.pipeline.schedule import Action, Pass, group_of, stage_actions, stage_at
-from galvatron_lite.plans.schema import Schedule
+from galvatron_lite.parallelism.pipeline.schedule import Action, Course, Pass, group_of, stage_at
+from galvatron_lite.parallelism.pipeline.table import actions_of
+from galvatron_lite.parallelism.pipeline.times import StageTimes
 
 MOST_EVENTS = 8192
 """Longer steps are continued from their steady state; an event takes less than 0.1 microseconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Course:
-    """What the event graph depends on.
-
-    Attributes:
-        schedule: order of passes.
-        groups: of devices that the stages are spread over (the pipeline degree).
-        virtual: stages of each group.
-        microbatches: a step.
-    """
-
-    schedule: Schedule
-    groups: int
-    virtual: int
-    microbatches: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +104,7 @@ def program_of(course: Course) -> Program:
     Raises:
         InputError: the groups wait for one another in a circle.
     """
-    orders = [
-        stage_actions(course.schedule, course.groups, group, course.microbatches, course.virtual)
-        for group in range(course.groups)
-    ]
-    return sorted_passes(course, orders)
+    return sorted_passes(course, actions_of(course))
 
 
 def sorted_passes(course: Course, orders: Sequence[Sequence[Action]]) -> Program:

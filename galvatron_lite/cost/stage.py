@@ -9,7 +9,6 @@ from galvatron_lite.arrays import Real, largest, least
 from galvatron_lite.cost.forward_only import passes_with_moves
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, Sharing
 from galvatron_lite.cost.memory import group_memory
-from galvatron_lite.cost.schedule import StageTimes
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, OperatorClass, Recompute, Sharding
@@ -23,6 +22,7 @@ from galvatron_lite.parallelism.pipeline.cost import (
     transfer,
 )
 from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, group_of
+from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.parallelism.ranks import tensor_group
 from galvatron_lite.parallelism.registry import REFUSING
 from galvatron_lite.plans.schema import MemoryBreakdown, Schedule

@@ -8,13 +8,13 @@ from dataclasses import replace
 from math import log2
 
 from galvatron_lite.cost.forward_only import step_flops
-from galvatron_lite.cost.groups import busy_seconds, groups_of, price_stages
+from galvatron_lite.cost.groups import busy_seconds, groups_of, order_of, price_stages
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.schedule import closed_form
 from galvatron_lite.cost.stage import Shape, StageCost
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.parallelism.pipeline.schedule import group_of, stage_at
+from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, group_of, stage_at
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, Schedule, TimeBreakdown
 from galvatron_lite.profiler.schema import Profile
 
@@ -38,7 +38,8 @@ def price_staged(pricer: LayerPricer, plan: Plan) -> Plan:
         )
         for number, (stage, cost) in enumerate(zip(plan.stages, costs, strict=True))
     )
-    return replace(plan, stages=stages, prediction=predict(pricer.profile, plan, shape, costs))
+    order = order_of(pricer.profile, costs) if shape.schedule in ZERO_BUBBLE and shape.stages > 1 else None
+    return replace(plan, stages=stages, prediction=predict(pricer.profile, plan, shape, costs), order=order)
 
 
 def device_of(pricer: LayerPricer, shape: Shape, stage: int) -> str:

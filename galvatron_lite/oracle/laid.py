@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from galvatron_lite.cost.groups import price_stages
 from galvatron_lite.cost.layer import LayerCost, LayerPricer
 from galvatron_lite.cost.memory import group_memory
-from galvatron_lite.cost.schedule import StageTimes
 from galvatron_lite.cost.stage import Shape, StageCost
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer
@@ -20,6 +19,7 @@ from galvatron_lite.oracle.picks import moving_seconds, picked
 from galvatron_lite.oracle.question import Question
 from galvatron_lite.oracle.stages import least_runs
 from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.plans.schema import Schedule
 
 

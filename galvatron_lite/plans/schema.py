@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from galvatron_lite.files import STRICT
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
+from galvatron_lite.parallelism.pipeline.times import PassOrder
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
@@ -294,6 +295,7 @@ class Plan:
         branches: branches on devices of their own; the one stage then holds the other layers.
         mode: what the plan is for.
         backend: what trains by it: this package's own runtime, or DeepSpeed's engine.
+        order: what the order of passes of a zero-bubble schedule is made from; None: passes that all take as long.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -314,6 +316,7 @@ class Plan:
     branches: tuple[BranchPlacement, ...] = ()
     mode: Mode = Mode.TRAINING
     backend: Trainer = Trainer.GALVATRON
+    order: PassOrder | None = None
 
     @property
     def overfull(self) -> tuple[int, ...]:

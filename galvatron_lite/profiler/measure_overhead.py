@@ -18,7 +18,7 @@ from galvatron_lite.model.batch import batch_size, move_batch, slice_batch
 from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.base import Collective
 from galvatron_lite.parallelism.data.apply import GradientReducer, Reduced
-from galvatron_lite.parallelism.pipeline.transfer import Channel
+from galvatron_lite.parallelism.pipeline.transfer import Receiver, Sender
 from galvatron_lite.parallelism.zero.apply import STAGE_3, ZeroGroup, apply_root, shard_group
 from galvatron_lite.profiler.measure_chain import Chain, chain_seconds
 from galvatron_lite.profiler.measure_collectives import prepare
@@ -107,21 +107,20 @@ def _spatial_seconds(
 
 
 def _pipeline(device: torch.device, rule: TimingRule) -> float:
-    """How much longer a small message takes through the pipeline's channel than by itself."""
+    """How much longer a small message takes through the pipeline's post than by itself."""
     group, rank = dist.group.WORLD, dist.get_rank()
     if group is None:
         return 0.0
     message = torch.zeros(_SMALL // 4, device=device)
-    channel = Channel(group, 1 - rank, device) if rank < 2 else None
+    sender = Sender(group, 1, device) if rank == 0 else None
+    receiver = Receiver(group, 0, device) if rank == 1 else None
 
     def through() -> None:
-        if channel is None:
-            return
-        if rank == 0:
-            channel.send([message])
-            channel.finish()
-        else:
-            channel.receive([message]).wait()
+        if sender is not None:
+            sender.send([message], 1)
+            sender.finish()
+        elif receiver is not None:
+            receiver.receive([message]).wait()
 
     bare = time_call(prepare(Collective.SEND_RECV, _SMALL, None, device), device, rule, Across.MAX).seconds
     return max(time_call(through, device, rule, Across.MAX).seconds - bare, 0.0)

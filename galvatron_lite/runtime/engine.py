@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -13,10 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from galvatron_lite.errors import InputError, NonFiniteLossError
-from galvatron_lite.model.batch import LossFn, batch_of_call, batch_size, call_model, loss_of, map_tensors, slice_batch
+from galvatron_lite.model.batch import LossFn, batch_of_call, batch_size
 from galvatron_lite.model.graph import Layer
-from galvatron_lite.parallelism.cuts.tensor import local_of
-from galvatron_lite.parallelism.spatial.apply import leaving
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.zero.apply import set_all_reduce
 from galvatron_lite.plans.phases import PlannedPhase
@@ -30,14 +29,15 @@ from galvatron_lite.runtime.clip import (
     step_factor,
 )
 from galvatron_lite.runtime.global_mean import global_mean
-from galvatron_lite.runtime.layout import WHOLE, Split
 from galvatron_lite.runtime.mesh import build_meshes
 from galvatron_lite.runtime.optimizer import split_groups
 from galvatron_lite.runtime.pieces import entries_of
+from galvatron_lite.runtime.pipelined import pipelined_outputs, pipelined_step
 from galvatron_lite.runtime.placement import check_samples
-from galvatron_lite.runtime.precision import compute_context, compute_dtype
+from galvatron_lite.runtime.precision import compute_dtype
 from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.setup import Options, StageRuntime, set_up
+from galvatron_lite.runtime.stage_calls import Calls
 from galvatron_lite.runtime.state import full_state_dict, load_full_state_dict
 from galvatron_lite.runtime.steering import Phases, Steering
 from galvatron_lite.runtime.world import pick_device
@@ -72,8 +72,9 @@ class ParallelModel(Saving, nn.Module):
         plan: the plan.
         entries: of the whole model's state.
         scaler: scales the loss under fp16; None in other precisions.
-        runtime: what this rank's stage is made of.
         steering: what changes the plan between steps (phases, adapting); None: nothing does.
+        runtime: what this rank's stage is made of, the first where it has several.
+        copies: the model's structure once more for each other stage.
 
     Raises:
         LaunchError: the world's size is not the plan's.
@@ -97,7 +98,7 @@ class ParallelModel(Saving, nn.Module):
     ) -> None:
         super().__init__()
         self.device = pick_device() if device is None else torch.device(device)
-        self.plan, self.max_grad_norm, self._loss_fn = plan, max_grad_norm, loss_fn
+        self.plan, self.max_grad_norm = plan, max_grad_norm
         self._compute = compute_dtype(precision or plan.precision)
         self.scaler = LossScaler(self._norm, self._multiply) if self._compute is torch.float16 else None
         self.entries = entries_of(model, layers)
@@ -105,16 +106,18 @@ class ParallelModel(Saving, nn.Module):
         self.runtime: StageRuntime = self._set_up(model, layers, batch, options)
         self.module = model
         self.steering: Steering | None = None
-        self._rows = 0
+        self._calls, self._rows = Calls(self._compute, self.device, loss_fn), 0
 
     def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: Options) -> StageRuntime:
         meshes = build_meshes(self.plan, self.device.type, options.groups)
-        return set_up(model, self.plan, layers, batch, meshes, options)
+        self._runtimes = set_up(model, self.plan, layers, batch, meshes, options)
+        self.copies = nn.ModuleList(runtime.model for runtime in self._runtimes[1:])
+        return self._runtimes[0]
 
     @property
     def runtimes(self) -> Sequence[StageRuntime]:
         """What trains the parts of the model that are on this rank, ``runtime`` first."""
-        return [self.runtime]
+        return self._runtimes
 
     @property
     def phase(self) -> PlannedPhase | None:
@@ -124,7 +127,7 @@ class ParallelModel(Saving, nn.Module):
     @property
     def structures(self) -> Sequence[nn.Module]:
         """The modules of each of these parts, under the names of the whole model."""
-        return [self.module]
+        return [self.module, *self.copies]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The mean loss of a global batch, worked on in one go: ``parallel(batch)``, or as the model is called.
@@ -154,37 +157,22 @@ class ParallelModel(Saving, nn.Module):
 
         Tensors without samples (a loss) are means over the ranks' shares of the samples.
 
+        With a pipeline they are made in the plan's micro-batches where these divide the batch, else in one; what is
+        neither a tensor in a nest of mappings, tuples and lists nor a plain value (a cache) is None then.
+
         Raises:
-            InputError: the plan has a pipeline, or the batch cannot be shared evenly.
+            InputError: the batch cannot be shared evenly.
         """
-        if len(self.plan.stages) > 1:
-            raise InputError("plan", f"{len(self.plan.stages)} stages", "Outputs are of plans without a pipeline.")
-        (part,) = self._parts(batch_of_call(args, kwargs), 1)
+        batch = batch_of_call(args, kwargs)
         with torch.no_grad():
-            return self._outputs(part)
+            self._begin()
+            if self.runtime.pipeline is None:
+                return self._outputs(self._parts(batch, 1)[0])
+            parts = self._parts_by_stage(batch, _output_count(batch_size(batch), self.plan))
+            return pipelined_outputs(self.runtimes, self._calls, parts, self._rows, self.plan)
 
     def _outputs(self, part: Any) -> Any:
-        self._begin()
-        traffic = self.runtime.traffic
-        traffic.begin(self._rows)
-        try:
-            with compute_context(self._compute, self.device):
-                return map_tensors(call_model(self.module, part), self._gathered_output)
-        finally:
-            traffic.end()
-
-    def _gathered_output(self, tensor: Tensor) -> Tensor:
-        traffic, group = self.runtime.traffic, self.runtime.glue_groups.batch
-        piece = traffic.piece(tensor)
-        if piece is not None:
-            whole = Split(piece.split.devices, (WHOLE,) * len(piece.shape))
-            return traffic.mover(piece.tensor, piece.split, whole, piece.shape)
-        plain = local_of(tensor)
-        if group is None or not plain.is_floating_point():
-            return plain
-        total = plain.clone()
-        dist.all_reduce(total, group=group)
-        return total / traffic.glue.batch
+        return self._calls.outputs(self.runtime, part, self._rows)[0]
 
     def train_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Tensor:
         """One optimizer step on a global batch, in the plan's micro-batches.
@@ -229,11 +217,25 @@ class ParallelModel(Saving, nn.Module):
         Returns:
             This rank's part of the loss: the sum over the ranks of the world is the batch's mean loss.
         """
+        self._begin()
+        lifted = 1.0 if self.scaler is None else self.scaler.get_scale()
+        loss = (self._accumulated if self.runtime.pipeline is None else self._pipelined)(batch, lifted)
+        for one in self.runtimes:
+            one.reducer.finish()
+        if self.runtime.shared is not None:
+            self.runtime.shared.reduce()
+        for one in self.runtimes:
+            one.updates.deliver()
+        return loss / lifted
+
+    def _pipelined(self, batch: Any, lifted: float) -> Tensor:
+        parts = self._parts_by_stage(batch, self.plan.microbatches)
+        return pipelined_step(self.runtimes, self._calls, parts, self._rows, lifted)
+
+    def _accumulated(self, batch: Any, lifted: float) -> Tensor:
         count = self.plan.microbatches
         parts = self._parts(batch, count)
-        self._begin()
         runtime, pending = self.runtime, iter(range(count))
-        lifted = 1.0 if self.scaler is None else self.scaler.get_scale()
         scale = lifted / (runtime.traffic.glue.batch * count)
 
         def before_backward(_number: int) -> None:
@@ -243,17 +245,8 @@ class ParallelModel(Saving, nn.Module):
                 one.reducer.synchronise = last
                 one.reducer.begin()
 
-        if runtime.pipeline is None:
-            total = self._accumulate(parts, scale, before_backward)
-        else:
-            total = runtime.pipeline.step(parts, lambda part: self._scaled(part, scale), before_backward)
-        for one in self.runtimes:
-            one.reducer.finish()
-        if runtime.shared is not None:
-            runtime.shared.reduce()
-        for one in self.runtimes:
-            one.updates.deliver()
-        return total / lifted / (runtime.meshes.stage_devices // runtime.traffic.glue.batch)
+        total = self._accumulate(parts, scale, before_backward)
+        return total / (runtime.meshes.stage_devices // runtime.traffic.glue.batch)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only add up gradients on this rank; the first one outside sums them over the ranks.
@@ -333,28 +326,23 @@ class ParallelModel(Saving, nn.Module):
 
     def _parts(self, batch: Any, count: int) -> list[Any]:
         """This rank's rows of every micro-batch, in the layout of its stage's glue code, on its device."""
+        self._take_rows(batch, count)
+        return self._calls.parts(self.runtime, batch, self._rows)
+
+    def _parts_by_stage(self, batch: Any, count: int) -> list[list[Any]]:
+        self._take_rows(batch, count)
+        return [self._calls.parts(runtime, batch, self._rows) for runtime in self.runtimes]
+
+    def _take_rows(self, batch: Any, count: int) -> None:
         samples = batch_size(batch)
         self._check_samples(samples, count)
         self._rows = samples // count
-        traffic, place = self.runtime.traffic, self.runtime.meshes.index_in_stage
-        ((top, bottom),) = traffic.glue.samples((self._rows,)).box(place, (self._rows,)).ranges
-        parts = [slice_batch(batch, start + top, start + bottom) for start in range(0, samples, self._rows)]
-        return [traffic.cut_batch(part, self.device) for part in parts]
 
     def _check_samples(self, samples: int, count: int) -> None:
         check_samples(samples, self.plan, count)
 
     def _local_loss(self, part: Any) -> Tensor:
-        traffic = self.runtime.traffic
-        traffic.begin(self._rows)
-        try:
-            with compute_context(self._compute, self.device):
-                output = call_model(self.module, part)
-                if not self.runtime.is_last:
-                    return torch.zeros((), device=self.device)
-                return leaving(loss_of(output, part, self._loss_fn), traffic.border.lines)
-        finally:
-            traffic.end()
+        return self._calls.loss(self.runtime, part, self._rows)
 
     def _scaled(self, part: Any, scale: float) -> Tensor:
         loss = self._local_loss(part)
@@ -391,6 +379,12 @@ class ParallelModel(Saving, nn.Module):
         if self.runtime.meshes.world > 1:
             dist.all_reduce(stacked)
         return stacked
+
+
+def _output_count(samples: int, plan: Plan) -> int:
+    """Micro-batches in which outputs are made."""
+    unit = plan.microbatches * math.lcm(*(run.strategy.batch_degree for stage in plan.stages for run in stage.runs))
+    return 1 if samples % unit else plan.microbatches
 
 
 def _holds_shares(runtime: StageRuntime) -> bool:

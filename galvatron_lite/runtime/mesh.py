@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from galvatron_lite.errors import InputError, LaunchError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE
+from galvatron_lite.parallelism.pipeline.table import pipeline_of
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.expert_groups import ExpertGroups, expert_groups, expert_keys
@@ -132,7 +132,6 @@ def build_meshes(plan: Plan, device_type: str, groups: ProcessGroups | None = No
         LaunchError: the world has another size than the plan.
         InputError: a strategy does not take exactly the devices of its stage.
     """
-    _check_schedule(plan)
     _check_strategies(plan)
     join_world(plan, device_type)
     return _build(plan, device_type, dist.get_rank(), groups or ProcessGroups())
@@ -194,14 +193,6 @@ def _part_view(part: Part, rank: int, made: Mapping[Key, dist.ProcessGroup], dev
     return Meshes(rank, 1, part.devices, None, views, part.first)
 
 
-def _check_schedule(plan: Plan) -> None:
-    if plan.virtual_stages != 1:
-        raise InputError("virtual_stages", plan.virtual_stages, "Plans are trained with one stage a group of devices.")
-    if len(plan.stages) > 1 and plan.schedule not in EXECUTABLE:
-        offered = " or ".join(schedule.value for schedule in EXECUTABLE)
-        raise InputError("schedule", plan.schedule.value, f"It is priced, but not trained with yet; use {offered}.")
-
-
 def _check_strategies(plan: Plan) -> None:
     for stage in plan.stages:
         for run in stage.runs:
@@ -221,19 +212,25 @@ def _degrees(strategy: Strategy) -> Strategy:
     return replace(plain, zero_stage=3 if sharded else 0)
 
 
-def _stage_degrees(plan: Plan) -> list[list[Strategy]]:
-    return [sorted({_degrees(run.strategy) for run in stage.runs}) for stage in plan.stages]
+def _group_degrees(plan: Plan) -> list[list[Strategy]]:
+    """By group of devices: the degrees of all its stages."""
+    pipeline = pipeline_of(plan)
+    runs = [
+        [run for stage in pipeline.stages_of(group) for run in plan.stages[stage].runs]
+        for group in range(plan.pipeline)
+    ]
+    return [sorted({_degrees(run.strategy) for run in own}) for own in runs]
 
 
 def _build(plan: Plan, device_type: str, rank: int, groups: ProcessGroups) -> Meshes:
-    per_stage, size = _stage_degrees(plan), plan.stage_devices
+    per_stage, size = _group_degrees(plan), plan.stage_devices
     keys = [key for stage, all_degrees in enumerate(per_stage) for d in all_degrees for key in _keys(d, stage * size)]
     keys += [(PIPELINE, tuple(range(place, plan.devices, size))) for place in range(size)]
     made = _make_groups(keys, device_type, groups)
     stage = rank // size
     views = {degrees: _view(degrees, stage * size, rank, made, device_type) for degrees in per_stage[stage]}
     pipeline = _own(made, [(PIPELINE, tuple(range(rank % size, plan.devices, size)))], rank)
-    return Meshes(rank, len(plan.stages), size, pipeline, views)
+    return Meshes(rank, plan.pipeline, size, pipeline, views)
 
 
 _ORDER = ("data", "zero", "context", "tensor", "depth", "height", "width", "slices")

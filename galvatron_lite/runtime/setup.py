@@ -16,17 +16,24 @@ from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import LossFn
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.cyclic.stages import structure_of
 from galvatron_lite.parallelism.data.apply import GradientReducer
+from galvatron_lite.parallelism.pipeline.deferral import Deferral, defer_weights
 from galvatron_lite.parallelism.pipeline.flow import Flow, flow_of
-from galvatron_lite.parallelism.pipeline.runner import Luggage, PipelineRunner
+from galvatron_lite.parallelism.pipeline.runner import Chunk, Luggage, PipelineRunner
 from galvatron_lite.parallelism.pipeline.stage import StageEnd, StageModel
+from galvatron_lite.parallelism.pipeline.table import pipeline_of
 from galvatron_lite.parallelism.pipeline.tied import (
     COPIES,
     SharedCopies,
     SharedParameter,
     check_shared,
     find_shared,
+    holding_groups,
     holding_stages,
+    shared_before,
+    tie,
+    untie,
 )
 from galvatron_lite.parallelism.pipeline.transfer import pipeline_groups, place_groups
 from galvatron_lite.parallelism.process_groups import ProcessGroups
@@ -41,7 +48,6 @@ from galvatron_lite.runtime.materialize import Materializer
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
 from galvatron_lite.runtime.placement import Placed, Stages, glue_layout, glue_of, place_layers
 from galvatron_lite.runtime.redistribute import Mover
-from galvatron_lite.runtime.router_losses import check_router_losses, install_router_losses
 from galvatron_lite.runtime.sharding import (
     LayerPlans,
     Owned,
@@ -54,7 +60,7 @@ from galvatron_lite.runtime.tensor_plans import tensor_plans
 from galvatron_lite.runtime.traffic import Traffic
 from galvatron_lite.runtime.updates import Updates
 
-Place = Callable[[Layer], None]
+Place = Callable[[nn.Module, Layer], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,8 @@ class StageRuntime:
         pipeline: runs the schedule; None for a single stage.
         shared: copies of parameters on several stages; None for a single stage.
         updates: brings gradients to what the optimizer updates, and updated values back.
+        model: holds its modules, under the names of the whole model.
+        is_last: whether this stage computes the loss.
     """
 
     stage: tuple[Placed, ...]
@@ -95,16 +103,13 @@ class StageRuntime:
     pipeline: PipelineRunner | None
     shared: SharedCopies | None
     updates: Updates
+    model: nn.Module
+    is_last: bool = True
 
     @property
     def glue_groups(self) -> StrategyGroups:
         """Groups of a layer in whose layout glue code runs."""
         return self.meshes.groups(glue_of(self.stage).strategy)
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this stage computes the loss."""
-        return self.meshes.stage_index == self.meshes.stages - 1
 
     @property
     def counted_elsewhere(self) -> frozenset[str]:
@@ -114,8 +119,11 @@ class StageRuntime:
 
 def set_up(
     model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, meshes: Meshes, options: Options
-) -> StageRuntime:
+) -> list[StageRuntime]:
     """Split the model as the plan says, in place, and make what trains it. All ranks call it together.
+
+    Returns:
+        One of each of the rank's stages, in the order of the model.
 
     Raises:
         InputError: the plan does not fit the model.
@@ -124,11 +132,12 @@ def set_up(
     broadcast_values(model, options.device)
     if shares_samples(plan):
         share_random_state(options.device)
-    runtime = build(model, prepared, meshes, options)
-    if runtime.shared is not None:
-        runtime.shared.start_equal()
-        runtime.updates.take()
-    return runtime
+    runtimes = build(model, prepared, meshes, options)
+    if runtimes[0].shared is not None:
+        runtimes[0].shared.start_equal()
+        for runtime in runtimes:
+            runtime.updates.take()
+    return runtimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +149,7 @@ class Prepared:
         layers: of the model.
         stages: the layers of each stage, with their strategies.
         ties: parameters that layers share.
-        known: how layers are split inside.
+        known: of each of this rank's stages: how layers are split inside.
         flow: which layers read what, where there are several stages.
     """
 
@@ -148,7 +157,7 @@ class Prepared:
     layers: Sequence[Layer]
     stages: Stages
     ties: tuple[SharedParameter, ...]
-    known: Known
+    known: tuple[Known, ...]
     flow: Flow | None
 
     @property
@@ -163,9 +172,17 @@ class Prepared:
 
 
 def prepare(
-    model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, stage_index: int, options: Options
+    model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, group: int, options: Options
 ) -> Prepared:
     """What splitting a whole model needs to know, which is not changed; no communication.
+
+    Args:
+        model: the whole one.
+        plan: for it.
+        layers: of the model.
+        batch: an example.
+        group: number of this rank's group of devices; its stage, where each has one.
+        options: of the model.
 
     Raises:
         InputError: the plan does not fit the model.
@@ -174,46 +191,100 @@ def prepare(
     everything = [placed for stage in stages for placed in stage]
     ties = find_shared(model, layers)
     check_shared(ties, {placed.layer.name: placed.strategy for placed in everything})
-    check_router_losses(model, batch, plan)
-    known = examine(model, everything, stages[stage_index], batch, options)
+    if options.tensor_plans is None:
+        options = replace(options, tensor_plans=tensor_plans(model, everything, batch))
+    own = pipeline_of(plan).stages_of(group)
+    known = tuple(examine(model, everything, stages[number], batch, options) for number in own)
     flow = known_flow(model, layers, batch, options.loss_fn) if len(stages) > 1 else None
     return Prepared(plan, layers, stages, ties, known, flow)
 
 
 def build(
     model: nn.Module, prepared: Prepared, meshes: Meshes, options: Options, place: Place | None = None
-) -> StageRuntime:
+) -> list[StageRuntime]:
     """Split a model in place, and make what trains it. All ranks call it together; it moves no values.
 
     Args:
-        model: the whole one.
+        model: the whole one; where the rank has several stages, the first is made of it, the others of copies of its
+            structure.
         prepared: for it.
         meshes: process groups.
         options: of the model.
-        place: brings a layer onto the device; gives it its values if not given.
+        place: brings a layer of such a structure onto the device; gives it its values if not given.
+
+    Returns:
+        One of each of the rank's stages, in the order of the model.
     """
-    plan, layers, stages, index = prepared.plan, prepared.layers, prepared.stages, meshes.stage_index
-    cut = _cut_stage(model, layers, prepared.names, index, prepared.flow)
-    incoming = stages[index - 1][-1].layout if index else None
-    runtime = assemble(model, layers, stages[index], meshes, prepared.known, options, incoming, place=place)
-    if len(stages) > 1:
-        reduced = {one.parameter: one.reduced for one in runtime.owned}
-        ties, names = prepared.ties, prepared.names
-        runtime.shared = SharedCopies(model, ties, names, prepared.strategies, options.groups, reduced)
-        runtime.updates.lowering.late = runtime.shared.parameters
-    runtime.pipeline = _runner(cut, plan, meshes, runtime.traffic, options)
-    return runtime
+    pipeline = pipeline_of(prepared.plan)
+    numbers = pipeline.stages_of(meshes.stage_index)
+    structures = [model, *(structure_of(model) for _ in numbers[1:])]
+    models: dict[int, nn.Module] = {}
+    cuts = []
+    for structure, number in zip(structures, numbers, strict=True):
+        cuts.append(_cut_stage(structure, prepared.layers, prepared.names, number, prepared.flow))
+        untie(structure, shared_before(models, number, prepared.ties, prepared.names))
+        models[number] = structure
+    made = [
+        _build_stage(prepared, models, number, cut, known, meshes, options, place)
+        for number, cut, known in zip(numbers, cuts, prepared.known, strict=True)
+    ]
+    runtimes = [runtime for runtime, _ in made]
+    if len(prepared.stages) > 1:
+        arguments = prepared.ties, prepared.names, prepared.strategies
+        reduced = {one.parameter: one.reduced for runtime in runtimes for one in runtime.owned}
+        shared = SharedCopies(models, *arguments, options.groups, reduced, pipeline)
+        chunks = [chunk for _, chunk in made if chunk is not None]
+        groups = pipeline_groups(pipeline.groups, options.groups, turns=pipeline.virtual > 1)
+        runner = PipelineRunner(chunks, groups, pipeline, meshes.stage_index, options.device)
+        for runtime in runtimes:
+            runtime.shared, runtime.pipeline = shared, runner
+            runtime.updates.lowering.late = shared.parameters
+    return runtimes
+
+
+def _build_stage(
+    prepared: Prepared,
+    models: Mapping[int, nn.Module],
+    number: int,
+    cut: StageModel | None,
+    known: Known,
+    meshes: Meshes,
+    options: Options,
+    place: Place | None,
+) -> tuple[StageRuntime, Chunk | None]:
+    """One of the rank's stages, and what the pipeline runs of it."""
+    model, layers, stages = models[number], prepared.layers, prepared.stages
+    earlier = {other: one for other, one in models.items() if other < number}
+    tied = shared_before(earlier, number, prepared.ties, prepared.names)
+    incoming = stages[number - 1][-1].layout if number else None
+    deferral = Deferral() if cut is not None and pipeline_of(prepared.plan).splits_backward else None
+    if deferral is not None:
+        _defer(model, stages[number], deferral)
+    own = None if place is None else functools.partial(place, model)
+    runtime = assemble(model, layers, stages[number], meshes, known, options, incoming, place=own, tied=tied)
+    runtime.is_last = number == len(stages) - 1
+    if cut is None:
+        return runtime, None
+    return runtime, Chunk(cut, Luggage(runtime.traffic.pack, runtime.traffic.unpack), deferral)
+
+
+def _defer(model: nn.Module, stage: Sequence[Placed], deferral: Deferral) -> None:
+    """Leave the gradients of weights to passes of their own, but where ZeRO reduces them when backward ends."""
+    for placed in stage:
+        whole = placed.strategy.zero_stage in (0, 1)
+        for path in placed.layer.modules if whole else ():
+            defer_weights(model.get_submodule(path), deferral)
 
 
 def make_pipeline_groups(prepared: Prepared, groups: ProcessGroups) -> None:
     """Make the process groups between stages beforehand; every rank of the world calls it."""
-    count = len(prepared.stages)
-    if count == 1:
+    if len(prepared.stages) == 1:
         return
+    pipeline = pipeline_of(prepared.plan)
     for shared in prepared.ties:
-        if len(holders := holding_stages(shared, prepared.names)) > 1:
-            groups.own(place_groups(holders, count), COPIES)
-    pipeline_groups(count, groups)
+        if len(places := holding_groups(holding_stages(shared, prepared.names), pipeline)) > 1:
+            groups.own(place_groups(places, pipeline.groups), COPIES)
+    pipeline_groups(pipeline.groups, groups, turns=pipeline.virtual > 1)
 
 
 def shares_samples(plan: Plan) -> bool:
@@ -264,7 +335,8 @@ def assemble(
     options: Options,
     incoming: Layout | None = None,
     roots: Sequence[nn.Module] = (),
-    place: Place | None = None,
+    place: Callable[[Layer], None] | None = None,
+    tied: Mapping[str, nn.Parameter] | None = None,
 ) -> StageRuntime:
     """Split a stage in place and make what trains it, without pipeline. All ranks of the stage call it together.
 
@@ -278,6 +350,7 @@ def assemble(
         incoming: layout in which a stage before this one sends.
         roots: the modules of the model that are called; the model itself if not given.
         place: brings a layer onto the device; gives it its values if not given.
+        tied: parameters that another stage of this rank has and trains, by their names here.
     """
     place = place or Materializer(model, layers, options.device, options.seed, options.init_fn).place
     sharded = _split(model, layers, stage, meshes, known.plans, options, roots or [model], place)
@@ -287,10 +360,11 @@ def assemble(
     mover = Mover(meshes.groups(stage[0].strategy).everyone, meshes.index_in_stage)
     traffic = Traffic(mover, border, rules_under(glue.strategy), options.compute, known.sampled)
     install_hooks(model, sharded.borders, traffic, incoming)
-    install_router_losses(model, stage, meshes)
-    owned = owned_parameters(model, stage, meshes, sharded.shards, sharded.experts)
+    tie(model, tied or {})
+    owned = owned_parameters(model, stage, meshes, sharded.shards)
+    owned = [one for one in owned if not tied or all(one.parameter is not other for other in tied.values())]
     reducer = GradientReducer(reduced_parameters(owned))
-    return StageRuntime(stage, meshes, owned, sharded, reducer, traffic, None, None, Updates(owned, reducer))
+    return StageRuntime(stage, meshes, owned, sharded, reducer, traffic, None, None, Updates(owned, reducer), model)
 
 
 def known_flow(model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: LossFn | None) -> Flow | None:
@@ -337,24 +411,13 @@ def _split(
     plans: LayerPlans,
     options: Options,
     roots: Sequence[nn.Module],
-    place: Place,
+    place: Callable[[Layer], None],
 ) -> Sharded:
     for layer in layers:
         # it has no parameters on later stages, but its buffers may still be read
         if layer.role is Role.BEFORE and all(placed.layer is not layer for placed in stage):
             place(layer)
     return shard_stage(model, stage, meshes, plans, place, options.compute, roots)
-
-
-def _runner(
-    cut: StageModel | None, plan: Plan, meshes: Meshes, traffic: Traffic, options: Options
-) -> PipelineRunner | None:
-    if cut is None:
-        return None
-    count = len(plan.stages)
-    luggage = Luggage(traffic.pack, traffic.unpack)
-    groups = pipeline_groups(count, options.groups)
-    return PipelineRunner(cut, groups, count, meshes.stage_index, plan.schedule, options.device, luggage)
 
 
 def _sample_arguments(

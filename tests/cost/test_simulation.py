@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.cost import simulation
-from galvatron_lite.cost.schedule import StageTimes, closed_form, simulate
-from galvatron_lite.cost.simulation import Course, group_ends, run
+from galvatron_lite.cost.schedule import closed_form, simulate
+from galvatron_lite.cost.simulation import group_ends, run
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight
-from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE, Pass, group_of, stage_actions, stage_at
+from galvatron_lite.parallelism.pipeline.schedule import SIMPLE, Course, Pass, group_of, stage_actions, stage_at
+from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.plans.schema import Schedule
 
 SECONDS = st.floats(0.01, 10)
@@ -41,7 +42,12 @@ def blocking(stages: list[StageTimes], hidden: float) -> list[StageTimes]:
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(pipelines(), st.integers(1, 12), st.sampled_from(EXECUTABLE), st.sampled_from([0.0, 0.3, 1.0]))
+@given(
+    pipelines(),
+    st.integers(1, 12),
+    st.sampled_from(SIMPLE),
+    st.sampled_from([0.0, 0.3, 1.0]),
+)
 def test_equals_the_plain_simulation(stages: list[StageTimes], count: int, schedule: Schedule, hidden: float) -> None:
     ends = group_ends(stages, Course(schedule, len(stages), 1, count), hidden)
     events = simulate(blocking(stages, hidden), count, schedule)

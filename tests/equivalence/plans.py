@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from galvatron_lite.model.graph import ModelGraph, Role
@@ -28,10 +29,12 @@ def write_plan(
     batch: int,
     microbatches: int = 1,
     schedule: Schedule = Schedule.ONE_F_ONE_B,
+    virtual: int = 1,
 ) -> Plan:
     """A plan by hand: names of each stage's layers, and the strategy of every layer."""
     written = tuple(Stage(tuple(LayerRun(name, name, 1, strategies[name]) for name in names)) for names in stages)
-    return Plan(PLAN_VERSION, "tiny", devices, batch, microbatches, schedule, "fp32", written)
+    plan = Plan(PLAN_VERSION, "tiny", devices, batch, microbatches, schedule, "fp32", written)
+    return replace(plan, virtual_stages=virtual)
 
 
 def uniform_plan(graph: ModelGraph, block: Strategy, edge: Strategy | None = None, **fields: int) -> Plan:

@@ -174,7 +174,7 @@ def global_loss(part: Tensor) -> float:
 def whole(parallel: ParallelModel, first_names: Mapping[str, str], pick: Callable[[Owned], Any]) -> dict[str, Tensor]:
     """Whole tensors of this rank's stage (gradients, parameters), by the name that one process has for them."""
     found: dict[str, Tensor] = {}
-    for one in parallel.runtime.owned:
+    for one in (one for runtime in parallel.runtimes for one in runtime.owned):
         tensor = pick(one)
         if tensor is None:
             continue

@@ -14,12 +14,15 @@ from galvatron_lite.model.batch import call_model, loss_of, slice_batch
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.apply import (
+    Chunk,
+    Pipeline,
     PipelineRunner,
     SharedCopies,
     StageModel,
     find_shared,
     pipeline_groups,
 )
+from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
 from galvatron_lite.plans.schema import Schedule
 from tests.equivalence.compare import assert_equal_tensors
 from tests.equivalence.families import FAMILIES, build_family
@@ -93,20 +96,22 @@ def run_pipeline(family: str, sizes: Sequence[int], microbatches: int, schedule:
     shared = find_shared(model, layers)
     here = dist.get_rank()
     stage = StageModel(model, layers, stages[here])
-    copies = SharedCopies(model, shared, stages, {layer.name: Strategy() for layer in layers})
+    copies = SharedCopies({here: model}, shared, stages, {layer.name: Strategy() for layer in layers})
     copies.start_equal()
-    runner = PipelineRunner(
-        stage, pipeline_groups(len(sizes)), len(sizes), here, Schedule(schedule), torch.device("cpu")
-    )
+    pipeline = Pipeline(Schedule(schedule), len(sizes))
+    runner = PipelineRunner([Chunk(stage)], pipeline_groups(len(sizes)), pipeline, here, torch.device("cpu"))
     rows = SAMPLES // microbatches
     parts = [slice_batch(batch, start, start + rows) for start in range(0, SAMPLES, rows)]
     order: list[int] = []
 
-    def call(part: Any) -> Any:
+    def call(_chunk: int, part: Any) -> Any:
         output = call_model(model, part)
         return loss_of(output, part) / microbatches if stage.last else output
 
-    losses = [float(runner.step(parts, call, order.append)) for _ in range(2)]
+    def note(action: Action, _last: bool) -> None:
+        order.extend([action.microbatch] * (action.what is Pass.BACKWARD))
+
+    losses = [float(runner.step([parts], call, note)) for _ in range(2)]
     copies.reduce()
     return {
         "losses": losses,

@@ -17,18 +17,20 @@ from galvatron_lite.model.batch import call_model, loss_of
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.apply import (
+    Chunk,
+    Pipeline,
     PipelineRunner,
     SharedCopies,
     StageModel,
     find_shared,
     pipeline_groups,
 )
-from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE, Action, Pass, stage_actions
+from galvatron_lite.parallelism.pipeline.schedule import SIMPLE, Action, Pass, stage_actions
 from galvatron_lite.plans.schema import Schedule
 from tests.equivalence.families import FAMILIES, build_family
 from tests.pool import WorkerPool
 
-shapes = st.tuples(st.sampled_from(EXECUTABLE), st.integers(1, 6), st.integers(1, 12))
+shapes = st.tuples(st.sampled_from(SIMPLE), st.integers(1, 6), st.integers(1, 12))
 
 
 def passes(schedule: Schedule, stages: int, microbatches: int) -> list[tuple[Action, ...]]:
@@ -102,7 +104,7 @@ def unlike_shared(stages: int) -> str:
     names = [layer.name for layer in layers]
     strategies = {name: Strategy() for name in names} | {"after": Strategy(tensor=2)}
     with pytest.raises(InputError) as caught:
-        SharedCopies(model, find_shared(model, layers), [names[:3], names[3:]], strategies)
+        SharedCopies({dist.get_rank(): model}, find_shared(model, layers), [names[:3], names[3:]], strategies)
     return str(caught.value)
 
 
@@ -143,16 +145,18 @@ def lengths_change(lengths: Sequence[int]) -> list[float]:
     names = [layer.name for layer in layers]
     here = dist.get_rank()
     stage = StageModel(model, layers, [names[:3], names[3:]][here])
-    runner = PipelineRunner(stage, pipeline_groups(2), 2, here, Schedule.ONE_F_ONE_B, torch.device("cpu"))
+    pipeline = Pipeline(Schedule.ONE_F_ONE_B, 2)
+    runner = PipelineRunner([Chunk(stage)], pipeline_groups(2), pipeline, here, torch.device("cpu"))
 
-    def call(part: Any) -> Any:
+    def call(_chunk: int, part: Any) -> Any:
         output = call_model(model, part)
         return loss_of(output, part) / 2 if stage.last else output
 
     losses = []
     for length in lengths:
         ids = token_ids(length)
-        losses.append(float(runner.step([{"input_ids": half, "labels": half} for half in ids.chunk(2)], call)))
+        halves = [{"input_ids": half, "labels": half} for half in ids.chunk(2)]
+        losses.append(float(runner.step([halves], call)))
     return losses
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch.distributed as dist
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.runtime.mesh import build_meshes
 from tests.pool import JobError, WorkerPool
 from tests.runtime.plans import make_plan
@@ -86,11 +83,3 @@ def test_strategy_must_take_the_whole_stage() -> None:
     plan = make_plan([["a", "b"]], [[Strategy(data=2), Strategy(data=1)]], 8)
     with pytest.raises(InputError, match="strategy of b"):
         build_meshes(plan, "cpu")
-
-
-def test_schedules_that_are_only_priced_are_refused() -> None:
-    plan = make_plan([["a"], ["b"]], [[Strategy()], [Strategy()]], 2)
-    with pytest.raises(InputError, match="zb-1p"):
-        build_meshes(replace(plan, schedule=Schedule.ZERO_BUBBLE_1P), "cpu")
-    with pytest.raises(InputError, match="virtual_stages"):
-        build_meshes(replace(plan, schedule=Schedule.INTERLEAVED, virtual_stages=2), "cpu")

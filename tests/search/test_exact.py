@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.errors import InfeasibleError
-from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE
+from galvatron_lite.parallelism.pipeline.schedule import SIMPLE
 from galvatron_lite.search.best_first import finished, search
 from galvatron_lite.search.infeasible.lean import leanest
 from galvatron_lite.search.planner import find_plan
@@ -82,8 +82,8 @@ def test_the_leanest_plan_needs_the_least_that_any_plan_needs(seed: int) -> None
 def test_the_planner_names_the_least_that_any_plan_of_the_whole_space_needs(seed: int) -> None:
     asked = random_instance(seed)
     whole = Space(asked.profile.graph, asked.profile.cluster.levels[0].size)
-    least = Brute(asked.profile, 2, 4, EXECUTABLE, asked.fixed, whole).peaks()[0]
-    question = {"devices": 2, "global_batch": 4, "fixed": asked.fixed, "schedules": EXECUTABLE}
+    least = Brute(asked.profile, 2, 4, SIMPLE, asked.fixed, whole).peaks()[0]
+    question = {"devices": 2, "global_batch": 4, "fixed": asked.fixed, "schedules": SIMPLE}
     with pytest.raises(InfeasibleError) as error:
         find_plan(asked.profile, budget=least - 1, **question)
     assert error.value.smallest_budget == least

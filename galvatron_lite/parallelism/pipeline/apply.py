@@ -1,7 +1,8 @@
 """Training a model as a pipeline of stages. The engine uses it in this order:
 
 1. ``find_shared`` on the whole model: parameters that layers share (embedding and head).
-2. ``StageModel``: drops what belongs to other stages; then the engine shards the stage's layers.
+2. ``StageModel``: drops what belongs to other stages; then the engine shards the stage's layers. Where a rank runs
+   several stages, each is made of a copy of the model's structure.
 3. ``pipeline_groups`` (every rank), ``SharedCopies`` for parameters shared between stages, ``PipelineRunner``.
 4. For every training step: ``PipelineRunner.step``, then ``SharedCopies.reduce``, before clipping and the optimizer.
 
@@ -14,12 +15,15 @@ The order of work is theirs.
 
 from __future__ import annotations
 
-from galvatron_lite.parallelism.pipeline.runner import PipelineRunner
+from galvatron_lite.parallelism.pipeline.runner import Chunk, PipelineRunner
 from galvatron_lite.parallelism.pipeline.stage import StageModel
+from galvatron_lite.parallelism.pipeline.table import Pipeline
 from galvatron_lite.parallelism.pipeline.tied import SharedCopies, SharedParameter, find_shared
 from galvatron_lite.parallelism.pipeline.transfer import PipelineGroups, pipeline_groups
 
 __all__ = [
+    "Chunk",
+    "Pipeline",
     "PipelineGroups",
     "PipelineRunner",
     "SharedCopies",

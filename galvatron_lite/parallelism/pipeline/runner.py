@@ -1,8 +1,8 @@
-"""The execution of one stage's schedule."""
+"""The execution of the stages of one rank, in the order of the table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,19 +11,22 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from galvatron_lite.model.batch import tensors_of
-from galvatron_lite.parallelism.pipeline.schedule import Action, Pass, stage_actions
+from galvatron_lite.parallelism.pipeline.carry import check_known
+from galvatron_lite.parallelism.pipeline.deferral import Deferral, Later
+from galvatron_lite.parallelism.pipeline.post import Box, Post
+from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
 from galvatron_lite.parallelism.pipeline.stage import StageModel
+from galvatron_lite.parallelism.pipeline.table import Pipeline, Programme, programme_of
 from galvatron_lite.parallelism.pipeline.transfer import (
-    Channel,
-    Incoming,
     PipelineGroups,
     Slot,
     Value,
     arrived,
     differentiable,
-    template_of,
 )
-from galvatron_lite.plans.schema import Schedule
+
+Call = Callable[[int, Any], Any]
+"""``call(chunk, microbatch)`` runs a stage's model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,149 +54,177 @@ class Luggage:
     unpack: Callable[[Value, Any], Value] = lambda value, _: value
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One of a rank's stages.
+
+    Attributes:
+        stage: its part of the model.
+        luggage: how values travel.
+        deferral: keeps what makes the gradients of weights; None: they are made in backward.
+    """
+
+    stage: StageModel
+    luggage: Luggage = Luggage()
+    deferral: Deferral | None = None
+
+
 @dataclass(slots=True)
 class _Step:
-    """The state of one training step."""
+    """The state of one step."""
 
-    microbatches: Sequence[Any]
-    call: Callable[[Any], Any]
-    shape: object
+    microbatches: Sequence[Sequence[Any]]
+    call: Call
     loss: Tensor
-    passes: dict[int, _InFlight] = field(default_factory=dict)
-    expected: dict[Action, Incoming] = field(default_factory=dict)
+    passes: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
+    later: dict[tuple[int, int], list[Later]] = field(default_factory=dict)
+    outputs: list[Any] = field(default_factory=list)
 
 
 class PipelineRunner:
-    """Runs one stage's share of a training step.
+    """Runs a rank's share of a training step.
 
     What travels is what ``StageModel.run`` returns, each tensor in the layout of the layer that made it, to the rank
-    with the same place in the next stage; the layers that read it convert it. What a stage hands on to a later one goes
-    with what it made itself, and gradients of all its readers are added on their way back.
+    with the same place in the group of devices that runs the next stage; the layers that read it convert it. What a
+    stage hands on to a later one goes with what it made itself, and gradients of all its readers are added on their way
+    back.
+
+    Attributes:
+        pipeline: how stages are spread, and the order of their passes.
 
     Args:
-        stage: this stage's part of the model; its hooks are attached here, so every other hook must be in place.
+        chunks: the rank's stages, in the order of the model; their hooks are attached here, so every other hook must be
+            in place.
         groups: from ``pipeline_groups``.
-        stages: how many.
-        index: this stage, 0 the first.
-        schedule: order of the micro-batches.
+        pipeline: the attribute.
+        index: number of this rank's group of devices, 0 the first.
         device: where activations live.
-        luggage: how values travel.
     """
 
     def __init__(
-        self,
-        stage: StageModel,
-        groups: PipelineGroups,
-        stages: int,
-        index: int,
-        schedule: Schedule,
-        device: torch.device,
-        luggage: Luggage | None = None,
+        self, chunks: Sequence[Chunk], groups: PipelineGroups, pipeline: Pipeline, index: int, device: torch.device
     ) -> None:
-        stage.attach()
-        self._luggage = luggage or Luggage()
-        self._stage, self._stages, self._index, self._schedule = stage, stages, index, schedule
-        self._device = device
-        self._previous = None if stage.first else _Neighbour(groups, index - 1, device)
-        self._next = None if stage.last else _Neighbour(groups, index + 1, device)
-        # what the previous stage sends, by the shapes of a micro-batch; shapes that were sent on already
-        self._templates: dict[object, tuple[Value, Any]] = {}
-        self._announced: set[object] = set()
+        for chunk in chunks:
+            chunk.stage.attach()
+        self.pipeline, self._chunks, self._index, self._device = pipeline, tuple(chunks), index, device
+        self._post = Post(groups, index, device)
 
     def step(
         self,
-        microbatches: Sequence[Any],
-        call: Callable[[Any], Any],
-        before_backward: Callable[[int], None] | None = None,
+        microbatches: Sequence[Sequence[Any]],
+        call: Call,
+        before_pass: Callable[[Action, bool], None] | None = None,
     ) -> Tensor:
-        """Forward and backward of every micro-batch.
+        """All passes of every micro-batch.
 
         Args:
-            microbatches: this rank's rows of each, in the layout of this stage's glue code; all of equal shapes.
-            call: runs the model on a micro-batch and returns its loss, scaled such that the sum over micro-batches
-                and batch ranks is the loss to be minimised. On other stages than the last it is left where the model
-                returns.
-            before_backward: called with the micro-batch's number before its backward pass.
+            microbatches: by stage of this rank: this rank's rows of each, in the layout of the stage's glue code; all
+                of equal shapes.
+            call: runs the model of a stage on a micro-batch and returns its loss, scaled such that the sum over
+                micro-batches and batch ranks is the loss to be minimised. On other stages than the last it is left
+                where the model returns.
+            before_pass: called with every pass before it, and whether it is the stage's last of this kind.
 
         Returns:
-            The sum of the scaled losses on the last stage, zero on the others.
+            The sum of the scaled losses where the last stage is, zero elsewhere.
         """
-        shape = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(microbatches[0]))
-        step = _Step(microbatches, call, shape, torch.zeros((), device=self._device))
-        actions = stage_actions(self._schedule, self._stages, self._index, len(microbatches))
-        for action, following in zip(actions, (*actions[1:], None), strict=True):
-            if action.what is Pass.FORWARD:
-                self._forward(step, action, following)
-            else:
-                if before_backward is not None:
-                    before_backward(action.microbatch)
-                self._backward(step, action, following)
-        for neighbour in (self._previous, self._next):
-            if neighbour is not None:
-                neighbour.finish()
+        programme = programme_of(self.pipeline, len(microbatches[0]), self._index)
+        step, box = self._begin(programme, microbatches, call)
+        last = {(action.what, action.chunk): action for action in programme.actions}
+        run = {Pass.FORWARD: self._forward, Pass.BACKWARD: self._backward, Pass.WEIGHT: self._weight}
+        for action, following in _pairs(programme.actions):
+            if before_pass is not None:
+                before_pass(action, last[action.what, action.chunk] == action)
+            run[action.what](step, box, action, following)
+        self._post.finish()
         return step.loss
 
-    def _forward(self, step: _Step, action: Action, following: Action | None) -> None:
-        received = self._arrived(step, action)
-        template, known = self._templates[step.shape] if self._previous else (None, None)
-        value, slots = arrived(template, received)
-        self._expect(step, following)
-        given = self._luggage.unpack(value, known) if self._previous else None
-        produced = self._stage.run(lambda: step.call(step.microbatches[action.microbatch]), given)
-        produced, knowledge = self._luggage.pack(produced) if self._next else (produced, None)
+    def outputs(self, microbatches: Sequence[Sequence[Any]], call: Call) -> list[Any]:
+        """Forward passes alone, without gradients.
+
+        Args:
+            microbatches: see ``step``.
+            call: runs the model of a stage on a micro-batch; what it returns on the last stage is the output.
+
+        Returns:
+            By micro-batch what the last stage made; nothing elsewhere.
+
+        Raises:
+            InputError: an output is made of what an earlier stage has.
+        """
+        programme = programme_of(self.pipeline, len(microbatches[0]), self._index, forward_only=True)
+        with torch.no_grad():
+            step, box = self._begin(programme, microbatches, call)
+            for action, following in _pairs(programme.actions):
+                self._forward(step, box, action, following)
+            self._post.finish()
+        return step.outputs
+
+    def _begin(self, programme: Programme, microbatches: Sequence[Sequence[Any]], call: Call) -> tuple[_Step, Box]:
+        step = _Step(microbatches, call, torch.zeros((), device=self._device))
+
+        def gradients(action: Action) -> list[Tensor] | None:
+            done = step.passes.get((action.chunk, action.microbatch))
+            return None if done is None else done.shapes
+
+        return step, Box(programme, _kind(microbatches), gradients)
+
+    def _forward(self, step: _Step, box: Box, action: Action, following: Action | None) -> None:
+        chunk, number = self._chunks[action.chunk], action.microbatch
+        received, given, slots = self._post.arrived(box, action), None, list[Slot]()
+        if not chunk.stage.first:
+            template, known = self._post.template(box, action)
+            value, slots = arrived(template, received)
+            given = chunk.luggage.unpack(value, known)
+        self._post.foresee(box, following)
+        part = step.microbatches[action.chunk][number]
+        produced = chunk.stage.run(lambda: step.call(action.chunk, part), given)
+        if not torch.is_grad_enabled():
+            self._hand_on(step, box, action, produced)
+            return
+        produced, knowledge = (produced, None) if chunk.stage.last else chunk.luggage.pack(produced)
         outputs = differentiable(produced)
         edges = [get_gradient_edge(tensor) for tensor in outputs]
         shapes = [torch.empty_like(tensor, device="meta") for tensor in outputs]
-        step.passes[action.microbatch] = _InFlight(slots, edges, shapes)
-        if self._next is None:
+        step.passes[action.chunk, number] = _InFlight(slots, edges, shapes)
+        if chunk.stage.last:
             step.loss += produced.detach()
         else:
-            self._send(self._next, step.shape, produced, knowledge)
+            self._post.send(box, action, produced, knowledge)
 
-    def _backward(self, step: _Step, action: Action, following: Action | None) -> None:
-        gradients = self._arrived(step, action)
-        self._expect(step, following)
-        done = step.passes.pop(action.microbatch)
+    def _hand_on(self, step: _Step, box: Box, action: Action, produced: Any) -> None:
+        chunk = self._chunks[action.chunk]
+        if chunk.stage.last:
+            check_known("the model's outputs", produced)
+            step.outputs.append(produced)
+        else:
+            self._post.send(box, action, *chunk.luggage.pack(produced))
+
+    def _backward(self, step: _Step, box: Box, action: Action, following: Action | None) -> None:
+        chunk, key = self._chunks[action.chunk], (action.chunk, action.microbatch)
+        gradients = self._post.arrived(box, action)
+        self._post.foresee(box, following)
+        done = step.passes.pop(key)
         if done.outputs:
-            torch.autograd.backward(done.outputs, gradients if self._next else None)
-        if self._previous is not None:
-            self._previous.backward.send([slot.taken(self._device) for slot in done.inputs])
+            torch.autograd.backward(done.outputs, None if chunk.stage.last else gradients)
+        if chunk.deferral is not None:
+            step.later[key] = chunk.deferral.take()
+        if not chunk.stage.first:
+            self._post.send(box, action, [slot.taken(self._device) for slot in done.inputs])
 
-    def _send(self, neighbour: _Neighbour, shape: object, produced: Value, knowledge: Any) -> None:
-        if shape not in self._announced:
-            neighbour.forward.send_object((template_of(produced), knowledge))
-            self._announced.add(shape)
-        neighbour.forward.send(list(tensors_of(produced)))
-
-    def _arrived(self, step: _Step, action: Action) -> list[Tensor]:
-        """What the neighbour sent for this pass; empty where nothing comes in."""
-        self._expect(step, action)
-        incoming = step.expected.pop(action, None)
-        return incoming.wait() if incoming is not None else []
-
-    def _expect(self, step: _Step, action: Action | None) -> None:
-        """Start receiving what a pass needs, once its shapes are known. The pass after the current one is expected
-        before the current one computes: its transfer runs meanwhile and takes one more buffer.
-        """
-        if action is None or action in step.expected:
-            return
-        if action.what is Pass.FORWARD and self._previous is not None:
-            if step.shape not in self._templates:
-                self._templates[step.shape] = self._previous.forward.receive_object()
-            likes = list(tensors_of(self._templates[step.shape][0]))
-            step.expected[action] = self._previous.forward.receive(likes)
-        elif action.what is Pass.BACKWARD and self._next is not None and action.microbatch in step.passes:
-            step.expected[action] = self._next.backward.receive(step.passes[action.microbatch].shapes)
+    def _weight(self, step: _Step, box: Box, action: Action, following: Action | None) -> None:
+        self._post.foresee(box, following)
+        tasks = step.later.pop((action.chunk, action.microbatch))
+        while tasks:
+            tasks.pop(0)()
 
 
-class _Neighbour:
-    """The channels to a neighbouring stage: activations travel forward, gradients backward."""
+def _pairs(actions: Sequence[Action]) -> zip[tuple[Action, Action | None]]:
+    """Every action with the one after it."""
+    return zip(actions, (*actions[1:], None), strict=True)
 
-    def __init__(self, groups: PipelineGroups, index: int, device: torch.device) -> None:
-        self.forward = Channel(groups.forward, index, device)
-        self.backward = Channel(groups.backward, index, device)
 
-    def finish(self) -> None:
-        """Wait for every send under way."""
-        self.forward.finish()
-        self.backward.finish()
+def _kind(microbatches: Sequence[Sequence[Any]]) -> Hashable:
+    """What the shapes of values that travel depend on, and whether they ask for gradients."""
+    shapes = tuple((tuple(tensor.shape), tensor.dtype) for own in microbatches for tensor in tensors_of(own[0]))
+    return torch.is_grad_enabled(), shapes

@@ -11,7 +11,11 @@ from galvatron_lite.plans.schema import Schedule
 
 ZERO_BUBBLE = (Schedule.ZERO_BUBBLE_1P, Schedule.ZERO_BUBBLE_2P, Schedule.ZERO_BUBBLE_V)
 """Schedules that split backward into the gradient of the input and that of the weights."""
-EXECUTABLE = (Schedule.GPIPE, Schedule.ONE_F_ONE_B)
+SIMPLE = (Schedule.GPIPE, Schedule.ONE_F_ONE_B)
+"""Schedules in which a group of devices runs one stage, and backward in one pass."""
+SEVERAL = (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE_V)
+"""Schedules in which a group of devices runs several stages."""
+EXECUTABLE = SIMPLE
 """Schedules that the runtime runs; the others are priced only."""
 
 
@@ -38,6 +42,23 @@ class Action:
     chunk: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What the passes of a step, and what they wait for, depend on.
+
+    Attributes:
+        schedule: order of passes.
+        groups: of devices that the stages are spread over (the pipeline degree).
+        virtual: stages of each group.
+        microbatches: a step.
+    """
+
+    schedule: Schedule
+    groups: int
+    virtual: int
+    microbatches: int
+
+
 def group_of(schedule: Schedule, pipeline: int, stage: int) -> int:
     """The group of devices that runs a (virtual) stage: round and round, with ``zb-v`` forth and back."""
     turn, place = divmod(stage, pipeline)
@@ -58,8 +79,8 @@ def stage_actions(
     GPipe runs every forward pass, then every backward pass. 1F1B (Narayanan et al. 2021, "Efficient Large-Scale
     Language Model Training on GPU Clusters", section 2.2) starts with ``stages - stage - 1`` forward passes and then
     alternates, so that a stage never holds the activations of more than ``stages - stage`` micro-batches. Interleaved
-    1F1B (same, figure 4): ``_interleaved``. Zero-bubble schedules depend on the seconds of each pass; see
-    ``cost.zero_bubble``.
+    1F1B (same, figure 4): ``_interleaved``. Zero-bubble schedules depend on the seconds of each pass and are not made
+    here, but in ``zero_bubble``; ``table.actions_of`` has all.
     """
     if schedule is Schedule.INTERLEAVED:
         return _interleaved(stages, stage, microbatches, virtual)

@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.pipeline.table import Pipeline
 from galvatron_lite.parallelism.pipeline.transfer import place_groups
 from galvatron_lite.parallelism.process_groups import ProcessGroups
+from galvatron_lite.plans.schema import Schedule
 
 COPIES = "shared parameters"
 """Purpose of the process groups of copies."""
@@ -65,16 +67,26 @@ def layer_of(name: str, layers: Sequence[Layer]) -> str:
     return next((layer.name for layer in layers if layer.role is Role.BEFORE), layers[0].name)
 
 
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """One parameter's copies on this rank, and the ranks that have others; None: there are none elsewhere."""
+
+    parameters: tuple[nn.Parameter, ...]
+    group: dist.ProcessGroup | None
+    source: int
+
+
 class SharedCopies:
     """This rank's copies of parameters that live on several stages.
 
     Args:
-        model: the stage's model, sharded.
+        models: the models of this rank's stages, sharded, by number of the stage.
         shared: from ``find_shared``.
         stages: names of each stage's layers.
         strategies: of every layer, by name.
         groups: makes process groups.
         reduced: what carries a parameter's reduced gradient, where that is not the parameter itself.
+        pipeline: how stages are spread over groups of devices; one each if not given.
 
     Attributes:
         counted_elsewhere: names of parameters here that another stage counts in the global gradient norm.
@@ -87,49 +99,108 @@ class SharedCopies:
 
     def __init__(
         self,
-        model: nn.Module,
+        models: Mapping[int, nn.Module],
         shared: Sequence[SharedParameter],
         stages: Sequence[Sequence[str]],
         strategies: Mapping[str, Strategy],
         groups: ProcessGroups | None = None,
         reduced: Mapping[nn.Parameter, nn.Parameter] | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         check_shared(shared, strategies)
         groups, self._reduced = groups or ProcessGroups(), reduced or {}
-        here = dist.get_rank() // (dist.get_world_size() // len(stages))
-        self._copies: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
-        counted_elsewhere = []
+        pipeline = pipeline or Pipeline(Schedule.ONE_F_ONE_B, len(stages))
+        self._copies: list[_Copies] = []
+        counted_elsewhere: list[str] = []
         for parameter in shared:
             holders = holding_stages(parameter, stages)
             if len(holders) < 2:
                 continue
-            group = groups.own(place_groups(holders, len(stages)), COPIES)
-            for name, layer in zip(parameter.names, parameter.layers, strict=True):
-                if layer in stages[here] and group is not None:
-                    self._copies.append((model.get_parameter(name), group))
-                    if here != holders[0]:
-                        counted_elsewhere.append(name)
-                    break
+            places = holding_groups(holders, pipeline)
+            group = groups.own(place_groups(places, pipeline.groups), COPIES) if len(places) > 1 else None
+            own = {stage: _name_in(parameter, stages[stage]) for stage in holders if stage in models}
+            counted_elsewhere += [name for stage, name in own.items() if stage != holders[0]]
+            if own:
+                found = dict.fromkeys(models[stage].get_parameter(name) for stage, name in own.items())
+                self._copies.append(_Copies(tuple(found), group, places.index(pipeline.group_of(holders[0]))))
         self.counted_elsewhere = frozenset(counted_elsewhere)
 
     @property
     def parameters(self) -> frozenset[nn.Parameter]:
         """This rank's copies."""
-        return frozenset(parameter for parameter, _ in self._copies)
+        return frozenset(parameter for copies in self._copies for parameter in copies.parameters)
 
     def reduce(self) -> None:
         """Sum the gradients of the copies. Call it once a step, when every other reduction is done."""
-        for parameter, group in self._copies:
-            carrier = self._reduced.get(parameter, parameter)
-            if carrier.grad is None:
-                carrier.grad = torch.zeros_like(carrier)
-            dist.all_reduce(_local(carrier.grad), group=group)
+        for copies in self._copies:
+            carriers = [self._reduced.get(parameter, parameter) for parameter in copies.parameters]
+            for carrier in carriers:
+                if carrier.grad is None:
+                    carrier.grad = torch.zeros_like(carrier)
+            first, *others = [_local(one.grad) for one in carriers if one.grad is not None]
+            for other in others:
+                first += other
+            if copies.group is not None:
+                dist.all_reduce(first, group=copies.group)
+            for other in others:
+                other.copy_(first)
 
     def start_equal(self) -> None:
         """Make the copies equal to the first stage's; every rank of the world calls it."""
         with torch.no_grad():
-            for parameter, group in self._copies:
-                dist.broadcast(_local(parameter), src=dist.get_global_rank(group, 0), group=group)
+            for copies in self._copies:
+                first, *others = [_local(one) for one in copies.parameters]
+                if copies.group is not None:
+                    dist.broadcast(first, src=dist.get_global_rank(copies.group, copies.source), group=copies.group)
+                for other in others:
+                    other.copy_(first)
+
+
+def _name_in(shared: SharedParameter, stage: Sequence[str]) -> str:
+    """The first name of a shared parameter in a stage that holds it."""
+    return next(name for name, layer in zip(shared.names, shared.layers, strict=True) if layer in stage)
+
+
+def shared_before(
+    models: Mapping[int, nn.Module],
+    stage: int,
+    shared: Sequence[SharedParameter],
+    stages: Sequence[Sequence[str]],
+) -> dict[str, nn.Parameter]:
+    """What a stage shares with earlier stages of the same rank, by its names there; what ZeRO shares out has copies.
+
+    Args:
+        models: of the earlier ones, sharded, by number of the stage.
+        stage: its number.
+        shared: from ``find_shared``.
+        stages: names of each stage's layers.
+    """
+    found: dict[str, nn.Parameter] = {}
+    for one in shared:
+        holders = [number for number in holding_stages(one, stages) if number in models]
+        if holders and set(one.layers) & set(stages[stage]):
+            parameter = models[holders[0]].get_parameter(_name_in(one, stages[holders[0]]))
+            names = [name for name, layer in zip(one.names, one.layers, strict=True) if layer in stages[stage]]
+            found |= {} if isinstance(parameter, DTensor) else dict.fromkeys(names, parameter)
+    return found
+
+
+def untie(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Give modules copies of parameters, by name, as splitting changes parameters in place."""
+    copies = {id(one): nn.Parameter(one.detach().clone(), one.requires_grad) for one in parameters.values()}
+    tie(model, {name: copies[id(one)] for name, one in parameters.items()})
+
+
+def tie(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Make modules hold other parameters than their own, by name."""
+    for name, parameter in parameters.items():
+        home, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(home), attribute, parameter)
+
+
+def holding_groups(holders: Sequence[int], pipeline: Pipeline) -> list[int]:
+    """The groups of devices of stages, in order."""
+    return sorted({pipeline.group_of(stage) for stage in holders})
 
 
 def holding_stages(shared: SharedParameter, stages: Sequence[Sequence[str]]) -> list[int]:

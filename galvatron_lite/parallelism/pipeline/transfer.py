@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from galvatron_lite.errors import LaunchError
 from galvatron_lite.model.batch import map_tensors, tensors_of
+from galvatron_lite.parallelism.pipeline.schedule import Pass
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 
 Value = Any
@@ -21,28 +23,49 @@ Value = Any
 
 @dataclass(frozen=True, slots=True)
 class PipelineGroups:
-    """The ranks with the same place in every stage, in the order of the stages.
+    """The ranks with the same place in every group of devices, in their order.
 
-    Forward and backward traffic have a group each: with NCCL the transfers of one group run in order, and a send that
-    waits for its receiver must not hold back the opposite direction.
+    Forward and backward traffic have a group each: with NCCL the transfers between two ranks of one group run in order,
+    and a send that waits for its receiver must not hold back the opposite direction. So has what goes back to an
+    earlier group of devices to be passed forward there, and the other way round.
+
+    Attributes:
+        forward, backward: to the next group of devices, and its gradients back.
+        forth, back: to an earlier group of devices in forward, and its gradients; None where each has one stage.
     """
 
     forward: dist.ProcessGroup
     backward: dist.ProcessGroup
+    forth: dist.ProcessGroup | None = None
+    back: dist.ProcessGroup | None = None
+
+    def between(self, what: Pass, source: int, target: int) -> dist.ProcessGroup:
+        """The group for what a pass sends from one group of devices to another."""
+        if what is Pass.FORWARD:
+            found = self.forward if source < target else self.forth
+        else:
+            found = self.backward if source > target else self.back
+        assert found is not None, "groups of several stages are made with turns=True"
+        return found
 
 
-def pipeline_groups(stages: int, groups: ProcessGroups | None = None) -> PipelineGroups:
+def pipeline_groups(stages: int, groups: ProcessGroups | None = None, *, turns: bool = False) -> PipelineGroups:
     """Make the groups of this rank. Every rank of the world calls this at the same time.
 
     Args:
-        stages: how many; divides the world size. Stage s holds the consecutive ranks [s*n, (s+1)*n).
+        stages: groups of devices; divides the world size. Number s holds the consecutive ranks [s*n, (s+1)*n).
         groups: makes them.
+        turns: whether stages go round the groups of devices more than once.
+
+    Raises:
+        LaunchError: they do not divide the world.
     """
     chains, groups = place_groups(range(stages), stages), groups or ProcessGroups()
-    forward, backward = groups.own(chains, "pipeline forward"), groups.own(chains, "pipeline backward")
-    if forward is None or backward is None:
+    purposes = ("pipeline forward", "pipeline backward", "pipeline forth", "pipeline back")
+    made = [groups.own(chains, purpose) for purpose in purposes[: 4 if turns else 2]]
+    if made[0] is None or made[1] is None:
         raise LaunchError(f"{dist.get_world_size()} processes cannot be split into {stages} equal stages.")
-    return PipelineGroups(forward, backward)
+    return PipelineGroups(made[0], made[1], *made[2:])
 
 
 def place_groups(chosen: Sequence[int], stages: int) -> list[list[int]]:
@@ -51,53 +74,71 @@ def place_groups(chosen: Sequence[int], stages: int) -> list[list[int]]:
     return [[stage * width + place for stage in chosen] for place in range(width)]
 
 
-class Channel:
-    """One direction of traffic between this stage and a neighbour.
+class Sender:
+    """One direction of traffic to another group of devices.
 
     Args:
-        group: the ranks with this rank's place in every stage.
-        peer: the neighbour's rank in that group (its stage number).
-        device: where received tensors live.
+        group: the ranks with this rank's place in every group of devices.
+        peer: number of the other group of devices.
+        device: where tensors live.
     """
 
     def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
         self._group, self._device = group, device
         self._peer = dist.get_global_rank(group, peer)
-        self._sending: deque[tuple[dist.Work | None, Tensor]] = deque()
+        self._sending: deque[list[tuple[dist.Work | None, Tensor]]] = deque()
 
-    def send(self, tensors: list[Tensor]) -> None:
-        """Start sending. At most one earlier send per tensor may still be under way, which bounds the memory kept."""
-        while len(self._sending) > len(tensors):
+    def send(self, tensors: Sequence[Tensor], room: int, announcement: Any = None) -> None:
+        """Start sending a message.
+
+        Args:
+            tensors: of the message.
+            room: messages that may be under way, with this one; waits for earlier ones where there are more.
+            announcement: what the receiver must know before; None: it knows.
+        """
+        while len(self._sending) >= room:
             self._finish_oldest()
-        for tensor in tensors:
-            data = tensor.detach().contiguous()
-            self._sending.append((dist.isend(data, self._peer, group=self._group), data))
-
-    def receive(self, templates: list[Tensor]) -> Incoming:
-        """Start receiving tensors shaped like the templates."""
-        buffers = [torch.empty(like.shape, dtype=like.dtype, device=self._device) for like in templates]
-        works = [dist.irecv(buffer, self._peer, group=self._group) for buffer in buffers]
-        return Incoming(buffers, works)
+        data = [] if announcement is None else _written(announcement, self._device)
+        data += [tensor.detach().contiguous() for tensor in tensors]
+        self._sending.append([(dist.isend(one, self._peer, group=self._group), one) for one in data])
 
     def finish(self) -> None:
         """Wait for every send under way."""
         while self._sending:
             self._finish_oldest()
 
-    def send_object(self, value: object) -> None:
-        """Send something small that can be pickled."""
-        dist.send_object_list([value], dst=self._peer, group=self._group, device=self._device)
-
-    def receive_object(self) -> Any:
-        """Receive what ``send_object`` sent."""
-        received: list[Any] = [None]
-        dist.recv_object_list(received, src=self._peer, group=self._group, device=self._device)
-        return received[0]
-
     def _finish_oldest(self) -> None:
-        work, _ = self._sending.popleft()
-        if work is not None:
-            work.wait()
+        for work, _ in self._sending.popleft():
+            if work is not None:
+                work.wait()
+
+
+class Receiver:
+    """The other end of a ``Sender``; arguments alike."""
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._peer = dist.get_global_rank(group, peer)
+
+    def announced(self) -> Any:
+        """Wait for an announcement."""
+        size = torch.zeros(1, dtype=torch.int64, device=self._device)
+        dist.recv(size, self._peer, group=self._group)
+        text = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+        dist.recv(text, self._peer, group=self._group)
+        return pickle.loads(text.cpu().numpy().tobytes())
+
+    def receive(self, templates: Sequence[Tensor]) -> Incoming:
+        """Start receiving tensors shaped like the templates."""
+        buffers = [torch.empty(like.shape, dtype=like.dtype, device=self._device) for like in templates]
+        works = [dist.irecv(buffer, self._peer, group=self._group) for buffer in buffers]
+        return Incoming(buffers, works)
+
+
+def _written(value: object, device: torch.device) -> list[Tensor]:
+    """A small value of this program's own ranks, as tensors; pickled as torch's object collectives do."""
+    text = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    return [torch.tensor([text.numel()], dtype=torch.int64, device=device), text.to(device)]
 
 
 @dataclass(frozen=True, slots=True)

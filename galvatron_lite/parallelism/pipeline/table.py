@@ -1,0 +1,232 @@
+"""The table of a step: what every group of devices does, in order. Planner and runtime read the same.
+
+Pure: no torch, no communication.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.pipeline.schedule import (
+    ZERO_BUBBLE,
+    Action,
+    Course,
+    Pass,
+    group_of,
+    stage_actions,
+    stage_at,
+)
+from galvatron_lite.parallelism.pipeline.times import PassOrder, even_order
+from galvatron_lite.parallelism.pipeline.zero_bubble import zero_bubble_actions
+from galvatron_lite.plans.schema import Plan, Schedule
+
+Table = tuple[tuple[Action, ...], ...]
+"""By group of devices: its passes, in order."""
+Link = tuple[Pass, int, int]
+"""Messages of forward (or backward) passes from one group to another; they arrive in the order they were sent."""
+ROOM = 2
+"""Messages of a link that may be under way before the sender waits: one that is sent, and one not yet asked for."""
+
+
+def actions_of(course: Course, order: PassOrder | None = None) -> Table:
+    """What every group of devices does in a step.
+
+    Args:
+        course: of the pipeline.
+        order: what a zero-bubble order is made from; passes that all take as long if not given.
+    """
+    if course.schedule in ZERO_BUBBLE:
+        return zero_bubble_actions(order or even_order(course.groups * course.virtual), course)
+    return tuple(
+        stage_actions(course.schedule, course.groups, group, course.microbatches, course.virtual)
+        for group in range(course.groups)
+    )
+
+
+def stage_of(course: Course, group: int, action: Action) -> int:
+    """The stage of a group's action."""
+    return stage_at(course.schedule, course.groups, group, action.chunk)
+
+
+def receiver(course: Course, group: int, action: Action) -> tuple[int, Action] | None:
+    """The group, and its action, that a pass's result is for; None where nothing waits for it in another stage."""
+    stage = stage_of(course, group, action)
+    target = stage + 1 if action.what is Pass.FORWARD else stage - 1
+    if action.what is Pass.WEIGHT or not 0 <= target < course.groups * course.virtual:
+        return None
+    place = group_of(course.schedule, course.groups, target)
+    return place, Action(action.what, action.microbatch, target // course.groups)
+
+
+def sender(course: Course, group: int, action: Action) -> int | None:
+    """The group that makes what a pass needs of another stage; None where it needs nothing."""
+    stage = stage_of(course, group, action)
+    source = stage - 1 if action.what is Pass.FORWARD else stage + 1
+    if action.what is Pass.WEIGHT or not 0 <= source < course.groups * course.virtual:
+        return None
+    return group_of(course.schedule, course.groups, source)
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """How stages are spread over groups of devices, and in which order they work.
+
+    Attributes:
+        schedule: order of passes.
+        groups: of devices.
+        virtual: stages of each group.
+        order: what a zero-bubble order is made from; None: passes that all take as long.
+    """
+
+    schedule: Schedule
+    groups: int
+    virtual: int = 1
+    order: PassOrder | None = None
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights are made in passes of their own."""
+        return self.schedule in ZERO_BUBBLE
+
+    def course(self, microbatches: int) -> Course:
+        """Of a step of so many micro-batches."""
+        return Course(self.schedule, self.groups, self.virtual, microbatches)
+
+    def group_of(self, stage: int) -> int:
+        """The group of devices that runs a stage."""
+        return group_of(self.schedule, self.groups, stage)
+
+    def stages_of(self, group: int) -> tuple[int, ...]:
+        """The stages of a group, in the order of the model."""
+        return tuple(stage_at(self.schedule, self.groups, group, chunk) for chunk in range(self.virtual))
+
+
+@dataclass(frozen=True, slots=True)
+class Programme:
+    """What one group of devices does in a step.
+
+    Attributes:
+        course: of the pipeline.
+        group: which.
+        actions: in order.
+        arriving: by link that ends here: the actions that its messages are for, in the order they are sent.
+        room: messages of a link that may be under way before the sender waits.
+    """
+
+    course: Course
+    group: int
+    actions: tuple[Action, ...]
+    arriving: dict[Link, tuple[Action, ...]]
+    room: int
+
+
+@lru_cache(maxsize=64)
+def programme_of(pipeline: Pipeline, microbatches: int, group: int, *, forward_only: bool = False) -> Programme:
+    """What a group does in a step.
+
+    Args:
+        pipeline: all groups.
+        microbatches: of the step.
+        group: which.
+        forward_only: leave out all but forward passes.
+
+    Raises:
+        InputError: the groups wait for one another in a circle.
+    """
+    course = pipeline.course(microbatches)
+    table = actions_of(course, pipeline.order)
+    if forward_only:
+        table = tuple(tuple(action for action in own if action.what is Pass.FORWARD) for own in table)
+    arriving: dict[Link, list[Action]] = {}
+    for source, own in enumerate(table):
+        for action in own:
+            target = receiver(course, source, action)
+            if target is not None and target[0] == group != source:
+                arriving.setdefault((action.what, source, group), []).append(target[1])
+    kept = {link: tuple(messages) for link, messages in arriving.items()}
+    return Programme(course, group, table[group], kept, room_of(course, table))
+
+
+def room_of(course: Course, table: Table) -> int:
+    """The fewest messages under way on a link (a power of two) with which a step comes to its end.
+
+    Raises:
+        InputError: the groups wait for one another in a circle, however many there are.
+    """
+    room = ROOM
+    while not ends(course, table, room):
+        room *= 2
+        if room > 2 * ROOM * len(table) * course.virtual * course.microbatches:
+            raise InputError(
+                "schedule", course.schedule.value, f"Its passes wait for one another in a circle: {course}."
+            )
+    return room
+
+
+def ends(course: Course, table: Sequence[Sequence[Action]], room: int) -> bool:
+    """Whether all groups come to the end of their actions where a message that is sent waits for those before it.
+
+    A group stands still before a pass whose input was not sent, and behind one whose result cannot be sent as ``room``
+    messages are on its link that the receiver has not asked for. It asks for messages in the order they are sent, when
+    it needs one of them.
+    """
+    links: dict[Link, deque[Action]] = {}
+    done: set[tuple[int, Action]] = set()
+    places, unsent = [0] * len(table), [False] * len(table)
+
+    def moves(group: int) -> bool:
+        action = table[group][places[group]]
+        target = receiver(course, group, action)
+        if not unsent[group]:
+            if not _ready(course, group, action, done) or not _taken(course, group, action, links):
+                return False
+            done.add((group, action))
+        if target is not None and target[0] != group:
+            link = links.setdefault((action.what, group, target[0]), deque())
+            unsent[group] = len(link) >= room
+            if unsent[group]:
+                return False
+            link.append(target[1])
+        places[group] += 1
+        return True
+
+    moved = True
+    while moved:
+        moved = False
+        for group, own in enumerate(table):
+            while places[group] < len(own) and moves(group):
+                moved = True
+    return all(place == len(own) for place, own in zip(places, table, strict=True))
+
+
+def _ready(course: Course, group: int, action: Action, done: set[tuple[int, Action]]) -> bool:
+    """Whether what a pass needs of its own group is there."""
+    own = {Pass.BACKWARD: Pass.FORWARD, Pass.WEIGHT: Pass.BACKWARD}.get(action.what)
+    if own is not None and (group, Action(own, action.microbatch, action.chunk)) not in done:
+        return False
+    if sender(course, group, action) != group:
+        return True
+    step = -1 if action.what is Pass.FORWARD else 1
+    return (group, Action(action.what, action.microbatch, action.chunk + step)) in done
+
+
+def _taken(course: Course, group: int, action: Action, links: dict[Link, deque[Action]]) -> bool:
+    """Ask for the message of a pass, and those before it; whether it was sent."""
+    source = sender(course, group, action)
+    if source is None or source == group:
+        return True
+    link = links.get((action.what, source, group))
+    if link is None or action not in link:
+        return False
+    while link.popleft() != action:
+        pass
+    return True
+
+
+def pipeline_of(plan: Plan) -> Pipeline:
+    """How the stages of a plan are spread, and in which order they work."""
+    return Pipeline(plan.schedule, plan.pipeline, plan.virtual_stages, plan.order)

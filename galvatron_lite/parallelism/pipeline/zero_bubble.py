@@ -1,0 +1,204 @@
+"""Zero-bubble pipelines: backward in two parts, ordered as the seconds of the passes ask for.
+
+Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241): B, the gradient of the input, is passed on at
+once; W, the gradient of the weights, fills gaps. Their schedules are found by a heuristic search within a limit of
+memory (section 3.1; p micro-batches a group for ``zb-1p``, 2p for ``zb-2p``; ``zb-v`` p with two half stages a group).
+Here every group is greedy under the same limit: B first, then F where the limit allows it, else W, unless another pass
+is due soon; like the paper's, the search takes the best of several such rules. Pure: no torch, no communication.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from heapq import heappop, heappush
+from math import inf
+
+from galvatron_lite.parallelism.pipeline.schedule import Action, Course, Pass, group_of, stage_at
+from galvatron_lite.parallelism.pipeline.times import PassOrder, StageTimes
+from galvatron_lite.plans.schema import Schedule
+
+_ROUNDS = 4
+"""Rounds of ``groups`` micro-batches that are simulated; from then on every group is busy without a gap."""
+_PATIENCE = (0.0, 0.5)
+"""Rules that are tried: W starts only in gaps of at least so many of its own durations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Micro-batches of each chunk that a group holds at its worst moment.
+
+    Attributes:
+        whole: between forward and B, by chunk.
+        pending: between B and W, by chunk.
+    """
+
+    whole: tuple[int, ...]
+    pending: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Worked:
+    """What one group of devices did in a step.
+
+    Attributes:
+        actions: its passes, in order.
+        span: seconds from its first pass to its last.
+        held: at its worst moment.
+    """
+
+    actions: tuple[Action, ...]
+    span: float
+    held: Held
+
+
+@dataclass(slots=True)
+class _Group:
+    """One group of devices as the simulation goes on: what may start, by chunk, and what is in memory."""
+
+    virtual: int
+    forwards: list[deque[tuple[float, int]]] = field(default_factory=list)
+    backwards: list[deque[tuple[float, int]]] = field(default_factory=list)
+    weights: deque[tuple[int, int]] = field(default_factory=deque)
+    actions: list[Action] = field(default_factory=list)
+    whole: list[int] = field(default_factory=list)
+    pending: list[int] = field(default_factory=list)
+    free: float = 0.0
+    begin: float = -1.0
+    most: float = 0.0
+    worst: Held = Held((), ())
+
+    def __post_init__(self) -> None:
+        """Empty queues."""
+        self.forwards = [deque() for _ in range(self.virtual)]
+        self.backwards = [deque() for _ in range(self.virtual)]
+        self.whole, self.pending = [0] * self.virtual, [0] * self.virtual
+
+    def choose(self, now: float, room: float, share: float, least: float) -> tuple[Pass, int] | None:
+        """The pass to start now: of equal ones that of the later chunk; a last place is kept for later chunks."""
+        for chunk in reversed(range(self.virtual)):
+            if self.backwards[chunk] and self.backwards[chunk][0][0] <= now:
+                return Pass.BACKWARD, chunk
+        used = sum(self.whole) + share * sum(self.pending)
+        for chunk in reversed(range(self.virtual)):
+            kept_free = self.virtual - 1 - chunk
+            if self.forwards[chunk] and self.forwards[chunk][0][0] <= now and used + 1 + kept_free <= room:
+                return Pass.FORWARD, chunk
+        return (Pass.WEIGHT, self.weights[0][0]) if self.weights and self.gap(now, used, room) >= least else None
+
+    def gap(self, now: float, used: float, room: float) -> float:
+        """Seconds until a pass arrives that could start then; infinite where none is known to be on its way."""
+        firsts = [queue[0][0] for queue in self.backwards if queue]
+        firsts += [
+            queue[0][0] for chunk, queue in enumerate(self.forwards) if queue and used + self.virtual - chunk <= room
+        ]
+        return min(firsts, default=inf) - now
+
+    def start(self, now: float, chosen: tuple[Pass, int], times: StageTimes, hidden: float) -> tuple[float, int] | None:
+        """Work through a pass; returns when its result arrives and for which micro-batch, None for W."""
+        what, chunk = chosen
+        self.begin = now if self.begin < 0.0 else self.begin
+        if what is Pass.WEIGHT:
+            self.actions.append(Action(what, self.weights.popleft()[1], chunk))
+            self.pending[chunk] -= 1
+            self.free = now + times.weight
+            return None
+        forward = what is Pass.FORWARD
+        queue, seconds, send = (
+            (self.forwards[chunk], times.forward, times.send_forward)
+            if forward
+            else (self.backwards[chunk], times.backward - times.weight, times.send_backward)
+        )
+        index = queue.popleft()[1]
+        self.actions.append(Action(what, index, chunk))
+        self.free = now + seconds + (1.0 - hidden) * send
+        self.whole[chunk] += 1 if forward else -1
+        if not forward:
+            self.pending[chunk] += 1
+            self.weights.append((chunk, index))
+        return self.free + hidden * send, index
+
+    def note(self, share: float) -> None:
+        """Remember the worst moment."""
+        used = sum(self.whole) + share * sum(self.pending)
+        if used > self.most:
+            self.most, self.worst = used, Held(tuple(self.whole), tuple(self.pending))
+
+    @property
+    def worked(self) -> Worked:
+        """What it has done."""
+        return Worked(tuple(self.actions), self.free - self.begin, self.worst)
+
+
+def zero_bubble_actions(order: PassOrder, course: Course) -> tuple[tuple[Action, ...], ...]:
+    """What every group of devices does in a step, in order, by the rule that ``shown_rounds`` found best."""
+    shown = shown_of(course)
+    if shown == course:
+        return tuple(worked.actions for worked in shown_rounds(order, course))
+    rules = [(_longest(_simulated(order, shown, rule)), rule) for rule in _PATIENCE]
+    return tuple(worked.actions for worked in _simulated(order, course, min(rules)[1]))
+
+
+def shown_of(course: Course) -> Course:
+    """The same with no more micro-batches than are simulated to choose a rule, and to price a step."""
+    return replace(course, microbatches=min(course.microbatches, _ROUNDS * course.groups))
+
+
+@lru_cache(maxsize=256)
+def shown_rounds(order: PassOrder, course: Course) -> tuple[Worked, ...]:
+    """What every group does in the first rounds of a step, by the best rule; then each is busy without a gap."""
+    return min((_simulated(order, shown_of(course), rule) for rule in _PATIENCE), key=_longest)
+
+
+def _longest(groups: tuple[Worked, ...]) -> float:
+    return max(group.span for group in groups)
+
+
+def _limit(course: Course) -> float:
+    """Micro-batches of a chunk that a group may hold."""
+    return course.groups * (1 if course.schedule is Schedule.ZERO_BUBBLE_1P else 2)
+
+
+def _simulated(order: PassOrder, course: Course, patience: float) -> tuple[Worked, ...]:
+    groups = [_Group(course.virtual) for _ in range(course.groups)]
+    room = _limit(course) + 1e-9
+    wakes: list[tuple[float, int]] = [(0.0, 0)]
+    groups[0].forwards[0].extend((0.0, index) for index in range(course.microbatches))
+    while wakes:
+        now, place = heappop(wakes)
+        group = groups[place]
+        if group.free > now:
+            continue
+        first = group.weights[0][0] if group.weights else 0
+        least = patience * order.stages[stage_at(course.schedule, course.groups, place, first)].weight
+        chosen = group.choose(now, room, order.share, least)
+        if chosen is None:
+            continue
+        stage = stage_at(course.schedule, course.groups, place, chosen[1])
+        result = group.start(now, chosen, order.stages[stage], order.hidden)
+        if result is not None:
+            _deliver(groups, wakes, course, stage, result, chosen[0] is Pass.FORWARD)
+        group.note(order.share)
+        heappush(wakes, (group.free, place))
+    return tuple(group.worked for group in groups)
+
+
+def _deliver(
+    groups: list[_Group],
+    wakes: list[tuple[float, int]],
+    course: Course,
+    stage: int,
+    what: tuple[float, int],
+    forward: bool,
+) -> None:
+    """Hand a pass's result to the stage that waits for it; the last forward to its own backward."""
+    last = course.groups * course.virtual - 1
+    if not forward and stage == 0:
+        return
+    turns = forward and stage == last
+    target = stage if turns else stage + 1 if forward else stage - 1
+    place = group_of(course.schedule, course.groups, target)
+    queue = groups[place].forwards if forward and not turns else groups[place].backwards
+    queue[target // course.groups].append(what)
+    heappush(wakes, (what[0], place))

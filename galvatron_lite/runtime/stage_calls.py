@@ -1,0 +1,87 @@
+"""Calling the model of a stage: its share of a batch, its loss, its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from galvatron_lite.model.batch import LossFn, batch_size, call_model, loss_of, map_tensors, slice_batch
+from galvatron_lite.parallelism.cuts.tensor import local_of
+from galvatron_lite.parallelism.spatial.apply import leaving
+from galvatron_lite.runtime.layout import WHOLE, Split
+from galvatron_lite.runtime.precision import compute_context
+from galvatron_lite.runtime.setup import StageRuntime
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """How models of stages are called.
+
+    Attributes:
+        compute: dtype of compute; None: that of the parameters.
+        device: of this rank.
+        loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``.
+    """
+
+    compute: torch.dtype | None
+    device: torch.device
+    loss_fn: LossFn | None
+
+    def parts(self, runtime: StageRuntime, batch: Any, rows: int) -> list[Any]:
+        """This rank's samples of every micro-batch of so many rows, in the layout of a stage's glue code."""
+        traffic, place = runtime.traffic, runtime.meshes.index_in_stage
+        ((top, bottom),) = traffic.glue.samples((rows,)).box(place, (rows,)).ranges
+        parts = [slice_batch(batch, start + top, start + bottom) for start in range(0, batch_size(batch), rows)]
+        return [traffic.cut_batch(part, self.device) for part in parts]
+
+    def loss(self, runtime: StageRuntime, part: Any, rows: int) -> Tensor:
+        """The mean loss of this rank's samples; zero where the stage is not the last."""
+        with self._running(runtime, rows):
+            output = call_model(runtime.model, part)
+            if not runtime.is_last:
+                return torch.zeros((), device=self.device)
+            return leaving(loss_of(output, part, self.loss_fn), runtime.traffic.border.lines)
+
+    def outputs(self, runtime: StageRuntime, part: Any, rows: int) -> tuple[Any, tuple[bool, ...]]:
+        """The model's own outputs, whole on every rank of the stage, and of each tensor whether it holds the samples.
+
+        Others (a loss) are means over the ranks' shares of the samples.
+        """
+        sampled: list[bool] = []
+
+        def gathered(tensor: Tensor) -> Tensor:
+            sampled.append(runtime.traffic.piece(tensor) is not None)
+            return _gathered(runtime, tensor)
+
+        with self._running(runtime, rows):
+            found = call_model(runtime.model, part)
+            return (map_tensors(found, gathered) if runtime.is_last else None), tuple(sampled)
+
+    @contextmanager
+    def _running(self, runtime: StageRuntime, rows: int) -> Iterator[None]:
+        runtime.traffic.begin(rows)
+        try:
+            with compute_context(self.compute, self.device):
+                yield
+        finally:
+            runtime.traffic.end()
+
+
+def _gathered(runtime: StageRuntime, tensor: Tensor) -> Tensor:
+    traffic, group = runtime.traffic, runtime.glue_groups.batch
+    piece = traffic.piece(tensor)
+    if piece is not None:
+        whole = Split(piece.split.devices, (WHOLE,) * len(piece.shape))
+        return traffic.mover(piece.tensor, piece.split, whole, piece.shape)
+    plain = local_of(tensor)
+    if group is None or not plain.is_floating_point():
+        return plain
+    total = plain.clone()
+    dist.all_reduce(total, group=group)
+    return total / traffic.glue.batch
