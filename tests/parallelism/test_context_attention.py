@@ -205,3 +205,21 @@ def test_selective_recomputation_keeps_a_ring() -> None:
 
     # c - 1 hops in forward; in backward as many, and those of gradients
     assert run_threads(4, work) == [9] * 4
+
+
+def test_gathering_by_ids() -> None:
+    """Items chosen by ids of shared tokens: from a whole table, and from what is shared as they are."""
+    torch.manual_seed(0)
+    table, ids, logits = torch.randn(2, 20), torch.randint(0, 20, (2, 16)), torch.randn(2, 16, 20)
+
+    def work(group: ThreadGroup) -> None:
+        cut = (Cut(1, 16, Mirrored(group)),)
+        shared, scores = (own(one, cut, rules_of(RING)) for one in (ids, logits))
+        for found, expected in (
+            (torch.gather(table, 1, shared), table.gather(1, ids)),
+            (scores.gather(2, ids[..., None]), logits.gather(2, ids[..., None])),
+        ):
+            assert cuts_of(found) == cut
+            assert torch.equal(whole(found), expected)
+
+    run_threads(2, work)

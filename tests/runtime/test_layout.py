@@ -114,3 +114,19 @@ def test_what_cannot_be_shared_is_refused() -> None:
         Layout(1, 2, 2).hidden((2, 3, 4))
     with pytest.raises(InputError, match="layout"):
         Layout(2, 3, 4)
+
+
+def test_an_early_and_a_late_piece_of_the_tokens() -> None:
+    """Ranks that share tokens take them from both ends; a tensor group splits each rank's again."""
+    shape = (8, 16, 3)
+    tokens = [
+        [box.ranges[1] for box in layout_of(strategy).hidden(shape).boxes(place, shape)]
+        for strategy in (Strategy(data=2, context=2), Strategy(context=2, tensor=2, sequence_parallel=True))
+        for place in range(4)
+    ]
+    early, late = [(0, 4), (12, 16)], [(4, 8), (8, 12)]
+    assert tokens == [early, late, early, late, early[:1], early[1:], late[:1], late[1:]]
+    uneven = (8, 18, 3)
+    assert layout_of(Strategy(context=2)).hidden(uneven).box(1, uneven) == Box(((0, 8), (9, 18), (0, 3)))
+    with pytest.raises(InputError, match="context=1"):
+        layout_of(Strategy(context=2)).hidden(shape).box(0, shape)

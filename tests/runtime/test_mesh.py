@@ -83,3 +83,13 @@ def test_strategy_must_take_the_whole_stage() -> None:
     plan = make_plan([["a", "b"]], [[Strategy(data=2), Strategy(data=1)]], 8)
     with pytest.raises(InputError, match="strategy of b"):
         build_meshes(plan, "cpu")
+
+
+def test_ranks_that_share_tokens_share_states(pool: WorkerPool) -> None:
+    strategy = Strategy(data=2, context=2, tensor=2, zero_stage=3)
+    names = ("data", "zero", "context", "tensor", "batch", "gradients")
+    found = pool.run(8, groups_of, stages=[[strategy, replace(strategy, ulysses=True)]], of=strategy, names=names)
+    assert found[5] == {
+        "data": [1, 5], "zero": [5, 7], "context": [5, 7], "tensor": [4, 5], "batch": [1, 5],
+        "gradients": [1, 3, 5, 7], "mesh": [[1, 3], [5, 7]], "place": (0, 5, 1, 1), "pipeline": None,
+    }  # fmt: skip

@@ -14,7 +14,8 @@ from tests.pool import WorkerPool
 
 TOKENS, PICTURE = (8, 12, 3), (4, 4, 5, 7)
 SPLITS = {
-    TOKENS: [Layout(4, 1, 4), Layout(2, 1, 4), Layout(2, 2, 4), Layout(1, 1, 4), Layout(1, 4, 4)],
+    TOKENS: [Layout(4, 1, 4), Layout(2, 1, 4), Layout(2, 2, 4), Layout(1, 1, 4), Layout(1, 4, 4),
+        Layout(2, 1, 4, context=2), Layout(1, 1, 4, context=2), Layout(1, 2, 4, context=2)],
     PICTURE: [
         Layout(4, 1, 4), Layout(2, 1, 4, (1, 2, 1)), Layout(1, 1, 4, (1, 2, 2)), Layout(1, 1, 4, (1, 1, 4)),
         Layout(1, 1, 4), Layout(1, 1, 4, channels=4), Layout(1, 1, 4, (2, 1, 2)),
@@ -22,8 +23,9 @@ SPLITS = {
 }  # fmt: skip
 
 
-def cut(whole: torch.Tensor, piece: Box) -> torch.Tensor:
-    return whole[tuple(slice(start, stop) for start, stop in piece.ranges)]
+def cut(whole: torch.Tensor, pieces: tuple[Box, ...]) -> torch.Tensor:
+    """Boxes along the tokens, one behind the other."""
+    return torch.cat([whole[tuple(slice(start, stop) for start, stop in piece.ranges)] for piece in pieces], 1)
 
 
 def move_everywhere(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -32,8 +34,8 @@ def move_everywhere(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
     splits = [layout.hidden(shape) for layout in SPLITS[shape]]
     for source, target in itertools.product(splits, splits):
-        own = cut(whole, source.box(place, shape)).clone()
-        wanted = cut(whole, target.box(place, shape))
+        own = cut(whole, source.boxes(place, shape)).clone()
+        wanted = cut(whole, target.boxes(place, shape))
         if dtype.is_floating_point:
             own.requires_grad_()
         moved = mover(own, source, target, shape)

@@ -65,7 +65,7 @@ def attention(way: Way) -> Handler:
             if apart is None or dims != TOKENS + 2 or _takes_gradient(given["attn_mask"]) or not _plain_heads(given):
                 made = _with_all_keys(given, cuts[0])
             else:
-                made = way({**given, **{name: local_of(given[name]) for name in _NAMES[:3]}}, cuts[0], apart)
+                made = way({**given, **{name: _cast(local_of(given[name])) for name in _NAMES[:3]}}, cuts[0], apart)
         return cut_like(made, cuts, call.rules)
 
     return handler
@@ -130,6 +130,14 @@ def own_chances(rank: int, device: torch.device, needed: bool) -> Iterator[None]
 
 def _seed() -> int:
     return int(torch.randint(_SEEDS, (), device="cpu").item())
+
+
+def _cast(tensor: Tensor) -> Tensor:
+    """As autocast casts what attention is given."""
+    kind = tensor.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind)) if tensor.is_floating_point() else tensor
 
 
 def _scale(given: dict[str, Any]) -> float:

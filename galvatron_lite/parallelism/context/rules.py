@@ -6,11 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.parallelism.context.attention import attention, by_ring, by_ulysses
+from galvatron_lite.parallelism.context.attention import Way, attention, by_ring, by_ulysses
+from galvatron_lite.parallelism.cuts.alignment import at, brought, first_cuts
 from galvatron_lite.parallelism.cuts.calls import argument, fronted
 from galvatron_lite.parallelism.cuts.fallback import on_whole
 from galvatron_lite.parallelism.cuts.shared import SHARED
-from galvatron_lite.parallelism.cuts.tensor import Call, CutTensor, Handler, Rules, cut_like, cuts_of, shares_only
+from galvatron_lite.parallelism.cuts.tensor import (
+    Call,
+    CutTensor,
+    Handler,
+    Rules,
+    cut_like,
+    cuts_of,
+    shares_only,
+    whole_shape,
+)
 from galvatron_lite.parallelism.spatial import norms
 
 
@@ -34,15 +44,37 @@ def _addmm(call: Call) -> Any:
         return cut_like(call.function(*call.args, **call.kwargs), rows.cuts, call.rules)
 
 
+def _gather(call: Call) -> Any:
+    """``gather(x, dim, index)``: the result is cut as the index is, or else as the tensor."""
+    call = fronted(call)
+    tensor, dim, index = call.args[0], argument(call, 1, "dim"), argument(call, 2, "index")
+    dims = len(whole_shape(tensor))
+    place = dim % dims
+    cuts = first_cuts([cuts_of(index), cuts_of(tensor)])
+    unlike = any(whole_shape(tensor)[one.dim] != whole_shape(index)[one.dim] for one in cuts if one.dim != place)
+    if unlike or at(cuts_of(tensor), place) is not None:
+        return on_whole(call)
+    with shares_only():
+        own = brought(tensor, tuple(one for one in cuts if one.dim != place), dims)
+        return cut_like(call.function(own, dim, brought(index, cuts, dims)), cuts, call.rules)
+
+
 HANDLERS: Mapping[str, Handler] = {
     **SHARED,
     "layer_norm": norms.HANDLERS["layer_norm"],
     "rms_norm": norms.HANDLERS["rms_norm"],
     "embedding": _embedding,
     "addmm": _addmm,
+    "gather": _gather,
 }
-RING_RULES = Rules({**HANDLERS, "scaled_dot_product_attention": attention(by_ring)}, on_whole, ("context",))
-ULYSSES_RULES = Rules({**HANDLERS, "scaled_dot_product_attention": attention(by_ulysses)}, on_whole, ("context",))
+
+
+def _rules(way: Way) -> Rules:
+    handlers = {**HANDLERS, "scaled_dot_product_attention": attention(way)}
+    return Rules(handlers, on_whole, ("context",), "sequence")
+
+
+RING_RULES, ULYSSES_RULES = _rules(by_ring), _rules(by_ulysses)
 
 
 def rules_of(strategy: Strategy) -> Rules:

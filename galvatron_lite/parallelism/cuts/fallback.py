@@ -38,7 +38,9 @@ def refuse_writing(call: Call) -> None:
     written = next(cut_tensors(target), None)
     if written is not None:
         remedy = "Write what returns a new tensor instead (x = x.add(y) for x.add_(y), torch.where, torch.cat), or "
-        raise InputError(f"{call.name} of a split picture", _place(_caller()), f"{remedy}{keep_whole(written)}")
+        raise InputError(
+            f"{call.name} of a split {written.rules.what}", _place(_caller()), f"{remedy}{keep_whole(written)}"
+        )
 
 
 def gathered(value: Any) -> Any:
@@ -57,9 +59,10 @@ def warn_gathered(call: Call, picture: CutTensor) -> None:
     if any(cut.line.rank for cut in picture.cuts):
         return
     frame = _caller()
-    why = call.because or "has no rule for split pictures"
+    what = picture.rules.what
+    why = call.because or f"has no rule for split {what}s"
     message = (
-        f"torch.{call.name} {why}: in {_place(frame)} the whole picture is gathered on every "
+        f"torch.{call.name} {why}: in {_place(frame)} the whole {what} is gathered on every "
         f"rank, and what follows is computed by all of them. If that costs too much, {keep_whole(picture)}"
     )
     registry = frame.f_globals.setdefault("__warningregistry__", {})

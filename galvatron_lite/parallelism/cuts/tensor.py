@@ -97,11 +97,13 @@ class Rules:
         handlers: by the function's name.
         otherwise: of every other function.
         pins: degrees of a plan that cut what has these rules.
+        what: what that is, for messages.
     """
 
     handlers: Mapping[str, Handler]
     otherwise: Handler
     pins: tuple[str, ...] = ("depth", "height", "width")
+    what: str = "picture"
 
 
 class CutTensor(torch.Tensor):
