@@ -63,6 +63,7 @@ def auto_parallelize(
     delay: str | None = None,
     backend: str | None = None,
     adapt: Adapt | bool = False,
+    expert_capacity: float | None = None,
 ) -> ParallelModel | CyclicModel | InferenceModel | DevicesModel | DeepSpeedModel:
     """The model, split over the launched world.
 
@@ -92,6 +93,7 @@ def auto_parallelize(
             ``galvatron``, if not given.
         adapt: whether training is watched, and goes over to another plan where links, devices or memory turn out to be
             others than profiled (docs/adapting.md); or how.
+        expert_capacity: experts of a mixture drop what is beyond, see ``ParallelModel``; nothing if not given.
 
     Returns:
         An object used like the model, with ``train_step(batch, optimizer)``. For inference one that is called like the
@@ -124,11 +126,24 @@ def auto_parallelize(
     assert chosen is not None
     if wanted is Mode.INFERENCE and chosen.branches and chosen.devices > world_size() == 1:
         return _on_devices(model, chosen, layers, example, place)
+    options = {} if expert_capacity is None else _with_capacity(chosen, expert_capacity)
     made = _kind_of(chosen)(
-        model, chosen, layers, example, loss_fn=loss_fn, device=place, precision=precision, init_fn=init_fn, seed=seed
-    )
+        model, chosen, layers, example, loss_fn=loss_fn, device=place, precision=precision, init_fn=init_fn, seed=seed,
+        **options,
+    )  # fmt: skip
     steer(made, phased, settings, known)
     return made if wanted is Mode.TRAINING else _for_inference(made)
+
+
+def _with_capacity(plan: Plan, capacity: float) -> dict[str, Any]:
+    """The option that has experts drop tokens.
+
+    Raises:
+        InputError: what runs the plan has no such option.
+    """
+    if plan.cyclic is not None or plan.backend is not Trainer.GALVATRON:
+        raise InputError("expert_capacity", capacity, "Only plans of synchronous training with galvatron drop tokens.")
+    return {"expert_capacity": capacity}
 
 
 def _on_devices(model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, place: torch.device) -> DevicesModel:

@@ -66,6 +66,8 @@ class ParallelModel(Saving, nn.Module):
         tensor_plans: how layers are split by tensor parallelism, by name; found out if not given.
         init_fn: initial values of one module of a model on the meta device.
         seed: of those values.
+        expert_capacity: times an even share of a rank's copies of tokens that an expert takes of it, the rest being
+            dropped (``parallelism.expert.dispatch``); None: experts take what comes.
 
     Attributes:
         module: the user's model.
@@ -95,6 +97,7 @@ class ParallelModel(Saving, nn.Module):
         tensor_plans: Mapping[str, TensorPlan] | None = None,
         init_fn: Callable[[nn.Module], None] | None = None,
         seed: int = 0,
+        expert_capacity: float | None = None,
     ) -> None:
         super().__init__()
         self.device = pick_device() if device is None else torch.device(device)
@@ -102,7 +105,7 @@ class ParallelModel(Saving, nn.Module):
         self._compute = compute_dtype(precision or plan.precision)
         self.scaler = LossScaler(self._norm, self._multiply) if self._compute is torch.float16 else None
         self.entries = entries_of(model, layers)
-        options = Options(self.device, self._compute, tensor_plans, init_fn, seed, loss_fn)
+        options = Options(self.device, self._compute, tensor_plans, init_fn, seed, loss_fn, expert_capacity)
         self.runtime: StageRuntime = self._set_up(model, layers, batch, options)
         self.module = model
         self.steering: Steering | None = None

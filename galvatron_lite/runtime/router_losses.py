@@ -8,7 +8,7 @@ return them from the module that holds the blocks, and make the loss of them out
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,16 +55,20 @@ class _Shares:
     scale: float
 
 
-def install_router_losses(model: nn.Module, stage: Sequence[Placed], meshes: Meshes) -> None:
+def install_router_losses(
+    model: nn.Module, stage: Sequence[Placed], meshes: Meshes, experts: Collection[str] = ()
+) -> None:
     """Have the modules around the blocks return the routers' logits of all tokens, in place.
 
     Args:
         model: split already.
         stage: its layers.
         meshes: process groups.
+        experts: names of the parameters of experts that are spread.
     """
+    spread = {name.rpartition(".")[0] for name in experts}
     blocks = [placed for placed in stage if placed.layer.role is Role.BLOCK]
-    mixed = [one for one in blocks if find_mixtures(model.get_submodule(one.layer.modules[0]))]
+    mixed = [one for one in blocks if _is_mixed(model, one.layer.modules[0], spread)]
     shares = [_shares(placed, glue_of(stage), meshes) for placed in mixed]
     if all(one.group is None for one in shares):
         return
@@ -73,6 +77,10 @@ def install_router_losses(model: nn.Module, stage: Sequence[Placed], meshes: Mes
     around = {".".join(path.split(".")[:depth]) for path in paths for depth in range(len(path.split(".")) + 1)}
     for path in sorted(around, reverse=True):
         model.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
+
+
+def _is_mixed(model: nn.Module, path: str, spread: Collection[str]) -> bool:
+    return bool(find_mixtures(model.get_submodule(path))) or any(name.startswith(f"{path}.") for name in spread)
 
 
 def _shares(placed: Placed, glue: Placed, meshes: Meshes) -> _Shares:

@@ -73,6 +73,7 @@ class Options:
     init_fn: Callable[[nn.Module], None] | None
     seed: int
     loss_fn: LossFn | None = None
+    expert_capacity: float | None = None
     groups: ProcessGroups = field(default_factory=ProcessGroups)
 
 
@@ -322,7 +323,7 @@ def examine(
         InputError: a layer that cannot be split as its strategy says.
     """
     matmuls = tensor_plans(model, everything, batch) if options.tensor_plans is None else options.tensor_plans
-    plans = LayerPlans(matmuls, channel_plans(model, stage, batch))
+    plans = LayerPlans(matmuls, channel_plans(model, stage, batch), options.expert_capacity)
     return Known(plans, _sample_arguments(model, stage, glue_layout(stage), batch))
 
 
@@ -360,8 +361,9 @@ def assemble(
     mover = Mover(meshes.groups(stage[0].strategy).everyone, meshes.index_in_stage)
     traffic = Traffic(mover, border, rules_under(glue.strategy), options.compute, known.sampled)
     install_hooks(model, sharded.borders, traffic, incoming)
+    install_router_losses(model, stage, meshes, sharded.experts)
     tie(model, tied or {})
-    owned = owned_parameters(model, stage, meshes, sharded.shards)
+    owned = owned_parameters(model, stage, meshes, sharded.shards, sharded.experts)
     owned = [one for one in owned if not tied or all(one.parameter is not other for other in tied.values())]
     reducer = GradientReducer(reduced_parameters(owned))
     return StageRuntime(stage, meshes, owned, sharded, reducer, traffic, None, None, Updates(owned, reducer), model)

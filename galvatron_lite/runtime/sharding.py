@@ -11,14 +11,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.plan import ChannelPlan
 from galvatron_lite.parallelism.cuts.line import ProcessLine
 from galvatron_lite.parallelism.data.apply import Reduced
-from galvatron_lite.parallelism.expert.apply import spread_experts
+from galvatron_lite.parallelism.expert.apply import spread_experts, work_on_shares
 from galvatron_lite.parallelism.expert.exchange import ProcessExchange
+from galvatron_lite.parallelism.expert.find import Mixture, find_mixtures
 from galvatron_lite.parallelism.offload.apply import HostTraveller, offload_activations
 from galvatron_lite.parallelism.offload.states import HostCopy
 from galvatron_lite.parallelism.pipeline.tied import layer_of
@@ -143,10 +145,12 @@ class LayerPlans:
     Attributes:
         tensor: by layer name, where a strategy splits matmuls.
         channel: by module path, where it shares channels.
+        capacity: of experts, see ``expert.dispatch.Spread``.
     """
 
     tensor: Mapping[str, TensorPlan]
     channel: Mapping[str, ChannelPlan]
+    capacity: float | None = None
 
 
 def shard_stage(
@@ -175,8 +179,12 @@ def shard_stage(
         for placed in layers:
             place(placed.layer)
             _synchronise_norms(model, placed, meshes)
-            _spread_experts(model, placed, meshes, done)
+            mixtures = _mixtures(model, placed)
+            if mixtures:
+                _spread_experts(model, placed, meshes, plans.capacity, done)
             _split_matmuls(model, placed, meshes, plans.tensor, done)
+            if mixtures and placed.strategy.context > 1:
+                work_on_shares(model.get_submodule(placed.layer.modules[0]), mixtures)
             border = border_of(placed.layout.whole_channels, placed.strategy, meshes.groups(placed.strategy))
             for path in placed.layer.modules:
                 module, own = model.get_submodule(path), border
@@ -242,14 +250,31 @@ def _beside_experts(plan: TensorPlan, groups: StrategyGroups, sequence_parallel:
     return replace(plan, experts=tuple(replace(one, summed=not sequence_parallel) for one in plan.experts))
 
 
-def _spread_experts(model: nn.Module, placed: Placed, meshes: Meshes, done: Sharded) -> None:
+def _mixtures(model: nn.Module, placed: Placed) -> tuple[Mixture, ...]:
+    """The mixtures of experts of a block.
+
+    Raises:
+        InputError: it has none, and its strategy spreads experts.
+    """
+    if placed.layer.role is not Role.BLOCK:
+        return ()
+    found = find_mixtures(model.get_submodule(placed.layer.modules[0]))
+    if not found and placed.strategy.expert > 1:
+        remedy = f"No experts are found in {placed.layer.name}. Plan it with expert=1."
+        raise InputError("expert", placed.strategy.expert, remedy)
+    return found
+
+
+def _spread_experts(model: nn.Module, placed: Placed, meshes: Meshes, capacity: float | None, done: Sharded) -> None:
     """Each rank keeps its share of the experts of a block."""
     groups = meshes.groups(placed.strategy)
-    if groups.expert is None or placed.layer.role is not Role.BLOCK:
+    if groups.expert is None:
+        if capacity is not None:
+            spread_experts(model.get_submodule(placed.layer.modules[0]), None, None, capacity)
         return
     path, apart = placed.layer.modules[0], placed.strategy.sequence_parallel and groups.expert.sliced
     slices = ProcessExchange(groups.tensor) if apart else None
-    spread = spread_experts(model.get_submodule(path), ProcessExchange(groups.expert.line), slices)
+    spread = spread_experts(model.get_submodule(path), ProcessExchange(groups.expert.line), slices, capacity)
     done.experts |= {f"{path}.{name}": shard for name, shard in spread.items()}
 
 

@@ -19,7 +19,7 @@ def plan(
     case: Case, block: Strategy, cut: int | None = None, microbatches: int = 1, edge: Strategy | None = None
 ) -> Plan:
     """All blocks alike, the layers around them with samples and matmuls shared alike; two stages where it is cut."""
-    edge = edge or Strategy(data=block.batch_degree, tensor=block.tensor)
+    edge = edge or Strategy(data=block.batch_degree, tensor=block.tensor, context=block.context)
     strategies = {layer.name: block if layer.role is Role.BLOCK else edge for layer in case.layers}
     names = list(strategies)
     stages = [names] if cut is None else [names[:cut], names[cut:]]
@@ -30,7 +30,7 @@ def plan(
 def written(case: Case) -> Sequence[Plan]:
     if case.family == "mixtral-balanced":
         return [
-            plan(case, Strategy(data=4, expert=2)),
+            plan(case, Strategy(data=4, expert=4)),
             plan(case, Strategy(data=2, tensor=2, sequence_parallel=True), edge=Strategy(data=4)),
             plan(case, Strategy(data=4, expert=2), edge=Strategy(data=2, tensor=2)),
         ]
@@ -39,6 +39,8 @@ def written(case: Case) -> Sequence[Plan]:
     return [
         plan(case, Strategy(data=4, expert=4, recompute=Recompute.SELECTIVE)),
         plan(case, Strategy(zero=4, zero_stage=3, expert=2), microbatches=2),
+        plan(case, Strategy(data=2, zero=2, zero_stage=1, expert=2)),
+        plan(case, Strategy(data=2, context=2, expert=4)),
         plan(case, Strategy(data=2, zero=2, zero_stage=2, expert=2, recompute=Recompute.FULL)),
         plan(case, Strategy(data=2, expert=2), cut=3, microbatches=2),
         plan(case, Strategy(data=2, tensor=2, expert=2)),

@@ -50,7 +50,7 @@ def test_llama_equals_hugging_face() -> None:
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in SIZES if name.startswith(("gpt", "llama"))])
+@pytest.mark.parametrize("name", [name for name in SIZES if name.startswith(("gpt", "llama", "moe"))])
 def test_the_loss_is_the_mean_cross_entropy_and_later_tokens_are_not_seen(name: str) -> None:
     torch.manual_seed(0)
     model, tokens = build(name, layers=1), torch.randint(256, (2, 12))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _FAMILIES = (
     (sizes.GPT, "gpt", "GPT"),
     (sizes.LLAMA, "llama", "Llama"),
+    (sizes.MOE, "moe", "MoE"),
     (sizes.RESNET, "resnet", "ResNet"),
     (sizes.VGG, "vgg", "VGG"),
     (sizes.ALEXNET, "alexnet", "AlexNet"),

@@ -104,12 +104,14 @@ class LlamaMLP(nn.Module):
 class LlamaBlock(nn.Module):
     """Pre-norm transformer block; maps (samples, tokens, hidden) to the same shape."""
 
+    inner: type[nn.Module] = LlamaMLP
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.norm1 = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.attention = LlamaAttention(config)
         self.norm2 = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.mlp = LlamaMLP(config)
+        self.mlp = self.inner(config)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Attention and MLP, each added to its input."""
@@ -121,14 +123,16 @@ class LlamaBlock(nn.Module):
 class Llama(nn.Module):
     """Decoder language model; the head is untied unless the config ties it."""
 
+    block: type[nn.Module] = LlamaBlock
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.hidden)
-        self.blocks = nn.ModuleList(LlamaBlock(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(self.block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
-        self.apply(initialise)
+        self.apply(self._init_weights)
         if config.tied:
             self.head.weight = self.embed.weight
 

@@ -18,6 +18,10 @@ LLAMA: Sizes = {
     "llama-small": {"vocab": 256, "layers": 6, "hidden": 256, "heads": 8, "kv_heads": 4, "ffn_hidden": 688}
     | {"sequence": 256},
 }
+MOE: Sizes = {
+    "moe-tiny": {"vocab": 256, "layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn_hidden": 64}
+    | {"sequence": 64, "experts": 8, "choices": 2},
+}
 RESNET: Sizes = {
     "resnet-50": {"depths": (3, 4, 6, 3)},
     "resnet-152": {"depths": (3, 8, 36, 3)},

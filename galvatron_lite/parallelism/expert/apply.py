@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.cuts.tensor import CutTensor, cut_like, cuts_of, local_of
 from galvatron_lite.parallelism.expert.dispatch import Spread, mixed
 from galvatron_lite.parallelism.expert.exchange import Exchange
 from galvatron_lite.parallelism.expert.find import Mixture, find_mixtures
@@ -36,12 +37,10 @@ def spread_experts(
         How each parameter of an expert lies in the whole one, by its name in the block.
 
     Raises:
-        InputError: no mixture is found, or its experts cannot be spread so many ways.
+        InputError: experts that cannot be spread so many ways.
     """
     found = find_mixtures(block)
     ways = 1 if line is None else line.size
-    if not found:
-        raise InputError("expert", ways, f"No experts are found in {type(block).__name__}. Plan it with expert=1.")
     shards: dict[str, ParameterShard] = {}
     for mixture in found:
         _check(mixture, ways)
@@ -51,6 +50,28 @@ def spread_experts(
         spread = Spread(mixture.experts, line, slices, capacity)
         module.forward = partial(_routed, module.forward, spread)
     return shards
+
+
+def work_on_shares(block: nn.Module, mixtures: Iterable[Mixture]) -> None:
+    """Have the experts of a block work on this rank's share of tokens that ranks share, in place.
+
+    Args:
+        block: split already: what is outermost sees the cut tensors.
+        mixtures: found in it before.
+    """
+    for mixture in mixtures:
+        if not mixture.reason:
+            module = block.get_submodule(mixture.path)
+            module.forward = partial(_on_shares, module.forward)
+
+
+def _on_shares(forward: Forward, hidden: Tensor, index: Tensor, weights: Tensor, **options: Any) -> Tensor:
+    cuts = cuts_of(hidden)
+    alike = all([cut.dim for cut in cuts_of(one)] == [0] for one in (hidden, index, weights))
+    if not isinstance(hidden, CutTensor) or not alike:
+        return forward(hidden, index, weights, **options)
+    made: Tensor = cut_like(forward(*map(local_of, (hidden, index, weights)), **options), cuts, hidden.rules)
+    return made
 
 
 def _check(mixture: Mixture, ways: int) -> None:

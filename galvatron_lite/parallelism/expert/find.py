@@ -33,14 +33,17 @@ def find_mixtures(block: nn.Module) -> tuple[Mixture, ...]:
 
     Stacked experts: a module all of whose own parameters have the same first extent, one of them at least three dims
     (experts, ...), and whose forward takes hidden states (tokens, hidden), the numbers of the chosen experts and their
-    weights (tokens, choices), as all mixtures of transformers 5 have it.
+    weights (tokens, choices), as mixtures of transformers 5 have it. Experts that are modules of their own, equal ones
+    in a list beside a linear with an output for each, are found to say why they are not spread.
     """
-    return tuple(_stacked(block))
+    return (*_stacked(block), *_listed(block))
 
 
 def _stacked(block: nn.Module) -> Iterator[Mixture]:
     for path, module in block.named_modules():
         own = dict(module.named_parameters(recurse=False))
+        if not own or type(module).__module__.startswith("torch.nn."):
+            continue
         extents = {parameter.shape[0] for parameter in own.values() if parameter.dim() > 1}
         flat = any(parameter.dim() < 2 for parameter in own.values())
         if len(extents) != 1 or flat or max(parameter.dim() for parameter in own.values()) != 3:
@@ -48,6 +51,27 @@ def _stacked(block: nn.Module) -> Iterator[Mixture]:
         (experts,) = extents
         if experts > 1:
             yield Mixture(path, experts, tuple(own), _unlike(module))
+
+
+def _listed(block: nn.Module) -> Iterator[Mixture]:
+    for path, module in block.named_modules():
+        parts = list(module.children())
+        routers = {part.out_features for part in parts if isinstance(part, nn.Linear)}
+        for name, experts in module.named_children():
+            if isinstance(experts, nn.ModuleList) and len(experts) > 1 and len(experts) in routers and _equal(experts):
+                full = f"{path}.{name}".lstrip(".")
+                reason = (
+                    f"the experts of {full} are modules of their own, which its code calls one by one; stack their "
+                    "weights in one module that takes hidden states, chosen experts and their weights "
+                    "(model.zoo.moe.Experts)"
+                )
+                yield Mixture(full, len(experts), (), reason)
+
+
+def _equal(experts: nn.ModuleList) -> bool:
+    """Whether modules have the same parameters by name and shape."""
+    shapes = [[(name, tuple(one.shape)) for name, one in expert.named_parameters()] for expert in experts]
+    return bool(shapes[0]) and all(one == shapes[0] for one in shapes)
 
 
 def _unlike(module: nn.Module) -> str:

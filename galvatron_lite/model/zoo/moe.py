@@ -1,0 +1,99 @@
+"""A Mixtral style decoder language model: a Llama whose MLPs are mixtures of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.zoo.gpt import initialise
+from galvatron_lite.model.zoo.llama import Llama, LlamaBlock, LlamaConfig
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig(LlamaConfig):
+    """Shape of a mixture; ``ffn_hidden`` is the inner width of one expert.
+
+    Attributes:
+        experts: of each block.
+        choices: experts that a token takes.
+    """
+
+    experts: int = 8
+    choices: int = 2
+
+    def __post_init__(self) -> None:
+        # super() does not work in dataclasses with slots
+        LlamaConfig.__post_init__(self)
+        if not 1 <= self.choices <= self.experts:
+            raise InputError("choices", self.choices, f"A token takes 1 to {self.experts} of the experts.")
+
+
+class Experts(nn.Module):
+    """Gated SiLU MLPs, stacked: maps (tokens, hidden) to the weighted sum of what the chosen experts make of each."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        shape = config.experts, config.ffn_hidden, config.hidden
+        self.gate_proj, self.up_proj = (nn.Parameter(torch.empty(shape)) for _ in range(2))
+        self.down_proj = nn.Parameter(torch.empty(shape[0], shape[2], shape[1]))
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Rows of all tokens sorted by expert, one grouped matmul a projection.
+
+        Args:
+            hidden: (tokens, hidden).
+            index: (tokens, choices) numbers of experts.
+            weights: (tokens, choices).
+        """
+        order = torch.argsort(index.flatten(), stable=True)
+        numbers = torch.arange(1, len(self.up_proj) + 1, device=index.device)
+        ends = torch.searchsorted(index.flatten()[order], numbers).int()
+        rows = hidden[order // index.shape[-1]]
+        gate, up = (_grouped(rows, weight, ends) for weight in (self.gate_proj, self.up_proj))
+        made = _grouped(F.silu(gate) * up, self.down_proj, ends)
+        copies = torch.empty_like(made).index_copy(0, order, made).view(*index.shape, hidden.shape[-1])
+        return (copies * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+
+def _grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows (rows, inner) of each expert by its weight (experts, columns, inner)."""
+    return F.grouped_mm(rows.to(weight.dtype), weight.transpose(-2, -1), offs=ends)
+
+
+class Mixture(nn.Module):
+    """Router and experts; maps (samples, tokens, hidden) to the same shape."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.choices = config.choices
+        self.router = nn.Linear(config.hidden, config.experts, bias=False)
+        self.experts = Experts(config)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Each token takes the experts of its largest logits, weighted by their softmax."""
+        tokens = hidden.flatten(0, -2)
+        logits, index = self.router(tokens).float().topk(self.choices, dim=-1)
+        mixed: Tensor = self.experts(tokens, index, logits.softmax(-1).to(hidden.dtype))
+        return mixed.view_as(hidden)
+
+
+class MoEBlock(LlamaBlock):
+    """A Llama's block with a mixture for its MLP."""
+
+    inner = Mixture
+
+
+class MoE(Llama):
+    """Decoder language model whose MLPs are mixtures of experts."""
+
+    block = MoEBlock
+
+    def _init_weights(self, module: nn.Module) -> None:
+        initialise(module)
+        if isinstance(module, Experts):
+            for parameter in module.parameters():
+                nn.init.normal_(parameter, std=0.02)
