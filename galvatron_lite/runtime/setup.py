@@ -48,6 +48,7 @@ from galvatron_lite.runtime.materialize import Materializer
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
 from galvatron_lite.runtime.placement import Placed, Stages, glue_layout, glue_of, place_layers
 from galvatron_lite.runtime.redistribute import Mover
+from galvatron_lite.runtime.router_losses import check_router_losses, install_router_losses
 from galvatron_lite.runtime.sharding import (
     LayerPlans,
     Owned,
@@ -194,6 +195,7 @@ def prepare(
     check_shared(ties, {placed.layer.name: placed.strategy for placed in everything})
     if options.tensor_plans is None:
         options = replace(options, tensor_plans=tensor_plans(model, everything, batch))
+    check_router_losses(model, batch, plan)
     own = pipeline_of(plan).stages_of(group)
     known = tuple(examine(model, everything, stages[number], batch, options) for number in own)
     flow = known_flow(model, layers, batch, options.loss_fn) if len(stages) > 1 else None
