@@ -13,12 +13,14 @@ from galvatron_lite.errors import InputError, NonFiniteLossError
 from galvatron_lite.files import to_data
 from galvatron_lite.model.batch import LossFn, batch_of_call, batch_size, call_model, loss_of, map_tensors, slice_batch
 from galvatron_lite.model.graph import Layer
+from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.parallelism.backends import DEEPSPEED, check_runs
 from galvatron_lite.plans.export.deepspeed_config import DeepSpeedConfig, config_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.deepspeed.library import load
 from galvatron_lite.runtime.deepspeed.optimizer import EngineOptimizer
 from galvatron_lite.runtime.deepspeed.place import place_model
+from galvatron_lite.runtime.deepspeed.saving import DeepSpeedSaver, DeepSpeedSaving
 from galvatron_lite.runtime.deepspeed.settings import check_engine, common_strategy
 from galvatron_lite.runtime.deepspeed.state import full_state_dict, load_full_state_dict
 from galvatron_lite.runtime.mesh import join_world
@@ -29,7 +31,7 @@ _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 
-class DeepSpeedModel(nn.Module):
+class DeepSpeedModel(DeepSpeedSaving, nn.Module):
     """A model trained through ``deepspeed.initialize``; every rank makes one and gives it the same global batches.
 
     DeepSpeed's engine is made together with the optimizer, ``parallel.optimizer(factory, **options)``, which it takes
@@ -54,6 +56,7 @@ class DeepSpeedModel(nn.Module):
         plan: the plan.
         config: what DeepSpeed is told.
         engine: DeepSpeed's; None until there is an optimizer.
+        step: training steps done: those of ``train_step``, on top of those of the checkpoint that was loaded.
 
     Raises:
         LaunchError: the world's size is not the plan's, or DeepSpeed is missing.
@@ -80,11 +83,14 @@ class DeepSpeedModel(nn.Module):
         join_world(plan, self.device.type)
         self.config = self._config(precision)
         self._compute = _DTYPES[precision or plan.precision]
-        self._library, self._optimizer = load(self.device), None
+        # In a list: it is no part of this module.
+        self._library, self._pristine = load(self.device), [meta_copy(model)]
         (stage,) = place_layers(plan, layers)
         self.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         place_model(model, stage, self.device, init_fn, seed, self._partition)
         self.module, self._bound = model, list[Any]()
+        self._kept_by, self.step = list[DeepSpeedSaver](), 0
+        self._asked: tuple[float | None, Tensor | None] = None, None
 
     def _config(self, precision: str | None) -> DeepSpeedConfig:
         pinned = self.device.type == "cuda"
@@ -105,7 +111,7 @@ class DeepSpeedModel(nn.Module):
 
     def optimizer(self, factory: OptimizerFactory, **options: Any) -> torch.optim.Optimizer:
         """An optimizer over the parameters that are trained, which the engine made with it steps."""
-        return self._bind(factory(self.param_groups(), **options))
+        return self._bind(factory(self.param_groups(), **options), factory, options)
 
     def param_groups(self, groups: Any = None) -> list[dict[str, Any]]:
         """Parameter groups for an optimizer: those given, else all parameters that are trained."""
@@ -113,14 +119,16 @@ class DeepSpeedModel(nn.Module):
             groups = [{"params": [one for one in self.module.parameters() if one.requires_grad]}]
         return [dict(group) if isinstance(group, Mapping) else {"params": [group]} for group in groups]
 
-    def _bind(self, inner: torch.optim.Optimizer) -> EngineOptimizer:
+    def _bind(
+        self, inner: torch.optim.Optimizer, factory: OptimizerFactory | None = None, options: Any = None
+    ) -> EngineOptimizer:
         if self._bound:
             raise InputError("optimizer", type(inner).__name__, "The model has one already: it is made once.")
         data = to_data(self.config)
         engine = self._library.initialize(model=self.module, optimizer=inner, config=data, dist_init_required=False)[0]
         check_engine(engine, self.config)
         self._bound.append(engine)
-        return EngineOptimizer(inner, self)
+        return EngineOptimizer(inner, self, factory, options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The mean loss of a global batch, worked on in one go: ``parallel(batch)``, or as the model is called.
@@ -174,7 +182,10 @@ class DeepSpeedModel(nn.Module):
             self._bind(optimizer)
         self._check_own(optimizer)
         loss = self._mean(self._accumulate(batch))
-        self.update(self.max_grad_norm if max_grad_norm is None else max_grad_norm, loss)
+        self._asked = max_grad_norm, loss
+        # The optimizer's own step, where it is ours: schedulers look whether it was called.
+        (optimizer.step if isinstance(optimizer, EngineOptimizer) else self.update)()
+        self.step += 1
         return loss
 
     def _accumulate(self, batch: Any) -> Tensor:
@@ -188,17 +199,14 @@ class DeepSpeedModel(nn.Module):
             total += loss.detach().float() / count
         return total
 
-    def update(self, max_grad_norm: float | None = None, loss: Tensor | None = None) -> None:
-        """Update the parameters with the gradients of the last backward pass; drops them.
-
-        Args:
-            max_grad_norm: clip to this norm; that of the constructor if not given.
-            loss: of the batch, for an error's text and to see that it is finite.
+    def update(self) -> None:
+        """Update the parameters with the gradients of the last backward pass, clipped as was asked; drops them.
 
         Raises:
             NonFiniteLossError: see ``train_step``.
         """
-        engine, largest = self._ready(), max_grad_norm or self.max_grad_norm or 0.0
+        (norm, loss), self._asked = self._asked, (None, None)
+        engine, largest = self._ready(), (self.max_grad_norm if norm is None else norm) or 0.0
         taken = self._clipped(engine, largest, loss)
         if taken:
             engine.step()
@@ -237,6 +245,11 @@ class DeepSpeedModel(nn.Module):
             InputError: an entry is missing, or has another shape.
         """
         load_full_state_dict(self.module, state)
+
+    def _saver(self) -> DeepSpeedSaver:
+        if not self._kept_by:
+            self._kept_by.append(DeepSpeedSaver(self, *self._pristine))
+        return self._kept_by[0]
 
     def _ready(self) -> Any:
         if not self._bound:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,9 +20,17 @@ class EngineOptimizer(torch.optim.Optimizer):
     Args:
         inner: made by the user's factory.
         model: whose engine updates.
+        factory, options: what made it; None where the user did.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, model: DeepSpeedModel) -> None:
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        model: DeepSpeedModel,
+        factory: Callable[..., torch.optim.Optimizer] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.factory, self.options = factory, dict(options or {})
         # Not the base class' own: groups and states are those of the inner one, which DeepSpeed has made flat.
         self.inner, self._model = inner, model
         self.defaults = inner.defaults

@@ -15,6 +15,7 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import Offload, Strategy
 from galvatron_lite.plans.schema import Plan, Trainer
 from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
+from galvatron_lite.runtime.engine import ParallelModel
 from tests.runtime.plans import make_plan
 from tests.runtime.training import ADAMW, LAYERS, SAMPLES, make_batch, make_model
 
@@ -141,6 +142,54 @@ def from_meta() -> tuple[int, float]:
     return shards, loss
 
 
+def resumed(folder: str) -> dict[str, tuple[bool, bool, int]]:
+    """By stage: whether a run that was saved and loaded anew goes on like the one that was not stopped, in losses and
+    state, bit for bit; and the step that it goes on from. The last one is of a stage that another one wrote."""
+    found = {}
+    for name, source in (("zero1", ""), ("zero3", ""), ("data", ""), ("zero2", "zero3")):
+        one = make(plan_of(STRATEGIES[source or name]), max_grad_norm=CLIP)
+        optimizer = one.optimizer(torch.optim.AdamW, **ADAMW)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _falling)
+        for _ in range(2):
+            one.train_step(make_batch(), optimizer)
+            schedule.step()
+        written = f"{folder}/{name}"
+        one.save(written, optimizer, scheduler=schedule)
+        losses = [float(one.train_step(make_batch(), optimizer))]
+        found[name] = _again(name, written, losses, one.full_state_dict())
+    return found
+
+
+def _again(name: str, written: str, losses: list[float], state: dict[str, Tensor]) -> tuple[bool, bool, int]:
+    other = make(plan_of(STRATEGIES[name]), max_grad_norm=CLIP)
+    optimizer = other.optimizer(torch.optim.AdamW, **{**ADAMW, "lr": 1.0})
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _falling)
+    step = other.load(written, optimizer, scheduler=schedule).step
+    again = [float(other.train_step(make_batch(), optimizer))]
+    mine = other.full_state_dict()
+    return again == losses, all(torch.equal(tensor, mine[name]) for name, tensor in state.items()), step
+
+
+def from_galvatron(folder: str) -> bool:
+    """Whether DeepSpeed goes on from a checkpoint of a plan of this package's own runtime, as that one does."""
+    model = make_model(MODEL)
+    plan = replace(plan_of(STRATEGIES["zero3"]), backend=Trainer.GALVATRON)
+    ours = ParallelModel(model, plan, discover_layers(model), make_batch(), device="cpu", max_grad_norm=CLIP)
+    optimizer = ours.optimizer(torch.optim.AdamW, **ADAMW)
+    ours.train_step(make_batch(), optimizer)
+    ours.save(f"{folder}/ours", optimizer)
+    theirs = make(plan_of(STRATEGIES["zero2"]), max_grad_norm=CLIP)
+    engine = theirs.optimizer(torch.optim.AdamW, **ADAMW)
+    assert theirs.load(f"{folder}/ours", engine).step == 1
+    losses = [float(one.train_step(make_batch(), own)) for one, own in ((ours, optimizer), (theirs, engine))]
+    after = [float(one.train_step(make_batch(), own)) for one, own in ((ours, optimizer), (theirs, engine))]
+    return all(abs(own - other) <= 1e-5 * own for own, other in (losses, after))
+
+
+def _falling(step: int) -> float:
+    return 1.0 / (1 + step)
+
+
 @dataclass
 class Answers:
     """Of one process."""
@@ -151,11 +200,23 @@ class Answers:
     reloaded: tuple[bool, float, float, Tensor]
     refused: list[str]
     meta: tuple[int, float]
+    resumed: dict[str, tuple[bool, bool, int]]
+    across: bool
     seconds: float
 
 
-def everything() -> Answers:
+def everything(folder: str) -> Answers:
     """All of these in one world."""
     begun = time.process_time()
-    answers = Answers(trained(), in_bf16(), plainly(), reloaded(), refused(), from_meta(), 0.0)
+    answers = Answers(
+        trained(),
+        in_bf16(),
+        plainly(),
+        reloaded(),
+        refused(),
+        from_meta(),
+        resumed(folder),
+        from_galvatron(folder),
+        0.0,
+    )
     return replace(answers, seconds=time.process_time() - begun)

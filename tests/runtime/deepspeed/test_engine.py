@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
 
+from galvatron_lite.runtime.checkpoint.whole import load_into
 from tests.pool import WorkerPool
 from tests.runtime.deepspeed import jobs
 from tests.runtime.deepspeed.jobs import Answers
@@ -17,9 +19,15 @@ EVERY = sorted(jobs.STRATEGIES)
 
 
 @pytest.fixture(scope="module")
-def answers(pool: WorkerPool) -> Answers:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the processes save."""
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def answers(pool: WorkerPool, folder: Path) -> Answers:
     """Of the first of two processes; one job, as DeepSpeed takes seconds to start."""
-    first, second = pool.run(2, jobs.everything, timeout=300)
+    first, second = pool.run(2, jobs.everything, timeout=300, folder=str(folder))
     assert first.trained["zero3"].losses == second.trained["zero3"].losses
     return first
 
@@ -47,12 +55,13 @@ def test_bf16_trains_nearly_like_float32(answers: Answers, alone: Trained) -> No
     assert answers.bf16 != alone.losses
 
 
-def test_the_plain_loop_with_a_schedule_trains_like_one_process(answers: Answers) -> None:
+def _plainly(steps: int) -> tuple[list[float], torch.nn.Module, torch.optim.Optimizer]:
+    """One process, with a schedule."""
     model = make_model(jobs.MODEL)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     losses = []
-    for _ in range(3):
+    for _ in range(steps):
         loss = model(**make_batch())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), jobs.CLIP)
@@ -60,6 +69,11 @@ def test_the_plain_loop_with_a_schedule_trains_like_one_process(answers: Answers
         optimizer.zero_grad()
         schedule.step()
         losses.append(float(loss.detach()))
+    return losses, model, optimizer
+
+
+def test_the_plain_loop_with_a_schedule_trains_like_one_process(answers: Answers) -> None:
+    losses, model, _ = _plainly(3)
     assert_same(Trained(answers.plainly.losses, {}, answers.plainly.state), Trained(losses, {}, model.state_dict()))
 
 
@@ -89,3 +103,27 @@ def test_a_model_on_meta_is_made_in_shards(answers: Answers) -> None:
     total = sum(parameter.numel() for parameter in make_model(jobs.MODEL).parameters())
     assert total / 2 <= shards < 0.6 * total
     assert 3.0 < loss < 6.0
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3", "data", "zero2"])
+def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_been_stopped(answers: Answers, name: str) -> None:
+    assert answers.resumed[name] == (True, True, 2)
+
+
+@pytest.mark.usefixtures("answers")
+def test_the_plain_model_goes_on_from_a_checkpoint_of_deepspeed(folder: Path) -> None:
+    _, expected, theirs = _plainly(2)
+    model = make_model(jobs.MODEL)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    assert load_into(model, folder / "zero3", optimizer).step == 2
+    assert_same(Trained([], {}, model.state_dict()), Trained([], {}, expected.state_dict()))
+    moments = [
+        [state["exp_avg"] for state in one.state.values()] + [state["step"] for state in one.state.values()]
+        for one in (optimizer, theirs)
+    ]
+    torch.testing.assert_close(moments[0], moments[1], rtol=1e-3, atol=1e-7)
+    assert optimizer.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
+
+
+def test_deepspeed_goes_on_from_a_checkpoint_of_this_runtime(answers: Answers) -> None:
+    assert answers.across
