@@ -10,6 +10,7 @@ import typer
 import typer.core
 
 from galvatron_lite.cli.adapt import adapt_app
+from galvatron_lite.cli.checkpoint import checkpoint_app
 from galvatron_lite.cli.evaluate import evaluate_command
 from galvatron_lite.cli.export import export_command
 from galvatron_lite.cli.imports import plan_export_command, plan_import_command, profile_import_command
@@ -51,6 +52,7 @@ app.command(PROFILE_IMPORT, hidden=True)(profile_import_command)
 app.add_typer(plan_app, name="plan")
 plan_app.command("import")(plan_import_command)
 plan_app.command("export")(plan_export_command)
+app.add_typer(checkpoint_app, name="checkpoint")
 app.command("evaluate")(evaluate_command)
 app.command("launch", context_settings=SETTINGS)(launch_command)
 app.command("export")(export_command)

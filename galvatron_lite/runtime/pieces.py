@@ -104,11 +104,12 @@ def held_parameters(parallel: Parallel) -> list[Held]:
     """
     for runtime in parallel.runtimes:
         runtime.updates.publish()
-    return [
-        _held(parameter_name(parallel, one), one.parameter.detach(), one)
-        for runtime in parallel.runtimes
-        for one in runtime.owned
-    ]
+    return [held_parameter(parallel, one) for runtime in parallel.runtimes for one in runtime.owned]
+
+
+def held_parameter(parallel: Parallel, one: Owned) -> Held:
+    """What this rank holds of one parameter, as it was last published."""
+    return _held(parameter_name(parallel, one), one.parameter.detach(), one)
 
 
 def held_gradients(parallel: Parallel) -> list[Held]:

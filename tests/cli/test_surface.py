@@ -35,6 +35,7 @@ SURFACE = {
         "--segments", "--precision", "--image", "--network", "--quirk", "--contention", "--check", "--json", "--plot",
     },
     "adapt": set(),
+    "checkpoint": set(),
     "validate": {"--by", "--family", "--quality", "--calibration", "--worst", "--plot", "--json", "--skipped"},
 }  # fmt: skip
 
@@ -57,6 +58,8 @@ def test_the_commands_and_their_options_are_pinned() -> None:
         ["profile", "import"],
         ["plan", "import"],
         ["plan", "export"],
+        ["checkpoint", "show"],
+        ["checkpoint", "export"],
         ["evaluate"],
         ["validate"],
         ["oracle"],

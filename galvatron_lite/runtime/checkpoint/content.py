@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_tensors
 from galvatron_lite.runtime.checkpoint.manifest import Manifest, Whole
 from galvatron_lite.runtime.checkpoint.plain import alone, check_plain, generators
-from galvatron_lite.runtime.pieces import Parallel, held_buffers, parameter_name
+from galvatron_lite.runtime.pieces import Parallel, held_buffers, held_parameter, parameter_name
 from galvatron_lite.runtime.sharding import Owned
 
 
@@ -66,11 +65,12 @@ def blank_states(parallel: Parallel, manifest: Manifest, values: Mapping[str, An
         values: entries that are no tensors.
     """
     names = {parameter_name(parallel, one): one for runtime in parallel.runtimes for one in runtime.owned}
+    shapes = {name: held_parameter(parallel, one).shape for name, one in names.items()}
     found: dict[str, dict[str, Any]] = {}
     for entry, whole in manifest.tensors.items():
         name, _, key = entry.rpartition("/")
         if name in names and entry not in manifest.names:
-            found.setdefault(name, {})[key] = _blank(names[name], whole)
+            found.setdefault(name, {})[key] = _blank(names[name], whole, shapes[name])
     for entry, value in values.items():
         name, _, key = entry.rpartition("/")
         if name in names:
@@ -99,19 +99,19 @@ def _differs(buffer: Tensor) -> bool:
     return buffer.is_floating_point()
 
 
-def _blank(one: Owned, whole: Whole) -> Tensor:
-    """A tensor of a parameter's state, as this rank has it."""
-    parameter: Tensor = one.updated
-    dtype = getattr(torch, whole.dtype)
-    shape = list(whole.shape)
-    shard = one.shard
-    if shard is not None and len(shape) == len(shard.shape) and shape[shard.dim : shard.dim + 1]:
-        shape = [
-            own if extent == of_whole else extent
-            for extent, own, of_whole in zip(shape, parameter.shape, shard.shape, strict=True)
-        ]
-    if tuple(shape) == tuple(parameter.shape):
-        return torch.zeros_like(parameter.detach(), dtype=dtype)
-    if isinstance(parameter, DTensor) and len(shape) == parameter.dim():
-        return parameter.detach().new_zeros(shape, dtype=dtype)
-    return torch.zeros(shape, dtype=dtype, device=parameter.device if shape else "cpu")
+def _blank(one: Owned, whole: Whole, of_parameter: tuple[int, ...]) -> Tensor:
+    """A tensor of a parameter's state, as this rank has it.
+
+    Args:
+        one: the parameter.
+        whole: the tensor, as it was saved.
+        of_parameter: shape of the whole parameter.
+    """
+    like = one.updated.detach()
+    dtype: torch.dtype = getattr(torch, whole.dtype)
+    if whole.shape == of_parameter:
+        return torch.zeros_like(like, dtype=dtype)
+    if len(whole.shape) == len(of_parameter) > 0:
+        extents = zip(whole.shape, of_parameter, like.shape, strict=True)
+        return like.new_zeros([own if extent == full else extent for extent, full, own in extents], dtype=dtype)
+    return torch.zeros(whole.shape, dtype=dtype, device=like.device if whole.shape else "cpu")

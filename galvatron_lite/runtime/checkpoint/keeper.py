@@ -46,7 +46,7 @@ from galvatron_lite.runtime.checkpoint.manifest import (
 from galvatron_lite.runtime.checkpoint.options import check_members, merged, options_of, put_options, put_schedule
 from galvatron_lite.runtime.checkpoint.plain import put_generators, read_plain, write_plain
 from galvatron_lite.runtime.checkpoint.planners import PiecesLoader, PiecesSaver, apportioned
-from galvatron_lite.runtime.checkpoint.sealed import TORN, checked, write_sealed
+from galvatron_lite.runtime.checkpoint.sealed import META, TORN, checked, write_sealed
 from galvatron_lite.runtime.checkpoint.storage import FolderWriter, PiecesReader, metadata_of
 from galvatron_lite.runtime.peers import ProcessPeers, at_first, together
 from galvatron_lite.runtime.pieces import Chunk, Held, Parallel, all_of, held_buffers, held_parameters, held_states
@@ -224,7 +224,7 @@ class Keeper:
 
     def _write(self, place: Path, snapshot: Snapshot, keep: int | None) -> None:
         peers = self._peers
-        folder = at_first(peers, lambda: begin_folder(place), FIELD)
+        folder = at_first(peers, lambda: _begin(place), FIELD)
         try:
             writer = FolderWriter(folder, peers.rank)
             with _told(place, ROOM):
@@ -339,6 +339,18 @@ def _told(place: Path, remedy: str) -> Iterator[None]:
             f"Checkpoint {place}: another process is gone, or was silent for too long ({reason}). Start all processes "
             "again and resume with load_latest(folder): what was saved before is as it was."
         ) from error
+
+
+def _begin(place: Path) -> Path:
+    """Where the files are written first.
+
+    Raises:
+        InputError: in the checkpoint's place is something else, which must not be lost.
+    """
+    if place.exists() and not (place / META).is_file() and any(place.iterdir()):
+        remedy = "It holds something else. Give a folder of this checkpoint alone, as checkpoints/step-100."
+        raise InputError("folder", place, remedy)
+    return begin_folder(place)
 
 
 def _own_files(folder: Path, snapshot: Snapshot, writer: FolderWriter, rank: int) -> dict[str, Content]:

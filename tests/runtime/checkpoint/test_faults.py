@@ -1,0 +1,146 @@
+"""Checkpoints that something went wrong with: nothing that was saved before is lost, and what to do is said."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.runtime.checkpoint.manifest import check_whole
+from galvatron_lite.runtime.checkpoint.plain import read_plain
+from galvatron_lite.runtime.checkpoint.sealed import META
+from galvatron_lite.runtime.checkpoint.whole import load_into
+from tests.pool import WorkerPool
+from tests.runtime.checkpoint.fault_jobs import (
+    from_the_last,
+    full_disk,
+    killed_while_saving,
+    on_a_tiny_disk,
+    without_a_break,
+)
+from tests.runtime.checkpoint.jobs import Case, go_on, load, make_net, make_run, save
+from tests.runtime.cyclic.launched import launch
+
+ALONE = Case([Strategy()] * 5)
+
+
+def test_a_process_killed_while_saving(pool: WorkerPool, tmp_path: Path) -> None:
+    other, lost = launch(2, killed_while_saving, 100, folder=str(tmp_path), asynchronous=True)
+    assert lost.code == -signal.SIGKILL
+    assert re.search("LaunchError: Checkpoint .*gone.*(load_latest|last checkpoint)", other.told, re.DOTALL), other.told
+    assert not (tmp_path / "step-2").exists()
+    whole = pool.run(2, without_a_break)
+    for (name, losses), wanted in zip(pool.run(2, from_the_last, folder=str(tmp_path)), whole, strict=True):
+        assert name == "step-1"
+        assert losses[::2] == wanted[::2], "what numpy draws is seeded by the pool alone"
+
+
+def test_a_full_disk_of_one_process(pool: WorkerPool, tmp_path: Path) -> None:
+    """Its files may not grow (RLIMIT_FSIZE); written while training goes on."""
+    for told, losses, wanted in pool.run(2, full_disk, folder=str(tmp_path), asynchronous=True):
+        assert re.match(r"InputError: checkpoint: .*step-2.* Rank 1: File too large\. Free some space", told), told
+        assert losses == wanted, "training goes on as if nothing had been saved"
+    assert [one.name for one in tmp_path.iterdir()] == ["step-1"], "nothing is left of the attempt"
+    check_whole(tmp_path / "step-1")
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(place)], capture_output=True)
+    if done.returncode:
+        pytest.skip("a file system can be mounted by root alone")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_disk_that_is_really_full(pool: WorkerPool, tiny_disk: Path) -> None:
+    for told, found, left in pool.run(2, on_a_tiny_disk, folder=str(tiny_disk)):
+        assert re.search(r"Rank \d: No space left on device\. Free some space", told), told
+        assert len(found) >= 2, "those written before are whole"
+        assert not left, "nothing is left of the attempt"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoints of two steps."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    run = make_run(ALONE)
+    for step in (1, 2):
+        go_on(run, 1)
+        save(run, folder / f"step-{step}")
+    return folder
+
+
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 64
+    file.write_bytes(content)
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+@pytest.mark.parametrize("spoil", [_flip, _cut, Path.unlink])
+@pytest.mark.parametrize("name", [META, "rank-0.safetensors", "rank-0.pt", "training.pt"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
+    written: Path, tmp_path: Path, name: str, spoil: Callable[[Path], None]
+) -> None:
+    folder = tmp_path / "all"
+    shutil.copytree(written, folder)
+    spoil(folder / "step-2" / name)
+    parallel, optimizer, scheduler, data = run = make_run(ALONE, seed=4)
+    before = {key: value.clone() for key, value in parallel.full_state_dict().items()}
+    for use in (lambda: load(run, folder / "step-2"), lambda: load_into(make_net(), folder / "step-2")):
+        with pytest.raises(InputError, match=rf"(?s)step-2.*({name}|Make it anew).*"):
+            use()
+    assert all(torch.equal(value, before[key]) for key, value in parallel.full_state_dict().items())
+    # a manifest that cannot be read is none of a checkpoint
+    with warnings.catch_warnings() if name == META else pytest.warns(UserWarning, match=f"{name}.*passed over"):
+        found = parallel.load_latest(folder, optimizer, scheduler=scheduler, data=data)
+    assert found is not None
+    assert found.folder.name == "step-1"
+
+
+def test_nothing_of_a_file_is_run(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.system, (f"touch {tmp_path / 'sprung'}",)
+
+    torch.save({"random": Trap()}, tmp_path / "trap.pt")
+    with pytest.raises(FileFormatError, match="not opened in any other way"):
+        read_plain(tmp_path / "trap.pt")
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_a_folder_that_holds_something_else_is_not_replaced(written: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    run = make_run(ALONE)
+    with pytest.raises(InputError, match="holds something else"):
+        save(run, tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    with pytest.raises(InputError, match="holds something else"):
+        save(run, written)
+
+
+def test_another_model_or_optimizer_is_refused(written: Path) -> None:
+    model = make_net()
+    with pytest.raises(InputError, match="states of a AdamW"):
+        load_into(model, written / "step-1", torch.optim.SGD(model.parameters()))
+    model.blocks[0].linear = torch.nn.Linear(3, 3)
+    with pytest.raises(InputError, match="has the shape"):
+        load_into(model, written / "step-1")
+    with pytest.raises(InputError, match="none of that name"):
+        load_into(torch.nn.Linear(2, 2), written / "step-1")
