@@ -64,6 +64,7 @@ def auto_parallelize(
     backend: str | None = None,
     adapt: Adapt | bool = False,
     expert_capacity: float | None = None,
+    compile: bool | str = False,  # noqa: A002 - torch's word
 ) -> ParallelModel | CyclicModel | InferenceModel | DevicesModel | DeepSpeedModel:
     """The model, split over the launched world.
 
@@ -94,6 +95,9 @@ def auto_parallelize(
         adapt: whether training is watched, and goes over to another plan where links, devices or memory turn out to be
             others than profiled (docs/adapting.md); or how.
         expert_capacity: experts of a mixture drop what is beyond, see ``ParallelModel``; nothing if not given.
+        compile: whether ``torch.compile`` compiles the forward of every block: ``auto`` measures a block of each kind
+            both ways in the first step, and keeps what is faster; a name is that of another backend of its than
+            inductor. A block that does not compile runs as it is, which a warning tells.
 
     Returns:
         An object used like the model, with ``train_step(batch, optimizer)``. For inference one that is called like the
@@ -126,11 +130,9 @@ def auto_parallelize(
     assert chosen is not None
     if wanted is Mode.INFERENCE and chosen.branches and chosen.devices > world_size() == 1:
         return _on_devices(model, chosen, layers, example, place)
-    options = {} if expert_capacity is None else _with_capacity(chosen, expert_capacity)
-    made = _kind_of(chosen)(
-        model, chosen, layers, example, loss_fn=loss_fn, device=place, precision=precision, init_fn=init_fn, seed=seed,
-        **options,
-    )  # fmt: skip
+    asks: dict[str, Any] = {"precision": precision, "init_fn": init_fn, "seed": seed, **_compiling(chosen, compile)}
+    asks |= {} if expert_capacity is None else _with_capacity(chosen, expert_capacity)
+    made = _kind_of(chosen)(model, chosen, layers, example, loss_fn=loss_fn, device=place, **asks)
     steer(made, phased, settings, known)
     return made if wanted is Mode.TRAINING else _for_inference(made)
 
@@ -144,6 +146,19 @@ def _with_capacity(plan: Plan, capacity: float) -> dict[str, Any]:
     if plan.cyclic is not None or plan.backend is not Trainer.GALVATRON:
         raise InputError("expert_capacity", capacity, "Only plans of synchronous training with galvatron drop tokens.")
     return {"expert_capacity": capacity}
+
+
+def _compiling(plan: Plan, wanted: bool | str) -> dict[str, Any]:
+    """What compiles blocks, where something is to.
+
+    Raises:
+        InputError: what trains under the plan does not compile.
+    """
+    if wanted is False:
+        return {}
+    if plan.cyclic is not None or plan.backend is Trainer.DEEPSPEED:
+        raise InputError("compile", wanted, "Leave it out: blocks are not compiled under such a plan.")
+    return {"compile": wanted}
 
 
 def _on_devices(model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, place: torch.device) -> DevicesModel:

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from galvatron_lite.runtime.clip import (
     squared_norm_share,
     step_factor,
 )
+from galvatron_lite.runtime.compiled import check_compile
 from galvatron_lite.runtime.global_mean import global_mean
 from galvatron_lite.runtime.mesh import build_meshes
 from galvatron_lite.runtime.optimizer import split_groups
@@ -68,6 +70,7 @@ class ParallelModel(Saving, nn.Module):
         seed: of those values.
         expert_capacity: times an even share of a rank's copies of tokens that an expert takes of it, the rest being
             dropped (``parallelism.expert.dispatch``); None: experts take what comes.
+        compile: whether blocks are compiled; see ``auto_parallelize``.
 
     Attributes:
         module: the user's model.
@@ -98,6 +101,7 @@ class ParallelModel(Saving, nn.Module):
         init_fn: Callable[[nn.Module], None] | None = None,
         seed: int = 0,
         expert_capacity: float | None = None,
+        compile: bool | str = False,  # noqa: A002 - torch's word
     ) -> None:
         super().__init__()
         self.device = pick_device() if device is None else torch.device(device)
@@ -106,6 +110,7 @@ class ParallelModel(Saving, nn.Module):
         self.scaler = LossScaler(self._norm, self._multiply) if self._compute is torch.float16 else None
         self.entries = entries_of(model, layers)
         options = Options(self.device, self._compute, tensor_plans, init_fn, seed, loss_fn, expert_capacity)
+        options = replace(options, compile=check_compile(compile))
         self.runtime: StageRuntime = self._set_up(model, layers, batch, options)
         self.module = model
         self.steering: Steering | None = None

@@ -42,6 +42,7 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.block_calls import sample_arguments
 from galvatron_lite.runtime.border import border_of, rules_under
 from galvatron_lite.runtime.channel_plans import channel_plans
+from galvatron_lite.runtime.compiled import compile_blocks
 from galvatron_lite.runtime.hooks import install_hooks
 from galvatron_lite.runtime.layout import Layout
 from galvatron_lite.runtime.materialize import Materializer
@@ -76,6 +77,7 @@ class Options:
     loss_fn: LossFn | None = None
     expert_capacity: float | None = None
     groups: ProcessGroups = field(default_factory=ProcessGroups)
+    compile: str = ""
 
 
 @dataclass(slots=True)
@@ -355,6 +357,7 @@ def assemble(
         place: brings a layer onto the device; gives it its values if not given.
         tied: parameters that another stage of this rank has and trains, by their names here.
     """
+    compile_blocks(model, stage, meshes, options.compile)
     place = place or Materializer(model, layers, options.device, options.seed, options.init_fn).place
     sharded = _split(model, layers, stage, meshes, known.plans, options, roots or [model], place)
     glue = glue_of(stage)

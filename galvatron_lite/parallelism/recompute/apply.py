@@ -82,13 +82,13 @@ def _keeping(forward: Forward) -> Forward:
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _OutOfPlace(), _casting_anew():
+        with _OutOfPlace(), casting_anew():
             return forward(*args, **kwargs)
 
     return run
 
 
-def _casting_anew() -> AbstractContextManager[Any]:
+def casting_anew() -> AbstractContextManager[Any]:
     """The autocast that is in force, without what it has cast before."""
     kind = next((kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
     if kind is None:

@@ -1,0 +1,219 @@
+"""``torch.compile`` for each block: its forward is replaced in place, and its hooks stay as they are.
+
+What moves activations between layouts, gathers parameters (FSDP), computes again or goes to host memory lies outside a
+block's forward, and so outside the compiled region; ``nn.Module.compile`` would take hooks in. Before the first
+training pass of the first block of a kind, forward and backward run for trial on that pass' own inputs, so that a block
+that does not compile is found before anything depends on it; ``auto`` also times both.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.batch import map_tensors, tensors_of
+from galvatron_lite.model.graph import Role
+from galvatron_lite.parallelism.recompute.apply import casting_anew
+from galvatron_lite.runtime.mesh import Group, Meshes
+from galvatron_lite.runtime.placement import Placed
+
+Forward = Callable[..., Any]
+AUTO, DEFAULT = "auto", "inductor"
+_ROUNDS = 3
+_FAILED = float("inf")
+
+
+def check_compile(wanted: bool | str) -> str:
+    """How blocks are compiled: empty (not at all), ``auto``, or the name of a backend of ``torch.compile``.
+
+    Raises:
+        InputError: there is no such backend.
+    """
+    if isinstance(wanted, bool):
+        return DEFAULT if wanted else ""
+    known = [AUTO, *torch.compiler.list_backends(exclude_tags=())] if wanted else [""]
+    if wanted not in known:
+        raise InputError("compile", wanted, f"Give True, False or one of {', '.join(known)}.")
+    return wanted
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What was found of a kind of block.
+
+    Attributes:
+        takes: whether its blocks run compiled; None until the first of them has been tried.
+    """
+
+    takes: bool | None = None
+
+
+@dataclass(slots=True)
+class Block:
+    """A block whose forward may be compiled.
+
+    Attributes:
+        name: of the layer.
+        module: the block.
+        forward: as it was.
+        compiled: the same, compiled when it is first called.
+        verdict: of its kind.
+        group: ranks that run it together; their slowest counts.
+        measures: whether the faster way is kept, instead of the compiled one.
+    """
+
+    name: str
+    module: nn.Module
+    forward: Forward
+    compiled: Forward
+    verdict: Verdict
+    group: Group
+    measures: bool
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward that was found best."""
+        return (self.compiled if self.verdict.takes else self.forward)(*args, **kwargs)
+
+    def try_out(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Pre-hook: before the first training pass, find out whether the block compiles and what that gains."""
+        if self.verdict.takes is not None or not torch.is_grad_enabled():
+            return
+        plain = self._seconds(self.forward, args, kwargs, _ROUNDS) if self.measures else 0.0
+        try:
+            error, seconds = None, self._seconds(self.compiled, args, kwargs, _ROUNDS if self.measures else 0)
+        except Exception as raised:
+            error, seconds = raised, _FAILED
+        plain, seconds = _slowest([plain, seconds], self.group)
+        if seconds == _FAILED:
+            self._fall_back(error)
+            return
+        self.verdict.takes = not self.measures or seconds < plain
+        if self.measures and _is_first():
+            taken = "is compiled" if self.verdict.takes else "is not compiled"
+            warnings.warn(
+                f"{self.name} and blocks like it: {1e3 * seconds:.3g} ms compiled, {1e3 * plain:.3g} ms not (measured, "
+                f"forward and backward): it {taken}.",
+                stacklevel=2,
+            )
+
+    def _seconds(self, forward: Forward, args: Any, kwargs: Any, rounds: int) -> float:
+        """The shortest of some passes forward and backward, after one to warm up."""
+        times = [0.0]
+        with _as_before(self.module, args, kwargs):
+            for _ in range(rounds + 1):
+                start = _now()
+                _pass(self.module, forward, args, kwargs)
+                times.append(_now() - start)
+        return min(times[2:], default=0.0)
+
+    def _fall_back(self, error: Exception | None) -> None:
+        self.verdict.takes = False
+        reason = "it failed on another rank" if error is None else f"{type(error).__name__}: {str(error)[:300]}"
+        warnings.warn(f"{self.name} does not compile, and runs as it is ({reason}).", stacklevel=3)
+
+
+def compile_blocks(model: nn.Module, stage: Sequence[Placed], meshes: Meshes, wanted: str) -> list[Block]:
+    """Have a stage's blocks compiled, in place. Call it before they are split: all that is put around them stays out.
+
+    Args:
+        model: holds the blocks.
+        stage: its layers.
+        meshes: process groups.
+        wanted: from ``check_compile``.
+    """
+    if not wanted:
+        return []
+    verdicts: dict[object, Verdict] = {}
+    backend = DEFAULT if wanted == AUTO else wanted
+    made = []
+    for placed in stage:
+        if placed.layer.role is not Role.BLOCK:
+            continue
+        module, group = model.get_submodule(placed.layer.modules[0]), meshes.groups(placed.strategy).everyone
+        verdict = verdicts.setdefault((_kind_of(module), placed.strategy), Verdict())
+        compiled = torch.compile(module.forward, backend=backend)
+        block = Block(placed.layer.name, module, module.forward, compiled, verdict, group, wanted == AUTO)
+        module.forward = _forward_of(block)
+        module.register_forward_pre_hook(block.try_out, with_kwargs=True)
+        made.append(block)
+    return made
+
+
+def _forward_of(block: Block) -> Forward:
+    @functools.wraps(block.forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return block.run(*args, **kwargs)
+
+    return run
+
+
+def _kind_of(module: nn.Module) -> object:
+    """Equal for blocks that compile alike."""
+    return type(module), tuple((name, tuple(one.shape), one.dtype) for name, one in module.named_parameters())
+
+
+def _pass(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> None:
+    """Forward and backward on copies of the arguments; gradients are dropped."""
+    inputs: list[Tensor] = []
+
+    def copied(tensor: Tensor) -> Tensor:
+        twin = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        inputs.append(twin)
+        return twin
+
+    given, named = map_tensors((args, dict(kwargs)), copied)
+    outputs = list(tensors_of(forward(*given, **named)))
+    wanted = [one for one in [*inputs, *module.parameters()] if one.requires_grad]
+    ends = [one for one in outputs if one.requires_grad]
+    if ends and wanted:
+        torch.autograd.grad(ends, wanted, [torch.ones_like(one) for one in ends], allow_unused=True)
+
+
+class _as_before:  # noqa: N801 - a context
+    """A block's buffers and the random state are as they were, whatever runs inside."""
+
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._buffers = [(one, one.detach().clone()) for one in module.buffers()]
+        devices = {one.device for one in tensors_of((args, dict(kwargs))) if one.is_cuda}
+        self._random = torch.random.fork_rng(sorted(devices, key=str))
+        self._casting = casting_anew()
+
+    def __enter__(self) -> None:
+        self._random.__enter__()
+        self._casting.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._casting.__exit__(*error)
+        self._random.__exit__(*error)
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
+
+
+def _slowest(seconds: list[float], group: Group) -> list[float]:
+    """The largest of every rank's figures; the same on all of them."""
+    if group is None:
+        return seconds
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    shared = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
+    return [float(one) for one in shared]
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,114 @@
+"""Compiled blocks: equal to not compiled, beside all that is put around blocks; what is told; what falls back."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo import register_backend
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.graph import Recompute
+from galvatron_lite.parallelism.base import Offload, Strategy
+from galvatron_lite.runtime import compiled
+from galvatron_lite.runtime.compiled import check_compile
+from galvatron_lite.runtime.engine import ParallelModel
+from tests.equivalence.plans import write_plan
+from tests.pool import WorkerPool
+
+SIZE, SAMPLES = 8, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
+        self.drop = nn.Dropout(0.25)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.calls += 1
+        return hidden + self.drop(self.down(torch.relu(self.up(hidden))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = rows
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.square().mean()
+
+
+STRATEGIES = [
+    Strategy(zero=2, zero_stage=3, offload=Offload.ACTIVATIONS),
+    Strategy(zero=2, zero_stage=1, recompute=Recompute.SELECTIVE),
+    Strategy(tensor=2, recompute=Recompute.FULL),
+]
+
+
+def trained(strategy: Strategy, wanted: bool | str) -> tuple[list[float], dict[str, Tensor], Any]:
+    torch.manual_seed(1)
+    model, batch = Net(), {"rows": torch.randn(SAMPLES, 3, SIZE)}
+    layers = discover_layers(model, batch)
+    plan = write_plan(
+        [[one.name for one in layers]], {one.name: strategy for one in layers}, devices=strategy.devices, batch=SAMPLES
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        parallel = ParallelModel(model, plan, layers, batch, device="cpu", compile=wanted)
+        optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
+        losses = [float(parallel.train_step(batch, optimizer)) for _ in range(3)]
+    said = [str(one.message) for one in told if "compile" in str(one.message)]
+    return losses, parallel.full_state_dict(), said
+
+
+def equal_under_strategies() -> None:
+    for strategy in STRATEGIES:
+        losses, state, _ = trained(strategy, False)
+        found, same, said = trained(strategy, "aot_eager")
+        assert not said, f"{strategy}: {said}"
+        assert found == pytest.approx(losses, rel=1e-5), str(strategy)
+        for name, value in state.items():
+            assert torch.allclose(same[name], value, atol=1e-6), f"{strategy}: {name}"
+
+
+def test_compiled_blocks_train_alike(pool: WorkerPool) -> None:
+    pool.run(2, equal_under_strategies)
+
+
+def falls_back() -> None:
+    def refuses(_graph: Any, _inputs: Any) -> Any:
+        raise RuntimeError("this graph is too odd")
+
+    register_backend(refuses)
+    losses, state, _ = trained(Strategy(), False)
+    found, same, said = trained(Strategy(), "refuses")
+    assert found == losses
+    assert all(torch.equal(same[name], value) for name, value in state.items())
+    assert len(said) == 1
+    assert said[0].startswith("blocks.0 does not compile, and runs as it is (")
+    with patch.object(compiled, "DEFAULT", "aot_eager"):
+        found, same, (line,) = trained(Strategy(), "auto")
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert "ms compiled" in line
+    assert float(same["blocks.0.calls"]) == 3
+
+
+def test_a_block_that_does_not_compile_and_one_that_is_measured(pool: WorkerPool) -> None:
+    pool.run(1, falls_back)
+
+
+def test_backends_are_checked() -> None:
+    assert [check_compile(wanted) for wanted in (False, True, "auto", "eager")] == ["", "inductor", "auto", "eager"]
+    with pytest.raises(InputError, match="inductor"):
+        check_compile("indcutor")
