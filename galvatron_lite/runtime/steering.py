@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import batch_size
@@ -11,8 +11,6 @@ from galvatron_lite.plans.phases import PhasedPlan, PlannedPhase, same_split
 from galvatron_lite.plans.schema import Plan
 
 if TYPE_CHECKING:
-    from typing import Any
-
     import torch
     from torch import Tensor
 
@@ -24,6 +22,8 @@ class Steering(Protocol):
 
     step: int
     """Steps trained; set it where training goes on from a checkpoint."""
+    scheduler: Any
+    """Of the optimizer's learning rate, where there is one: set it, so that it knows all groups behind a switch."""
 
     def train_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> Tensor:
         """One step; see ``ParallelModel.train_step``."""
@@ -43,6 +43,7 @@ class Phases:
 
     def __init__(self, parallel: ParallelModel, plan: PhasedPlan) -> None:
         self.step, self.plan = 0, plan
+        self.scheduler: Any = None
         self._parallel = parallel
 
     @property
@@ -60,14 +61,23 @@ class Phases:
         if batch_size(batch) != phase.plan.global_batch:
             remedy = f"Step {self.step} is of phase {phase.name}: give {phase.plan.global_batch} (parallel.phase)."
             raise InputError("samples", batch_size(batch), remedy)
-        go_over(self._parallel, optimizer, phase.plan)
+        go_over(self._parallel, optimizer, phase.plan, self.scheduler, batch)
         loss = self._parallel.plain_step(batch, optimizer, max_grad_norm)
         self.step += 1
         return loss
 
 
-def go_over(parallel: ParallelModel, optimizer: torch.optim.Optimizer, plan: Plan) -> float:
+def go_over(
+    parallel: ParallelModel, optimizer: torch.optim.Optimizer, plan: Plan, scheduler: Any = None, batch: Any = None
+) -> float:
     """Split a model for another plan, where it is split otherwise; all ranks call it together.
+
+    Args:
+        parallel: the model.
+        optimizer: of its parameters.
+        plan: to go on with.
+        scheduler: of the optimizer's learning rate.
+        batch: an example of the plan's, where its shapes are others than those of the first one.
 
     Returns:
         Seconds of the switch; 0 where only micro-batches change.
@@ -78,6 +88,6 @@ def go_over(parallel: ParallelModel, optimizer: torch.optim.Optimizer, plan: Pla
     if same_split(parallel.plan, plan):
         parallel.plan = plan
         return 0.0
-    switch = import_module("galvatron_lite.runtime.switch").switch
-    seconds: float = switch(parallel, optimizer, plan).seconds
+    switch = import_module("galvatron_lite.runtime.switch.live").switch
+    seconds: float = switch(parallel, optimizer, plan, scheduler, batch=batch).seconds
     return seconds

@@ -19,7 +19,24 @@ from galvatron_lite.errors import GalvatronError
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runtime.adapt.clock import LayerClock, by_run, held_bytes
-from galvatron_lite.runtime.adapt.decide import AS_PROFILED, State, begin, on_done, on_planned, on_window, wants_links
+from galvatron_lite.runtime.adapt.decide import (
+    AS_PROFILED,
+    State,
+    begin,
+    on_done,
+    on_exhausted,
+    on_planned,
+    on_window,
+    wants_links,
+)
+from galvatron_lite.runtime.adapt.exhausted import (
+    EXHAUSTED,
+    ExhaustedError,
+    asked_group,
+    everywhere,
+    factor_of,
+    let_go,
+)
 from galvatron_lite.runtime.adapt.links import measure_links, probes_of
 from galvatron_lite.runtime.adapt.log import Log
 from galvatron_lite.runtime.adapt.planning import Answer, PlanningProcess, Question, answer
@@ -31,6 +48,7 @@ from galvatron_lite.runtime.adapt.schema import (
     Decided,
     Decision,
     Done,
+    Exhausted,
     LayerGroup,
     Planned,
     Planner,
@@ -87,11 +105,13 @@ class Monitor:
         corrections: Corrections = AS_PROFILED,
     ) -> None:
         self.step = step
+        self.scheduler: Any = None
         self._parallel, self._settings = parallel, settings
         self._probes, self._names = probes_of(profile), [layer.name for layer in profile.graph.layers]
         self._clock, self._seconds = LayerClock(parallel), list[float]()
         self._started = step
         first = Started(LOG_VERSION, settings, profile, parallel.plan, step, corrections)
+        self._asked, self._profile, self._world = asked_group(), profile, dist.get_world_size()
         self._mind = _Mind(first) if dist.get_rank() == 0 else None
 
     @property
@@ -104,7 +124,7 @@ class Monitor:
         settings = self._settings
         self._clock.running = len(self._seconds) >= settings.window - _SAMPLED
         before = perf_counter()
-        loss = self._parallel.plain_step(batch, optimizer, max_grad_norm)
+        loss = self._step(batch, optimizer, max_grad_norm)
         self._seconds.append(perf_counter() - before)
         self.step += 1
         if self.step <= self._started + settings.warm_up:
@@ -112,6 +132,41 @@ class Monitor:
         if len(self._seconds) >= settings.window:
             self._look(optimizer)
         return loss
+
+    def _step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> Tensor:
+        """One step; again under a plan that takes less where memory runs out on all ranks alike.
+
+        Raises:
+            ExhaustedError: it ran out where training cannot go on, or no plan takes less.
+        """
+        while True:
+            try:
+                return self._parallel.plain_step(batch, optimizer, max_grad_norm)
+            except EXHAUSTED as error:
+                alike = everywhere(error, self._asked)
+                let_go(error, optimizer)
+                refusal = self._make_room(optimizer) if alike else self._note_exhausted()
+                if refusal:
+                    raise ExhaustedError(f"Memory ran out in step {self.step}. {refusal}") from error
+
+    def _make_room(self, optimizer: torch.optim.Optimizer) -> str:
+        """Go over to a plan that takes less; why not, where there is none."""
+        mind = self._mind
+        plan, error = _said(lambda: (None, "") if mind is None else mind.exhausted(self.step, self._world))
+        if plan is None:
+            return f"No plan takes less: {error}. Use more devices, a smaller batch, or offload (--backend any)."
+        refused = self._switch(optimizer, plan)
+        self._seconds.clear()
+        return refused
+
+    def _note_exhausted(self) -> str:
+        """Leave in the log that memory ran out on this rank; what to do."""
+        factor = factor_of(self._profile, self._parallel.plan, self._settings.mem, 1.0)
+        Log(self._settings.log).write(Exhausted(self.step, (dist.get_rank(),), factor))
+        return (
+            "Other ranks may wait for this one: start training again (torchrun --max-restarts) from the last "
+            f"checkpoint. With the same Adapt(log=...) the plan is then made for {1 / factor:.0%} of the budget."
+        )
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         """The end of a window."""
@@ -129,17 +184,18 @@ class Monitor:
         if chosen is not None:
             self._switch(optimizer, chosen)
 
-    def _switch(self, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-        """Go over to a plan, where all ranks can; else training goes on as it is."""
+    def _switch(self, optimizer: torch.optim.Optimizer, plan: Plan) -> str:
+        """Go over to a plan, where all ranks can; else training goes on as it is. Why not, where it does."""
         error, seconds = "", 0.0
         try:
-            seconds = go_over(self._parallel, optimizer, plan)
+            seconds = go_over(self._parallel, optimizer, plan, self.scheduler)
         except GalvatronError as refused:
             error = str(refused)
         if self._mind is not None:
             self._mind.done(self.step, seconds, plan, error)
         self._clock.close()
         self._clock, self._started = LayerClock(self._parallel), self.step
+        return error
 
 
 class _Mind:
@@ -170,6 +226,20 @@ class _Mind:
         self._log.write(Planned(window.step, found.plan, found.error))
         self.state, decision = self._decided(on_planned(self.state, window.step, found.plan, found.error))
         return found.plan if decision.action is Action.SWITCH else None
+
+    def exhausted(self, step: int, world: int) -> tuple[Plan | None, str]:
+        """A plan that takes less than the one under which memory ran out on all ranks; or why there is none."""
+        state = self.state
+        if self._planning is not None:
+            self._planning.stop()
+            self._planning = None
+        factor = factor_of(state.profile, state.plan, state.settings.mem, state.corrections.memory)
+        self._log.write(Exhausted(step, tuple(range(world)), factor))
+        self.state = on_exhausted(state, factor)
+        found = answer(self._question)
+        self._log.write(Planned(step, found.plan, found.error))
+        self.state, _ = self._decided(on_planned(self.state, step, found.plan, found.error))
+        return found.plan, found.error
 
     def done(self, step: int, seconds: float, plan: Plan, error: str) -> None:
         """A switch was made, or was not."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
+from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo.gpt import GPT, GPTConfig
@@ -100,3 +101,34 @@ def train_alone(steps: int) -> list[float]:
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return losses
+
+
+def run_out_of_memory(folder: str, everywhere: bool) -> tuple[list[float], list[int], str]:
+    """Five steps, in the third of which a block fails to get memory under the first plan; on rank 1 alone, or on both.
+
+    Returns:
+        The losses, the predicted bytes of the plan of each step, and what the error says.
+    """
+    profile, model = slow_profile(), make_model()
+    plan = find_plan(profile, devices=2, global_batch=BATCH, budget=2**31)
+    parallel = ParallelModel(model, plan, discover_layers(model, make_batch(0)), make_batch(0), device="cpu")
+    settings = Adapt(planner=Planner.INLINE, log=str(Path(folder) / "log.jsonl"))
+    parallel.steering = monitor = Monitor(parallel, profile, settings)
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
+
+    def fail(*_: object) -> None:
+        if monitor.step == 2 and parallel.plan is plan and (everywhere or dist.get_rank() == 1):
+            raise torch.OutOfMemoryError("as injected")
+
+    next(iter(parallel.structures)).register_forward_pre_hook(fail)
+    losses, bytes_of = list[float](), list[int]()
+    for step in range(5):
+        if not everywhere and step == 2 and dist.get_rank() == 0:
+            break  # it would wait in a collective for rank 1
+        try:
+            losses.append(float(parallel.train_step(make_batch(step), optimizer)))
+        except MemoryError as error:
+            return losses, bytes_of, str(error)
+        prediction = evaluate(profile, parallel.plan).prediction
+        bytes_of.append(0 if prediction is None else prediction.peak_memory)
+    return losses, bytes_of, ""
