@@ -42,6 +42,7 @@ from galvatron_lite.runtime.setup import Options, StageRuntime, set_up
 from galvatron_lite.runtime.stage_calls import Calls
 from galvatron_lite.runtime.state import full_state_dict, load_full_state_dict
 from galvatron_lite.runtime.steering import Phases, Steering
+from galvatron_lite.runtime.stepped import check_gradients, check_no_gradients, stepped_loss
 from galvatron_lite.runtime.world import pick_device
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
@@ -138,17 +139,21 @@ class ParallelModel(Saving, nn.Module):
         return [self.module, *self.copies]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The mean loss of a global batch, worked on in one go: ``parallel(batch)``, or as the model is called.
+        """The mean loss of a global batch: ``parallel(batch)``, or as the model is called; then ``loss.backward()``.
 
-        The value is that of the whole batch on every rank; each rank's gradients come from its own samples, and are
-        summed over the ranks when backward ends.
+        The value is that of the whole batch on every rank. Where the plan has a pipeline or micro-batches, and
+        gradients are wanted, their backward passes are done within the call (``runtime.stepped``).
 
         Raises:
-            InputError: the plan has a pipeline, or the batch cannot be shared evenly.
+            InputError: the batch cannot be shared evenly, there are gradients of another batch that was worked on in
+                micro-batches, or a plan with a pipeline is only to be run forward.
         """
+        batch = batch_of_call(args, kwargs)
+        if torch.is_grad_enabled() and self.training and self._steps_when_called():
+            return self._stepped(batch)
         if len(self.plan.stages) > 1:
             raise InputError("plan", f"{len(self.plan.stages)} stages", "Train it with train_step(batch, optimizer).")
-        (part,) = self._parts(batch_of_call(args, kwargs), 1)
+        (part,) = self._parts(batch, 1)
         self._begin()
         loss = self._local_loss(part)
         for runtime in self.runtimes:
@@ -268,6 +273,22 @@ class ParallelModel(Saving, nn.Module):
         norm = self._norm()
         self._multiply(clip_factor(norm, max_norm))
         return norm
+
+    def _steps_when_called(self) -> bool:
+        """Whether forward and backward passes take turns; not where a loop adds up gradients of several batches."""
+        adds_up = not self.runtime.reducer.synchronise or self._has_gradients()
+        return self.scaler is None and (len(self.plan.stages) > 1 or (self.plan.microbatches > 1 and not adds_up))
+
+    def _stepped(self, batch: Any) -> Tensor:
+        check_no_gradients(self._has_gradients())
+        return stepped_loss(self._reduced([self.backward_step(batch)], with_norm=False)[0], self._multiply_known)
+
+    def _has_gradients(self) -> bool:
+        return any(one.gradient is not None for runtime in self.runtimes for one in runtime.owned)
+
+    def _multiply_known(self, factor: Tensor) -> None:
+        check_gradients(self._has_gradients() or not any(runtime.owned for runtime in self.runtimes))
+        self._multiply(factor)
 
     def _norm(self) -> Tensor:
         return self._reduced([])[-1].sqrt()
