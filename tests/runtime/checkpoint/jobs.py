@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.runtime.engine import ParallelModel
 from tests.runtime.plans import make_plan
 
@@ -61,6 +62,7 @@ class Case:
     strategies: Sequence[Strategy]
     cuts: Sequence[int] = ()
     microbatches: int = 1
+    virtual: int = 1
 
 
 @dataclass
@@ -97,6 +99,9 @@ def make_run(case: Case, seed: int = 0) -> tuple[ParallelModel, torch.optim.Opti
     names = [[layer.name for layer in layers[a:b]] for a, b in pairwise(bounds)]
     strategies = [list(case.strategies[a:b]) for a, b in pairwise(bounds)]
     plan = make_plan(names, strategies, SAMPLES, case.microbatches)
+    if case.virtual > 1:
+        devices = plan.devices // case.virtual
+        plan = replace(plan, virtual_stages=case.virtual, devices=devices, schedule=Schedule.INTERLEAVED)
     parallel = ParallelModel(model, plan, layers, batch, device="cpu")
     optimizer = torch.optim.AdamW(parallel.param_groups(groups_of(parallel)), **ADAMW)  # type: ignore[arg-type]
     return parallel, optimizer, make_scheduler(optimizer), data

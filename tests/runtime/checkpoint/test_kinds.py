@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from galvatron_lite.parallelism.base import Offload, Strategy
 from galvatron_lite.runtime.engine import ParallelModel
+from tests.equivalence.families import make_batches
+from tests.equivalence.test_experts import plan
+from tests.equivalence.training import SAMPLES, make_case
 from tests.pool import WorkerPool
 from tests.runtime.branches.networks import make_batch as branch_batch
 from tests.runtime.branches.test_branches import TWO_PROCESSES
@@ -77,6 +81,19 @@ def all_kinds(folder: str) -> None:
 
 def test_layers_split_in_every_way(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(4, all_kinds, folder=str(tmp_path))
+
+
+def experts(folder: str) -> None:
+    """Spread, sliced, and whole."""
+    case = make_case("mixtral")
+    ways = [Strategy(zero=4, zero_stage=3, expert=2), Strategy(data=2, tensor=2, expert=2), DATA]
+    makes: list[Make] = [partial(case.parallel, plan(case, way)) for way in ways]
+    (batch,) = make_batches("mixtral", SAMPLES, 1)
+    there(makes, batch, folder)
+
+
+def test_experts(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(4, experts, folder=str(tmp_path / "one"))
 
 
 def branches(folder: str) -> None:

@@ -30,6 +30,7 @@ PAIR, ZERO = Strategy(data=2), Strategy(zero=2, zero_stage=3)
 HYBRID, FOUR = Strategy(data=2, zero=2, zero_stage=2), Strategy(zero=4, zero_stage=3)
 MIXED = Case([HYBRID, FOUR, HYBRID, Strategy(data=4), HYBRID])
 STAGES = Case([PAIR, ZERO, PAIR, ZERO, PAIR], cuts=[2], microbatches=2)
+VIRTUAL = Case([PAIR, ZERO, PAIR, ZERO, PAIR], cuts=[1, 2, 4], microbatches=4, virtual=2)
 TWO, EIGHT = Case([ZERO, PAIR, ZERO, PAIR, ZERO]), Case([Strategy(zero=8, zero_stage=3)] * 5)
 
 
@@ -40,7 +41,7 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 def resumed_exactly(folder: str) -> None:
-    for number, (case, asynchronous) in enumerate([(MIXED, True), (STAGES, False)]):
+    for number, (case, asynchronous) in enumerate([(MIXED, True), (VIRTUAL, False)]):
         run = make_run(case)
         go_on(run, 2)
         place = Path(folder, f"case-{number}", "two")
