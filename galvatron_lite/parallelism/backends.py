@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import Offload, Strategy, Strided
-from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE
+from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE, SIMPLE, ZERO_BUBBLE
 from galvatron_lite.plans.schema import Mode, Plan, Schedule, Trainer
 
 
@@ -28,6 +28,8 @@ class Backend:
             value in turn (``search.alike``).
         beside: whether it runs plans other than stages in the model's order: branches on devices of their own, and
             delayed gradients.
+        asked: by schedule: fields of ``Strategy``, and the value that each must have under it.
+        pinned: schedules that the search tries only where they are asked for.
     """
 
     name: str
@@ -39,6 +41,13 @@ class Backend:
     modes: tuple[Mode, ...] = tuple(Mode)
     uniform: tuple[str, ...] = ()
     beside: bool = True
+    asked: Mapping[Schedule, tuple[tuple[str, object], ...]] = field(default_factory=dict)
+    pinned: tuple[Schedule, ...] = ()
+
+    @property
+    def tried(self) -> tuple[Schedule, ...]:
+        """The schedules that the search tries where none is asked for."""
+        return tuple(schedule for schedule in self.schedules if schedule not in self.pinned)
 
     def leaves_out(self, mode: Mode) -> tuple[str, ...]:
         """What is missing in a mode, a line each."""
@@ -72,6 +81,11 @@ def _trains(strategy: Strategy) -> bool:
     return inside[1:] == [1, 1, 1] and strategy.devices % ways == 0 and (strategy.expert_tensor == 0 or whole)
 
 
+SPLIT_BACKWARD: tuple[tuple[str, object], ...] = (
+    ("zero", 1), ("offload", Offload.NONE), ("depth", 1), ("height", 1), ("width", 1), ("filters", 1), ("channels", 1),
+)  # fmt: skip
+"""What zero-bubble schedules ask of strategies: ZeRO reduces gradients, and offload takes them, when backward ends,
+before those of weights are made; products with shares of pixels and channels make them in backward."""
 GALVATRON = Backend(
     "galvatron",
     EXECUTABLE,
@@ -79,11 +93,12 @@ GALVATRON = Backend(
         "strided": (Strided.NONE,),
     },
     (
-        "galvatron cannot yet run and leaves out: ranks in another order, interleaved and zero-bubble schedules "
-        "(--backend any offers them)",
+        "galvatron cannot yet run and leaves out: ranks in another order (--backend any offers them); interleaved and "
+        "zero-bubble schedules it tries where they are asked for (--fix schedule=...)",
     ),
     rule=_trains,
-    pipelines=(Mode.TRAINING,),
+    asked=dict.fromkeys(ZERO_BUBBLE, SPLIT_BACKWARD),
+    pinned=tuple(schedule for schedule in EXECUTABLE if schedule not in SIMPLE),
 )
 """What ``auto_parallelize`` trains with."""
 ANY = Backend(
@@ -94,7 +109,7 @@ ANY = Backend(
 """Everything that is priced: plans for other software, or to see what one would gain."""
 DEEPSPEED = Backend(
     Trainer.DEEPSPEED.value,
-    EXECUTABLE,
+    SIMPLE,
     {
         **dict.fromkeys(("tensor", "context", "expert", "depth", "height", "width", "filters", "channels"), (1,)),
         "offload": (Offload.NONE, Offload.STATES),
@@ -155,7 +170,20 @@ def check_runs(plan: Plan, backend: Backend | None = None) -> Plan:
                 place = f"plan, {part}, strategy of {run.first}"
                 raise InputError(place, str(run.strategy), f"{backend.name} cannot train with it, only price it.")
     _check_alike(plan, backend)
+    _check_asked(plan, backend)
     return plan
+
+
+def _check_asked(plan: Plan, backend: Backend) -> None:
+    """What the plan's schedule asks of strategies."""
+    asked = backend.asked.get(plan.schedule, ()) if len(plan.stages) > 1 else ()
+    for number, stage in enumerate(plan.stages):
+        for run in stage.runs:
+            for name, value in asked:
+                if getattr(run.strategy, name) != value:
+                    place = f"plan, stages.{number}, strategy of {run.first}"
+                    remedy = f"Under {plan.schedule.value} {backend.name} needs {name} {value}; 1f1b takes it as it is."
+                    raise InputError(place, str(run.strategy), remedy)
 
 
 def _check_kind(plan: Plan, backend: Backend) -> None:

@@ -7,7 +7,7 @@ most promising node first and stop as soon as no bound is below the best plan it
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from galvatron_lite.cluster.budget import Budget, bytes_on
@@ -92,6 +92,21 @@ class Request:
             return (1,)
         return pipeline_degrees(self.devices, len(self.graph.layers), self.fixed, self.cluster)
 
+    def under(self, schedule: Schedule) -> Fixed:
+        """What is pinned under a schedule: also what the backend asks of strategies then."""
+        asked = self.space.backend.asked.get(schedule, ())
+        return (
+            replace(self.fixed, strategy=tuple(dict.fromkeys((*self.fixed.strategy, *asked)))) if asked else self.fixed
+        )
+
+    def offers(self, schedule: Schedule, stages: int) -> bool:
+        """Whether the backend has a strategy for every kind of layer under a schedule, with what is pinned."""
+        if not self.space.backend.asked.get(schedule):
+            return True
+        devices = self.devices // stages
+        names = {(layer.kind, layer.name if self.fixed.layers else "") for layer in self.graph.layers}
+        return all(self.space.strategies(kind, devices, self.under(schedule).at_layer(name)) for kind, name in names)
+
     def fits(self, plan: Plan) -> bool:
         """Whether every stage of an evaluated plan is within the budget of its devices."""
         return all(stage.memory.total <= bytes_on(self.budget, stage.device) for stage in plan.stages)
@@ -117,7 +132,8 @@ def _schedules(request: Request, stages: int) -> list[tuple[Schedule, int]]:
         return [(Schedule.ONE_F_ONE_B, 1)]
     offered = []
     for schedule in request.schedules:
-        if schedule is not Schedule.GPIPE or Schedule.ONE_F_ONE_B not in request.schedules:
+        known = schedule is Schedule.GPIPE and Schedule.ONE_F_ONE_B in request.schedules
+        if not known and request.offers(schedule, stages):
             offered += [(schedule, virtual) for virtual in virtual_stages(request.graph, schedule, stages)]
     pinned = request.fixed.virtual
     return [(schedule, virtual) for schedule, virtual in offered if pinned in (None, virtual)]
@@ -166,11 +182,12 @@ def open_problem(request: Request, pricer: LayerPricer, shape: Shape) -> Problem
 
 def _tables(request: Request, own: LayerPricer, shape: Shape) -> Tables:
     """The figures of a shape by one pricer, made once."""
-    known, key = request.known, (id(own), shape, request.fixed)
+    fixed = request.under(shape.schedule) if shape.stages > 1 else request.fixed
+    known, key = request.known, (id(own), shape, fixed)
     if key not in known.tables:
         if id(own) not in known.stores:
             known.stores[id(own)] = Store(own, request.space)
-        known.tables[key] = Tables(known.stores[id(own)], shape, request.fixed)
+        known.tables[key] = Tables(known.stores[id(own)], shape, fixed)
     return known.tables[key]
 
 

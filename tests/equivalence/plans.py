@@ -52,24 +52,34 @@ def sample_plan(graph: ModelGraph, devices: int, batch: int, seed: int, whole: b
     draw = random.Random(f"{graph.name} {devices} {batch} {seed}")
     names = [layer.name for layer in graph.layers]
     count = draw.choice(pipeline_degrees(devices, len(names), Free()))
-    cuts = sorted(draw.sample(range(1, len(names)), count - 1))
+    schedule, virtual = _sample_schedule(count, len(names), draw)
+    cuts = sorted(draw.sample(range(1, len(names)), count * virtual - 1))
     stages = [names[start:stop] for start, stop in pairwise([0, *cuts, len(names)])]
-    strategies = _sample_strategies(graph, devices // count, len(stages), draw)
+    strategies = _sample_strategies(graph, devices // count, len(stages), draw, schedule)
     unit = math.lcm(*(strategy.batch_degree for strategy in strategies.values()))
     microbatches = draw.choice(
         [number for number in divisors(batch // unit) if number <= 4 * count and not whole] or [1]
     )
-    schedule = draw.choice(EXECUTABLE)
-    return write_plan(stages, strategies, devices=devices, batch=batch, microbatches=microbatches, schedule=schedule)
+    sizes = {"devices": devices, "batch": batch, "microbatches": microbatches, "virtual": virtual}
+    return write_plan(stages, strategies, schedule=schedule, **sizes)
 
 
-def _sample_strategies(graph: ModelGraph, devices: int, stages: int, draw: random.Random) -> dict[str, Strategy]:
+def _sample_schedule(groups: int, layers: int, draw: random.Random) -> tuple[Schedule, int]:
+    """A schedule, and stages of each group of devices, that the layers suffice for."""
+    schedule = draw.choice(EXECUTABLE) if groups > 1 else Schedule.ONE_F_ONE_B
+    virtual = {Schedule.INTERLEAVED: draw.choice((2, 3)), Schedule.ZERO_BUBBLE_V: 2}.get(schedule, 1)
+    return (schedule, virtual) if groups * virtual <= layers else (Schedule.ONE_F_ONE_B, 1)
+
+
+def _sample_strategies(
+    graph: ModelGraph, devices: int, stages: int, draw: random.Random, schedule: Schedule
+) -> dict[str, Strategy]:
     """Any strategy for every block. Layers that share parameters are treated alike; in a single stage the layers before
     and after the blocks split samples and matmuls alike.
     """
     runnable = Narrowed(GALVATRON.values)
     choices = {
-        name: [one for one in sorted(strategies_for(kind, devices, narrowed=runnable)) if GALVATRON.says(one)]
+        name: [one for one in sorted(strategies_for(kind, devices, narrowed=runnable)) if _runs(one, schedule, stages)]
         for name, kind in graph.kinds.items()
     }
     chosen = {layer.name: draw.choice(choices[layer.kind]) for layer in graph.layers}
@@ -81,6 +91,11 @@ def _sample_strategies(graph: ModelGraph, devices: int, stages: int, draw: rando
     for tie in graph.ties:
         chosen[tie.second] = chosen[tie.first]
     return chosen
+
+
+def _runs(strategy: Strategy, schedule: Schedule, stages: int) -> bool:
+    asked = GALVATRON.asked.get(schedule, ()) if stages > 1 else ()
+    return GALVATRON.says(strategy) and all(getattr(strategy, name) == value for name, value in asked)
 
 
 def describe(plan: Plan) -> str:

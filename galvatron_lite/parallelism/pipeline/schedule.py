@@ -15,8 +15,8 @@ SIMPLE = (Schedule.GPIPE, Schedule.ONE_F_ONE_B)
 """Schedules in which a group of devices runs one stage, and backward in one pass."""
 SEVERAL = (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE_V)
 """Schedules in which a group of devices runs several stages."""
-EXECUTABLE = SIMPLE
-"""Schedules that the runtime runs; the others are priced only."""
+EXECUTABLE = tuple(schedule for schedule in Schedule if schedule is not Schedule.CYCLIC)
+"""Schedules that the runtime's pipelines run; cyclic data parallelism is run in a way of its own."""
 
 
 class Pass(StrEnum):

@@ -1,0 +1,104 @@
+"""The table of passes: every pass once, dependences met, no deadlock however slowly messages are taken."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight
+from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE, ZERO_BUBBLE, Course, Pass, most_held, stage_at
+from galvatron_lite.parallelism.pipeline.table import actions_of, ends, room_of
+from galvatron_lite.parallelism.pipeline.times import PassOrder, StageTimes
+from galvatron_lite.plans.schema import Schedule
+
+SECONDS = st.floats(0.1, 2)
+
+
+@st.composite
+def courses(draw: st.DrawFn) -> tuple[Course, PassOrder | None]:
+    """A pipeline, and for zero-bubble orders stages whose passes take any time."""
+    schedule, groups = draw(st.sampled_from(EXECUTABLE)), draw(st.integers(2, 5))
+    virtual = {Schedule.INTERLEAVED: draw(st.integers(2, 3)), Schedule.ZERO_BUBBLE_V: 2}.get(schedule, 1)
+    course = Course(schedule, groups, virtual, draw(st.integers(1, 12)))
+    if draw(st.booleans()):
+        return course, None
+    times = [(draw(SECONDS), draw(SECONDS), draw(SECONDS), draw(SECONDS)) for _ in range(groups * virtual)]
+    stages = tuple(StageTimes(forward, back + weight, send, send, weight) for forward, back, weight, send in times)
+    return course, PassOrder(stages, draw(st.floats(0, 1)), draw(st.floats(0.2, 1)))
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(courses())
+def test_every_pass_happens_once_and_after_what_it_needs(given: tuple[Course, PassOrder | None]) -> None:
+    course, order = given
+    table = actions_of(course, order)
+    kinds = 3 if course.schedule in ZERO_BUBBLE else 2
+    for own in table:
+        assert len(own) == len(set(own)) == kinds * course.virtual * course.microbatches
+    done: set[tuple[Pass, int, int]] = set()
+    todo = [list(own) for own in table]
+    last = course.groups * course.virtual - 1
+    while any(todo):
+        before = len(done)
+        for group, own in enumerate(todo):
+            while own:
+                what, index = own[0].what, own[0].microbatch
+                stage = stage_at(course.schedule, course.groups, group, own[0].chunk)
+                needs = {
+                    Pass.FORWARD: [(Pass.FORWARD, stage - 1, index)] if stage else [],
+                    Pass.BACKWARD: [(Pass.FORWARD, stage, index)]
+                    + ([(Pass.BACKWARD, stage + 1, index)] if stage < last else []),
+                    Pass.WEIGHT: [(Pass.BACKWARD, stage, index)],
+                }[what]
+                if not set(needs) <= done:
+                    break
+                done.add((what, stage, index))
+                own.pop(0)
+        assert len(done) > before, "every group waits"
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(courses())
+def test_messages_under_way_suffice(given: tuple[Course, PassOrder | None]) -> None:
+    course, order = given
+    table = actions_of(course, order)
+    room = room_of(course, table)
+    assert ends(course, table, room)
+    assert room == 2 or not ends(course, table, room // 2)
+
+
+def test_too_few_messages_under_way_are_noticed() -> None:
+    """Two groups that would each wait for the other to take a message: an order that runs far ahead."""
+    course = Course(Schedule.ZERO_BUBBLE_2P, 2, 1, 1)
+    (first,), (second,) = ([own] for own in actions_of(course))
+    assert ends(course, (first, second), 1)
+    assert not ends(course, (first, second[::-1]), 100)
+
+
+@pytest.mark.parametrize(("groups", "virtual"), [(2, 2), (3, 2), (4, 3)])
+def test_interleaved_holds_what_is_priced(groups: int, virtual: int) -> None:
+    course = Course(Schedule.INTERLEAVED, groups, virtual, 3 * groups)
+    for group, own in enumerate(actions_of(course)):
+        priced = chunks_in_flight(Schedule.INTERLEAVED, groups, group, course.microbatches, virtual)
+        assert most_held(own, virtual) == priced
+        # Narayanan et al. 2021, section 2.2
+        assert max(map(sum, priced)) == 2 * (groups - group - 1) + (virtual - 1) * groups + 1
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(courses())
+def test_zero_bubble_holds_no_more_than_its_limit(given: tuple[Course, PassOrder | None]) -> None:
+    course, order = given
+    if course.schedule not in ZERO_BUBBLE:
+        return
+    limit = course.groups * (1 if course.schedule is Schedule.ZERO_BUBBLE_1P else 2)
+    share = 1.0 if order is None else order.share
+    for own in actions_of(course, order):
+        held: Counter[Pass] = Counter()
+        for action in own:
+            held[action.what] += 1
+            whole, pending = held[Pass.FORWARD] - held[Pass.BACKWARD], held[Pass.BACKWARD] - held[Pass.WEIGHT]
+            assert whole + share * pending <= limit + 1e-6
