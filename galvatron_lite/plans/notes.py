@@ -8,6 +8,7 @@ from galvatron_lite.model.graph import LayerKind, ModelGraph
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.cyclic.cuts import unevenness
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
+from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE
 from galvatron_lite.plans.placed import layers_of_parts
 from galvatron_lite.plans.schema import Mode, Plan
 from galvatron_lite.units import format_seconds
@@ -26,10 +27,13 @@ def plan_notes(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
 
 
 def _piped(plan: Plan) -> tuple[str, ...]:
-    """What is said of a pipeline in inference."""
-    if plan.mode is not Mode.INFERENCE or len(plan.stages) == 1:
+    """What is said of zero-bubble schedules."""
+    if plan.schedule not in ZERO_BUBBLE or plan.pipeline == 1 or plan.mode is Mode.INFERENCE:
         return ()
-    return ("auto_parallelize runs no pipelines in inference: this one is priced for other software (--fix pp=1)",)
+    return (
+        f"its step time is that of {plan.schedule.value} steps that follow one another without waiting for all stages; "
+        "auto_parallelize waits for the loss of each",
+    )
 
 
 def _delayed(plan: Plan) -> tuple[str, ...]:
