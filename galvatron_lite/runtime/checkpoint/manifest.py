@@ -126,5 +126,7 @@ def layout_digest(plan: Plan) -> str:
     """The same for plans that split a model, its samples and its passes alike: their runs are equal bit for bit."""
     runs = [[to_data(run) for run in stage.runs] for stage in plan.stages]
     branches = [to_data(branch) for branch in plan.branches]
-    said = [plan.devices, plan.microbatches, plan.schedule.value, plan.precision, plan.virtual_stages, runs, branches]
+    order = None if plan.order is None else to_data(plan.order)
+    passes = [plan.microbatches, plan.schedule.value, plan.virtual_stages, order]
+    said = [plan.devices, plan.precision, *passes, runs, branches]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
