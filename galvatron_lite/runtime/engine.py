@@ -32,7 +32,7 @@ from galvatron_lite.runtime.clip import (
 from galvatron_lite.runtime.compiled import check_compile
 from galvatron_lite.runtime.global_mean import global_mean
 from galvatron_lite.runtime.mesh import build_meshes
-from galvatron_lite.runtime.optimizer import split_groups
+from galvatron_lite.runtime.optimizer import fused_on_host, split_groups
 from galvatron_lite.runtime.pieces import entries_of
 from galvatron_lite.runtime.pipelined import pipelined_outputs, pipelined_step
 from galvatron_lite.runtime.placement import check_samples
@@ -312,7 +312,9 @@ class ParallelModel(Saving, nn.Module):
 
     def optimizer(self, factory: OptimizerFactory, **options: Any) -> torch.optim.Optimizer:
         """An optimizer over this rank's shards: ``parallel.optimizer(torch.optim.AdamW, lr=1e-3)``."""
-        made = factory(self.param_groups(), **options)
+        groups = self.param_groups()
+        beside = self.device.type != "cpu"  # on a machine without an accelerator the host is the device
+        made = factory(fused_on_host(groups, factory, options) if beside else groups, **options)
         made.register_step_post_hook(lambda *_: self.publish())
         return made
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -12,7 +13,7 @@ Groups = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
 
 
 def split_groups(groups: Groups) -> list[dict[str, Any]]:
-    """The same groups, cut so that each holds plain tensors or DTensors of one mesh.
+    """The same groups, cut so that each holds plain tensors of one device, or DTensors of one mesh.
 
     Optimizers that work on many tensors at once (foreach, fused) refuse mixtures. One group at least: a stage may have
     no parameters, and an optimizer refuses an empty list.
@@ -26,6 +27,20 @@ def split_groups(groups: Groups) -> list[dict[str, Any]]:
         alike: dict[object, list[nn.Parameter]] = {}
         for parameter in group["params"]:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            alike.setdefault(mesh, []).append(parameter)
+            alike.setdefault((mesh, parameter.device.type), []).append(parameter)
         cut += [{"params": parameters, **options} for parameters in alike.values()]
     return cut or [{"params": []}]
+
+
+def fused_on_host(
+    groups: list[dict[str, Any]], factory: Callable[..., Any], options: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The same groups; those in host memory ask for the fused update, where the optimizer has one and nothing else was
+    asked for: it passes over the states once, where its other ways do so once an operator.
+    """
+    if "fused" not in inspect.signature(factory).parameters or {"fused", "foreach"} & set(options):
+        return groups
+    return [
+        {**group, "fused": True} if all(p.device.type == "cpu" for p in group["params"]) and group["params"] else group
+        for group in groups
+    ]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.graph import Recompute, Role
+from galvatron_lite.model.trace import trace
+from galvatron_lite.model.zoo import build
 from galvatron_lite.model.zoo.gpt import GPTBlock, GPTConfig
 from galvatron_lite.parallelism.recompute.apply import apply_recompute, recomputed
 
@@ -58,6 +61,38 @@ def test_what_runs_twice() -> None:
     attention = next(name for name in plain if "attention" in name and "backward" not in name)
     assert full[attention] == 2
     assert selective[attention] == plain[attention] == 1
+
+
+def test_selective_keeps_what_is_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, tokens, hidden = 4, 32, 32
+    model = build("gpt-tiny", vocab=64, layers=2, hidden=hidden, heads=2, sequence=tokens)
+    graph = trace(model, model.example_batch(2))
+    kind = graph.kinds[next(layer.kind for layer in graph.layers if layer.role is Role.BLOCK)]
+    caches: list[Any] = []
+
+    def spy(policy: Any) -> Any:
+        caches.append(create_selective_checkpoint_contexts(policy))
+        return caches[-1]
+
+    monkeypatch.setattr("galvatron_lite.parallelism.recompute.apply.create_selective_checkpoint_contexts", spy)
+    block = GPTBlock(GPTConfig(vocab=16, layers=1, hidden=hidden, heads=2, sequence=tokens))
+    apply_recompute(block, Recompute.SELECTIVE)
+    given = torch.randn(samples, tokens, hidden, requires_grad=True)
+    block(given)
+    ((first, _),) = caches
+    # private: torch does not show what it keeps
+    sizes = {one.data_ptr(): one.nbytes() for one in map(Tensor.untyped_storage, _tensors(first.storage))}
+    assert given.nbytes + sum(sizes.values()) == samples * kind.kept[Recompute.SELECTIVE].total
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(one)
+    elif hasattr(value, "val"):
+        yield from _tensors(value.val)
 
 
 def test_keyword_arguments_and_no_grad() -> None:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from galvatron_lite.runtime.optimizer import split_groups
+from galvatron_lite.runtime.optimizer import fused_on_host, split_groups
 from tests.pool import WorkerPool
 
 
@@ -15,6 +15,23 @@ def test_plain_parameters_stay_one_group() -> None:
     parameters = list(nn.Linear(2, 2).parameters())
     (group,) = split_groups(parameters)
     assert [id(p) for p in group["params"]] == [id(p) for p in parameters]
+
+
+def test_updates_on_the_host_are_fused_unless_told() -> None:
+    groups = [
+        {"params": [nn.Parameter(torch.ones(3))], "lr": 0.1},
+        {"params": [nn.Parameter(torch.empty(3, device="meta"))]},
+    ]
+    made = fused_on_host(groups, torch.optim.AdamW, {"lr": 1e-3})
+    assert [group.get("fused") for group in made] == [True, None]
+    assert fused_on_host(groups, torch.optim.AdamW, {"foreach": True}) == groups
+    assert fused_on_host(groups, torch.optim.RMSprop, {}) == groups
+    plain, fused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    for parameter, given in ((plain, {"params": [plain]}), (fused, {"params": [fused], "fused": True})):
+        optimizer = torch.optim.AdamW([given], lr=0.1)
+        parameter.grad = torch.tensor([1.0, -2.0, 0.5])
+        optimizer.step()
+    torch.testing.assert_close(fused, plain)
 
 
 def split_mixed() -> list[tuple[int, bool, float | None]]:
