@@ -69,13 +69,16 @@ def _trains(strategy: Strategy) -> bool:
 
     One of matmuls, pixels, filters and channels is shared. Where activations go to host memory there is no selective
     recomputation: its own store of what it keeps is out of reach. Experts are spread beside the first alone: sliced
-    by the whole tensor group, or whole where that group shares the tokens.
+    by the whole tensor group, or whole where that group shares the tokens; not where ZeRO gathers them among
+    activations that go to the host.
     """
     if strategy.offloads_activations and strategy.recompute is Recompute.SELECTIVE:
         return False
     inside = [strategy.tensor, strategy.spatial, strategy.filters, strategy.channels]
     if strategy.expert == 1:
         return inside.count(1) >= 3
+    if strategy.offloads_activations and strategy.zero_stage > 1:
+        return False
     ways = strategy.expert * strategy.tensor if strategy.expert_tensor == 0 else strategy.expert
     whole = strategy.expert_tensor == 1 and strategy.tensor > 1 and strategy.sequence_parallel
     return inside[1:] == [1, 1, 1] and strategy.devices % ways == 0 and (strategy.expert_tensor == 0 or whole)

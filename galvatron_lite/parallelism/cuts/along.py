@@ -49,12 +49,20 @@ def along(position: int, default: Any = None, name: str = "dim", drops: bool = F
             warn_gathered(call, tensor)
         with shares_only():
             local = gathered_along(tensor, [cut for cut in tensor.cuts if cut.dim in dims])
-            result = call.function(local, *call.args[1:], **call.kwargs)
+            result = _apart(call.function(local, *call.args[1:], **call.kwargs))
         if drops and not (keeps and argument(call, position + 1, "keepdim", False)):
             cuts = without(cuts, dims)
         return cut_like(result, cuts, call.rules)
 
     return handler
+
+
+def _apart(result: Any) -> Any:
+    """The places among what ``topk`` and the like return as tensors of their own: autograd keeps the very tensors that
+    it made, and recomputation compares their shapes."""
+    if not isinstance(result, tuple):
+        return result
+    return tuple(one if one.is_floating_point() else one.view_as(one) for one in result)
 
 
 _FLIP = along(1, name="dims")
