@@ -10,41 +10,25 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from adaptation_model import BATCH, make_batch, make_model, make_profile
 
-from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
 from galvatron_lite.files import write_data
 from galvatron_lite.model.discover import discover_layers
-from galvatron_lite.model.trace import trace
-from galvatron_lite.model.zoo.gpt import GPT, GPTConfig
-from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.runtime.adapt.monitor import Monitor
 from galvatron_lite.runtime.adapt.schema import Adapt
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.world import leave
 from galvatron_lite.search.planner import find_plan
 
-CONFIG = GPTConfig(vocab=64, layers=4, hidden=128, heads=4, sequence=16)
-BATCH, WINDOW = 16, 8
+WINDOW = 8
 SETTINGS = Adapt(window=WINDOW, warm_up=2, threshold=0.25, cool_down=5 * WINDOW, steps=5000)
 
 
-def make_batch(step: int) -> dict[str, Tensor]:
-    """The global batch of a step, the same on every rank."""
-    rows = torch.randint(0, CONFIG.vocab, (BATCH, CONFIG.sequence + 1), generator=torch.Generator().manual_seed(step))
-    return {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
-
-
-def make_model(rate: float, folder: Path) -> ParallelModel:
-    """A small model that adapts, under the plan of an estimate for this wire."""
-    torch.manual_seed(0)
-    model = GPT(CONFIG)
-    device = Device("cpu", 2**32, 1e10, {"fp32": 4e10}, source="estimated")
-    cluster = Cluster("pair", (DeviceGroup(device, 2),), (Level("wire", 2, rate * 1e6 / 8, 1e-4),))
-    layers = discover_layers(model, make_batch(0))
-    profile = estimate_profile(trace(model, make_batch(0)), cluster, precision="fp32", name="gpt")
+def make_parallel(rate: float, folder: Path) -> ParallelModel:
+    """The model that adapts, under the plan for this wire."""
+    model, example, profile = make_model(), make_batch(0), make_profile(rate * 1e6 / 8)
     plan = find_plan(profile, devices=2, global_batch=BATCH, budget=2**31)
-    parallel = ParallelModel(model, plan, layers, make_batch(0), device="cpu")
+    parallel = ParallelModel(model, plan, discover_layers(model, example), example, device="cpu")
     parallel.steering = Monitor(parallel, profile, replace(SETTINGS, log=str(folder / "log.jsonl")))
     return parallel
 
@@ -66,7 +50,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, required=True)
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
-    parallel = make_model(arguments.rate, arguments.folder)
+    parallel = make_parallel(arguments.rate, arguments.folder)
     optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
     seconds = list[float]()
     for step in range(arguments.quick + arguments.slow):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -10,11 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.graph import Role
 from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo.gpt import GPT, GPTConfig
 from galvatron_lite.profiler.estimate import estimate_profile
@@ -28,7 +30,9 @@ from tests.runtime.adapt import slow_link
 
 CONFIG = GPTConfig(vocab=64, layers=4, hidden=128, heads=4, sequence=16)
 BATCH = 16
-BANDWIDTH = 4e8
+BANDWIDTH = 1e8
+WIDTH, WORK = 256, 1e-3
+"""Of a block: its width, and seconds of a sample's forward pass."""
 FACTOR = 24.0
 WINDOW = 8
 SETTINGS = Adapt(window=WINDOW, warm_up=2, threshold=0.25, cool_down=5 * WINDOW, steps=5000, planner=Planner.INLINE)
@@ -64,13 +68,77 @@ def slow_profile() -> Profile:
     return estimate_profile(trace(make_model(), make_batch(0)), cluster, precision="fp32", name="gpt")
 
 
+class _Work(torch.autograd.Function):
+    """Work that takes a known time and no processor: on a loaded machine it takes as long."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            time.sleep(WORK * tensor.shape[0])
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        time.sleep(2 * WORK * gradient.shape[0])
+        return gradient
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        worked: Tensor = _Work.apply(self.linear(hidden))  # type: ignore[no-untyped-call]
+        return hidden + torch.tanh(worked)
+
+
+class Workers(nn.Module):
+    """Blocks of many parameters and little to hand on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block() for _ in range(4))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        return nn.functional.mse_loss(inputs, targets)
+
+
+def make_workers() -> Workers:
+    torch.manual_seed(0)
+    return Workers()
+
+
+def worked_batch(step: int) -> dict[str, Tensor]:
+    """The global batch of a step."""
+    inputs, targets = torch.randn(2, BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
+    return {"inputs": inputs, "targets": targets}
+
+
+def known_profile() -> Profile:
+    """Two processes over the link; blocks take the time that their work does."""
+    device = Device("cpu", 2**32, 1e10, {"fp32": 4e10}, source="a test")
+    cluster = Cluster("pair", (DeviceGroup(device, 2),), (Level("wire", 2, BANDWIDTH, 1e-3),))
+    profile = estimate_profile(trace(make_workers(), worked_batch(0)), cluster, precision="fp32", name="workers")
+    kinds = {layer.kind for layer in profile.graph.layers if layer.role is Role.BLOCK}
+    points = tuple(
+        replace(point, forward=WORK * point.samples, backward=2 * WORK * point.samples)
+        if point.kind in kinds
+        else point
+        for point in profile.layers
+    )
+    return replace(profile, layers=points)
+
+
 def train_over_slow_link(folder: str, quick: int, slow: int) -> Course:
     """So many steps over a quick link, then over one that is slower by a known factor."""
     slow_link.join(Path(folder), BANDWIDTH)
-    profile = slow_profile()
+    profile = known_profile()
     plan = find_plan(profile, devices=2, global_batch=BATCH, budget=2**31)
-    model = make_model()
-    parallel = ParallelModel(model, plan, discover_layers(model, make_batch(0)), make_batch(0), device="cpu")
+    model, example = make_workers(), worked_batch(0)
+    parallel = ParallelModel(model, plan, discover_layers(model, example), example, device="cpu")
     log = str(Path(folder) / "log.jsonl")
     monitor = Monitor(parallel, profile, replace(SETTINGS, log=log))
     parallel.steering = monitor
@@ -80,7 +148,7 @@ def train_over_slow_link(folder: str, quick: int, slow: int) -> Course:
         slow_link.Link.per_byte = (1.0 if step < quick else FACTOR) / BANDWIDTH
         dist.barrier()
         before = time.perf_counter()
-        losses.append(float(parallel.train_step(make_batch(step), optimizer)))
+        losses.append(float(parallel.train_step(worked_batch(step), optimizer)))
         seconds.append(time.perf_counter() - before)
         plans.append(plan_name(parallel.plan))
     return Course(
@@ -91,11 +159,19 @@ def train_over_slow_link(folder: str, quick: int, slow: int) -> Course:
 
 def train_alone(steps: int) -> list[float]:
     """The losses of plain PyTorch."""
-    model: Any = make_model()
+    return _losses(make_model(), make_batch, steps)
+
+
+def work_alone(steps: int) -> list[float]:
+    """The same of the other model."""
+    return _losses(make_workers(), worked_batch, steps)
+
+
+def _losses(model: Any, batches: Callable[[int], dict[str, Tensor]], steps: int) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(steps):
-        loss = model(**make_batch(step))
+        loss = model(**batches(step))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
