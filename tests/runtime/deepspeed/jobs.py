@@ -144,19 +144,19 @@ def from_meta() -> tuple[int, float]:
 
 def resumed(folder: str) -> dict[str, tuple[bool, bool, int]]:
     """By stage: whether a run that was saved and loaded anew goes on like the one that was not stopped, in losses and
-    state, bit for bit; and the step that it goes on from. The last one is of a stage that another one wrote."""
+    state, bit for bit; and the step that it goes on from. What ZeRO-3 wrote goes into ZeRO-2 too."""
     found = {}
-    for name, source in (("zero1", ""), ("zero3", ""), ("data", ""), ("zero2", "zero3")):
-        one = make(plan_of(STRATEGIES[source or name]), max_grad_norm=CLIP)
+    for source, others in (("zero3", ("zero3", "zero2")), ("data", ("data",))):
+        one = make(plan_of(STRATEGIES[source]), max_grad_norm=CLIP)
         optimizer = one.optimizer(torch.optim.AdamW, **ADAMW)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _falling)
         for _ in range(2):
             one.train_step(make_batch(), optimizer)
             schedule.step()
-        written = f"{folder}/{name}"
-        one.save(written, optimizer, scheduler=schedule)
+        one.save(f"{folder}/{source}", optimizer, scheduler=schedule)
         losses = [float(one.train_step(make_batch(), optimizer))]
-        found[name] = _again(name, written, losses, one.full_state_dict())
+        state = one.full_state_dict()
+        found |= {name: _again(name, f"{folder}/{source}", losses, state) for name in others}
     return found
 
 
