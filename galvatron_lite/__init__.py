@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from galvatron_lite.model.graph import ModelGraph
     from galvatron_lite.plans.schema import Plan
     from galvatron_lite.profiler.schema import Profile
+    from galvatron_lite.runtime.adapt.schema import Adapt
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Adapt": "galvatron_lite.runtime.adapt.schema",
     "Cluster": "galvatron_lite.cluster.cluster",
     "ModelGraph": "galvatron_lite.model.graph",
     "Plan": "galvatron_lite.plans.schema",
@@ -36,6 +38,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Adapt",
     "Cluster",
     "ModelGraph",
     "Plan",

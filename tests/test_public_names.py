@@ -6,8 +6,8 @@ import sys
 import galvatron_lite
 
 NAMES = [
-    "Cluster", "ModelGraph", "Plan", "Profile", "auto_parallelize", "best_batch", "cheapest", "evaluate",
-    "fewest_devices", "pareto_front", "plan", "profile",
+    "Adapt", "Cluster", "ModelGraph", "Plan", "Profile", "as_one_process", "auto_parallelize", "best_batch",
+    "cheapest", "evaluate", "fewest_devices", "pareto_front", "plan", "profile",
 ]  # fmt: skip
 
 
