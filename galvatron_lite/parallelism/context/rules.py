@@ -18,6 +18,7 @@ from galvatron_lite.parallelism.cuts.tensor import (
     Rules,
     cut_like,
     cuts_of,
+    local_of,
     shares_only,
     whole_shape,
 )
@@ -30,7 +31,8 @@ def _embedding(call: Call) -> Any:
     if not isinstance(ids, CutTensor) or cuts_of(table):
         return on_whole(call)
     with shares_only():
-        return cut_like(call.function(*call.args, **call.kwargs), ids.cuts, call.rules)
+        given = {name: one for name, one in call.kwargs.items() if name not in ("input", "weight")}
+        return cut_like(call.function(local_of(ids), table, *call.args[2:], **given), ids.cuts, call.rules)
 
 
 def _addmm(call: Call) -> Any:
@@ -56,7 +58,8 @@ def _gather(call: Call) -> Any:
         return on_whole(call)
     with shares_only():
         own = brought(tensor, tuple(one for one in cuts if one.dim != place), dims)
-        return cut_like(call.function(own, dim, brought(index, cuts, dims)), cuts, call.rules)
+        # what is saved for backward must be plain: recomputation compares its shape
+        return cut_like(call.function(own, dim, local_of(brought(index, cuts, dims))), cuts, call.rules)
 
 
 HANDLERS: Mapping[str, Handler] = {

@@ -11,7 +11,7 @@ from torch import Tensor
 from galvatron_lite.parallelism.cuts.alignment import brought, common_cuts, moved
 from galvatron_lite.parallelism.cuts.calls import argument, fronted, handled_by, in_place
 from galvatron_lite.parallelism.cuts.fallback import gathered, on_whole, refuse_writing
-from galvatron_lite.parallelism.cuts.tensor import Call, CutTensor, Handler, cut_like, cuts_of, shares_only
+from galvatron_lite.parallelism.cuts.tensor import Call, CutTensor, Handler, cut_like, cuts_of, local_of, shares_only
 
 
 def pointwise(call: Call) -> Any:
@@ -33,8 +33,15 @@ def pointwise(call: Call) -> Any:
         if cut is None or (cut is not tensors[0] and in_place(call)):
             return _together(call, tensors)
     with shares_only():
+        if len(tensors) > 1 and not in_place(call):
+            args = tuple(_saved(one) for one in args)
         result = call.function(*args, **kwargs)
     return cut_like(result, cut.cuts, call.rules)
+
+
+def _saved(value: Any) -> Any:
+    """Masks as plain tensors: autograd saves them as they are, and recomputation compares the shapes that they tell."""
+    return local_of(value) if isinstance(value, CutTensor) and value.dtype == torch.bool else value
 
 
 def _fitted(tensors: list[Tensor]) -> CutTensor | None:

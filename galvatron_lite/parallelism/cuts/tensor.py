@@ -184,8 +184,13 @@ def cut_like(result: Any, cuts: Cuts, rules: Rules) -> Any:
             result.cuts, result.rules = cuts, rules  # type: ignore[attr-defined]
         return result
     if isinstance(result, (tuple, list)):
-        return type(result)([cut_like(one, cuts, rules) for one in result])
+        return type(result)([cut_like(_alias(one), cuts, rules) for one in result])
     return result
+
+
+def _alias(one: Any) -> Any:
+    """Places (of ``topk``) by another name: autograd saves them itself, and recomputation compares their shapes."""
+    return one.view_as(one) if type(one) is Tensor and not one.is_floating_point() else one
 
 
 def uncut(tensor: Tensor) -> Tensor:
