@@ -7,6 +7,7 @@ GalvatronError
 │   └── TraceError               a model, or a block of it, that cannot be captured
 ├── InfeasibleError              no plan fits: names the smallest budget that would
 ├── LaunchError (RuntimeError)   the launched world does not fit the plan (size, device)
+├── SwitchError (RuntimeError)   the plan could not be changed while training runs; training goes on under the old one
 └── NonFiniteLossError           training produced a loss that is NaN or infinite
 """
 
@@ -73,6 +74,23 @@ class InfeasibleError(GalvatronError):
 
 class LaunchError(GalvatronError, RuntimeError):
     """The launched world does not fit the plan."""
+
+
+class SwitchError(GalvatronError, RuntimeError):
+    """The plan could not be changed while training runs; every rank is on the plan it had, and can train on.
+
+    Args:
+        phase: in which it failed.
+        rank: the first rank that did.
+        cause: what went wrong there.
+    """
+
+    def __init__(self, phase: str, rank: int, cause: str) -> None:
+        self.phase, self.rank, self.cause = phase, rank, cause
+        super().__init__(
+            f"Changing the plan failed on rank {rank} ({phase}): {cause}. Every rank is on the plan it had and can "
+            "train on; change the plan again once the cause is gone, or keep it."
+        )
 
 
 class NonFiniteLossError(GalvatronError, ArithmeticError):

@@ -22,7 +22,8 @@ class ProcessGroups:
         self._made: dict[tuple[str, Ranks], dist.ProcessGroup] = {}
         self._before = {} if before is None else dict(before._made)
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
         """How many there are, those of other ranks included."""
         return len(self._made)
 

@@ -43,12 +43,14 @@ from galvatron_lite.runtime.stage_calls import Calls
 from galvatron_lite.runtime.state import full_state_dict, load_full_state_dict
 from galvatron_lite.runtime.steering import Phases, Steering
 from galvatron_lite.runtime.stepped import check_gradients, check_no_gradients, stepped_loss
+from galvatron_lite.runtime.switch.origin import origin_of
+from galvatron_lite.runtime.switch.switching import Switching
 from galvatron_lite.runtime.world import pick_device
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 
-class ParallelModel(Saving, nn.Module):
+class ParallelModel(Saving, Switching, nn.Module):
     """A model split over the launched world; every rank makes one, alike, and gives it the same global batches.
 
     Without a pipeline it is used like the model: ``loss = parallel(batch); loss.backward(); optimizer.step()``.
@@ -78,6 +80,7 @@ class ParallelModel(Saving, nn.Module):
         plan: the plan.
         entries: of the whole model's state.
         scaler: scales the loss under fp16; None in other precisions.
+        origin: what the model was before it was split.
         steering: what changes the plan between steps (phases, adapting); None: nothing does.
         runtime: what this rank's stage is made of, the first where it has several.
         copies: the model's structure once more for each other stage.
@@ -112,9 +115,11 @@ class ParallelModel(Saving, nn.Module):
         self.entries = entries_of(model, layers)
         options = Options(self.device, self._compute, tensor_plans, init_fn, seed, loss_fn, expert_capacity)
         options = replace(options, compile=check_compile(compile))
+        self.origin = origin_of(model, layers, batch, options, precision)
         self.runtime: StageRuntime = self._set_up(model, layers, batch, options)
         self.module = model
         self.steering: Steering | None = None
+        self.origin.settle()
         self._calls, self._rows = Calls(self._compute, self.device, loss_fn), 0
 
     def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: Options) -> StageRuntime:

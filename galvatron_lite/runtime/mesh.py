@@ -134,7 +134,7 @@ def build_meshes(plan: Plan, device_type: str, groups: ProcessGroups | None = No
     """
     _check_strategies(plan)
     join_world(plan, device_type)
-    return _build(plan, device_type, dist.get_rank(), groups or ProcessGroups())
+    return _build(plan, device_type, dist.get_rank(), ProcessGroups() if groups is None else groups)
 
 
 def join_world(plan: Plan, device_type: str) -> None:

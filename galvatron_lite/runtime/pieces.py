@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -85,6 +84,14 @@ class Parallel(Protocol):
         """The modules of each of these parts, under the names of the whole model."""
 
 
+class Stateful(Protocol):
+    """An optimizer, or what will be its states."""
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]:
+        """Entries by parameter."""
+
+
 def entries_of(model: nn.Module, layers: Sequence[Layer]) -> Entries:
     """The entries of a whole model's state; call it before the model is split."""
     state: dict[str, object] = model.state_dict(keep_vars=True)
@@ -122,7 +129,7 @@ def held_gradients(parallel: Parallel) -> list[Held]:
     ]
 
 
-def held_states(parallel: Parallel, optimizer: torch.optim.Optimizer) -> list[Held]:
+def held_states(parallel: Parallel, optimizer: Stateful) -> list[Held]:
     """What this rank holds of the tensors of an optimizer's state, named ``PARAMETER/exp_avg``.
 
     Entries that are neither of the parameter's shape, nor of it with some extents 1, are whole on every rank. Entries

@@ -63,6 +63,7 @@ from galvatron_lite.runtime.traffic import Traffic
 from galvatron_lite.runtime.updates import Updates
 
 Place = Callable[[nn.Module, Layer], None]
+"""Brings a layer of a structure out of which a stage was cut already onto the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +227,7 @@ def build(
     models: dict[int, nn.Module] = {}
     cuts = []
     for structure, number in zip(structures, numbers, strict=True):
-        cuts.append(_cut_stage(structure, prepared.layers, prepared.names, number, prepared.flow))
+        cuts.append(_cut_stage(structure, prepared.layers, prepared.names, number, prepared.flow, options.device))
         untie(structure, shared_before(models, number, prepared.ties, prepared.names))
         models[number] = structure
     made = [
@@ -387,7 +388,12 @@ def known_flow(model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: L
 
 
 def _cut_stage(
-    model: nn.Module, layers: Sequence[Layer], names: Sequence[Sequence[str]], index: int, flow: Flow | None
+    model: nn.Module,
+    layers: Sequence[Layer],
+    names: Sequence[Sequence[str]],
+    index: int,
+    flow: Flow | None,
+    device: torch.device,
 ) -> StageModel | None:
     """Make the model run one stage; None where there is only one.
 
@@ -396,7 +402,7 @@ def _cut_stage(
     """
     if len(names) == 1:
         return None
-    cut = StageModel(model, layers, names[index], flow=flow)
+    cut = StageModel(model, layers, names[index], device, flow)
     forward = model.forward
 
     @functools.wraps(forward)

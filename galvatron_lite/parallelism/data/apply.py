@@ -97,6 +97,16 @@ class GradientReducer:
             for place, parameter in enumerate(bucket.parameters)
         ]
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Where gradients are summed; between steps, what is in them does not matter."""
+        return [bucket.buffer for bucket in self._buckets]
+
+    def close(self) -> None:
+        """Reduce no more: parameters let go of this object, which they hold where Python's collector does not see."""
+        for handle in self._handles:
+            handle.remove()
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only add up this rank's gradients; the next one outside reduces the sum."""

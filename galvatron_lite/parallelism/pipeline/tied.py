@@ -108,7 +108,7 @@ class SharedCopies:
         pipeline: Pipeline | None = None,
     ) -> None:
         check_shared(shared, strategies)
-        groups, self._reduced = groups or ProcessGroups(), reduced or {}
+        groups, self._reduced = ProcessGroups() if groups is None else groups, reduced or {}
         pipeline = pipeline or Pipeline(Schedule.ONE_F_ONE_B, len(stages))
         self._copies: list[_Copies] = []
         counted_elsewhere: list[str] = []

@@ -60,7 +60,8 @@ def pipeline_groups(stages: int, groups: ProcessGroups | None = None, *, turns: 
     Raises:
         LaunchError: they do not divide the world.
     """
-    chains, groups = place_groups(range(stages), stages), groups or ProcessGroups()
+    chains = place_groups(range(stages), stages)
+    groups = ProcessGroups() if groups is None else groups
     purposes = ("pipeline forward", "pipeline backward", "pipeline forth", "pipeline back")
     made = [groups.own(chains, purpose) for purpose in purposes[: 4 if turns else 2]]
     if made[0] is None or made[1] is None:

@@ -1,0 +1,98 @@
+"""What a model was before it was split: what is needed to split it in another way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from galvatron_lite.model.graph import Layer
+from galvatron_lite.parallelism.process_groups import ProcessGroups
+from galvatron_lite.parallelism.tensor.regions import TensorPlan
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.placement import place_layers
+from galvatron_lite.runtime.precision import compute_dtype
+from galvatron_lite.runtime.setup import Options, Prepared, prepare
+from galvatron_lite.runtime.switch.structure import Structure
+
+EXAMINED = 8
+"""Plans of which it is kept what splitting the model by them needs to know."""
+
+
+@dataclass(slots=True)
+class Origin:
+    """A model before it was split.
+
+    Attributes:
+        model: the user's, which is split in place.
+        layers: of the model.
+        batch: an example.
+        options: how it was set up.
+        precision: of compute, whatever plans say; None: as each plan says.
+        whole: its modules before, without values.
+        split: its modules right after they were split last; None before.
+        tensor_plans: how layers can be split, as far as it was found out.
+        examined: what is known of the last plans, by their stages.
+    """
+
+    model: nn.Module
+    layers: Sequence[Layer]
+    batch: Any
+    options: Options
+    precision: str | None
+    whole: Structure
+    split: Structure | None = None
+    tensor_plans: dict[str, TensorPlan] = field(default_factory=dict)
+    examined: dict[object, Prepared] = field(default_factory=dict)
+
+    def settle(self) -> None:
+        """The model was split: what differs later, the user changed."""
+        self.split = Structure(self.model.modules())
+
+    def everything(self) -> Structure:
+        """All modules, those that only the whole model has too, as they are now."""
+        modules = {id(one): one for one in (*self.whole.modules, *self.model.modules())}
+        return Structure(modules.values())
+
+    def options_of(self, plan: Plan, groups: ProcessGroups) -> Options:
+        """How the model is set up under another plan."""
+        return replace(self.options, compute=compute_dtype(self.precision or plan.precision), groups=groups)
+
+    def prepare(self, plan: Plan, options: Options, batch: Any, rank: int) -> Prepared:
+        """What splitting the whole model by a plan needs to know; found out once for each of the last few splits.
+
+        Args:
+            plan: for the model.
+            options: under it.
+            batch: an example.
+            rank: of this process.
+
+        Raises:
+            InputError: the plan does not fit the model.
+        """
+        if batch is not self.batch:
+            self.examined.clear()
+        key = plan.schedule, plan.virtual_stages, tuple(stage.runs for stage in plan.stages)
+        known = self.examined.pop(key, None)
+        if known is None:
+            if self.options.tensor_plans is None:
+                options = replace(options, tensor_plans=self._known(plan))
+            known = prepare(self.model, plan, self.layers, batch, rank // plan.stage_devices, options)
+            for one in known.known:
+                self.tensor_plans.update(one.plans.tensor)
+        self.examined[key] = known
+        while len(self.examined) > EXAMINED:
+            del self.examined[next(iter(self.examined))]
+        return replace(known, plan=plan)
+
+    def _known(self, plan: Plan) -> Mapping[str, TensorPlan] | None:
+        placed = [one for stage in place_layers(plan, self.layers) for one in stage]
+        wanted = {one.layer.name for one in placed if one.strategy.tensor > 1}
+        return self.tensor_plans if wanted <= self.tensor_plans.keys() else None
+
+
+def origin_of(model: nn.Module, layers: Sequence[Layer], batch: Any, options: Options, precision: str | None) -> Origin:
+    """What a model is; call it before the model is split."""
+    return Origin(model, layers, batch, options, precision, Structure(model.modules(), hollow=True))

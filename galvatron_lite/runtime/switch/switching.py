@@ -1,0 +1,49 @@
+"""The part of a ``ParallelModel`` that changes its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.scaling import LossScaler
+from galvatron_lite.runtime.setup import Options, StageRuntime
+from galvatron_lite.runtime.stage_calls import Calls
+from galvatron_lite.runtime.switch.live import Switched, switch
+
+if TYPE_CHECKING:
+    from galvatron_lite.runtime.engine import ParallelModel
+
+
+class Switching:
+    """What ``ParallelModel`` has of it."""
+
+    plan: Plan
+    runtime: StageRuntime
+    scaler: LossScaler | None
+    copies: nn.ModuleList
+    _runtimes: list[StageRuntime]
+    _compute: torch.dtype | None
+    _calls: Calls
+
+    def switch(self, plan: Plan, optimizer: torch.optim.Optimizer, scheduler: Any = None, **options: Any) -> Switched:
+        """Train on under another plan, between two steps; all ranks call it. See ``runtime.switch.live.switch``."""
+        return switch(cast("ParallelModel", self), optimizer, plan, scheduler, **options)
+
+    def adopt(self, plan: Plan, runtimes: Sequence[StageRuntime], options: Options) -> None:
+        """Be split by another plan from now on; what that takes is ``switch``'s to do."""
+        scaled = options.compute is torch.float16
+        self.plan, self._compute, self._calls = plan, options.compute, replace(self._calls, compute=options.compute)
+        self.scaler = (self.scaler or LossScaler(self._norm, self._multiply)) if scaled else None
+        self._runtimes, self.runtime = list(runtimes), runtimes[0]
+        self.copies = nn.ModuleList(runtime.model for runtime in runtimes[1:])
+
+    def _norm(self) -> Tensor:
+        raise NotImplementedError
+
+    def _multiply(self, factor: Tensor) -> None:
+        raise NotImplementedError
