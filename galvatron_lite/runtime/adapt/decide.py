@@ -43,15 +43,14 @@ class State:
         profile: as it was made.
         plan: under way.
         corrections: of the profile.
-        looking_from: steps before this one are not looked at.
         cool_until: no plan is made before this step.
         deviating: windows in a row that deviated.
         planning: whether a plan is being made.
         former: the plan before the last switch, until that has proved itself.
         former_seconds: median step under it.
+        measured: median step of the last window.
         left: names of plans that were gone away from.
         blocked: names of plans that made steps slower.
-        measured: median step of the last window.
         switch_seconds: the longest that a switch took; 0 where there was none.
         probed: step at which links were last measured.
         forced: whether the plan under way does not fit, and any other is taken that does.
@@ -61,7 +60,6 @@ class State:
     profile: Profile
     plan: Plan
     corrections: Corrections = AS_PROFILED
-    looking_from: int = 0
     cool_until: int = 0
     deviating: int = 0
     planning: bool = False
@@ -82,9 +80,7 @@ class State:
 
 def begin(started: Started) -> State:
     """The state that a log begins with."""
-    settings = started.settings
-    looking_from = started.step + settings.warm_up
-    return State(settings, started.profile, plain(started.plan), started.corrections, looking_from)
+    return State(started.settings, started.profile, plain(started.plan), started.corrections)
 
 
 def deviates(state: State, window: Window) -> bool:
@@ -144,13 +140,12 @@ def on_planned(state: State, step: int, plan: Plan | None, error: str) -> tuple[
 
 def on_done(state: State, step: int, seconds: float, plan: Plan, error: str = "") -> State:
     """The state once a switch to a plan was made, or was not."""
-    settings = state.settings
-    cool = step + settings.cool_down
+    cool = step + state.settings.cool_down
     if error:
         return replace(state, cool_until=cool, blocked=state.blocked | {plan_name(plan)}, former=None)
     going_back = state.former is not None
     return replace(
-        state, plan=plain(plan), looking_from=step + settings.warm_up, cool_until=cool,
+        state, plan=plain(plan), cool_until=cool,
         former=None if going_back else state.plan, former_seconds=0.0 if going_back else state.measured,
         left=state.left | {plan_name(state.plan)}, switch_seconds=max(seconds, state.switch_seconds),
         blocked=state.blocked | {plan_name(state.plan)} if going_back else state.blocked,

@@ -90,7 +90,7 @@ def test_nothing_is_done_where_all_is_as_predicted() -> None:
 def test_a_slow_link_is_found_and_gone_round_once() -> None:
     """Sixty times slower from the fourth window on: two windows are waited for, one switch is made, and no other."""
     first = started(SETTINGS)
-    state, records = train(first, [Corrections()] * 3 + [SLOW] * 20, noise=0.05)
+    state, records = train(first, [Corrections()] * 3 + [SLOW] * 10, noise=0.05)
     assert actions(records) == [Action.PLAN, Action.SWITCH]
     planned = next(r.decision for r in records if isinstance(r, Decided) and r.decision.action is Action.PLAN)
     assert planned.step == 50
@@ -110,8 +110,8 @@ def test_once_the_link_is_well_again_it_is_gone_back_and_stays() -> None:
 
 
 def test_a_link_that_comes_and_goes_does_not_make_plans_flap() -> None:
-    """One window slow, one well, thirty times: patience keeps the plan."""
-    _, records = train(started(SETTINGS), [SLOW, Corrections()] * 30)
+    """One window slow, one well, twelve times: patience keeps the plan."""
+    _, records = train(started(SETTINGS), [SLOW, Corrections()] * 12)
     assert actions(records) == []
 
 
@@ -119,7 +119,7 @@ def test_a_plan_that_disappoints_is_left_for_good() -> None:
     first = started(SETTINGS)
     found = answer(Question(first.profile, SLOW, first.plan, "95%")).plan
     assert found is not None
-    state, records = train(first, [SLOW] * 30, slower=frozenset({plan_name(found)}))
+    state, records = train(first, [SLOW] * 14, slower=frozenset({plan_name(found)}))
     taken = actions(records)
     assert taken[:3] == [Action.PLAN, Action.SWITCH, Action.BACK]
     assert Action.SWITCH not in taken[3:]
