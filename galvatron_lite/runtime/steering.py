@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from galvatron_lite.errors import InputError
@@ -88,6 +87,6 @@ def go_over(
     if same_split(parallel.plan, plan):
         parallel.plan = plan
         return 0.0
-    switch = import_module("galvatron_lite.runtime.switch.live").switch
-    seconds: float = switch(parallel, optimizer, plan, scheduler, batch=batch).seconds
-    return seconds
+    from galvatron_lite.runtime.switch.live import switch
+
+    return switch(parallel, optimizer, plan, scheduler, batch=batch).seconds

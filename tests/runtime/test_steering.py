@@ -7,8 +7,6 @@ import pytest
 from tests.pool import WorkerPool
 from tests.runtime.steering_jobs import BATCHES, train_alone, train_in_phases
 
-pytest.importorskip("galvatron_lite.runtime.switch.live")
-
 
 def test_phases_train_as_one_process_does(pool: WorkerPool) -> None:
     losses, splits, refused = pool.run(2, train_in_phases)[0]

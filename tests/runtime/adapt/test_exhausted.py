@@ -12,8 +12,6 @@ from galvatron_lite.runtime.adapt.schema import Adapt, Exhausted
 from tests.pool import WorkerPool
 from tests.runtime.adapt.jobs import run_out_of_memory, slow_profile, train_alone
 
-pytest.importorskip("galvatron_lite.runtime.switch.live")
-
 
 def test_where_all_ranks_run_out_alike_training_goes_on_from_memory(pool: WorkerPool, tmp_path: Path) -> None:
     losses, taken, said = pool.run(2, run_out_of_memory, folder=str(tmp_path), everywhere=True)[0]

@@ -11,8 +11,6 @@ from galvatron_lite.runtime.adapt.schema import Action
 from tests.pool import WorkerPool
 from tests.runtime.adapt.jobs import FACTOR, SETTINGS, WINDOW, train_over_slow_link, work_alone
 
-pytest.importorskip("galvatron_lite.runtime.switch.live")
-
 QUICK, SLOW = 2 + 3 * WINDOW, 8 * WINDOW
 
 
