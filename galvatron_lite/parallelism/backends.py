@@ -30,6 +30,7 @@ class Backend:
             delayed gradients.
         asked: by schedule: fields of ``Strategy``, and the value that each must have under it.
         pinned: schedules that the search tries only where they are asked for.
+        reserved: by field of ``Strategy``: the value that the search keeps to where none is asked for.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Backend:
     beside: bool = True
     asked: Mapping[Schedule, tuple[tuple[str, object], ...]] = field(default_factory=dict)
     pinned: tuple[Schedule, ...] = ()
+    reserved: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def tried(self) -> tuple[Schedule, ...]:
@@ -97,11 +99,13 @@ GALVATRON = Backend(
     },
     (
         "galvatron cannot yet run and leaves out: ranks in another order (--backend any offers them); interleaved and "
-        "zero-bubble schedules it tries where they are asked for (--fix schedule=...)",
+        "zero-bubble schedules, and host memory, it tries where they are asked for (--fix schedule=..., offload=...)",
     ),
     rule=_trains,
     asked=dict.fromkeys(ZERO_BUBBLE, SPLIT_BACKWARD),
     pinned=tuple(schedule for schedule in EXECUTABLE if schedule not in SIMPLE),
+    # how much host memory there is, and what else takes it, is not known
+    reserved={"offload": Offload.NONE},
 )
 """What ``auto_parallelize`` trains with."""
 ANY = Backend(

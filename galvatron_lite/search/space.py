@@ -147,11 +147,17 @@ class Space:
 
     def offers(self, kind: str, devices: int, fixed: Fixed) -> bool:
         """Whether the rules leave a kind of layer a strategy with these pins."""
-        unpinned = self._known.get((kind, devices, UNPINNED))
+        unpinned = self._unpinned(kind, devices, fixed)
         return any(map(fixed.allows, self._sensible(kind, devices, fixed) if unpinned is None else unpinned))
 
+    def _unpinned(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...] | None:
+        """What is remembered without pins; None where nothing is, or pins ask for what is tried only then."""
+        if any(name in self.backend.reserved for name, _ in fixed.pinned):
+            return None
+        return self._known.get((kind, devices, UNPINNED))
+
     def _sensible(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
-        unpinned = self._known.get((kind, devices, UNPINNED))
+        unpinned = self._unpinned(kind, devices, fixed)
         if unpinned is not None:
             return self._kept(unpinned, fixed)
         wanted = self._narrowed(fixed)
@@ -176,6 +182,10 @@ class Space:
         values = dict(self.backend.values)
         if not self.offload:
             values["offload"] = (Offload.NONE,)
+        pinned = {name for name, _ in fixed.pinned}
+        for name, kept in self.backend.reserved.items():
+            if name not in pinned:
+                values[name] = (kept,)
         for name, value in fixed.pinned:
             values[name] = tuple(other for other in values.get(name, (value,)) if other == value)
         return Narrowed(values)
