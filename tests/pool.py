@@ -183,7 +183,7 @@ def _stacks(ranks: Sequence[Rank]) -> list[str]:
 def _receive(connection: Connection) -> tuple[bool, Any]:
     try:
         good, value = pickle.loads(connection.recv_bytes())
-    except EOFError:
+    except (EOFError, OSError):  # a process that ends with what it was sent unread resets its pipe
         return False, "the process died"
     return good, value
 

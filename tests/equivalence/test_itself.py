@@ -2,48 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from galvatron_lite.model.graph import Recompute
-from galvatron_lite.plans.schema import Plan, Schedule
+from galvatron_lite.parallelism.base import Offload, Strategy
 from tests.equivalence.compare import assert_equal_tensors
-from tests.equivalence.families import FAMILIES
-from tests.equivalence.test_plans import WORLDS, sampled
-
-
-def features(plan: Plan) -> Iterator[str]:
-    strategies = [run.strategy for stage in plan.stages for run in stage.runs]
-    sizes = {len(stage.runs) for stage in plan.stages}
-    told = {
-        "data": any(s.data > 1 for s in strategies),
-        "zero 2": any(s.zero_stage == 2 for s in strategies),
-        "zero 3": any(s.zero_stage == 3 for s in strategies),
-        "data and zero": any(s.data > 1 and s.zero > 1 for s in strategies),
-        "tensor": any(s.tensor > 1 and not s.sequence_parallel for s in strategies),
-        "sequence": any(s.sequence_parallel for s in strategies),
-        "zero and tensor": any(s.zero > 1 and s.tensor > 1 for s in strategies),
-        "selective": any(s.recompute is Recompute.SELECTIVE for s in strategies),
-        "full": any(s.recompute is Recompute.FULL for s in strategies),
-        "unlike layers": len(set(strategies)) > 2,
-        "unequal stages": len(sizes) > 1,
-        "four stages": len(plan.stages) == 4,
-        "micro-batches": plan.microbatches > 1,
-        "fewer micro-batches than stages": plan.microbatches < len(plan.stages),
-        "1f1b": len(plan.stages) > 1 and plan.schedule is Schedule.ONE_F_ONE_B,
-        "gpipe": len(plan.stages) > 1 and plan.schedule is Schedule.GPIPE,
-    }
-    return (name for name, present in told.items() if present)
+from tests.equivalence.features import counts, features
+from tests.equivalence.plans import uniform_plan
+from tests.equivalence.test_plans import GROUPS, SAMPLED, graph_of, sampled
 
 
 def test_samples_contain_every_dimension_many_times() -> None:
-    plans = [plan for family in FAMILIES for world, count in WORLDS.items() for plan in sampled(family, world, count)]
-    found = [name for plan in plans for name in features(plan)]
-    counts = {name: found.count(name) for name in found}
-    assert len(counts) == 16
-    assert min(counts.values()) >= 5, counts
+    found = counts(
+        plan for group, world, count in SAMPLED for family in GROUPS[group] for plan in sampled(family, world, count)
+    )
+    asked = {"zero 1", "context", "ulysses", "expert", "offload states", "offload activations", "interleaved"}
+    assert asked | {"zero-bubble", "spatial", "filters", "channels", "selective", "full"} <= found.keys()
+    assert min(found.values()) >= 5, found
+
+
+def test_a_plan_is_known_by_what_it_uses() -> None:
+    """Every name is told of a plan that uses it, and not of one that splits nothing."""
+    graph = graph_of("plain")
+    ring = Strategy(zero=2, zero_stage=1, context=2, offload=Offload.STATES)
+    assert features(uniform_plan(graph, Strategy(), batch=4)) == set()
+    found = features(uniform_plan(graph, ring, ring, batch=4, microbatches=2))
+    assert found == {"zero 1", "context", "offload states", "micro-batches"}
+    heads = Strategy(context=2, ulysses=True, expert=2, offload=Offload.ALL)
+    assert features(uniform_plan(graph, heads, heads, batch=4)) == {
+        "ulysses", "expert", "offload states", "offload activations",
+    }  # fmt: skip
 
 
 def test_small_differences_are_found() -> None:

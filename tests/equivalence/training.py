@@ -23,6 +23,7 @@ from galvatron_lite.runtime import setup
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.placement import Placed
 from galvatron_lite.runtime.sharding import Owned
+from galvatron_lite.runtime.state import full_gradients, full_state_dict
 from galvatron_lite.runtime.tensor_plans import tensor_plans
 from tests.equivalence.compare import RELATIVE, assert_equal_tensors
 from tests.equivalence.families import PICTURES, build_family, build_model, make_batches
@@ -96,10 +97,23 @@ def train_alone(family: str) -> Reference:
     return Reference(losses, norm, gradients[0], gradients[-1], parameters)
 
 
-def train_under_plans(case: Case, plans: Sequence[Plan], reference: Reference) -> list[str]:
-    """What goes wrong, plan by plan; run on every rank of a world."""
+def train_each(case: Case, plans: Sequence[Plan], reference: Reference, states: bool = False) -> list[str]:
+    """What goes wrong under each plan, empty where nothing does; run on every rank of a world.
+
+    Args:
+        case: the family.
+        plans: each trains a model of its own.
+        reference: what one process computes.
+        states: whether the whole model's state and gradients, as users are given them, are compared too.
+    """
     with _examined_once():
-        return [f"{describe(plan)}: {wrong}" for plan in plans if (wrong := _train(case, plan, reference))]
+        return [_train(case, plan, reference, states) for plan in plans]
+
+
+def train_under_plans(case: Case, plans: Sequence[Plan], reference: Reference) -> list[str]:
+    """What goes wrong, with the plans that it goes wrong under; run on every rank of a world."""
+    told = zip(plans, train_each(case, plans, reference), strict=True)
+    return [f"{describe(plan)}: {wrong}" for plan, wrong in told if wrong]
 
 
 def train_families(work: Sequence[tuple[Case, Sequence[Plan], Reference]]) -> list[str]:
@@ -126,7 +140,7 @@ def _examined_once() -> Iterator[None]:
         yield
 
 
-def _train(case: Case, plan: Plan, reference: Reference) -> str:
+def _train(case: Case, plan: Plan, reference: Reference, states: bool) -> str:
     parallel, first_names = case.parallel(plan), case.first_names
     optimizer = parallel.optimizer(torch.optim.SGD, lr=LEARNING_RATE, momentum=MOMENTUM)
     batches = make_batches(case.family, SAMPLES, STEPS + 1)
@@ -140,7 +154,23 @@ def _train(case: Case, plan: Plan, reference: Reference) -> str:
     parameters = whole(parallel, first_names, lambda one: one.parameter.detach())
     losses.append(global_loss(parallel.backward_step(batches[STEPS])))
     last = whole(parallel, first_names, lambda one: one.gradient)
-    return "; ".join(_differences(Reference(losses, norm, first, last, parameters), reference, case.relative))
+    wrong = [*_differences(Reference(losses, norm, first, last, parameters), reference, case.relative)]
+    return "; ".join([*wrong, *(_state_differences(parallel, reference, case) if states else ())])
+
+
+def _state_differences(parallel: ParallelModel, reference: Reference, case: Case) -> Iterable[str]:
+    """The same of what users are given: every entry of the whole model, on every rank."""
+    for what, found, expected in (
+        ("state", full_state_dict(parallel), reference.parameters),
+        ("whole gradients", full_gradients(parallel), reference.last),
+    ):
+        names = {name: case.first_names.get(name, name) for name in found}
+        own = {name: value for name, value in found.items() if names[name] in expected}
+        try:
+            assert {names[name] for name in own} == set(expected), "names"
+            assert_equal_tensors(own, {name: expected[names[name]] for name in own}, case.relative)
+        except AssertionError as error:
+            yield f"{what}: {error}"
 
 
 def _differences(found: Reference, reference: Reference, relative: float) -> Iterable[str]:
