@@ -154,7 +154,9 @@ class Monitor:
         mind = self._mind
         plan, error = _said(lambda: (None, "") if mind is None else mind.exhausted(self.step, self._world))
         if plan is None:
-            return f"No plan takes less: {error}. Use more devices, a smaller batch, or offload (--backend any)."
+            return (
+                f"No plan takes less: {error}. Use more devices, a smaller batch, or host memory (--fix offload=...)."
+            )
         refused = self._switch(optimizer, plan)
         self._seconds.clear()
         return refused

@@ -26,6 +26,7 @@ from galvatron_lite.runtime.adapt.planning import plan_name
 from galvatron_lite.runtime.adapt.schema import Adapt, Decision, Planner
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.search.planner import find_plan
+from galvatron_lite.search.space import Fixed
 from tests.runtime.adapt import slow_link
 
 CONFIG = GPTConfig(vocab=64, layers=4, hidden=128, heads=4, sequence=16)
@@ -186,7 +187,9 @@ def run_out_of_memory(folder: str, everywhere: bool) -> tuple[list[float], list[
         The losses, the predicted bytes of the plan of each step, and what the error says.
     """
     profile, model = slow_profile(), make_model()
-    plan = find_plan(profile, devices=2, global_batch=BATCH, budget=2**31)
+    # stages of a pipeline would wait for one another before they fail
+    single = Fixed(pipeline=1)
+    plan = find_plan(profile, devices=2, global_batch=BATCH, budget=2**31, fixed=single)
     parallel = ParallelModel(model, plan, discover_layers(model, make_batch(0)), make_batch(0), device="cpu")
     settings = Adapt(planner=Planner.INLINE, log=str(Path(folder) / "log.jsonl"))
     parallel.steering = monitor = Monitor(parallel, profile, settings)
