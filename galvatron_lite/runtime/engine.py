@@ -41,7 +41,7 @@ from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.setup import Options, StageRuntime, set_up
 from galvatron_lite.runtime.stage_calls import Calls
 from galvatron_lite.runtime.state import full_state_dict, load_full_state_dict
-from galvatron_lite.runtime.steering import Phases, Steering
+from galvatron_lite.runtime.steering import Steering
 from galvatron_lite.runtime.stepped import check_gradients, check_no_gradients, stepped_loss
 from galvatron_lite.runtime.switch.origin import origin_of
 from galvatron_lite.runtime.switch.switching import Switching
@@ -136,7 +136,7 @@ class ParallelModel(Saving, Switching, nn.Module):
     @property
     def phase(self) -> PlannedPhase | None:
         """The phase of the next step, whose batch and sequence it is to be given; None without phases."""
-        return self.steering.phase if isinstance(self.steering, Phases) else None
+        return None if self.steering is None else self.steering.phase
 
     @property
     def structures(self) -> Sequence[nn.Module]:

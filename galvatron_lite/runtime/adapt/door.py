@@ -16,7 +16,7 @@ from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runtime.adapt.correct import corrected, corrected_budget
 from galvatron_lite.runtime.adapt.log import read_log
 from galvatron_lite.runtime.adapt.schema import Adapt, Corrections, Decided, Exhausted
-from galvatron_lite.runtime.steering import Phases
+from galvatron_lite.runtime.phases import Phases
 
 if TYPE_CHECKING:
     from galvatron_lite.runtime.engine import ParallelModel

@@ -56,7 +56,7 @@ from galvatron_lite.runtime.adapt.schema import (
     Started,
     Window,
 )
-from galvatron_lite.runtime.steering import go_over
+from galvatron_lite.runtime.phases import go_over
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,6 +113,10 @@ class Monitor:
         first = Started(LOG_VERSION, settings, profile, parallel.plan, step, corrections)
         self._asked, self._profile, self._world = asked_group(), profile, dist.get_world_size()
         self._mind = _Mind(first) if dist.get_rank() == 0 else None
+
+    @property
+    def phase(self) -> None:
+        """None: it trains without phases."""
 
     @property
     def decisions(self) -> Sequence[Decision]:

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from galvatron_lite.errors import GalvatronError, InputError, LaunchError
 from galvatron_lite.files import write_text, write_value
 from galvatron_lite.folders import Content, begin_folder, content_of, put_in_place, remove_folder
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.checkpoint.asked import Asked, Resumed
 from galvatron_lite.runtime.checkpoint.content import (
     blank_states,
     check_optimizer,
@@ -67,7 +68,7 @@ ROOM = (
 _LOG = logging.getLogger(__name__)
 
 
-class Trained(Parallel):
+class Trained(Parallel, Protocol):
     """A model that can be saved; see ``ParallelModel``."""
 
     plan: Plan
@@ -75,42 +76,6 @@ class Trained(Parallel):
     module: torch.nn.Module
     scaler: LossScaler | None
     steering: Steering | None
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What is saved beside the model, and where it is put back.
-
-    Attributes:
-        optimizer: over the model's parameters.
-        scheduler: of its learning rates.
-        data: position in the data of this process: an object with ``state_dict()``, or plain data.
-        extra: whatever else, by name, as ``data``; that of rank 0 counts.
-    """
-
-    optimizer: torch.optim.Optimizer | None = None
-    scheduler: Any = None
-    data: Any = None
-    extra: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """What a run goes on from.
-
-    Attributes:
-        folder: of the checkpoint.
-        step: training steps done.
-        data: position in the data, as it was saved: that of this process, or of rank 0 where there are other processes.
-        extra: what else was saved, by name.
-        exact: whether the plan splits all as the one that wrote it: the run then goes on bit for bit.
-    """
-
-    folder: Path
-    step: int
-    data: Any
-    extra: dict[str, Any]
-    exact: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,18 +8,19 @@ from typing import Any, cast
 
 import torch
 
-from galvatron_lite.runtime.checkpoint.keeper import Asked, Keeper, Resumed, Trained
+from galvatron_lite.runtime.checkpoint.asked import Asked, Resumed, Saver
+from galvatron_lite.runtime.checkpoint.keeper import Keeper, Trained
 
 
 class Saving:
-    """Saves and loads a model with the state of its training. A part of ``ParallelModel``.
+    """Saves and loads a model with the state of its training: a part of the models that are trained.
 
     Attributes:
         step: training steps done: those of ``train_step``, on top of those of the checkpoint that was loaded.
     """
 
     step: int = 0
-    _kept_by: Keeper | None = None
+    _kept_by: Saver | None = None
 
     def save(
         self,
@@ -55,11 +56,11 @@ class Saving:
             LaunchError: another process is gone.
         """
         asked = Asked(optimizer, scheduler, data, extra)
-        self._keeper().save(Path(folder), asked, self.step if step is None else step, keep, asynchronous)
+        self._saver().save(Path(folder), asked, self.step if step is None else step, keep, asynchronous)
 
     def finish_saving(self) -> None:
         """Wait until an asynchronous save is on the disk. All ranks call it. Raises what ``save`` does."""
-        self._keeper().finish()
+        self._saver().finish()
 
     def load(
         self,
@@ -79,7 +80,7 @@ class Saving:
             InputError: it is damaged, or of another model or optimizer; nothing is changed.
             LaunchError: another process is gone.
         """
-        return self._keeper().load(Path(folder), Asked(optimizer, scheduler, data, extra))
+        return self._saver().load(Path(folder), Asked(optimizer, scheduler, data, extra))
 
     def load_latest(
         self,
@@ -94,10 +95,13 @@ class Saving:
 
         One that is damaged is named in a warning, and passed over.
         """
-        return self._keeper().load_latest(Path(folder), Asked(optimizer, scheduler, data, extra))
+        return self._saver().load_latest(Path(folder), Asked(optimizer, scheduler, data, extra))
 
-    def _keeper(self) -> Keeper:
+    def _saver(self) -> Saver:
         """Made when it is first needed, by all ranks together."""
         if self._kept_by is None:
-            self._kept_by = Keeper(cast("Trained", self))
+            self._kept_by = self._new_saver()
         return self._kept_by
+
+    def _new_saver(self) -> Saver:
+        return Keeper(cast("Trained", self))

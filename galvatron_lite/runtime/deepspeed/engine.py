@@ -17,10 +17,12 @@ from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.parallelism.backends import DEEPSPEED, check_runs
 from galvatron_lite.plans.export.deepspeed_config import DeepSpeedConfig, config_of
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.checkpoint.asked import Saver
+from galvatron_lite.runtime.checkpoint.saving import Saving
 from galvatron_lite.runtime.deepspeed.library import load
 from galvatron_lite.runtime.deepspeed.optimizer import EngineOptimizer
 from galvatron_lite.runtime.deepspeed.place import place_model
-from galvatron_lite.runtime.deepspeed.saving import DeepSpeedSaver, DeepSpeedSaving
+from galvatron_lite.runtime.deepspeed.saving import DeepSpeedSaver
 from galvatron_lite.runtime.deepspeed.settings import check_engine, common_strategy
 from galvatron_lite.runtime.deepspeed.state import full_state_dict, load_full_state_dict
 from galvatron_lite.runtime.mesh import join_world
@@ -31,11 +33,12 @@ _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 
-class DeepSpeedModel(DeepSpeedSaving, nn.Module):
+class DeepSpeedModel(Saving, nn.Module):
     """A model trained through ``deepspeed.initialize``; every rank makes one and gives it the same global batches.
 
     DeepSpeed's engine is made together with the optimizer, ``parallel.optimizer(factory, **options)``, which it takes
-    over; training and ``outputs`` come after that.
+    over; training and ``outputs`` come after that. Checkpoints are those of all plans;
+    see ``DeepSpeedSaver``.
 
     Args:
         model: the user's model, changed in place. Real parameters are made equal to rank 0's; a model on the meta
@@ -89,7 +92,6 @@ class DeepSpeedModel(DeepSpeedSaving, nn.Module):
         self.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         place_model(model, stage, self.device, init_fn, seed, self._partition)
         self.module, self._bound = model, list[Any]()
-        self._kept_by, self.step = list[DeepSpeedSaver](), 0
         self._asked: tuple[float | None, Tensor | None] = None, None
 
     def _config(self, precision: str | None) -> DeepSpeedConfig:
@@ -128,7 +130,7 @@ class DeepSpeedModel(DeepSpeedSaving, nn.Module):
         engine = self._library.initialize(model=self.module, optimizer=inner, config=data, dist_init_required=False)[0]
         check_engine(engine, self.config)
         self._bound.append(engine)
-        return EngineOptimizer(inner, self, factory, options)
+        return EngineOptimizer(inner, self.update, factory, options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The mean loss of a global batch, worked on in one go: ``parallel(batch)``, or as the model is called.
@@ -246,10 +248,8 @@ class DeepSpeedModel(DeepSpeedSaving, nn.Module):
         """
         load_full_state_dict(self.module, state)
 
-    def _saver(self) -> DeepSpeedSaver:
-        if not self._kept_by:
-            self._kept_by.append(DeepSpeedSaver(self, *self._pristine))
-        return self._kept_by[0]
+    def _new_saver(self) -> Saver:
+        return DeepSpeedSaver(self, *self._pristine)
 
     def _ready(self) -> Any:
         if not self._bound:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -19,20 +16,20 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     Args:
         inner: made by the user's factory.
-        model: whose engine updates.
+        update: has the engine update the parameters.
         factory, options: what made it; None where the user did.
     """
 
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        model: DeepSpeedModel,
+        update: Callable[[], None],
         factory: Callable[..., torch.optim.Optimizer] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.factory, self.options = factory, dict(options or {})
         # Not the base class' own: groups and states are those of the inner one, which DeepSpeed has made flat.
-        self.inner, self._model = inner, model
+        self.inner, self._update = inner, update
         self.defaults = inner.defaults
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
 
@@ -49,7 +46,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Tensor | None:  # type: ignore[override]
         """Update the parameters with the gradients of the last backward pass."""
         loss: Tensor | None = None if closure is None else closure()
-        self._model.update()
+        self._update()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

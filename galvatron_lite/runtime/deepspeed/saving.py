@@ -11,20 +11,20 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.runtime.checkpoint.keeper import Asked, Keeper, Resumed, Trained
+from galvatron_lite.runtime.checkpoint.asked import Asked, Resumed
+from galvatron_lite.runtime.checkpoint.keeper import Keeper
 from galvatron_lite.runtime.checkpoint.whole import alone
 from galvatron_lite.runtime.deepspeed.optimizer import EngineOptimizer
 from galvatron_lite.runtime.deepspeed.states import put_states, whole_states
 
 if TYPE_CHECKING:
     from galvatron_lite.plans.schema import Plan
-    from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
     from galvatron_lite.runtime.pieces import Entries
     from galvatron_lite.runtime.scaling import LossScaler
     from galvatron_lite.runtime.setup import StageRuntime
@@ -46,40 +46,72 @@ class Mirror:
     streams: Sequence[Any] = field(default=())
 
 
+class Engined(Protocol):
+    """A model that DeepSpeed's engine trains."""
+
+    plan: Plan
+    module: nn.Module
+    step: int
+
+    @property
+    def engine(self) -> Any:
+        """DeepSpeed's; None until there is an optimizer."""
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model's state."""
+        ...
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Set the whole model's state."""
+        ...
+
+
 class DeepSpeedSaver:
     """Saves and loads; every rank makes one at the same time.
+
+    Each holds all of the model and of the optimizer's states in host memory meanwhile. fp16's loss scale is not saved.
 
     Args:
         parallel: the model.
         pristine: a copy of the user's model without storages, made before anything was changed.
     """
 
-    def __init__(self, parallel: DeepSpeedModel, pristine: nn.Module) -> None:
+    def __init__(self, parallel: Engined, pristine: nn.Module) -> None:
         self._parallel, self._pristine = parallel, pristine
         self._mirror = Mirror(parallel.plan, pristine, alone(pristine).entries)
-        self._keeper = Keeper(cast("Trained", self._mirror))
+        self._keeper = Keeper(self._mirror)
 
-    def save(self, folder: Path, asked: Asked, step: int, keep: int | None, asynchronous: bool) -> None:
-        """Write a checkpoint; see ``runtime.checkpoint.saving.Saving.save``."""
+    def save(self, place: Path, asked: Asked, step: int, keep: int | None, asynchronous: bool) -> None:
+        """Write a checkpoint; see ``Saving.save``.
+
+        Raises:
+            InputError: the optimizer is none that ``optimizer(factory, **options)`` made.
+        """
         inner = self._mirrored(asked.optimizer)
         if inner is not None:
             states = whole_states(self._parallel.engine, self._parallel.module)
             named = dict(self._mirror.module.named_parameters())
             for name, state in states.items():
                 inner.state[named[name]] = state
-        self._keeper.save(folder, _with(asked, inner), step, keep, asynchronous)
+        self._keeper.save(place, _with(asked, inner), step, keep, asynchronous)
 
     def finish(self) -> None:
         """Wait until what is being written is on the disk."""
         self._keeper.finish()
 
-    def load(self, folder: Path, asked: Asked, latest: bool = False) -> Resumed | None:
-        """Take a checkpoint, or the newest whole one of a folder."""
+    def load(self, folder: Path, asked: Asked) -> Resumed:
+        """Take a checkpoint."""
         inner = self._mirrored(asked.optimizer)
-        told = _with(asked, inner)
-        resumed = self._keeper.load_latest(folder, told) if latest else self._keeper.load(folder, told)
+        resumed = self._keeper.load(folder, _with(asked, inner))
+        self._take(inner, resumed)
+        return resumed
+
+    def load_latest(self, folder: Path, asked: Asked) -> Resumed | None:
+        """Take the newest whole checkpoint of a folder; None: there is none."""
+        inner = self._mirrored(asked.optimizer)
+        resumed = self._keeper.load_latest(folder, _with(asked, inner))
         if resumed is not None:
-            self._take(inner)
+            self._take(inner, resumed)
         return resumed
 
     def _mirrored(self, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
@@ -102,9 +134,10 @@ class DeepSpeedSaver:
             group |= {key: value for key, value in own.items() if key in group and key != "params"}
         return made
 
-    def _take(self, inner: torch.optim.Optimizer | None) -> None:
+    def _take(self, inner: torch.optim.Optimizer | None, resumed: Resumed) -> None:
         """Give DeepSpeed what the mirror has."""
         parallel, module = self._parallel, self._mirror.module
+        parallel.step = resumed.step
         parallel.load_full_state_dict(module.state_dict())
         if inner is None:
             return
@@ -112,74 +145,6 @@ class DeepSpeedSaver:
         put_states(parallel.engine, parallel.module, {names[id(one)]: state for one, state in inner.state.items()})
         for group, own in zip(inner.param_groups, parallel.engine.basic_optimizer.param_groups, strict=True):
             own |= {key: value for key, value in group.items() if key != "params"}
-
-
-class DeepSpeedSaving:
-    """Saves and loads a model with the state of its training: a part of ``DeepSpeedModel``."""
-
-    step: int
-
-    def save(
-        self,
-        folder: Path | str,
-        optimizer: torch.optim.Optimizer | None = None,
-        *,
-        scheduler: Any = None,
-        data: Any = None,
-        extra: Mapping[str, Any] | None = None,
-        step: int | None = None,
-        asynchronous: bool = False,
-        keep: int | None = None,
-    ) -> None:
-        """Write a checkpoint that any plan, the plain model, and any stage of DeepSpeed can be loaded from.
-
-        All ranks call it; each holds all of the model and the optimizer's states in host memory meanwhile. fp16's loss
-        scale is not in it. See ``runtime.checkpoint.saving.Saving.save`` for the arguments and errors.
-
-        Raises:
-            InputError: the optimizer is none that ``optimizer(factory, **options)`` made.
-        """
-        asked = Asked(optimizer, scheduler, data, extra)
-        self._saver().save(Path(folder), asked, self.step if step is None else step, keep, asynchronous)
-
-    def finish_saving(self) -> None:
-        """Wait until an asynchronous save is on the disk. All ranks call it."""
-        self._saver().finish()
-
-    def load(
-        self,
-        folder: Path | str,
-        optimizer: torch.optim.Optimizer | None = None,
-        *,
-        scheduler: Any = None,
-        data: Any = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> Resumed:
-        """Go on from a checkpoint of any plan. All ranks call it; see ``Saving.load``."""
-        found = self._saver().load(Path(folder), Asked(optimizer, scheduler, data, extra))
-        assert found is not None
-        return self._resumed(found)
-
-    def load_latest(
-        self,
-        folder: Path | str,
-        optimizer: torch.optim.Optimizer | None = None,
-        *,
-        scheduler: Any = None,
-        data: Any = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> Resumed | None:
-        """Go on from the newest whole checkpoint of a folder of checkpoints; None: there is none."""
-        found = self._saver().load(Path(folder), Asked(optimizer, scheduler, data, extra), latest=True)
-        return None if found is None else self._resumed(found)
-
-    def _resumed(self, found: Resumed) -> Resumed:
-        self.step = found.step
-        return found
-
-    def _saver(self) -> DeepSpeedSaver:
-        """Made when it is first needed, by all ranks together."""
-        raise NotImplementedError
 
 
 def _with(asked: Asked, inner: torch.optim.Optimizer | None) -> Asked:

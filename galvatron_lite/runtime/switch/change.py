@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from galvatron_lite.parallelism.backends import check_runs
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.plans.schema import Mode, Plan
 from galvatron_lite.runtime.mesh import Meshes, build_meshes
-from galvatron_lite.runtime.pieces import Entries, Held, held_parameters, held_states
+from galvatron_lite.runtime.pieces import Entries, Held, Parallel, held_parameters, held_states
 from galvatron_lite.runtime.setup import Options, Prepared, StageRuntime, build, make_pipeline_groups, shares_samples
 from galvatron_lite.runtime.switch.agree import gathered, together
 from galvatron_lite.runtime.switch.blanks import Blanks
@@ -40,16 +40,26 @@ from galvatron_lite.runtime.switch.optimizer import (
     merged,
     regroup,
 )
+from galvatron_lite.runtime.switch.origin import Origin
 from galvatron_lite.runtime.switch.randomness import RandomStates
 from galvatron_lite.runtime.switch.storages import Sized, allocate, release
 from galvatron_lite.runtime.switch.structure import Changes, Structure
 
-if TYPE_CHECKING:
-    from galvatron_lite.runtime.engine import ParallelModel
-
 Observe = Callable[[str], None]
 """Called at the start of every phase, with its name; what it raises fails the phase."""
 Result = TypeVar("Result")
+
+
+class Split(Parallel, Protocol):
+    """A model in training, which can be split by another plan: a ``ParallelModel``."""
+
+    plan: Plan
+    device: torch.device
+    origin: Origin
+
+    def adopt(self, plan: Plan, runtimes: Sequence[StageRuntime], options: Options) -> None:
+        """Be split by another plan from now on."""
+        ...
 
 
 @dataclass(slots=True)
@@ -132,7 +142,7 @@ class Change:
 
     def __init__(
         self,
-        parallel: ParallelModel,
+        parallel: Split,
         optimizer: torch.optim.Optimizer,
         plan: Plan,
         scheduler: Any,
@@ -297,7 +307,7 @@ class Change:
         return self._parallel.entries.names.get(name, name)
 
 
-def check_plan(plan: Plan, parallel: ParallelModel) -> None:
+def check_plan(plan: Plan, parallel: Split) -> None:
     """Refuse plans that a model in training cannot change to.
 
     Raises:
@@ -317,7 +327,7 @@ def check_plan(plan: Plan, parallel: ParallelModel) -> None:
     check_runs(plan)
 
 
-def check_idle(parallel: ParallelModel, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+def check_idle(parallel: Split, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
     """Refuse to change the plan in the middle of a step.
 
     Raises:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.switch.change import Change, Observe
-
-if TYPE_CHECKING:
-    from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.switch.change import Change, Observe, Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +32,7 @@ class Switched:
 
 
 def switch(
-    parallel: ParallelModel,
+    parallel: Split,
     optimizer: torch.optim.Optimizer,
     plan: Plan,
     scheduler: Any = None,

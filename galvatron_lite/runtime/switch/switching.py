@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,8 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.setup import Options, StageRuntime
 from galvatron_lite.runtime.stage_calls import Calls
+from galvatron_lite.runtime.switch.change import Split
 from galvatron_lite.runtime.switch.live import Switched, switch
-
-if TYPE_CHECKING:
-    from galvatron_lite.runtime.engine import ParallelModel
 
 
 class Switching:
@@ -32,7 +30,7 @@ class Switching:
 
     def switch(self, plan: Plan, optimizer: torch.optim.Optimizer, scheduler: Any = None, **options: Any) -> Switched:
         """Train on under another plan, between two steps; all ranks call it. See ``runtime.switch.live.switch``."""
-        return switch(cast("ParallelModel", self), optimizer, plan, scheduler, **options)
+        return switch(cast("Split", self), optimizer, plan, scheduler, **options)
 
     def adopt(self, plan: Plan, runtimes: Sequence[StageRuntime], options: Options) -> None:
         """Be split by another plan from now on; what that takes is ``switch``'s to do."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.pool import WorkerPool
-from tests.runtime.steering_jobs import BATCHES, train_alone, train_in_phases
+from tests.runtime.phases_jobs import BATCHES, train_alone, train_in_phases
 
 
 def test_phases_train_as_one_process_does(pool: WorkerPool) -> None:

@@ -16,7 +16,7 @@ from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.phases import PhasedPlan, PlannedPhase, in_order
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.steering import Phases
+from galvatron_lite.runtime.phases import Phases
 
 CONFIG = GPTConfig(vocab=32, layers=2, hidden=16, heads=2, sequence=8)
 STEPS, BATCHES, SEQUENCES = 2, (4, 8, 8, 4), (8, 8, 4, 8)

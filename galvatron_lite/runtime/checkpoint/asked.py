@@ -1,0 +1,66 @@
+"""What is asked of who saves a model, and what is given back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is saved beside the model, and where it is put back.
+
+    Attributes:
+        optimizer: over the model's parameters.
+        scheduler: of its learning rates.
+        data: position in the data of this process: an object with ``state_dict()``, or plain data.
+        extra: whatever else, by name, as ``data``; that of rank 0 counts.
+    """
+
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: Any = None
+    data: Any = None
+    extra: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a run goes on from.
+
+    Attributes:
+        folder: of the checkpoint.
+        step: training steps done.
+        data: position in the data, as it was saved: that of this process, or of rank 0 where there are other processes.
+        extra: what else was saved, by name.
+        exact: whether the plan splits all as the one that wrote it: the run then goes on bit for bit.
+    """
+
+    folder: Path
+    step: int
+    data: Any
+    extra: dict[str, Any]
+    exact: bool
+
+
+class Saver(Protocol):
+    """Writes and reads the checkpoints of a model; all ranks call its methods together."""
+
+    def save(self, place: Path, asked: Asked, step: int, keep: int | None, asynchronous: bool) -> None:
+        """Write a checkpoint; see ``Saving.save``."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until what is being written is on the disk. Raises what ``save`` does."""
+        ...
+
+    def load(self, folder: Path, asked: Asked) -> Resumed:
+        """Take a checkpoint; see ``Saving.load``."""
+        ...
+
+    def load_latest(self, folder: Path, asked: Asked) -> Resumed | None:
+        """Take the newest whole checkpoint of a folder; None: there is none."""
+        ...

@@ -1,0 +1,76 @@
+"""Training in phases, and going over from one plan to another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.batch import batch_size
+from galvatron_lite.plans.phases import PhasedPlan, PlannedPhase, same_split
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.switch.live import switch
+
+
+class Phases:
+    """Training in phases: before the first step of each the model is split for its plan.
+
+    Args:
+        parallel: split for the plan of the first phase.
+        plan: of all phases.
+
+    Attributes:
+        step: steps trained.
+    """
+
+    def __init__(self, parallel: ParallelModel, plan: PhasedPlan) -> None:
+        self.step, self.plan = 0, plan
+        self.scheduler: Any = None
+        self._parallel = parallel
+
+    @property
+    def phase(self) -> PlannedPhase:
+        """The phase of the next step."""
+        return self.plan.at(self.step)
+
+    def train_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> Tensor:
+        """One step, under the plan of its phase; all ranks call it together.
+
+        Raises:
+            InputError: the batch has not the samples of the phase.
+        """
+        phase = self.phase
+        if batch_size(batch) != phase.plan.global_batch:
+            remedy = f"Step {self.step} is of phase {phase.name}: give {phase.plan.global_batch} (parallel.phase)."
+            raise InputError("samples", batch_size(batch), remedy)
+        go_over(self._parallel, optimizer, phase.plan, self.scheduler, batch)
+        loss = self._parallel.plain_step(batch, optimizer, max_grad_norm)
+        self.step += 1
+        return loss
+
+
+def go_over(
+    parallel: ParallelModel, optimizer: torch.optim.Optimizer, plan: Plan, scheduler: Any = None, batch: Any = None
+) -> float:
+    """Split a model for another plan, where it is split otherwise; all ranks call it together.
+
+    Args:
+        parallel: the model.
+        optimizer: of its parameters.
+        plan: to go on with.
+        scheduler: of the optimizer's learning rate.
+        batch: an example of the plan's, where its shapes are others than those of the first one.
+
+    Returns:
+        Seconds of the switch; 0 where only micro-batches change.
+
+    Raises:
+        GalvatronError: the plan does not fit; the model and its plan are what they were.
+    """
+    if same_split(parallel.plan, plan):
+        parallel.plan = plan
+        return 0.0
+    return switch(parallel, optimizer, plan, scheduler, batch=batch).seconds
