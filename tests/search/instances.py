@@ -9,6 +9,7 @@ from itertools import product
 from math import prod
 
 from galvatron_lite.model.graph import LayerKind, Recompute
+from galvatron_lite.parallelism.backends import ANY
 from galvatron_lite.parallelism.base import Offload, Strategy, Strided
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.registry import DIMENSIONS
@@ -109,7 +110,7 @@ def random_instance(seed: int, most: int = 6) -> Instance:
     blocks = draw.randint(1, 2 if devices == 4 else 3)
     profile = random_profile(draw, devices=devices, blocks=blocks, alike=draw.random() < 0.5, tied=draw.random() < 0.4)
     profile = varied(profile, draw) if draw.random() < 0.7 else profile
-    space = Few(profile.graph, profile.cluster.levels[0].size, seed=seed, most=most)
+    space = Few(profile.graph, profile.cluster.levels[0].size, backend=ANY, seed=seed, most=most)
     schedules = tuple(draw.sample(FREE, draw.randint(1, len(FREE))))
     batch = draw.choice([3, 6]) if devices == 3 else draw.choice([2, 4, 6] if devices == 2 else [4])
     return Instance(profile, devices, batch, schedules, pins(profile, devices, batch, draw), space)
@@ -121,7 +122,7 @@ def uniform_instance(seed: int) -> Instance:
     devices, blocks = draw.choice([2, 4]), draw.randint(4, 6)
     profile = random_profile(draw, devices=devices, blocks=blocks, alike=draw.random() < 0.5, tied=draw.random() < 0.4)
     profile = varied(profile, draw) if draw.random() < 0.7 else profile
-    space = Few(profile.graph, profile.cluster.levels[0].size, seed=seed, most=3)
+    space = Few(profile.graph, profile.cluster.levels[0].size, backend=ANY, seed=seed, most=3)
     fixed = Fixed(pipeline=2, virtual=draw.choice([None, 2]))
     schedules = tuple(draw.sample(UNIFORM, draw.randint(1, 2)))
     return Instance(profile, devices, draw.choice([2, 4, 6]), schedules, fixed, space)
