@@ -103,9 +103,9 @@ def test_evaluate_says_whether_it_fits_and_how_far_off_it_may_be(hand: Path) -> 
 
 
 def test_evaluate_says_what_galvatron_cannot_run(tmp_path: Path) -> None:
-    path = tmp_path / "ring.yaml"
+    path = tmp_path / "strided.yaml"
     path.write_text(
-        "devices: 8\nglobal_batch: 64\nmicrobatches: 4\nruns: [{layers: '*', strategy: zero2x4 context2}]\n"
+        "devices: 8\nglobal_batch: 64\nmicrobatches: 4\nruns: [{layers: '*', strategy: data4 zero2x2 zero-strided}]\n"
     )
     assert "galvatron can run it: no. " in run("evaluate", path, *LLAMA, "--gpus", 8).output
 
@@ -173,7 +173,7 @@ def test_a_file_of_theirs_keeps_its_devices_and_batch(theirs: Path, tmp_path: Pa
 def test_a_plan_that_their_files_cannot_say_is_told_what_to_pin(tmp_path: Path) -> None:
     ours, again, back = tmp_path / "ours.yaml", tmp_path / "again.yaml", tmp_path / "back.json"
     asked = ("plan", *LLAMA, "--gpus", 8, "--batch", 64, "--mem", "40GB", "--best", 0)
-    run(*asked, "-o", ours)
+    run(*asked, "--fix", "before.zero=2", "--fix", "after.zero=3", "-o", ours)
     with pytest.raises(InputError, match=r"It must be that of before.* comes of: galvatron plan \.\.\. ") as refused:
         run("plan", "export", "--to", "hetu", ours, "-o", back)
     run(*asked, *refused.value.remedy.split("galvatron plan ... ")[1].split(), "-o", again)
