@@ -12,20 +12,15 @@ class Quirk(StrEnum):
     """One difference between the released code (``parallel_analysis.py``) and the formulas."""
 
     FILTER_MEMORY = "filter-memory-divides-twice"
+    """Filter, channel: a device's weights, those of layers not split too, are divided by p again."""
     WHOLE_WEIGHTS = "data-filter-reduces-whole-weights"
+    """Data+filter: whole weights are reduced between groups, not a device's part of them."""
     STOPS_AT_SPLIT = "data-spatial-stops-at-split"
+    """Data+spatial: compute and memory leave out the layers after the last split one."""
     COUNTS_REUSED = "data-spatial-counts-reused-activations"
+    """Data+spatial: memory counts ReLU and batch normalisation too."""
     WHOLE_GATHER = "data-spatial-gathers-whole-activations"
-
-
-MEANINGS = {
-    Quirk.FILTER_MEMORY: "filter, channel: a device's weights, those of layers not split too, are divided by p again",
-    Quirk.WHOLE_WEIGHTS: "data+filter: whole weights are reduced between groups, not a device's part of them",
-    Quirk.STOPS_AT_SPLIT: "data+spatial: compute and memory leave out the layers after the last split one",
-    Quirk.COUNTS_REUSED: "data+spatial: memory counts ReLU and batch normalisation too",
-    Quirk.WHOLE_GATHER: "data+spatial: each step of the all-gather carries the whole activation, not its p2-th part",
-}
-"""What each does, for people."""
+    """Data+spatial: each step of the all-gather carries the whole activation, not its p2-th part."""
 
 
 def quirks_named(names: Iterable[str]) -> frozenset[Quirk]:

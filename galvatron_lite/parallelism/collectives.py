@@ -1,11 +1,36 @@
-"""Collectives of equal parts, by the names that the installed torch prefers: 2.13 renames those of 2.11."""
+"""Groups of processes, and collectives of equal parts by the names that the installed torch prefers.
+
+2.13 renames those of 2.11.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """Processes of ``torch.distributed``.
+
+    Attributes:
+        process_group: the group; None for all processes.
+    """
+
+    process_group: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """Processes in the group."""
+        return dist.get_world_size(self.process_group)
+
+    @property
+    def rank(self) -> int:
+        """Index of this process in the group."""
+        return dist.get_rank(self.process_group)
 
 
 def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> object:

@@ -105,12 +105,6 @@ def context_group(strategy: Either) -> RankGroup:
     return rank_group(strategy.context, strides_of(strategy)["context"], strategy.devices // strategy.context)
 
 
-@_remembered
-def spatial_group(strategy: Either) -> RankGroup:
-    """The ranks that share the pixels of each sample."""
-    return rank_group(strategy.spatial, strategy.slices, strategy.devices // strategy.spatial)
-
-
 def side_group(strategy: Either, side: str) -> RankGroup:
     """The ranks that share one side of each picture: ``depth``, ``height`` or ``width``, the last innermost."""
     if isinstance(strategy, Strategy):

@@ -56,11 +56,6 @@ def check_plan(plan: Plan, field: str = "plan") -> Plan:
     return plan
 
 
-def layer_strategies(stage: Stage) -> list[Strategy]:
-    """The strategy of every layer of a stage, in order."""
-    return [run.strategy for run in stage.runs for _ in range(run.count)]
-
-
 def _check_counts(plan: Plan, field: str) -> None:
     for name in ("devices", "global_batch", "microbatches"):
         if getattr(plan, name) < 1:

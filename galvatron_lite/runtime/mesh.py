@@ -108,11 +108,6 @@ class Meshes:
         """This rank's place in its stage."""
         return (self.rank - self.first) % self.stage_devices
 
-    @property
-    def stage_first(self) -> int:
-        """The first rank of this rank's stage."""
-        return self.first + self.stage_index * self.stage_devices
-
     def groups(self, strategy: Strategy) -> StrategyGroups:
         """This rank's groups under a strategy that a layer of its stage has."""
         return self.by_degrees[_degrees(strategy)]

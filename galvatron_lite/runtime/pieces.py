@@ -162,11 +162,6 @@ def parameter_name(parallel: Parallel, one: Owned) -> str:
     return parallel.entries.names.get(one.names[0], one.names[0])
 
 
-def boxes_of(held: Held) -> tuple[Box, ...]:
-    """Which items of the whole tensor a rank holds."""
-    return tuple(chunk.whole for chunk in held.chunks)
-
-
 def part_of(tensor: Tensor, box: Box) -> Tensor:
     """A view of the items of a box."""
     for dim, (start, stop) in enumerate(box.ranges):

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import LossFn
@@ -39,6 +38,7 @@ from galvatron_lite.parallelism.pipeline.transfer import pipeline_groups, place_
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.alike import broadcast_values, share_random_state, shares_samples
 from galvatron_lite.runtime.block_calls import sample_arguments
 from galvatron_lite.runtime.border import border_of, rules_under
 from galvatron_lite.runtime.channel_plans import channel_plans
@@ -293,12 +293,6 @@ def make_pipeline_groups(prepared: Prepared, groups: ProcessGroups) -> None:
     pipeline_groups(pipeline.groups, groups, turns=pipeline.virtual > 1)
 
 
-def shares_samples(plan: Plan) -> bool:
-    """Whether ranks work on the same samples, and must draw the same random numbers."""
-    strategies = [run.strategy for stage in plan.stages for run in stage.runs]
-    return any(strategy.devices > strategy.batch_degree for strategy in strategies)
-
-
 @dataclass(frozen=True, slots=True)
 class Known:
     """What must be found out of a whole model before it is changed.
@@ -443,37 +437,3 @@ def _sample_arguments(
         if placed.layer.role is Role.BLOCK and replace(placed.layout, sequence=1) != replace(glue, sequence=1)
     ]
     return sample_arguments(model, unlike, batch) if unlike and batch is not None else {}
-
-
-def share_random_state(device: torch.device) -> None:
-    """Give every rank rank 0's random states: ranks that share samples must drop the same activations."""
-    torch.set_rng_state(of_rank_zero(torch.get_rng_state(), device))
-    if device.type != "cpu":
-        torch.cuda.set_rng_state(of_rank_zero(torch.cuda.get_rng_state(device), device), device)
-
-
-def of_rank_zero(state: Tensor, device: torch.device) -> Tensor:
-    """Rank 0's value of a tensor on the CPU."""
-    there = state.to(device)
-    dist.broadcast(there, src=0)
-    return there.cpu()
-
-
-def broadcast_values(model: nn.Module, device: torch.device) -> None:
-    """Make real parameters and buffers equal to rank 0's; those on the meta device have no values yet."""
-    if dist.get_world_size() == 1:
-        return
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if not tensor.is_meta:
-            there = tensor.detach().to(device)
-            dist.broadcast(there, src=0)
-            if there.device != tensor.device:
-                tensor.detach().copy_(there)
-
-
-def first_seed(device: torch.device) -> int:
-    """Rank 0's ``torch.initial_seed()``: ``torch.manual_seed`` before decides it."""
-    box = [torch.initial_seed()]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(box, device=device)
-    return box[0]

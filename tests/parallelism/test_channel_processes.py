@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from galvatron_lite.parallelism.channel.apply import gather_running, shard_channels
+from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.cuts.line import ProcessLine
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.shards import Placement, gather_full
 from tests.parallelism import channel_blocks as blocks
 from tests.parallelism.channel_runs import seeded
+from tests.parallelism.running import gather_running
 from tests.pool import WorkerPool
 
 Trained = tuple[list[Tensor], dict[str, Tensor]]

@@ -20,9 +20,10 @@ from galvatron_lite.parallelism.cuts.grid import Grid
 from galvatron_lite.parallelism.cuts.line import ProcessLine
 from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Rules, local_of, shares_only
 from galvatron_lite.parallelism.spatial.cost import STATISTIC_BYTES
-from galvatron_lite.parallelism.spatial.norms import HANDLERS, gather_running, sync_batch_norm
+from galvatron_lite.parallelism.spatial.norms import HANDLERS, sync_batch_norm
 from galvatron_lite.parallelism.spatial.statistics import as_autocast
 from tests.parallelism.cut_compare import Outcome, Parameters, alone, assert_equal, lines_of, rules, together
+from tests.parallelism.running import gather_running
 from tests.parallelism.thread_group import ThreadGroup, run_threads
 from tests.pool import WorkerPool
 

@@ -11,7 +11,7 @@ from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import from_data, to_data
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.plans.io import check_plan, layer_strategies, read_plan, write_plan
+from galvatron_lite.plans.io import check_plan, read_plan, write_plan
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 
 MIXED = (
@@ -25,10 +25,6 @@ PLAN = Plan(PLAN_VERSION, "toy", 4, 16, 2, Schedule.ONE_F_ONE_B, "fp32", (Stage(
 def test_a_plan_reads_back_as_written(tmp_path: Path) -> None:
     write_plan(PLAN, tmp_path / "plan.yaml")
     assert read_plan(tmp_path / "plan.yaml") == PLAN
-
-
-def test_runs_are_unrolled_in_order() -> None:
-    assert [strategy.tensor for strategy in layer_strategies(PLAN.stages[0])] == [1, 2, 2, 2, 1]
 
 
 def test_another_version_is_refused(tmp_path: Path) -> None:

@@ -15,11 +15,8 @@ from galvatron_lite.parallelism.channel.plan import ChannelPlan
 from galvatron_lite.parallelism.channel.rules import CHANNELS_RULES, filters_rules
 from galvatron_lite.parallelism.channel.split import Sharing, split_module
 from galvatron_lite.parallelism.cuts.line import Line
-from galvatron_lite.parallelism.spatial import norms
 from galvatron_lite.parallelism.tensor.apply import Shards
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
-
-__all__ = ["gather_running", "shard_channels"]
 
 
 def shard_channels(layer: nn.Module, plan: ChannelPlan, line: Line) -> dict[str, ParameterShard]:
@@ -55,17 +52,6 @@ def shard_channels(layer: nn.Module, plan: ChannelPlan, line: Line) -> dict[str,
         name: shards.get(id(parameter)) or _kept(parameter, name, plan, line)
         for name, parameter in layer.named_parameters(remove_duplicate=False)
     }
-
-
-def gather_running(layer: nn.Module, line: Line) -> None:
-    """Make running statistics whole, of which a device kept those of its own channels only; all devices must call it.
-
-    Args:
-        layer: a layer that was split.
-        line: the devices that share it.
-    """
-    for module in layer.modules():
-        norms.gather_running(module, line)
 
 
 def _kept(parameter: nn.Parameter, name: str, plan: ChannelPlan, line: Line) -> ParameterShard:

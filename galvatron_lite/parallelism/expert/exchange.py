@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from galvatron_lite.parallelism.collectives import Processes
+
 
 class Exchange(Protocol):
     """Ranks that exchange rows."""
@@ -36,24 +38,8 @@ class Exchange(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessExchange:
-    """Processes of ``torch.distributed``.
-
-    Attributes:
-        process_group: the group; None for all processes.
-    """
-
-    process_group: dist.ProcessGroup | None = None
-
-    @property
-    def size(self) -> int:
-        """Processes in the group."""
-        return dist.get_world_size(self.process_group)
-
-    @property
-    def rank(self) -> int:
-        """Place of this process in the group."""
-        return dist.get_rank(self.process_group)
+class ProcessExchange(Processes):
+    """Processes of ``torch.distributed``."""
 
     def swap(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """See ``Exchange``. As bytes: gloo does not know every dtype."""

@@ -13,8 +13,6 @@ ZERO_BUBBLE = (Schedule.ZERO_BUBBLE_1P, Schedule.ZERO_BUBBLE_2P, Schedule.ZERO_B
 """Schedules that split backward into the gradient of the input and that of the weights."""
 SIMPLE = (Schedule.GPIPE, Schedule.ONE_F_ONE_B)
 """Schedules in which a group of devices runs one stage, and backward in one pass."""
-SEVERAL = (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE_V)
-"""Schedules in which a group of devices runs several stages."""
 EXECUTABLE = tuple(schedule for schedule in Schedule if schedule is not Schedule.CYCLIC)
 """Schedules that the runtime's pipelines run; cyclic data parallelism is run in a way of its own."""
 

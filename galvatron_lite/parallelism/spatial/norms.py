@@ -32,7 +32,6 @@ from galvatron_lite.parallelism.spatial.statistics import (
     over_line,
     wide,
 )
-from galvatron_lite.parallelism.tensor.functions import gather_shares
 
 CHANNELS = 1
 """Dim of a picture's channels."""
@@ -136,21 +135,6 @@ def sync_batch_norm(module: nn.SyncBatchNorm, lines: Sequence[Line] = ()) -> Non
             tensor that arrives; plain tensors are whole.
     """
     module.forward = partial(_synchronised, module, tuple(lines))  # type: ignore[method-assign]
-
-
-def gather_running(module: nn.Module, line: Line) -> None:
-    """Make whole running statistics, of which a rank kept its own channels only, right in all channels.
-
-    Args:
-        module: any normalisation; those without running statistics are left alone.
-        line: the ranks that share the channels.
-    """
-    with torch.no_grad():
-        for buffer in (getattr(module, "running_mean", None), getattr(module, "running_var", None)):
-            if isinstance(buffer, Tensor):
-                cut = Cut(0, buffer.shape[0], line)
-                own = buffer.narrow(0, cut.start, cut.length).contiguous()
-                buffer.copy_(gather_shares(own, line, cut.extent, 0))
 
 
 def _synchronised(module: nn.SyncBatchNorm, lines: tuple[Line, ...], tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.collectives import all_gather, reduce_scatter
+from galvatron_lite.parallelism.collectives import Processes, all_gather, reduce_scatter
 
 
 class TensorGroup(Protocol):
@@ -40,24 +40,8 @@ class TensorGroup(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessTensorGroup:
-    """Processes of ``torch.distributed``.
-
-    Attributes:
-        process_group: the group; None for all processes.
-    """
-
-    process_group: dist.ProcessGroup | None = None
-
-    @property
-    def size(self) -> int:
-        """Processes in the group."""
-        return dist.get_world_size(self.process_group)
-
-    @property
-    def rank(self) -> int:
-        """Index of this process in the group."""
-        return dist.get_rank(self.process_group)
+class ProcessTensorGroup(Processes):
+    """Processes of ``torch.distributed``."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over the group."""

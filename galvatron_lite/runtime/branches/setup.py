@@ -16,6 +16,7 @@ from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.pipeline.hollow import drop_parameters
 from galvatron_lite.parallelism.pipeline.tied import check_shared, find_shared
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.alike import broadcast_values, of_rank_zero, share_random_state
 from galvatron_lite.runtime.branches.parts import PlacedPart, place_parts
 from galvatron_lite.runtime.branches.post import Post
 from galvatron_lite.runtime.branches.randomness import Stream
@@ -28,10 +29,7 @@ from galvatron_lite.runtime.setup import (
     Options,
     StageRuntime,
     assemble,
-    broadcast_values,
     examine,
-    of_rank_zero,
-    share_random_state,
 )
 
 

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,8 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from galvatron_lite.errors import GalvatronError, InputError, LaunchError
-from galvatron_lite.files import write_text, write_value
-from galvatron_lite.folders import Content, begin_folder, content_of, put_in_place, remove_folder
+from galvatron_lite.folders import remove_folder
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.checkpoint.asked import Asked, Resumed
 from galvatron_lite.runtime.checkpoint.content import (
@@ -33,31 +31,34 @@ from galvatron_lite.runtime.checkpoint.content import (
     states_of,
 )
 from galvatron_lite.runtime.checkpoint.manifest import (
-    CONFIG,
     FORMAT,
-    PLAN,
     TRAINING,
     Manifest,
     checkpoints_of,
     layout_digest,
     process_file,
     read_manifest,
-    tensors_file,
 )
 from galvatron_lite.runtime.checkpoint.options import check_members, merged, options_of, put_options, put_schedule
-from galvatron_lite.runtime.checkpoint.plain import put_generators, read_plain, write_plain
+from galvatron_lite.runtime.checkpoint.plain import put_generators, read_plain
 from galvatron_lite.runtime.checkpoint.planners import PiecesLoader, PiecesSaver, apportioned
-from galvatron_lite.runtime.checkpoint.sealed import META, TORN, checked, write_sealed
+from galvatron_lite.runtime.checkpoint.sealed import TORN, checked
 from galvatron_lite.runtime.checkpoint.storage import FolderWriter, PiecesReader, metadata_of
+from galvatron_lite.runtime.checkpoint.written import (
+    FIELD,
+    Snapshot,
+    begin,
+    config_text,
+    copied_held,
+    finish_folder,
+    write_own,
+)
 from galvatron_lite.runtime.peers import ProcessPeers, at_first, together
-from galvatron_lite.runtime.pieces import Chunk, Held, Parallel, all_of, held_buffers, held_parameters, held_states
-from galvatron_lite.runtime.pieces import part_of as items_of
+from galvatron_lite.runtime.pieces import Parallel, held_buffers, held_parameters, held_states
 from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.steering import Steering
 from galvatron_lite.runtime.world import SAVER
 
-FIELD = "checkpoint"
-"""What errors name."""
 TIMEOUT = 1800.0
 """Seconds after which a rank that shows nothing is an error: a slow disk is none."""
 ROOM = (
@@ -76,25 +77,6 @@ class Trained(Parallel, Protocol):
     module: torch.nn.Module
     scaler: LossScaler | None
     steering: Steering | None
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """All that this process writes, so that training may go on meanwhile.
-
-    Attributes:
-        held: pieces of tensors.
-        plain: files of plain data, by name.
-        manifest: without tensors and files.
-        plan: it was trained under.
-        config: a transformers model's configuration; None where there is none.
-    """
-
-    held: list[Held]
-    plain: dict[str, Any]
-    manifest: Manifest
-    plan: Plan
-    config: str | None
 
 
 class Keeper:
@@ -173,7 +155,11 @@ class Keeper:
             _kind(asked.optimizer), _kind(asked.scheduler),
         )  # fmt: skip
         return Snapshot(
-            [_copied(one) for one in mine] if copied else mine, plain, manifest, parallel.plan, _config(parallel.module)
+            [copied_held(one) for one in mine] if copied else mine,
+            plain,
+            manifest,
+            parallel.plan,
+            config_text(parallel.module),
         )
 
     def _plain(self, asked: Asked) -> dict[str, Any]:
@@ -189,14 +175,14 @@ class Keeper:
 
     def _write(self, place: Path, snapshot: Snapshot, keep: int | None) -> None:
         peers = self._peers
-        folder = at_first(peers, lambda: _begin(place), FIELD)
+        folder = at_first(peers, lambda: begin(place), FIELD)
         try:
             writer = FolderWriter(folder, peers.rank)
             with _told(place, ROOM):
                 save({}, storage_writer=writer, planner=PiecesSaver(snapshot.held), process_group=peers.group)
             with _told(place, ROOM):
-                parts = together(peers, lambda: _own_files(folder, snapshot, writer, peers.rank), FIELD)
-                at_first(peers, lambda: _finish(folder, place, snapshot, writer, parts, keep), FIELD)
+                parts = together(peers, lambda: write_own(folder, snapshot, writer, peers.rank), FIELD)
+                at_first(peers, lambda: finish_folder(folder, place, snapshot, writer, parts, keep), FIELD)
         except GalvatronError:
             if peers.rank == 0:
                 remove_folder(folder)
@@ -306,51 +292,6 @@ def _told(place: Path, remedy: str) -> Iterator[None]:
         ) from error
 
 
-def _begin(place: Path) -> Path:
-    """Where the files are written first.
-
-    Raises:
-        InputError: in the checkpoint's place is something else, which must not be lost.
-    """
-    if place.exists() and not (place / META).is_file() and any(place.iterdir()):
-        remedy = "It holds something else. Give a folder of this checkpoint alone, as checkpoints/step-100."
-        raise InputError("folder", place, remedy)
-    return begin_folder(place)
-
-
-def _own_files(folder: Path, snapshot: Snapshot, writer: FolderWriter, rank: int) -> dict[str, Content]:
-    """What this process wrote, after writing what is no tensor."""
-    assert writer.content is not None
-    files = {name: write_plain(folder / name, content) for name, content in snapshot.plain.items()}
-    return {tensors_file(rank): writer.content, **files}
-
-
-def _finish(
-    folder: Path,
-    place: Path,
-    snapshot: Snapshot,
-    writer: FolderWriter,
-    parts: list[dict[str, Content]],
-    keep: int | None,
-) -> None:
-    """Write the rest and the manifest, move the folder to its place, and delete the oldest ones."""
-    files = {name: content for part in parts for name, content in part.items()}
-    for name in files:
-        if not (folder / name).is_file():
-            raise InputError(FIELD, place, f"{name} did not come here. Give a folder that all processes see.")
-    write_value(folder / PLAN, snapshot.plan)
-    files[PLAN] = content_of(folder / PLAN)
-    if snapshot.config is not None:
-        write_text(folder / CONFIG, snapshot.config)
-        files[CONFIG] = content_of(folder / CONFIG)
-    write_sealed(folder, replace(snapshot.manifest, tensors=writer.tensors, files=files))
-    put_in_place(folder, place)
-    if keep is not None:
-        for old in checkpoints_of(place.parent)[keep:]:
-            if old != place:
-                remove_folder(old)
-
-
 def _run(act: Callable[[], None], pending: Future[None]) -> None:
     try:
         act()
@@ -360,20 +301,6 @@ def _run(act: Callable[[], None], pending: Future[None]) -> None:
         pending.set_exception(error)
     else:
         pending.set_result(None)
-
-
-def _copied(held: Held) -> Held:
-    """The same items in memory of their own, on the CPU: no more than are written."""
-    if len(held.chunks) != 1:
-        return replace(held, tensor=held.tensor.detach().cpu().clone())
-    (chunk,) = held.chunks
-    part = items_of(held.tensor.detach(), chunk.local).cpu().clone()
-    return replace(held, tensor=part, chunks=(Chunk(all_of(part.shape), chunk.whole),))
-
-
-def _config(module: torch.nn.Module) -> str | None:
-    told = getattr(getattr(module, "config", None), "to_json_string", None)
-    return None if told is None else str(told())
 
 
 def _kind(one: object) -> str | None:

@@ -18,6 +18,7 @@ from galvatron_lite.parallelism.cyclic.messages import Kind
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.states import OptimizerFactory, SchedulerFactory
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.alike import broadcast_values, first_seed
 from galvatron_lite.runtime.cyclic.checkpoint import Keeper
 from galvatron_lite.runtime.cyclic.checkpoint_fit import FIELD
 from galvatron_lite.runtime.cyclic.manifest import latest
@@ -27,7 +28,6 @@ from galvatron_lite.runtime.cyclic.state import WholeState
 from galvatron_lite.runtime.peers import ProcessPeers, at_first
 from galvatron_lite.runtime.placement import check_samples
 from galvatron_lite.runtime.precision import compute_dtype
-from galvatron_lite.runtime.setup import broadcast_values, first_seed
 from galvatron_lite.runtime.world import pick_device
 
 KINDS: Mapping[CyclicSetting, tuple[Kind, ...]] = {

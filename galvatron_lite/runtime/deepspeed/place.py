@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
+from galvatron_lite.runtime.alike import broadcast_values
 from galvatron_lite.runtime.materialize import InitFn, Materializer
 from galvatron_lite.runtime.placement import Placed
-from galvatron_lite.runtime.setup import broadcast_values
 from galvatron_lite.runtime.sharding import tied_layers
 
 

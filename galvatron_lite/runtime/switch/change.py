@@ -21,9 +21,10 @@ from galvatron_lite.errors import InputError, LaunchError
 from galvatron_lite.parallelism.backends import check_runs
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.plans.schema import Mode, Plan
+from galvatron_lite.runtime.alike import shares_samples
 from galvatron_lite.runtime.mesh import Meshes, build_meshes
 from galvatron_lite.runtime.pieces import Entries, Held, Parallel, held_parameters, held_states
-from galvatron_lite.runtime.setup import Options, Prepared, StageRuntime, build, make_pipeline_groups, shares_samples
+from galvatron_lite.runtime.setup import Options, Prepared, StageRuntime, build, make_pipeline_groups
 from galvatron_lite.runtime.switch.agree import gathered, together
 from galvatron_lite.runtime.switch.blanks import Blanks
 from galvatron_lite.runtime.switch.buffers import live_buffers, wanted_buffers

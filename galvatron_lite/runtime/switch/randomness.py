@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from galvatron_lite.runtime.setup import of_rank_zero
+from galvatron_lite.runtime.alike import of_rank_zero
 
 
 class RandomStates:
