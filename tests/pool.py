@@ -47,7 +47,7 @@ PRELOADED = [
     "torch.utils.checkpoint",
     *(
         f"transformers.models.{name}.modeling_{name}"
-        for name in ("gpt2", "llama", "qwen2", "bert", "vit", "mixtral", "qwen2_moe")
+        for name in ("gpt2", "llama", "qwen2", "bert", "vit", "mixtral", "qwen2_moe", "t5")
     ),
     "galvatron_lite.runtime.engine",
     "galvatron_lite.model.discover",

@@ -15,9 +15,9 @@ from tests.equivalence.training import SAMPLES, Case
 from tests.pool import WorkerPool
 
 
-def train_from_meta(case: Case, plans: list[Plan]) -> list[list[float]]:
-    """Losses of three steps under each plan."""
-    return [_losses(case, plan) for plan in plans]
+def train_from_meta(work: list[tuple[Case, list[Plan]]]) -> list[list[list[float]]]:
+    """Losses of three steps under each plan of each family."""
+    return [[_losses(case, plan) for plan in plans] for case, plans in work]
 
 
 def _losses(case: Case, plan: Plan) -> list[float]:
@@ -29,12 +29,13 @@ def _losses(case: Case, plan: Plan) -> list[float]:
     return [float(parallel.train_step(batch, optimizer)) for batch in make_batches(case.family, SAMPLES, 3)]
 
 
-@pytest.mark.parametrize("family", ["zoo-gpt", "qwen2", "bert"])
-def test_training_from_meta(pool: WorkerPool, family: str) -> None:
-    case = case_of(family)
-    ((expected,),) = pool.run(1, train_from_meta, case=case, plans=sampled(family, 1, 1))
+def test_training_from_meta(pool: WorkerPool) -> None:
+    families = ("zoo-gpt", "qwen2", "bert")
+    alone = [(case_of(family), sampled(family, 1, 1)) for family in families]
+    expected = [losses for (losses,) in pool.run(1, train_from_meta, work=alone)[0]]
     for world in (2, 4):
-        plans = sampled(family, world, 3, first=200)
-        for results in pool.run(world, train_from_meta, case=case, plans=plans):
-            for plan, losses in zip(plans, results, strict=True):
-                assert losses == pytest.approx(expected, rel=1e-5), describe(plan)
+        work = [(case_of(family), sampled(family, world, 3, first=200)) for family in families]
+        for results in pool.run(world, train_from_meta, work=work):
+            for (_, plans), found, wanted in zip(work, results, expected, strict=True):
+                for plan, losses in zip(plans, found, strict=True):
+                    assert losses == pytest.approx(wanted, rel=1e-5), describe(plan)

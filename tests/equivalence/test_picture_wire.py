@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 
 from galvatron_lite.model.discover import discover_layers
-from galvatron_lite.model.graph import LayerKind
+from galvatron_lite.model.graph import LayerKind, ModelGraph
 from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.base import Collective, DimensionContext, LayerWork, Moment, Strategy
@@ -63,14 +63,18 @@ def noted(messages: list[Message]) -> Iterator[None]:
         yield
 
 
-def step_messages(strategy: Strategy) -> dict[str, Passes]:
-    """What this process sends in forward and in backward of a step, by network."""
-    return {network: _step_messages(network, strategy) for network in NETWORKS}
+def step_messages(graphs: dict[str, ModelGraph]) -> dict[tuple[str, str], Passes]:
+    """What this process sends in forward and in backward of a step, by grid and network."""
+    return {
+        (grid, network): _step_messages(network, graph, strategy)
+        for grid, strategy in GRIDS.items()
+        for network, graph in graphs.items()
+    }
 
 
-def _step_messages(network: str, strategy: Strategy) -> Passes:
+def _step_messages(network: str, graph: ModelGraph, strategy: Strategy) -> Passes:
     model, batch = make(network)
-    plan = uniform_plan(trace(*make(network)), strategy, strategy, batch=SAMPLES)
+    plan = uniform_plan(graph, strategy, strategy, batch=SAMPLES)
     parallel = ParallelModel(model, plan, discover_layers(model, batch), batch, device="cpu")
     forward: list[Message] = []
     with noted(forward):
@@ -95,20 +99,18 @@ def priced(layers: Iterable[LayerKind], strategy: Strategy, moment: Moment, coll
     return sum(one.size * one.count for one in sent if (one.moment, one.collective) == (moment, collective))
 
 
-@pytest.mark.parametrize("grid", list(GRIDS))
-def test_borders_and_statistics_are_those_of_the_formulas(pool: WorkerPool, grid: str) -> None:
+def test_borders_and_statistics_are_those_of_the_formulas(pool: WorkerPool) -> None:
     """Borders of every layer; statistics of batch normalisations, two figures a channel of every device."""
-    strategy = GRIDS[grid]
-    ranks = pool.run(4, step_messages, strategy=strategy)
-    for network in NETWORKS:
-        forward, backward = zip(*(one[network] for one in ranks), strict=True)
-        graph = trace(*make(network))
+    graphs = {network: trace(*make(network)) for network in NETWORKS}
+    ranks = pool.run(4, step_messages, graphs=graphs)
+    for (grid, strategy), (network, graph) in product(GRIDS.items(), graphs.items()):
+        forward, backward = zip(*(one[grid, network] for one in ranks), strict=True)
         layers = [graph.kind_of(layer) for layer in graph.layers]
         borders = [
             priced(layers, strategy, moment, Collective.SEND_RECV) for moment in (Moment.FORWARD, Moment.BACKWARD)
         ]
-        assert borders == [most(forward, "wanted"), most(backward, "sent")]
+        assert borders == [most(forward, "wanted"), most(backward, "sent")], (grid, network)
         assert min(borders) > 0
         statistics = priced(layers[:-1], strategy, Moment.FORWARD, Collective.ALL_GATHER)
-        assert statistics == most(forward, "gathered")
+        assert statistics == most(forward, "gathered"), (grid, network)
         assert (statistics > 0) == (network == "resnet-mini")
