@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from galvatron_lite.cluster.cluster import Cluster
     from galvatron_lite.frameworks import as_one_process
     from galvatron_lite.model.graph import ModelGraph
+    from galvatron_lite.parallelism.draws.modules import same_randomness
     from galvatron_lite.plans.schema import Plan
     from galvatron_lite.profiler.schema import Profile
     from galvatron_lite.runtime.adapt.schema import Adapt
@@ -35,6 +36,7 @@ _HOMES = {
     "pareto_front": "galvatron_lite.api",
     "plan": "galvatron_lite.api",
     "profile": "galvatron_lite.api",
+    "same_randomness": "galvatron_lite.parallelism.draws.modules",
 }
 
 __all__ = [
@@ -52,6 +54,7 @@ __all__ = [
     "pareto_front",
     "plan",
     "profile",
+    "same_randomness",
 ]
 
 

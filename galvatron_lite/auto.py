@@ -65,6 +65,7 @@ def auto_parallelize(
     adapt: Adapt | bool = False,
     expert_capacity: float | None = None,
     compile: bool | str = False,  # noqa: A002 - torch's word
+    randomness: str = "own",
 ) -> ParallelModel | CyclicModel | InferenceModel | DevicesModel | DeepSpeedModel:
     """The model, split over the launched world.
 
@@ -99,6 +100,10 @@ def auto_parallelize(
             both ways in the first step, and keeps what is faster; a name is that of another backend of its than
             inductor. A block that does not compile runs as it is, which a warning tells.
 
+        randomness: ``own``: every rank draws dropout and other random numbers for its own share. ``same``: all plans
+            draw what one process does (``galvatron_lite.same_randomness``), from ``seed``: each number is
+            decided by its step, module and sample. It takes more time, and memory where attention drops weights.
+
     Returns:
         An object used like the model, with ``train_step(batch, optimizer)``. For inference one that is called like the
         model and gives its own outputs on every rank, without gradients. A process by itself that is given a plan for
@@ -132,6 +137,7 @@ def auto_parallelize(
         return _on_devices(model, chosen, layers, example, place)
     asks: dict[str, Any] = {"precision": precision, "init_fn": init_fn, "seed": seed, **_compiling(chosen, compile)}
     asks |= {} if expert_capacity is None else _with_capacity(chosen, expert_capacity)
+    asks |= _randomness(chosen, randomness)
     made = _kind_of(chosen)(model, chosen, layers, example, loss_fn=loss_fn, device=place, **asks)
     steer(made, phased, settings, known)
     return made if wanted is Mode.TRAINING else _for_inference(made)
@@ -146,6 +152,17 @@ def _with_capacity(plan: Plan, capacity: float) -> dict[str, Any]:
     if plan.cyclic is not None or plan.backend is not Trainer.GALVATRON:
         raise InputError("expert_capacity", capacity, "Only plans of synchronous training with galvatron drop tokens.")
     return {"expert_capacity": capacity}
+
+
+def _randomness(plan: Plan, wanted: str) -> dict[str, Any]:
+    """The option that decides random numbers.
+
+    Raises:
+        InputError: what runs the plan has no such option.
+    """
+    if wanted != "own" and (plan.cyclic is not None or plan.backend is not Trainer.GALVATRON):
+        raise InputError("randomness", wanted, "Under such a plan every rank draws for itself: take 'own'.")
+    return {} if wanted == "own" else {"randomness": wanted}
 
 
 def _compiling(plan: Plan, wanted: bool | str) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from galvatron_lite.runtime.clip import (
     step_factor,
 )
 from galvatron_lite.runtime.compiled import check_compile
+from galvatron_lite.runtime.draws import draws_of
 from galvatron_lite.runtime.global_mean import global_mean
 from galvatron_lite.runtime.mesh import build_meshes
 from galvatron_lite.runtime.optimizer import fused_on_host, split_groups
@@ -74,6 +75,7 @@ class ParallelModel(Saving, Switching, nn.Module):
         expert_capacity: times an even share of a rank's copies of tokens that an expert takes of it, the rest being
             dropped (``parallelism.expert.dispatch``); None: experts take what comes.
         compile: whether blocks are compiled; see ``auto_parallelize``.
+        randomness: whose random numbers a rank draws; see ``auto_parallelize``.
 
     Attributes:
         module: the user's model.
@@ -106,6 +108,7 @@ class ParallelModel(Saving, Switching, nn.Module):
         seed: int = 0,
         expert_capacity: float | None = None,
         compile: bool | str = False,  # noqa: A002 - torch's word
+        randomness: str = "own",
     ) -> None:
         super().__init__()
         self.device = pick_device() if device is None else torch.device(device)
@@ -114,13 +117,14 @@ class ParallelModel(Saving, Switching, nn.Module):
         self.scaler = LossScaler(self._norm, self._multiply) if self._compute is torch.float16 else None
         self.entries = entries_of(model, layers)
         options = Options(self.device, self._compute, tensor_plans, init_fn, seed, loss_fn, expert_capacity)
-        options = replace(options, compile=check_compile(compile))
+        draws = draws_of(randomness, model, plan, layers, batch, seed, compiles=bool(compile))
+        options = replace(options, compile=check_compile(compile), draws=draws)
         self.origin = origin_of(model, layers, batch, options, precision)
         self.runtime: StageRuntime = self._set_up(model, layers, batch, options)
         self.module = model
         self.steering: Steering | None = None
         self.origin.settle()
-        self._calls, self._rows = Calls(self._compute, self.device, loss_fn), 0
+        self._calls, self._rows = Calls(self._compute, self.device, loss_fn, draws), 0
 
     def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: Options) -> StageRuntime:
         meshes = build_meshes(self.plan, self.device.type, options.groups)
@@ -183,7 +187,7 @@ class ParallelModel(Saving, Switching, nn.Module):
         """
         batch = batch_of_call(args, kwargs)
         with torch.no_grad():
-            self._begin()
+            self._begin(trains=False)
             if self.runtime.pipeline is None:
                 return self._outputs(self._parts(batch, 1)[0])
             parts = self._parts_by_stage(batch, _output_count(batch_size(batch), self.plan))
@@ -330,7 +334,9 @@ class ParallelModel(Saving, Switching, nn.Module):
         for runtime in self.runtimes:
             runtime.updates.publish()
 
-    def _begin(self) -> None:
+    def _begin(self, *, trains: bool = True) -> None:
+        if self._calls.draws is not None:
+            self._calls.draws.begin_step(self.step, trains and self.training and torch.is_grad_enabled())
         for runtime in self.runtimes:
             runtime.updates.begin()
 

@@ -138,7 +138,7 @@ class _Exit:
             if self.border.slices is not None and is_shared(tensor):
                 return self.traffic.hand(self._slice(tensor, next(extents, None)))
             if not self.traffic.has_rows(tensor, self.border.layout):
-                return self.traffic.see(tensor)
+                return self.traffic.see(tensor, self.border.layout)
             return self.traffic.hand(self._piece(tensor, cuts.get(place, ()), tensor is hidden))
 
         return map_places(output, convert)

@@ -17,6 +17,7 @@ from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.cyclic.stages import structure_of
 from galvatron_lite.parallelism.data.apply import GradientReducer
+from galvatron_lite.parallelism.draws.modules import Draws
 from galvatron_lite.parallelism.pipeline.deferral import Deferral, defer_weights
 from galvatron_lite.parallelism.pipeline.flow import Flow, flow_of
 from galvatron_lite.parallelism.pipeline.runner import Chunk, Luggage, PipelineRunner
@@ -79,6 +80,7 @@ class Options:
     expert_capacity: float | None = None
     groups: ProcessGroups = field(default_factory=ProcessGroups)
     compile: str = ""
+    draws: Draws | None = None
 
 
 @dataclass(slots=True)
@@ -424,7 +426,7 @@ def _split(
         # it has no parameters on later stages, but its buffers may still be read
         if layer.role is Role.BEFORE and all(placed.layer is not layer for placed in stage):
             place(layer)
-    return shard_stage(model, stage, meshes, plans, place, options.compute, roots)
+    return shard_stage(model, stage, meshes, plans, place, options.compute, roots, options.draws)
 
 
 def _sample_arguments(

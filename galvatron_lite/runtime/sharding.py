@@ -18,6 +18,7 @@ from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.plan import ChannelPlan
 from galvatron_lite.parallelism.cuts.line import ProcessLine
 from galvatron_lite.parallelism.data.apply import Reduced
+from galvatron_lite.parallelism.draws.modules import Draws, draw_inside, draw_nothing, give_tickets
 from galvatron_lite.parallelism.expert.apply import spread_experts, work_on_shares
 from galvatron_lite.parallelism.expert.exchange import ProcessExchange
 from galvatron_lite.parallelism.expert.find import Mixture, find_mixtures
@@ -34,6 +35,7 @@ from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, 
 from galvatron_lite.parallelism.zero.apply import STAGE_2, ZeroGroup, apply_root, shard_group
 from galvatron_lite.parallelism.zero.shares import Share, share_of
 from galvatron_lite.runtime.border import Border, Bordered, border_of, rules_under
+from galvatron_lite.runtime.draws import lot_of
 from galvatron_lite.runtime.mesh import Group, Meshes, StrategyGroups
 from galvatron_lite.runtime.placement import Placed
 
@@ -161,6 +163,7 @@ def shard_stage(
     place: Callable[[Layer], None],
     compute: torch.dtype | None,
     roots: Sequence[nn.Module],
+    draws: Draws | None = None,
 ) -> Sharded:
     """Split a stage's layers in place: tensor, channel, context and spatial parallelism, recomputation,
     offload, ZeRO.
@@ -173,8 +176,11 @@ def shard_stage(
         place: brings a layer onto the device; called for one layer at a time, before it is split.
         compute: dtype of compute; None: that of the parameters.
         roots: the modules that are called.
+        draws: decides random numbers; None: each rank draws for itself.
     """
     done = Sharded()
+    if draws is not None:
+        draw_nothing(model, draws.paths - {"", *(path for placed in stage for path in placed.layer.modules)})
     for layers in tied_layers(model, stage):
         for placed in layers:
             place(placed.layer)
@@ -190,11 +196,15 @@ def shard_stage(
                 module, own = model.get_submodule(path), border
                 if path in plans.channel:
                     own = _split_channels(module, path, placed, meshes, plans.channel[path], done)
+                if draws is not None and path in draws.paths:
+                    draw_inside(module)
                 if border.lines:
                     split_pixels(module, border.lines, rules_under(placed.strategy))
                 apply_recompute(module, placed.strategy.recompute)
                 if placed.strategy.offloads_activations:
                     offload_activations(module, done.traveller)
+                if draws is not None and path in draws.paths:
+                    give_tickets(module, path, draws, lot_of(placed, meshes))
                 done.borders.append(Bordered(path, placed, own))
         _share_states(model, layers, meshes, compute, done)
     meshed = [meshes.groups(placed.strategy).zero_mesh for placed in stage]

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from galvatron_lite.model.batch import LossFn, batch_size, call_model, loss_of, map_tensors, slice_batch
 from galvatron_lite.parallelism.cuts.tensor import local_of
+from galvatron_lite.parallelism.draws.modules import Draws
 from galvatron_lite.parallelism.spatial.apply import leaving
+from galvatron_lite.runtime.draws import drawing
 from galvatron_lite.runtime.layout import WHOLE, Split
 from galvatron_lite.runtime.precision import compute_context
 from galvatron_lite.runtime.setup import StageRuntime
@@ -27,22 +29,29 @@ class Calls:
         compute: dtype of compute; None: that of the parameters.
         device: of this rank.
         loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``.
+        draws: decides random numbers; None: each rank draws for itself.
     """
 
     compute: torch.dtype | None
     device: torch.device
     loss_fn: LossFn | None
+    draws: Draws | None = None
 
     def parts(self, runtime: StageRuntime, batch: Any, rows: int) -> list[Any]:
         """This rank's samples of every micro-batch of so many rows, in the layout of a stage's glue code."""
         traffic, place = runtime.traffic, runtime.meshes.index_in_stage
         ((top, bottom),) = traffic.glue.samples((rows,)).box(place, (rows,)).ranges
-        parts = [slice_batch(batch, start + top, start + bottom) for start in range(0, batch_size(batch), rows)]
-        return [traffic.cut_batch(part, self.device) for part in parts]
+        starts = range(0, batch_size(batch), rows)
+        parts = [slice_batch(batch, start + top, start + bottom) for start in starts]
+        made = [traffic.cut_batch(part, self.device) for part in parts]
+        for part, start in zip(made, starts, strict=True):
+            if self.draws is not None:
+                self.draws.note(part, start)
+        return made
 
     def loss(self, runtime: StageRuntime, part: Any, rows: int) -> Tensor:
         """The mean loss of this rank's samples; zero where the stage is not the last."""
-        with self._running(runtime, rows):
+        with self._running(runtime, part, rows):
             output = call_model(runtime.model, part)
             if not runtime.is_last:
                 return torch.zeros((), device=self.device)
@@ -59,15 +68,16 @@ class Calls:
             sampled.append(runtime.traffic.piece(tensor) is not None)
             return _gathered(runtime, tensor)
 
-        with self._running(runtime, rows):
+        with self._running(runtime, part, rows):
             found = call_model(runtime.model, part)
             return (map_tensors(found, gathered) if runtime.is_last else None), tuple(sampled)
 
     @contextmanager
-    def _running(self, runtime: StageRuntime, rows: int) -> Iterator[None]:
+    def _running(self, runtime: StageRuntime, part: Any, rows: int) -> Iterator[None]:
         runtime.traffic.begin(rows)
         try:
-            with compute_context(self.compute, self.device):
+            inside = drawing(self.draws, runtime.stage, runtime.meshes, part, rows)
+            with compute_context(self.compute, self.device), inside:
                 yield
         finally:
             runtime.traffic.end()

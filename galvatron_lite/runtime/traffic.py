@@ -7,18 +7,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.model.batch import map_places, map_tensors, tensors_of
-from galvatron_lite.parallelism.cuts.tensor import Rules, cut_tensor, cuts_of, local_of, whole_shape
+from galvatron_lite.parallelism.cuts.tensor import Rules, cut_tensor, cuts_of, whole_shape
 from galvatron_lite.parallelism.spatial.apply import entering, leaving, settled
 from galvatron_lite.runtime.border import Border, Piece
 from galvatron_lite.runtime.laid import LaidTensor, laid_tensor
 from galvatron_lite.runtime.layout import PIXELS, Axis, Layout, Split
 from galvatron_lite.runtime.redistribute import Mover
 
-Arrived = Mapping[str, tuple[Split, tuple[int, ...]]]
-"""How tensors of a nest that travels between stages lie, by place: split, and shape of the whole."""
+Arrived = tuple[Mapping[str, tuple[Split, tuple[int, ...]]], Layout]
+"""How tensors of a nest that travels between stages lie, by place: split, and shape of the whole; those that are not
+named hold no samples. And the layout that they come from."""
 
 
 @dataclass(slots=True)
@@ -79,14 +81,20 @@ class Traffic:
 
     def loose(self, tensor: Tensor, layout: Layout) -> Tensor:
         """A glue tensor without samples for a layer: its gradient there, summed over the stage, counts once."""
-        plain = local_of(settled(tensor, self.border.lines))
-        if not self.border.lines or not plain.requires_grad:
-            return plain
-        return _scaled(plain, self.glue.replicas / self.border.replicas / layout.replicas)
+        return self._between(leaving(tensor, self.border.lines), self.glue, layout)
 
-    def see(self, tensor: Tensor) -> Tensor:
+    def see(self, tensor: Tensor, layout: Layout) -> Tensor:
         """What a layer returned that does not hold the samples, as glue code sees it."""
-        return entering(tensor, (), self.border.lines, self.rules)
+        return entering(self._between(tensor, layout, self.glue), (), self.border.lines, self.rules)
+
+    def _between(self, tensor: Tensor, source: Layout, target: Layout) -> Tensor:
+        """A tensor without samples goes from one layout to another.
+
+        In each, a rank's gradient is that of its samples: complete on all ranks that hold the same.
+        """
+        if not tensor.requires_grad or source.batch == target.batch or source.devices != target.devices:
+            return tensor
+        return _spread(tensor, self.mover.group, 1 / (target.replicas * source.batch))
 
     def show(self, piece: Piece) -> Tensor:
         """A piece in the glue layout, as glue code sees it."""
@@ -116,13 +124,14 @@ class Traffic:
             lying[place] = piece.split, piece.shape
             return piece.tensor
 
-        return map_places(value, plain), lying
+        return map_places(value, plain), (lying, self.glue)
 
-    def unpack(self, value: Any, lying: Arrived) -> Any:
+    def unpack(self, value: Any, known: Arrived) -> Any:
         """What came from the stage before, as glue code is given it."""
+        lying, source = known
 
         def given(place: str, tensor: Tensor) -> Tensor:
-            return self.hand(Piece(tensor, *lying[place])) if place in lying else tensor
+            return self.hand(Piece(tensor, *lying[place])) if place in lying else self.see(tensor, source)
 
         return map_places(value, given)
 
@@ -157,18 +166,20 @@ def _sides(part: Any) -> tuple[int, ...]:
     return tuple(max(pictures, key=lambda tensor: tensor.dim()).shape[PIXELS:]) if pictures else ()
 
 
-class _Scale(torch.autograd.Function):
+class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None, factor: float) -> Tensor:
+        ctx.group, ctx.factor = group, factor
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.factor, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        total = gradient * ctx.factor
+        dist.all_reduce(total, group=ctx.group)
+        return total, None, None
 
 
-def _scaled(tensor: Tensor, factor: float) -> Tensor:
-    """The tensor, and its gradient times a factor."""
-    scaled: Tensor = _Scale.apply(tensor, factor)  # type: ignore[no-untyped-call]
-    return scaled
+def _spread(tensor: Tensor, group: dist.ProcessGroup | None, factor: float) -> Tensor:
+    """The tensor; its gradient is the sum of the ranks' times a factor."""
+    spread: Tensor = _Spread.apply(tensor, group, factor)  # type: ignore[no-untyped-call]
+    return spread

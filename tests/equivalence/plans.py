@@ -88,7 +88,12 @@ def _sample_strategies(
         split = chosen[first].batch_degree, chosen[first].tensor
         alike = [s for s in choices[graph.layers[-1].kind] if (s.batch_degree, s.tensor) == split]
         chosen[last] = draw.choice(alike)
+    kinds = {layer.name: layer.kind for layer in graph.layers}
     for tie in graph.ties:
+        if chosen[tie.first] not in choices[kinds[tie.second]]:
+            shared = [kinds[one.second] for one in graph.ties if one.first == tie.first]
+            both = [one for one in choices[kinds[tie.first]] if all(one in choices[kind] for kind in shared)]
+            chosen[tie.first] = draw.choice(both)
         chosen[tie.second] = chosen[tie.first]
     return chosen
 
