@@ -119,16 +119,10 @@ def _recorded(record: Path | None) -> dict[Key, str]:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser, every = argparse.ArgumentParser(description=__doc__), (*FAMILIES, *PICTURES)
-<<<<<<< HEAD
     several = ", ".join(f"{count} on {world}" for world, count in SHARE.items())
     parser.add_argument("--plans", type=int, help=f"for every family and world size (default {several})")
-    parser.add_argument("--families", nargs="+", choices=every, default=every)
-    parser.add_argument("--worlds", nargs="+", type=int, choices=tuple(SHARE), default=tuple(SHARE))
-=======
-    parser.add_argument("--plans", type=int, default=25, help="for every family and world size (default 25)")
     parser.add_argument("--families", nargs="+", choices=(*every, *APART), default=every)
-    parser.add_argument("--worlds", nargs="+", type=int, choices=(1, 2, 4, 8), default=(2, 4, 8))
->>>>>>> f7a0b7a (Random numbers that every plan draws as one process does; learnt tensors without samples between layers that share samples unlike)
+    parser.add_argument("--worlds", nargs="+", type=int, choices=tuple(SHARE), default=tuple(SHARE))
     parser.add_argument("--first-seed", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=60.0, help="after which a plan is taken to hang (default 60)")
     parser.add_argument("--record", type=Path, help="a file of verdicts: a run that is started again goes on from it")

@@ -88,14 +88,21 @@ def _sample_strategies(
         split = chosen[first].batch_degree, chosen[first].tensor
         alike = [s for s in choices[graph.layers[-1].kind] if (s.batch_degree, s.tensor) == split]
         chosen[last] = draw.choice(alike)
-    kinds = {layer.name: layer.kind for layer in graph.layers}
-    for tie in graph.ties:
-        if chosen[tie.first] not in choices[kinds[tie.second]]:
-            shared = [kinds[one.second] for one in graph.ties if one.first == tie.first]
-            both = [one for one in choices[kinds[tie.first]] if all(one in choices[kind] for kind in shared)]
-            chosen[tie.first] = draw.choice(both)
-        chosen[tie.second] = chosen[tie.first]
+    _tie(graph, chosen, choices, draw)
     return chosen
+
+
+def _tie(
+    graph: ModelGraph, chosen: dict[str, Strategy], choices: Mapping[str, Sequence[Strategy]], draw: random.Random
+) -> None:
+    """Layers that share parameters take the first's strategy; one that all of them may have."""
+    kinds = {layer.name: layer.kind for layer in graph.layers}
+    for first in {tie.first: None for tie in graph.ties}:
+        others = [tie.second for tie in graph.ties if tie.first == first]
+        both = [one for one in choices[kinds[first]] if all(one in choices[kinds[other]] for other in others)]
+        if chosen[first] not in both:
+            chosen[first] = draw.choice(both)
+        chosen.update(dict.fromkeys(others, chosen[first]))
 
 
 def _runs(strategy: Strategy, schedule: Schedule, stages: int) -> bool:

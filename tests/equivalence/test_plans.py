@@ -29,13 +29,14 @@ from tests.pool import WorkerPool
 
 WORLDS = {1: 1, 2: 6, 4: 10, 8: 3}
 """Plans a family, by world size."""
-OTHER_WORLDS = {"pictures": {2: 3, 4: 4}, "mixtures": {2: 2, 4: 3, 8: 1}}
+OTHER_WORLDS = {"pictures": {2: 3, 4: 4}, "mixtures": {2: 2, 4: 3, 8: 1}, "encoder-decoder": {2: 1, 4: 2}}
 """The same of groups that take longer."""
 GROUPS = {
     "zoo": ("plain", "zoo-gpt", "zoo-llama", "vit"),
     "transformers": ("gpt2", "llama", "qwen2", "bert"),
     "mixtures": ("mixtral", "qwen2-moe"),
     "pictures": PICTURES,
+    "encoder-decoder": ("t5",),
 }
 """Families that are trained in the same processes, one after another."""
 SAMPLED = [(group, world, count) for group in GROUPS for world, count in OTHER_WORLDS.get(group, WORLDS).items()]
@@ -71,7 +72,7 @@ def test_sampled_plans(pool: WorkerPool, group: str, world: int, count: int) -> 
 
 def test_two_hundred_plans_are_sampled() -> None:
     assert sum(count * len(GROUPS[group]) for group, _, count in SAMPLED) >= 200
-    assert {family for group in GROUPS.values() for family in group} == {*FAMILIES, *PICTURES}
+    assert {family for group in GROUPS.values() for family in group} == {*FAMILIES, *PICTURES, "t5"}
 
 
 @pytest.mark.parametrize(("family", "world"), [("zoo-gpt", 4), ("llama", 4), ("bert", 2)])
