@@ -35,7 +35,7 @@ def draws_of(
     if compiles or plan.branches:
         what = "blocks are compiled" if compiles else "branches have ranks of their own"
         raise InputError("randomness", randomness, f"Take '{OWN}': {what}.")
-    return Draws(seed, find_sites(model, layers, batch))
+    return Draws(seed, find_sites(model, layers, batch), batch)
 
 
 def lot_of(placed: Placed, meshes: Meshes) -> Lot:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from galvatron_lite.errors import InputError, TraceError
-from galvatron_lite.model.batch import batch_size, resize_batch
+from galvatron_lite.model.batch import batch_size, resize_batch, tensors_of
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_meta import meta_copy
@@ -35,13 +35,15 @@ class Draws:
     Args:
         seed: of the run.
         sites: from ``find_sites``.
+        batch: the example that they were found on; None: batches are not checked.
 
     Attributes:
         step: of training, from 0.
     """
 
-    def __init__(self, seed: int, sites: Sites) -> None:
+    def __init__(self, seed: int, sites: Sites, batch: Any = None) -> None:
         self.seed, self.sites, self.step = seed, sites, 0
+        self._sizes = None if batch is None else _sizes(batch)
         self._base, self._passes = 0, 0
         self._first, self._rows = 0, 0
         self._calls: dict[str, int] = {}
@@ -60,7 +62,14 @@ class Draws:
         self._passes += trains
 
     def note(self, part: object, start: int) -> None:
-        """A micro-batch begins with this sample of the global batch."""
+        """A micro-batch begins with this sample of the global batch.
+
+        Raises:
+            InputError: its samples are of another size than the example's: shares could not be told from wholes.
+        """
+        if self._sizes is not None and _sizes(part) != self._sizes:
+            remedy = f"Samples must be of the example batch's sizes {self._sizes}. {REMEDY}"
+            raise InputError("sizes of samples", _sizes(part), remedy)
         self._starts[id(part)] = start
 
     def begin(self, part: object, rows: int) -> None:
@@ -79,6 +88,10 @@ class Draws:
     def inside(self, lot: Lot) -> Drawing:
         """Code between layers runs inside."""
         return Drawing(Numbers(self.ticket("", lot)))
+
+
+def _sizes(batch: Any) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape[1:]) for tensor in tensors_of(batch)]
 
 
 def draw_inside(module: nn.Module) -> None:
