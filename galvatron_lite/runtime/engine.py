@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from galvatron_lite.errors import InputError, NonFiniteLossError
 from galvatron_lite.model.batch import LossFn, batch_of_call, batch_size
@@ -270,12 +269,16 @@ class ParallelModel(Saving, Switching, nn.Module):
         total = self._accumulate(parts, scale, before_backward)
         return total / (runtime.meshes.stage_devices // runtime.traffic.glue.batch)
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Backward passes inside only add up gradients on this rank; the first one outside sums them over the ranks.
 
         Layers under ZeRO reduce at every backward pass.
         """
-        return _all_of([runtime.reducer.no_sync() for runtime in self.runtimes])
+        with ExitStack() as stack:
+            for runtime in self.runtimes:
+                stack.enter_context(runtime.reducer.no_sync())
+            yield
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the whole model's gradient to a norm, after backward; returns its norm before. All ranks call it."""
@@ -360,7 +363,7 @@ class ParallelModel(Saving, Switching, nn.Module):
 
         Running statistics of batch norms are right for this rank's own channels only. Save with ``save``.
         """
-        if any(_holds_shares(runtime) for runtime in self.runtimes):
+        if any(runtime.holds_shares for runtime in self.runtimes):
             warnings.warn(
                 "state_dict() holds this rank's shares alone. Call parallel.save(folder) on all ranks.", stacklevel=2
             )
@@ -427,18 +430,3 @@ def _output_count(samples: int, plan: Plan) -> int:
     """Micro-batches in which outputs are made."""
     unit = plan.microbatches * math.lcm(*(run.strategy.batch_degree for stage in plan.stages for run in stage.runs))
     return 1 if samples % unit else plan.microbatches
-
-
-def _holds_shares(runtime: StageRuntime) -> bool:
-    """Whether parameters are split over ranks, or other stages have theirs."""
-    split = any(one.shard is not None or isinstance(one.parameter, DTensor) for one in runtime.owned)
-    return split or bool(runtime.sharded.experts) or runtime.pipeline is not None
-
-
-@contextmanager
-def _all_of(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
-    """Several contexts as one."""
-    with ExitStack() as stack:
-        for one in contexts:
-            stack.enter_context(one)
-        yield

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import LossFn
@@ -122,6 +123,12 @@ class StageRuntime:
     def counted_elsewhere(self) -> frozenset[str]:
         """Names of parameters that another stage counts in the gradient's norm."""
         return frozenset() if self.shared is None else self.shared.counted_elsewhere
+
+    @property
+    def holds_shares(self) -> bool:
+        """Whether parameters are split over ranks, or other stages have theirs."""
+        split = any(one.shard is not None or isinstance(one.parameter, DTensor) for one in self.owned)
+        return split or bool(self.sharded.experts) or self.pipeline is not None
 
 
 def set_up(
