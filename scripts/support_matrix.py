@@ -139,7 +139,7 @@ def summary(row: Mapping[str, Any]) -> str:
     bad = [
         f"{way} {one['state']}: {one['why']}"
         for way, one in row["ways"].items()
-        if one["state"] in ("wrong", "crashes")
+        if one["state"] in ("wrong", "crashes", "not known")
     ]
     return ", ".join([f"{states.count(state)} {state}" for state in dict.fromkeys(states)]) + "".join(
         f"\n    {one}" for one in bad

@@ -15,7 +15,14 @@ ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "data" / "support.json"
 PAGE = ROOT / "docs" / "support.md"
 
-SIGNS = {"works": "yes", "falls back": "partly", "no": "no", "wrong": "**wrong**", "crashes": "**crashes**"}
+SIGNS = {
+    "works": "yes",
+    "falls back": "partly",
+    "no": "no",
+    "wrong": "**wrong**",
+    "crashes": "**crashes**",
+    "not known": "?",
+}
 
 
 def table(data: Mapping[str, Any]) -> str:

@@ -27,10 +27,12 @@ class Failure:
     Attributes:
         ours: whether it is an error that the package raises on purpose.
         text: what it says; of other errors the kind and the place too.
+        late: whether it did not end at all in the time that it had: it hangs, or the machine was busy.
     """
 
     ours: bool
     text: str
+    late: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def gather(children: Sequence[Child], seconds: float) -> list[Any] | Failure:
         while pending:
             ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
             if not ready:
-                return Failure(False, f"it did not end in {seconds:g} s")
+                return Failure(False, f"it did not end in {seconds:g} s", late=True)
             for connection in ready:
                 place = pending.pop(connection)  # type: ignore[arg-type]
                 results[place] = _received(connection)  # type: ignore[arg-type]

@@ -36,6 +36,7 @@ class State(StrEnum):
     NO = "no"
     WRONG = "wrong"
     CRASHES = "crashes"
+    LATE = "not known"
     NOTHING = ""
 
 
@@ -83,7 +84,8 @@ def try_way(family: Family, graph: ModelGraph, way: Way, reference: Reference) -
         return Outcome(State.NO, asked.reason) if asked.reason else Outcome(State.NOTHING)
     results = on_ranks(RANKS, lambda: _train(family, graph, way, asked, reference), SECONDS)
     if isinstance(results, Failure):
-        return Outcome(State.NO if results.ours else State.CRASHES, _refused(asked, results))
+        ended = State.NO if results.ours else State.LATE if results.late else State.CRASHES
+        return Outcome(ended, _refused(asked, results))
     wrong = next((one for one in results if one), "")
     return Outcome(State.WRONG, wrong) if wrong else _ran(asked)
 
