@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.plans.schema import Plan
+from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.state import full_gradients, full_state_dict
 from tests.runtime.plans import make_plan
@@ -35,10 +35,12 @@ class Case:
     cuts: Sequence[int] = ()
     precision: str = "fp32"
     max_grad_norm: float | None = None
+    schedule: Schedule = Schedule.ONE_F_ONE_B
+    virtual: int = 1
 
     @property
     def world(self) -> int:
-        return self.strategies[0].devices * (len(self.cuts) + 1)
+        return self.strategies[0].devices * (len(self.cuts) + 1) // self.virtual
 
 
 @dataclass
@@ -66,7 +68,8 @@ def plan_of(case: Case) -> Plan:
     bounds = [0, *case.cuts, len(layers)]
     names = [[layer.name for layer in layers[a:b]] for a, b in pairwise(bounds)]
     strategies = [list(case.strategies[a:b]) for a, b in pairwise(bounds)]
-    return make_plan(names, strategies, SAMPLES, case.microbatches, case.precision)
+    plan = make_plan(names, strategies, SAMPLES, case.microbatches, case.precision)
+    return replace(plan, devices=case.world, schedule=case.schedule, virtual_stages=case.virtual)
 
 
 def make_parallel(case: Case, **options: Any) -> ParallelModel:

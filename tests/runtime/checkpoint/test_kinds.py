@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.parallelism.base import Offload, Strategy
+from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.runtime.engine import ParallelModel
 from tests.equivalence.families import make_batches
 from tests.equivalence.test_experts import plan
@@ -27,6 +29,7 @@ HYBRID, MIXED = Strategy(data=2, zero=2, zero_stage=2), Strategy(zero=2, zero_st
 TENSOR, DATA = Strategy(tensor=4, sequence_parallel=True), Strategy(data=4)
 ROWS = Strategy(zero=4, zero_stage=1)
 HOST = Strategy(zero=4, zero_stage=1, offload=Offload.STATES)
+HEADS = Strategy(zero=2, zero_stage=3, context=2, ulysses=True, offload=Offload.ACTIVATIONS)
 FILTERS, CHANNELS = Strategy(filters=4), Strategy(channels=4)
 Make = Callable[[], ParallelModel]
 
@@ -74,7 +77,7 @@ def all_kinds(folder: str) -> None:
     edge = Strategy(tensor=4)
     texts = [text([HOST] * 5, **half), text([HYBRID, TENSOR, MIXED, DATA, HYBRID], **half), text([ROWS] * 5, **half)]
     there(texts, make_batch(), f"{folder}/host")
-    there([text([edge, TENSOR, MIXED, ROWS, edge]), text([DATA] * 5)], make_batch(), f"{folder}/tensor")
+    there([text([edge, TENSOR, HEADS, ROWS, edge]), text([DATA] * 5)], make_batch(), f"{folder}/tensor")
     channels = [FILTERS, CHANNELS, FILTERS, CHANNELS, FILTERS]
     there([pictures(channels), pictures([DATA] * 5)], make_pictures(Pictures([])), f"{folder}/pictures")
 
@@ -84,10 +87,16 @@ def test_layers_split_in_every_way(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 def experts(folder: str) -> None:
-    """Spread, sliced, and whole."""
+    """Spread, beside shared tokens and sliced, and in a zero-bubble pipeline."""
     case = make_case("mixtral")
-    ways = [Strategy(zero=4, zero_stage=3, expert=2), Strategy(data=2, tensor=2, expert=2), DATA]
-    makes: list[Make] = [partial(case.parallel, plan(case, way)) for way in ways]
+    ways = [
+        Strategy(zero=4, zero_stage=3, expert=2),
+        Strategy(zero=2, zero_stage=1, context=2, expert=4, offload=Offload.ALL),
+        Strategy(data=2, tensor=2, expert=2),
+    ]
+    piped = plan(case, Strategy(data=2), cut=3, microbatches=2)
+    plans = [*(plan(case, way) for way in ways), replace(piped, schedule=Schedule.ZERO_BUBBLE_1P)]
+    makes: list[Make] = [partial(case.parallel, one) for one in plans]
     (batch,) = make_batches("mixtral", SAMPLES, 1)
     there(makes, batch, folder)
 

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import pytest
 
+from tests.equivalence.training import curve_alone
 from tests.pool import WorkerPool
-from tests.runtime.switch.training import CHAIN, FAULTS, LLAMA, TIGHT, faulty_run, pictures_run, switched_run, user_run
+from tests.runtime.switch.training import (
+    CHAIN,
+    FAULTS,
+    LLAMA,
+    TIGHT,
+    faulty_run,
+    mixture_run,
+    pictures_run,
+    switched_run,
+    user_run,
+)
 from tests.runtime.training import train_alone
 
 
 def test_losses_go_on_and_states_stay(pool: WorkerPool) -> None:
     wanted = train_alone(CHAIN[0], steps=2 * len(CHAIN)).losses
     for losses in pool.run(4, switched_run, cases=CHAIN):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+def test_experts_move(pool: WorkerPool) -> None:
+    wanted = curve_alone("mixtral", steps=4)
+    for losses in pool.run(4, mixture_run):
         assert losses == pytest.approx(wanted, rel=1e-5)
 
 

@@ -17,10 +17,14 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.parallelism.base import Offload, Strategy
-from galvatron_lite.plans.schema import Plan
+from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.pieces import held_parameters, held_states
 from galvatron_lite.runtime.switch.storages import nbytes
+from tests.equivalence.families import make_batches
+from tests.equivalence.test_experts import plan as mixed
+from tests.equivalence.training import CLIP, make_case
+from tests.equivalence.training import SAMPLES as MIXED_SAMPLES
 from tests.runtime.assembly import assemble, show
 from tests.runtime.pictures import SAMPLES, Pictures, make_net, make_parallel_net, make_pictures
 from tests.runtime.plans import make_plan
@@ -32,13 +36,17 @@ TENSOR, MIXED = Strategy(tensor=4, sequence_parallel=True), Strategy(zero=2, zer
 PAIR, ZERO, HALF, ONE = Strategy(data=2), Strategy(zero=2, zero_stage=3), Strategy(tensor=2), Strategy()
 FIRST = Strategy(data=2, zero=2, zero_stage=1)
 STATES = Strategy(zero=2, zero_stage=1, tensor=2, offload=Offload.STATES)
+SHARED, RING = Strategy(context=2), Strategy(zero=2, zero_stage=3, context=2)
+HEADS = Strategy(zero=2, zero_stage=1, context=2, ulysses=True, offload=Offload.ALL)
 CHAIN = [
     Case([DATA] * 5),
     Case([HYBRID, TENSOR, MIXED, DATA, HYBRID]),
     Case([PAIR, ZERO, HALF, PAIR, PAIR], cuts=[2], microbatches=2),
     Case([ONE] * 5, cuts=[1, 2, 4], microbatches=4),
-    Case([FIRST, replace(FIRST, zero_stage=3), FIRST, STATES, FIRST]),
-    Case([ZERO3] * 5),
+    Case([FIRST, RING, HEADS, STATES, FIRST]),
+    Case(
+        [PAIR, SHARED, HALF, SHARED, PAIR], microbatches=4, cuts=[1, 2, 4], schedule=Schedule.ZERO_BUBBLE_V, virtual=2
+    ),
     Case([DATA] * 5),
 ]
 """All ways to split, fewer and more stages, and back."""
@@ -86,6 +94,26 @@ def switched_run(cases: Sequence[Case], memory: Sequence[int | None] | None = No
             assert done.by_turns == (free[place] is not None)
             assert_bits(training_state(parallel, optimizer), before)
         losses += [float(parallel.train_step(batch, optimizer)) for _ in range(2)]
+    return losses
+
+
+def mixture_run() -> list[float]:
+    """Losses of a step under each plan of a mixture, as ``curve_alone``'s: its experts are spread over other ranks."""
+    case = make_case("mixtral")
+    piped = mixed(case, Strategy(data=2, expert=2), cut=3, microbatches=2)
+    plans = [
+        mixed(case, Strategy(zero=4, zero_stage=3, expert=2)),
+        mixed(case, Strategy(zero=2, zero_stage=1, context=2, expert=4, offload=Offload.ALL)),
+        replace(piped, schedule=Schedule.ZERO_BUBBLE_1P),
+        mixed(case, Strategy(data=2, tensor=2, expert=2)),
+    ]
+    parallel = case.parallel(plans[0], max_grad_norm=CLIP)
+    optimizer, losses = parallel.optimizer(torch.optim.AdamW, lr=3e-3), []
+    for plan, batch in zip(plans, make_batches("mixtral", MIXED_SAMPLES, len(plans)), strict=True):
+        before = training_state(parallel, optimizer)
+        parallel.switch(plan, optimizer)
+        assert_bits(training_state(parallel, optimizer), before)
+        losses.append(float(parallel.train_step(batch, optimizer)))
     return losses
 
 
