@@ -124,6 +124,9 @@ class Block:
 def compile_blocks(model: nn.Module, stage: Sequence[Placed], meshes: Meshes, wanted: str) -> list[Block]:
     """Have a stage's blocks compiled, in place. Call it before they are split: all that is put around them stays out.
 
+    Blocks that share tokens or pixels run as they are: they are given tensors that show whole shapes, which cannot be
+    traced (``parallelism.cuts``), and a trial on plain ones would not tell.
+
     Args:
         model: holds the blocks.
         stage: its layers.
@@ -136,7 +139,7 @@ def compile_blocks(model: nn.Module, stage: Sequence[Placed], meshes: Meshes, wa
     backend = DEFAULT if wanted == AUTO else wanted
     made = []
     for placed in stage:
-        if placed.layer.role is not Role.BLOCK:
+        if placed.layer.role is not Role.BLOCK or placed.strategy.context * placed.strategy.spatial > 1:
             continue
         module, group = model.get_submodule(placed.layer.modules[0]), meshes.groups(placed.strategy).everyone
         verdict = verdicts.setdefault((_kind_of(module), placed.strategy), Verdict())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -13,11 +13,12 @@ from torch._dynamo import register_backend
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.discover import discover_layers
-from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.graph import Recompute, Role
 from galvatron_lite.parallelism.base import Offload, Strategy
 from galvatron_lite.runtime import compiled
 from galvatron_lite.runtime.compiled import check_compile
 from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.placement import Placed
 from tests.equivalence.plans import write_plan
 from tests.pool import WorkerPool
 
@@ -112,3 +113,14 @@ def test_backends_are_checked() -> None:
     assert [check_compile(wanted) for wanted in (False, True, "auto", "eager")] == ["", "inductor", "auto", "eager"]
     with pytest.raises(InputError, match="inductor"):
         check_compile("indcutor")
+
+
+def test_blocks_that_share_tokens_or_pixels_run_as_they_are() -> None:
+    model = Net()
+    layers = discover_layers(model, {"rows": torch.randn(SAMPLES, 3, SIZE)})
+    shares = [Strategy(context=2), Strategy(height=2)]
+    blocks = [one for one in layers if one.role is Role.BLOCK]
+    stage = [Placed(one, share) for one, share in zip(blocks, shares, strict=True)]
+    forwards = [block.forward for block in model.blocks]
+    assert compiled.compile_blocks(model, stage, Mock(), "eager") == []
+    assert [block.forward for block in model.blocks] == forwards

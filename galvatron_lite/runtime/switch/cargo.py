@@ -11,7 +11,7 @@ from torch import Tensor
 
 from galvatron_lite.runtime.layout import Box
 from galvatron_lite.runtime.pieces import Chunk, Held, part_of
-from galvatron_lite.runtime.switch.routes import Everyone, Leg, receives, sends
+from galvatron_lite.runtime.switch.routes import Everyone, receives, sends
 
 MESSAGE_BYTES = 64 * 2**20
 """Of whole tensors that travel together: few messages, and little memory for them."""
@@ -126,9 +126,9 @@ def move(items: Sequence[Item], source: Hold, target: Hold, device: torch.device
     incoming: list[list[Tensor]] = [[] for _ in range(world)]
     for item in items:
         for leg in sends(item.before, item.after, rank):
-            outgoing[leg.peer].append(_view(source.parts[item.name], leg))
+            outgoing[leg.peer].append(_view(_holding(source.parts[item.name], leg.box), leg.box))
         for leg in receives(item.before, item.after, rank):
-            incoming[leg.peer].append(_view(target.parts[item.name], leg))
+            incoming[leg.peer].append(_view(target.parts[item.name][leg.place], leg.box))
     for here, there in zip(outgoing[rank], incoming[rank], strict=True):
         there.copy_(here)
     outgoing[rank], incoming[rank] = [], []
@@ -137,10 +137,14 @@ def move(items: Sequence[Item], source: Hold, target: Hold, device: torch.device
     return _exchange(outgoing, incoming, items[0].dtype, device)
 
 
-def _view(parts: Sequence[Part], leg: Leg) -> Tensor:
-    """The items of a leg in this rank's tensor."""
-    part = parts[leg.place]
-    inside = leg.box.within(part.chunk.whole)
+def _holding(parts: Sequence[Part], box: Box) -> Part:
+    """The first part that has the items of a box; those that a rank holds may be more than are sent from."""
+    return next(part for part in parts if part.chunk.whole.meet(box) == box)
+
+
+def _view(part: Part, box: Box) -> Tensor:
+    """The items of a box of the whole tensor, in this rank's."""
+    inside = box.within(part.chunk.whole)
     ranges = zip(inside.ranges, part.chunk.local.ranges, strict=True)
     return part_of(part.tensor, Box(tuple((start + first, stop + first) for (start, stop), (first, _) in ranges)))
 

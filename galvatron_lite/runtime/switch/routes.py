@@ -45,9 +45,11 @@ def holders(everyone: Everyone) -> Mapping[Box, tuple[int, ...]]:
 
 @lru_cache(maxsize=4096)
 def first_only(everyone: Everyone) -> Everyone:
-    """The same where only the first rank that holds a box counts."""
+    """The same where only the first rank that holds a box counts, and that once if parts of it share the tensor."""
     first = {box: ranks[0] for box, ranks in holders(everyone).items()}
-    return tuple(tuple(box for box in boxes if first[box] == rank) for rank, boxes in enumerate(everyone))
+    return tuple(
+        tuple(box for box in dict.fromkeys(boxes) if first[box] == rank) for rank, boxes in enumerate(everyone)
+    )
 
 
 @lru_cache(maxsize=4096)

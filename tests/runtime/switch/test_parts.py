@@ -83,6 +83,7 @@ def test_what_stays_is_not_sent_and_copies_take_turns() -> None:
     assert [leg.peer for leg in receives(halves, everywhere, 2)] == [2, 1]
     assert [leg.peer for leg in receives(halves, everywhere, 3)] == [2, 3]
     assert first_only(halves) == ((left,), (right,), (), ())
+    assert first_only(((left, left), (left, right))) == ((left,), (right,))  # parts of a rank that share a tensor
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.complex128]
