@@ -66,6 +66,7 @@ def auto_parallelize(
     expert_capacity: float | None = None,
     compile: bool | str = False,  # noqa: A002 - torch's word
     randomness: str = "own",
+    timeout: float | None = None,
 ) -> ParallelModel | CyclicModel | InferenceModel | DevicesModel | DeepSpeedModel:
     """The model, split over the launched world.
 
@@ -99,10 +100,12 @@ def auto_parallelize(
         compile: whether ``torch.compile`` compiles the forward of every block: ``auto`` measures a block of each kind
             both ways in the first step, and keeps what is faster; a name is that of another backend of its than
             inductor. A block that does not compile runs as it is, which a warning tells.
-
         randomness: ``own``: every rank draws dropout and other random numbers for its own share. ``same``: all plans
             draw what one process does (``galvatron_lite.same_randomness``), from ``seed``: each number is
             decided by its step, module and sample. It takes more time, and memory where attention drops weights.
+        timeout: seconds after which a step that waits for another rank is an error that names it; if not given, those
+            of torch's process groups (1800 with gloo, 600 with NCCL), under plans with cyclic data parallelism or
+            branches 600.
 
     Returns:
         An object used like the model, with ``train_step(batch, optimizer)``. For inference one that is called like the
@@ -138,6 +141,7 @@ def auto_parallelize(
     asks: dict[str, Any] = {"precision": precision, "init_fn": init_fn, "seed": seed, **_compiling(chosen, compile)}
     asks |= {} if expert_capacity is None else _with_capacity(chosen, expert_capacity)
     asks |= _randomness(chosen, randomness)
+    asks |= {} if timeout is None else _with_timeout(chosen, timeout)
     made = _kind_of(chosen)(model, chosen, layers, example, loss_fn=loss_fn, device=place, **asks)
     steer(made, phased, settings, known)
     return made if wanted is Mode.TRAINING else _for_inference(made)
@@ -163,6 +167,21 @@ def _randomness(plan: Plan, wanted: str) -> dict[str, Any]:
     if wanted != "own" and (plan.cyclic is not None or plan.backend is not Trainer.GALVATRON):
         raise InputError("randomness", wanted, "Under such a plan every rank draws for itself: take 'own'.")
     return {} if wanted == "own" else {"randomness": wanted}
+
+
+def _with_timeout(plan: Plan, timeout: float) -> dict[str, Any]:
+    """How long a step waits for another rank.
+
+    Raises:
+        InputError: no time, or DeepSpeed's engine trains.
+    """
+    if not timeout > 0:
+        raise InputError("timeout", timeout, "It is in seconds, and more than 0.")
+    if plan.backend is Trainer.DEEPSPEED:
+        raise InputError(
+            "timeout", timeout, "DeepSpeed has its own: give it to deepspeed.init_distributed(timeout=...)."
+        )
+    return {"timeout": timeout}
 
 
 def _compiling(plan: Plan, wanted: bool | str) -> dict[str, Any]:

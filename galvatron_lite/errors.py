@@ -7,8 +7,10 @@ GalvatronError
 │   └── TraceError               a model, or a block of it, that cannot be captured
 ├── InfeasibleError              no plan fits: names the smallest budget that would
 ├── LaunchError (RuntimeError)   the launched world does not fit the plan (size, device)
+│   └── PeerError                another process is gone, failed or hangs: names its rank and what it was at
+├── ExhaustedError (MemoryError) memory ran out where training cannot go on in this process
 ├── SwitchError (RuntimeError)   the plan could not be changed while training runs; training goes on under the old one
-└── NonFiniteLossError           training produced a loss that is NaN or infinite
+└── NonFiniteLossError           training produced a loss or a gradient that is NaN or infinite
 """
 
 from __future__ import annotations
@@ -76,6 +78,24 @@ class LaunchError(GalvatronError, RuntimeError):
     """The launched world does not fit the plan."""
 
 
+class PeerError(LaunchError):
+    """An operation of several processes could not be finished because of others.
+
+    Args:
+        message: who is why, where they were, what to do.
+        ranks: those that are why, as far as it is known.
+        operation: what the first of them was at.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = (), operation: str = "") -> None:
+        self.ranks, self.operation = ranks, operation
+        super().__init__(message)
+
+
+class ExhaustedError(GalvatronError, MemoryError):
+    """Memory ran out where training cannot go on in this process."""
+
+
 class SwitchError(GalvatronError, RuntimeError):
     """The plan could not be changed while training runs; every rank is on the plan it had, and can train on.
 
@@ -94,4 +114,13 @@ class SwitchError(GalvatronError, RuntimeError):
 
 
 class NonFiniteLossError(GalvatronError, ArithmeticError):
-    """Training produced a loss that is NaN or infinite."""
+    """Training produced a loss or a gradient that is NaN or infinite.
+
+    Args:
+        message: what is not finite, where, and what to do.
+        ranks: where it is not, as far as it is known.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        self.ranks = ranks
+        super().__init__(message)

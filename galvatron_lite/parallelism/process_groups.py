@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -16,9 +17,12 @@ class ProcessGroups:
 
     Args:
         before: groups of the plan before this one; what both need is made once.
+        timeout: seconds after which their collectives are given up; None: that of the plan before, or else torch's own.
     """
 
-    def __init__(self, before: ProcessGroups | None = None) -> None:
+    def __init__(self, before: ProcessGroups | None = None, timeout: float | None = None) -> None:
+        self.timeout: float | None = before.timeout if before is not None and timeout is None else timeout
+        self._patience = None if self.timeout is None else timedelta(seconds=self.timeout)
         self._made: dict[tuple[str, Ranks], dist.ProcessGroup] = {}
         self._before = {} if before is None else dict(before._made)
 
@@ -32,8 +36,12 @@ class ProcessGroups:
         key = purpose, tuple(ranks)
         if key not in self._made:
             known = self._before.get(key)
-            self._made[key] = dist.new_group(list(ranks), group_desc=purpose) if known is None else known
+            self._made[key] = self._new(ranks, purpose) if known is None else known
         return self._made[key]
+
+    def _new(self, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
+        made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._patience, group_desc=purpose)
+        return made
 
     def own(self, groups: Sequence[Sequence[int]], purpose: str) -> dist.ProcessGroup | None:
         """Make every group; the one this rank is in, or None."""

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from galvatron_lite.errors import NonFiniteLossError
 from galvatron_lite.runtime.sharding import Owned
 
 _TINY = 1e-6
@@ -58,17 +57,6 @@ def step_factor(squared: Tensor, lifted: float | None, largest: float | None) ->
         return None
     back = torch.full_like(squared, 1.0 / (lifted or 1.0))
     return back if largest is None else back * clip_factor(squared.sqrt() * back, largest)
-
-
-def refuse_non_finite(loss: Tensor, overflows: bool) -> None:
-    """Raise NonFiniteLossError, unless only the gradient is not finite, where that is an overflow of scaled ones."""
-    if overflows and bool(loss.isfinite()):
-        return
-    what = "gradient norm" if bool(loss.isfinite()) else "loss"
-    raise NonFiniteLossError(
-        f"The {what} is not finite (loss {float(loss)}). The step was not taken. "
-        "Look at the batch, lower the learning rate, or clip the gradient (max_grad_norm)."
-    )
 
 
 def multiply_gradients(owned: Iterable[Owned], factor: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,31 +9,25 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError, NonFiniteLossError
 from galvatron_lite.model.batch import LossFn, batch_of_call, batch_size
 from galvatron_lite.model.graph import Layer
+from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.zero.apply import set_all_reduce
 from galvatron_lite.plans.phases import PlannedPhase
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.checkpoint.saving import Saving
-from galvatron_lite.runtime.clip import (
-    clip_factor,
-    multiply_gradients,
-    refuse_non_finite,
-    squared_norm_share,
-    step_factor,
-)
+from galvatron_lite.runtime.clip import clip_factor, multiply_gradients
 from galvatron_lite.runtime.compiled import check_compile
 from galvatron_lite.runtime.draws import draws_of
 from galvatron_lite.runtime.global_mean import global_mean
 from galvatron_lite.runtime.mesh import build_meshes
 from galvatron_lite.runtime.optimizer import fused_on_host, split_groups
 from galvatron_lite.runtime.pieces import entries_of
-from galvatron_lite.runtime.pipelined import pipelined_outputs, pipelined_step
+from galvatron_lite.runtime.pipelined import output_count, pipelined_outputs, pipelined_step
 from galvatron_lite.runtime.placement import check_samples
 from galvatron_lite.runtime.precision import compute_dtype
 from galvatron_lite.runtime.scaling import LossScaler
@@ -42,9 +35,12 @@ from galvatron_lite.runtime.setup import Options, StageRuntime, set_up
 from galvatron_lite.runtime.stage_calls import Calls
 from galvatron_lite.runtime.state import full_state_dict, load_full_state_dict
 from galvatron_lite.runtime.steering import Steering
+from galvatron_lite.runtime.step_end import finish_step, reduced
 from galvatron_lite.runtime.stepped import check_gradients, check_no_gradients, stepped_loss
 from galvatron_lite.runtime.switch.origin import origin_of
 from galvatron_lite.runtime.switch.switching import Switching
+from galvatron_lite.runtime.watch.notes import Phase
+from galvatron_lite.runtime.watch.watch import Watch
 from galvatron_lite.runtime.world import pick_device
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
@@ -75,6 +71,7 @@ class ParallelModel(Saving, Switching, nn.Module):
             dropped (``parallelism.expert.dispatch``); None: experts take what comes.
         compile: whether blocks are compiled; see ``auto_parallelize``.
         randomness: whose random numbers a rank draws; see ``auto_parallelize``.
+        timeout: seconds that a step waits for another rank; see ``auto_parallelize``.
 
     Attributes:
         module: the user's model.
@@ -85,6 +82,7 @@ class ParallelModel(Saving, Switching, nn.Module):
         steering: what changes the plan between steps (phases, adapting); None: nothing does.
         runtime: what this rank's stage is made of, the first where it has several.
         copies: the model's structure once more for each other stage.
+        watch: knows where this rank is in its step, and why a step fails.
 
     Raises:
         LaunchError: the world's size is not the plan's.
@@ -108,6 +106,7 @@ class ParallelModel(Saving, Switching, nn.Module):
         expert_capacity: float | None = None,
         compile: bool | str = False,  # noqa: A002 - torch's word
         randomness: str = "own",
+        timeout: float | None = None,
     ) -> None:
         super().__init__()
         self.device = pick_device() if device is None else torch.device(device)
@@ -117,7 +116,9 @@ class ParallelModel(Saving, Switching, nn.Module):
         self.entries = entries_of(model, layers)
         options = Options(self.device, self._compute, tensor_plans, init_fn, seed, loss_fn, expert_capacity)
         draws = draws_of(randomness, model, plan, layers, batch, seed, compiles=bool(compile))
-        options = replace(options, compile=check_compile(compile), draws=draws)
+        groups = ProcessGroups(timeout=timeout)
+        options = replace(options, compile=check_compile(compile), draws=draws, groups=groups)
+        self.watch = Watch(self.device, timeout)
         self.origin = origin_of(model, layers, batch, options, precision)
         self.runtime: StageRuntime = self._set_up(model, layers, batch, options)
         self.module = model
@@ -189,7 +190,7 @@ class ParallelModel(Saving, Switching, nn.Module):
             self._begin(trains=False)
             if self.runtime.pipeline is None:
                 return self._outputs(self._parts(batch, 1)[0])
-            parts = self._parts_by_stage(batch, _output_count(batch_size(batch), self.plan))
+            parts = self._parts_by_stage(batch, output_count(batch_size(batch), self.plan))
             return pipelined_outputs(self.runtimes, self._calls, parts, self._rows, self.plan)
 
     def _outputs(self, part: Any) -> Any:
@@ -211,21 +212,24 @@ class ParallelModel(Saving, Switching, nn.Module):
             NonFiniteLossError: the loss or the gradient's norm is NaN or infinite; the gradients are
                 dropped, the parameters unchanged. Under fp16 a step whose gradient overflows is skipped instead, and
                 the loss scaled less from then on.
+            PeerError: another rank is gone, failed or hangs.
+            ExhaustedError: memory ran out.
         """
-        if self.steering is not None:
-            return self.steering.train_step(batch, optimizer, max_grad_norm)
-        return self.plain_step(batch, optimizer, max_grad_norm)
+        train = self.plain_step if self.steering is None else self.steering.train_step
+        with self.watch.explained(self.step, self.plan, self.runtime.meshes.stage_index):
+            return train(batch, optimizer, max_grad_norm)
 
     def plain_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Tensor:
         """``train_step`` under the plan as it is."""
         loss = self.backward_step(batch)
         largest = self.max_grad_norm if max_grad_norm is None else max_grad_norm
         try:
-            value, is_finite = self._finish_step(loss, largest)
+            value, is_finite = finish_step(self, loss, largest)
         except NonFiniteLossError:
             optimizer.zero_grad(set_to_none=True)
             raise
         if is_finite:
+            self.watch.at(Phase.OPTIMIZER)
             optimizer.step()
             self.publish()
         optimizer.zero_grad(set_to_none=True)
@@ -241,6 +245,7 @@ class ParallelModel(Saving, Switching, nn.Module):
         self._begin()
         lifted = 1.0 if self.scaler is None else self.scaler.get_scale()
         loss = (self._accumulated if self.runtime.pipeline is None else self._pipelined)(batch, lifted)
+        self.watch.at(Phase.GRADIENTS)
         for one in self.runtimes:
             one.reducer.finish()
         if self.runtime.shared is not None:
@@ -251,7 +256,7 @@ class ParallelModel(Saving, Switching, nn.Module):
 
     def _pipelined(self, batch: Any, lifted: float) -> Tensor:
         parts = self._parts_by_stage(batch, self.plan.microbatches)
-        return pipelined_step(self.runtimes, self._calls, parts, self._rows, lifted)
+        return pipelined_step(self.runtimes, self._calls, parts, self._rows, lifted, self.watch)
 
     def _accumulated(self, batch: Any, lifted: float) -> Tensor:
         count = self.plan.microbatches
@@ -293,7 +298,7 @@ class ParallelModel(Saving, Switching, nn.Module):
 
     def _stepped(self, batch: Any) -> Tensor:
         check_no_gradients(self._has_gradients())
-        return stepped_loss(self._reduced([self.backward_step(batch)], with_norm=False)[0], self._multiply_known)
+        return stepped_loss(reduced(self, [self.backward_step(batch)], with_norm=False)[0], self._multiply_known)
 
     def _has_gradients(self) -> bool:
         return any(one.gradient is not None for runtime in self.runtimes for one in runtime.owned)
@@ -303,7 +308,7 @@ class ParallelModel(Saving, Switching, nn.Module):
         self._multiply(factor)
 
     def _norm(self) -> Tensor:
-        return self._reduced([])[-1].sqrt()
+        return reduced(self, [])[-1].sqrt()
 
     def _multiply(self, factor: Tensor) -> None:
         for runtime in self.runtimes:
@@ -396,37 +401,10 @@ class ParallelModel(Saving, Switching, nn.Module):
     def _accumulate(self, parts: Sequence[Any], scale: float, before_backward: Callable[[int], None]) -> Tensor:
         total = torch.zeros((), device=self.device)
         for number, part in enumerate(parts):
+            self.watch.at(Phase.FORWARD, number)
             loss = self._scaled(part, scale)
+            self.watch.at(Phase.BACKWARD, number)
             before_backward(number)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total
-
-    def _finish_step(self, loss: Tensor, largest: float | None) -> tuple[Tensor, bool]:
-        """The global loss, and whether the step may be taken, after checking gradients, scaling them back, clipping."""
-        lifted = None if self.scaler is None else self.scaler.get_scale()
-        reduced = self._reduced([loss], with_norm=largest is not None or lifted is not None)
-        is_finite = bool(reduced.isfinite().all())
-        if not is_finite:
-            refuse_non_finite(reduced[0], overflows=lifted is not None)
-        elif (factor := step_factor(reduced[-1], lifted, largest)) is not None:
-            self._multiply(factor)
-        if self.scaler is not None:
-            self.scaler.settle(is_finite)
-        return reduced[0], is_finite
-
-    def _reduced(self, values: list[Tensor], with_norm: bool = True) -> Tensor:
-        """Sums over the world of values, and of the gradient's squared norm, in one message."""
-        if with_norm:
-            shares = [squared_norm_share(one.owned, one.counted_elsewhere, self.device) for one in self.runtimes]
-            values = [*values, torch.stack(shares).sum()]
-        stacked = torch.stack([value.float() for value in values])
-        if self.runtime.meshes.world > 1:
-            dist.all_reduce(stacked)
-        return stacked
-
-
-def _output_count(samples: int, plan: Plan) -> int:
-    """Micro-batches in which outputs are made."""
-    unit = plan.microbatches * math.lcm(*(run.strategy.batch_degree for stage in plan.stages for run in stage.runs))
-    return 1 if samples % unit else plan.microbatches

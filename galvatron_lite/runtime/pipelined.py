@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Any
@@ -18,12 +19,19 @@ from galvatron_lite.parallelism.zero.apply import set_all_reduce
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.setup import StageRuntime
 from galvatron_lite.runtime.stage_calls import Calls
+from galvatron_lite.runtime.watch.notes import Phase
+from galvatron_lite.runtime.watch.watch import Watch
 
 _PLAIN = (bool, int, float, str, NoneType)
 
 
 def pipelined_step(
-    runtimes: Sequence[StageRuntime], calls: Calls, parts: Sequence[Sequence[Any]], rows: int, lifted: float = 1.0
+    runtimes: Sequence[StageRuntime],
+    calls: Calls,
+    parts: Sequence[Sequence[Any]],
+    rows: int,
+    lifted: float,
+    watch: Watch,
 ) -> Tensor:
     """All passes of a step.
 
@@ -33,6 +41,7 @@ def pipelined_step(
         parts: by stage: this rank's samples of every micro-batch.
         rows: samples of a micro-batch, over all ranks of a stage.
         lifted: factor on the loss, for gradients in half precision.
+        watch: is told of every pass.
 
     Returns:
         This rank's part of the lifted loss: the sum over the ranks of the world is the batch's mean loss.
@@ -47,6 +56,7 @@ def pipelined_step(
     weights = iter(range(len(parts) * len(parts[0])))
 
     def before(action: Action, last: bool) -> None:
+        watch.at(Phase(action.what.value), action.microbatch)
         if action.what is Pass.BACKWARD:
             runtime = runtimes[action.chunk]
             set_all_reduce(runtime.sharded.replicated, last)
@@ -86,6 +96,12 @@ def pipelined_outputs(
     source = pipeline.group_of(len(plan.stages) - 1)
     assert meshes.pipeline is not None
     return _told(value, dist.get_global_rank(meshes.pipeline, source), meshes.pipeline, calls.device)
+
+
+def output_count(samples: int, plan: Plan) -> int:
+    """Micro-batches in which the outputs for so many samples are made."""
+    unit = plan.microbatches * math.lcm(*(run.strategy.batch_degree for stage in plan.stages for run in stage.runs))
+    return 1 if samples % unit else plan.microbatches
 
 
 def _runner_of(runtimes: Sequence[StageRuntime]) -> PipelineRunner:

@@ -55,6 +55,7 @@ class Bucket:
         reduced: whether the buffer holds sums over the group, from an earlier backward pass.
         work: the all-reduce under way.
         sharing: how ranks share the gradients; None where each gets all.
+        given: the sum of what this rank gave to the last reduction: not finite where an item of it is not.
     """
 
     group: Group
@@ -65,6 +66,7 @@ class Bucket:
     reduced: bool = False
     work: dist.Work | None = None
     sharing: Sharing | None = None
+    given: Tensor | None = None
 
     @property
     def flags(self) -> Tensor:
@@ -101,6 +103,11 @@ class GradientReducer:
     def buffers(self) -> list[Tensor]:
         """Where gradients are summed; between steps, what is in them does not matter."""
         return [bucket.buffer for bucket in self._buckets]
+
+    @property
+    def gave_finite(self) -> bool:
+        """Whether all that this rank gave to the last reduction was finite."""
+        return all(bucket.given is None or bool(bucket.given.isfinite()) for bucket in self._buckets)
 
     def close(self) -> None:
         """Reduce no more: parameters let go of this object, which they hold where Python's collector does not see."""
@@ -255,6 +262,7 @@ def _launch(bucket: Bucket) -> None:
         for view in itertools.compress(bucket.views, map(operator.not_, present)):
             view.zero_()
         bucket.flags.copy_(torch.tensor(present, dtype=bucket.buffer.dtype))
+    bucket.given = bucket.buffer.sum()
     if bucket.sharing is not None:
         bucket.sharing.launch(bucket.views, bucket.flags)
     else:

@@ -18,20 +18,14 @@ from torch import distributed as dist
 
 from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on
 from galvatron_lite.cost.plan import evaluate
-from galvatron_lite.errors import GalvatronError
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runtime.adapt.planning import plain
 
-EXHAUSTED = (torch.OutOfMemoryError, MemoryError)
 PATIENCE = timedelta(seconds=10)
 """How long other ranks are waited for; on a rank by itself, memory ran out there alone."""
 _LEAST = 1.1
 _OVER = 1.02
-
-
-class ExhaustedError(GalvatronError, MemoryError):
-    """Memory ran out where training cannot go on in this process."""
 
 
 def asked_group() -> dist.ProcessGroup | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
-from galvatron_lite.errors import GalvatronError
+from galvatron_lite.errors import ExhaustedError, GalvatronError
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runtime.adapt.clock import LayerClock, by_run, held_bytes
@@ -30,8 +30,6 @@ from galvatron_lite.runtime.adapt.decide import (
     wants_links,
 )
 from galvatron_lite.runtime.adapt.exhausted import (
-    EXHAUSTED,
-    ExhaustedError,
     asked_group,
     everywhere,
     factor_of,
@@ -57,6 +55,7 @@ from galvatron_lite.runtime.adapt.schema import (
     Window,
 )
 from galvatron_lite.runtime.phases import go_over
+from galvatron_lite.runtime.watch.memory import EXHAUSTED
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -32,7 +32,7 @@ class BranchedModel(ParallelModel):
 
     def __init__(self, *arguments: Any, timeout: float = 600.0, **options: Any) -> None:
         self._timeout = timeout
-        super().__init__(*arguments, **options)
+        super().__init__(*arguments, timeout=timeout, **options)
 
     def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: Options) -> StageRuntime:
         self._branches = set_up_branches(model, self.plan, layers, batch, options, self._timeout)

@@ -1,0 +1,183 @@
+"""Notes that ranks leave for one another: where each is in its step. They go through a store, never a collective."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from enum import StrEnum
+from pathlib import Path
+from time import sleep
+from typing import Any
+from uuid import uuid4
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+HEARTBEAT = 0.5
+"""Seconds after which a note is written again though nothing changed."""
+LISTEN = 3 * HEARTBEAT
+"""Seconds without a new note after which a process is taken to be gone."""
+_PAUSE, _PAUSE_A_RANK = 0.05, 0.0005
+"""Seconds between two notes: at least so many, and so many for each rank, as one process keeps the notes of all."""
+_PATIENCE = timedelta(seconds=5)
+_WAITS = ("wait(", "synchronize(", ".item()", "isfinite()")
+
+
+class Phase(StrEnum):
+    """What a rank does in its step, in the order of the step."""
+
+    BETWEEN = "between steps"
+    SAVING = "saving"
+    SWITCHING = "going over to another plan"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    WEIGHT = "weight"
+    GRADIENTS = "sums of gradients"
+    CHECK = "check of the loss and the gradient"
+    OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Where a rank is.
+
+    Attributes:
+        step: which is under way, or comes next.
+        phase: of it.
+        number: micro-batch; -1: none.
+        beat: counts the notes of a process that runs.
+        seconds: for which it has been there.
+        error: why it left the step, where it did.
+        victim: whether that was because of another rank.
+        at: the line of code, where it has been there for long.
+        waits: whether that line waits for other ranks.
+        process: host and process id.
+    """
+
+    step: int
+    phase: Phase
+    number: int = -1
+    beat: int = 0
+    seconds: float = 0.0
+    error: str = ""
+    victim: bool = False
+    at: str = ""
+    waits: bool = False
+    process: str = ""
+
+
+class Board:
+    """Where notes hang: a store that all ranks reach. All ranks make it together.
+
+    Attributes:
+        rank: this one.
+        world: ranks.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        opened = _opened() if self.rank == 0 else None
+        box: list[Any] = [None if opened is None else opened[:3]]
+        dist.broadcast_object_list(box)
+        self._address: tuple[str, int, str] = tuple(box[0])
+        self._kept = opened  # where this rank keeps the notes, as long as it lives
+        self._store = self._connected()
+
+    @property
+    def pause(self) -> float:
+        """Seconds between two notes of a rank."""
+        return max(_PAUSE, self.world * _PAUSE_A_RANK)
+
+    def write(self, note: Note) -> bool:
+        """Hang up this rank's note in the place of its last; whether that went well."""
+        try:
+            if self._store is not None:
+                self._store.set(str(self.rank), json.dumps(asdict(note)))
+        except RuntimeError:
+            return False
+        return self._store is not None
+
+    def read(self) -> list[Note | None] | None:
+        """The notes of all ranks; None where the store is gone."""
+        store = self._connected()
+        try:
+            return None if store is None else [_note(store, str(rank)) for rank in range(self.world)]
+        except RuntimeError:
+            return None
+
+    def listen(self) -> tuple[list[Note | None], list[Note | None]] | None:
+        """The notes of all ranks, and again once every process that runs has written a new one."""
+        before = self.read()
+        if before is None:
+            return None
+        sleep(max(LISTEN, 3 * self.pause))
+        after = self.read()
+        return None if after is None else (before, after)
+
+    def _connected(self) -> Store | None:
+        host, port, name = self._address
+        try:
+            client = TCPStore(host, port, is_master=False, timeout=_PATIENCE)
+        except RuntimeError:
+            return None
+        return PrefixStore(name, client)
+
+
+def _opened() -> tuple[str, int, str, Store]:
+    """The launcher's store, which outlives this process, where it is reached; else one of this process."""
+    host, port, name = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""), f"watch-{uuid4().hex}"
+    if host and port.isdigit():
+        try:
+            return host, int(port), name, TCPStore(host, int(port), is_master=False, timeout=_PATIENCE)
+        except RuntimeError:
+            pass
+    own = TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False)
+    return socket.gethostname(), own.port, name, own
+
+
+def _note(store: Store, key: str) -> Note | None:
+    if not store.check([key]):
+        return None
+    data = json.loads(store.get(key))
+    return Note(**{**data, "phase": Phase(data["phase"])})
+
+
+def process_name() -> str:
+    """Host and id of this process."""
+    return f"{socket.gethostname()}, process {os.getpid()}"
+
+
+def line_of(thread: int) -> tuple[str, bool]:
+    """The line of code that a thread of this process is at, and whether it waits for other ranks there."""
+    frame = sys._current_frames().get(thread)  # documented for finding deadlocks
+    found = [] if frame is None else traceback.extract_stack(frame)
+    if not found:
+        return "", False
+    last = found[-1]
+    waits = "torch/distributed" in last.filename or any(word in (last.line or "") for word in _WAITS)
+    return f"{Path(last.filename).name}:{last.lineno} in {last.name}", waits
+
+
+def publish(
+    board: Board, owner: weakref.ref[Any], note: Callable[[Any, int], Note], wake: threading.Event, rank_stays: float
+) -> None:
+    """Write an owner's notes as long as it lives: when woken, and every so many seconds. Runs in a thread."""
+    beat, alive = 0, True
+    while alive:
+        wake.wait(rank_stays)
+        wake.clear()
+        one = owner()
+        if one is None:
+            return
+        beat += 1
+        alive = board.write(note(one, beat))
+        del one
+        sleep(board.pause)

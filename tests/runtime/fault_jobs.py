@@ -1,0 +1,228 @@
+"""What ranks run while something goes wrong in their steps."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from galvatron_lite.auto import auto_parallelize
+from galvatron_lite.errors import ExhaustedError, GalvatronError, NonFiniteLossError
+from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.plans.io import write_plan
+from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.state import full_state_dict
+from tests.runtime.plans import make_plan
+
+WIDTH, SAMPLES, TIMEOUT = 6, 8, 2.0
+DATA, ZERO = Strategy(data=2), Strategy(zero=2, zero_stage=3)
+Action = Callable[[], None]
+
+
+class Block(nn.Module):
+    """A place for a fault: ``act`` runs in its forward pass, ``act_back`` in its backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.act: Action | None = None
+        self.act_back: Callable[[Tensor], Tensor | None] | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.act is not None and not hidden.is_meta:
+            self.act()
+        made = torch.tanh(self.linear(hidden))
+        if self.act_back is not None and made.requires_grad:
+            made.register_hook(self.act_back)
+        return hidden + made
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.enter(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return nn.functional.mse_loss(hidden, targets)
+
+
+def make_batch(step: int) -> dict[str, Tensor]:
+    inputs, targets = torch.randn(2, SAMPLES, WIDTH, generator=torch.Generator().manual_seed(step))
+    return {"inputs": inputs, "targets": targets}
+
+
+def make_run(
+    strategies: Sequence[Sequence[Strategy]], timeout: float | None = None, microbatches: int = 1
+) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net()
+    layers = discover_layers(model, make_batch(0), blocks=["blocks.0", "blocks.1"])
+    names, flat = [layer.name for layer in layers], iter([layer.name for layer in layers])
+    assert len(names) == sum(map(len, strategies)), names
+    plan = make_plan([[next(flat) for _ in stage] for stage in strategies], strategies, SAMPLES, microbatches)
+    parallel = ParallelModel(model, plan, layers, make_batch(0), device="cpu", timeout=timeout)
+    return parallel, parallel.optimizer(torch.optim.AdamW, lr=0.01)
+
+
+def block_of(parallel: ParallelModel) -> Block:
+    """One that this rank runs."""
+    blocks = [one for one in parallel.module.modules() if isinstance(one, Block)]
+    return next(one for one in blocks if any(p.numel() and not p.is_meta for p in one.parameters()))
+
+
+def at_fault(parallel: ParallelModel, optimizer: torch.optim.Optimizer, where: str, act: Action) -> None:
+    """Have something happen on this rank in one of the places of the next step."""
+    if where == "forward":
+        block_of(parallel).act = act
+    elif where == "backward":
+        block_of(parallel).act_back = lambda _: act()
+    else:
+        optimizer.register_step_pre_hook(lambda *_: act())
+
+
+def killed() -> None:
+    time.sleep(0.1)  # what was noted last is on its way
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lost(where: str, folder: str = "", pipeline: bool = False) -> None:
+    """Two steps, and a checkpoint of them; rank 1 is killed in the third."""
+    stages = [[Strategy()] * 2, [Strategy()] * 2] if pipeline else [[DATA] * 4]
+    parallel, optimizer = make_run(stages, microbatches=2)
+    for step in range(2):
+        parallel.train_step(make_batch(step), optimizer)
+    if folder:
+        parallel.save(Path(folder, "step-2"), optimizer)
+    if dist.get_rank() == 1:
+        at_fault(parallel, optimizer, where, killed)
+    for step in range(2, 4):
+        parallel.train_step(make_batch(step), optimizer)
+
+
+def resumed(folder: str) -> tuple[str, list[float]]:
+    """The last checkpoint's name, and the loss of the step after it, in a smaller world."""
+    parallel, optimizer = make_run([[Strategy()] * 4])
+    found = parallel.load_latest(folder, optimizer)
+    assert found is not None
+    return found.folder.name, [float(parallel.train_step(make_batch(parallel.step), optimizer))]
+
+
+def hangs(where: str, pipeline: bool = False) -> None:
+    """Rank 1 stops to work in the second step, for longer than the others wait."""
+    stages = [[Strategy()] * 2, [Strategy()] * 2] if pipeline else [[DATA] * 4]
+    parallel, optimizer = make_run(stages, timeout=TIMEOUT, microbatches=2)
+    parallel.train_step(make_batch(0), optimizer)
+    if dist.get_rank() == 1:
+        at_fault(parallel, optimizer, where, lambda: time.sleep(120))
+    parallel.train_step(make_batch(1), optimizer)
+
+
+@dataclass(frozen=True)
+class Unsound:
+    """What came of a NaN: the error, the ranks it names, whether parameters are what they were."""
+
+    said: str
+    ranks: tuple[int, ...]
+    same: bool
+
+
+def not_finite(strategies: Sequence[Sequence[Strategy]]) -> tuple[list[Unsound], list[float]]:
+    """Rank 1 makes a NaN in its loss, then in its gradient, before the second of three steps is done well."""
+    parallel, optimizer = make_run(strategies)
+    losses = [float(parallel.train_step(make_batch(0), optimizer))]
+    block = block_of(parallel)
+    second = dist.get_rank() == 1
+    handle = block.linear.register_forward_hook(lambda _module, _args, made: made * (math.nan if second else 1.0))
+    first = _tried(parallel, optimizer)
+    handle.remove()
+    block.act_back = lambda gradient: gradient * (math.nan if second else 1.0)
+    found = [first, _tried(parallel, optimizer)]
+    block.act_back = None
+    losses += [float(parallel.train_step(make_batch(step), optimizer)) for step in (1, 2)]
+    return found, losses
+
+
+def _tried(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> Unsound:
+    before = full_state_dict(parallel)
+    try:
+        parallel.train_step(make_batch(1), optimizer)
+    except NonFiniteLossError as error:
+        after = full_state_dict(parallel)
+        return Unsound(str(error), error.ranks, all(torch.equal(value, after[name]) for name, value in before.items()))
+    raise AssertionError("no error")
+
+
+def trained() -> list[float]:
+    """The same three steps in one process, without this package."""
+    torch.manual_seed(0)
+    model, losses = Net(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(3):
+        loss = model(**make_batch(step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def out_of_memory() -> str:
+    """Rank 1 may not have more memory than it has, and asks for more in its second step; what is said."""
+    parallel, optimizer = make_run([[DATA] * 4], timeout=TIMEOUT)
+    parallel.train_step(make_batch(0), optimizer)
+    if dist.get_rank() == 1:
+        held = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        before = resource.getrlimit(resource.RLIMIT_AS)
+
+        def ask() -> None:
+            resource.setrlimit(resource.RLIMIT_AS, (held + 2**24, before[1]))
+            torch.ones(2**28)
+
+        block_of(parallel).act = ask
+    try:
+        parallel.train_step(make_batch(1), optimizer)
+    except (ExhaustedError, GalvatronError) as error:
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+        # both are here before either ends its connections
+        time.sleep(0.0 if dist.get_rank() == 0 else 2 * TIMEOUT)
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def edited(path: str, edits: Sequence[tuple[str, str]]) -> list[str]:
+    """What every edit of a plan file leads to."""
+    whole = Path(path).read_text()
+    told = []
+    for number, (old, new) in enumerate(edits):
+        assert old in whole, old
+        place = Path(f"{path}-{dist.get_rank()}-{number}.yaml")
+        place.write_text(whole.replace(old, new, 1))
+        torch.manual_seed(0)
+        try:
+            auto_parallelize(Net(), make_batch(0), plan=place, blocks=["blocks.0", "blocks.1"], device="cpu")
+        except GalvatronError as error:
+            told.append(f"{type(error).__name__}: {error}")
+        else:
+            told.append("nothing")
+    return told
+
+
+def write(path: Path) -> None:
+    """A plan's file."""
+    names = [layer.name for layer in discover_layers(Net(), make_batch(0), blocks=["blocks.0", "blocks.1"])]
+    write_plan(make_plan([names], [[DATA] * 4], SAMPLES), path)

@@ -1,0 +1,117 @@
+"""Steps in which something goes wrong: every rank says who is why and what to do; nothing that was saved is lost."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.runtime.watch.blame import message, suspects
+from galvatron_lite.runtime.watch.notes import Note, Phase
+from tests.pool import WorkerPool
+from tests.runtime.cyclic.launched import launch
+from tests.runtime.fault_jobs import DATA, ZERO, edited, hangs, lost, not_finite, out_of_memory, resumed, trained, write
+
+STAGES = [[Strategy()] * 2, [Strategy()] * 2]
+REMEDY = r"start all processes again \(galvatron launch --max-restarts 3.*load_latest\(folder\), which fewer processes"
+
+
+@pytest.mark.parametrize(
+    ("where", "pipeline", "operation"),
+    [
+        ("forward", True, "step 2, forward of micro-batch 0"),
+        ("backward", False, "step 2, backward of micro-batch 0"),
+        ("optimizer", False, "step 2, optimizer"),
+    ],
+)
+def test_a_process_that_is_killed(pool: WorkerPool, tmp_path: Path, where: str, pipeline: bool, operation: str) -> None:
+    kept = where == "optimizer"
+    survivor, victim = launch(2, lost, 120, where=where, pipeline=pipeline, folder=str(tmp_path) if kept else "")
+    assert victim.code == -signal.SIGKILL
+    said = rf"PeerError: Rank 0 waited in vain .*Rank 1 \(.*process \d+\) is gone; it was last seen in {operation}\b"
+    assert re.search(said, survivor.told), survivor.told
+    assert re.search(REMEDY, survivor.told), survivor.told
+    if kept:
+        ((name, losses),) = pool.run(1, resumed, folder=str(tmp_path))
+        assert name == "step-2"
+        assert losses == pytest.approx(trained()[2:], rel=1e-5), "fewer processes go on as if nothing had happened"
+
+
+@pytest.mark.parametrize(("where", "pipeline"), [("forward", False), ("backward", True)])
+def test_a_rank_that_hangs(where: str, pipeline: bool) -> None:
+    survivor, _ = launch(2, hangs, 120, hangs=1, where=where, pipeline=pipeline)
+    said = rf"Timed out.*Rank 1 \(.*\) runs, but has been in step 1, {where} of micro-batch 0 for [2-9].*fault_jobs.py:"
+    assert re.search(said, survivor.told), survivor.told
+    assert re.search(REMEDY, survivor.told), survivor.told
+
+
+@pytest.mark.parametrize("strategies", [[[DATA] * 4], [[ZERO] * 4], STAGES], ids=["data", "zero", "pipeline"])
+def test_a_nan_on_one_rank(pool: WorkerPool, strategies: list[list[Strategy]]) -> None:
+    wanted = trained()
+    for (loss, gradient), losses in pool.run(2, not_finite, strategies=strategies):
+        assert loss.ranks == (1,)
+        assert "The loss is not finite (loss nan): that of rank 1." in loss.said
+        # FSDP shows a gradient only once it is summed; in a pipeline, it goes on to the stages before
+        assert gradient.ranks == ((1,) if strategies == [[DATA] * 4] else (0, 1))
+        assert "blocks.0.linear.weight" in gradient.said
+        for one in (loss, gradient):
+            assert one.same
+            assert "parameters are unchanged, and training can go on. Look at the" in one.said
+        assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+def test_memory_that_runs_out_on_one_rank(pool: WorkerPool) -> None:
+    """For real: the process may not have more (RLIMIT_AS)."""
+    other, own = pool.run(2, out_of_memory)
+    said = r"ExhaustedError: Memory of cpu ran out on rank 1 in step 1, forward.*predicts.*this process holds \d.*--mem"
+    assert re.search(said, own), own
+    assert re.search(r"PeerError: .*Rank 1 .*failed in step 1, forward.*Memory of cpu ran out", other), other
+
+
+EDITS = {
+    ("devices: 2", "devices: two"): r"devices.*'two'",
+    ("devices: 2", "devices: -2"): r"devices.*-2",
+    ("devices: 2", "devices: 4"): r"strategy.* 4 devices",
+    ("schedule: 1f1b", "schedule: sideways"): r"schedule.*'sideways'.*gpipe",
+    ("first: blocks.0", "first: blocks.7"): r"blocks\.7",
+    ("data: 2", "data: 3"): r"runs.0.strategy.*is 3, but each stage has 2 devices",
+    ("data: 2", "dota: 2"): r"dota",
+    ("stages:", "stages: none\nrest:"): r"stages: 'none'",
+    ("version: 1", "version: 99"): r"version.*99",
+    ("global_batch: 8", "global_batch: [8"): r"line 4.*Make it anew",
+    ("microbatches: 1", "microbatches: 3"): r"microbatches: 3.*must divide the global batch, 8",
+}
+
+
+def test_a_plan_edited_into_nonsense(pool: WorkerPool, tmp_path: Path) -> None:
+    write(tmp_path / "plan")
+    first, second = pool.run(2, edited, path=str(tmp_path / "plan"), edits=list(EDITS))
+    for edit, one, other, wanted in zip(EDITS, first, second, EDITS.values(), strict=True):
+        assert re.match(r"(InputError|FileFormatError|LaunchError): ", one), edit
+        assert re.search(wanted, one), one
+        assert other == one.replace("plan-0-", "plan-1-")
+        assert re.search(r"(cannot be used|is missing)\. \w{2}", one), "what would be right is said"
+
+
+def _note(step: int, phase: Phase, **more: object) -> Note:
+    return Note(step, phase, process="node, process 7", **{"beat": 1, **more})  # type: ignore[arg-type]
+
+
+def test_who_is_behind() -> None:
+    """Of those that run: the one least far; of those alike, the one whose code does not wait for others."""
+    ahead = _note(5, Phase.GRADIENTS, error="RuntimeError: timed out", victim=True)
+    waits, works = _note(5, Phase.FORWARD, waits=True, beat=2), _note(5, Phase.BACKWARD, beat=2)
+    loads = _note(5, Phase.BETWEEN, beat=2, at="train.py:9 in load", seconds=3.0)
+    before = [ahead, _note(5, Phase.FORWARD), _note(5, Phase.FORWARD)]
+    assert [one.rank for one in suspects(before, [ahead, waits, works], 0)] == [2]
+    (found,) = suspects([*before, loads], [ahead, waits, works, _note(5, Phase.BETWEEN, beat=3)], 0)
+    assert (found.rank, found.operation) == (3, "between steps 4 and 5")
+    gone = [ahead, waits, before[2]]
+    assert [one.said.split(";")[0] for one in suspects(before, gone, 0)] == ["Rank 2 (node, process 7) is gone"]
+    assert "has not come to its first step" in suspects([ahead, None], [ahead, None], 0)[0].said
+    others = [ahead, _note(5, Phase.GRADIENTS, error="x", victim=True)]
+    assert "No rank is behind: look at the network" in message(ahead, "timed out", suspects(others, others, 0), True, 0)
+    assert "keeps their notes" in message(ahead, "timed out", [], False, 0)
