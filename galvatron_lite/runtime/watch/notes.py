@@ -167,12 +167,16 @@ def line_of(thread: int) -> tuple[str, bool]:
 
 
 def publish(
-    board: Board, owner: weakref.ref[Any], note: Callable[[Any, int], Note], wake: threading.Event, rank_stays: float
+    board: Board,
+    owner: weakref.ref[Any],
+    note: Callable[[Any, int], Note],
+    wake: threading.Event,
+    ended: threading.Event,
 ) -> None:
-    """Write an owner's notes as long as it lives: when woken, and every so many seconds. Runs in a thread."""
+    """Write an owner's notes as long as it lives: when woken, and at every heartbeat. Runs in a thread."""
     beat, alive = 0, True
-    while alive:
-        wake.wait(rank_stays)
+    while alive and not ended.is_set():
+        wake.wait(HEARTBEAT)
         wake.clear()
         one = owner()
         if one is None:

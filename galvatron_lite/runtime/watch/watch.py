@@ -7,6 +7,7 @@ here logs who is behind (``reports``).
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import weakref
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +57,8 @@ class Watch:
         self._board: Board | None = None
         self._limited = timeout is not None
         self.group: Any = None
-        self._wake, self._thread, self._reported = threading.Event(), 0, False
+        self._wake, self._ended = threading.Event(), threading.Event()
+        self._thread, self._reported = 0, False
 
     def at(self, phase: Phase, number: int = -1, step: int | None = None) -> None:
         """This rank comes to a phase.
@@ -115,8 +118,10 @@ class Watch:
             if self._limited:
                 self.group = dist.new_group(timeout=timedelta(seconds=self._timeout), group_desc="step")
             self._board.write(self._note)
-            arguments = (self._board, weakref.ref(self), Watch.written, self._wake, HEARTBEAT)
-            threading.Thread(target=publish, args=arguments, daemon=True, name="galvatron-watch").start()
+            arguments = (self._board, weakref.ref(self), Watch.written, self._wake, self._ended)
+            thread = threading.Thread(target=publish, args=arguments, daemon=True, name="galvatron-watch")
+            thread.start()
+            atexit.register(partial(_end, thread, self._ended, self._wake))
         self._note, self._reported = replace(self._note, error="", victim=False), False
         self.at(phase, step=step)
 
@@ -156,6 +161,13 @@ class Watch:
         self._note = replace(self._note, error=f"{type(error).__name__}: {_reason(error)}", victim=victim)
         if self._board is not None:
             self._board.write(replace(self._note, seconds=monotonic() - self._since))
+
+
+def _end(thread: threading.Thread, ended: threading.Event, wake: threading.Event) -> None:
+    """A thread that is within torch when the interpreter shuts down would abort the process."""
+    ended.set()
+    wake.set()
+    thread.join(1.0)
 
 
 def _rank() -> int:
