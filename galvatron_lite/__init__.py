@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from galvatron_lite.cluster.cluster import Cluster
     from galvatron_lite.frameworks import as_one_process
     from galvatron_lite.model.graph import ModelGraph
+    from galvatron_lite.plans.io import read_plan
     from galvatron_lite.parallelism.draws.modules import same_randomness
     from galvatron_lite.plans.schema import Plan
     from galvatron_lite.profiler.schema import Profile
@@ -36,6 +37,7 @@ _HOMES = {
     "pareto_front": "galvatron_lite.api",
     "plan": "galvatron_lite.api",
     "profile": "galvatron_lite.api",
+    "read_plan": "galvatron_lite.plans.io",
     "same_randomness": "galvatron_lite.parallelism.draws.modules",
 }
 
@@ -54,6 +56,7 @@ __all__ = [
     "pareto_front",
     "plan",
     "profile",
+    "read_plan",
     "same_randomness",
 ]
 

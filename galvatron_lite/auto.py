@@ -334,6 +334,7 @@ def _profile(
     from galvatron_lite.model.trace import trace
     from galvatron_lite.profiler.measure import measure_profile
     from galvatron_lite.profiler.measure_tasks import agree
+    from galvatron_lite.profiler.notice import notices
     from galvatron_lite.profiler.schema import Profile
     from galvatron_lite.profiler.store import read_profile
 
@@ -346,8 +347,9 @@ def _profile(
     if cached is not None:
         return cached
     return measure_profile(
-        model, batch, loss_fn=loss_fn, blocks=blocks, precision=precision, name=profile_name(model), folder=folder
-    )
+        model, batch, loss_fn=loss_fn, blocks=blocks, precision=precision, name=profile_name(model), folder=folder,
+        progress=notices(f"no profile of this model on {world_size()} process(es) in {folder}/ yet; measuring"),
+    )  # fmt: skip
 
 
 def profile_name(model: nn.Module) -> str:

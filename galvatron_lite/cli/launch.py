@@ -58,4 +58,12 @@ def launch_command(
         return
     if check:
         launch.check(timeout)
-    raise typer.Exit(launch.start())
+    status = launch.start()
+    if status:
+        typer.echo(
+            f"galvatron: the job ended with status {status}. The rank that failed first tells why, above; a process "
+            "that was killed tells nothing. Started again, a script goes on from its last checkpoint (load_latest); "
+            "--max-restarts does so by itself.",
+            err=True,
+        )
+    raise typer.Exit(status)

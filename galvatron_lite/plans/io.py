@@ -11,13 +11,14 @@ from galvatron_lite.parallelism.cyclic.rules import device_count
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path | str) -> Plan:
     """A plan from a YAML or JSON file, checked.
 
     Raises:
         FileFormatError: missing, corrupt, truncated, or of another version.
         InputError: readable, but its numbers contradict one another.
     """
+    path = Path(path)
     data = read_data(path)
     version = data.get("version") if isinstance(data, dict) else None
     if version != PLAN_VERSION:

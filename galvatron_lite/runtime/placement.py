@@ -58,7 +58,10 @@ def _layers_of(run: LayerRun, layers: Sequence[Layer], names: list[str], start: 
             )
     first, stop = names.index(run.first), names.index(run.last) + 1
     if first != start or stop - first != run.count:
-        remedy = f"The next {run.count} layer(s) of the model are {_shorten(names[start : start + run.count])}."
+        remedy = (
+            f"The plan is for a model with other layers, or was changed: the next {run.count} layer(s) of this one are "
+            f"{_shorten(names[start : start + run.count])}. Plan for this model anew."
+        )
         raise InputError(f"{field}: layers", f"{run.first} to {run.last}", remedy)
     return layers[first:stop]
 

@@ -252,7 +252,7 @@ LAYER_NAMES = ["before", "blocks.0", "blocks.1", "blocks.2", "after"]
     [
         ([*LAYER_NAMES[:3], "layers.7", "after"], "The model has no such layer. Its layers are: before, blocks.0"),
         (LAYER_NAMES[:4], "It says nothing about the layers after"),
-        (["before", "blocks.1", "blocks.0", "blocks.2", "after"], "The next 1 layer(s) of the model are blocks.0"),
+        (["before", "blocks.1", "blocks.0", "blocks.2", "after"], "the next 1 layer(s) of this one are blocks.0"),
     ],
 )
 def test_plans_of_another_model(pool: WorkerPool, names: list[str], message: str) -> None:

@@ -99,6 +99,8 @@ class Keeper:
             LaunchError: a process is gone.
         """
         self.finish()
+        if place.is_file():
+            raise InputError(FIELD, place, "There is a file of that name: give a folder for this checkpoint alone.")
         snapshot = self._snapshot(asked, step, asynchronous)
         if not asynchronous:
             self._write(place, snapshot, keep)

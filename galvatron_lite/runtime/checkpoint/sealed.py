@@ -78,7 +78,7 @@ def read_sealed(kind: type[Kind], folder: Path, known: int) -> Kind:
         remedy = "There is no such folder. Give one that save(folder) wrote; load_latest(folder) finds the newest."
         raise FileFormatError("checkpoint", folder, remedy)
     if not (folder / META).is_file():
-        raise FileFormatError("checkpoint", folder, f"There is no {META} in it, so it is not whole. {TORN}")
+        raise FileFormatError("checkpoint", folder, _without_meta(folder))
     manifest = read_value(kind, folder / META)
     if manifest.digest != _digest(manifest):
         raise FileFormatError("file", folder / META, f"Its content has changed since it was written. {TORN}")
@@ -131,3 +131,12 @@ def _readable(kind: type[Kind], folder: Path, known: int) -> Iterator[tuple[Path
 def _digest(manifest: Sealed) -> str:
     data: Mapping[str, object] = to_data(replace(manifest, digest=""))
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _without_meta(folder: Path) -> str:
+    """What to do with a folder that is no checkpoint."""
+    inside = sorted(path.parent.name for path in folder.glob(f"*/{META}"))
+    if inside:
+        newest = ", ".join(inside[-3:])
+        return f"It is a folder of checkpoints ({newest}): give one of them, or use load_latest(folder)."
+    return f"There is no {META} in it, so it is not whole. {TORN}"

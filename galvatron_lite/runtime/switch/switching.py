@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.plans.io import read_plan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.setup import Options, StageRuntime
@@ -28,9 +30,15 @@ class Switching:
     _compute: torch.dtype | None
     _calls: Calls
 
-    def switch(self, plan: Plan, optimizer: torch.optim.Optimizer, scheduler: Any = None, **options: Any) -> Switched:
-        """Train on under another plan, between two steps; all ranks call it. See ``runtime.switch.live.switch``."""
-        return switch(cast("Split", self), optimizer, plan, scheduler, **options)
+    def switch(
+        self, plan: Plan | Path | str, optimizer: torch.optim.Optimizer, scheduler: Any = None, **options: Any
+    ) -> Switched:
+        """Train on under another plan (or the file that holds it), between two steps; all ranks call it.
+
+        See ``runtime.switch.live.switch``.
+        """
+        wanted = plan if isinstance(plan, Plan) else read_plan(plan)
+        return switch(cast("Split", self), optimizer, wanted, scheduler, **options)
 
     def adopt(self, plan: Plan, runtimes: Sequence[StageRuntime], options: Options) -> None:
         """Be split by another plan from now on; what that takes is ``switch``'s to do."""

@@ -1,0 +1,26 @@
+"""Lines that tell a training script's user that it is measuring before it trains."""
+
+from __future__ import annotations
+
+import sys
+from time import monotonic
+
+from galvatron_lite.profiler.measure_tasks import Progress
+
+EVERY = 15.0
+"""Seconds between lines."""
+
+
+def notices(title: str) -> Progress:
+    """A function (done, total, label) that writes a line on standard error at the start, and every so often.
+
+    Training scripts have no place of their own for it, and minutes of silence look like a hang.
+    """
+    told = [float("-inf")]
+
+    def tell(done: int, total: int, label: str) -> None:
+        if monotonic() - told[0] >= EVERY:
+            told[0] = monotonic()
+            print(f"galvatron: {title}: {done} of {total} ({label})", file=sys.stderr, flush=True)
+
+    return tell
