@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from galvatron_lite.api import best_batch, cheapest, evaluate, fewest_devices, pareto_front, plan, profile
     from galvatron_lite.auto import auto_parallelize
     from galvatron_lite.cluster.cluster import Cluster
-    from galvatron_lite.frameworks import as_one_process
+    from galvatron_lite.frameworks.one_process import as_one_process
     from galvatron_lite.model.graph import ModelGraph
     from galvatron_lite.plans.io import read_plan
     from galvatron_lite.parallelism.draws.modules import same_randomness
@@ -28,7 +28,7 @@ _HOMES = {
     "ModelGraph": "galvatron_lite.model.graph",
     "Plan": "galvatron_lite.plans.schema",
     "Profile": "galvatron_lite.profiler.schema",
-    "as_one_process": "galvatron_lite.frameworks",
+    "as_one_process": "galvatron_lite.frameworks.one_process",
     "auto_parallelize": "galvatron_lite.auto",
     "best_batch": "galvatron_lite.api",
     "cheapest": "galvatron_lite.api",

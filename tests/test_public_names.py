@@ -7,7 +7,7 @@ import galvatron_lite
 
 NAMES = [
     "Adapt", "Cluster", "ModelGraph", "Plan", "Profile", "as_one_process", "auto_parallelize", "best_batch",
-    "cheapest", "evaluate", "fewest_devices", "pareto_front", "plan", "profile", "same_randomness",
+    "cheapest", "evaluate", "fewest_devices", "pareto_front", "plan", "profile", "read_plan", "same_randomness",
 ]  # fmt: skip
 
 

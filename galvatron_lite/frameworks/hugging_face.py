@@ -34,7 +34,7 @@ class SplitModel(nn.Module):
 
 
 class Trainer(transformers.Trainer):
-    """A Trainer for what ``auto_parallelize`` returns; every process runs it alike (``frameworks.as_one_process``).
+    """A Trainer for what ``auto_parallelize`` returns; every process runs it alike (``frameworks.one_process``).
 
     Gradients are clipped by the norm of the whole model's, and what is saved is the whole model, by rank 0. Checkpoints
     to go on from are not the Trainer's: ``parallel.save(folder, trainer.optimizer)``.
