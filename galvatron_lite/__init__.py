@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from galvatron_lite.cluster.cluster import Cluster
     from galvatron_lite.frameworks.one_process import as_one_process
     from galvatron_lite.model.graph import ModelGraph
-    from galvatron_lite.plans.io import read_plan
     from galvatron_lite.parallelism.draws.modules import same_randomness
+    from galvatron_lite.plans.io import read_plan
     from galvatron_lite.plans.schema import Plan
     from galvatron_lite.profiler.schema import Profile
     from galvatron_lite.runtime.adapt.schema import Adapt
