@@ -94,7 +94,7 @@ class StageModel:
             check = partial(self._check, path)
             self.model.get_submodule(path).register_forward_pre_hook(check, prepend=True, with_kwargs=True)
         if self._enters_at_block:
-            entry = self.model.get_submodule(self.layers[0].modules[0])
+            entry = self.model.get_submodule(_first_module(self.layers[0]))
             entry.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         if not self.last:
             for path in self._units:
@@ -221,6 +221,18 @@ def _carrier(flow: Flow | None, layers: Sequence[Layer], start: int, stop: int) 
     if flow.is_chain:
         return None
     return Carrier(flow.crossing(start), flow.crossing(stop), flow.enters(stop))
+
+
+def _first_module(layer: Layer) -> str:
+    """Where what a stage receives enters.
+
+    Raises:
+        InputError: the layer has no module, as a loss that the model computes by itself.
+    """
+    if not layer.modules:
+        remedy = "No module of the model is it, so nothing can be handed to it: begin its stage a layer earlier."
+        raise InputError("plan, stages", layer.name, remedy)
+    return layer.modules[0]
 
 
 def _position(layers: Sequence[Layer], own: Sequence[str]) -> int:

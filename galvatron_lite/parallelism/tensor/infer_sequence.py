@@ -44,6 +44,8 @@ def place_gathers(probe: Probe, reference: Reference, regions: Sequence[Region])
 def _places(reference: Reference, region: Region) -> Iterator[TokenGather | None]:
     """The columns themselves, then modules around them that take in the same tensor, innermost first."""
     yield None
+    if _reads_several(reference, region):
+        return
     tensor = reference.calls[region.columns[0].path][0].tensor
     path = region.columns[0].path.rpartition(".")[0]
     while path:
@@ -51,6 +53,14 @@ def _places(reference: Reference, region: Region) -> Iterator[TokenGather | None
         if argument is not None and all(column.path.startswith(f"{path}.") for column in region.columns):
             yield TokenGather(path, argument)
         path = path.rpartition(".")[0]
+
+
+def _reads_several(reference: Reference, region: Region) -> bool:
+    """Whether columns of a region take in unlike tensors, as attention to another sequence does.
+
+    A module around them then has a tensor whose gradient the gathering of tokens would not sum.
+    """
+    return len({id(reference.calls[column.path][0].tensor) for column in region.columns}) > 1
 
 
 def _check_halves(probe: Probe, reference: Reference, regions: Sequence[Region]) -> str:
