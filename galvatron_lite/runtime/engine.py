@@ -161,7 +161,8 @@ class ParallelModel(Saving, Switching, nn.Module):
         if torch.is_grad_enabled() and self.training and self._steps_when_called():
             return self._stepped(batch)
         if len(self.plan.stages) > 1:
-            raise InputError("plan", f"{len(self.plan.stages)} stages", "Train it with train_step(batch, optimizer).")
+            remedy = "Call outputs(batch) to run it forward alone, and train_step(batch, optimizer) to train it."
+            raise InputError("plan", f"{len(self.plan.stages)} stages", remedy)
         (part,) = self._parts(batch, 1)
         self._begin()
         loss = self._local_loss(part)

@@ -261,13 +261,13 @@ def test_plans_of_another_model(pool: WorkerPool, names: list[str], message: str
 
 def refuse_pipeline() -> str:
     parallel = make_parallel(Case([Strategy()] * 5, cuts=[3]))
-    with pytest.raises(InputError) as raised:
+    with torch.no_grad(), pytest.raises(InputError) as raised:
         parallel(make_batch())
     return str(raised.value)
 
 
-def test_a_pipeline_needs_train_step(pool: WorkerPool) -> None:
-    assert "train_step" in pool.run(2, refuse_pipeline)[0]
+def test_a_pipeline_that_is_only_to_run_forward_says_how(pool: WorkerPool) -> None:
+    assert "outputs(batch)" in pool.run(2, refuse_pipeline)[0]
 
 
 def without_example() -> str:

@@ -94,7 +94,7 @@ def test_the_dimensions_are_offered_alone_within_a_node_and_run() -> None:
         assert all(1 in (one.spatial, one.slices) and 1 in (one.filters, one.channels) for one in shared)
         runs = [one for one in Space(graph, 8, GALVATRON).strategies(key, 16, Fixed()) if one.spatial * one.slices > 1]
         near = [one for one in shared if one.strided is Strided.NONE and one.offload is Offload.NONE]
-        assert {*runs} == {one for one in near if one.zero_stage != 1}
+        assert {*runs} == {*near}
         forbidden = Fixed(forbidden=("spatial", "filters", "channels"))
         assert not {*shared} & {*Space(graph, 8, ANY).strategies(key, 16, forbidden)}
     block = Space(graph, 8, ANY).strategies("stage0_block", 8, Fixed())
