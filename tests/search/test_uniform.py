@@ -13,6 +13,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.cost.step import bound_seconds
 from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.backends import ANY
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.best_first import finished, search
@@ -57,7 +58,7 @@ def test_equals_every_uniform_plan(seed: int, schedule: Schedule) -> None:
     devices, blocks = draw.choice([2, 4]), draw.randint(4, 6)
     profile = random_profile(draw, devices=devices, blocks=blocks, alike=seed % 2 == 0, tied=seed % 3 == 0)
     profile = varied(profile, draw) if seed % 4 else profile
-    space: Space = Few(profile.graph, profile.cluster.levels[0].size, seed=seed, most=8)
+    space: Space = Few(profile.graph, profile.cluster.levels[0].size, ANY, seed=seed, most=8)
     fixed = Fixed(pipeline=2)
     asked = Request(profile.graph, devices, 4, 10**9, fixed, (schedule,), space)
     plans = []
