@@ -20,6 +20,7 @@ from galvatron_lite.cost.step import bound_seconds
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Role
 from galvatron_lite.model.shapes import load_model
+from galvatron_lite.parallelism.backends import ANY
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.estimate import estimate_profile
@@ -58,7 +59,7 @@ def two_types(draw: random.Random) -> Profile:
 
 
 def request_of(profile: Profile, seed: int, schedule: Schedule, budget: int | Budget, most: int = 3) -> Request:
-    space = Few(profile.graph, profile.cluster.levels[0].size, seed=seed, most=most)
+    space = Few(profile.graph, profile.cluster.levels[0].size, ANY, seed=seed, most=most)
     devices = profile.cluster.devices
     batch = 6 if devices == 3 else 4
     return Request(profile.graph, devices, batch, budget, Fixed(), (schedule,), space, cluster=profile.cluster)
