@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.calibration.schema import StackConstants
@@ -163,6 +163,7 @@ def test_memory_follows_the_graph() -> None:
     assert all(point.kept <= point.forward_working for point in points.values())
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 64), min_size=2, max_size=5, unique=True))
 def test_time_and_memory_grow_with_samples(samples: list[int]) -> None:
     points = profile(samples=tuple(sorted(samples))).layers

@@ -42,7 +42,7 @@ def test_a_run_of_another_length_is_refused() -> None:
     stage = Stage((LayerRun("before", "blocks.1", 2, DATA),))
     plan = Plan(PLAN_VERSION, "m", 2, 8, 1, Schedule.GPIPE, "fp32", (stage,))
     with pytest.raises(
-        InputError, match=r"before to blocks\.1.*The next 2 layer\(s\) of the model are before, blocks\.0"
+        InputError, match=r"before to blocks\.1.*the next 2 layer\(s\) of this one are before, blocks\.0"
     ):
         place_layers(plan, LAYERS)
 
