@@ -9,7 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from galvatron_lite.api import best_batch, cheapest, evaluate, fewest_devices, pareto_front, plan, profile
+    from galvatron_lite.api import (
+        best_batch,
+        cheapest,
+        evaluate,
+        fewest_devices,
+        pareto_front,
+        plan,
+        profile,
+    )
+    from galvatron_lite.api_explain import compare, explain
+    from galvatron_lite.api_verify import verify_plan
     from galvatron_lite.auto import auto_parallelize
     from galvatron_lite.cluster.cluster import Cluster
     from galvatron_lite.frameworks.one_process import as_one_process
@@ -32,13 +42,16 @@ _HOMES = {
     "auto_parallelize": "galvatron_lite.auto",
     "best_batch": "galvatron_lite.api",
     "cheapest": "galvatron_lite.api",
+    "compare": "galvatron_lite.api_explain",
     "evaluate": "galvatron_lite.api",
+    "explain": "galvatron_lite.api_explain",
     "fewest_devices": "galvatron_lite.api",
     "pareto_front": "galvatron_lite.api",
     "plan": "galvatron_lite.api",
     "profile": "galvatron_lite.api",
     "read_plan": "galvatron_lite.plans.io",
     "same_randomness": "galvatron_lite.parallelism.draws.modules",
+    "verify_plan": "galvatron_lite.api_verify",
 }
 
 __all__ = [
@@ -51,13 +64,16 @@ __all__ = [
     "auto_parallelize",
     "best_batch",
     "cheapest",
+    "compare",
     "evaluate",
+    "explain",
     "fewest_devices",
     "pareto_front",
     "plan",
     "profile",
     "read_plan",
     "same_randomness",
+    "verify_plan",
 ]
 
 

@@ -319,7 +319,12 @@ def evaluate(
 
     Args:
         plan: a plan, or a file: ours, one written by hand (``plans.written``), or Hetu-Galvatron's.
-        profile, model, cluster, gpus, sequence, precision: as for ``plan``.
+        profile: as for ``plan``.
+        model: as for ``plan``.
+        cluster: as for ``plan``.
+        gpus: as for ``plan``.
+        sequence: as for ``plan``.
+        precision: as for ``plan``.
         mem: budget a device that its memory is held against, as for ``plan``; the answer's ``fits`` says whether it is
             within it, ``overfull`` which stages are not, ``provenance.budget`` what it is.
         batch: samples a step; the plan's if not given. At others its micro-batches keep their size.

@@ -66,7 +66,7 @@ def _estimate(
 ) -> Profile:
     from galvatron_lite.cluster.precisions import check_precision
     from galvatron_lite.model.graph import ModelGraph
-    from galvatron_lite.model.shapes import load_model
+    from galvatron_lite.model.named import graph_named
     from galvatron_lite.profiler.estimate import estimate_profile
 
     machine = _machine(cluster, gpus)
@@ -76,7 +76,7 @@ def _estimate(
             raise InputError("--precision", precision, f"The model was captured in {model.precision}; capture it anew.")
         graph = model
     else:
-        graph = load_model(str(model), sequence=sequence, precision=precision_on(machine, precision))
+        graph = graph_named(str(model), sequence=sequence, precision=precision_on(machine, precision))
     return estimate_profile(graph, machine, precision=graph.precision, name=graph.name)
 
 

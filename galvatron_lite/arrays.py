@@ -1,18 +1,21 @@
 """Formulas that hold for one figure and for an array of them: what a strategy costs, and what each of thousands does.
 
 Python numbers stay Python numbers (and cheap); arrays are worked on elementwise. Both give the same bits, because both
-do the same operations in double precision; integers stay below 2**53.
+do the same operations in double precision; integers stay below 2**53. numpy is imported by those who make arrays: a
+process that only reads a model starts sooner without.
 """
 
 from __future__ import annotations
 
+import sys
 from enum import Enum
 from functools import reduce
 from math import ceil
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Whole: TypeAlias = Any
 """An ``int``, or an array of them: one for each strategy."""
@@ -20,47 +23,69 @@ Real: TypeAlias = Any
 """A ``float``, or an array of them."""
 Flag: TypeAlias = Any
 """A ``bool``, or an array of them."""
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
-BoolArray = NDArray[np.bool_]
+IntArray: TypeAlias = "NDArray[np.int64]"
+FloatArray: TypeAlias = "NDArray[np.float64]"
+BoolArray: TypeAlias = "NDArray[np.bool_]"
+
+
+_PLAIN = frozenset((bool, int, float))
+"""Types of Python's own numbers, which most figures are: told at once."""
+
+
+def _is_array(figure: Any) -> TypeGuard[NDArray[Any]]:
+    """Whether a figure is an array; where nobody imported numpy there is none."""
+    if type(figure) in _PLAIN:
+        return False
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(figure, numpy.ndarray)
 
 
 def where(mask: Flag, yes: Real, no: Real) -> Real:
     """``yes`` where the mask is true, else ``no``; both are worked out."""
-    if isinstance(mask, np.ndarray):
+    if type(mask) is bool:
+        return yes if mask else no
+    if _is_array(mask):
+        import numpy as np
+
         return np.where(mask, yes, no)
     return yes if mask else no
 
 
 def largest(*figures: Real) -> Real:
     """The largest of two or more figures."""
-    if any(isinstance(figure, np.ndarray) for figure in figures):
+    if not _PLAIN.issuperset(map(type, figures)) and any(_is_array(figure) for figure in figures):
+        import numpy as np
+
         return reduce(np.maximum, figures)
     return max(figures)
 
 
 def least(*figures: Real) -> Real:
     """The least of two or more figures."""
-    if any(isinstance(figure, np.ndarray) for figure in figures):
+    if not _PLAIN.issuperset(map(type, figures)) and any(_is_array(figure) for figure in figures):
+        import numpy as np
+
         return reduce(np.minimum, figures)
     return min(figures)
 
 
 def up(figure: Real) -> Whole:
     """Rounded up to whole numbers."""
-    if isinstance(figure, np.ndarray):
+    if _is_array(figure):
+        import numpy as np
+
         return np.ceil(figure).astype(np.int64)
     return ceil(figure)
 
 
 def opposite(mask: Flag) -> Flag:
     """True where the mask is not."""
-    return ~mask if isinstance(mask, np.ndarray) else not mask
+    return ~mask if _is_array(mask) else not mask
 
 
 def never(mask: Flag) -> bool:
     """Whether a mask is true (a figure other than 0) nowhere."""
-    return not (mask.any() if isinstance(mask, np.ndarray) else mask)
+    return not (mask.any() if _is_array(mask) else mask)
 
 
 def power(base: Real, exponent: int) -> Real:
@@ -70,6 +95,6 @@ def power(base: Real, exponent: int) -> Real:
 
 def is_option(choice: Any, option: Enum) -> Flag:
     """Whether a choice of an enum is this option; arrays hold the place of each choice in its enum."""
-    if isinstance(choice, np.ndarray):
+    if _is_array(choice):
         return choice == list(type(option)).index(option)
     return choice is option

@@ -7,14 +7,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
 from torch import nn
 
-from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.errors import InputError
 from galvatron_lite.launch.commands import PLAN_VARIABLE
+from galvatron_lite.launch.told import listen
 from galvatron_lite.model.batch import batch_size
 from galvatron_lite.model.dead import dead_note
 from galvatron_lite.model.discover import discover_layers
@@ -23,11 +25,16 @@ from galvatron_lite.model.forward import gives_loss, mean_of_outputs
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.backends import check_runs
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
-from galvatron_lite.plans.io import check_plan, read_plan
+from galvatron_lite.plans.describe import plan_line
+from galvatron_lite.plans.io import check_plan, file_named, read_plan
+from galvatron_lite.plans.notes import other_size
 from galvatron_lite.plans.schema import Mode, Plan, Trainer
 from galvatron_lite.questions.arguments import mode_named
 from galvatron_lite.runtime.adapt.door import learnt, opened, planned_from, settings_of, steer
+from galvatron_lite.runtime.live.options import seen_of
+from galvatron_lite.runtime.live.watching import watch_training
 from galvatron_lite.runtime.world import join, pick_device, world_size
+from galvatron_lite.saying import say
 
 if TYPE_CHECKING:
     from galvatron_lite.api import Setup
@@ -40,6 +47,7 @@ if TYPE_CHECKING:
     from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
     from galvatron_lite.runtime.engine import ParallelModel
     from galvatron_lite.runtime.inference import InferenceModel
+    from galvatron_lite.verify.launched import Verifier
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
@@ -67,6 +75,10 @@ def auto_parallelize(
     compile: bool | str = False,  # noqa: A002 - torch's word
     randomness: str = "own",
     timeout: float | None = None,
+    log: Path | str | None = None,
+    live: bool = False,
+    profile_steps: range | None = None,
+    verify: bool = False,
 ) -> ParallelModel | CyclicModel | InferenceModel | DevicesModel | DeepSpeedModel:
     """The model, split over the launched world.
 
@@ -87,7 +99,7 @@ def auto_parallelize(
         init_fn: initialises one module of a model on the meta device.
         seed: of that initialisation.
         device: ``auto``, ``cpu`` or ``cuda``.
-        folder: where profiles are kept.
+        folder: where profiles are kept; one process alone, which can choose little, measures only briefly.
         mode: ``training`` or ``inference``; that of the plan, or training, if not given.
         delay: whether a plan that is found here may delay gradients, which changes the training rule: ``cyclic`` allows
             it where it is faster; ``cdp-v1`` or ``cdp-v2`` asks for cyclic data parallelism by that rule. Not if not
@@ -106,6 +118,12 @@ def auto_parallelize(
         timeout: seconds after which a step that waits for another rank is an error that names it; if not given, those
             of torch's process groups (1800 with gloo, 600 with NCCL), under plans with cyclic data parallelism or
             branches 600.
+        log: folder that the run is written to, for ``galvatron diagnose`` and TensorBoard (docs/watch.md); a run that
+            is started again goes on in it. Not written if not given.
+        live: whether rank 0 shows, on standard error, how the run goes beside what was predicted.
+        verify: whether a fork of rank 0 first does a step of the plan without data, and matches what all ranks send
+            (docs/verify.md); it takes seconds to minutes, and rank 0 says what came of it.
+        profile_steps: steps of which ``torch.profiler`` makes a trace, into ``log``: ``range(10, 13)``.
 
     Returns:
         An object used like the model, with ``train_step(batch, optimizer)``. For inference one that is called like the
@@ -116,12 +134,16 @@ def auto_parallelize(
         LaunchError: the world's size is not the plan's, or there is no GPU.
         InputError: the model, batch or a file cannot be used, or the delay is none of these.
         InfeasibleError: no plan fits the budget.
+        VerificationError: ``verify``, and a check failed; on every rank.
     """
-    place = pick_device(device)
+    listen()
+    verifier = launched_verifier(model, batch, loss_fn) if verify else None  # it forks: before the world is joined
+    place, seen = pick_device(device), seen_of(log, live, profile_steps)
     join(place)
     example = batch if batch is not None else example_batch(model)
     layers = discover_layers(model, example, blocks)
-    settings, (phased, first) = settings_of(adapt, mem), opened(os.environ.get(PLAN_VARIABLE) if plan is None else plan)
+    plan = os.environ.get(PLAN_VARIABLE) if plan is None else plan
+    settings, (phased, first) = settings_of(adapt, mem), opened(plan)
     chosen = _given_plan(first, backend)
     _check_delay(chosen, delay)
     wanted = mode_named(mode or (Mode.TRAINING if chosen is None else chosen.mode))
@@ -135,16 +157,34 @@ def auto_parallelize(
         if backend is not None:
             asked["backend"] = backend
         chosen = _found_plan(source, {**asked, **_asked(wanted, delay)}, delay)
+        if dist.get_rank() == 0:
+            say(f"plan: {plan_line(chosen)}")
+            for note in () if chosen.provenance is None else chosen.provenance.notes:
+                say(f"note: {note}")
     assert chosen is not None
+    _warn(_on_size(chosen, model))
+    if verifier is not None:
+        verifier.check(chosen)
     if wanted is Mode.INFERENCE and chosen.branches and chosen.devices > world_size() == 1:
+        watch_training(None, seen)
         return _on_devices(model, chosen, layers, example, place)
     asks: dict[str, Any] = {"precision": precision, "init_fn": init_fn, "seed": seed, **_compiling(chosen, compile)}
     asks |= {} if expert_capacity is None else _with_capacity(chosen, expert_capacity)
     asks |= _randomness(chosen, randomness)
     asks |= {} if timeout is None else _with_timeout(chosen, timeout)
-    made = _kind_of(chosen)(model, chosen, layers, example, loss_fn=loss_fn, device=place, **asks)
+    with file_named(plan):
+        made = _kind_of(chosen)(model, chosen, layers, example, loss_fn=loss_fn, device=place, **asks)
     steer(made, phased, settings, known)
+    watch_training(made if wanted is Mode.TRAINING else None, seen, known)
     return made if wanted is Mode.TRAINING else _for_inference(made)
+
+
+def launched_verifier(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Verifier:
+    """What verifies the plan at launch: the checks that need no values."""
+    from galvatron_lite.verify.dry_checks import launch_checks
+    from galvatron_lite.verify.launched import Verifier
+
+    return Verifier(model, batch, loss_fn, launch_checks)
 
 
 def _with_capacity(plan: Plan, capacity: float) -> dict[str, Any]:
@@ -332,6 +372,7 @@ def _profile(
     folder: Path,
 ) -> Profile:
     from galvatron_lite.model.trace import trace
+    from galvatron_lite.profiler.found import kept_profile, other_hardware, profile_name
     from galvatron_lite.profiler.measure import measure_profile
     from galvatron_lite.profiler.measure_tasks import agree
     from galvatron_lite.profiler.notice import notices
@@ -340,67 +381,26 @@ def _profile(
 
     if profile is not None:
         known = profile if isinstance(profile, Profile) else read_profile(Path(profile))
-        _warn(_other_hardware(known))
+        _warn(other_hardware(known))
         return known
     graph = trace(model, batch, loss_fn=loss_fn, blocks=blocks, precision=precision)
-    cached: Profile | None = agree(_cached(model, graph, folder))
+    cached: Profile | None = agree(kept_profile(model, graph, folder) if dist.get_rank() == 0 else None)
     if cached is not None:
         return cached
-    return measure_profile(
+    alone, begun = world_size() == 1, monotonic()
+    how = "measuring it briefly, as one device leaves little to choose" if alone else "measuring"
+    measured = measure_profile(
         model, batch, loss_fn=loss_fn, blocks=blocks, precision=precision, name=profile_name(model), folder=folder,
-        progress=notices(f"no profile of this model on {world_size()} process(es) in {folder}/ yet; measuring"),
+        remember=False, brief=alone,
+        progress=notices(f"no profile of this model on {world_size()} process(es) in {folder}/ yet; {how}"),
     )  # fmt: skip
+    if dist.get_rank() == 0:
+        say(f"measured in {monotonic() - begun:.0f} s; the next run reads it from {folder}/")
+    return measured
 
 
-def profile_name(model: nn.Module) -> str:
-    """What the profile of a model on this world is called: its class, its shape, and how many processes share it."""
-    from galvatron_lite.profiler.store import data_hash
-
-    shapes = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in model.named_parameters()]
-    return f"{type(model).__name__.lower()}-{data_hash(shapes)[:8]}-{world_size()}"
-
-
-def _cached(model: nn.Module, graph: ModelGraph, folder: Path) -> Profile | None:
-    """The profile of this very model, as it runs now, on this very machine and world; None where there is none.
-
-    One that cannot be read, or is of another forward pass, shape of a sample or loss, is told and passed over.
-    """
-    from galvatron_lite.profiler.store import read_profile
-
-    for path in sorted(folder.glob(f"*/{profile_name(model)}.yaml")):
-        try:
-            known = read_profile(path)
-        except FileFormatError as error:
-            _warn([f"{error} It is measured anew."])
-            continue
-        if _other_hardware(known):
-            continue
-        if known.graph == graph:
-            return known
-        _warn([f"Profile {path} is of {graph.name} as it ran before: {_change(known.graph, graph)}. Measuring anew."])
-    return None
-
-
-def _change(before: ModelGraph, now: ModelGraph) -> str:
-    """Where two graphs of a model first differ, for people."""
-    if before.layers != now.layers:
-        return "it has other layers now, or in another order"
-    if before.edges != now.edges or before.ties != now.ties:
-        return "its layers read other layers' results now"
-    if before.precision != now.precision:
-        return f"in {before.precision}, now in {now.precision}"
-    other = [kind for kind, figures in now.kinds.items() if before.kinds.get(kind) != figures]
-    if not other:
-        return "it is traced otherwise now"
-    name = next(layer.name for layer in now.layers if layer.kind in other)
-    return f"its forward pass, the shape of a sample or the loss has changed (first in layer {name})"
-
-
-def _other_hardware(profile: Profile) -> list[str]:
-    from galvatron_lite.cluster.probe import probe
-    from galvatron_lite.profiler.store import check_hardware
-
-    return check_hardware(profile, probe()) if profile.cluster.fingerprint else []
+def _on_size(plan: Plan, model: nn.Module) -> tuple[str, ...]:
+    return other_size(plan, sum(one.numel() for one in model.parameters())) if dist.get_rank() == 0 else ()
 
 
 def _on_dead(graph: ModelGraph) -> tuple[str, ...]:

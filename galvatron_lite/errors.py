@@ -8,6 +8,7 @@ GalvatronError
 ├── InfeasibleError              no plan fits: names the smallest budget that would
 ├── LaunchError (RuntimeError)   the launched world does not fit the plan (size, device)
 │   └── PeerError                another process is gone, failed or hangs: names its rank and what it was at
+├── VerificationError            a plan does not do what it says, found before training
 ├── ExhaustedError (MemoryError) memory ran out where training cannot go on in this process
 ├── SwitchError (RuntimeError)   the plan could not be changed while training runs; training goes on under the old one
 └── NonFiniteLossError           training produced a loss or a gradient that is NaN or infinite
@@ -15,6 +16,7 @@ GalvatronError
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import PurePath
 
@@ -90,6 +92,23 @@ class PeerError(LaunchError):
     def __init__(self, message: str, ranks: tuple[int, ...] = (), operation: str = "") -> None:
         self.ranks, self.operation = ranks, operation
         super().__init__(message)
+
+
+class VerificationError(GalvatronError):
+    """A plan does not do what it says: checks of it failed before training.
+
+    Args:
+        failed: name of each check, and what it says.
+    """
+
+    def __init__(self, failed: Sequence[tuple[str, str]]) -> None:
+        self.failed = tuple(failed)
+        told = " ".join(f"{name}: {said}" for name, said in failed)
+        super().__init__(f"The plan does not do what it says. {told} Run galvatron verify for all that was found.")
+
+    def __reduce__(self) -> tuple[type[VerificationError], tuple[Sequence[tuple[str, str]]]]:
+        """So that one process can tell another of it."""
+        return type(self), (self.failed,)
 
 
 class ExhaustedError(GalvatronError, MemoryError):

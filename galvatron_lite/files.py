@@ -9,25 +9,35 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Hashable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from galvatron_lite.errors import FileFormatError
 
 if TYPE_CHECKING:
-    from pydantic import ConfigDict
+    from pydantic import ConfigDict, TypeAdapter
 
 T = TypeVar("T")
 
+_SHOWN = 80
+"""Characters of a line that cannot be read that are shown."""
 STRICT = cast("ConfigDict", {"extra": "forbid"})
 """Set as ``__pydantic_config__`` on every dataclass that touches disk: an unknown key is an error."""
 
 
-def to_data(value: Any) -> Any:
-    """Plain data (dicts, lists, strings, numbers) of a dataclass value; fields at their defaults are left out."""
+@cache
+def _adapter(kind: Hashable) -> TypeAdapter[Any]:
+    """What reads and writes a kind of value; made once, as that takes thirty times as long as using it."""
     from pydantic import TypeAdapter
 
-    return TypeAdapter(type(value)).dump_python(value, mode="json", exclude_defaults=True)
+    return TypeAdapter(cast("type[Any]", kind))
+
+
+def to_data(value: Any) -> Any:
+    """Plain data (dicts, lists, strings, numbers) of a dataclass value; fields at their defaults are left out."""
+    return _adapter(cast("Hashable", type(value))).dump_python(value, mode="json", exclude_defaults=True)
 
 
 def from_data(kind: type[T], data: object, field: str) -> T:
@@ -41,10 +51,10 @@ def from_data(kind: type[T], data: object, field: str) -> T:
     Raises:
         FileFormatError: the data does not fit; names the first offending key.
     """
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     try:
-        return TypeAdapter(kind).validate_python(data)
+        return cast("T", _adapter(cast("Hashable", kind)).validate_python(data))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the top level"
@@ -59,7 +69,7 @@ def read_data(path: Path) -> Any:
     """What a YAML or JSON file holds, as plain data.
 
     Raises:
-        FileFormatError: no such file, not text, truncated or not valid YAML/JSON.
+        FileFormatError: no such file, not text, truncated or not valid YAML/JSON: names the line.
     """
     import yaml
 
@@ -70,9 +80,28 @@ def read_data(path: Path) -> Any:
         return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except FileNotFoundError as error:
         raise FileFormatError("file", str(path), "There is no such file.") from error
+    except (json.JSONDecodeError, yaml.MarkedYAMLError) as error:
+        raise _ill_written(path, text, error) from error
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise FileFormatError("file", str(path), f"It cannot be read ({reason}). Make it anew.") from error
+
+
+def _ill_written(path: Path, text: str, error: Any) -> FileFormatError:
+    """What is wrong with a text that is no JSON or YAML, by the line at which its reader stopped."""
+    mark = getattr(error, "problem_mark", None)
+    number = error.lineno if mark is None and hasattr(error, "lineno") else 1 if mark is None else mark.line + 1
+    reason = " ".join(str(getattr(error, "problem", None) or getattr(error, "msg", error)).split())
+    context = getattr(error, "context_mark", None)
+    if context is not None and context.line + 1 != number:
+        reason += f" (in what begins in line {context.line + 1})"
+    written = [*text.splitlines(), "", ""][number - 1].strip()[:_SHOWN]
+    kind = "JSON" if path.suffix == ".json" else "YAML"
+    remedy = (
+        f"It is no {kind} there: {reason}. Mend this line or the one before (indentation by spaces, brackets, quotes), "
+        "or make the file anew."
+    )
+    return FileFormatError(f"{path}, line {number}", written, remedy)
 
 
 def kind_of(data: object) -> str:

@@ -97,15 +97,15 @@ def format_bytes(size: float) -> str:
 
 
 def format_budget(size: int, *, up: bool = False) -> str:
-    """A size as ``parse_bytes`` reads it, in decimal units with two places: ``17.76GB``.
+    """A size for people that ``parse_bytes`` reads back, in binary units with two places: ``16.54GiB``.
 
     Args:
         size: bytes, 0 or more.
         up: round up, for the least that is enough; else down, for the most that there is.
     """
-    unit = next((each for each in "TGMK" if size >= _DECIMAL[each]), "")
-    value = (Decimal(size) / _DECIMAL[unit]).quantize(Decimal("0.01"), ROUND_CEILING if up else ROUND_FLOOR)
-    return f"{value:f}".rstrip("0").rstrip(".") + f"{unit}B"
+    unit = next((each for each in "TGMK" if size >= _BINARY[each]), "")
+    value = (Decimal(size) / _BINARY.get(unit, 1)).quantize(Decimal("0.01"), ROUND_CEILING if up else ROUND_FLOOR)
+    return f"{value:f}".rstrip("0").rstrip(".") + (f"{unit}iB" if unit else "B")
 
 
 def format_seconds(seconds: float) -> str:

@@ -25,13 +25,13 @@ from galvatron_lite.files import read_value, write_text, write_value
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, DATA, FIGURE = ROOT / "docs" / "cyclic.md", ROOT / "docs" / "data" / "cyclic.json", ROOT / "docs" / "cyclic.svg"
-SEEDS, QUICK_STEPS = 3, 10
+SEEDS, QUICK_STEPS = 3, 6
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="10 steps, one seed, one learning rate: does it run?")
+    parser.add_argument("--quick", action="store_true", help="6 steps, one seed, one learning rate: does it run?")
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"trainings of each kind; default: {SEEDS}")
     parser.add_argument("--output", type=Path, help="where the figures go as JSON")
     parser.add_argument("--write", action="store_true", help="write docs/data/cyclic.json, the figure and the tables")

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,8 @@ from galvatron_lite.profiler.store_journal import Journal
 
 PREPARING = 240.0
 """Seconds that a family has to be built, captured and trained by one process."""
+HERE = re.compile(r"/\S*?/site-packages/")
+"""Where packages lie on this machine: a file of the table names them from there."""
 Row = dict[str, Any]
 
 
@@ -79,7 +82,7 @@ def judge(make: Callable[[], Family], ways: Sequence[Way]) -> Row:
     for way in ways:
         outcome = try_way(family, graph, way, reference)
         if outcome.state is not State.NOTHING:
-            row["ways"][way.name] = {"state": outcome.state.value, "why": outcome.why}
+            row["ways"][way.name] = {"state": outcome.state.value, "why": HERE.sub("", outcome.why)}
     return row
 
 

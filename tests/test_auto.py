@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite import auto_parallelize
-from galvatron_lite.auto import _cached, profile_name
 from galvatron_lite.cluster.catalog import load_cluster
+from galvatron_lite.cluster.probe import probe
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import DeadParameters
 from galvatron_lite.model.trace import trace
@@ -22,7 +22,9 @@ from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.profiler.estimate import estimate_profile
-from galvatron_lite.profiler.store import read_profile, write_profile
+from galvatron_lite.profiler.found import kept_profile, profile_name
+from galvatron_lite.profiler.schema import OriginKind
+from galvatron_lite.profiler.store import read_profile, save_profile, write_profile
 from galvatron_lite.units import parse_bytes
 from tests.auto_jobs import alone, error_of, warnings_of, with_nothing_else
 from tests.pool import JobError, WorkerPool
@@ -163,8 +165,25 @@ def test_a_kept_profile_is_taken_only_for_the_model_as_it_runs_now(
     write_profile(replace(known, graph=graph, cluster=replace(known.cluster, fingerprint={})), path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = _cached(model, trace(model, batch, loss_fn=loss_fn), tmp_path)
+        found = kept_profile(model, trace(model, batch, loss_fn=loss_fn), tmp_path)
     assert (found is not None) == (not said)
     messages = [str(one.message) for one in caught]
     assert all(str(path) in message and said in message for message in messages)
     assert len(messages) == bool(said)
+
+
+def test_what_galvatron_profile_has_measured_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever it is called; not an estimate, another machine's, or another model's of the same class."""
+    model, graph, here = Two(), trace(Two(), torch.zeros(2, 4)), probe()
+    estimated = replace(estimate_profile(graph, here, precision="fp32", name="mine"), graph=graph, cluster=here)
+    measured = replace(estimated, origin=replace(estimated.origin, kind=OriginKind.MEASURED))
+    elsewhere = replace(here, fingerprint={**here.fingerprint, "host": "another"})
+    other = replace(measured, name="other", graph=trace(Two(joined=True), torch.zeros(2, 4)))
+    for made in (estimated, replace(measured, cluster=elsewhere), other):
+        save_profile(made, tmp_path, "machine")
+        assert kept_profile(model, graph, tmp_path) is None
+    assert capsys.readouterr().err == ""
+    path = save_profile(measured, tmp_path, "machine")
+    save_profile(other, tmp_path, "machine")
+    assert kept_profile(model, graph, tmp_path) == measured
+    assert capsys.readouterr().err == f"galvatron: profile {path} is of this model on this machine: taken\n"

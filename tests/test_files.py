@@ -7,7 +7,7 @@ import pytest
 
 from galvatron_lite.cluster.cluster import Device
 from galvatron_lite.errors import FileFormatError
-from galvatron_lite.files import from_data, read_value, to_data, write_text, write_value
+from galvatron_lite.files import from_data, read_data, read_value, to_data, write_text, write_value
 
 DEVICE = Device("toy", 2**30, 1e9, {"fp32": 1e12}, units=4, source="https://example.org")
 
@@ -34,6 +34,21 @@ def test_corrupt_files_are_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(FileFormatError, match=r"device\.yaml"):
         read_value(Device, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yaml", "version: 1\n a: [1,\nb: }", r"a\.yaml, line 2: 'a: \[1,'.* no YAML there"),
+        ("a.yaml", "a: 1\n\tb: 2", r"a\.yaml, line 2: 'b: 2'.*begins in line 1"),
+        ("a.json", '{"a": 1,\n,}', r"a\.json, line 2: ',}'.* no JSON there"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, name: str, text: str, said: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(FileFormatError, match=said) as raised:
+        read_data(tmp_path / name)
+    assert "unicode string" not in str(raised.value)
 
 
 def test_every_truncation_is_refused_or_complete(tmp_path: Path) -> None:

@@ -68,9 +68,9 @@ def test_budgets_read_back_on_the_side_they_were_rounded_to(size: int, up: bool)
 
 
 def test_formats() -> None:
-    assert format_budget(17_754_046_464, up=True) == "17.76GB"
-    assert format_budget(17_754_046_464) == "17.75GB"
-    assert format_budget(40 * 10**9) == "40GB"
+    assert format_budget(17_754_046_464, up=True) == "16.54GiB"
+    assert format_budget(17_754_046_464) == "16.53GiB"
+    assert format_budget(40 * 2**30) == "40GiB"
     assert format_bytes(40 * 2**30) == "40.0 GiB"
     assert format_seconds(1.42) == "1.42 s"
     assert format_seconds(0.3184) == "318 ms"

@@ -43,6 +43,8 @@ def test_it_plans_a_named_model_on_a_named_cluster(installed: Path) -> None:
     out = _run(installed, "-m", "galvatron_lite", "plan", *options, "-o", "plan.yaml")
     assert "samples/s" in out
     assert (installed / "plan.yaml").is_file()
+    _run(installed, "-m", "galvatron_lite", "report", "plan.yaml", "--search", "0")
+    assert "</html>" in (installed / "report.html").read_text(encoding="utf-8")
 
 
 def test_it_carries_its_licence_and_type_marker(installed: Path) -> None:

@@ -124,7 +124,8 @@ class Calibration:
         origins: where the constants of an entry come from, by kind and name: ``devices/A100``.
         provenance: what the whole was calibrated on, for people.
         expected_error: mean absolute relative error of step times of published runs by what the fit left out:
-            ``without_model``, ``without_family`` (and their software); empty where it was not cross-validated.
+            ``without_model``, ``without_family`` (and their software); empty where it was not cross-validated. Of image
+            networks, of which nothing is left out, ``images``.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

@@ -11,15 +11,21 @@ import typer.core
 
 from galvatron_lite.cli.adapt import adapt_app
 from galvatron_lite.cli.checkpoint import checkpoint_app
+from galvatron_lite.cli.compare import compare_command
+from galvatron_lite.cli.diagnose import diagnose_command
 from galvatron_lite.cli.evaluate import evaluate_command
+from galvatron_lite.cli.explain import explain_command
 from galvatron_lite.cli.export import export_command
 from galvatron_lite.cli.imports import plan_export_command, plan_import_command, profile_import_command
 from galvatron_lite.cli.launch import SETTINGS, launch_command
 from galvatron_lite.cli.oracle import oracle_command
 from galvatron_lite.cli.plan import plan_app
 from galvatron_lite.cli.profile import profile_command
+from galvatron_lite.cli.report import report_command
 from galvatron_lite.cli.validate import validate_command
+from galvatron_lite.cli.verify import verify_command
 from galvatron_lite.errors import GalvatronError
+from galvatron_lite.launch.told import keep
 from galvatron_lite.validate.legend import EPILOG
 
 _CLOSED_PIPE = 128 + 13
@@ -54,11 +60,16 @@ plan_app.command("import")(plan_import_command)
 plan_app.command("export")(plan_export_command)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("evaluate")(evaluate_command)
+app.command("explain")(explain_command)
+app.command("compare")(compare_command)
+app.command("verify")(verify_command)
 app.command("launch", context_settings=SETTINGS)(launch_command)
 app.command("export")(export_command)
 app.command("validate", epilog=EPILOG)(validate_command)
 app.command("oracle")(oracle_command)
 app.add_typer(adapt_app, name="adapt")
+app.command("diagnose")(diagnose_command)
+app.command("report")(report_command)
 
 
 @app.callback(invoke_without_command=True)
@@ -82,6 +93,7 @@ def main() -> None:
         _leave_quietly()
     except GalvatronError as error:
         print(f"galvatron: {error}", file=sys.stderr)
+        keep(error)
         sys.exit(1)
     except OSError as error:
         print(f"galvatron: {error}", file=sys.stderr)

@@ -18,13 +18,13 @@ def print_answer(answer: Answer, source: str, accuracy: str) -> None:
         source: what its costs come from.
         accuracy: how far off they may be; nothing is said where it is empty.
     """
-    from rich.console import Console
     from rich.table import Table
 
+    from galvatron_lite.cli.console import wide_console
     from galvatron_lite.questions.answers import said
 
     told = said(answer)
-    console = Console(highlight=False, soft_wrap=True)
+    console = wide_console()
     console.print(f"From {source}.\n")
     table = Table(*told.columns, box=None, pad_edge=False, header_style="bold")
     for row in told.rows:
@@ -59,8 +59,19 @@ def check_output(output: Path | None, question: str) -> None:
 
     if output is not None and question == "pareto":
         raise InputError("-o", str(output), "--pareto has many plans: take one by its memory: --mem, without --pareto.")
-    if output is not None and not output.parent.is_dir():
-        raise InputError("-o", str(output), f"There is no folder {output.parent}: make it first.")
+    check_folder("-o", output)
+
+
+def check_folder(option: str, path: Path | None) -> None:
+    """Whether there is a folder to write a file to.
+
+    Raises:
+        InputError: there is none.
+    """
+    from galvatron_lite.errors import InputError
+
+    if path is not None and not path.parent.is_dir():
+        raise InputError(option, str(path), f"There is no folder {path.parent}: make it first.")
 
 
 def write_answer(answer: Answer, output: Path | None, plot: Path | None) -> None:

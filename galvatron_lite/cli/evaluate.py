@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from galvatron_lite.cli import priced
+
 if TYPE_CHECKING:
     from galvatron_lite.plans.schema import Plan
     from galvatron_lite.profiler.schema import Profile
@@ -19,20 +21,16 @@ def evaluate_command(
     profile: Annotated[
         Path | None, typer.Option("--profile", help="Profile to price with; the last one made here if not given.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", help="Name (llama2-7b) or YAML file; its costs are estimated.")
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option("--cluster", help="Name (a100-80gb) or YAML file; needed with --model.")
-    ] = None,
+    model: priced.Model = None,
+    cluster: priced.Cluster = None,
     gpus: Annotated[
         int | None, typer.Option("--gpus", help="Devices, which must be the plan's; the whole cluster if not given.")
     ] = None,
     batch: Annotated[
         int | None, typer.Option("--batch", help="Samples a step; the plan's if not given, else in its micro-batches.")
     ] = None,
-    sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a sample, with --model.")] = None,
-    precision: Annotated[str | None, typer.Option("--precision", help="Of compute, with --model.")] = None,
+    sequence: priced.Sequence = None,
+    precision: priced.Precision = None,
     mem: Annotated[
         str | None,
         typer.Option("--mem", help="Budget a device to hold it against: 40GB, 40GiB or 80%; 95% if not given."),

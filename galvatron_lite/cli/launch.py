@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+WRONG = ("InputError: ", "FileFormatError: ", "InfeasibleError: ")
+"""Errors that come again where nothing is changed."""
 SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 """What follows the script is the script's."""
 
@@ -58,12 +60,11 @@ def launch_command(
         return
     if check:
         launch.check(timeout)
-    status = launch.start()
+    status, words = launch.start()
     if status:
-        typer.echo(
-            f"galvatron: the job ended with status {status}. The rank that failed first tells why, above; a process "
-            "that was killed tells nothing. Started again, a script goes on from its last checkpoint (load_latest); "
-            "--max-restarts does so by itself.",
-            err=True,
-        )
+        why = words or "The rank that failed first tells why, above; a process that was killed tells nothing."
+        typer.echo(f"galvatron: the job ended with status {status}. {why}", err=True)
+        if not any(kind in words for kind in WRONG):
+            again = "Started again, a script goes on from its last checkpoint (load_latest); --max-restarts does so."
+            typer.echo(again, err=True)
     raise typer.Exit(status)

@@ -111,7 +111,7 @@ def _print_table(found: Forecast) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True, width=max(Console().width, _WIDE))
+    console = Console(markup=False, highlight=False, soft_wrap=True, width=max(Console().width, _WIDE))
     console.print(f"{found.model} on {found.cluster}, an epoch of {found.samples:,} samples", style="bold")
     console.print(f"Formulas: {found.formulas}. Seconds {found.origin}")
     for note in found.notes:
@@ -178,7 +178,7 @@ def _print_findings(found: Forecast) -> None:
     from galvatron_lite.oracle.bottlenecks import findings
     from galvatron_lite.oracle.rows import gpus
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(markup=False, highlight=False, soft_wrap=True)
     console.print("Limits (L) and bottlenecks (B)", style="bold")
     every = findings(found)
     if not every:
@@ -211,7 +211,7 @@ def _print_checks(checks: tuple[Check, ...]) -> None:
 
     from galvatron_lite.oracle.measured import FORMULAS, mean_accuracy, rankings, scores, software_notes
 
-    console = Console(highlight=False, soft_wrap=True, width=max(Console().width, _WIDE))
+    console = Console(markup=False, highlight=False, soft_wrap=True, width=max(Console().width, _WIDE))
     table = Table("row", "measured", box=None, pad_edge=False, header_style="bold")
     for way in FORMULAS:
         table.add_column(way, justify="right")

@@ -9,13 +9,14 @@ if TYPE_CHECKING:
 
 
 def accuracy(known: Profile) -> str:
-    """How far off estimated costs are, as the constants' cross-validation found; nothing of measured ones."""
+    """How far off estimated costs of this kind of model are, as published runs tell; nothing of measured ones."""
+    from galvatron_lite.calibration.expected import expected_of
     from galvatron_lite.calibration.store import load_calibration
     from galvatron_lite.profiler.schema import OriginKind
 
     if known.origin.kind is not OriginKind.ESTIMATED:
         return ""
-    error = load_calibration().expected_error.get("without_family")
-    if error is None:
-        return "estimated from data sheets, error not known"
-    return f"estimated step times are off by {error:.0%} on average (published runs of software not fitted to)"
+    found = expected_of(known.graph, load_calibration())
+    if found.error is None:
+        return f"estimated from data sheets; the error of such step times was not measured for {found.models}"
+    return f"estimated step times of {found.models} are off by {found.error:.0%} on average ({found.source})"

@@ -65,13 +65,13 @@ def plan_in_phases(
 
 
 def _print(found: PhasedPlan) -> None:
-    from rich.console import Console
     from rich.table import Table
 
+    from galvatron_lite.cli.console import wide_console
     from galvatron_lite.search.result import summary
     from galvatron_lite.units import format_duration
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = wide_console()
     first = found.phases[0].plan
     of = first.provenance.profile_origin if first.provenance else "unknown"
     console.print(f"{first.model} on {first.devices} devices in {len(found.phases)} phases", style="bold")

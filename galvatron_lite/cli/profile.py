@@ -17,8 +17,7 @@ def profile_command(
     model: Annotated[
         str,
         typer.Argument(help="FILE.py:FACTORY returning the model, (model, batch) or (model, batch, loss_fn); "
-                            "a zoo name (gpt-tiny); "
-                            "or, with --estimate, also a name (llama2-7b) or YAML file."),
+                            "or a name (gpt-tiny, llama2-7b) or YAML file."),
     ],
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="With --estimate: name (a100-80gb) or YAML file.")
@@ -45,7 +44,7 @@ def profile_command(
     from galvatron_lite.cli.progress import progress_bar
     from galvatron_lite.profiler.store import last_profile
 
-    target, batch, loss_fn = _target(model, estimate)
+    target, batch, loss_fn = _target(model, estimate, sequence)
     with interruptible(), progress_bar("Profiling", quiet=as_json) as progress:
         made = api.profile(
             target,
@@ -77,16 +76,16 @@ def interruptible() -> Iterator[None]:
         raise typer.Exit(130) from stop
 
 
-def _target(model: str, estimate: bool) -> tuple[Any, Any, Any]:
+def _target(model: str, estimate: bool, sequence: int | None) -> tuple[Any, Any, Any]:
     if ".py:" in model:
         from galvatron_lite.cli.factory import load_factory
 
         return load_factory(model)
     if estimate:
         return model, None, None
-    from galvatron_lite.model.zoo import build
+    from galvatron_lite.verify.named import build_named
 
-    return build(model), None, None
+    return build_named(model, sequence), None, None
 
 
 def _first_rank() -> bool:

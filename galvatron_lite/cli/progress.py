@@ -1,4 +1,4 @@
-"""Progress bars: nothing where there is no terminal, nor for what takes less than two seconds."""
+"""Progress bars: for what takes two seconds or more; where there is no terminal, lines where they are asked for."""
 
 from __future__ import annotations
 
@@ -13,17 +13,25 @@ _INTERRUPTED = 128 + 2
 
 
 @contextmanager
-def progress_bar(title: str, quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on standard error from the third second on, and the function (done, total, label) that moves it."""
+def progress_bar(title: str, quiet: bool = False, lines: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on standard error from the third second on, and the function (done, total, label) that moves it.
+
+    Args:
+        title: in front of it.
+        quiet: show nothing.
+        lines: where standard error is no terminal (a log), write a line for each step instead of nothing.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(markup=False, stderr=True)
     bar = Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
     task, begun = bar.add_task(title, total=None), monotonic()
 
     def move(done: int, total: int, label: str) -> None:
+        if lines and not quiet and not console.is_terminal:
+            console.print(f"{title}: {label} ({done} of {total})", soft_wrap=True, highlight=False)
         bar.update(task, completed=done, total=total, description=f"{title}: {label}" if label else title)
         if not bar.live.is_started and monotonic() - begun >= PATIENCE:
             bar.start()

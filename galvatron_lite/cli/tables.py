@@ -32,9 +32,9 @@ def print_plan(plan: Plan, source: str, accuracy: str = "") -> None:
         source: what its costs come from.
         accuracy: how far off they may be; nothing is said where it is empty.
     """
-    from rich.console import Console
+    from galvatron_lite.cli.console import wide_console
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = wide_console()
     console.print(headline(plan), style="bold")
     console.print(f"From {source}.\n")
     _print_layers(console, plan)
@@ -50,7 +50,8 @@ def print_plan(plan: Plan, source: str, accuracy: str = "") -> None:
 
 def _expected(reason: str) -> bool:
     """Whether a reason is of every plan: what lies before and after the blocks is small and splits in few ways."""
-    return any(f": {edge}: " in reason or f": {edge} offers" in reason for edge in ("before", "after"))
+    said = (": ", " offers", " has no parameters")
+    return any(f": {edge}{one}" in reason for edge in ("before", "after") for one in said)
 
 
 def _print_layers(console: Console, plan: Plan) -> None:
@@ -142,12 +143,12 @@ def _print_alternatives(console: Console, plan: Plan) -> None:
 
 def print_profile(profile: Profile, where: str) -> None:
     """A profile in short: the machine, each kind of layer, branches, the links, the fits' residuals."""
-    from rich.console import Console
     from rich.table import Table
 
     from galvatron_lite.cli.branches import print_branches, shown_point
+    from galvatron_lite.cli.console import wide_console
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = wide_console()
     graph, origin = profile.graph, profile.origin
     console.print(
         f"{profile.name}: {format_count(graph.parameters)} parameters in {len(graph.layers)} layers, "

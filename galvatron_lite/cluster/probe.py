@@ -23,6 +23,8 @@ _MATMUL_EXTENT = 512
 _COPY_BYTES = 32 * 2**20
 _ROUNDS = 5
 
+HIDDEN_LOCAL = "GALVATRON_LOCAL_WORLD_SIZE"
+"""``LOCAL_WORLD_SIZE`` where other libraries are not to see it, and one GPU is visible (``frameworks.one_process``)."""
 CPU_LINK = Level("machine", 1, 5e9, 3e-5, contention=1.0, efficiency=0.5, source="rough figure for gloo in one machine")
 """[Empirical] processes of one machine that talk over gloo; ``galvatron profile`` measures the real figures."""
 
@@ -90,7 +92,8 @@ def _sizes(world_size: int | None, devices: int) -> tuple[int, int]:
     world = world_size if world_size is not None else int(os.environ.get("WORLD_SIZE", devices))
     if world < 1:
         raise InputError("world_size", world, "Give 1 or more.")
-    local = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    hidden = None if "WORLD_SIZE" in os.environ else os.environ.get(HIDDEN_LOCAL)
+    local = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", hidden or world)))
     if world % local:
         raise InputError("WORLD_SIZE", world, f"Give a multiple of LOCAL_WORLD_SIZE ({local}).")
     return world, local
@@ -103,7 +106,7 @@ def _gpu(count: int, local: int) -> Device:
     """
     import torch
 
-    if local > count:
+    if local > count and HIDDEN_LOCAL not in os.environ:
         raise LaunchError(f"{local} processes on this machine, but it shows {count} GPUs. Start one a GPU.")
     properties = torch.cuda.get_device_properties(0)
     sheet = match_device(properties.name)

@@ -9,14 +9,14 @@ from itertools import accumulate
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.simulation import group_ends
 from galvatron_lite.cost.stage import Shape, StageCost, held_memory, price_chunk
+from galvatron_lite.cost.timeline_memory import GroupMemory
 from galvatron_lite.cost.zero_bubble import Run, run_zero_bubble
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import NAME as PIPELINE
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight, stride_between
-from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, Course, group_of, stage_at
+from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, Course, Moments, group_of, stage_at
 from galvatron_lite.parallelism.pipeline.times import PassOrder
-from galvatron_lite.parallelism.pipeline.zero_bubble import Held
 from galvatron_lite.plans.schema import MemoryBreakdown
 from galvatron_lite.profiler.schema import Profile
 
@@ -98,12 +98,14 @@ def _with_memory(pricer: LayerPricer, shape: Shape, costs: Sequence[StageCost]) 
     for group in range(shape.stages):
         own = _own_stages(shape, group)
         context = pricer.of_group(shape.stage_devices, group).profile.cluster.device.context
-        key = (_held(shape, group), None if run is None else run.held[group], tuple(id(costs[stage]) for stage in own))
+        key = (group if run else _held(shape, group), tuple(id(costs[stage]) for stage in own))
         if key not in known:
-            known[key] = memory = limit_memory(shape, group, [costs[stage] for stage in own], context)
-            if run is not None:
-                shown = _held_memory(shape, run.held[group], [costs[stage] for stage in own], context)
-                known[key] = min(shown, memory, key=lambda one: one.total)
+            stages = [costs[stage] for stage in own]
+            known[key] = (
+                limit_memory(shape, group, stages, context)
+                if run is None
+                else GroupMemory(shape, stages, context).peak(run.actions[group])
+            )
         for stage in own:
             result[stage] = replace(costs[stage], memory=known[key])
     return result
@@ -114,14 +116,7 @@ def limit_memory(shape: Shape, group: int, costs: Sequence[StageCost], context: 
     return held_memory(shape, costs, _held(shape, group), context)
 
 
-def _held_memory(shape: Shape, held: Held, costs: Sequence[StageCost], context: int) -> MemoryBreakdown:
-    """The same with what a simulation held at its worst moment."""
-    memory = held_memory(shape, costs, (held.whole,) * shape.virtual, context)
-    waiting = sum(count * cost.pending for count, cost in zip(held.pending, costs, strict=True))
-    return replace(memory, activations=memory.activations + waiting)
-
-
-def _held(shape: Shape, group: int) -> tuple[tuple[int, ...], ...]:
+def _held(shape: Shape, group: int) -> Moments:
     return chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
 
 
@@ -143,7 +138,7 @@ def order_of(profile: Profile, costs: Sequence[StageCost]) -> PassOrder:
     """What the zero-bubble order of priced stages is made from."""
     kept = sum(layer.kept + layer.returning for cost in costs for layer in cost.layers)
     share = round(sum(cost.pending for cost in costs) / kept, 3) if kept else 1.0
-    return PassOrder(tuple(cost.times for cost in costs), hidden_share(profile), share)
+    return PassOrder(tuple(cost.times for cost in costs), hidden_share(profile), min(share, 1.0))
 
 
 def busy_seconds(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> tuple[float, ...]:

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from galvatron_lite.arrays import BoolArray, FloatArray, IntArray, Real, Whole, is_option, largest, least, up, where
+from galvatron_lite.arrays import BoolArray, FloatArray, IntArray, Real, Whole, is_option, largest, up, where
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.cost.communication import Links
+from galvatron_lite.cost.copies import copied_bytes
 from galvatron_lite.cost.forward_only import passes_with_moves, without_gradients
 from galvatron_lite.cost.layout import Layout, exchanging, layout, received
 from galvatron_lite.cost.overlap import Exposed, exposed_by
@@ -57,7 +58,6 @@ class Sharing:
 
 LAYOUT = "layout"
 """Cause of communication between layers whose tensors lie differently."""
-
 ALONE = Sharing()
 """A layer that shares no parameters."""
 
@@ -118,6 +118,7 @@ class LayerCost(_Seconds):
         updating: temporary bytes of the optimizer for this layer's items.
         accumulated: bytes by which gradients are larger where a step has several micro-batches and they stay whole
             until the last one.
+        copies: bytes of weights in the precision of compute, held beside the parameters in all passes of a step.
         returning: bytes kept in host memory: on the device while the layer itself computes (part of ``working`` and
             ``forward_working``) and beside the layer after it, on their way in either pass.
     """
@@ -147,6 +148,7 @@ class LayerCost(_Seconds):
     passing_gradients: int = 0
     accumulated: int = 0
     returning: int = 0
+    copies: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,6 +185,7 @@ class LayerCosts(_Seconds):
     passing_gradients: IntArray
     accumulated: IntArray
     returning: IntArray
+    copies: IntArray
 
 
 _NAMES = tuple(item.name for item in fields(LayerCost))
@@ -274,7 +277,7 @@ class LayerPricer:
         samples = samples_of(self.profile.graph.kinds[kind], strategy, microbatch)
         figures = figures_at(points, samples)
         plain = self._points_of(kind, replace(strategy, recompute=Recompute.NONE))
-        again = 0.0 if plain is None else _again(figures.backward, figures_at(plain, samples).backward)
+        again = 0.0 if plain is None else figures.again(figures_at(plain, samples).backward)
         return LayerCost(**self._priced(kind, strategy, microbatch, stages, sharing, figures, again))
 
     def price_many(
@@ -305,7 +308,7 @@ class LayerPricer:
         if not self.profile.cluster.device.host_bandwidth:
             valid = valid & is_option(many.offload, Offload.NONE)
         valid = valid & shares_pixels(shape, many)
-        again = np.where(known, _again(figures.backward, plain), 0.0)
+        again = np.where(known, figures.again(plain), 0.0)
         return _as_arrays(self._priced(kind, many, microbatch, stages, sharing, figures, again), valid)
 
     def _points_by_kind(self) -> dict[str, dict[PointKey, tuple[LayerPoint, ...]]]:
@@ -386,8 +389,8 @@ class LayerPricer:
     ) -> dict[str, Any]:
         """Fields of ``LayerCost``, of one strategy or of many."""
         kind = self.profile.graph.kinds[name].with_copy(sharing.copied)
-        work = self._work(kind, strategy, microbatch)
-        figures = figures.beside(work.edge_bytes)
+        work = self.work(kind, strategy, microbatch)
+        figures = figures.beside(work.edge_bytes, *work.edge_working)
         figures = replace(figures, kept=0) if self.profile.forward_only else figures
         exposed = self._exposed(figures, work)
         exchange = 0.0 if self.profile.forward_only else self._exchange(sharing.exchanged, strategy, stages)
@@ -406,7 +409,8 @@ class LayerPricer:
             **self._bytes(kind, work, figures, strategy, sharing.grouped),
         }
 
-    def _work(self, kind: LayerKind, strategy: Either, microbatch: Whole) -> LayerWork:
+    def work(self, kind: LayerKind, strategy: Either, microbatch: Whole) -> LayerWork:
+        """What one device does for a layer of a kind with a micro-batch of so many samples over the stage."""
         context = DimensionContext(
             devices=strategy.devices,
             node_devices=self.profile.cluster.levels[0].size,
@@ -468,6 +472,7 @@ class LayerPricer:
         whole, at_use = up(reduced * gather), work.gathered_items + transient
         lasting = at_use * gather + whole if grouped else work.gathered_items * gather
         own = work.state_items - work.host_items
+        copies, passing = copied_bytes(profile, kind, work, strategy)
         return {
             "parameters": up(work.parameter_items * ITEM_BYTES[profile.parameter_precision]) + kind.buffer_bytes,
             "gradients": where(work.gradients_persist, gradients, 0),
@@ -480,10 +485,11 @@ class LayerPricer:
             "gathering": up(at_use * gather),
             "whole_gradients": 0 if grouped else whole,
             "reducing": up(reduced * summed),
-            "working": largest(figures.working, figures.kept),
-            "forward_working": figures.forward_working,
+            "working": largest(figures.working, figures.kept) + passing,
+            "forward_working": figures.forward_working + passing,
             "passing_gradients": up(work.gradient_items * profile.passing_bytes),
             "accumulated": largest(up(work.reduce_items * summed) - gradients, 0) if profile.accumulates else 0,
+            "copies": copies,
             "updating": up(own * optimizer.working_bytes * optimizer.working_share),
         }
 
@@ -492,8 +498,3 @@ def _key_of(kind: str, strategy: Strategy) -> PointKey:
     """What a device runs."""
     shard = (kind, strategy.tensor, strategy.sequence_parallel)
     return (*shard, strategy.recompute, strategy.expert, strategy.filters, strategy.channels)
-
-
-def _again(passes: Real, plain: Real) -> Real:
-    """Seconds of backward that are computing again, from those with and without."""
-    return least(largest(passes - plain, 0.0), passes)

@@ -3,6 +3,7 @@
 Symbols, for layers 1..L of the stage in running order, k micro-batches in flight, m micro-batches a step:
 
     r_l   at rest: parameters, optimizer states, gradients (also those that only form in backward)
+    c_l   copies of weights that all passes share and that are gone when the optimizer runs
     a_l   kept from forward to backward, one micro-batch
     p_l   parameters gathered from forward until the layer's own backward ends
     w_l   live while the layer itself computes, beyond all of the above of earlier layers (its own a_l, p_l included)
@@ -14,10 +15,15 @@ Symbols, for layers 1..L of the stage in running order, k micro-batches in fligh
 In backward of layer l of the oldest micro-batch, when k - 1 others are whole in memory, the device holds
 
     A + sum_{j<l} q_j + max(w_l + g_{l-1}, v_l + g_{l-1} + d_{l+1})
-    with  A = sum_l (r_l + (k - 1) a_l)   and   q_l = a_l + p_l   (less forming gradients where m = 1, see ``terms``),
+    with  A = sum_l (r_l + c_l + (k - 1) a_l)   and   q_l = a_l + p_l   (less forming gradients where m = 1: ``terms``),
 
 where v_l is the part of w_l in the middle of backward (d_{l+1} is gone when the layer reduces its own). The optimizer
 holds sum_l (r_l + u_l). The peak is the greatest of these L + 1 figures plus what the stage holds throughout.
+
+Where all micro-batches of a step are in memory when the first backward begins, shards of gradients f_j of the layers
+before l have not formed in it. In the second they have, but there is one micro-batch less, and parameters are gathered
+for the layer at work and the next alone, as no forward comes between. Neither moment holds more than the one above with
+q_j - min(f_j, q_j) in place of q_j:   sum_{j<l} min(f_j, q_j) <= min(sum_{j<l} f_j, sum_j a_j + sum_{j<l} p_j).
 """
 
 from __future__ import annotations
@@ -25,8 +31,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from galvatron_lite.arrays import Whole, largest
+from galvatron_lite.arrays import Whole, largest, least
 from galvatron_lite.cost.layer import LayerCost, LayerCosts
+from galvatron_lite.parallelism.pipeline.schedule import Moments
 from galvatron_lite.plans.schema import MemoryBreakdown
 
 UNUSED_SHARE = 0.15
@@ -38,7 +45,7 @@ class MemoryTerms:
     """The figures of one layer that the peak is made of, in whole bytes; see the module's symbols.
 
     Attributes:
-        rest: r + (k - 1) a: adds to every moment.
+        rest: r + c + (k - 1) a: adds to every moment.
         prefix: q: adds to the moments of later layers.
         peak: w.
         middle: v.
@@ -57,8 +64,9 @@ class MemoryTerms:
 
 
 def resting(cost: LayerCost | LayerCosts, microbatches: int) -> Whole:
-    """Bytes of parameters, gradients and optimizer states of a layer; gradients that form in backward are counted."""
-    return cost.parameters + cost.states + gradients_of(cost, microbatches)
+    """Bytes of parameters, gradients and optimizer states of a layer, and of copies of weights that its passes share;
+    gradients that form in backward are counted."""
+    return cost.parameters + cost.copies + cost.states + gradients_of(cost, microbatches)
 
 
 def gradients_of(cost: LayerCost | LayerCosts, microbatches: int) -> Whole:
@@ -66,12 +74,24 @@ def gradients_of(cost: LayerCost | LayerCosts, microbatches: int) -> Whole:
     return cost.gradients + cost.formed_gradients + (cost.accumulated if microbatches > 1 else 0)
 
 
-def terms(cost: LayerCost | LayerCosts, in_flight: int, microbatches: int) -> MemoryTerms:
+def late_gradients(cost: LayerCost | LayerCosts) -> Whole:
+    """Bytes of gradients that a stage is sure to lack in the backward of later layers, if that is the first of several
+    and all micro-batches are in memory (min(f, q) of the module's text)."""
+    return least(cost.formed_gradients + cost.accumulated, cost.kept + cost.gathered)
+
+
+def terms(cost: LayerCost | LayerCosts, in_flight: int, microbatches: int, *, filled: bool = False) -> MemoryTerms:
     """The memory figures of a layer with so many micro-batches in flight; arrays where the costs are.
 
     With one micro-batch a step, gradients of layer l that only form in backward do not exist yet in the backward of
     later layers, so they leave the prefix; with more they are counted as there throughout. Those that last for one
     backward pass never exist in the backward of later layers, nor when the optimizer runs.
+
+    Args:
+        cost: of the layer.
+        in_flight: micro-batches whose activations are held at once (k).
+        microbatches: a step (m).
+        filled: whether that many are there in the first backward of the step alone (``pipeline.cost.fills``).
     """
     passing, rest = cost.passing_gradients, resting(cost, microbatches)
     own = cost.gathered + cost.gather
@@ -82,13 +102,20 @@ def terms(cost: LayerCost | LayerCosts, in_flight: int, microbatches: int) -> Me
     prefix = cost.kept + cost.gathered
     return MemoryTerms(
         rest=rest + passing + (in_flight - 1) * cost.kept,
-        prefix=prefix - passing - (cost.formed_gradients if microbatches == 1 else 0),
+        prefix=prefix - passing - _unformed(cost, microbatches, filled),
         peak=largest(middle, end, forward, prefix),
         middle=middle,
         prefetched=cost.gather + cost.returning,
         pending=cost.reducing,
-        updated=rest + cost.updating,
+        updated=rest - cost.copies + cost.updating,
     )
+
+
+def _unformed(cost: LayerCost | LayerCosts, microbatches: int, filled: bool) -> Whole:
+    """Bytes of a layer's gradients that are not there in the backward of later layers."""
+    if microbatches == 1:
+        return cost.formed_gradients
+    return late_gradients(cost) if filled else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +147,14 @@ def worst_moment(layers: Sequence[MemoryTerms], optimizer: bool = True) -> Momen
 
 
 def stage_memory(
-    costs: Sequence[LayerCost], in_flight: int, microbatches: int, buffers: int, context: int, optimizer: bool = True
+    costs: Sequence[LayerCost],
+    in_flight: int,
+    microbatches: int,
+    buffers: int,
+    context: int,
+    optimizer: bool = True,
+    *,
+    filled: bool = False,
 ) -> MemoryBreakdown:
     """Bytes on one device at the stage's worst moment, by what they are for; the parts add up to the peak.
 
@@ -131,13 +165,14 @@ def stage_memory(
         buffers: bytes of send and receive buffers.
         context: bytes taken before the first tensor.
         optimizer: whether the optimizer's moment is looked at too.
+        filled: see ``terms``.
     """
-    peak = worst_moment([terms(cost, in_flight, microbatches) for cost in costs], optimizer)
+    peak = worst_moment([terms(cost, in_flight, microbatches, filled=filled) for cost in costs], optimizer)
     states = sum(cost.states for cost in costs)
-    parameters = sum(cost.parameters for cost in costs)
+    parameters = sum(cost.parameters + cost.copies for cost in costs)
     if peak.layer < 0:
-        return _updating(costs, microbatches, buffers, context)
-    gradients = _gradients_at(costs, peak.layer, microbatches)
+        return updating_memory(costs, microbatches, buffers, context)
+    gradients = _gradients_at(costs, peak.layer, microbatches, filled)
     parameters += sum(cost.gathered for cost in costs[: peak.layer + 1]) + costs[peak.layer].gather
     activations = (in_flight - 1) * sum(cost.kept for cost in costs) + sum(c.kept for c in costs[: peak.layer + 1])
     before = costs[peak.layer - 1] if peak.layer else None
@@ -147,7 +182,7 @@ def stage_memory(
     return MemoryBreakdown(parameters, gradients, states, activations, rest - collective, collective + buffers, context)
 
 
-def _updating(costs: Sequence[LayerCost], microbatches: int, buffers: int, context: int) -> MemoryBreakdown:
+def updating_memory(costs: Sequence[LayerCost], microbatches: int, buffers: int, context: int) -> MemoryBreakdown:
     """Bytes at the optimizer's moment."""
     return MemoryBreakdown(
         sum(cost.parameters for cost in costs),
@@ -161,29 +196,50 @@ def _updating(costs: Sequence[LayerCost], microbatches: int, buffers: int, conte
 
 def group_memory(
     chunks: Sequence[Sequence[LayerCost]],
-    held: Sequence[Sequence[int]],
+    held: Moments,
     microbatches: int,
     buffers: int,
     context: int,
+    *,
+    filled: bool = False,
 ) -> MemoryBreakdown:
     """``stage_memory`` of devices that run several virtual stages: the worst of their moments.
 
     Args:
         chunks: layers of each virtual stage.
-        held: per chunk c, micro-batches of every chunk in memory at the worst backward pass of c.
+        held: chunks whose backward pass may be the worst moment, and micro-batches of every chunk in memory then.
         microbatches: a step.
         buffers: bytes of send and receive buffers of all chunks.
         context: bytes taken before the first tensor.
+        filled: of devices that run one stage; see ``terms``.
     """
     if len(chunks) == 1:
-        return stage_memory(chunks[0], held[0][0], microbatches, buffers, context)
-    moments = [_updating([cost for chunk in chunks for cost in chunk], microbatches, buffers, context)]
-    rests = [_resting(chunk, microbatches) for chunk in chunks]
-    for own, counts in enumerate(held):
-        memory = stage_memory(chunks[own], max(counts[own], 1), microbatches, buffers, context, optimizer=False)
-        others = [(rest, count) for place, (rest, count) in enumerate(zip(rests, counts, strict=True)) if place != own]
-        moments.append(_beside(memory, others))
+        return stage_memory(chunks[0], held[0][1][0], microbatches, buffers, context, filled=filled)
+    moments = [updating_memory([cost for chunk in chunks for cost in chunk], microbatches, buffers, context)]
+    moments += [backward_memory(chunks, own, counts, microbatches, buffers, context) for own, counts in held]
     return max(moments, key=lambda memory: memory.total)
+
+
+def backward_memory(
+    chunks: Sequence[Sequence[LayerCost]],
+    own: int,
+    counts: Sequence[int],
+    microbatches: int,
+    buffers: int,
+    context: int,
+    *,
+    filled: bool = False,
+) -> MemoryBreakdown:
+    """Bytes at the worst moment of a backward pass of virtual stage ``own`` (forward moments of as many micro-batches
+    included), with so many micro-batches of every virtual stage in memory, its own one counted; else as
+    ``group_memory``."""
+    memory = stage_memory(
+        chunks[own], max(counts[own], 1), microbatches, buffers, context, optimizer=False, filled=filled
+    )  # fmt: skip
+    others = [
+        (_resting(chunk, microbatches), counts[place]) for place, chunk in enumerate(chunks) if place != own
+    ]  # fmt: skip
+    return _beside(memory, others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +255,7 @@ class _Resting:
 
 def _resting(chunk: Sequence[LayerCost], microbatches: int) -> _Resting:
     return _Resting(
-        sum(cost.parameters for cost in chunk),
+        sum(cost.parameters + cost.copies for cost in chunk),
         sum(cost.gathered for cost in chunk),
         sum(gradients_of(cost, microbatches) for cost in chunk),
         sum(cost.states for cost in chunk),
@@ -233,13 +289,8 @@ def reserved(memory: MemoryBreakdown, capacity: int) -> int:
     return max(memory.total, min(round(tensors / (1.0 - UNUSED_SHARE)) + memory.context, capacity))
 
 
-def _gradients_at(costs: Sequence[LayerCost], layer: int, microbatches: int) -> int:
+def _gradients_at(costs: Sequence[LayerCost], layer: int, microbatches: int, filled: bool) -> int:
     """Bytes of gradients at rest in the backward of one layer."""
-    if microbatches > 1:
-        return sum(int(gradients_of(cost, microbatches)) for cost in costs) + _passing(costs[layer:])
-    formed = sum(cost.formed_gradients for cost in costs[layer:])
-    return sum(cost.gradients for cost in costs) + formed + _passing(costs[layer:])
-
-
-def _passing(costs: Sequence[LayerCost]) -> int:
-    return sum(cost.passing_gradients for cost in costs)
+    lacking = sum(int(_unformed(cost, microbatches, filled)) for cost in costs[:layer])
+    passing = sum(cost.passing_gradients for cost in costs[layer:])
+    return sum(int(gradients_of(cost, microbatches)) for cost in costs) - lacking + passing

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from galvatron_lite.arrays import BoolArray, Flag, FloatArray, IntArray, Real, Whole, largest, never, up, where
+from galvatron_lite.arrays import BoolArray, Flag, FloatArray, IntArray, Real, Whole, largest, least, never, up, where
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.profiler.schema import LayerPoint
 
@@ -40,12 +40,20 @@ class LayerFigures:
     working: Whole
     forward_working: Whole
 
-    def beside(self, lasting: Whole) -> LayerFigures:
-        """The same with bytes that are kept besides from forward to backward."""
+    def beside(self, lasting: Whole, working: Whole = 0, forward_working: Whole = 0) -> LayerFigures:
+        """The same with bytes that are kept besides from forward to backward, and others that each pass works with."""
         if never(lasting):
             return self
-        sizes = (self.kept + lasting, self.working + lasting, self.forward_working + lasting)
+        sizes = (
+            self.kept + lasting,
+            self.working + lasting + working,
+            self.forward_working + lasting + forward_working,
+        )
         return LayerFigures(self.forward, self.backward, *sizes)
+
+    def again(self, plain: Real) -> Real:
+        """Seconds of backward that are computing again, from those of a backward that does not."""
+        return least(largest(self.backward - plain, 0.0), self.backward)
 
 
 def index_points(points: tuple[LayerPoint, ...]) -> dict[PointKey, tuple[LayerPoint, ...]]:

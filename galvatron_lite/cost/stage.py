@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from galvatron_lite.arrays import Real, largest, least
 from galvatron_lite.cost.forward_only import passes_with_moves
@@ -11,17 +12,18 @@ from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, Sharing
 from galvatron_lite.cost.memory import group_memory
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import LayerKind, OperatorClass, Recompute, Sharding
+from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, Sharding
 from galvatron_lite.parallelism.base import Collective, Communication, Moment, Strategy
 from galvatron_lite.parallelism.pipeline.cost import (
     NAME,
     boundary_bytes,
     buffer_bytes,
     chunks_in_flight,
+    fills,
     stride_between,
     transfer,
 )
-from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, group_of
+from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, Moments, group_of, most_of
 from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.parallelism.ranks import tensor_group
 from galvatron_lite.parallelism.registry import REFUSING
@@ -103,14 +105,13 @@ def price_stage(
     return replace(cost, memory=held_memory(shape, [cost], held, context))
 
 
-def held_memory(
-    shape: Shape, costs: Sequence[StageCost], held: Sequence[Sequence[int]], context: int
-) -> MemoryBreakdown:
+def held_memory(shape: Shape, costs: Sequence[StageCost], held: Moments, context: int) -> MemoryBreakdown:
     """Memory of devices that run these stages with so many micro-batches in flight (``cost.memory.group_memory``)."""
     buffers = sum(cost.buffers for cost in costs)
-    memory = group_memory([cost.layers for cost in costs], held, shape.microbatches, buffers, context)
-    most = [max(counts) for counts in zip(*held, strict=True)]
-    copies = sum(count * cost.carried for count, cost in zip(most, costs, strict=True))
+    filled = len(costs) == 1 and fills(shape.schedule, held[0][1][0], shape.microbatches)
+    chunks = [cost.layers for cost in costs]
+    memory = group_memory(chunks, held, shape.microbatches, buffers, context, filled=filled)
+    copies = sum(count * cost.carried for count, cost in zip(most_of(held), costs, strict=True))
     return replace(memory, activations=memory.activations + copies)
 
 
@@ -141,11 +142,10 @@ def price_chunk(
     )
     split = shape.schedule in ZERO_BUBBLE
     pending = sum(_pending(pricer, shape, place, strategies[place]) for place in inside) if split else 0
-    pending = min(pending, sum(cost.kept + cost.returning for cost in costs))
     step = sum(cost.step_seconds for cost in costs)
     borrowed = pricer.profile.graph.borrowed(inside)
     carried = boundary_bytes(borrowed, shape.microbatch, strategies[inside.start]) if borrowed else 0
-    buffers = buffer_bytes(left[0], right[0], counted=not pricer.profile.unbuffered)
+    buffers = buffer_bytes(left[0], right[0], shape.microbatches, counted=not pricer.profile.unbuffered)
     return StageCost(costs, times, step, 2 * moving, MemoryBreakdown(), buffers, pending, carried)
 
 
@@ -159,15 +159,27 @@ def weight_seconds(forward: Real, backward: Real) -> Real:
 
 
 def _pending(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy) -> int:
-    """Bytes that the gradients of a layer's weights are made from: inputs and output gradients of its matmuls."""
-    graph = pricer.profile.graph
-    items = 0.0
-    for operator in graph.kind_of(graph.layers[place]).operators:
-        if operator.kind is OperatorClass.MATMUL and operator.weight_bytes:
-            rows, inner, columns = operator.shape
-            split = 1 if operator.sharding is Sharding.NONE else strategy.tensor
-            items += operator.count * rows * (inner + columns) / split
-    return round(items * shape.microbatch / strategy.batch_degree * activation_bytes(graph.precision))
+    """Bytes that the gradients of a layer's weights are made from: inputs and output gradients of its matmuls.
+
+    Matmuls of equal inputs behind one another (queries, keys and values; gate and up) read one tensor. A tensor group
+    shares the wider side: columns of what widens, the inner dim of what narrows again.
+    """
+    graph, items = pricer.profile.graph, 0.0
+    for (matmul, rows, inner, sharding), run in groupby(graph.kind_of(graph.layers[place]).operators, _reading):
+        own = list(run)
+        sides = own[0].count * inner, sum(operator.count * operator.shape[-1] for operator in own)
+        split = 1 if sharding is Sharding.NONE else strategy.tensor
+        items += rows * (min(sides) + max(sides) / split) if matmul else 0.0
+    shares = strategy.batch_degree * strategy.context
+    return round(items * shape.microbatch / shares * activation_bytes(graph.precision))
+
+
+def _reading(operator: Operator) -> tuple[bool, int, int, Sharding]:
+    """Whether an operator is a matmul with weights, and of how many rows of which width; alike where inputs are."""
+    if operator.kind is not OperatorClass.MATMUL or not operator.weight_bytes:
+        return False, 0, 0, Sharding.NONE
+    rows, inner, _ = operator.shape
+    return True, rows, inner, operator.sharding
 
 
 def _layer_cost(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy, sharing: Sharing) -> LayerCost:

@@ -143,7 +143,8 @@ def bound_seconds(profile: Profile, shape: Shape, costs: Sequence[StageCost]) ->
 
 
 def breakdown(groups: Sequence[Sequence[StageCost]], microbatches: int, seconds: float, host: float) -> TimeBreakdown:
-    """Where the time of the slowest group goes; what is not its own work is waiting for others."""
+    """Where the time of the slowest group goes; what is not its own work is waiting for other stages, or, where
+    there are none, the host's fixed work for each micro-batch."""
     slowest = max(groups, key=lambda group: (sum(c.times.total for c in group), sum(c.step for c in group)))
     layers = [layer for cost in slowest for layer in cost.layers]
     moving = sum(cost.moving for cost in slowest)
@@ -156,4 +157,5 @@ def breakdown(groups: Sequence[Sequence[StageCost]], microbatches: int, seconds:
         optimizer=sum(layer.update for layer in layers),
         other=microbatches * sum(layer.host for layer in layers) + sum(layer.step_host for layer in layers) + host,
     )
-    return replace(own, pipeline=max(seconds - own.total, 0.0))
+    left = max(seconds - own.total, 0.0)
+    return replace(own, pipeline=left) if len(groups) > 1 else replace(own, other=own.other + left)

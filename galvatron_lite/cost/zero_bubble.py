@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from galvatron_lite.cost.simulation import busiest
-from galvatron_lite.parallelism.pipeline.schedule import Course
+from galvatron_lite.parallelism.pipeline.schedule import Action, Course
 from galvatron_lite.parallelism.pipeline.times import PassOrder
-from galvatron_lite.parallelism.pipeline.zero_bubble import Held, shown_of, shown_rounds
+from galvatron_lite.parallelism.pipeline.zero_bubble import shown_of, shown_rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,11 @@ class Run:
 
     Attributes:
         spans: seconds from each group's first pass to its last.
-        held: by group.
+        actions: of each group, in order, as far as they are simulated (``shown_of``).
     """
 
     spans: tuple[float, ...]
-    held: tuple[Held, ...]
+    actions: tuple[tuple[Action, ...], ...]
 
 
 def run_zero_bubble(order: PassOrder, course: Course) -> Run:
@@ -37,4 +37,4 @@ def run_zero_bubble(order: PassOrder, course: Course) -> Run:
     """
     groups = shown_rounds(order, course)
     more = (course.microbatches - shown_of(course).microbatches) * busiest(order.stages, course, order.hidden)
-    return Run(tuple(group.span + more for group in groups), tuple(group.held for group in groups))
+    return Run(tuple(group.span + more for group in groups), tuple(group.actions for group in groups))

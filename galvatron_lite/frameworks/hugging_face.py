@@ -2,42 +2,60 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.utils.generic import find_labels
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.runtime.engine import ParallelModel
 
+_ALONE = (
+    "The Trainer would share out batches and wrap the model by itself: call galvatron_lite.as_one_process() in the "
+    "script's first lines, before TrainingArguments are made."
+)
+
 
 class SplitModel(nn.Module):
-    """A split model as the Trainer calls it: with a batch's entries; it returns ``{"loss": loss}``.
+    """A split model as the Trainer calls it: with a batch's entries; it returns ``{"loss": loss}``, and without
+    gradients all that the user's model returns, whole on every rank.
 
     Attributes:
         parallel: from ``auto_parallelize``.
         config: of the user's model, for callbacks; None where it has none.
-        accepts_loss_kwargs: told to the Trainer: the loss is a mean over the samples of the batch.
+        accepts_loss_kwargs: told to the Trainer: whether the user's model takes the number of labels that count.
+        loss_type: of the user's model, from which the Trainer knows which labels count; None where it has none.
+        loss_alone: whether nothing but the loss is wanted without gradients either.
     """
-
-    accepts_loss_kwargs = False
 
     def __init__(self, parallel: ParallelModel) -> None:
         super().__init__()
         self.parallel, self.config = parallel, getattr(parallel.module, "config", None)
+        self.accepts_loss_kwargs = _takes_count(parallel.module)
+        self.loss_type = getattr(parallel.module, "loss_type", None)
+        self.loss_alone = False
 
-    def forward(self, **inputs: Any) -> dict[str, Tensor]:
-        """The mean loss of a batch."""
-        return {"loss": self.parallel(inputs)}
+    def forward(self, **inputs: Any) -> Any:
+        """The mean loss of a batch; the model's own outputs where it is only evaluated."""
+        one_stage = len(self.parallel.plan.stages) == 1
+        if torch.is_grad_enabled() or (self.loss_alone and one_stage):
+            return {"loss": self.parallel(inputs)}
+        found = self.parallel.outputs(inputs)
+        return {"loss": found["loss"]} if self.loss_alone else found
 
 
 class Trainer(transformers.Trainer):
     """A Trainer for what ``auto_parallelize`` returns; every process runs it alike (``frameworks.one_process``).
 
-    Gradients are clipped by the norm of the whole model's, and what is saved is the whole model, by rank 0. Checkpoints
-    to go on from are not the Trainer's: ``parallel.save(folder, trainer.optimizer)``.
+    Gradients are clipped by the norm of the whole model's, and what is saved is the whole model with its configuration,
+    by rank 0, for ``from_pretrained``. Rank 0 alone shows progress and reports. Checkpoints to go on from are not the
+    Trainer's: ``parallel.save(folder, trainer.optimizer)``.
 
     Args:
         model: from ``auto_parallelize``.
@@ -45,13 +63,22 @@ class Trainer(transformers.Trainer):
         options: as for ``transformers.Trainer``.
 
     Raises:
-        InputError: the model is not split, or an argument is one that a split model cannot have.
+        InputError: the model is not split, an argument is one that a split model cannot have, or the Trainer sees the
+            other processes.
     """
 
     def __init__(self, model: ParallelModel, args: transformers.TrainingArguments, **options: Any) -> None:
         _check(model, args)
         self.parallel = model
-        super().__init__(SplitModel(model), args, **options)
+        self._split = SplitModel(model)
+        super().__init__(self._split, args, **options)
+        if args.label_names is None:
+            self.label_names = find_labels(type(model.module))  # type: ignore[no-untyped-call]  # by which it knows that a batch has a loss
+        if self.accelerator.num_processes > 1:
+            raise InputError("processes", self.accelerator.num_processes, _ALONE)
+        if dist.get_rank():
+            for one in filter(_shows, list(self.callback_handler.callbacks)):
+                self.remove_callback(one)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The Trainer's own optimizer, over this rank's shares."""
@@ -60,6 +87,16 @@ class Trainer(transformers.Trainer):
         if is_new:
             made.register_step_post_hook(lambda *_: self.parallel.publish())
         return made
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **more: Any
+    ) -> Any:
+        """As the Trainer's; outputs are brought together only where they are wanted."""
+        self._split.loss_alone = prediction_loss_only
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **more)
+        finally:
+            self._split.loss_alone = False
 
     # The Trainer has no public method for it; tests/frameworks compares clipped runs with those of one process.
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:  # noqa: ARG002
@@ -71,8 +108,33 @@ class Trainer(transformers.Trainer):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:  # noqa: ARG002
         state = self.parallel.full_state_dict()
         if dist.get_rank() == 0:
-            super()._save(output_dir, {name: tensor.contiguous() for name, tensor in state.items()})
+            first = self.parallel.entries.names  # tied weights are there once, as from_pretrained expects them
+            own = {name: tensor.contiguous() for name, tensor in state.items() if first.get(name, name) == name}
+            super()._save(output_dir, own)
+            _save_configuration(self.parallel.module, output_dir or str(self.args.output_dir))
         dist.barrier()
+
+
+def _shows(callback: transformers.TrainerCallback) -> bool:
+    """Whether a callback of the Trainer's own prints, or writes for other programs: each process would."""
+    printers = (PrinterCallback, ProgressCallback)
+    return isinstance(callback, printers) or type(callback).__module__.startswith("transformers.integrations")
+
+
+def _save_configuration(model: nn.Module, folder: str) -> None:
+    """What ``from_pretrained`` reads beside the weights, of a model of transformers; nothing of others."""
+    if isinstance(model, transformers.PreTrainedModel):
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+
+
+def _takes_count(model: nn.Module) -> bool:
+    """As the Trainer finds it out of a model of its own: what the model says, else whether its forward takes any."""
+    taken = inspect.signature(type(model).forward).parameters.values()
+    return bool(getattr(model, "accepts_loss_kwargs", any(one.kind is one.VAR_KEYWORD for one in taken)))
 
 
 def _check(model: object, args: transformers.TrainingArguments) -> None:

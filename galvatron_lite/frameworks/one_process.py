@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+from galvatron_lite.cluster.probe import HIDDEN_LOCAL
 from galvatron_lite.runtime.world import join, pick_device
 
 _SEEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "GROUP_WORLD_SIZE")
@@ -33,5 +34,7 @@ def as_one_process(device: str = "auto") -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = known[int(local)] if int(local) < len(known) else local
         os.environ["LOCAL_RANK"] = "0"
     join(pick_device(device))
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        os.environ[HIDDEN_LOCAL] = os.environ["LOCAL_WORLD_SIZE"]
     for name in _SEEN:
         os.environ.pop(name, None)

@@ -46,10 +46,11 @@ class NodeReport:
 def report(plan: Path | None) -> NodeReport:
     """What this node has."""
     devices, memory = _gpus()
-    return NodeReport(socket.gethostname(), _digest(plan), _versions(), devices, memory, _free_memory())
+    return NodeReport(socket.gethostname(), plan_digest(plan), _versions(), devices, memory, _free_memory())
 
 
-def _digest(plan: Path | None) -> str:
+def plan_digest(plan: Path | None) -> str:
+    """SHA-256 of a plan file; empty where there is no such file."""
     return hashlib.sha256(plan.read_bytes()).hexdigest() if plan is not None and plan.is_file() else ""
 
 

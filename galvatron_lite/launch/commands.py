@@ -10,6 +10,7 @@ from pathlib import Path
 
 PLAN_VARIABLE = "GALVATRON_PLAN"
 """Environment variable by which ``auto_parallelize`` finds the plan that a job was launched with."""
+THREADS = "OMP_NUM_THREADS"
 PORT = 29500
 _HEAD = 'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import read_data
 from galvatron_lite.launch import commands
-from galvatron_lite.launch.check import check_nodes, read_reports, report
+from galvatron_lite.launch.check import check_nodes, plan_digest, read_reports
 from galvatron_lite.launch.commands import PLAN_VARIABLE, Job
 from galvatron_lite.launch.hosts import Host, chosen, read_hostfile
 from galvatron_lite.launch.run import output_of, run_all
+from galvatron_lite.launch.told import FOLDER_VARIABLE, last_words
 from galvatron_lite.plans.io import read_plan
 from galvatron_lite.plans.phases import is_phased, read_phased_plan
 from galvatron_lite.plans.schema import Plan
@@ -69,7 +71,7 @@ class Launch:
         """
         if self.through is Through.RAY:
             return
-        own = report(self.plan).plan if self.plan is not None else ""
+        own = plan_digest(self.plan)
         found = read_reports(output_of(self._asking(), self.job.environment, timeout))
         check_nodes(found, self.job.nodes, self.job.each, own, self.needed)
 
@@ -83,9 +85,11 @@ class Launch:
             return [commands.over_ssh(self.job, ask, host.name) for host in self.hosts]
         return [ask]
 
-    def start(self) -> int:
-        """Run the job to its end; its exit status."""
-        return run_all(self.commands(), self.job.environment)
+    def start(self) -> tuple[int, str]:
+        """Run the job to its end; its exit status, and the last words of ranks of this machine that failed."""
+        with TemporaryDirectory(prefix="galvatron-") as folder:
+            status = run_all(self.commands(), {**self.job.environment, FOLDER_VARIABLE: folder})
+            return status, last_words(Path(folder))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,9 @@ def launch_of(asked: Asked) -> Launch:
     hosts = chosen(_hosts(asked), devices) if through is Through.SSH else ()
     nodes = len(hosts) if hosts else _nodes(asked, through, devices)
     plan = None if asked.plan is None else asked.plan.resolve()
-    environment = {} if plan is None else {PLAN_VARIABLE: str(plan)}
+    # one thread a process where nothing is said: torchrun's own choice, which it warns of
+    threads = {commands.THREADS: os.environ.get(commands.THREADS, "1")}
+    environment = threads | ({} if plan is None else {PLAN_VARIABLE: str(plan)})
     job = Job(_program(asked), devices, nodes, environment, asked.port, asked.restarts)
     return Launch(job, through, hosts, asked.options, plan, needed)
 

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from galvatron_lite.errors import LaunchError
-from galvatron_lite.launch.commands import PLAN_VARIABLE
+from galvatron_lite.launch.commands import PLAN_VARIABLE, THREADS
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     trainer, scaling = _ray()
     gpus = _has_gpus()
-    carried = {name: os.environ[name] for name in (PLAN_VARIABLE,) if name in os.environ}
+    carried = {name: os.environ[name] for name in (PLAN_VARIABLE, THREADS) if name in os.environ}
     settings = {"program": asked.program, "environment": carried, "folder": os.getcwd()}
     shape = scaling(num_workers=asked.workers, use_gpu=gpus, placement_strategy="PACK")
     trainer(run_program, train_loop_config=settings, scaling_config=shape).fit()

@@ -18,6 +18,9 @@ from galvatron_lite.errors import InputError
 LossFn = Callable[[Any, Any], Tensor]
 """``loss_fn(output, batch)`` gives the scalar mean loss of a model's output."""
 
+ITEMS = "num_items_in_batch"
+"""The entry of a batch that says how many labels count in all of it, to the losses of transformers' models."""
+
 
 def call_model(model: nn.Module, batch: Any) -> Any:
     """The model's output for a batch: ``model(**batch)``, ``model(*batch)`` or ``model(batch)``."""
@@ -135,6 +138,21 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
 def _rows(tensor: Tensor, start: int, stop: int, samples: int) -> Tensor:
     whole = tensor.dim() == 0 or tensor.shape[0] != samples
     return tensor if whole else tensor[start:stop]
+
+
+def with_share_of_items(batch: Any, share: float) -> Any:
+    """A part of a batch whose loss, where it is a sum over counted items, is to be a mean over equal parts.
+
+    Models of transformers divide the sum of their tokens' losses by ``num_items_in_batch`` where a batch says it: how
+    many labels of all of it count. A part is given its share of that number, so that the mean of the parts' losses is
+    the whole's, however many labels of each count.
+
+    Args:
+        batch: a mapping that may have such an entry; others stay as they are.
+        share: of the whole batch's samples.
+    """
+    count = batch.get(ITEMS) if isinstance(batch, Mapping) else None
+    return batch if count is None else {**batch, ITEMS: count * share}
 
 
 def resize_batch(batch: Any, samples: int) -> Any:

@@ -180,7 +180,12 @@ class LayerKind:
         sequence_parallel: whether the layer outside its sharded regions works token by token, so that sequence
             parallelism may be used.
         gathered_output_bytes: bytes per sample of an output that is gathered over the tensor group after a
-            column-split last matmul (the logits of an LM head); 0 where nothing is.
+            column-split last matmul (the logits of an LM head), but where the loss is computed on its shares; 0 where
+            nothing is.
+        loss_bytes: bytes per sample that each device of a tensor group gives of a loss on shares of that output, in one
+            gather of forward; 0 where the loss needs it whole.
+        spared_bytes: bytes per sample that backward of such a loss works with less than that of one on whole logits,
+            the shares of all devices together: it needs no logarithms of likelihoods beside the logits.
         expert_parameters: the part of ``parameters`` that belongs to experts, which expert parallelism divides; of
             ``parameters.tensor`` where tensor parallelism is offered.
         dispatched_bytes: bytes per sample of the copies of tokens that go to experts in one forward pass; as many
@@ -205,6 +210,8 @@ class LayerKind:
     tensor_collectives: int = 0
     sequence_parallel: bool = False
     gathered_output_bytes: int = 0
+    loss_bytes: int = 0
+    spared_bytes: int = 0
     tensor_gathers: int | None = None
     tensor_scatters: int | None = None
     regathers: int = 0
@@ -315,6 +322,7 @@ class ModelGraph:
         notes: what the reader should know (blocks without tensor parallelism and why).
         whole: why the layers cannot be on several pipeline stages; empty where they can.
         dead: parameters that train nothing.
+        undivided: why several micro-batches train something else than one; empty where they do not.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -329,6 +337,7 @@ class ModelGraph:
     notes: tuple[str, ...] = field(default=())
     whole: str = ""
     dead: tuple[DeadParameters, ...] = ()
+    undivided: str = ""
 
     def kind_of(self, layer: Layer) -> LayerKind:
         """The kind of a layer."""

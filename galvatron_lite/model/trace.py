@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import TraceError
+from galvatron_lite.model.balancing import undivided_reason
 from galvatron_lite.model.batch import LossFn, loss_of, map_tensors, resize_batch, sequence_length, tensors_of
 from galvatron_lite.model.dead import dead_note
 from galvatron_lite.model.discover import arrange_layers
@@ -43,6 +44,7 @@ from galvatron_lite.model.trace_passed import lent, passed_between
 from galvatron_lite.model.trace_run import BlockCall, Observation, chain_inputs, observe, run_block
 from galvatron_lite.model.trace_tensor import TensorFigures, split_block, split_edges
 from galvatron_lite.model.trace_whole import whole_reason
+from galvatron_lite.parallelism.tensor.regions import TensorPlan
 
 
 def trace(
@@ -100,6 +102,7 @@ def trace(
         notes=dead_note(dead, sum(p.numel() for p in twin.parameters()), _goal(loss_fn)),
         whole=whole_reason(twin, layers, seen[0], ends[0]),
         dead=dead,
+        undivided=undivided_reason(model, batch),
     )
 
 
@@ -173,6 +176,13 @@ def _slope(pair: Sequence[int]) -> int:
 def _read(tensors: Sequence[Passed], layer: Layer, lending: Collection[str]) -> int:
     """Bytes per sample that a layer borrows of layers that count them as kept."""
     return sum(t.size for t in tensors if t.borrowed and t.producer in lending and layer.name in t.readers)
+
+
+def _edge_regions(layer: Layer, plan: TensorPlan) -> dict[str, int]:
+    """How often what lies before or after the blocks sums its output, and the gradient of its input."""
+    if layer.role is Role.BLOCK:
+        return {}
+    return {"tensor_gathers": len(plan.heads), "tensor_scatters": len(plan.embeddings)}
 
 
 def _with_lent(kind: LayerKind, size: int) -> LayerKind:
@@ -336,6 +346,8 @@ class _Capture:
             tensor_collectives=plan.collectives,
             sequence_parallel=plan.sequence_parallel,
             gathered_output_bytes=sum(self._output_bytes(path, operators) for path in plan.heads),
+            loss_bytes=figure.loss_bytes,
+            **_edge_regions(layer, plan),
             expert_parameters=mixture.parameters,
             dispatched_bytes=mixture.dispatched_bytes,
             expert_reason=mixture.reason,

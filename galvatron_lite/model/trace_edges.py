@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,10 +15,10 @@ from galvatron_lite.model.trace_run import BlockCall, RegionRun, entered, explai
 
 
 class _LeftOut:
-    """Stands in for the blocks: gives what they gave, cut off from what they took."""
+    """Stands in for the blocks: gives what they gave, cut off from what they took, also to whom listens inside them."""
 
-    def __init__(self, recorder: Recorder, calls: Sequence[BlockCall], after: Recording) -> None:
-        self.recorder, self.calls, self.after = recorder, list(calls), after
+    def __init__(self, twin: nn.Module, recorder: Recorder, calls: Sequence[BlockCall], after: Recording) -> None:
+        self.twin, self.recorder, self.calls, self.after = twin, recorder, list(calls), after
         self.entry: list[Tensor] = []
         self.exit: list[Tensor] = []
         self.numbers: tuple[int, ...] = ()
@@ -29,15 +29,27 @@ class _LeftOut:
         if self._done == 0:
             self.entry = [*tensors_of(args), *tensors_of(kwargs)]
         self.recorder.target = None
-        leaves = map_tensors(self.calls[self._done].output, _fresh)
+        call = self.calls[self._done]
+        for inner in call.heard:
+            self._tell(inner)
+        leaves = map_tensors(call.output, _fresh)
         output = map_tensors(leaves, entered)
         self.earlier += self.numbers
         self.numbers = tuple(self.recorder.number(tensor) for tensor in tensors_of(output))
         self._done += 1
         if self._done == len(self.calls):
-            self.exit = list(tensors_of(leaves))
+            self.exit += tensors_of(leaves)
             self.recorder.target = self.after
         return output
+
+    def _tell(self, call: BlockCall) -> None:
+        """Call a module inside a block that gives what it gave, so that the model's own hooks on it hear of it."""
+        leaves = map_tensors(call.output, _fresh)
+        output = map_tensors(leaves, entered)
+        self.exit += tensors_of(leaves)
+        self.earlier += [self.recorder.number(tensor) for tensor in tensors_of(output)]
+        with _replaced([self.twin.get_submodule(call.path)], lambda *_args, **_kwargs: output):
+            self.twin.get_submodule(call.path)(*call.args, **call.kwargs)
 
 
 def _fresh(tensor: Tensor) -> Tensor:
@@ -50,7 +62,7 @@ def _trained(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 @contextmanager
-def _replaced(blocks: Sequence[nn.Module], stand_in: _LeftOut) -> Iterator[None]:
+def _replaced(blocks: Sequence[nn.Module], stand_in: Callable[..., Any]) -> Iterator[None]:
     for block in blocks:
         block.forward = stand_in  # a module's own attribute comes before its class's method
     try:
@@ -78,7 +90,7 @@ def run_edges(
     """
     recorder, before, after = Recorder(), Recording(), Recording()
     blocks = {call.path: twin.get_submodule(call.path) for call in calls}
-    stand_in = _LeftOut(recorder, calls, after)
+    stand_in = _LeftOut(twin, recorder, calls, after)
     with (
         explaining("", twin),
         shapes_only(recorder),

@@ -42,7 +42,8 @@ def passed_between(
     are told apart by their storage; what a block hands on it counts as having made. What the model's own code between
     layers makes of their outputs (a concatenation) the reader makes itself: it reads each of these outputs. But what is
     made before the first block counts as the work of the layer before it. The loss counts as read by the last layer.
-    What does not grow with the batch is left out.
+    What does not grow with the batch is left out, and what is heard of inside a block (a router's logits): such a model
+    has one stage.
 
     Args:
         layers: of the model.
@@ -87,6 +88,7 @@ def _sent(
         sight.current = reader
         for index, tensor in enumerate(tensors_of(call.output)):
             sight.make(tensor, (number, index))
+        sight.heard.update(_edge(tensor) for inner in call.heard for tensor in tensors_of(inner.output))
     for index, tensor in enumerate(ends):
         sight.read(tensor, layers[-1].name, (len(seen.calls), -1 - index), False)
     return sight.sent
@@ -103,6 +105,7 @@ class _Sight:
         made: tensors by their storage.
         edges: tensors by their place in the graph of autograd.
         sent: who made and who read them.
+        heard: tensors that are heard of inside blocks.
     """
 
     place: Mapping[str, int]
@@ -111,6 +114,7 @@ class _Sight:
     made: dict[int, _Key] = field(default_factory=dict)
     edges: dict[_Edge, _Key] = field(default_factory=dict)
     sent: dict[_Key, _Sent] = field(default_factory=dict)
+    heard: set[_Edge] = field(default_factory=set)
 
     def make(self, tensor: Tensor, key: _Key) -> None:
         """The layer that runs gave a tensor."""
@@ -145,7 +149,7 @@ class _Sight:
             edge = waiting.pop()
             if edge in self.edges:
                 yield self.edges[edge]
-            elif edge[0] is not None and edge not in met:
+            elif edge[0] is not None and edge not in met and edge not in self.heard:
                 met.add(edge)
                 waiting += edge[0].next_functions
 

@@ -22,12 +22,21 @@ from galvatron_lite.model.trace_record import Recorder, Recording
 
 @dataclass(slots=True)
 class BlockCall:
-    """One call of a block: what went in and what came out."""
+    """One call of a block: what went in and what came out.
+
+    Attributes:
+        path: of the block.
+        args: what it was given by position.
+        kwargs: what it was given by name.
+        output: what it returned.
+        heard: calls of modules inside it to whose outputs the model listens, by forward hooks of its own.
+    """
 
     path: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any = None
+    heard: list[BlockCall] = field(default_factory=list)
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -57,7 +66,7 @@ def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: Flow | Non
         TraceError: the model does not run; names the module and the cause.
     """
     seen, entered = Observation(), list[str]()
-    chosen = set(blocks)
+    chosen, inside = set(blocks), list[BlockCall]()
 
     def enter(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         entered.append(path)
@@ -66,12 +75,16 @@ def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: Flow | Non
             flow.enter(path)
         if path in chosen:
             seen.calls.append(BlockCall(path, args, kwargs))
+            inside.append(seen.calls[-1])
 
-    def leave(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def leave(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         entered.pop()
         handed = output if flow is None else flow.leave((args, kwargs), output)
         if path in chosen:
             seen.calls[-1].output = handed
+            inside.pop()
+        elif inside and _is_heard(module):
+            inside[-1].heard.append(BlockCall(path, args, kwargs, handed))
         return handed
 
     with ExitStack() as stack:
@@ -85,6 +98,14 @@ def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: Flow | Non
         stack.enter_context(flow or nullcontext())
         seen.output = call_model(twin, batch)
     return seen
+
+
+def _is_heard(module: nn.Module) -> bool:
+    """Whether a module that is observed has forward hooks besides: transformers' models collect outputs with them.
+
+    PyTorch has no public way to ask; ``_forward_hooks`` is as old as hooks are.
+    """
+    return len(module._forward_hooks) > 1
 
 
 @contextmanager

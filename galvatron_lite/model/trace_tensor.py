@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,10 +13,10 @@ from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.batch import LossFn, map_tensors
 from galvatron_lite.model.graph import OperatorClass, Sharding, TensorSplit
 from galvatron_lite.model.trace_edges import run_edges
-from galvatron_lite.model.trace_figures import RegionFigures, figures
+from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures
 from galvatron_lite.model.trace_run import BlockCall, run_block
 from galvatron_lite.parallelism.tensor.apply import shard_layer
-from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
+from galvatron_lite.parallelism.tensor.group import ListeningGroup, ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.infer import NOT_OFFERED, infer_block, infer_edge
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
@@ -37,6 +37,7 @@ class TensorFigures:
         share: of a tensor group; ``whole`` where it was not split.
         tokens: of a tensor group with sequence parallelism; ``share`` where that is not offered.
         sharded: names of parameters (inside the layer) that are split.
+        loss_bytes: of an edge, see ``LayerKind``.
     """
 
     whole: RegionFigures
@@ -45,6 +46,7 @@ class TensorFigures:
     share: RegionFigures
     tokens: RegionFigures
     sharded: frozenset[str] = frozenset()
+    loss_bytes: int = 0
 
     def split(self, figure: str) -> TensorSplit:
         """The parts of a figure of ``RegionFigures`` by how they are divided."""
@@ -179,11 +181,12 @@ def split_edges(
     plans = [infer_edge({path: twin.get_submodule(path) for path in paths}, twin) for paths in modules]
     degree = 2
     runs, sharded = [], [frozenset[str]()] * 2
+    groups = [ListeningGroup(degree) for _ in batches]
     try:
-        for batch, chained in zip(batches, calls, strict=True):
+        for batch, chained, group in zip(batches, calls, groups, strict=True):
             model = copy.deepcopy(twin)
             parts = [{path: model.get_submodule(path) for path in paths} for paths in modules]
-            shards = [shard_layer(p, plan, ShapeOnlyGroup(degree)) for p, plan in zip(parts, plans, strict=True)]
+            shards = [shard_layer(p, plan, group) for p, plan in zip(parts, plans, strict=True)]
             sharded = [_sharded(held) for held in shards]
             tail = [parameter for module in parts[1].values() for parameter in module.parameters()]
             runs.append(run_edges(model, batch, chained, loss_fn, tail))
@@ -192,7 +195,15 @@ def split_edges(
         return unsplit(wholes[0], reason), unsplit(wholes[1], reason)
     shares = [figures(*pair) for pair in zip(*runs, strict=True)]
     first, last = (TensorFigures(wholes[i], plans[i], degree, shares[i], shares[i], sharded[i]) for i in (0, 1))
-    return first, last
+    return first, replace(last, loss_bytes=_loss_bytes(groups))
+
+
+def _loss_bytes(groups: Sequence[ListeningGroup]) -> int:
+    """Bytes per sample that a device gives of a loss on shares of logits; 0 where whole ones were asked for."""
+    if any(group.outputs for group in groups):
+        return 0
+    small, large = (sum(group.figures) // group.size for group in groups)
+    return (large - small) // (SAMPLES[1] - SAMPLES[0])
 
 
 def smallest_factor(number: int) -> int:

@@ -15,8 +15,8 @@ from galvatron_lite.model.trace_run import Observation
 def whole_reason(model: nn.Module, layers: Sequence[Layer], seen: Observation, ends: Sequence[Tensor]) -> str:
     """Why not every layer can begin a stage; empty where it can.
 
-    A stage has its own layers' parameters and runs once. So no layer may run again behind a later one, and code behind
-    the first block may read no parameter that no layer's modules hold.
+    A stage has its own layers' parameters and runs once. So no layer may run again behind a later one, code behind the
+    first block may read no parameter that no layer's modules hold, and the loss nothing that was taken out of a block.
 
     Args:
         model: that ran.
@@ -33,7 +33,42 @@ def whole_reason(model: nn.Module, layers: Sequence[Layer], seen: Observation, e
         current = max(current, own)
     later = [tensor for call in seen.calls if places.get(call.path, 0) > 1 for tensor in call.inputs]
     name = _loose_read(model, places, seen, [*later, *ends])
-    return f"no pipeline stages: code behind the first block reads {name}, which no layer holds" if name else ""
+    if name:
+        return f"no pipeline stages: code behind the first block reads {name}, which no layer holds"
+    lent = _lent(model, layers, seen, ends)
+    if lent:
+        return f"no pipeline stages: {lent}, a parameter of a module that never runs, is handed to other layers"
+    heard = _heard_of(seen, ends)
+    return f"no pipeline stages: the loss is made of what {heard} gives inside its block, too" if heard else ""
+
+
+def _lent(model: nn.Module, layers: Sequence[Layer], seen: Observation, ends: Sequence[Tensor]) -> str:
+    """A parameter of a layer's module that never runs, which code between layers hands to another layer."""
+    ran, homes = set(seen.order), {path: number for number, layer in enumerate(layers) for path in layer.modules}
+    for path, home in homes.items():
+        if path not in ran:
+            own = {home, home + 1} if home == 0 else {home}  # what enters the first block, the layer before it makes
+            given = [tensor for call in seen.calls if homes.get(call.path, home) not in own for tensor in call.inputs]
+            others = [*given, *(ends if home < len(layers) - 1 else ())]
+            name = _loose_read(model, dict.fromkeys(set(homes) - {path}, 0), seen, others)
+            if name.startswith(f"{path}."):
+                return name
+    return ""
+
+
+def _heard_of(seen: Observation, ends: Sequence[Tensor]) -> str:
+    """A module inside a block of whose output, which a hook of the model took, the loss is made."""
+    heard = {tensor.grad_fn: one.path for call in seen.calls for one in call.heard for tensor in tensors_of(one.output)}
+    met: set[Node | None] = {tensor.grad_fn for call in seen.calls for tensor in tensors_of(call.output)}
+    waiting: list[Node | None] = [tensor.grad_fn for tensor in ends] if heard else []
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node in heard:
+            return heard[node]
+        if node is not None and node not in met:
+            met.add(node)
+            waiting += [one for one, _ in node.next_functions]
+    return ""
 
 
 def _loose_read(model: nn.Module, held: dict[str, int], seen: Observation, tensors: Sequence[Tensor]) -> str:

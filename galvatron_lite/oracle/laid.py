@@ -59,7 +59,7 @@ def _stage(pricer: LayerPricer, question: Question) -> Laid:
         sum(one.forward_seconds for one in layers) + moving / 2 + pricer.profile.overhead.microbatch / 2,
         sum(one.backward_seconds for one in layers) + moving / 2 + pricer.profile.overhead.microbatch / 2,
     )
-    memory = group_memory([layers], ((1,),), 1, 0, pricer.profile.cluster.device.context)
+    memory = group_memory([layers], ((0, (1,)),), 1, 0, pricer.profile.cluster.device.context)
     cost = StageCost(tuple(layers), times, sum(one.step_seconds for one in layers), moving, memory)
     inner = sum(one.forward_exposed + one.backward_exposed for one in layers)
     moved = Moved(gradients=sum(one.step_exposed for one in layers), gather=moving)

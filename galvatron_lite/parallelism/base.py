@@ -136,7 +136,7 @@ class Strategy:
         if self.data > 1:
             parts.append(f"data{self.data}")
         if self.zero > 1 or self.zero_stage:
-            parts.append(f"zero{self.zero_stage}x{self.zero}")
+            parts.append(f"zero{self.zero_stage}" + (f"x{self.zero}" if self.zero > 1 else ""))
         if self.context > 1:
             parts.append(("ulysses" if self.ulysses else "context") + str(self.context))
         if self.expert > 1:
@@ -228,7 +228,9 @@ class LayerWork:
         expert_items: the part of ``parameters`` that belongs to experts which are spread over ranks.
         host_items: items of ``state_items`` whose optimizer state lies and is updated in host memory.
         host_kept: share (0 or 1) of what is kept from forward to backward that waits in host memory.
-        edge_bytes: bytes of neighbours' pixels that are kept from forward to backward, one micro-batch.
+        edge_bytes: bytes of neighbours' pixels, or of whole logits, that are kept from forward to backward, one
+            micro-batch.
+        edge_working: bytes that backward and forward work with beside them.
     """
 
     samples: Real
@@ -250,6 +252,7 @@ class LayerWork:
     host_items: Real = 0.0
     host_kept: Real = 0.0
     edge_bytes: Whole = 0
+    edge_working: tuple[Whole, Whole] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from galvatron_lite.plans.notes import plan_notes
 from galvatron_lite.plans.schema import Plan, Proof
 from galvatron_lite.plans.written import plan_from
 from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.profiler.unsure import spread_note
 from galvatron_lite.search.result import provenance
 
 UNNAMED = "hetu"
@@ -120,6 +121,6 @@ def priced(plan: Plan, profile: Profile, mem: str | int | None = None, batch: in
     at = plan if batch is None else at_batch(plan, batch)
     budget = budget_on(profile.cluster, DEFAULT_BUDGET if mem is None else mem)
     done = evaluate(profile, replace(at, model=profile.graph.name, precision=profile.graph.precision))
-    notes = (*notes_of(plan, at, profile), *plan_notes(profile.graph, done))
+    notes = (*notes_of(plan, at, profile), *plan_notes(profile.graph, done), *spread_note(profile.origin))
     made_from = replace(provenance(profile, budget, 0.0), proof=Proof.GIVEN, notes=notes)
     return replace(done, provenance=made_from, alternatives=(), left_out=())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
@@ -147,6 +148,24 @@ def memory_parts(memory: MemoryBreakdown) -> list[tuple[str, int]]:
 def fullest_of(stages: Sequence[Stage], made_from: Provenance) -> Stage:
     """The stage that fills most of its budget."""
     return max(stages, key=lambda stage: stage.memory.total / made_from.budget_of(stage))
+
+
+def plan_line(plan: Plan) -> str:
+    """The whole plan in a line: how it splits, what most of its layers do, time and memory as predicted."""
+    layers = Counter[str]()
+    for stage in plan.stages:
+        for run in stage.runs:
+            layers[str(run.strategy)] += run.count
+    most = [f"{name} ({count})" for name, count in layers.most_common(_ALIKE)]
+    parts = [headline(plan), ", ".join(most) + ", …" * (len(layers) > _ALIKE)]
+    made_from = plan.provenance
+    if plan.prediction is not None and made_from is not None:
+        full = fullest_of(plan.stages, made_from)
+        memory = f"{format_bytes(full.memory.total)} of {format_bytes(made_from.budget_of(full))} a device"
+        what = "pass" if plan.mode is Mode.INFERENCE else "step"
+        seconds = format_seconds(plan.prediction.step_seconds)
+        parts.append(f"predicted {seconds} a {what}, {memory} (costs {made_from.profile_origin})")
+    return "; ".join(parts)
 
 
 def fits_line(plan: Plan) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from galvatron_lite.errors import FileFormatError, InputError
@@ -9,6 +11,7 @@ from galvatron_lite.files import from_data, read_data, write_value
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.cyclic.rules import device_count
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
+from galvatron_lite.plans.spelled import spelled_out
 
 
 def read_plan(path: Path | str) -> Plan:
@@ -23,7 +26,26 @@ def read_plan(path: Path | str) -> Plan:
     version = data.get("version") if isinstance(data, dict) else None
     if version != PLAN_VERSION:
         raise FileFormatError(f"{path}, version", version, _remedy(data, path))
-    return check_plan(from_data(Plan, data, str(path)), str(path))
+    return check_plan(from_data(Plan, spelled_out(data, str(path)), str(path)), str(path))
+
+
+@contextmanager
+def file_named(plan: object) -> Iterator[None]:
+    """While a plan from a file is put to use: errors about parts of it (``plan.stages[1]: layers``) name the file.
+
+    Args:
+        plan: as it was given; its file is not known where it is none.
+
+    Raises:
+        InputError: the one that was raised within, with the file in its field.
+    """
+    try:
+        yield
+    except InputError as error:
+        part = error.field.removeprefix("plan.")
+        if part == error.field or not isinstance(plan, str | Path):
+            raise
+        raise InputError(f"{plan}, {part}", error.value, error.remedy) from error
 
 
 def _remedy(data: object, path: Path) -> str:

@@ -16,7 +16,9 @@ OTHER_WORDS = {
 """What others call our keys."""
 
 
-def check_keys(data: Mapping[str, Any], known: Collection[str], needed: Sequence[str], field: str) -> None:
+def check_keys(
+    data: Mapping[str, Any], known: Collection[str], needed: Sequence[str], field: str, lists: Collection[str] = ()
+) -> None:
     """Whether a mapping has all keys that it needs and no others.
 
     Args:
@@ -24,6 +26,8 @@ def check_keys(data: Mapping[str, Any], known: Collection[str], needed: Sequence
         known: keys it may have.
         needed: those it must have.
         field: what to name in an error, with what joins it to a key.
+        lists: keys whose values must be lists; they are only told of where a key is unknown, as what belongs to one
+            of them may then stand under that key.
 
     Raises:
         InputError: names the first unknown key with the one it may be meant to be, and what is missing; or the first
@@ -33,11 +37,18 @@ def check_keys(data: Mapping[str, Any], known: Collection[str], needed: Sequence
     unknown = next((key for key in data if key not in known), None)
     if unknown is not None:
         lacks = f" {_listed(missing)} missing." if missing else ""
-        raise InputError(
-            f"{field}{unknown}", data[unknown], f"There is no such key.{_meant(str(unknown), known)}{lacks}"
-        )
+        lacks += "".join(f" Nor can {key}: {data[key]!r} be used: a list is needed." for key in _no_lists(data, lists))
+        remedy = f"There is no such key.{_meant(str(unknown), known)}{lacks}"
+        if isinstance(data[unknown], list | Mapping):  # no value to show
+            raise InputError(field.rstrip("., ") or "key", str(unknown), remedy)
+        raise InputError(f"{field}{unknown}", data[unknown], remedy)
     if missing:
         raise InputError(f"{field}{missing[0]}", None, f"Needed are {', '.join(needed)}.")
+
+
+def _no_lists(data: Mapping[str, Any], lists: Collection[str]) -> list[str]:
+    """Keys whose values should be lists and are a text or a number."""
+    return [key for key in lists if isinstance(data.get(key), str | int | float)]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -11,7 +11,10 @@ from galvatron_lite.parallelism.cyclic.rules import CyclicRule
 from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE
 from galvatron_lite.plans.placed import layers_of_parts
 from galvatron_lite.plans.schema import Mode, Plan
-from galvatron_lite.units import format_seconds
+from galvatron_lite.units import format_count, format_seconds
+
+_SAME_SIZE = 0.02
+"""Share by which the published shape of a model and the module of that name may differ (biases, padded words)."""
 
 
 def has_batch_norms(kind: LayerKind) -> bool:
@@ -24,6 +27,22 @@ def plan_notes(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
     """What results under a plan of a model's own layers are otherwise than those of one process, and what is not run; a
     line each."""
     return (*_delayed(plan), *_piped(plan), *_normed(graph, plan))
+
+
+def other_size(plan: Plan, parameters: int) -> tuple[str, ...]:
+    """That a plan was made for a model of the same layers and another width, where it was: a sentence, or nothing.
+
+    Args:
+        plan: that is put to use.
+        parameters: items of the model's parameters, shared ones counted once.
+    """
+    known = 0 if plan.provenance is None else plan.provenance.parameters
+    if not known or abs(parameters - known) <= _SAME_SIZE * known:
+        return ()
+    return (
+        f"The plan was made for a model of {format_count(known)} parameters, this one has {format_count(parameters)}: "
+        "its times and memory are another model's. Profile and plan this one.",
+    )
 
 
 def _piped(plan: Plan) -> tuple[str, ...]:

@@ -112,7 +112,7 @@ class TimeBreakdown:
         communication: exposed (not hidden behind compute): tensor, ZeRO, data, redistribution.
         pipeline: waiting for other stages: bubble and exposed transfers.
         optimizer: the update.
-        other: fixed host costs.
+        other: fixed host costs, and waiting for the slowest of many devices.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -248,6 +248,7 @@ class Provenance:
             devices), and where results under it are not those of one process (``plans.notes``).
         certificate: what an integer programme of the same shape said (``search.ilp``); empty where none was asked.
         interrupted: whether the user stopped the search before its end.
+        parameters: items of the model's parameters, by which another width of it is told; 0: not known.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -264,6 +265,7 @@ class Provenance:
     budgets: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     interrupted: bool = False
+    parameters: int = 0
 
     def budget_of(self, stage: Stage) -> int:
         """Bytes that a device of a stage may take."""

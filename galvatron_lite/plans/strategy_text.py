@@ -9,14 +9,15 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import Offload, Strategy, Strided
 
 REMEDY = (
-    "Write parts such as data4, zero3x8 (stage 3 over 8), tensor2, tensor2+sp, context2, ulysses2, expert4, "
-    "expert4-whole, spatial2x4 (rows x columns; spatial2x2x4: planes x rows x columns), filters2, channels2, "
+    "Write parts such as data4, zero3x8 (stage 3 over 8), zero3 (over ranks of context or pixels alone), tensor2, "
+    "tensor2+sp, context2, ulysses2, expert4, expert4-whole, spatial2x4 (rows x columns; spatial2x2x4: planes x rows "
+    "x columns), filters2, channels2, "
     "zero-strided, context-strided, recompute, selective, offload, offload-states, offload-activations; or whole."
 )
 _DEGREE = re.compile(r"^(data|tensor|context|ulysses|expert|filters|channels)([1-9]\d*)(\+sp)?$")
 _WHOLE_EXPERTS = re.compile(r"^expert([1-9]\d*)-whole$")
 _SPATIAL = re.compile(r"^spatial(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)$")
-_ZERO = re.compile(r"^zero([123])x([1-9]\d*)$")
+_ZERO = re.compile(r"^zero([123])(?:x([1-9]\d*))?$")
 _FIXED: dict[str, dict[str, object]] = {
     "whole": {},
     "recompute": {"recompute": Recompute.FULL},
@@ -56,7 +57,7 @@ def _fields(word: str) -> dict[str, object] | None:
         return _FIXED[word]
     sharded = _ZERO.match(word)
     if sharded:
-        return {"zero": int(sharded[2]), "zero_stage": int(sharded[1])}
+        return {"zero": int(sharded[2] or 1), "zero_stage": int(sharded[1])}
     grid = _SPATIAL.match(word)
     if grid:
         return {"depth": int(grid[1] or 1), "height": int(grid[2]), "width": int(grid[3])}

@@ -144,6 +144,7 @@ def estimate_profile(
         parameter_precision=states.parameters,
         bucket_bytes=states.bucket_bytes,
         passing_bytes=states.passing_bytes,
+        copied_bytes=ITEM_BYTES[wide] if states.copies and ITEM_BYTES[wide] < ITEM_BYTES[states.parameters] else 0,
         transport=stack.transport,
         pictures=stack.pictures,
     )
@@ -278,6 +279,7 @@ def _point(
     """One point; under recompute all that a plain layer keeps lives again while its backward runs."""
     kept = kind.kept[recompute].at(degree, split) * samples
     plain = kind.kept.get(Recompute.NONE, kind.kept[recompute]).at(degree, split) * samples
+    spared = kind.spared_bytes / degree if degree > 1 else 0.0
     rebuilt = plain + kept if recompute is Recompute.FULL else max(plain, kept)
     return LayerPoint(
         kind=key,
@@ -288,7 +290,7 @@ def _point(
         forward=times.forward_with_host,
         backward=times.backward_with_host(recompute),
         kept=round(kept),
-        working=round(rebuilt + kind.working.at(degree, split) * samples),
+        working=round(rebuilt + max(kind.working.at(degree, split) - spared, 0.0) * samples),
         forward_working=round(max(plain, kept) + kind.forward_working.at(degree, split) * samples),
         expert=expert,
     )

@@ -25,7 +25,7 @@ from galvatron_lite.profiler.measure_tasks import Progress, agree, first_rank, r
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import data_hash, journal_path, save_profile
 from galvatron_lite.profiler.store_journal import Journal
-from galvatron_lite.profiler.timing import DEFAULT_RULE, TimingRule
+from galvatron_lite.profiler.timing import BRIEF_RULE, DEFAULT_RULE, TimingRule
 from galvatron_lite.runtime.world import join, pick_device
 
 USUAL_SAMPLES = 16
@@ -46,8 +46,10 @@ def measure_profile(
     folder: Path | str = Path("profiles"),
     progress: Progress | None = None,
     resume: bool = True,
+    remember: bool = True,
     device: str = "auto",
     rule: TimingRule = DEFAULT_RULE,
+    brief: bool = False,
 ) -> Profile:
     """Measure what a model's layers and this world's links cost, and write it down.
 
@@ -67,8 +69,11 @@ def measure_profile(
         folder: where profiles are kept.
         progress: called on rank 0 with (done, total, label).
         resume: whether to go on from a journal.
+        remember: whether it is the last profile made here, where there is one already.
         device: ``auto``, ``cpu`` or ``cuda``.
         rule: how long to time one point.
+        brief: measure for plans of one device: the fewest and the most samples, each point for a moment, and no
+            shares of pixels.
 
     Returns:
         The profile, the same on every rank.
@@ -82,22 +87,25 @@ def measure_profile(
     whole = model if isinstance(model, nn.Module) else model()
     graph = trace(whole, batch, loss_fn=loss_fn, blocks=blocks, precision=precision)
     machine = agree(cluster or probe(_world(), place.type))
+    counts = sample_counts(max_samples or min(batch_size(batch), USUAL_SAMPLES))
+    rule = BRIEF_RULE if brief and rule is DEFAULT_RULE else rule
     scope = Scope(
         graph=graph,
         parameter_precision=precision_of(whole),
-        samples=sample_counts(max_samples or min(batch_size(batch), USUAL_SAMPLES)),
+        samples=_ends(counts) if brief else counts,
         degrees=tuple(tensor_degrees or divisors(_world())),
         world=_world(),
         cluster=machine,
         device=place,
         rule=rule,
+        whole=brief,
     )
     tasks = make_tasks(scope, LayerBench(whole, graph, batch, loss_fn, place, rule))
     title, root = name or graph.name, Path(folder)
     journal = _open_journal(journal_path(root, machine_name(machine), title), scope, resume)
     profile = assemble(title, scope, run_tasks(tasks, journal, progress))
     if journal is not None:
-        save_profile(profile, root, machine_name(machine))
+        save_profile(profile, root, machine_name(machine), remember=remember)
         journal.remove()
     agree(None)  # the files are there when any rank returns
     return profile
@@ -107,6 +115,10 @@ def sample_counts(most: int) -> tuple[int, ...]:
     """1, 2, 4 ... up to and including ``most``."""
     powers = [2**power for power in range(most.bit_length())]
     return tuple(sorted({*powers, most}))
+
+
+def _ends(counts: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys((counts[0], counts[-1])))
 
 
 def machine_name(cluster: Cluster) -> str:

@@ -31,6 +31,7 @@ from galvatron_lite.profiler.schema import (
     Profile,
     Throughput,
 )
+from galvatron_lite.units import ITEM_BYTES
 
 
 def assemble(name: str, scope: Scope, results: Results) -> Profile:
@@ -56,8 +57,14 @@ def assemble(name: str, scope: Scope, results: Results) -> Profile:
         gather_precision=scope.graph.precision,
         reduce_precision=scope.parameter_precision,
         parameter_precision=scope.parameter_precision,
+        copied_bytes=_copied(scope),
         versions=software(),
     )
+
+
+def _copied(scope: Scope) -> int:
+    """Bytes of an item of a copy of a weight, where compute is in another precision than parameters."""
+    return 0 if scope.graph.precision == scope.parameter_precision else ITEM_BYTES[scope.graph.precision]
 
 
 def with_links(cluster: Cluster, fits: tuple[CollectiveFit, ...]) -> Cluster:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,7 +10,7 @@ from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.base import Collective, Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.profiler.measure_collectives import prepare
-from galvatron_lite.profiler.timing import Across, TimingRule, time_call
+from galvatron_lite.profiler.timing import Across, Term, TimingRule, time_difference, whole
 from galvatron_lite.runtime.branches.engine import BranchedModel
 
 _NAMES = ("first", "second")
@@ -37,7 +35,8 @@ def branch_seconds(device: torch.device, rule: TimingRule) -> float:
     """Host seconds of a call of a branch, forward and backward, beside the branch's work and the transfers.
 
     Two branches are on the first two ranks; every rank calls both. What they take in one process and two messages each
-    are taken off. All ranks call it together; there are two at least.
+    are taken off. No call is free: a figure that does not stand out of the noise of its timing is given as that noise.
+    All ranks call it together; there are two at least.
 
     Args:
         device: of this rank.
@@ -49,13 +48,14 @@ def branch_seconds(device: torch.device, rule: TimingRule) -> float:
         apart = BranchedModel(_Pair(), _plan(dist.get_world_size()), layers, batch, device=device)
         alone = _Pair().to(device)
     size = _WIDTH * _BYTES
-    ways: tuple[Callable[[], object], ...] = (
-        lambda: apart.backward_step(batch),
-        lambda: alone(**batch).backward(),
-        prepare(Collective.SEND_RECV, size, None, device),
+    message = prepare(Collective.SEND_RECV, size, None, device)
+    terms = (
+        Term(1.0, whole(lambda: apart.backward_step(batch)), Across.MAX),
+        Term(-1.0, whole(lambda: alone(**batch).backward()), Across.MAX),
+        Term(-2.0 * len(_NAMES), whole(message), Across.MAX),
     )
-    calls, plain, message = (time_call(run, device, rule, Across.MAX).seconds for run in ways)
-    return max(calls - plain - 2 * len(_NAMES) * message, 0.0) / len(_NAMES)
+    found = time_difference(terms, device, rule)
+    return max(found.seconds, found.noise) / len(_NAMES)
 
 
 def _plan(devices: int) -> Plan:

@@ -45,7 +45,12 @@ def _leave(_: Tensor) -> None:
 def chain_seconds(
     chain: nn.Module, call: BlockCall, device: torch.device, rule: TimingRule, watch: Callable[[Tensor], None] = _leave
 ) -> float:
-    """Seconds of forward and backward of one block of a chain; gradients begin as None, as after ``zero_grad``.
+    """Seconds of forward and backward of one block of a chain; see ``chain_run``."""
+    return time_laps(chain_run(chain, call, watch), device, rule).laps[1] / CHAIN_LAYERS
+
+
+def chain_run(chain: nn.Module, call: BlockCall, watch: Callable[[Tensor], None] = _leave) -> Callable[[Lap], object]:
+    """Forward and backward of a chain, as the second of two parts; gradients begin as None, as after ``zero_grad``.
 
     ``watch`` sees the chain's scalar before backward.
     """
@@ -60,4 +65,4 @@ def chain_seconds(
         seed.backward()
         lap()
 
-    return time_laps(once, device, rule).laps[1] / CHAIN_LAYERS
+    return once

@@ -36,7 +36,8 @@ from galvatron_lite.profiler.segments import (
     passed_on,
 )
 from galvatron_lite.profiler.timing import DEFAULT_RULE, Lap, Timing, TimingRule, time_laps
-from galvatron_lite.runtime.precision import compute_context, compute_dtype
+from galvatron_lite.runtime.norms import narrow_norms
+from galvatron_lite.runtime.precision import compute_context, compute_dtype, holding_copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,12 @@ def measure_edges(
         TraceError: the loss does not depend on what the blocks return.
     """
     give_gradients(given.skeleton.model)
-    memory = edge_memory(given, device)
-    timing = time_edges(given, device, rule)
+    compute = compute_dtype(given.precision)
+    if compute is not None:
+        narrow_norms(given.skeleton.model)
+    with holding_copies(compute, device):
+        memory = edge_memory(given, device)
+        timing = time_edges(given, device, rule)
     laps = timing.laps
     halves = (laps[0], laps[3]), (laps[1], laps[2])
     timings = [Timing(half, timing.repetitions, timing.spread) for half in halves]
@@ -185,6 +190,7 @@ def _kept_before(given: EdgeInput, device: torch.device) -> tuple[int, int]:
         raise StopRunError
 
     given.skeleton.visit_with(stop)
+    gc.collect(1)  # what is garbage already is not to be released inside
     with track_peak(device) as tracked:
         held = given.copied()
         _run_until_stopped(held)

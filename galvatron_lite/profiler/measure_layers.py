@@ -24,7 +24,8 @@ from galvatron_lite.profiler.memory import Phase, storage_bytes, track_peak
 from galvatron_lite.profiler.schema import LayerPoint
 from galvatron_lite.profiler.segments import BlockCall, hidden_state, leaf_of
 from galvatron_lite.profiler.timing import DEFAULT_RULE, Lap, Timing, TimingRule, time_laps
-from galvatron_lite.runtime.precision import compute_context, compute_dtype
+from galvatron_lite.runtime.norms import narrow_norms
+from galvatron_lite.runtime.precision import compute_context, compute_dtype, holding_copies
 
 _MOST_COPIES = 4
 _CPU_ROOM = 2**29
@@ -88,11 +89,12 @@ def measure_block(
     share = local_call(call, setting.tensor if setting.sequence_parallel else 1)
     cut = slicing_of(block, call, setting)
     share = replace(share, args=cut.entering(share.args), kwargs=cut.entering(share.kwargs))
-    shard = make_shard(block, setting, chosen, device, precision, cut)
-    memory = block_memory(shard, share, device)
-    copies = _copies(shard, memory, device)
-    shards = [shard, *(make_shard(block, setting, chosen, device, precision, cut) for _ in range(copies - 1))]
-    return layer_point(setting, time_blocks(shards, share, device, rule), memory)
+    with holding_copies(compute_dtype(precision), device):
+        shard = make_shard(block, setting, chosen, device, precision, cut)
+        memory = block_memory(shard, share, device)
+        copies = _copies(shard, memory, device)
+        shards = [shard, *(make_shard(block, setting, chosen, device, precision, cut) for _ in range(copies - 1))]
+        return layer_point(setting, time_blocks(shards, share, device, rule), memory)
 
 
 def layer_point(setting: LayerSetting, timing: Timing, memory: SegmentMemory) -> LayerPoint:
@@ -136,6 +138,8 @@ def make_shard(
         shard_layer(shard, plan, ShapeOnlyGroup(setting.tensor), setting.sequence_parallel)
     give_gradients(shard)
     apply_recompute(shard, setting.recompute)
+    if compute_dtype(precision) is not None:
+        narrow_norms(shard)
     shard.forward = computing_in(precision, device, shard.forward)
     return shard
 

@@ -1,7 +1,7 @@
 """What the runtime's own machinery costs the host beside its communication, by running its very pieces.
 
 Each figure is a difference: a short chain of real blocks with the machinery, less the same chain without, less the
-collectives measured alone at the same size.
+collectives measured alone at the same size; as far as memory allows, of what was timed in turn.
 """
 
 from __future__ import annotations
@@ -20,13 +20,22 @@ from galvatron_lite.parallelism.base import Collective
 from galvatron_lite.parallelism.data.apply import GradientReducer, Reduced
 from galvatron_lite.parallelism.pipeline.transfer import Receiver, Sender
 from galvatron_lite.parallelism.zero.apply import STAGE_3, ZeroGroup, apply_root, shard_group
-from galvatron_lite.profiler.measure_chain import Chain, chain_seconds
+from galvatron_lite.profiler.measure_chain import CHAIN_LAYERS, Chain, chain_run, chain_seconds
 from galvatron_lite.profiler.measure_collectives import prepare
 from galvatron_lite.profiler.measure_pictures import cut_pictures, measured_grids, on_share
 from galvatron_lite.profiler.memory import storage_bytes
 from galvatron_lite.profiler.schema import HostOverhead
 from galvatron_lite.profiler.segments import BlockCall
-from galvatron_lite.profiler.timing import DEFAULT_RULE, Across, TimingRule, launched, time_call
+from galvatron_lite.profiler.timing import (
+    DEFAULT_RULE,
+    Across,
+    Term,
+    TimingRule,
+    launched,
+    time_call,
+    time_difference,
+    whole,
+)
 
 _SMALL = 4096
 
@@ -55,8 +64,8 @@ def measure_overhead(
     spatial = _spatial_seconds(block, call, kind, device, rule)
     if not launched():
         return HostOverhead(data=data, step=step, spatial=spatial)
-    zero = _zero_seconds(block, call, device, rule) - plain - _zero_communication(block, device, rule)
-    return HostOverhead(zero=max(zero, 0.0), data=data, step=step, pipeline=_pipeline(device, rule), spatial=spatial)
+    zero = _zero_seconds(block, call, device, rule)
+    return HostOverhead(zero=zero, data=data, step=step, pipeline=_pipeline(device, rule), spatial=spatial)
 
 
 def _prepare_batch(batch: Any, device: torch.device) -> object:
@@ -64,22 +73,23 @@ def _prepare_batch(batch: Any, device: torch.device) -> object:
 
 
 def _zero_seconds(block: nn.Module, call: BlockCall, device: torch.device, rule: TimingRule) -> float:
-    chain = Chain(block)
+    """Beside a layer's collectives under ZeRO-3: two gathers of its parameters, one reduction of its gradients."""
+    plain, sharded = Chain(block), Chain(block)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for layer in chain.blocks:
+    for layer in sharded.blocks:
         shard_group(ZeroGroup((layer,), mesh, STAGE_3), ())
-    apply_root(chain, mesh)
-    return chain_seconds(chain, call, device, rule)
-
-
-def _zero_communication(block: nn.Module, device: torch.device, rule: TimingRule) -> float:
-    """Seconds of a layer's collectives under ZeRO-3: two gathers of its parameters, one reduction of its gradients."""
+    apply_root(sharded, mesh)
     size = storage_bytes(block.parameters())
     gather, scatter = (
-        time_call(prepare(kind, size, None, device), device, rule, Across.MAX).seconds
-        for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+        whole(prepare(kind, size, None, device)) for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     )
-    return 2 * gather + scatter
+    terms = (
+        Term(1.0 / CHAIN_LAYERS, chain_run(sharded, call)),
+        Term(-1.0 / CHAIN_LAYERS, chain_run(plain, call)),
+        Term(-2.0, gather, Across.MAX),
+        Term(-1.0, scatter, Across.MAX),
+    )
+    return max(time_difference(terms, device, rule).seconds, 0.0)
 
 
 def _data_seconds(block: nn.Module, call: BlockCall, device: torch.device, rule: TimingRule) -> float:
@@ -100,8 +110,9 @@ def _spatial_seconds(
     own, plain, shared = replace(call, args=args, kwargs=kwargs), Chain(block), Chain(block)
     for layer in shared.blocks:
         on_share(layer, call, kind, grid)
+    terms = Term(1.0 / CHAIN_LAYERS, chain_run(shared, own)), Term(-1.0 / CHAIN_LAYERS, chain_run(plain, own))
     try:
-        return max(chain_seconds(shared, own, device, rule) - chain_seconds(plain, own, device, rule), 0.0)
+        return max(time_difference(terms, device, rule).seconds, 0.0)
     except RuntimeError:  # what needs its picture whole does not run on a smaller one
         return 0.0
 
@@ -122,5 +133,6 @@ def _pipeline(device: torch.device, rule: TimingRule) -> float:
         elif receiver is not None:
             receiver.receive([message]).wait()
 
-    bare = time_call(prepare(Collective.SEND_RECV, _SMALL, None, device), device, rule, Across.MAX).seconds
-    return max(time_call(through, device, rule, Across.MAX).seconds - bare, 0.0)
+    bare = prepare(Collective.SEND_RECV, _SMALL, None, device)
+    terms = Term(1.0, whole(through), Across.MAX), Term(-1.0, whole(bare), Across.MAX)
+    return max(time_difference(terms, device, rule).seconds, 0.0)

@@ -41,6 +41,7 @@ class Scope:
         cluster: what the world is; what cannot fit its devices is not run.
         device: of this process.
         rule: how long to time one point.
+        whole: whether samples are only measured whole, and not shares of their pixels: for plans of one device.
     """
 
     graph: ModelGraph
@@ -51,6 +52,7 @@ class Scope:
     cluster: Cluster
     device: torch.device
     rule: TimingRule
+    whole: bool = False
 
 
 def layer_settings(scope: Scope) -> list[LayerSetting]:
@@ -59,7 +61,7 @@ def layer_settings(scope: Scope) -> list[LayerSetting]:
     shares = [
         LayerSetting(name, share_on(kind, grid), recompute=recompute, grid=grid)
         for name, kind in kinds.items()
-        for grid in measured_grids(kind)
+        for grid in (() if scope.whole else measured_grids(kind))
         for recompute in kind.kept
     ]
     slices = [
@@ -104,6 +106,8 @@ def make_tasks(scope: Scope, bench: LayerBench) -> list[Task]:
 
 def stem_settings(scope: Scope) -> list[LayerSetting]:
     """Points of what lies before the blocks on shares of a sample's pixels."""
+    if scope.whole:
+        return []
     name = next(layer.kind for layer in scope.graph.layers if layer.role is Role.BEFORE)
     kind = scope.graph.kinds[name]
     return [LayerSetting(name, share_on(kind, grid), grid=grid) for grid in measured_grids(kind)]

@@ -18,11 +18,11 @@ from galvatron_lite.parallelism.base import Collective
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup, ShapeOnlyGroup, TensorGroup
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
-from galvatron_lite.profiler.measure_chain import Chain, chain_seconds
+from galvatron_lite.profiler.measure_chain import CHAIN_LAYERS, Chain, chain_run
 from galvatron_lite.profiler.measure_collectives import GroupShape, make_group, prepare
 from galvatron_lite.profiler.memory import storage_bytes
 from galvatron_lite.profiler.segments import BlockCall, hidden_state
-from galvatron_lite.profiler.timing import DEFAULT_RULE, Across, TimingRule, launched, time_call
+from galvatron_lite.profiler.timing import DEFAULT_RULE, Across, Lap, Term, TimingRule, launched, time_difference, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +85,17 @@ def _point(
     """Bytes of the hidden state, and seconds that one collective of it costs beside its transfer."""
     size = storage_bytes([hidden_state(call.args, call.kwargs)])
 
-    def seconds(shards: TensorGroup) -> float:
-        chain = Chain(block)
-        for layer in chain.blocks:
+    def chain(shards: TensorGroup) -> Callable[[Lap], object]:
+        made = Chain(block)
+        for layer in made.blocks:
             shard_layer(layer, plan, shards)
-        return chain_seconds(chain, call, device, rule)
+        return chain_run(made, call)
 
-    real, alone = seconds(group), seconds(ShapeOnlyGroup(group.size))
-    transfer: Callable[[], object] = prepare(Collective.ALL_REDUCE, size, group.process_group, device)
-    by_itself = time_call(transfer, device, rule, Across.MAX).seconds
     # forward and backward of a block together reduce as often as its forward gathers and scatters
-    return size, (real - alone) / plan.collectives - by_itself
+    each = 1.0 / (CHAIN_LAYERS * plan.collectives)
+    terms = (
+        Term(each, chain(group)),
+        Term(-each, chain(ShapeOnlyGroup(group.size))),
+        Term(-1.0, whole(prepare(Collective.ALL_REDUCE, size, group.process_group, device)), Across.MAX),
+    )
+    return size, time_difference(terms, device, rule).seconds

@@ -10,6 +10,7 @@ goes unseen. Code that releases old tensors should be tracked from before it mak
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
@@ -100,9 +101,21 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def _track_cpu(found: PeakMemory) -> Iterator[PeakMemory]:
     # In a launched world the tracer logs two lines a run to standard error, unless its log level is above all.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+    with _without_collection(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         yield found
     found.phases = _phases(_read_trace(trace))
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Garbage of earlier code stays: released inside, it makes the allocator's reporter warn of unknown blocks."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _read_trace(trace: profile) -> list[dict[str, Any]]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from time import monotonic
 
 from galvatron_lite.profiler.measure_tasks import Progress
+from galvatron_lite.saying import say
 
 EVERY = 15.0
 """Seconds between lines."""
 
 
 def notices(title: str) -> Progress:
-    """A function (done, total, label) that writes a line on standard error at the start, and every so often.
+    """A function (done, total, label) that says a line at the start, and every so often (``saying.say``).
 
     Training scripts have no place of their own for it, and minutes of silence look like a hang.
     """
@@ -21,6 +21,6 @@ def notices(title: str) -> Progress:
     def tell(done: int, total: int, label: str) -> None:
         if monotonic() - told[0] >= EVERY:
             told[0] = monotonic()
-            print(f"galvatron: {title}: {done} of {total} ({label})", file=sys.stderr, flush=True)
+            say(f"{title}: {done} of {total} ({label})")
 
     return tell

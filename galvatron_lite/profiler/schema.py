@@ -263,6 +263,7 @@ class Profile:
         parameter_precision: precision in which parameters are held at rest.
         bucket_bytes: bytes for one parameter item of gradient buffers beside the gradients, where replicas sum them.
         passing_bytes: bytes for one parameter item of gradients that last for one backward pass only.
+        copied_bytes: bytes for one item of copies of weights that all passes of a step share (``cost.copies``).
         accumulates: whether gradients under ZeRO stay whole from micro-batch to micro-batch, where there are several,
             and are reduced behind the last one (FSDP's ``no_sync``), whatever the stage; else stages 2 and 3 reduce
             them after each, and under stage 1 they are always whole.
@@ -301,6 +302,7 @@ class Profile:
     parameter_precision: str = "fp32"
     bucket_bytes: int = 0
     passing_bytes: int = 0
+    copied_bytes: int = 0
     accumulates: bool = False
     shard_share: float = 0.0
     unbuffered: bool = False

@@ -48,11 +48,19 @@ def write_profile(profile: Profile, path: Path) -> None:
     write_value(Path(path), profile)
 
 
-def save_profile(profile: Profile, folder: Path, machine: str) -> Path:
-    """Write a profile to its place in the profiles folder and remember it as the last one made; its path."""
+def save_profile(profile: Profile, folder: Path, machine: str, *, remember: bool = True) -> Path:
+    """Write a profile to its place in the profiles folder and remember it as the last one made; its path.
+
+    Args:
+        profile: what is written.
+        folder: of all profiles.
+        machine: names its own folder there.
+        remember: whether it is the last one made even where there is one already.
+    """
     path = profile_path(folder, machine, profile.name)
     write_profile(profile, path)
-    write_text(folder / LAST, f"{path.relative_to(folder).as_posix()}\n")
+    if remember or not (folder / LAST).is_file():
+        write_text(folder / LAST, f"{path.relative_to(folder).as_posix()}\n")
     return path
 
 

@@ -3,7 +3,8 @@
 Under a process group every rank runs the same thing at the same moment (a barrier before each repetition), so that
 contention for what the ranks share is in the figure. One repetition's figure is the mean over the ranks (compute,
 whose noise evens out between two communications) or the slowest rank's (communication, which ends for all together);
-the result is the median over the repetitions.
+the result is the median over the repetitions. What is a difference is taken within each repetition, so that a machine
+that becomes slower meanwhile does not show in it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
+from math import sqrt
 from statistics import mean, median, quantiles
 from typing import TypeAlias
 
@@ -50,6 +52,12 @@ class TimingRule:
 
 
 DEFAULT_RULE = TimingRule()
+BRIEF_RULE = TimingRule(warmup=1, least=3, most=6, spread=0.1, seconds=0.1)
+"""For figures that decide little: whether one device computes again what it could keep."""
+_PATIENCE = 4
+"""How many times longer a rule allows to time a difference that does not stand out of its noise."""
+_CLEAR = 2.0
+"""A difference stands out where it is so many times its noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +104,8 @@ def time_laps(
         _one(run, place, group)
     begun, rows, chunk = time.perf_counter(), list[list[float]](), rule.least
     while True:
-        rows += _combine([_one(run, place, group) for _ in range(chunk)], across, group)
+        more = [_one(run, place, group) for _ in range(chunk)]
+        rows += _combine(more, [across] * len(more[0]), group)
         spent = _slowest(time.perf_counter() - begun, group)
         chunk = min(rule.least, rule.most - len(rows))
         if chunk <= 0 or spent >= rule.seconds or _spread(rows) <= rule.spread:
@@ -111,12 +120,88 @@ def time_call(
     group: dist.ProcessGroup | None = None,
 ) -> Timing:
     """Time one call; see ``time_laps``."""
+    return time_laps(whole(run), device, rule, across, group)
 
-    def whole(lap: Lap) -> None:
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One of the times that a difference is made of.
+
+    Attributes:
+        weight: what its seconds count.
+        run: what to time; of the parts that it ends by calling its argument, the last one counts.
+        across: how the ranks' figures become one.
+    """
+
+    weight: float
+    run: Callable[[Lap], object]
+    across: Across = Across.MEAN
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What times differ by.
+
+    Attributes:
+        seconds: the sum of all terms, median over the repetitions.
+        noise: standard error of that, seconds.
+        repetitions: how many were counted.
+    """
+
+    seconds: float
+    noise: float
+    repetitions: int
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether it stands out of its noise."""
+        return abs(self.seconds) > _CLEAR * self.noise
+
+
+def time_difference(
+    terms: Sequence[Term],
+    device: torch.device | str,
+    rule: TimingRule = DEFAULT_RULE,
+    group: dist.ProcessGroup | None = None,
+) -> Difference:
+    """Time all terms in turn, again and again; longer than the rule says where they hardly differ.
+
+    Args:
+        terms: what is added up.
+        device: see ``time_laps``.
+        rule: for each term.
+        group: see ``time_laps``.
+
+    Returns:
+        The same on every rank.
+    """
+    place, across = torch.device(device), [term.across for term in terms]
+
+    def in_turn() -> list[float]:
+        return [_one(term.run, place, group)[-1] for term in terms]
+
+    for _ in range(rule.warmup):
+        in_turn()
+    begun, rows = time.perf_counter(), list[list[float]]()
+    while True:
+        rows += _combine([in_turn() for _ in range(rule.least)], across, group)
+        found = _difference([sum(t.weight * own for t, own in zip(terms, row, strict=True)) for row in rows])
+        spent = _slowest(time.perf_counter() - begun, group)
+        patience = 1 if found.is_clear else _PATIENCE
+        # a moment in which the machine stood still may have taken all of the time
+        is_late = spent >= patience * len(terms) * rule.seconds and (found.is_clear or len(rows) > rule.least)
+        if is_late or len(rows) >= patience * rule.most or found.noise <= rule.spread * abs(found.seconds):
+            return found
+
+
+def whole(run: Callable[[], object]) -> Callable[[Lap], object]:
+    """A call as what has one part."""
+
+    def with_lap(lap: Lap) -> None:
         run()
         lap()
 
-    return time_laps(whole, device, rule, across, group)
+    return with_lap
 
 
 def launched() -> bool:
@@ -151,13 +236,16 @@ def _one_cuda(run: Callable[[Lap], object], device: torch.device) -> list[float]
     return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
 
 
-def _combine(rows: list[list[float]], across: Across, group: dist.ProcessGroup | None) -> list[list[float]]:
+def _combine(rows: list[list[float]], across: Sequence[Across], group: dist.ProcessGroup | None) -> list[list[float]]:
+    """Rows of all ranks as one, each column in its way."""
     if not launched():
         return rows
     everyone: list[list[list[float]]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyone, rows, group=group)
-    take: Callable[[Sequence[float]], float] = mean if across is Across.MEAN else max
-    return [[take(column) for column in zip(*same, strict=True)] for same in zip(*everyone, strict=True)]
+    return [
+        [mean(column) if how is Across.MEAN else max(column) for how, column in zip(across, columns, strict=True)]
+        for columns in (zip(*same, strict=True) for same in zip(*everyone, strict=True))
+    ]
 
 
 def _slowest(seconds: float, group: dist.ProcessGroup | None) -> float:
@@ -174,3 +262,9 @@ def _spread(rows: list[list[float]]) -> float:
         return 0.0
     low, middle, high = quantiles(totals, n=4)
     return (high - low) / middle if middle > 0 else 0.0
+
+
+def _difference(totals: Sequence[float]) -> Difference:
+    """The median, and the standard error of a median, 1.253 s / sqrt(n), with s by the quartiles (range / 1.349)."""
+    low, middle, high = quantiles(totals, n=4) if len(totals) > 1 else [*totals] * 3
+    return Difference(middle, 1.253 * (high - low) / 1.349 / sqrt(len(totals)), len(totals))

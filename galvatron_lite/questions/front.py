@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from galvatron_lite.cluster.budget import Budget
 from galvatron_lite.errors import InputError
 from galvatron_lite.questions.setting import Point, Progress, Setting, batch_for, gathered, look, require_plan
+from galvatron_lite.units import format_bytes
 
 STEPS = 32
 """Least step of the budget, as a part of the whole."""
@@ -39,7 +40,12 @@ class Front:
 
 
 def pareto_front(
-    setting: Setting, batch: int | None = None, *, step: int | None = None, progress: Progress | None = None
+    setting: Setting,
+    batch: int | None = None,
+    *,
+    step: int | None = None,
+    progress: Progress | None = None,
+    searching: Progress | None = None,
 ) -> Front:
     """The time-memory front from the setting's budget down.
 
@@ -48,6 +54,8 @@ def pareto_front(
         batch: samples a step; 8 a device if not given.
         step: bytes by which a budget is less than the peak before it at the least; 1/32 of the budget if not given.
         progress: called with (per cent of the budget done, 100, what is being looked at).
+        searching: called with (done, total, label) while each plan is searched for; KeyboardInterrupt ends the front
+            with what was found.
 
     Raises:
         InputError: a step below 1.
@@ -56,7 +64,7 @@ def pareto_front(
     gap = max(_whole(setting).most // STEPS, 1) if step is None else step
     if gap < 1:
         raise InputError("step", gap, "Give 1 byte or more.")
-    seen = gathered(_looked_at(setting, batch, gap, progress))
+    seen = gathered(_looked_at(setting, batch, gap, progress, searching))
     require_plan(seen)
     least = next((point.needs for point in seen.points if point.plan is None), None)
     planned = [point for point in seen.points if point.plan is not None]
@@ -75,14 +83,16 @@ def undominated(points: list[Point]) -> tuple[Point, ...]:
     return tuple(kept)
 
 
-def _looked_at(setting: Setting, batch: int | None, step: int, progress: Progress | None) -> Iterator[Point]:
+def _looked_at(
+    setting: Setting, batch: int | None, step: int, progress: Progress | None, searching: Progress | None
+) -> Iterator[Point]:
     devices = setting.profile.cluster.devices
     samples, whole = batch_for(devices, batch), _whole(setting)
     budget = whole.most
     while budget >= 1:
         if progress is not None:
-            progress(100 - 100 * budget // whole.most, 100, f"{budget / 1e9:.2f} GB")
-        point = look(setting, devices, samples, whole.within(budget))
+            progress(100 - 100 * budget // whole.most, 100, format_bytes(budget))
+        point = look(setting, devices, samples, whole.within(budget), searching)
         yield replace(point, budget=budget)
         if point.plan is None:
             # The leanest plan lies less than a step below the last one: a search there takes long and tells little.

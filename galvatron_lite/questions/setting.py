@@ -11,6 +11,7 @@ from galvatron_lite.plans.schema import Mode, Plan, Prediction, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.questions.counts import first_devices
 from galvatron_lite.questions.pins import NOTHING, Pins
+from galvatron_lite.search.best_first import MOST_WORK
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.ways import Delay
@@ -146,6 +147,7 @@ def ask(
     runners_up: int = 0,
     progress: Progress | None = None,
     stoppable: bool = False,
+    effort: int = MOST_WORK,
 ) -> Plan:
     """The fastest plan on the first devices of the setting's cluster; see ``search.planner.find_plan``.
 
@@ -167,18 +169,25 @@ def ask(
         progress=progress,
         session=session,
         stoppable=stoppable,
+        effort=effort,
         mode=setting.mode,
         delay=setting.delay,
     )
 
 
-def look(setting: Setting, devices: int, batch: int, budget: int | Budget | None = None) -> Point:
+def look(
+    setting: Setting,
+    devices: int,
+    batch: int,
+    budget: int | Budget | None = None,
+    progress: Progress | None = None,
+) -> Point:
     """A point of a sweep: one without a plan says why."""
     point = Point(devices, batch, bytes_on(setting.budget if budget is None else budget, ""))
     try:
         given = setting.budget_at(devices) if budget is None else budget
         point = replace(point, budget=bytes_on(given, ""))
-        return replace(point, plan=ask(setting, devices, batch, budget=given))
+        return replace(point, plan=ask(setting, devices, batch, budget=given, progress=progress))
     except InfeasibleError as error:
         return replace(point, reason=str(error), needs=error.smallest_budget)
     except InputError as error:

@@ -24,12 +24,13 @@ from galvatron_lite.runtime.clip import clip_factor, multiply_gradients
 from galvatron_lite.runtime.compiled import check_compile
 from galvatron_lite.runtime.draws import draws_of
 from galvatron_lite.runtime.global_mean import global_mean
+from galvatron_lite.runtime.live.observed import Observable, observed
 from galvatron_lite.runtime.mesh import build_meshes
 from galvatron_lite.runtime.optimizer import fused_on_host, split_groups
 from galvatron_lite.runtime.pieces import entries_of
 from galvatron_lite.runtime.pipelined import output_count, pipelined_outputs, pipelined_step
 from galvatron_lite.runtime.placement import check_samples
-from galvatron_lite.runtime.precision import compute_dtype
+from galvatron_lite.runtime.precision import compute_dtype, holding_copies
 from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.setup import Options, StageRuntime, set_up
 from galvatron_lite.runtime.stage_calls import Calls
@@ -46,7 +47,7 @@ from galvatron_lite.runtime.world import pick_device
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 
-class ParallelModel(Saving, Switching, nn.Module):
+class ParallelModel(Saving, Switching, Observable, nn.Module):
     """A model split over the launched world; every rank makes one, alike, and gives it the same global batches.
 
     Without a pipeline it is used like the model: ``loss = parallel(batch); loss.backward(); optimizer.step()``.
@@ -197,6 +198,7 @@ class ParallelModel(Saving, Switching, nn.Module):
     def _outputs(self, part: Any) -> Any:
         return self._calls.outputs(self.runtime, part, self._rows)[0]
 
+    @observed
     def train_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Tensor:
         """One optimizer step on a global batch, in the plan's micro-batches.
 
@@ -245,7 +247,8 @@ class ParallelModel(Saving, Switching, nn.Module):
         """
         self._begin()
         lifted = 1.0 if self.scaler is None else self.scaler.get_scale()
-        loss = (self._accumulated if self.runtime.pipeline is None else self._pipelined)(batch, lifted)
+        with holding_copies(self._compute, self.device):
+            loss = (self._accumulated if self.runtime.pipeline is None else self._pipelined)(batch, lifted)
         self.watch.at(Phase.GRADIENTS)
         for one in self.runtimes:
             one.reducer.finish()

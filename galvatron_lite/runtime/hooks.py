@@ -6,7 +6,7 @@ moves once, to where it is wanted, and skip connections between layers of unlike
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from galvatron_lite.runtime.layout import IDS, INNER, Layout, Split
 from galvatron_lite.runtime.traffic import Traffic
 
 
-def install_hooks(model: nn.Module, stage: Sequence[Bordered], traffic: Traffic, incoming: Layout | None) -> None:
+def install_hooks(model: nn.Module, stage: Sequence[Bordered], traffic: Traffic, incoming: Collection[Layout]) -> None:
     """Put the hooks on a stage's layers, where layouts or precision ask for any.
 
     Call it after every other hook of the layers is in place: conversion comes before ZeRO wraps the inputs.
@@ -34,9 +34,9 @@ def install_hooks(model: nn.Module, stage: Sequence[Bordered], traffic: Traffic,
         model: holds the layers.
         stage: the modules of the stage's layers, and what they work on.
         traffic: shared by the hooks.
-        incoming: layout in which the previous stage sends; None for the first stage.
+        incoming: layouts in which what comes from earlier stages may lie; none for the first stage.
     """
-    layouts = {incoming or traffic.glue, *(one.border.layout for one in stage)}
+    layouts = {*incoming, *(one.border.layout for one in stage)}
     moves = layouts != {traffic.glue} or bool(traffic.border.lines)
     for one in stage:
         casts = traffic.compute is not None and one.placed.layer.role is Role.BLOCK

@@ -57,6 +57,8 @@ def pipelined_step(
 
     def before(action: Action, last: bool) -> None:
         watch.at(Phase(action.what.value), action.microbatch)
+        if action.what is not Pass.WEIGHT:
+            watch.waits()
         if action.what is Pass.BACKWARD:
             runtime = runtimes[action.chunk]
             set_all_reduce(runtime.sharded.replicated, last)
@@ -65,12 +67,14 @@ def pipelined_step(
             # stages of a rank may share parameters, and their gradients of weights come in any order
             _begin(runtimes, synchronise=next(weights) == len(parts) * len(parts[0]) - 1)
 
-    total = runner.step(parts, call, before)
+    # a gradient of a parameter that stages share may come from another stage than the one whose reducer has it
+    _begin(runtimes, synchronise=False)
+    total = runner.step(parts, call, before, watch.goes_on)
     return total / (runtimes[-1].meshes.stage_devices // traffic.glue.batch)
 
 
 def _begin(runtimes: Sequence[StageRuntime], *, synchronise: bool) -> None:
-    """A pass makes gradients; in the last one they are summed over ranks."""
+    """Gradients are about to be made; in the last pass they are summed over ranks."""
     for runtime in runtimes:
         runtime.reducer.synchronise = synchronise
         runtime.reducer.begin()

@@ -2,7 +2,8 @@
 
 Under bf16 and fp16 the model runs inside autocast, and floating-point inputs of every block are cast, so that
 activations are of that precision whichever way a layer is split: ZeRO gathers parameters in it, and all else is cast
-where autocast casts it. Under fp16 the loss is scaled (``runtime.scaling``).
+where autocast casts it: weights once a step (``holding_copies``). Norms compute in it, too (``runtime.norms``). Under
+fp16 the loss is scaled (``runtime.scaling``).
 """
 
 from __future__ import annotations
@@ -30,3 +31,12 @@ def compute_dtype(precision: str) -> torch.dtype | None:
 def compute_context(compute: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
     """What forward passes run inside."""
     return nullcontext() if compute is None else torch.autocast(device.type, dtype=compute)
+
+
+def holding_copies(compute: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
+    """What all forward and backward passes of a step run inside, for weights to be cast once.
+
+    Autocast keeps the copies that it makes until the outermost of its contexts is left. Were that of one forward pass
+    the outermost, each micro-batch in flight would hold copies of its own. This one casts nothing by itself.
+    """
+    return nullcontext() if compute is None else torch.autocast(device.type, enabled=False)

@@ -3,11 +3,15 @@
 Such a loss multiplies two means over tokens, for each expert the share of tokens that chose it and its mean
 probability (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6). The mean of ranks' products is another figure than
 the product of the means over all tokens, so every rank is given the routers' logits of all tokens: transformers' models
-return them from the module that holds the blocks, and make the loss of them outside.
+return them from the module that holds the blocks, and make the loss of them outside. Tokens that an ``attention_mask``
+leaves out are in neither mean: the module that makes the loss is called with the mask of all samples, the modules
+inside it with that of this rank's own. With micro-batches the loss is the mean of theirs, as it is of one process that
+adds up their gradients.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,42 +21,75 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.balancing import LOGITS, asks_balance
 from galvatron_lite.model.graph import Role
+from galvatron_lite.parallelism.cuts.laying import pieces_of, taken
+from galvatron_lite.parallelism.cuts.tensor import cuts_of, local_of
 from galvatron_lite.parallelism.expert.find import find_mixtures
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.mesh import Meshes
 from galvatron_lite.runtime.placement import Placed, glue_of
 
-LOGITS = "router_logits"
-"""Where transformers' models return what their routers computed."""
-_GATHERED = "_of_all_tokens"
+_GATHERED, _MASK = "_of_all_tokens", "attention_mask"
 
 
 def check_router_losses(model: nn.Module, batch: Any, plan: Plan) -> None:
     """See that a loss on routers' logits, where the model is asked for one, can be right under a plan.
 
     Raises:
-        InputError: it cannot, as a stage has the logits of its own blocks alone, or a micro-batch those of its tokens.
+        InputError: it cannot, as a stage has the logits of its own blocks alone.
     """
-    asked = batch.get(f"output_{LOGITS}") if isinstance(batch, Mapping) else None
-    asked = getattr(getattr(model, "config", None), f"output_{LOGITS}", False) if asked is None else asked
-    parts = len(plan.stages) * plan.microbatches
-    if asked is True and parts > 1:
+    if len(plan.stages) > 1 and asks_balance(model, batch):
         remedy = (
-            f"Its loss needs the routers' logits of the whole batch and all blocks, which {len(plan.stages)} stage(s) "
-            f"and {plan.microbatches} micro-batch(es) do not have together. Plan it with one of each, or set "
-            f"config.output_{LOGITS}=False."
+            f"Its loss needs the routers' logits of all blocks, which no one of {len(plan.stages)} stages has. Plan it "
+            f"with one stage (--fix pipeline=1), or set config.output_{LOGITS}=False."
         )
-        raise InputError(f"output_{LOGITS}", asked, remedy)
+        raise InputError(f"output_{LOGITS}", True, remedy)
 
 
 @dataclass(frozen=True, slots=True)
 class _Shares:
-    """Ranks that have a block's tokens between them, and the ways in which a gradient of all of them is too large."""
+    """How the ranks of a stage have a block's tokens between them.
+
+    Attributes:
+        group: ranks with other tokens; None: each has all of them.
+        scale: how many times too small the ranks' gradients of a loss of all tokens are together.
+        samples: this rank's share of the samples, of how many.
+        tokens: this rank's share of those tokens of its samples that a tensor group has, of how many.
+    """
 
     group: dist.ProcessGroup | None
     scale: float
+    samples: tuple[int, int]
+    tokens: tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Masks:
+    """The attention mask of a call: of all samples for the loss, of this rank's for everything else."""
+
+    group: dist.ProcessGroup | None
+    whole: Tensor | None = None
+    own: Tensor | None = None
+
+    def widen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pre-hook of the module that makes the loss."""
+        named = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+        self.own = self.whole = named.get(_MASK)
+        if self.own is not None:
+            self.whole = _all_samples(self.own, self.group)
+            named[_MASK] = self.whole
+        return (), named
+
+    def narrow(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pre-hook of the modules inside it."""
+        if self.own is None:
+            return None
+        return tuple(map(self._own, args)), {name: self._own(one) for name, one in kwargs.items()}
+
+    def _own(self, given: Any) -> Any:
+        return self.own if given is self.whole else given
 
 
 def install_router_losses(
@@ -69,14 +106,32 @@ def install_router_losses(
     spread = {name.rpartition(".")[0] for name in experts}
     blocks = [placed for placed in stage if placed.layer.role is Role.BLOCK]
     mixed = [one for one in blocks if _is_mixed(model, one.layer.modules[0], spread)]
-    shares = [_shares(placed, glue_of(stage), meshes) for placed in mixed]
-    if all(one.group is None for one in shares):
+    glue = glue_of(stage)
+    shares = [_shares(placed, glue, meshes) for placed in mixed]
+    if all(one.group is None and one.scale == 1 for one in shares):
         return
-    hook = _Hook(tuple(shares))
     paths = {path.rpartition(".")[0] for placed in mixed for path in placed.layer.modules}
     around = {".".join(path.split(".")[:depth]) for path in paths for depth in range(len(path.split(".")) + 1)}
+    hook = _Hook(tuple(shares), _install_masks(model, around, meshes.groups(glue.strategy).batch))
     for path in sorted(around, reverse=True):
         model.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
+
+
+def _install_masks(model: nn.Module, around: Collection[str], group: dist.ProcessGroup | None) -> _Masks | None:
+    """Hook the outermost module whose calls say whether it makes the loss, and those directly inside; None: no such."""
+    makers = (path for path in sorted(around) if _makes_loss(model.get_submodule(path)))
+    maker = next(makers, None)
+    if maker is None:
+        return None
+    masks = _Masks(group)
+    model.get_submodule(maker).register_forward_pre_hook(masks.widen, with_kwargs=True)
+    for inner in model.get_submodule(maker).children():
+        inner.register_forward_pre_hook(masks.narrow, with_kwargs=True)
+    return masks
+
+
+def _makes_loss(module: nn.Module) -> bool:
+    return {f"output_{LOGITS}", _MASK} <= set(inspect.signature(module.forward).parameters)
 
 
 def _is_mixed(model: nn.Module, path: str, spread: Collection[str]) -> bool:
@@ -85,44 +140,88 @@ def _is_mixed(model: nn.Module, path: str, spread: Collection[str]) -> bool:
 
 def _shares(placed: Placed, glue: Placed, meshes: Meshes) -> _Shares:
     strategy, groups = placed.strategy, meshes.groups(placed.strategy)
-    group = groups.everyone if strategy.sequence_parallel and strategy.tensor > 1 else groups.gradients
+    splits_tokens = strategy.sequence_parallel and strategy.tensor > 1
+    group = groups.everyone if splits_tokens else groups.gradients
     ranks = 1 if group is None else group.size()
-    return _Shares(group, glue.strategy.batch_degree / ranks)
+    samples = (groups.batch_index, strategy.batch_degree)
+    tokens = (groups.tensor_index, strategy.tensor) if splits_tokens else (0, 1)
+    return _Shares(group, glue.strategy.token_degree / ranks, samples, tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class _Hook:
     shares: tuple[_Shares, ...]
+    masks: _Masks | None
 
     def __call__(self, _module: nn.Module, _args: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
         found = getattr(output, LOGITS, None)
         if not isinstance(found, tuple) or not found or hasattr(found[0], _GATHERED):
             return output
-        if len(found) != len(self.shares) or kwargs.get("attention_mask") is not None:
-            remedy = "A loss on them is not right for shares of a batch with an attention_mask; leave one of both out."
-            raise InputError(f"output_{LOGITS}", f"{len(found)} layers", remedy)
-        output[LOGITS] = tuple(_of_all_tokens(one, shares) for one, shares in zip(found, self.shares, strict=True))
+        if self.masks is None and kwargs.get(_MASK) is not None:
+            remedy = "No module is seen to take both and make the loss of them: leave one of them out."
+            raise InputError(f"output_{LOGITS}", True, remedy)
+        if len(found) != len(self.shares):
+            remedy = (
+                f"{len(self.shares)} were expected, one of each block with experts. Compiled blocks may run twice, "
+                f"and return too many: train without compile=, or set config.output_{LOGITS}=False."
+            )
+            raise InputError(f"output_{LOGITS}", f"{len(found)} {LOGITS}", remedy)
+        mask = None if self.masks is None else self.masks.whole
+        every = (_of_all_tokens(one, shares, mask) for one, shares in zip(found, self.shares, strict=True))
+        output[LOGITS] = tuple(every)
         return output
 
 
-def _of_all_tokens(logits: Tensor, shares: _Shares) -> Tensor:
-    """The logits (tokens, experts) of all ranks of a group, one after the other."""
-    if shares.group is None:
-        return logits
-    every: Tensor = _Gather.apply(logits, shares.group, shares.scale)  # type: ignore[no-untyped-call]
+def _of_all_tokens(logits: Tensor, shares: _Shares, mask: Tensor | None) -> Tensor:
+    """The logits (tokens, experts) of all ranks of a group, in the order of a mask (samples, tokens) of them all.
+
+    Raises:
+        InputError: context parallelism leaves ranks unequal shares of the tokens, or the mask is not one of tokens.
+    """
+    for cut in cuts_of(logits):
+        if cut.extent % cut.line.size:
+            remedy = f"A loss on the {LOGITS} needs tokens that {cut.line.size} ranks can share evenly: pad the batch."
+            raise InputError("tokens", cut.extent, remedy)
+    every: Tensor = _Gather.apply(local_of(logits), shares.group, shares.scale)  # type: ignore[no-untyped-call]
+    if mask is not None:
+        if mask.dim() != 2 or mask.numel() != every.shape[0]:
+            remedy = f"With output_{LOGITS} give one of shape (samples, tokens), for {every.shape[0]} tokens in all."
+            raise InputError(_MASK, tuple(mask.shape), remedy)
+        every = every[_order(logits, shares, mask)] if shares.group is not None else every
     setattr(every, _GATHERED, True)
     return every
+
+
+def _order(logits: Tensor, shares: _Shares, mask: Tensor) -> Tensor:
+    """Where each token of the mask, read row by row, is among those gathered from the ranks of a group."""
+    assert shares.group is not None
+    samples, tokens = mask.shape
+    (sample, of), (part, parts) = shares.samples, shares.tokens
+    places = torch.arange(mask.numel(), device=mask.device).view(of, samples // of, tokens)[sample].flatten()
+    for cut in cuts_of(logits):  # whose extent is that of one of the parts
+        places = taken(places, 0, pieces_of(len(places), cut.line, cut.line.rank))
+    places = places.view(samples // of, parts, -1)[:, part].flatten()
+    return ProcessTensorGroup(shares.group).all_gather(places, 0).argsort()
+
+
+def _all_samples(mask: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The masks of ranks with other samples, one after the other."""
+    if group is None:
+        return mask
+    sent = mask.byte() if mask.dtype is torch.bool else mask
+    return ProcessTensorGroup(group).all_gather(sent, 0).to(mask.dtype)
 
 
 class _Gather(torch.autograd.Function):
     """Every rank has the same loss of all tokens; their gradients together are ``scale`` times too small."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
-        line = ctx.line = ProcessTensorGroup(group)
+    def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup | None, scale: float) -> Tensor:
+        line = ctx.line = None if group is None else ProcessTensorGroup(group)
         ctx.scale = scale
-        return line.all_gather(logits, 0)
+        return logits.clone() if line is None else line.all_gather(logits, 0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.line.reduce_scatter(gradient * ctx.scale, 0), None, None
+        scaled = gradient * ctx.scale
+        return (scaled if ctx.line is None else ctx.line.reduce_scatter(scaled, 0)), None, None

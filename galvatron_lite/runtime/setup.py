@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,7 +41,7 @@ from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.alike import broadcast_values, share_random_state, shares_samples
-from galvatron_lite.runtime.block_calls import sample_arguments
+from galvatron_lite.runtime.block_calls import check_folded, sample_arguments
 from galvatron_lite.runtime.border import border_of, rules_under
 from galvatron_lite.runtime.channel_plans import channel_plans
 from galvatron_lite.runtime.compiled import compile_blocks
@@ -49,6 +49,7 @@ from galvatron_lite.runtime.hooks import install_hooks
 from galvatron_lite.runtime.layout import Layout
 from galvatron_lite.runtime.materialize import Materializer
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
+from galvatron_lite.runtime.norms import narrow_norms
 from galvatron_lite.runtime.placement import Placed, Stages, glue_layout, glue_of, place_layers
 from galvatron_lite.runtime.redistribute import Mover
 from galvatron_lite.runtime.router_losses import check_router_losses, install_router_losses
@@ -271,7 +272,7 @@ def _build_stage(
     model, layers, stages = models[number], prepared.layers, prepared.stages
     earlier = {other: one for other, one in models.items() if other < number}
     tied = shared_before(earlier, number, prepared.ties, prepared.names)
-    incoming = stages[number - 1][-1].layout if number else None
+    incoming = frozenset().union(*map(_layouts_of, stages[:number]))
     deferral = Deferral() if cut is not None and pipeline_of(prepared.plan).splits_backward else None
     if deferral is not None:
         _defer(model, stages[number], deferral)
@@ -281,6 +282,11 @@ def _build_stage(
     if cut is None:
         return runtime, None
     return runtime, Chunk(cut, Luggage(runtime.traffic.pack, runtime.traffic.unpack), deferral)
+
+
+def _layouts_of(stage: Sequence[Placed]) -> set[Layout]:
+    """How what a stage hands on may lie: it passes on what came from earlier ones as well."""
+    return {glue_layout(stage), *(placed.layout for placed in stage)}
 
 
 def _defer(model: nn.Module, stage: Sequence[Placed], deferral: Deferral) -> None:
@@ -308,11 +314,11 @@ class Known:
 
     Attributes:
         plans: how layers are split inside.
-        sampled: which arguments of layers hold the samples; see ``Traffic``.
+        sampled: how arguments of layers hold the samples; see ``Traffic``.
     """
 
     plans: LayerPlans
-    sampled: Mapping[str, Mapping[str, bool]]
+    sampled: Mapping[str, Mapping[str, int]]
 
 
 def examine(
@@ -342,7 +348,7 @@ def assemble(
     meshes: Meshes,
     known: Known,
     options: Options,
-    incoming: Layout | None = None,
+    incoming: Collection[Layout] = (),
     roots: Sequence[nn.Module] = (),
     place: Callable[[Layer], None] | None = None,
     tied: Mapping[str, nn.Parameter] | None = None,
@@ -356,7 +362,7 @@ def assemble(
         meshes: process groups.
         known: from ``examine``.
         options: of the model.
-        incoming: layout in which a stage before this one sends.
+        incoming: layouts in which what stages before this one send may lie.
         roots: the modules of the model that are called; the model itself if not given.
         place: brings a layer onto the device; gives it its values if not given.
         tied: parameters that another stage of this rank has and trains, by their names here.
@@ -364,6 +370,8 @@ def assemble(
     compile_blocks(model, stage, meshes, options.compile)
     place = place or Materializer(model, layers, options.device, options.seed, options.init_fn).place
     sharded = _split(model, layers, stage, meshes, known.plans, options, roots or [model], place)
+    if options.compute is not None:
+        narrow_norms(model)
     glue = glue_of(stage)
     groups = meshes.groups(glue.strategy)
     border = border_of(glue_layout(stage), glue.strategy, groups)
@@ -438,11 +446,15 @@ def _split(
 
 def _sample_arguments(
     model: nn.Module, stage: Sequence[Placed], glue: Layout, batch: Any
-) -> dict[str, dict[str, bool]]:
+) -> Mapping[str, Mapping[str, int]]:
     """What must be known of the arguments of blocks that split samples in another way than the glue code."""
-    unlike = [
-        placed.layer.name
+    unlike = {
+        placed.layer.name: placed.layout.batch
         for placed in stage
         if placed.layer.role is Role.BLOCK and replace(placed.layout, sequence=1) != replace(glue, sequence=1)
-    ]
-    return sample_arguments(model, unlike, batch) if unlike and batch is not None else {}
+    }
+    if not unlike or batch is None:
+        return {}
+    found = sample_arguments(model, list(unlike), batch)
+    check_folded({name: own for name, own in found.items() if unlike[name] != glue.batch})
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -36,8 +36,9 @@ from galvatron_lite.parallelism.zero.apply import STAGE_2, ZeroGroup, apply_root
 from galvatron_lite.parallelism.zero.shares import Share, share_of
 from galvatron_lite.runtime.border import Border, Bordered, border_of, rules_under
 from galvatron_lite.runtime.draws import lot_of
+from galvatron_lite.runtime.layout import Layout
 from galvatron_lite.runtime.mesh import Group, Meshes, StrategyGroups
-from galvatron_lite.runtime.placement import Placed
+from galvatron_lite.runtime.placement import Placed, glue_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,7 @@ def shard_stage(
             mixtures = _mixtures(model, placed)
             if mixtures:
                 _spread_experts(model, placed, meshes, plans.capacity, done)
-            _split_matmuls(model, placed, meshes, plans.tensor, done)
+            _split_matmuls(model, placed, meshes, plans.tensor, done, glue_layout(stage))
             if mixtures and placed.strategy.context > 1:
                 work_on_shares(model.get_submodule(placed.layer.modules[0]), mixtures)
             border = border_of(placed.layout.whole_channels, placed.strategy, meshes.groups(placed.strategy))
@@ -232,7 +233,7 @@ def tied_layers(model: nn.Module, stage: Sequence[Placed]) -> list[list[Placed]]
 
 
 def _split_matmuls(
-    model: nn.Module, placed: Placed, meshes: Meshes, plans: Mapping[str, TensorPlan], done: Sharded
+    model: nn.Module, placed: Placed, meshes: Meshes, plans: Mapping[str, TensorPlan], done: Sharded, glue: Layout
 ) -> None:
     layer, strategy = placed.layer, placed.strategy
     if strategy.tensor == 1 or not layer.modules:
@@ -247,7 +248,9 @@ def _split_matmuls(
         done.shards |= kept
     else:
         modules = {path: model.get_submodule(path) for path in layer.modules}
-        done.shards |= shard_layer(modules, plans[layer.name], group, False)
+        # elsewhere hooks take plain logits into the layout of the loss
+        shares = placed.layout == glue and strategy.context == strategy.spatial == 1
+        done.shards |= shard_layer(modules, plans[layer.name], group, False, shares_logits=shares)
 
 
 def _beside_experts(plan: TensorPlan, groups: StrategyGroups, sequence_parallel: bool) -> TensorPlan:
@@ -320,9 +323,20 @@ def _share_states(
         ignored |= _share_experts(model, modules, strategy, meshes, compute, done)
         # the last layer's backward follows at once: what it gathered for forward is still needed
         zero_stage = STAGE_2 if layers[-1].layer.role is Role.AFTER else strategy.zero_stage
-        made = shard_group(ZeroGroup(holding, mesh, zero_stage), ignored, compute)
-        done.zero_modules += made
-        done.replicated += made if strategy.data > 1 else []
+        for part in _gathered_together(holding):
+            made = shard_group(ZeroGroup(part, mesh, zero_stage), ignored, compute)
+            done.zero_modules += made
+            done.replicated += made if strategy.data > 1 else []
+
+
+def _gathered_together(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, ...]]:
+    """The modules of a layer that ZeRO gathers at once: those that train, and each frozen one by itself.
+
+    FSDP gathers a group again when the gradient of what its last module gave arrives; a frozen table gets none.
+    """
+    trained = tuple(one for one in modules if any(parameter.requires_grad for parameter in one.parameters()))
+    yield from (trained,) if trained else ()
+    yield from ((one,) for one in modules if one not in trained)
 
 
 def _share_experts(

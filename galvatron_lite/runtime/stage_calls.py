@@ -11,10 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron_lite.model.batch import LossFn, batch_size, call_model, loss_of, map_tensors, slice_batch
+from galvatron_lite.model.batch import (
+    LossFn,
+    batch_size,
+    call_model,
+    loss_of,
+    map_tensors,
+    slice_batch,
+    with_share_of_items,
+)
 from galvatron_lite.parallelism.cuts.tensor import local_of
 from galvatron_lite.parallelism.draws.modules import Draws
 from galvatron_lite.parallelism.spatial.apply import leaving
+from galvatron_lite.parallelism.vocabulary.logits import whole_logits
 from galvatron_lite.runtime.draws import drawing
 from galvatron_lite.runtime.layout import WHOLE, Split
 from galvatron_lite.runtime.precision import compute_context
@@ -41,7 +50,8 @@ class Calls:
         """This rank's samples of every micro-batch of so many rows, in the layout of a stage's glue code."""
         traffic, place = runtime.traffic, runtime.meshes.index_in_stage
         ((top, bottom),) = traffic.glue.samples((rows,)).box(place, (rows,)).ranges
-        starts = range(0, batch_size(batch), rows)
+        samples = batch_size(batch)
+        starts, batch = range(0, samples, rows), with_share_of_items(batch, (bottom - top) / samples)
         parts = [slice_batch(batch, start + top, start + bottom) for start in starts]
         made = [traffic.cut_batch(part, self.device) for part in parts]
         for part, start in zip(made, starts, strict=True):
@@ -89,7 +99,7 @@ def _gathered(runtime: StageRuntime, tensor: Tensor) -> Tensor:
     if piece is not None:
         whole = Split(piece.split.devices, (WHOLE,) * len(piece.shape))
         return traffic.mover(piece.tensor, piece.split, whole, piece.shape)
-    plain = local_of(tensor)
+    plain = local_of(whole_logits(tensor))
     if group is None or not plain.is_floating_point():
         return plain
     total = plain.clone()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,12 +12,28 @@ from torch import Tensor
 
 from galvatron_lite.errors import NonFiniteLossError
 from galvatron_lite.runtime.clip import local_tensor, squared_norm_share, step_factor
+from galvatron_lite.runtime.scaling import LossScaler
+from galvatron_lite.runtime.setup import StageRuntime
 from galvatron_lite.runtime.watch.notes import Phase
-
-if TYPE_CHECKING:
-    from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.watch.watch import Watch
 
 _NAMED = 3
+
+
+class Trained(Protocol):
+    """What a step's end asks of a model in training: a ``ParallelModel``."""
+
+    device: torch.device
+    runtime: StageRuntime
+    scaler: LossScaler | None
+    watch: Watch
+
+    @property
+    def runtimes(self) -> Sequence[StageRuntime]:
+        """What trains the parts of the model that are on this rank."""
+        ...
+
+    def _multiply(self, factor: Tensor) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +51,7 @@ class _Found:
     names: tuple[str, ...]
 
 
-def reduced(parallel: ParallelModel, values: list[Tensor], with_norm: bool = True) -> Tensor:
+def reduced(parallel: Trained, values: list[Tensor], with_norm: bool = True) -> Tensor:
     """Sums over the world of values, and of the gradient's squared norm, in one message."""
     if with_norm:
         shares = [squared_norm_share(one.owned, one.counted_elsewhere, parallel.device) for one in parallel.runtimes]
@@ -45,7 +62,7 @@ def reduced(parallel: ParallelModel, values: list[Tensor], with_norm: bool = Tru
     return stacked
 
 
-def finish_step(parallel: ParallelModel, loss: Tensor, largest: float | None) -> tuple[Tensor, bool]:
+def finish_step(parallel: Trained, loss: Tensor, largest: float | None) -> tuple[Tensor, bool]:
     """The global loss, and whether the step may be taken, after checking gradients, scaling them back, clipping.
 
     Args:
@@ -69,7 +86,7 @@ def finish_step(parallel: ParallelModel, loss: Tensor, largest: float | None) ->
     return sums[0], is_finite
 
 
-def _refuse(parallel: ParallelModel, own: Tensor, loss: Tensor, overflows: bool) -> None:
+def _refuse(parallel: Trained, own: Tensor, loss: Tensor, overflows: bool) -> None:
     """Raise, unless only the gradient is not finite, where that is an overflow of scaled ones."""
     if overflows and bool(loss.isfinite()):
         return
@@ -86,7 +103,7 @@ def _refuse(parallel: ParallelModel, own: Tensor, loss: Tensor, overflows: bool)
     )
 
 
-def _found(parallel: ParallelModel, loss: Tensor) -> _Found:
+def _found(parallel: Trained, loss: Tensor) -> _Found:
     owned = [one for runtime in parallel.runtimes for one in runtime.owned]
     bad = [one for one in owned if one.gradient is not None and not _is_finite(one.gradient)]
     made = any(one.is_final and not one.is_zero for one in bad) or not all(

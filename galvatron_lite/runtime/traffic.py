@@ -13,6 +13,7 @@ from torch import Tensor
 from galvatron_lite.model.batch import map_places, map_tensors, tensors_of
 from galvatron_lite.parallelism.cuts.tensor import Rules, cut_tensor, cuts_of, whole_shape
 from galvatron_lite.parallelism.spatial.apply import entering, leaving, settled
+from galvatron_lite.parallelism.vocabulary.logits import whole_logits
 from galvatron_lite.runtime.border import Border, Piece
 from galvatron_lite.runtime.laid import LaidTensor, laid_tensor
 from galvatron_lite.runtime.layout import PIXELS, Axis, Layout, Split
@@ -32,8 +33,8 @@ class Traffic:
         border: of the glue code: its layout, and the ranks that share its pictures.
         rules: what functions do with cut tensors.
         compute: what floating-point inputs of blocks are cast to; None: left alone.
-        sampled: by layer and place, whether an argument has the samples along dim 0; where nothing is known, one
-            whose dim 0 has as many items as there are samples is taken to.
+        sampled: by layer and place, how many items of dim 0 of an argument each sample has; where nothing is known, one
+            whose dim 0 has as many items as there are samples is taken to have one.
         rows: of the micro-batch, over the whole stage.
         brought: glue tensors that were converted for a layer in this micro-batch, by identity.
     """
@@ -42,7 +43,7 @@ class Traffic:
     border: Border
     rules: Rules
     compute: torch.dtype | None
-    sampled: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
+    sampled: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     rows: int = 0
     brought: dict[tuple[int, object], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -64,24 +65,24 @@ class Traffic:
         """Whether a tensor may hold a share of the samples along dim 0."""
         return tensor.dim() > 0 and tensor.shape[0] * layout.batch == self.rows
 
-    def piece(self, tensor: Tensor, sampled: bool | None = None) -> Piece | None:
+    def piece(self, tensor: Tensor, sampled: int | None = None) -> Piece | None:
         """What a tensor of the glue code is on the stage; None where it does not hold the samples.
 
         Args:
             tensor: plain, cut, or as a layer returned it.
-            sampled: whether it has the samples along dim 0; None: not known.
+            sampled: items of dim 0 of each sample; None: not known.
         """
         if isinstance(tensor, LaidTensor):
             return tensor.piece
-        if sampled is False or not self.has_rows(tensor, self.glue):
+        if sampled not in (None, 1) or not self.has_rows(tensor, self.glue):
             return None
-        tensor = settled(tensor, self.border.lines)
+        tensor = settled(whole_logits(tensor), self.border.lines)
         cuts, shape = cuts_of(tensor), (self.rows, *whole_shape(tensor)[1:])
         return Piece(leaving(tensor, self.border.lines), self.border.split(cuts, shape), shape)
 
     def loose(self, tensor: Tensor, layout: Layout) -> Tensor:
         """A glue tensor without samples for a layer: its gradient there, summed over the stage, counts once."""
-        return self._between(leaving(tensor, self.border.lines), self.glue, layout)
+        return self._between(leaving(whole_logits(tensor), self.border.lines), self.glue, layout)
 
     def see(self, tensor: Tensor, layout: Layout) -> Tensor:
         """What a layer returned that does not hold the samples, as glue code sees it."""

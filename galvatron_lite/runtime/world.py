@@ -15,6 +15,14 @@ SAVER = "galvatron-save"
 """Name of threads that write checkpoints: no process ends before them."""
 
 
+class Finishing(threading.Thread):
+    """A thread that goes on until it is told to end; no process ends (``leave``) before it has."""
+
+    def finish(self) -> None:
+        """End, once all is written."""
+        raise NotImplementedError
+
+
 def pick_device(name: str = "auto") -> torch.device:
     """The device of this process: its own GPU where there is one, else the CPU.
 
@@ -68,6 +76,8 @@ def leave() -> None:
     for thread in threading.enumerate():
         if thread.name == SAVER:
             thread.join()
+        elif isinstance(thread, Finishing):
+            thread.finish()
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()

@@ -6,19 +6,24 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from galvatron_lite.cluster.budget import Budget, bytes_on
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.stage import Shape
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Recompute
+from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE
 from galvatron_lite.parallelism.registry import SHAPES
 from galvatron_lite.plans.schema import Alternative, Plan, Schedule
 from galvatron_lite.search.best_first import Found, finished, search
 from galvatron_lite.search.result import summary
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, microbatch_counts
+from galvatron_lite.units import format_budget
 
 UNBOUNDED = 2**60
 _ROUNDING = 1e-9
+_TRIES = 3
+"""How often a plan is made for less room, until one fits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +73,8 @@ def finalists(
     first = _finalist(request, pricer, _name(found.problem.shape), found)
     beside = [one for one in given if one.partition is not found.partition]
     options = [first, *(_finalist(request, pricer, "given", one) for one in beside)]
+    if not first.fits:
+        options += _instead(request, pricer, first)
     if wanted < 1:
         return tuple(options)
     others = [other for other in found.others if other.partition is not found.partition]
@@ -79,6 +86,32 @@ def finalists(
         if name not in {option.name for option in options}:
             _add(options, _best_of(replace(request, fixed=fixed), pricer, name))
     return tuple(options)
+
+
+def _instead(request: Request, pricer: LayerPricer, over: Finalist) -> Iterator[Finalist]:
+    """Plans that fit, where the one found holds more once its passes are in order (zero-bubble): the best of the other
+    schedules, of which the search knows every byte, and one of its own that was made for less room.
+    """
+    others = tuple(schedule for schedule in request.schedules if schedule not in ZERO_BUBBLE)
+    known = search(replace(request, schedules=others), pricer) if others else None
+    if known is not None:
+        yield _finalist(request, pricer, _name(known.problem.shape), known)
+    share = 1.0
+    for _ in range(_TRIES):
+        share *= min(bytes_on(request.budget, stage.device) / stage.memory.total for stage in over.plan.stages)
+        found = search(replace(request, budget=_part_of(request.budget, share)), pricer)
+        if found is None:
+            return
+        over = _finalist(request, pricer, _name(found.problem.shape), found)
+        if over.fits:
+            yield over
+            return
+
+
+def _part_of(budget: int | Budget, share: float) -> int | Budget:
+    if isinstance(budget, int):
+        return int(budget * share)
+    return Budget(int(budget.least * share), tuple((name, int(size * share)) for name, size in budget.own))
 
 
 def _add(options: list[Finalist], more: Finalist | None) -> None:
@@ -105,9 +138,26 @@ def quickest(options: Sequence[Finalist]) -> Finalist:
     """The finalist of least simulated step time among those that fit; the first unless another one is really quicker.
 
     Equal plans differ by a picosecond or so, by which the search rounds.
+
+    Raises:
+        InfeasibleError: none fits: a zero-bubble plan may hold more than its schedule's limit of micro-batches once its
+            passes are in order, where gradients of weights wait for more than forward keeps; and no other was found.
     """
-    best = min((option for option in options if option.fits), key=lambda option: option.seconds)
-    return best if best.seconds < options[0].seconds * (1.0 - _ROUNDING) else options[0]
+    fitting = [option for option in options if option.fits]
+    if not fitting:
+        raise _overfull(options[0])
+    best = min(fitting, key=lambda option: option.seconds)
+    is_quicker = not options[0].fits or best.seconds < options[0].seconds * (1.0 - _ROUNDING)
+    return best if is_quicker else options[0]
+
+
+def _overfull(option: Finalist) -> InfeasibleError:
+    peak = option.alternative.peak_memory
+    return InfeasibleError(
+        f"The plan found needs {format_budget(peak, up=True)} a device once its passes are in order: "
+        f"{option.alternative.summary}. Give that much, ask for another schedule, or for less recomputation.",
+        peak,
+    )
 
 
 def alternatives_to(options: Sequence[Finalist], chosen: Finalist, wanted: int) -> tuple[Alternative, ...]:

@@ -20,6 +20,7 @@ from galvatron_lite.parallelism.branch.assign import Assignment, assign
 from galvatron_lite.parallelism.branch.find import Region
 from galvatron_lite.plans.notes import plan_notes
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, Plan, Proof, Schedule, Stage
+from galvatron_lite.profiler.unsure import spread_note
 from galvatron_lite.search.branch_course import Course
 from galvatron_lite.search.branch_notes import branch_notes
 from galvatron_lite.search.branch_options import Choices, Options
@@ -145,7 +146,8 @@ def _priced(asked: Asked, course: Course, chosen: Sequence[_Split]) -> Plan:
 def _told(asked: Asked, plan: Plan) -> Plan:
     """A priced plan with what is to be said of it."""
     made_from, ordinary = plan.provenance, asked.ordinary
-    notes = (*branch_notes(plan, ordinary), *plan_notes(asked.request.graph, plan))
+    unsure = spread_note(asked.session.profile.origin)
+    notes = (*branch_notes(plan, ordinary), *plan_notes(asked.request.graph, plan), *unsure)
     return replace(
         plan,
         provenance=None if made_from is None else replace(made_from, notes=notes, proof=Proof.FEASIBLE),

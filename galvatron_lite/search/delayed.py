@@ -23,6 +23,7 @@ from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, d
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.plans.notes import plan_notes
 from galvatron_lite.plans.schema import Cyclic, Mode, Plan, Proof, Schedule
+from galvatron_lite.profiler.unsure import spread_note
 from galvatron_lite.search.result import plan_of, provenance
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ def _made(asked: Asked, plans: Sequence[Plan]) -> list[Plan]:
     for plan in plans:
         gap = _gap(asked, plan)
         proof = Proof.FEASIBLE if gap > 0.0 else Proof.PROVEN
-        notes = plan_notes(asked.request.graph, plan)
+        notes = (*plan_notes(asked.request.graph, plan), *spread_note(asked.session.profile.origin))
         made_from = replace(base, gap=gap, proof=proof, certificate="", notes=notes)
         made.append(replace(plan, left_out=() if ordinary is None else ordinary.left_out, provenance=made_from))
     return made

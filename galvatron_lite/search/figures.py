@@ -8,7 +8,7 @@ import numpy as np
 
 from galvatron_lite.arrays import FloatArray, IntArray
 from galvatron_lite.cost.layer import LayerCosts, LayerPricer, Sharing
-from galvatron_lite.cost.memory import resting, terms
+from galvatron_lite.cost.memory import late_gradients, resting, terms
 from galvatron_lite.cost.stage import weight_seconds
 from galvatron_lite.parallelism.strategies import Strategies
 
@@ -16,6 +16,7 @@ TICKS = 10**12
 """Search counts time in picoseconds, so that sums do not depend on their order."""
 MEMORY = ("rest", "prefix", "peak", "middle", "prefetched", "pending", "updated")
 """Columns of ``Figures.memory``, see ``cost.memory.MemoryTerms``."""
+REST, PREFIX, PEAK, MIDDLE, PREFETCHED, PENDING, UPDATED = range(len(MEMORY))
 
 
 def ticks(seconds: float) -> int:
@@ -37,6 +38,8 @@ class Figures:
             weights) and a step.
         kept: (S,) bytes.
         memory: (S, 7) bytes with one micro-batch in flight, columns as ``MEMORY``.
+        late: (S,) bytes by which prefix is less in the first backward, where that has all of several micro-batches in
+            memory.
         resting: (S, 2) bytes of states, parameters and gradients while other layers compute, and gathered beside them.
     """
 
@@ -46,6 +49,7 @@ class Figures:
     step: IntArray
     kept: IntArray
     memory: IntArray
+    late: IntArray
     resting: IntArray
 
     def at(self, rows: IntArray) -> Figures:
@@ -57,6 +61,7 @@ class Figures:
             self.step[rows],
             self.kept[rows],
             self.memory[rows],
+            self.late[rows],
             self.resting[rows],
         )
 
@@ -95,5 +100,6 @@ def _figures(costs: LayerCosts, single: bool) -> Figures:
         all_ticks(costs.step_seconds),
         costs.kept,
         np.column_stack([getattr(memory, name) for name in MEMORY]),
+        np.zeros_like(costs.kept) if single else np.asarray(late_gradients(costs)),
         np.column_stack((resting(costs, 1 if single else 2), costs.gathered)),
     )

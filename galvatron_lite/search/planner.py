@@ -22,10 +22,12 @@ from functools import partial
 from galvatron_lite.cluster.budget import Budget, bytes_on
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InfeasibleError, InputError
+from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.backends import Backend, backend_named, check_mode
 from galvatron_lite.plans.notes import plan_notes
 from galvatron_lite.plans.schema import Mode, Plan, Schedule, Trainer
 from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.profiler.unsure import spread_note
 from galvatron_lite.search.alike import with_alike
 from galvatron_lite.search.all_ways import WAYS, WHY
 from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, quickest
@@ -148,7 +150,10 @@ def _ordinary(
             provenance(profile, asked.budget, _gap(options[0], chosen)),
             certificate=certificate,
             interrupted=found.stopped,
-            notes=plan_notes(profile.graph, replace(chosen.plan, mode=kept.mode)),
+            notes=(
+                *plan_notes(profile.graph, replace(chosen.plan, mode=kept.mode)),
+                *spread_note(profile.origin),
+            ),
         ),
     )
 
@@ -203,13 +208,18 @@ def request_of(
     if bytes_on(budget, "") < 1:
         raise InputError("--mem", bytes_on(budget, ""), "Give a positive number of bytes.")
     check_pins(profile.graph, fixed)
-    fixed = _run_in_mode(fixed, session.mode, backend)
+    fixed = _undivided(_run_in_mode(fixed, session.mode, backend), profile.graph)
     orders = schedules_for(fixed, schedules, backend)
     space, known = session.space(backend)
     unlike = None if profile.cluster.alike else profile.cluster
     request = Request(profile.graph, devices, global_batch, budget, fixed, orders, space, known, unlike)
     check_layers(request)
     return request
+
+
+def _undivided(fixed: Fixed, graph: ModelGraph) -> Fixed:
+    """What is pinned: one micro-batch where a model's loss is another one with several, unless they are asked for."""
+    return replace(fixed, microbatches=fixed.microbatches or 1) if graph.undivided else fixed
 
 
 def _run_in_mode(fixed: Fixed, mode: Mode, backend: Backend) -> Fixed:

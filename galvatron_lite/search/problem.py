@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing
 from galvatron_lite.cost.layout import NEAR, of_layout
-from galvatron_lite.cost.schedule import Form
+from galvatron_lite.cost.schedule import Figure, Form
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.cost.stage import Shape, transfer_seconds
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, in_flight
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, fills, in_flight
 from galvatron_lite.search.chains.chain import Chain, ChainLayer
 from galvatron_lite.search.chains.frontier import Front, Path
 from galvatron_lite.search.graphs import Net, net_paths
@@ -136,6 +136,11 @@ class Problem:
         """What turns a stage's figures into the time it needs alone: (micro-batch parts..., step)."""
         return (*(int(weight) for weight in self.form.alone), 1)
 
+    @property
+    def ramp(self) -> tuple[int, ...]:
+        """How often each part of a micro-batch counts where another stage is the slowest; shares of one not at all."""
+        return tuple(int(ramp) for ramp in self.form.ramp)
+
     def layer_table(self, stage: int, place: int, inside: range) -> Table:
         """The strategies one layer of a stage may take, and their figures."""
         layer, tied = self.graph.layers[place], self._tied.get(place)
@@ -173,7 +178,7 @@ class Problem:
         host = sum(ends) * overhead.pipeline + overhead.microbatch / 2
         context = pricer.profile.cluster.device.context
         copies = self.held(stage) * self._copies(stage, inside)
-        buffers = buffer_bytes(left[0], right[0], counted=not pricer.profile.unbuffered)
+        buffers = buffer_bytes(left[0], right[0], self.shape.microbatches, counted=not pricer.profile.unbuffered)
         return ticks(right[1] + host), ticks(left[1] + host), buffers + context + copies
 
     def room(self, stage: int, inside: range) -> int:
@@ -239,6 +244,10 @@ class Problem:
         """Micro-batches in flight in a stage."""
         return in_flight(self.shape.schedule, self.shape.stages, stage, self.shape.microbatches)
 
+    def filled(self, stage: int) -> bool:
+        """Whether so many are in flight in the first backward alone, see ``cost.memory.terms``."""
+        return fills(self.shape.schedule, self.held(stage), self.shape.microbatches)
+
     def chain(self, stage: int, inside: range, scalar: bool) -> tuple[Chain, list[Table]] | None:
         """The chain of one stage; None where some layer has no strategy left.
 
@@ -258,10 +267,11 @@ class Problem:
             key = (id(before), id(table), size)
             if key not in known:
                 move = self.tables[stage].moves(before, table, size)
-                known[key] = table.chain_layer(self.held(stage), self._columns(table, scalar), move)
+                memory = table.held(self.held(stage), self.filled(stage))
+                known[key] = table.chain_layer(memory, self._columns(table, scalar), move)
             layers.append(known[key])
-        moves = [2 * self.shape.microbatches] if scalar else [*self.form.parts(1, 1, 0), 0]
-        weights = (1,) if scalar else self.weights
+        moves = [2 * self.shape.microbatches] if scalar else self._criteria(self.form.parts(1, 1, 0), 0)
+        weights = (1,) if scalar else (*(w - r for w, r in zip(self.weights[:-1], self.ramp, strict=True)), 1)
         room = self.room(stage, inside)
         return Chain(tuple(layers), np.array(moves), np.array(weights), room), tables
 
@@ -282,7 +292,24 @@ class Problem:
         return Net(chain, {(a, b): own.moves(tables[a], tables[b], size) for a, b, size in pairs})
 
     def _columns(self, table: Table, scalar: bool) -> Sequence[IntArray]:
-        return (table.theta(self.form),) if scalar else (*table.parts(self.form), table.figures.step)
+        return (table.theta(self.form),) if scalar else self._criteria(table.parts(self.form), table.figures.step)
+
+    def _criteria(self, parts: Sequence[Figure], step: Figure) -> tuple[Figure, ...]:
+        """Time in the parts of a micro-batch; and once a step, to which is added what the parts take in the ramp.
+
+        A way to run a stage that is no slower in any of these is no worse: what it takes longer once a step, it takes
+        less in the ramp, for certain. Held against ``step`` itself fewer ways would be beaten.
+        """
+        criteria: list[Figure] = list(parts)
+        criteria.append(step)
+        for ramp, part in zip(self.ramp, parts, strict=True):
+            criteria[-1] = criteria[-1] + ramp * part
+        return tuple(criteria)
+
+    def _apart(self, criteria: Sequence[int]) -> tuple[tuple[int, ...], int]:
+        """Parts and step of criteria."""
+        *parts, last = criteria
+        return tuple(parts), last - sum(ramp * part for ramp, part in zip(self.ramp, parts, strict=True))
 
     def key(self, stage: int, inside: range) -> tuple[object, ...]:
         """Equal for stages that pose the same problem."""
@@ -385,13 +412,14 @@ class Problem:
             backward += int(table.figures.backward[choice])
             saved += round(self.form.freed * int(table.figures.weight[choice]))
             step += int(table.figures.step[choice])
-        return (*self.form.parts(forward, backward, saved), step)
+        return self._criteria(self.form.parts(forward, backward, saved), step)
 
     def _stage_plan(self, path: Path, tables: Sequence[Table], sends: tuple[int, int]) -> StagePlan:
-        pairs = zip(path.time[:-1], self.form.parts(*sends, 0), strict=True)
+        parts, step = self._apart(path.time)
+        pairs = zip(parts, self.form.parts(*sends, 0), strict=True)
         bottleneck = tuple(own + sent for own, sent in pairs)
         strategies = tuple(table.strategies[choice] for table, choice in zip(tables, path.choices, strict=True))
-        return StagePlan(bottleneck, path.time[-1], strategies)
+        return StagePlan(bottleneck, step, strategies)
 
 
 def _fitting(table: Table, wire: Layout | None, glue: Glue | None, tied: Strategy | None) -> Table:

@@ -82,4 +82,5 @@ def provenance(profile: Profile, budget: int | Budget, gap: float) -> Provenance
         budgets={} if isinstance(budget, int) else dict(budget.own),
         proof=Proof.FEASIBLE if gap > 0.0 else Proof.PROVEN,
         gap=gap,
+        parameters=profile.graph.parameters,
     )

@@ -18,7 +18,7 @@ from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.strategies import Strategies
 from galvatron_lite.search.chains.chain import ChainLayer
 from galvatron_lite.search.chains.pareto import pairs_within, undominated_rows
-from galvatron_lite.search.figures import TICKS, Figures, all_ticks, figures_of, ticks
+from galvatron_lite.search.figures import PREFIX, REST, TICKS, Figures, all_ticks, figures_of, ticks
 from galvatron_lite.search.space import UNPINNED, Fixed, Space
 
 __all__ = ["TICKS", "Glue", "Layout", "Options", "Store", "Table", "Tables", "glue_of", "ticks"]
@@ -186,12 +186,12 @@ class Table:
     @property
     def memory_keys(self) -> IntArray:
         """Everything that memory is made of: (S, figures)."""
-        return np.column_stack((self.figures.kept, self.figures.memory))
+        own = self.figures
+        return np.column_stack((own.kept, own.memory, own.memory[:, PREFIX] - own.late))
 
     def keys(self, form: Form) -> IntArray:
         """Everything a strategy is judged by, apart from its layout: (S, figures)."""
-        own = self.figures
-        return np.column_stack((*self.parts(form), own.step, own.kept, own.memory))
+        return np.column_stack((*self.parts(form), self.figures.step, self.memory_keys))
 
     def undominated(self, form: Form, others: Sequence[Table] = ()) -> Table:
         """Without strategies that another one of the same layout equals or beats in every figure.
@@ -203,13 +203,24 @@ class Table:
         keys = np.column_stack([table.keys(form) for table in (self, *others)])
         return self.at(undominated_rows(keys, self.options.alike(self.rows)))
 
-    def chain_layer(self, in_flight: int, columns: Sequence[IntArray], move: IntArray) -> ChainLayer:
-        """The layer as the frontier takes it, with so many micro-batches in flight and these time criteria."""
-        rest, prefix, peak, middle, prefetched, pending, updated = self.figures.memory.T
-        held = rest + (in_flight - 1) * self.figures.kept
-        return ChainLayer(
-            np.column_stack(list(columns)), held, prefix, peak, middle, prefetched, pending, updated, move, self.groups
-        )
+    def held(self, in_flight: int, filled: bool) -> IntArray:
+        """(S, 7): ``Figures.memory`` with so many micro-batches in flight.
+
+        Args:
+            in_flight: micro-batches.
+            filled: whether that many are there in the first backward alone, see ``cost.memory.terms``.
+        """
+        own = self.figures.memory.copy()
+        own[:, REST] += (in_flight - 1) * self.figures.kept
+        if filled:
+            own[:, PREFIX] -= self.figures.late
+        return own
+
+    def chain_layer(self, memory: IntArray, columns: Sequence[IntArray], move: IntArray) -> ChainLayer:
+        """The layer as the frontier takes it, with memory as ``held`` gives it and these time criteria."""
+        rest, prefix, peak, middle, prefetched, pending, updated = memory.T
+        time = np.column_stack(list(columns))
+        return ChainLayer(time, rest, prefix, peak, middle, prefetched, pending, updated, move, self.groups)
 
 
 @dataclass(slots=True)

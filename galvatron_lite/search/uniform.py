@@ -157,7 +157,7 @@ class Uniform:
             sizes = [self.cuts[stage + 1] - max(self.cuts[stage], blocks[0]) for stage in self.stages_of[group]]
             sizes = [min(size, len(blocks) // (shape.stages * shape.virtual)) for size in sizes]
             every = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
-            most = max(sum(count * size for count, size in zip(counts, sizes, strict=True)) for counts in every)
+            most = max(sum(count * size for count, size in zip(counts, sizes, strict=True)) for _, counts in every)
             states = sum(sizes) * table.figures.resting[:, 0]
             fits &= states + most * table.figures.kept <= self.problem.budgets[group] - context
         time = np.zeros(len(table))

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, chunks_in_flight
-from galvatron_lite.parallelism.pipeline.schedule import group_of
+from galvatron_lite.parallelism.pipeline.schedule import Moments, group_of, most_of
+from galvatron_lite.search.figures import MIDDLE, PEAK, PENDING, PREFETCHED, PREFIX, REST, UPDATED
 from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.tables import Table
 
 IntArray = NDArray[np.int64]
-REST, PREFIX, PEAK, MIDDLE, PREFETCHED, PENDING, UPDATED = range(7)
 Run = tuple[int, Table, int]
 """Axis, table and number of neighbouring layers with one table."""
 
@@ -41,7 +41,7 @@ def group_bytes(
     runs = [list(_runs(parts, inside)) for inside in chunks.values()]
     held = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
     peak = sum((_column(own, lambda table: table.figures.memory[:, UPDATED]) for own in runs), start=_ZERO)
-    for own, counts in enumerate(held):
+    for own, counts in held:
         moment = _worst(runs[own], max(counts[own], 1))
         for other, count in enumerate(counts):
             if other != own:
@@ -96,13 +96,11 @@ def _worst(runs: Sequence[Run], held: int) -> IntArray:
     return rest if worst is None else worst + rest
 
 
-def _around(
-    problem: Problem, blocks: Mapping[int, Table], chunks: Mapping[int, range], held: Sequence[Sequence[int]]
-) -> IntArray:
+def _around(problem: Problem, blocks: Mapping[int, Table], chunks: Mapping[int, range], held: Moments) -> IntArray:
     """(B,): buffers of the boundaries, and copies of tensors made before, by the blocks' strategy."""
     table = next(iter(blocks.values()))
     shape, crossing = problem.shape, problem.tables[0].store.crossing
-    most, counted = [max(counts) for counts in zip(*held, strict=True)], not problem.pricer.profile.unbuffered
+    most, counted = most_of(held), not problem.pricer.profile.unbuffered
     samples = [table.options.samples[code] for code in range(len(table.options.samples))]
     found = np.zeros(len(samples), dtype=np.int64)
     for (stage, inside), count in zip(chunks.items(), most, strict=True):
@@ -111,7 +109,7 @@ def _around(
         for code in table.present:
             sizes = [boundary_bytes(crossing[cut], shape.microbatch, samples[code]) if cut else 0 for cut in ends]
             copies = boundary_bytes(borrowed, shape.microbatch, samples[code]) if borrowed else 0
-            found[code] += buffer_bytes(sizes[0], sizes[1], counted=counted) + count * copies
+            found[code] += buffer_bytes(sizes[0], sizes[1], shape.microbatches, counted=counted) + count * copies
     return found[table.codes]
 
 

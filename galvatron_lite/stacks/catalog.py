@@ -7,6 +7,7 @@ kernel, recomputation, precision) goes before them. Calibrated constants are kep
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 
 from galvatron_lite.model.kernels import Kernels
@@ -18,7 +19,7 @@ GALVATRON = Stack(
     name="galvatron",
     source="galvatron_lite/runtime",
     kernels=Kernels(),
-    states=SHARDED,
+    states=replace(SHARDED, copies=True),
     optimizer="adamw",
     uneven_shares=True,  # parallelism/tensor/functions.py: the first ranks take one more
     early_stop=True,

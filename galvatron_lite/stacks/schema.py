@@ -30,6 +30,7 @@ class StateLayout:
         bucket_bytes: of further gradient buffers, bytes for one parameter item, where replicas sum gradients.
         passing_bytes: of gradients that form in every backward pass and are gone at its end, bytes for one parameter
             item (what is added to the buffers afterwards).
+        copies: whether weights are cast to the precision of compute once a step, and the copies held through it.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -41,6 +42,7 @@ class StateLayout:
     buffered_gradients: bool = True
     bucket_bytes: int = 0
     passing_bytes: int = 0
+    copies: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,8 +111,8 @@ def _console() -> Console:
     """Lines are cut nowhere: files and pipes get whole rows."""
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True)
-    return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=_WIDE)
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    return console if console.is_terminal else Console(markup=False, highlight=False, soft_wrap=True, width=_WIDE)
 
 
 def _number(value: float | int | None, field: str) -> str:

@@ -13,6 +13,7 @@ from galvatron_lite import api
 from galvatron_lite.calibration import store
 from galvatron_lite.calibration.store import load_calibration
 from galvatron_lite.cli import main
+from galvatron_lite.cli.tables import print_plan
 from galvatron_lite.files import from_data
 from galvatron_lite.plans.io import check_plan, read_plan
 from galvatron_lite.plans.schema import Plan
@@ -99,7 +100,7 @@ def test_without_a_precision_the_best_of_the_devices_is_taken(
 def accuracy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
     """The lines that say how far off the costs are."""
     assert run(monkeypatch, "plan", *options) == 0
-    return [line for line in capsys.readouterr().out.splitlines() if "off by" in line or "error not known" in line]
+    return [line for line in capsys.readouterr().out.splitlines() if "off by" in line or "was not measured" in line]
 
 
 def test_estimates_say_how_far_off_they_are(
@@ -108,12 +109,12 @@ def test_estimates_say_how_far_off_they_are(
     scores = json.loads((Path(__file__).parents[2] / "profiles" / "published" / "scores.json").read_text())
     error = scores["macro"]["grade A"]["without family"]
     (said,) = accuracy(monkeypatch, capsys, *SMALL)
-    assert f"estimated step times are off by {error:.0f}% on average" in said
+    assert f"estimated step times of language models are off by {error:.0f}% on average" in said
 
     shipped = load_calibration()
     monkeypatch.setattr(store, "load_calibration", lambda path=None: replace(shipped, expected_error={}))
     (said,) = accuracy(monkeypatch, capsys, *SMALL)
-    assert said.strip() == "estimated from data sheets, error not known"
+    assert said.strip().endswith("the error of such step times was not measured for language models")
 
     measured = api.find_profile(model="gpt2", cluster="a100-40gb", gpus=8)
     measured = replace(measured, origin=replace(measured.origin, kind=OriginKind.MEASURED))
@@ -154,7 +155,7 @@ def test_a_budget_too_small_names_the_smallest_that_fits(
         (["--profile", "none.yaml"], "no such file"),
         (["--layers", "4", "--hidden", "64", *SMALL[2:]], "--heads, --vocab, --seq is missing"),
         (["--layers", "4", *SMALL], "not both"),
-        ([*SMALL, "--mem", "200GB"], "A100-SXM4-40GB has 42.28GB"),
+        ([*SMALL, "--mem", "200GB"], "A100-SXM4-40GB has 39.37GiB"),
         ([*SMALL, "--precision", "fp8"], "--precision: 'fp8' cannot be used. Precisions of A100-SXM4-40GB: fp32, tf32"),
         ([*SMALL, "--precision", "int4"], "Precisions of A100-SXM4-40GB"),
         ([*SMALL, "--mem", "40GB", "-o", "/dev/null/plan.yaml"], "/dev/null"),
@@ -199,3 +200,14 @@ def test_nothing_to_plan_from_says_what_to_do(
     monkeypatch.chdir(tmp_path)
     assert run(monkeypatch, "plan", "--mem", "40GB") == 1
     assert "galvatron profile" in capsys.readouterr().err
+
+
+def test_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    found = api.plan(model="gpt2", cluster="a100-40gb", gpus=1, batch=8, runners_up=0)
+    assert found.provenance is not None
+    provenance = replace(found.provenance, notes=("its states are [batch, tokens]",))
+    runs = tuple(replace(run, first="[bold]", last="[red]") for run in found.stages[0].runs)
+    odd = replace(found, stages=(replace(found.stages[0], runs=runs),), left_out=("[a] is",), provenance=provenance)
+    print_plan(odd, "[file]")
+    printed = capsys.readouterr().out
+    assert all(words in printed for words in ("are [batch, tokens].", "[a] is", "From [file].", "[bold] … [red]"))

@@ -23,7 +23,7 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "galvatron_lite", "validate", *arguments]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_json_and_plot(few: Path, tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def own(**changes: object) -> str:
 
 def scored(*lines: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "galvatron_lite", "validate", "-", *options]
-    return subprocess.run(words, input="\n".join(lines), capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(words, input="\n".join(lines), capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_odd_rows_cost_no_other_and_are_named() -> None:

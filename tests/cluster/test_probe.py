@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from galvatron_lite.cluster.probe import differs, probe
+from galvatron_lite.cluster.probe import HIDDEN_LOCAL, differs, probe
 from galvatron_lite.errors import InputError, LaunchError
 
 
@@ -86,3 +86,11 @@ def test_fingerprints_tell_machines_apart_without_naming_them(plain: pytest.Monk
     assert len(told) == 2
     assert told[0] == f"device: {here['device']} against T4"
     assert told[1].startswith("communication backend")
+
+
+def test_processes_that_each_see_one_gpu_of_their_own(plain: pytest.MonkeyPatch) -> None:
+    """As ``as_one_process`` leaves them: the world is hidden from other libraries, and what it was is kept for us."""
+    gpus(plain, "NVIDIA A100-SXM4-80GB", 1)
+    plain.setenv(HIDDEN_LOCAL, "4")
+    found = probe(8)
+    assert (found.devices, found.levels[0].size, found.name) == (8, 4, "these machines")

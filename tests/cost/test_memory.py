@@ -22,14 +22,14 @@ def make_cost(draw: random.Random, zero: int) -> LayerCost:
         kept=kept, gathered=whole if zero == 2 else 0, gather=whole if zero == 3 else 0,
         gathering=whole if zero else 0, whole_gradients=whole if zero else 0, reducing=whole if zero else 0,
         working=kept + draw.randint(0, 500), forward_working=kept, updating=draw.randint(0, 400),
-        passing_gradients=draw.choice([0, whole]),
+        passing_gradients=draw.choice([0, whole]), copies=0 if zero else draw.choice([0, whole]),
     )  # fmt: skip
 
 
 def replay(costs: list[LayerCost], microbatches: int) -> int:
     """Peak bytes of a single stage, one micro-batch after the other, by keeping a ledger of what is alive."""
     peak, formed = 0, [0] * len(costs)
-    rest = sum(cost.parameters + cost.gradients + cost.states for cost in costs)
+    rest = sum(cost.parameters + cost.gradients + cost.states + cost.copies for cost in costs)
     for _ in range(microbatches):
         held = 0
         for cost in costs:
@@ -47,7 +47,7 @@ def replay(costs: list[LayerCost], microbatches: int) -> int:
             alive = rest + sum(formed) + passing + held + prefetched
             peak = max(peak, alive + middle + pending, alive + cost.whole_gradients + cost.reducing)
             pending = cost.reducing
-    return max(peak, rest + sum(formed) + sum(cost.updating for cost in costs))
+    return max(peak, rest + sum(formed) + sum(cost.updating - cost.copies for cost in costs))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -71,11 +71,44 @@ def test_is_close_above_a_replay_of_one_microbatch(seed: int) -> None:
     assert expected <= predicted <= expected + sum(cost.formed_gradients + cost.passing_gradients for cost in costs)
 
 
+def replay_filled(costs: list[LayerCost], microbatches: int) -> int:
+    """Peak bytes of the backward passes of a stage that has all micro-batches in memory when they begin: parameters
+    that were gathered in forward last for the first of them, gradients of shards form in it."""
+    peak, formed = 0, [0] * len(costs)
+    rest = sum(cost.parameters + cost.gradients + cost.states + cost.copies for cost in costs)
+    for left in reversed(range(microbatches)):
+        held = left * sum(cost.kept for cost in costs) + sum(cost.kept for cost in costs)
+        gathered, pending = [cost.gathered for cost in costs] if left == microbatches - 1 else [0] * len(costs), 0
+        for place in reversed(range(len(costs))):
+            cost = costs[place]
+            held, gathered[place] = held - cost.kept, 0
+            prefetched = costs[place - 1].gather if place else 0
+            middle = cost.gathered + cost.gather + cost.working + cost.whole_gradients
+            formed[place] = cost.formed_gradients
+            alive = rest + sum(formed) + held + sum(gathered) + prefetched
+            peak = max(peak, alive + middle + pending, alive + cost.whole_gradients + cost.reducing)
+            pending = cost.reducing
+    return max(peak, rest + sum(formed) + sum(cost.updating - cost.copies for cost in costs))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_is_close_above_a_replay_that_begins_with_all_micro_batches(seed: int) -> None:
+    """Never less; not more than with all gradients there from the beginning; equal where gradients weigh less than what
+    is let go of."""
+    draw = random.Random(seed)
+    costs = [make_cost(draw, draw.choice([0, 2, 3])) for _ in range(draw.randint(1, 6))]
+    costs = [replace(cost, passing_gradients=0) for cost in costs]
+    predicted, expected = stage_memory(costs, 3, 3, 0, 0, filled=True).total, replay_filled(costs, 3)
+    assert expected <= predicted <= stage_memory(costs, 3, 3, 0, 0).total
+    light = [replace(cost, formed_gradients=min(cost.formed_gradients, cost.kept + cost.gathered)) for cost in costs]
+    assert stage_memory(light, 3, 3, 0, 0, filled=True).total == replay_filled(light, 3)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_parts_add_up_and_are_not_negative(seed: int) -> None:
     draw = random.Random(seed)
     costs = [make_cost(draw, draw.choice([0, 2, 3])) for _ in range(5)]
-    memory = stage_memory(costs, draw.randint(1, 3), 4, 70, 1000)
+    memory = stage_memory(costs, draw.randint(1, 3), 4, 70, 1000, filled=draw.random() < 0.5)
     parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations,
              memory.temporary, memory.communication, memory.context)  # fmt: skip
     assert min(parts) >= 0

@@ -52,6 +52,11 @@ def commands(text: str) -> Iterator[str]:
             yield words
 
 
+def blocks(text: str, language: str) -> list[str]:
+    """Blocks of code of one language, as they stand."""
+    return [match[1] for match in re.finditer(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)]
+
+
 def script_source(name: str) -> str:
     """A script with the modules that go by its name (``calibrate``, ``calibrate_rows.py``)."""
     script = ROOT / "scripts" / name

@@ -1,9 +1,8 @@
-"""Commands that the pages show: their options exist, and those that take seconds are run as they stand."""
+"""Commands that the pages show: their options exist, and they run, as they stand or as a table says."""
 
 import json
 import re
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,17 +11,26 @@ from typer.testing import CliRunner
 
 from galvatron_lite.cli import app
 
-from .pages import PAGES, ROOT, commands, script_source, text_of
+from .command_table import ELSEWHERE, INSTEAD, MADE, MENTIONS, RUN_BY, SAYS
+from .pages import PAGES, ROOT, commands, named, script_source
+from .place import PLANS, galvatron, place_of
 
-RUNS = "profiles/published/runs.jsonl"
-EVERY = sorted({command for page in PAGES for command in commands(page.read_text(encoding="utf-8"))})
-RUN = [
-    command for command in EVERY
-    if command.startswith(("galvatron validate ", "galvatron plan --model ")) and "…" not in command
-]  # fmt: skip
+SHOWN = {named(page): list(commands(page.read_text(encoding="utf-8"))) for page in PAGES}
+EVERY = sorted({words for shown in SHOWN.values() for words in shown})
 
-ANSWERS = ("family", '"families"', "samples/s", "tokens/s", "GPU-hours", "none is beaten in both time and memory")
-"""What the output of every command that is run has one of."""
+
+def _to_run() -> dict[str, list[str]]:
+    """Commands of each page that no page before it has, and that nothing else runs."""
+    seen = {MADE, *MENTIONS, *RUN_BY, *(words for page in ELSEWHERE for words in SHOWN[page])}
+    found: dict[str, list[str]] = {}
+    for page in sorted(SHOWN, key=lambda name: name == "README.md"):
+        new = [words for words in dict.fromkeys(SHOWN[page]) if words not in seen and words.startswith("galvatron ")]
+        seen |= set(new)
+        found |= {page: new} if new else {}
+    return found
+
+
+RUN = _to_run()
 
 
 def options_of(words: list[str]) -> set[str]:
@@ -36,7 +44,16 @@ def options_of(words: list[str]) -> set[str]:
 
 def test_there_are_commands() -> None:
     assert {words.split()[0] for words in EVERY} >= {"galvatron", "scripts/calibrate", "scripts/test"}
-    assert sum(words.startswith("galvatron validate") for words in RUN) >= 5
+    assert sum(len(found) for found in RUN.values()) > 60
+
+
+def test_tables_are_of_commands_that_are_there() -> None:
+    assert {MADE, *MENTIONS, *INSTEAD, *RUN_BY} <= set(EVERY)
+    assert all(instead.why for instead in INSTEAD.values())
+    assert set(PLANS) <= set(RUN)
+    assert all('"verify"' in (ROOT / test).read_text(encoding="utf-8") for test in RUN_BY.values())
+    for page, test in ELSEWHERE.items():
+        assert page in (ROOT / test).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("words", EVERY)
@@ -59,32 +76,25 @@ def until_program(words: list[str]) -> list[str]:
     return words[: min(ends, default=len(words))]
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a few of the published rows, the row of the page, and constants of one's own."""
-    folder = tmp_path_factory.mktemp("place")
-    lines = text_of(RUNS).splitlines()
-    few = [line for number, line in enumerate(lines) if number % 90 == 0 or '"nanotron-' in line]
-    (folder / RUNS).parent.mkdir(parents=True)
-    (folder / RUNS).write_text("\n".join(few) + "\n")
-    row = json.loads(text_of("docs/validate.md").split("```json\n")[1].split("```")[0])
-    (folder / "mine.jsonl").write_text(json.dumps(row) + "\n")
-    shutil.copytree(ROOT / "configs" / "calibration", folder / "constants")
-    return folder
-
-
-@pytest.mark.parametrize("words", RUN)
-def test_commands_run(words: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", RUN)
+def test_commands_run(page: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = place_of(page, made, tmp_path)
     monkeypatch.chdir(place)
-    done = CliRunner().invoke(app, shlex.split(words)[1:])
-    assert done.exit_code == 0, done.output
-    assert any(word in done.output for word in ANSWERS)
-    for path in re.findall(r"(?:--plot|-o) (\S+)", words):
-        assert (place / path).stat().st_size > 0
+    for words in RUN[page]:
+        asked = INSTEAD[words].words if words in INSTEAD else words
+        printed = galvatron(asked.replace("galvatron launch ", "galvatron launch --dry-run "))
+        assert re.search(says(asked), printed), f"{asked}\n{printed}"
+        for path in re.findall(r"(?:--plot|--trace|-o) (\S+)", asked):
+            assert (place / path).stat().st_size > 0, asked
 
 
-def test_the_row_of_the_page_is_scored(place: Path) -> None:
-    done = CliRunner().invoke(app, ["validate", str(place / "mine.jsonl"), "--json"])
+def says(words: str) -> str:
+    """What a command prints, as a regular expression."""
+    return next(said for begin, said in SAYS.items() if words.startswith(f"galvatron {begin} "))
+
+
+def test_the_row_of_the_page_is_scored(made: Path) -> None:
+    done = CliRunner().invoke(app, ["validate", str(made / "mine.jsonl"), "--json"])
     mine = json.loads(done.output)["families"]["mine"]
     assert (mine["rows"], mine["timed"], mine["weighed"]) == (1, 1, 1)
     # Its figures are made up, but as such a run might measure them.

@@ -38,3 +38,11 @@ def test_every_page_is_in_the_index() -> None:
     listed = links((ROOT / "docs" / "README.md").read_text(encoding="utf-8"))
     assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} <= set(listed)
     assert "docs/README.md" in links((ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+def test_every_folder_is_in_the_design() -> None:
+    listed = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").split("## The folders")[1].split("\n## ")[0]
+    package = ROOT / "galvatron_lite"
+    found = [path.parent for at in ("*", "runtime/*", "parallelism/*") for path in package.glob(f"{at}/__init__.py")]
+    assert len(found) > 40
+    assert [path.name for path in found if not re.search(rf"(?<![\w/]){path.name}/", listed)] == []

@@ -4,11 +4,13 @@ import importlib.util
 import json
 import sys
 import xml.etree.ElementTree as ET
+from statistics import fmean
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from galvatron_lite.calibration.store import load_calibration
 from galvatron_lite.validate.outcome import Skipped
 from galvatron_lite.validate.scores import Judged, macro, score_families
 
@@ -82,6 +84,18 @@ def test_the_scores_file_is_of_the_shipped_constants(judged: list[Judged], data:
     found = macro(scores.values())["time_mape"]
     assert found is not None
     assert sum(told) / len(told) == pytest.approx(found, abs=0.5), "run scripts/docs_scores --refresh"
+
+
+def test_the_error_told_of_image_networks_is_that_of_their_runs(judged: list[Judged]) -> None:
+    """A mean over families of means over runs, without the script's own code."""
+    errors: dict[str, list[float]] = {}
+    for one in judged:
+        if one.time is not None and one.run.image_size is not None and one.run.seq_len is None:
+            errors.setdefault(one.run.family, []).append(abs(one.time - 1))
+    found = fmean(fmean(each) for each in errors.values())
+    assert load_calibration().expected_error["images"] == pytest.approx(found, abs=2e-3), (
+        "scripts/docs_scores --refresh"
+    )
 
 
 def test_the_figure_is_of_these_runs() -> None:

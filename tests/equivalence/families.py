@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from galvatron_lite.model.graph import Layer
 
-HIDDEN, LAYERS, TOKENS, VOCAB, HEADS = 32, 4, 16, 64, 4
+HIDDEN, LAYERS, TOKENS, VOCAB, HEADS = 32, 4, 16, 67, 4
 
 Batch = Any
 
@@ -68,6 +68,12 @@ def _next_tokens(samples: int) -> Batch:
 def _tokens(samples: int) -> Batch:
     ids = _text(samples, TOKENS)
     return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _padded(samples: int) -> Batch:
+    """Texts of unlike lengths, most of the later ones short."""
+    lengths = 4 + (torch.rand(samples) * (TOKENS - 4) / torch.arange(1, samples + 1).sqrt()).long()
+    return _tokens(samples) | {"attention_mask": (torch.arange(TOKENS) < lengths[:, None]).long()}
 
 
 def _text(samples: int, tokens: int) -> Tensor:
@@ -159,6 +165,7 @@ _BUILDERS: Mapping[str, Callable[[], tuple[nn.Module, Callable[[int], Batch]]]] 
     "qwen2": lambda: _hugging_face("qwen2"),
     "mixtral": lambda: _hugging_face("mixtral"),
     "mixtral-balanced": lambda: _hugging_face("mixtral", balanced=True),
+    "mixtral-padded": lambda: (_hugging_face("mixtral", balanced=True)[0], _padded),
     "qwen2-moe": lambda: _hugging_face("qwen2-moe"),
     "bert": lambda: _hugging_face("bert"),
     "vit": lambda: _hugging_face("vit"),
@@ -170,7 +177,7 @@ _BUILDERS: Mapping[str, Callable[[], tuple[nn.Module, Callable[[int], Batch]]]] 
     "t5": _encoder_decoder,
 }
 PICTURES = ("resnet", "vgg", "convnext", "unet", "cosmoflow")
-APART = ("t5", "mixtral-balanced")
+APART = ("t5", "mixtral-balanced", "mixtral-padded")
 """Families that some plans only are for."""
 BATCH_NORMS = ("resnet", "unet")
 FAMILIES = tuple(name for name in _BUILDERS if name not in (*PICTURES, *APART))
@@ -184,9 +191,14 @@ def build_model(name: str, seed: int = 0) -> nn.Module:
 
 def make_batches(name: str, samples: int, count: int) -> list[Batch]:
     """Different batches for a family; always the same ones."""
-    _, make_batch = _BUILDERS[name]()
+    make_batch = _maker(name)
     torch.manual_seed(1)
     return [make_batch(samples) for _ in range(count)]
+
+
+@cache
+def _maker(name: str) -> Callable[[int], Batch]:
+    return _BUILDERS[name]()[1]
 
 
 def build_family(name: str, samples: int) -> tuple[nn.Module, Batch, tuple[Layer, ...]]:

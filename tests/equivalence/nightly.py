@@ -118,7 +118,7 @@ def _recorded(record: Path | None) -> dict[Key, str]:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser, every = argparse.ArgumentParser(description=__doc__), (*FAMILIES, *PICTURES)
+    parser, every = argparse.ArgumentParser(description=__doc__), (*FAMILIES, *PICTURES, "t5")
     several = ", ".join(f"{count} on {world}" for world, count in SHARE.items())
     parser.add_argument("--plans", type=int, help=f"for every family and world size (default {several})")
     parser.add_argument("--families", nargs="+", choices=(*every, *APART), default=every)

@@ -44,10 +44,14 @@ def uniform_plan(graph: ModelGraph, block: Strategy, edge: Strategy | None = Non
     return write_plan([list(strategies)], strategies, devices=block.devices, **fields)
 
 
-def sample_plan(graph: ModelGraph, devices: int, batch: int, seed: int, whole: bool = False) -> Plan:
+def sample_plan(graph: ModelGraph, devices: int, batch: int, seed: int, whole: bool = False, *, most: int = 4) -> Plan:
     """A random legal plan: pipeline degree and boundaries, a strategy for every layer, micro-batches, schedule.
 
-    ``whole``: the batch in one go, as batch norms take the statistics of each micro-batch by itself.
+    Args:
+        graph, devices, batch: what is planned.
+        seed: of what is drawn.
+        whole: the batch in one go, as batch norms take the statistics of each micro-batch by itself.
+        most: micro-batches for each group of devices of the pipeline.
     """
     draw = random.Random(f"{graph.name} {devices} {batch} {seed}")
     names = [layer.name for layer in graph.layers]
@@ -58,7 +62,7 @@ def sample_plan(graph: ModelGraph, devices: int, batch: int, seed: int, whole: b
     strategies = _sample_strategies(graph, devices // count, len(stages), draw, schedule)
     unit = math.lcm(*(strategy.batch_degree for strategy in strategies.values()))
     microbatches = draw.choice(
-        [number for number in divisors(batch // unit) if number <= 4 * count and not whole] or [1]
+        [number for number in divisors(batch // unit) if number <= most * count and not whole] or [1]
     )
     sizes = {"devices": devices, "batch": batch, "microbatches": microbatches, "virtual": virtual}
     return write_plan(stages, strategies, schedule=schedule, **sizes)

@@ -68,6 +68,8 @@ def test_plans_that_share_tokens(pool: WorkerPool, family: str) -> None:
     ]
     plans = [one_stage(names, edge, several) for edge, several in zip(EDGES, blocks, strict=True)]
     plans.append(two_stages(names, (Strategy(context=2), Strategy(data=2), Strategy(context=2, ulysses=True))))
+    if family == "bert":  # ring, Ulysses and all beside them; sampled plans have the pairs that are left out
+        plans = plans[::2]
     results = pool.run(4, train_under_plans, case=case, plans=plans, reference=train_alone(family))
     assert [wrong for rank in results for wrong in rank] == []
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from torch import Tensor
 
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.batch import slice_batch
 from galvatron_lite.model.graph import Recompute, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import Plan
+from tests.equivalence.compare import assert_equal_tensors
+from tests.equivalence.families import build_model, make_batches
 from tests.equivalence.plans import write_plan
 from tests.equivalence.test_plans import case_of, reference_of
-from tests.equivalence.training import SAMPLES, Case, train_families
+from tests.equivalence.training import SAMPLES, Case, train_families, whole
 from tests.pool import WorkerPool
 
 
@@ -33,6 +38,15 @@ def written(case: Case) -> Sequence[Plan]:
             plan(case, Strategy(data=4, expert=4)),
             plan(case, Strategy(data=2, tensor=2, sequence_parallel=True), edge=Strategy(data=4)),
             plan(case, Strategy(data=4, expert=2), edge=Strategy(data=2, tensor=2)),
+            plan(case, Strategy(data=2, context=2)),
+        ]
+    if case.family == "mixtral-padded":
+        return [
+            plan(case, Strategy(data=4, expert=4)),
+            plan(case, Strategy(data=2, tensor=2, sequence_parallel=True), edge=Strategy(data=4)),
+            plan(case, Strategy(zero=2, zero_stage=3, tensor=2, expert=2), edge=Strategy(tensor=4)),
+            plan(case, Strategy(data=2, tensor=2), edge=Strategy(data=4)),
+            plan(case, Strategy(context=2, tensor=2, sequence_parallel=True)),
         ]
     if case.family != "mixtral":
         return [plan(case, Strategy(zero=4, zero_stage=3, expert=4)), plan(case, Strategy(data=2, tensor=2, expert=2))]
@@ -49,7 +63,44 @@ def written(case: Case) -> Sequence[Plan]:
     ]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "mixtral-balanced", "qwen2-moe"])
+def balanced_in_parts(case: Case, plans: Sequence[Plan], alone: Sequence[dict[str, Tensor]]) -> list[str]:
+    """What is wrong with gradients that micro-batches add up, and what refuses stages; run on every rank."""
+    found = []
+    for one, expected in zip(plans, alone, strict=True):
+        parallel = case.parallel(one)
+        parallel.backward_step(make_batches(case.family, SAMPLES, 1)[0])
+        own = whole(parallel, case.first_names, lambda owned: owned.gradient)
+        try:
+            assert_equal_tensors(own, {name: expected[name] for name in own}, case.relative)
+        except AssertionError as error:
+            found.append(f"{one.microbatches}: {error}")
+    compiled = case.parallel(plans[0], compile="eager")
+    refusals = (
+        lambda: case.parallel(plan(case, Strategy(), cut=3)),
+        lambda: compiled.backward_step(make_batches(case.family, SAMPLES, 1)[0]),
+    )
+    for refused in refusals:
+        with pytest.raises(InputError, match="output_router_logits"):
+            refused()
+    return found
+
+
+def test_a_loss_that_balances_experts_is_that_of_each_micro_batch(pool: WorkerPool) -> None:
+    """As of one process that adds up the gradients of the same parts of the batch."""
+    case = case_of("mixtral-padded")
+    plans = [plan(case, Strategy(data=2, expert=2), microbatches=parts) for parts in (2, 4)]
+    (batch,), alone = make_batches(case.family, SAMPLES, 1), []
+    for one in plans:
+        model = build_model(case.family)
+        for start in range(0, SAMPLES, SAMPLES // one.microbatches):
+            part = slice_batch(batch, start, start + SAMPLES // one.microbatches)
+            (model(**part).loss / one.microbatches).backward()
+        alone.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    work = {"case": case, "plans": plans, "alone": alone}
+    assert pool.run(2, balanced_in_parts, timeout=300.0, **work) == [[], []]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "mixtral-balanced", "mixtral-padded", "qwen2-moe"])
 def test_spread_experts_train_like_one_process(pool: WorkerPool, family: str) -> None:
     case = case_of(family)
     work = [(case, written(case), reference_of(family))]

@@ -1,4 +1,4 @@
-"""The equivalence tests would notice: the samples contain every dimension, and small differences are found."""
+"""The equivalence tests would notice: what a plan uses is told, and small differences are found."""
 
 from __future__ import annotations
 
@@ -7,18 +7,9 @@ import torch
 
 from galvatron_lite.parallelism.base import Offload, Strategy
 from tests.equivalence.compare import assert_equal_tensors
-from tests.equivalence.features import counts, features
+from tests.equivalence.features import features
 from tests.equivalence.plans import uniform_plan
-from tests.equivalence.test_plans import GROUPS, SAMPLED, graph_of, sampled
-
-
-def test_samples_contain_every_dimension_many_times() -> None:
-    found = counts(
-        plan for group, world, count in SAMPLED for family in GROUPS[group] for plan in sampled(family, world, count)
-    )
-    asked = {"zero 1", "context", "ulysses", "expert", "offload states", "offload activations", "interleaved"}
-    assert asked | {"zero-bubble", "spatial", "filters", "channels", "selective", "full"} <= found.keys()
-    assert min(found.values()) >= 5, found
+from tests.equivalence.test_plans import graph_of
 
 
 def test_a_plan_is_known_by_what_it_uses() -> None:

@@ -44,6 +44,8 @@ FOUR: tuple[Row, ...] = (
     (Schedule.ZERO_BUBBLE_1P, 1, (1, 2, 1), 8, PLAIN),
     (Schedule.ZERO_BUBBLE_2P, 1, (3,), 4, Strategy(data=2)),
 )
+TIED: tuple[Row, ...] = ((Schedule.ZERO_BUBBLE_V, 2, (1, 2, 2), 2, Strategy(context=2)),)
+"""The embedding's weight is the head's, on the same ranks; where tokens are shared, backward makes its gradient."""
 
 
 def plan_of(case: Case, row: Row, world: int) -> Plan:
@@ -116,7 +118,10 @@ def outputs_differ(case: Case, plan: Plan) -> list[str]:
     ] + (["no outputs"] if not found else [])
 
 
-@pytest.mark.parametrize(("world", "family", "rows"), [(2, "gpt2", TWO), (2, "plain", TWO[1:4:2]), (4, "plain", FOUR)])
+@pytest.mark.parametrize(
+    ("world", "family", "rows"),
+    [(2, "gpt2", TWO), (2, "plain", TWO[1:4:2]), (4, "plain", FOUR), (4, "zoo-gpt", TIED)],
+)
 def test_schedules_train_like_one_process(pool: WorkerPool, world: int, family: str, rows: Sequence[Row]) -> None:
     case = make_case(family)
     work = [(case, [plan_of(case, row, world) for row in rows], train_alone(family))]

@@ -21,12 +21,13 @@ def cut_plan(
     strategies: Sequence[Strategy],
     microbatches: int = 1,
     schedule: Schedule = Schedule.ONE_F_ONE_B,
+    virtual: int = 1,
 ) -> Plan:
-    """Stages that begin at the cuts; strategies go round the layers."""
+    """Stages that begin at the cuts; strategies go round the layers, groups of devices round the stages."""
     stages = [names[start:stop] for start, stop in pairwise([0, *cuts, len(names)])]
     chosen = {name: strategies[place % len(strategies)] for place, name in enumerate(names)}
-    devices = len(stages) * strategies[0].devices
-    return write_plan(stages, chosen, devices=devices, batch=SAMPLES, microbatches=microbatches, schedule=schedule)
+    sizes = {"devices": len(stages) // virtual * strategies[0].devices, "virtual": virtual}
+    return write_plan(stages, chosen, batch=SAMPLES, microbatches=microbatches, schedule=schedule, **sizes)
 
 
 def test_skip_connections(pool: WorkerPool) -> None:
@@ -38,6 +39,8 @@ def test_skip_connections(pool: WorkerPool) -> None:
         cut_plan(names, (2,), [COLUMNS, SHARED, ROWS]),
         cut_plan(names, (4,), [SAMPLED, COLUMNS]),
         cut_plan(names, (1, 3, 5), [Strategy()]),
+        # the layers of the last stage, and of the one before it, lie alike; what the first ones made does not
+        cut_plan(names, (1, 2, 3), [ROWS, ROWS, *[SHARED] * 4], schedule=Schedule.INTERLEAVED, virtual=2),
     ]
     results = pool.run(4, train_under_plans, case=case, plans=plans, reference=train_alone("unet"))
     assert [wrong for rank in results for wrong in rank] == []

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from galvatron_lite.model.batch import call_model, loss_of
-from galvatron_lite.model.graph import Layer
+from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.apply import find_shared
+from galvatron_lite.parallelism.pipeline.flow import Flow
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime import setup
+from galvatron_lite.runtime.block_calls import sample_arguments
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.placement import Placed
 from galvatron_lite.runtime.sharding import Owned
@@ -36,25 +38,34 @@ LEARNING_RATE, MOMENTUM, CLIP = 0.05, 0.9, 0.5
 
 @dataclass(frozen=True)
 class Reference:
-    """What one process computes: losses of every step and one more batch, gradients of the first and of the last and
-    the first ones' norm, parameters after the steps. From the second step on, gradients are clipped to half that norm.
+    """What one process computes: losses of two steps, the gradients of the second and their norm, parameters after it.
+    In the first step gradients are clipped to ``clip``, half their norm.
     """
 
     losses: list[float]
     norm: float
-    first: dict[str, Tensor]
-    last: dict[str, Tensor]
+    gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
+    clip: float
 
 
 @dataclass(frozen=True)
 class Case:
-    """What every plan of a family needs, found once."""
+    """What every plan of a family needs, found once.
+
+    Attributes:
+        tensor_plans: how blocks are split inside.
+        first_names: the first name of every parameter that has several, by each of them.
+        flow: which layers read what.
+        sampled: which arguments of blocks hold the samples.
+    """
 
     family: str
     layers: tuple[Layer, ...]
     tensor_plans: dict[str, TensorPlan]
     first_names: dict[str, str]
+    flow: Flow | None
+    sampled: dict[str, dict[str, int]]
 
     @property
     def relative(self) -> float:
@@ -69,32 +80,34 @@ class Case:
 
 
 def make_case(family: str) -> Case:
-    """Layers, tensor plans and shared parameters of a family."""
+    """The case of a family."""
     model, batch, layers = build_family(family, SAMPLES)
     plans = tensor_plans(model, [Placed(layer, Strategy(tensor=2)) for layer in layers], batch)
     first_names = {name: shared.names[0] for shared in find_shared(model, layers) for name in shared.names}
-    return Case(family, layers, plans, first_names)
+    flow = setup.known_flow(model, layers, batch, None)
+    blocks = [layer.name for layer in layers if layer.role is Role.BLOCK]
+    return Case(family, layers, plans, first_names, flow, sample_arguments(model, blocks, batch))
 
 
 def train_alone(family: str) -> Reference:
     """The family's model, trained by plain PyTorch."""
     model = build_model(family)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    losses, gradients, norm = [], [], 0.0
-    parameters: dict[str, Tensor] = {}
-    for number, batch in enumerate(make_batches(family, SAMPLES, STEPS + 1)):
-        if number == STEPS:
-            parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    losses, clip, norm = [], 0.0, 0.0
+    gradients: dict[str, Tensor] = {}
+    for batch in make_batches(family, SAMPLES, STEPS):
         optimizer.zero_grad()
         loss = loss_of(call_model(model, batch), batch)
         loss.backward()
         losses.append(float(loss.detach()))
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-        largest = norm / 2 if number else float("inf")
-        found = float(torch.nn.utils.clip_grad_norm_(model.parameters(), largest))
-        norm = norm if number else found
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")))
+        if not clip:
+            clip = norm / 2
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-    return Reference(losses, norm, gradients[0], gradients[-1], parameters)
+    parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return Reference(losses, norm, gradients, parameters, clip)
 
 
 def train_each(case: Case, plans: Sequence[Plan], reference: Reference, states: bool = False) -> list[str]:
@@ -106,7 +119,7 @@ def train_each(case: Case, plans: Sequence[Plan], reference: Reference, states: 
         reference: what one process computes.
         states: whether the whole model's state and gradients, as users are given them, are compared too.
     """
-    with _examined_once():
+    with _examined_once(case):
         return [_train(case, plan, reference, states) for plan in plans]
 
 
@@ -122,39 +135,32 @@ def train_families(work: Sequence[tuple[Case, Sequence[Plan], Reference]]) -> li
 
 
 @contextmanager
-def _examined_once() -> Iterator[None]:
-    """Runs of a model without storages tell the same under every plan: of one family they happen once, not a plan."""
-    flows: dict[int, Any] = {}
-    sampled: dict[str, dict[str, bool]] = {}
+def _examined_once(case: Case) -> Iterator[None]:
+    """Runs of a model without storages tell the same under every plan and on every rank: they happened once."""
 
-    def flow(model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: Any) -> Any:
-        return flows[0] if flows else flows.setdefault(0, known_flow(model, layers, batch, loss_fn))
+    def flow(*_: Any) -> Flow | None:
+        return case.flow
 
-    def arguments(model: nn.Module, names: Sequence[str], batch: Any) -> dict[str, dict[str, bool]]:
-        unknown = [name for name in names if name not in sampled]
-        sampled.update(sample_arguments(model, unknown, batch) if unknown else {})
-        return {name: sampled[name] for name in names}
+    def arguments(_model: nn.Module, names: Sequence[str], _batch: Any) -> dict[str, dict[str, int]]:
+        return {name: case.sampled[name] for name in names if name in case.sampled}
 
-    known_flow, sample_arguments = setup.known_flow, setup.sample_arguments
     with patch.object(setup, "known_flow", flow), patch.object(setup, "sample_arguments", arguments):
         yield
 
 
 def _train(case: Case, plan: Plan, reference: Reference, states: bool) -> str:
+    """A whole step, then one whose parts are called; the second's gradients are right only where the first was."""
     parallel, first_names = case.parallel(plan), case.first_names
     optimizer = parallel.optimizer(torch.optim.SGD, lr=LEARNING_RATE, momentum=MOMENTUM)
-    batches = make_batches(case.family, SAMPLES, STEPS + 1)
-    losses = [global_loss(parallel.backward_step(batches[0]))]
-    first = whole(parallel, first_names, lambda one: one.gradient)
+    first, second = make_batches(case.family, SAMPLES, STEPS)
+    losses = [float(parallel.train_step(first, optimizer, max_grad_norm=reference.clip))]
+    losses.append(global_loss(parallel.backward_step(second)))
+    gradients = whole(parallel, first_names, lambda one: one.gradient)
     norm = float(parallel.clip_grad_norm(1e9))
     optimizer.step()
-    optimizer.zero_grad()
-    clip = reference.norm / 2
-    losses += [float(parallel.train_step(batch, optimizer, max_grad_norm=clip)) for batch in batches[1:STEPS]]
     parameters = whole(parallel, first_names, lambda one: one.parameter.detach())
-    losses.append(global_loss(parallel.backward_step(batches[STEPS])))
-    last = whole(parallel, first_names, lambda one: one.gradient)
-    wrong = [*_differences(Reference(losses, norm, first, last, parameters), reference, case.relative)]
+    found = Reference(losses, norm, gradients, parameters, reference.clip)
+    wrong = [*_differences(found, reference, case.relative)]
     return "; ".join([*wrong, *(_state_differences(parallel, reference, case) if states else ())])
 
 
@@ -162,7 +168,7 @@ def _state_differences(parallel: ParallelModel, reference: Reference, case: Case
     """The same of what users are given: every entry of the whole model, on every rank."""
     for what, found, expected in (
         ("state", full_state_dict(parallel), reference.parameters),
-        ("whole gradients", full_gradients(parallel), reference.last),
+        ("whole gradients", full_gradients(parallel), reference.gradients),
     ):
         names = {name: case.first_names.get(name, name) for name in found}
         own = {name: value for name, value in found.items() if names[name] in expected}
@@ -180,9 +186,8 @@ def _differences(found: Reference, reference: Reference, relative: float) -> Ite
         if not abs(loss - expected) <= relative * abs(expected):
             yield f"loss of step {number + 1} is {loss}, not {expected}"
     for what, tensors, expected_tensors in (
-        ("first gradients", found.first, reference.first),
+        ("gradients", found.gradients, reference.gradients),
         ("parameters", found.parameters, reference.parameters),
-        ("last gradients", found.last, reference.last),
     ):
         held: list[set[str]] = [set()] * dist.get_world_size()
         dist.all_gather_object(held, set(tensors))

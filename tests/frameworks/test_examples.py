@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import io
 import os
+import re
 import runpy
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from galvatron_lite.launch.commands import PLAN_VARIABLE
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
+from tests.docs.pages import blocks, text_of
 from tests.pool import WorkerPool
 
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
@@ -50,13 +53,42 @@ def losses_of(script: str, plan: str = "") -> list[float]:
 
 
 def in_turn(script: str, plans: list[str]) -> list[list[float]]:
-    """The same script under several plans; run on every rank of a world."""
+    """The same script under several plans, and what the page shows of it; run on every rank of a world."""
     before = dict(os.environ)
     found = []
     for plan in plans:
         os.environ.update(before)
         found.append(losses_of(script, plan))
-    return found
+    os.environ.update(before)
+    return [*found, *([[page_loss(script)]] if script.endswith("trainer.py") else [])]
+
+
+def page_loss(script: str, alone: bool = False) -> float:
+    """The mean loss of the page's training with the Trainer, with the model and data of the example.
+
+    Args:
+        script: the example, whose own training has been tried.
+        alone: whether the lines that make it many processes' are left out, with transformers' own Trainer.
+    """
+    sys.argv = [script]
+    made = Path(script).read_text(encoding="utf-8").split("args = ")[0]
+    code = blocks(text_of("docs/training-loops.md"), "python")[0]
+    if alone:
+        code = re.sub(r"^(from galvatron_lite|as_one_process).*\n", "", code, flags=re.MULTILINE)
+        code = code.replace("auto_parallelize(model, global_batch=8)", "model")
+        made = made.replace("import LlamaConfig", "import Trainer, LlamaConfig")
+    names: dict[str, Any] = {}
+    exec(made, names)
+    assert ("auto_parallelize" in code) != alone
+    with redirect_stdout(io.StringIO()):
+        exec(code, names)
+    return float(names["trainer"].state.log_history[-1]["train_loss"])
+
+
+def of_the_page(script: str) -> list[float]:
+    """The losses of an example in one process, then, of the Trainer's, that of the page."""
+    losses = losses_of(script)
+    return [*losses, *([page_loss(script, alone=True)] if script.endswith("trainer.py") else [])]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -74,7 +106,9 @@ def test_same_losses(pool: WorkerPool, tmp_path: Path, name: str, monkeypatch: p
     for kind, plan in plans().items():
         write_plan(plan, tmp_path / f"{kind}.yaml")
         files.append(str(tmp_path / f"{kind}.yaml"))
-    alone = pool.run(1, losses_of, script=str(EXAMPLES / "one" / f"{name}.py"))[0]
-    assert len(alone) == 6
+    alone = pool.run(1, of_the_page, script=str(EXAMPLES / "one" / f"{name}.py"))[0]
+    steps, page = alone[:6], alone[6:]
+    assert len(steps) == 6
+    expected = [pytest.approx(steps, rel=1e-4)] * 2 + [pytest.approx(page, rel=1e-4)] * bool(page)
     for found in pool.run(2, in_turn, script=str(EXAMPLES / "many" / f"{name}.py"), plans=files):
-        assert found == [pytest.approx(alone, rel=1e-4)] * 2
+        assert found == expected

@@ -18,7 +18,7 @@ from galvatron_lite.cli import app
 from galvatron_lite.errors import GalvatronError, InputError, LaunchError
 from galvatron_lite.files import to_data
 from galvatron_lite.launch.check import MARK, NodeReport, check_nodes, read_reports, report
-from galvatron_lite.launch.commands import PLAN_VARIABLE
+from galvatron_lite.launch.commands import PLAN_VARIABLE, THREADS
 from galvatron_lite.launch.hosts import Host, chosen, read_hostfile
 from galvatron_lite.launch.jobs import Asked, Through, launch_of
 from galvatron_lite.parallelism.base import Strategy
@@ -34,6 +34,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name in ("SLURM_JOB_ID", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(THREADS, "3")
     (tmp_path / "train.py").write_text("print('trained')")
     stage = Stage((LayerRun("a", "a", 1, Strategy(data=4)),))
     write_plan(Plan(PLAN_VERSION, "m", 4, 4, 1, Schedule.GPIPE, "fp32", (stage,)), tmp_path / "plan.yaml")
@@ -80,7 +81,12 @@ def test_hosts_that_do_not_do(slots: tuple[int, ...], devices: int, said: str) -
 def test_here(plan: Path) -> None:
     launch = launch_of(Asked(("train.py", "--lr", "1"), plan=Path("plan.yaml")))
     assert launch.commands() == [[*RUN, "--nproc-per-node", "4", "--standalone", "train.py", "--lr", "1"]]
-    assert launch.job.environment == {PLAN_VARIABLE: str(plan)}
+    assert launch.job.environment == {THREADS: "3", PLAN_VARIABLE: str(plan)}
+
+
+def test_threads_are_torchruns_choice_where_nothing_is_said(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(THREADS)
+    assert launch_of(Asked(("train.py",), plan=plan)).job.environment[THREADS] == "1"
 
 
 def test_on_hosts(plan: Path) -> None:
@@ -89,7 +95,7 @@ def test_on_hosts(plan: Path) -> None:
     assert [words[:5] for words in both] == [["ssh", "-tt", "-o", "BatchMode=yes", host] for host in "ab"]
     for number, words in enumerate(both):
         place = ["--nnodes", "2", "--node-rank", str(number), "--master-addr", "a", "--master-port", "29500"]
-        remote = ["env", f"{PLAN_VARIABLE}={plan}", *RUN, "--nproc-per-node", "2", *place, "train.py"]
+        remote = ["env", f"{THREADS}=3", f"{PLAN_VARIABLE}={plan}", *RUN, "--nproc-per-node", "2", *place, "train.py"]
         assert words[5] == f"cd {plan.parent} && exec {shlex.join(remote)}"
 
 
@@ -108,7 +114,7 @@ def test_under_slurm(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ((*srun, shell, flag, line),) = launch.commands()
     assert (launch.through, launch.job.nodes, shell, flag) == (Through.SLURM, 2, "bash", "-c")
     assert srun[:4] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
-    assert srun[4:] == [f"--export=ALL,{PLAN_VARIABLE}={plan}", f"--chdir={plan.parent}", "--partition=gpu"]
+    assert srun[4:] == [f"--export=ALL,{THREADS}=3,{PLAN_VARIABLE}={plan}", f"--chdir={plan.parent}", "--partition=gpu"]
     # what bash makes of it, with scontrol and torchrun played by functions
     played = f'scontrol() {{ printf "n1\\nn2\\n"; }}; exec() {{ printf "%s|" "$@"; }}; {line}'
     environment = {**os.environ, "SLURM_JOB_NODELIST": "n[1-2]"}
@@ -205,5 +211,5 @@ def test_a_job_on_two_hosts(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_command_is_printed_and_nothing_started(plan: Path) -> None:
     done = CliRunner().invoke(app, ["launch", "--plan", str(plan), "--dry-run", "train.py", "--gpus", "9"])
     assert done.exit_code == 0
-    wanted = f"{PLAN_VARIABLE}={plan} {shlex.join(RUN)} --nproc-per-node 4 --standalone train.py --gpus 9"
+    wanted = f"{THREADS}=3 {PLAN_VARIABLE}={plan} {shlex.join(RUN)} --nproc-per-node 4 --standalone train.py --gpus 9"
     assert done.output.strip() == wanted

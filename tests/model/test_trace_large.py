@@ -24,7 +24,7 @@ print(time.process_time() - start, held() - before, graph.parameters, len(graph.
 
 
 def test_llama_70b_on_meta() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=280)
     seconds, grown, parameters, layers, flops = map(float, done.stdout.split())
     assert seconds < 30
     assert grown < 2e9

@@ -93,6 +93,9 @@ def test_vocabulary_is_split_in_embedding_and_head(family: str, tied: bool) -> N
     assert after.parameters.tensor == (0 if tied else table)
     assert before.tensor_collectives == 2
     assert (before.gathered_output_bytes, after.gathered_output_bytes) == (0, 4 * TOKENS * VOCAB)
+    assert (before.loss_bytes, after.loss_bytes) == (0, 12 * TOKENS)
+    assert [(kind.tensor_gathers, kind.tensor_scatters) for kind in (before, after)] == [(0, 1), (1, 0)]
+    assert after.kept[Recompute.NONE].tensor == pytest.approx(4 * TOKENS * VOCAB, rel=0.05)
     assert [o.sharding for o in after.operators if o.kind is OperatorClass.MATMUL] == [Sharding.TENSOR]
 
 

@@ -103,7 +103,7 @@ def stacks(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
     return seeded(nn.Sequential(*modules)), torch.randn(2, width, *[7, 6, 5][:sides], dtype=torch.float64)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(drawn=stacks(), by=st.sampled_from(["filters", "channels"]), degree=st.integers(2, 4))
 @pytest.mark.filterwarnings("ignore:.*the whole picture is gathered")
 def test_any_convolutions(drawn: tuple[nn.Module, Tensor], by: str, degree: int) -> None:

@@ -127,7 +127,12 @@ def test_any_slices(data: st.DataObject) -> None:
     index = tuple(data.draw(indices(extent)) for extent in shape)[: data.draw(st.integers(1, 4))]
     if data.draw(st.booleans()):
         place = data.draw(st.integers(0, len(index)))
-        index = (*index[:place], data.draw(st.sampled_from([None, Ellipsis])), *index[place:])
+        more = data.draw(st.sampled_from([None, Ellipsis]))
+        # what is behind dots is of the last dims
+        after = (
+            index[place:] if more is None else tuple(data.draw(indices(one)) for one in shape[place + 4 - len(index) :])
+        )
+        index = (*index[:place], more, *after)
     cut, degrees = data.draw(st.sampled_from([((2,), (3,)), ((3,), (2,)), ((1, 2), (2, 2)), ((2, 3), (2, 3))]))
     compare(lambda x: x[index] * 2, [picture(*shape)], [cut], degrees)
 

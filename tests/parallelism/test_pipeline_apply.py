@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from galvatron_lite.parallelism.pipeline.apply import (
 from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
 from galvatron_lite.plans.schema import Schedule
 from tests.equivalence.compare import assert_equal_tensors
-from tests.equivalence.families import FAMILIES, build_family
+from tests.equivalence.families import FAMILIES, build_family, build_model, make_batches
 from tests.pool import WorkerPool
 
 SAMPLES = 8
@@ -72,12 +73,23 @@ def tuple_case() -> tuple[nn.Module, Any, tuple[Layer, ...]]:
     return TupleModel(), {"tokens": tokens, "labels": tokens.roll(1, 0)}, tuple_layers()
 
 
-def case(family: str) -> tuple[nn.Module, Any, tuple[Layer, ...]]:
-    return tuple_case() if family == "tuple" else build_family(family, SAMPLES)
+def case(family: str, layers: tuple[Layer, ...] | None = None) -> tuple[nn.Module, Any, tuple[Layer, ...]]:
+    """A model, a batch, and the model's layers, where these are not known."""
+    if family == "tuple":
+        return tuple_case()
+    if layers is None:
+        return build_family(family, SAMPLES)
+    return build_model(family), make_batches(family, SAMPLES, 1)[0], layers
 
 
+@cache
+def layers_of(family: str) -> tuple[Layer, ...]:
+    return case(family)[2]
+
+
+@cache
 def whole_gradients(family: str) -> tuple[float, dict[str, Tensor]]:
-    model, batch, _ = case(family)
+    model, batch, _ = case(family, layers_of(family))
     loss = loss_of(call_model(model, batch), batch)
     loss.backward()
     return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -89,9 +101,11 @@ def cut(names: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
     return [list(names[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
 
-def run_pipeline(family: str, sizes: Sequence[int], microbatches: int, schedule: str) -> Mapping[str, Any]:
+def run_pipeline(
+    family: str, layers: tuple[Layer, ...], sizes: Sequence[int], microbatches: int, schedule: str
+) -> Mapping[str, Any]:
     """One rank a stage: two steps without an optimizer, so the gradients of the second are twice the first's."""
-    model, batch, layers = case(family)
+    model, batch, _ = case(family, layers)
     stages = cut([layer.name for layer in layers], sizes)
     shared = find_shared(model, layers)
     here = dist.get_rank()
@@ -139,7 +153,7 @@ def check(results: Sequence[Mapping[str, Any]], family: str, microbatches: int) 
 
 
 def _aliases(family: str) -> dict[str, str]:
-    model, _, layers = case(family)
+    model, _, layers = case(family, layers_of(family))
     return {name: shared.names[0] for shared in find_shared(model, layers) for name in shared.names[1:]}
 
 
@@ -150,7 +164,13 @@ def _aliases(family: str) -> dict[str, str]:
 )
 def test_tuple_model(pool: WorkerPool, sizes: list[int], microbatches: int, schedule: str) -> None:
     results = pool.run(
-        len(sizes), run_pipeline, family="tuple", sizes=sizes, microbatches=microbatches, schedule=schedule
+        len(sizes),
+        run_pipeline,
+        family="tuple",
+        layers=tuple_layers(),
+        sizes=sizes,
+        microbatches=microbatches,
+        schedule=schedule,
     )
     check(results, "tuple", microbatches)
     assert [bool(result["skip"]) for result in results] == [False] * (len(sizes) - 1) + [True]
@@ -158,7 +178,9 @@ def test_tuple_model(pool: WorkerPool, sizes: list[int], microbatches: int, sche
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(pool: WorkerPool, family: str) -> None:
-    count = len(case(family)[2])
+    layers = layers_of(family)
+    count = len(layers)
     for sizes in ([2, count - 2], [1, 1, count - 3, 1]):
-        results = pool.run(len(sizes), run_pipeline, family=family, sizes=sizes, microbatches=4, schedule="1f1b")
+        asked = {"family": family, "layers": layers, "sizes": sizes, "microbatches": 4, "schedule": "1f1b"}
+        results = pool.run(len(sizes), run_pipeline, **asked)
         check(results, family, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from galvatron_lite.parallelism.pipeline.apply import (
     find_shared,
     pipeline_groups,
 )
+from galvatron_lite.parallelism.pipeline.flow import flow_of
 from galvatron_lite.parallelism.pipeline.schedule import SIMPLE, Action, Pass, stage_actions
 from galvatron_lite.plans.schema import Schedule
 from tests.equivalence.families import FAMILIES, build_family
@@ -172,3 +174,39 @@ def test_sequence_lengths_may_change_between_steps(pool: WorkerPool) -> None:
         for ids in map(token_ids, lengths)
     ]
     assert pool.run(2, lengths_change, lengths=lengths)[1] == pytest.approx(expected, rel=1e-5)
+
+
+class Pair(nn.Linear):
+    """Returns a tuple, as layers of transformers do."""
+
+    def forward(self, value: Tensor) -> tuple[Tensor]:  # type: ignore[override]
+        return (value + super().forward(value),)
+
+
+class Alternating(nn.Module):
+    """Layers that return tensors, and tuples, which the code between them takes apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList((nn.Linear(6, 4), Pair(4, 4), nn.Linear(4, 2), Pair(2, 2)))
+
+    def forward(self, value: Tensor) -> Tensor:
+        for block in self.blocks:
+            made = block(value)
+            value = made[0] if isinstance(block, Pair) else made.view(made.shape)
+        return value.square().mean()
+
+
+def test_modules_of_earlier_stages_return_what_is_taken_apart_as_theirs() -> None:
+    torch.manual_seed(0)
+    whole, batch = Alternating(), torch.randn(6, 6)
+    layers = tuple(Layer(f"blocks.{i}", f"kind{i}", Role.BLOCK, (f"blocks.{i}",)) for i in range(4))
+    flow = flow_of(whole, layers, (batch,))
+    assert flow.is_chain
+    received: Any = None
+    for layer in layers:
+        model = copy.deepcopy(whole)
+        stage = StageModel(model, layers, [layer.name], flow=flow)
+        stage.attach()
+        received = stage.run(lambda model=model: model(batch), received)
+    assert received == whole(batch)

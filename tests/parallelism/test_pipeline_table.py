@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight
-from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE, ZERO_BUBBLE, Course, Pass, most_held, stage_at
+from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE, ZERO_BUBBLE, Action, Course, Pass, stage_at
 from galvatron_lite.parallelism.pipeline.table import actions_of, ends, room_of
 from galvatron_lite.parallelism.pipeline.times import PassOrder, StageTimes
 from galvatron_lite.plans.schema import Schedule
@@ -78,14 +81,38 @@ def test_too_few_messages_under_way_are_noticed() -> None:
     assert not ends(course, (first, second[::-1]), 100)
 
 
-@pytest.mark.parametrize(("groups", "virtual"), [(2, 2), (3, 2), (4, 3)])
+@pytest.mark.parametrize(("groups", "virtual"), [(2, 2), (3, 2), (4, 3), (5, 4)])
 def test_interleaved_holds_what_is_priced(groups: int, virtual: int) -> None:
-    course = Course(Schedule.INTERLEAVED, groups, virtual, 3 * groups)
+    """Whatever a micro-batch of each chunk takes: the worst priced moment is the worst of all."""
+    course, draw = Course(Schedule.INTERLEAVED, groups, virtual, 5 * groups), random.Random(groups)
     for group, own in enumerate(actions_of(course)):
         priced = chunks_in_flight(Schedule.INTERLEAVED, groups, group, course.microbatches, virtual)
-        assert most_held(own, virtual) == priced
         # Narayanan et al. 2021, section 2.2
-        assert max(map(sum, priced)) == 2 * (groups - group - 1) + (virtual - 1) * groups + 1
+        assert max(sum(counts) for _, counts in priced) == 2 * (groups - group - 1) + (virtual - 1) * groups + 1
+        every = list(backward_moments(own, virtual))
+        assert set(priced) <= set(every)
+        for _ in range(200):
+            kept = [draw.choice((0, 1, draw.randrange(1, 1000))) for _ in range(virtual)]
+            once, extra = ([draw.choice((0, draw.randrange(3000))) for _ in range(virtual)] for _ in range(2))
+
+            size = partial(bytes_at, kept, once, extra)
+            assert max(map(size, priced)) == max(map(size, every))
+
+
+def bytes_at(
+    kept: Sequence[int], once: Sequence[int], extra: Sequence[int], moment: tuple[int, tuple[int, ...]]
+) -> int:
+    """By chunk: of each micro-batch, of any at all, of a backward pass."""
+    chunk, counts = moment
+    return extra[chunk] + sum(n * more + (n > 0) * first for n, more, first in zip(counts, kept, once, strict=True))
+
+
+def backward_moments(actions: Sequence[Action], virtual: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Every backward pass of a group: of which chunk, and what is held of each when it begins."""
+    for place, action in enumerate(actions):
+        if action.what is Pass.BACKWARD:
+            done = Counter((one.what, one.chunk) for one in actions[:place])
+            yield action.chunk, tuple(done[Pass.FORWARD, c] - done[Pass.BACKWARD, c] for c in range(virtual))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -16,6 +16,7 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.tensor.apply import ParameterShard, Placement, gather_full, shard_layer
 from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
+from galvatron_lite.parallelism.vocabulary.logits import whole_logits
 from tests.parallelism.tensor_blocks import CASES, HIDDEN, TOKENS, make_case, split_and_compare
 from tests.parallelism.thread_group import ThreadGroup, run_threads
 
@@ -177,7 +178,7 @@ def test_edges_equal_whole(tied: bool, padding: int | None, degree: int) -> None
     def losses(split: Model) -> Tensor:
         output = split(ids)
         output.logsumexp(-1).square().sum().backward()
-        return output.detach()
+        return whole_logits(output.detach())
 
     def work(group: ThreadGroup) -> dict[str, Tensor]:
         split = copy.deepcopy(model)

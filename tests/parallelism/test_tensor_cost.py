@@ -8,7 +8,7 @@ from functools import reduce
 
 import pytest
 
-from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, SplitDims
+from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, SplitDims, TensorSplit
 from galvatron_lite.parallelism.base import Collective, DimensionContext, LayerWork, Moment, Strategy
 from galvatron_lite.parallelism.registry import DIMENSIONS
 from galvatron_lite.parallelism.tensor.cost import ASYNC
@@ -127,3 +127,16 @@ def test_gathered_and_scattered_tensors_are_copied_where_software_does_so(recomp
         seconds[host] = done.microbatch_overhead
     assert seconds[0.0] == 0
     assert seconds[per_byte] == pytest.approx(per_byte * 500 * (forwards + 1))
+
+
+def test_a_loss_on_shares_gathers_its_figures_once() -> None:
+    """Tokens that are shared, too, make logits whole; what is kept of them then is that of one device."""
+    kept = {Recompute.NONE: TensorSplit(tensor=800, whole=3)}
+    head = replace(HEAD, gathered_output_bytes=5000, loss_bytes=12, kept=kept)
+    assert calls(Strategy(tensor=4), Moment.FORWARD, head) == {(GATHER, 4 * 12): 1}
+    assert work(Strategy(tensor=4), head).edge_bytes == 0
+    assert calls(Strategy(tensor=1), Moment.FORWARD, head) == {}
+    both = Strategy(tensor=4, context=2)
+    (gathered,) = [one for one in work(both, head).communications if one.moment is Moment.FORWARD and one.count]
+    assert (gathered.collective, gathered.cause) == (GATHER, "tensor")
+    assert work(both, head).edge_bytes == 600 * work(both, head).samples

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -100,3 +102,35 @@ def low_precision() -> tuple[torch.dtype, torch.dtype]:
 
 def test_bf16_compute_keeps_fp32_gradients(pool: WorkerPool) -> None:
     assert pool.run(2, low_precision) == [(torch.bfloat16, torch.float32)] * 2
+
+
+class Viewing(nn.Module):
+    """Its result is a view, which its caller writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).view(-1, 3, 2)
+
+
+def views() -> tuple[list[str], bool]:
+    """What is warned of, and whether gradients are those of the module alone."""
+    torch.manual_seed(0)
+    model, plain = Viewing(), Viewing()
+    plain.load_state_dict(model.state_dict())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shard_group(ZeroGroup((model,), make_mesh(), STAGE_3), ())
+        for one in (model, plain):
+            out = one(rows())
+            out += 1
+            out.square().sum().backward()
+    both = zip(model.parameters(), plain.parameters(), strict=True)
+    equal = all(torch.allclose(full(own.grad), dist.get_world_size() * other.grad) for own, other in both)
+    return [str(one.message) for one in caught if "view tensor" in str(one.message)], equal
+
+
+def test_views_that_a_layer_returns_may_be_written_to(pool: WorkerPool) -> None:
+    assert pool.run(2, views) == [([], True)] * 2

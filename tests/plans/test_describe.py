@@ -7,8 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.plans.describe import memory_parts, shown_groups, stage_groups, stage_rows
-from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, MemoryBreakdown, Plan, Schedule, Stage
+from galvatron_lite.plans.describe import memory_parts, plan_line, shown_groups, stage_groups, stage_rows
+from galvatron_lite.plans.schema import (
+    PLAN_VERSION,
+    LayerRun,
+    MemoryBreakdown,
+    Plan,
+    Prediction,
+    Proof,
+    Provenance,
+    Schedule,
+    Stage,
+    TimeBreakdown,
+)  # fmt: skip
 
 PLAIN, SHARDED, SLICED = Strategy(data=2), Strategy(zero=2, zero_stage=3), Strategy(tensor=2)
 
@@ -40,6 +51,19 @@ def test_stages_of_several_runs_have_a_row_for_each() -> None:
         ("0 … 3 (4)", "l0 … l10 (2 a stage)", "tensor2"),
         ("", "l2 … l11 (1 a stage)", "zero3x2"),
     ]
+
+
+def test_a_plan_in_a_line() -> None:
+    plan = staged([(2, SLICED), (1, SHARDED)])
+    assert plan_line(plan) == (
+        "m on 2 devices: no pipeline, batch 8 in 1 micro-batch of 8, bf16; tensor2 (2), zero3x2 (1)"
+    )
+    given = Provenance("", "", "", "estimated: data sheet", "", {}, 2**31, Proof.GIVEN)
+    stages = (replace(plan.stages[0], memory=MemoryBreakdown(parameters=2**30)),)
+    priced = replace(plan, stages=stages, provenance=given)
+    prediction = Prediction(0.5, TimeBreakdown(), 1.0, 1.0, 0.5, 2**30)
+    line = plan_line(replace(priced, prediction=prediction))
+    assert line.endswith("; predicted 500 ms a step, 1.0 GiB of 2.0 GiB a device (costs estimated: data sheet)")
 
 
 def test_two_stages_alike_stay_apart_and_so_do_other_devices() -> None:

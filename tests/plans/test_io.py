@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from yaml import safe_dump as dump
 
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import from_data, to_data
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.plans.io import check_plan, read_plan, write_plan
+from galvatron_lite.plans.io import check_plan, file_named, read_plan, write_plan
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 
 MIXED = (
@@ -91,3 +92,35 @@ strategies = st.builds(
 @given(strategies)
 def test_any_strategy_reads_back(strategy: Strategy) -> None:
     assert from_data(Strategy, to_data(strategy), "strategy") == strategy
+
+
+def _edited(tmp_path: Path, old: str, new: str) -> Path:
+    """The file of the plan, with a word of it changed."""
+    path = tmp_path / "edited.yaml"
+    text = dump(to_data(PLAN))
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    return path
+
+
+def test_a_misspelt_key_is_told_what_it_may_be(tmp_path: Path) -> None:
+    with pytest.raises(FileFormatError, match=r"edited.yaml, microbatchs: .*Did you mean microbatches\?"):
+        read_plan(_edited(tmp_path, "microbatches", "microbatchs"))
+    with pytest.raises(FileFormatError, match=r"edited.yaml, stages.0.runs.0.strategy.dta: .*Did you mean data\?"):
+        read_plan(_edited(tmp_path, "data: 4", "dta: 4"))
+
+
+def test_strategies_may_be_in_short_form_and_unknown_words_are_named(tmp_path: Path) -> None:
+    long = "strategy:\n      data: 4\n"
+    assert read_plan(_edited(tmp_path, long, "strategy: data4\n")) == PLAN
+    with pytest.raises(FileFormatError, match=r"stages.0.runs.0.strategy: 'wholee' .*Write parts such as .* or whole"):
+        read_plan(_edited(tmp_path, long, "strategy: wholee\n"))
+
+
+@pytest.mark.parametrize(("given", "said"), [("a.yaml", "a.yaml, stages[1]: layers"), (PLAN, "plan.stages[1]: layers")])
+def test_errors_about_parts_of_a_plan_name_its_file(given: Plan | str, said: str) -> None:
+    with pytest.raises(InputError) as caught, file_named(given):
+        raise InputError("plan.stages[1]: layers", "a to b", "Plan anew.")
+    assert caught.value.field == said
+    with pytest.raises(InputError, match=r"^batch"), file_named(given):
+        raise InputError("batch", 3, "Give 4.")

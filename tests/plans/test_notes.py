@@ -1,8 +1,9 @@
-"""What is said of batch norms under a plan."""
+"""What is said of a plan: batch norms under it, another width of its model, unsure measurements."""
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -10,6 +11,10 @@ from galvatron_lite.api import plan
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.trace import trace
 from galvatron_lite.oracle.models import graph_named
+from galvatron_lite.plans.notes import other_size
+from galvatron_lite.plans.schema import PLAN_VERSION, Plan, Proof, Provenance, Schedule
+from galvatron_lite.profiler.schema import Origin, OriginKind
+from galvatron_lite.profiler.unsure import spread_note
 
 
 class Net(nn.Module):
@@ -46,13 +51,28 @@ def test_replicas_and_micro_batches_have_statistics_of_their_own() -> None:
     assert noted(graph, 1, fix="microbatches=1") == ()
 
 
-@pytest.mark.parametrize(
-    "graph", [captured(nn.GroupNorm, 2), graph_named("convnext-t", "fp32")], ids=lambda one: one.name
-)
-def test_other_norms_need_no_note(graph: ModelGraph) -> None:
-    assert noted(graph, 2, fix=["dp=2", "pp=1"]) == ()
+def test_other_norms_need_no_note() -> None:
+    for graph in (captured(nn.GroupNorm, 2), graph_named("convnext-t", "fp32")):
+        assert noted(graph, 2, fix=["dp=2", "pp=1"]) == (), graph.name
 
 
 def test_known_shapes_tell_their_batch_norms() -> None:
     (said,) = noted(graph_named("resnet50", "fp32"), 2, fix=["dp=2", "pp=1"])
     assert "as few as 4 of the 8" in said
+
+
+def test_a_plan_of_another_width_is_told() -> None:
+    made_from = Provenance("", "", "", "", "", {}, 1, Proof.GIVEN, parameters=2_000_000)
+    given = Plan(PLAN_VERSION, "m", 1, 1, 1, Schedule.ONE_F_ONE_B, "fp32", (), provenance=made_from)
+    (said,) = other_size(given, 4_000_000)
+    assert "2M parameters" in said
+    assert "has 4M" in said
+    assert other_size(given, 2_010_000) == ()
+    assert other_size(replace(given, provenance=replace(made_from, parameters=0)), 5) == ()
+
+
+def test_measurements_that_differ_are_told() -> None:
+    origin = Origin(OriginKind.MEASURED, "CPU", "2026-01-01", 5, spread=0.36)
+    (said,) = spread_note(origin)
+    assert "36%" in said
+    assert spread_note(replace(origin, spread=0.1)) == ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +34,7 @@ from galvatron_lite.profiler.roofline import machine_of, operator_seconds
 from galvatron_lite.profiler.schema import LayerPoint, OriginKind, Profile
 from galvatron_lite.stacks.catalog import GALVATRON
 from galvatron_lite.stacks.schema import Stack
+from tests.processor_time import least, process_seconds
 
 
 def block(hidden: int, heads: int, tokens: int = 2048) -> LayerKind:
@@ -221,10 +221,13 @@ def test_what_cannot_be_estimated_is_refused() -> None:
 
 def test_a_large_model_is_estimated_in_a_blink() -> None:
     graph, cluster = model(12288, 96, 96), load_cluster("a100-80gb", 1024)
-    start = time.process_time()
-    made = estimate_profile(graph, cluster, precision="bf16", name="x")
-    assert time.process_time() - start < 0.3
-    assert len(made.layers) < 3000
+    made: list[Profile] = []
+
+    def estimate() -> None:
+        made.append(estimate_profile(graph, cluster, precision="bf16", name="x"))
+
+    assert least(lambda: process_seconds(estimate), 0.3) < 0.3
+    assert len(made[0].layers) < 3000
 
 
 def test_a_profile_reads_back_the_same(tmp_path: Path) -> None:

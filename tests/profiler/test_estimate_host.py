@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from math import hypot
 
@@ -20,6 +19,7 @@ from galvatron_lite.profiler.roofline_machine import Machine, machine_of
 from galvatron_lite.profiler.schema import LayerPoint
 from galvatron_lite.stacks.catalog import GALVATRON
 from galvatron_lite.stacks.schema import Stack, StateLayout
+from tests.processor_time import least, process_seconds
 from tests.profiler.test_estimate import block, model
 
 
@@ -122,6 +122,9 @@ def test_only_what_is_wanted_is_estimated() -> None:
 def test_a_point_is_estimated_in_a_third_of_a_millisecond() -> None:
     graph, cluster = model(4096, 32), load_cluster("a100-80gb", 8)
     wanted = [("block", 8, True, Recompute.FULL, count) for count in range(1, 101)]
-    start = time.process_time()
-    estimate_profile(graph, cluster, precision="bf16", name="x", wanted=wanted)
-    assert (time.process_time() - start) / len(wanted) < 3e-4
+
+    def estimate() -> None:
+        estimate_profile(graph, cluster, precision="bf16", name="x", wanted=wanted)
+
+    limit = 3e-4 * len(wanted)
+    assert least(lambda: process_seconds(estimate), limit) < limit

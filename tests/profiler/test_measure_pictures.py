@@ -18,6 +18,7 @@ from galvatron_lite.parallelism.backends import ANY
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.profiler.measure import measure_profile
 from galvatron_lite.profiler.measure_pictures import cut_pictures, measured_grids, measured_slices, on_share, share_on
+from galvatron_lite.profiler.measure_scope import Scope, layer_settings, stem_settings
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.segments import BlockCall
 from galvatron_lite.profiler.timing import TimingRule
@@ -35,6 +36,14 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
         model, model.example_batch(2), folder=folder, name="mini", rule=QUICK, device="cpu", max_samples=2,
         tensor_degrees=(1, 2),
     )  # fmt: skip
+
+
+def test_for_one_device_pictures_are_whole_and_few(profile: Profile) -> None:
+    scope = Scope(profile.graph, "fp32", (1, 4), (1,), 1, profile.cluster, torch.device("cpu"), QUICK)
+    assert any(setting.samples < 1 for setting in layer_settings(scope))
+    brief = replace(scope, whole=True)
+    assert {setting.samples for setting in layer_settings(brief)} == {1, 4}
+    assert stem_settings(brief) == []
 
 
 def test_every_block_and_the_stem_are_run_on_shares(profile: Profile) -> None:

@@ -49,6 +49,8 @@ def test_the_last_one_is_found(profile: Profile, tmp_path: Path) -> None:
         last_profile(tmp_path)
     first = save_profile(profile, tmp_path, "My CPU / host")
     assert first == profile_path(tmp_path, "My CPU / host", "gpt2") == tmp_path / "My-CPU-host" / "gpt2.yaml"
+    save_profile(replace(profile, name="unasked"), tmp_path, "m", remember=False)
+    assert last_profile(tmp_path) == first
     second = save_profile(replace(profile, name="other"), tmp_path, "m")
     assert last_profile(tmp_path) == second
     assert last_profile(tmp_path) != first

@@ -22,9 +22,11 @@ from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.state import full_state_dict
+from galvatron_lite.runtime.watch.blame import operation_of
+from galvatron_lite.runtime.watch.watch import Watch
 from tests.runtime.plans import make_plan
 
-WIDTH, SAMPLES, TIMEOUT = 6, 8, 2.0
+WIDTH, SAMPLES = 6, 8
 DATA, ZERO = Strategy(data=2), Strategy(zero=2, zero_stage=3)
 Action = Callable[[], None]
 
@@ -94,8 +96,10 @@ def at_fault(parallel: ParallelModel, optimizer: torch.optim.Optimizer, where: s
         optimizer.register_step_pre_hook(lambda *_: act())
 
 
-def killed() -> None:
-    time.sleep(0.1)  # what was noted last is on its way
+def killed(watch: Watch) -> None:
+    """Once the others can read what this rank does."""
+    while (noted := watch.notes()[dist.get_rank()]) is None or operation_of(noted) != watch.operation:
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -108,7 +112,7 @@ def lost(where: str, folder: str = "", pipeline: bool = False) -> None:
     if folder:
         parallel.save(Path(folder, "step-2"), optimizer)
     if dist.get_rank() == 1:
-        at_fault(parallel, optimizer, where, killed)
+        at_fault(parallel, optimizer, where, lambda: killed(parallel.watch))
     for step in range(2, 4):
         parallel.train_step(make_batch(step), optimizer)
 
@@ -121,13 +125,13 @@ def resumed(folder: str) -> tuple[str, list[float]]:
     return found.folder.name, [float(parallel.train_step(make_batch(parallel.step), optimizer))]
 
 
-def hangs(where: str, pipeline: bool = False) -> None:
+def hangs(where: str, patience: float, pipeline: bool = False) -> None:
     """Rank 1 stops to work in the second step, for longer than the others wait."""
     stages = [[Strategy()] * 2, [Strategy()] * 2] if pipeline else [[DATA] * 4]
-    parallel, optimizer = make_run(stages, timeout=TIMEOUT, microbatches=2)
+    parallel, optimizer = make_run(stages, timeout=patience, microbatches=2)
     parallel.train_step(make_batch(0), optimizer)
     if dist.get_rank() == 1:
-        at_fault(parallel, optimizer, where, lambda: time.sleep(120))
+        at_fault(parallel, optimizer, where, lambda: time.sleep(600))
     parallel.train_step(make_batch(1), optimizer)
 
 
@@ -180,9 +184,9 @@ def trained() -> list[float]:
     return losses
 
 
-def out_of_memory() -> str:
+def out_of_memory(patience: float) -> str:
     """Rank 1 may not have more memory than it has, and asks for more in its second step; what is said."""
-    parallel, optimizer = make_run([[DATA] * 4], timeout=TIMEOUT)
+    parallel, optimizer = make_run([[DATA] * 4], timeout=patience)
     parallel.train_step(make_batch(0), optimizer)
     if dist.get_rank() == 1:
         held = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -199,7 +203,7 @@ def out_of_memory() -> str:
         if dist.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_AS, before)
         # both are here before either ends its connections
-        time.sleep(0.0 if dist.get_rank() == 0 else 2 * TIMEOUT)
+        time.sleep(0.0 if dist.get_rank() == 0 else 2 * patience)
         return f"{type(error).__name__}: {error}"
     return "nothing"
 

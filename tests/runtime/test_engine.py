@@ -8,6 +8,7 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import Strategy
 from tests.pool import WorkerPool
 from tests.runtime.training import Case, assert_same, train, train_alone
+from tests.together import Together
 
 DATA, TENSOR, SEQUENCE = Strategy(data=2), Strategy(tensor=2), Strategy(tensor=2, sequence_parallel=True)
 ZERO2, ZERO3 = Strategy(zero=2, zero_stage=2), Strategy(zero=2, zero_stage=3)
@@ -26,41 +27,6 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("model", ["gpt-tiny", "llama-tiny"])
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("name", list(UNIFORM))
-def test_uniform_plans(pool: WorkerPool, name: str, microbatches: int, model: str) -> None:
-    case = Case([UNIFORM[name]] * 5, model, microbatches)
-    wanted = train_alone(case)
-    for found in pool.run(2, train, case=case):
-        assert_same(found, wanted)
-
-
-@pytest.mark.parametrize("model", ["gpt-tiny", "llama-tiny"])
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("name", list(MIXED))
-def test_a_strategy_for_each_layer(pool: WorkerPool, name: str, microbatches: int, model: str) -> None:
-    case = Case(MIXED[name], model, microbatches)
-    wanted = train_alone(case)
-    for found in pool.run(2, train, case=case):
-        assert_same(found, wanted)
-
-
-def test_one_process(pool: WorkerPool) -> None:
-    case = Case([Strategy()] * 5, microbatches=2)
-    assert_same(pool.run(1, train, case=case)[0], train_alone(case))
-
-
-@pytest.mark.parametrize(
-    "strategies", [[DATA] * 5, [ZERO3] * 5, [SEQUENCE if i in (1, 2, 3) else TENSOR for i in range(5)]]
-)
-def test_clipping_over_the_true_norm(pool: WorkerPool, strategies: list[Strategy]) -> None:
-    case = Case(strategies, max_grad_norm=0.05)
-    wanted = train_alone(case)
-    for found in pool.run(2, train, case=case):
-        assert_same(found, wanted)
-
-
 HYBRID = Strategy(data=2, zero=2, zero_stage=2)
 FOUR = {
     "hybrid": [HYBRID] * 5,
@@ -70,28 +36,42 @@ FOUR = {
         Strategy(zero=2, zero_stage=3, tensor=2, sequence_parallel=True), HYBRID,
     ],
 }  # fmt: skip
+CLIPPED = {
+    "data": [DATA] * 5,
+    "zero3": [ZERO3] * 5,
+    "sequence": [SEQUENCE if i in (1, 2, 3) else TENSOR for i in range(5)],
+}
+EDGES = {"data-tensor": (DATA, TENSOR), "tensor-data": (TENSOR, DATA), "zero3-tensor": (ZERO3, TENSOR)}
+CASES = {
+    **{
+        f"{name}-{count}-{model}": Case(strategies, model, count)
+        for name, strategies in ({name: [one] * 5 for name, one in UNIFORM.items()} | MIXED).items()
+        for count in (1, 2)
+        for model in ("gpt-tiny", "llama-tiny")
+    },
+    **{f"clipped-{name}": Case(strategies, max_grad_norm=0.05) for name, strategies in CLIPPED.items()},
+    **{f"four-{name}": Case(strategies, microbatches=2, max_grad_norm=0.05) for name, strategies in FOUR.items()},
+    **{
+        f"edges-{name}": Case([a, DATA, SEQUENCE, DATA, b], "llama-tiny", microbatches=2, max_grad_norm=0.05)
+        for name, (a, b) in EDGES.items()
+    },
+    "one process": Case([Strategy()] * 5, microbatches=2),
+    "pipeline, clipped": Case([DATA, ZERO3, SEQUENCE, DATA, DATA], microbatches=2, cuts=[2], max_grad_norm=0.05),
+}
 
 
-@pytest.mark.parametrize("name", list(FOUR))
-def test_four_processes(pool: WorkerPool, name: str) -> None:
-    case = Case(FOUR[name], microbatches=2, max_grad_norm=0.05)
-    wanted = train_alone(case)
-    for found in pool.run(4, train, case=case):
-        assert_same(found, wanted)
+@pytest.fixture(scope="module")
+def trained(pool: WorkerPool) -> Together:
+    """What every rank found under each plan."""
+    return Together(pool, train, CASES, lambda case: case.world)
 
 
-@pytest.mark.parametrize(
-    "edges", [(DATA, TENSOR), (TENSOR, DATA), (ZERO3, TENSOR)], ids=["data-tensor", "tensor-data", "zero3-tensor"]
-)
-def test_edges_of_one_stage_may_lie_unlike(pool: WorkerPool, edges: tuple[Strategy, Strategy]) -> None:
-    case = Case([edges[0], DATA, SEQUENCE, DATA, edges[1]], "llama-tiny", microbatches=2, max_grad_norm=0.05)
-    wanted = train_alone(case)
-    for found in pool.run(2, train, case=case):
-        assert_same(found, wanted)
-
-
-def test_pipeline_with_clipping_and_tied_embeddings(pool: WorkerPool) -> None:
-    case = Case([DATA, ZERO3, SEQUENCE, DATA, DATA], microbatches=2, cuts=[2], max_grad_norm=0.05)
-    wanted = train_alone(case)
-    for found in pool.run(4, train, case=case):
+@pytest.mark.parametrize("name", list(CASES))
+def test_plans_train_like_one_process(trained: Together, name: str) -> None:
+    """Uniform plans; a strategy for each layer; clipping over the true norm; edges of one stage that lie unlike; a
+    pipeline with tied embeddings.
+    """
+    wanted = train_alone(CASES[name])
+    assert len(trained[name]) == CASES[name].world
+    for found in trained[name]:
         assert_same(found, wanted)

@@ -25,6 +25,7 @@ from tests.runtime.pictures import (
 )
 from tests.runtime.plans import make_plan
 from tests.runtime.training import assert_same
+from tests.together import Together
 
 TOLERANCE = 1e-10
 WHOLE, DATA, ZERO3 = Strategy(filters=2), Strategy(data=2), Strategy(zero=2, zero_stage=3)
@@ -54,26 +55,6 @@ CHANNELED = {
 }
 
 
-@pytest.mark.parametrize("norm", ["group", "batch"])
-@pytest.mark.parametrize("name", list(CHANNELED))
-def test_shared_channels(pool: WorkerPool, name: str, norm: str) -> None:
-    case = Pictures(CHANNELED[name], norm=norm, max_grad_norm=0.05)
-    if norm == "batch":
-        case = replace(case, strategies=[ROWS if one.data > 1 else one for one in case.strategies])
-    wanted = train_net_alone(case)
-    for found in pool.run(2, train_net, case=case):
-        assert_same(found, wanted, TOLERANCE)
-
-
-@pytest.mark.parametrize("dense", [False, True])
-@pytest.mark.parametrize("name", list(TWO))
-def test_two_processes(pool: WorkerPool, name: str, dense: bool) -> None:
-    case = Pictures(TWO[name], dense=dense)
-    wanted = train_net_alone(case)
-    for found in pool.run(2, train_net, case=case):
-        assert_same(found, wanted, TOLERANCE)
-
-
 FOUR_SHARED = Strategy(data=2, height=2, zero_stage=2)
 FOUR = {
     "grid": [Strategy(height=2, width=2)] * 5,
@@ -90,14 +71,6 @@ FOUR = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list(FOUR))
-def test_four_processes(pool: WorkerPool, name: str) -> None:
-    case = Pictures(FOUR[name], dense=name == "grid", max_grad_norm=0.05)
-    wanted = train_net_alone(case)
-    for found in pool.run(4, train_net, case=case):
-        assert_same(found, wanted, TOLERANCE)
-
-
 STAGES = {
     "rows": ([ROWS, FULL, COLUMNS, COLUMNS, COLUMNS], [3]),
     "a stage of edges": ([ROWS, ROWS, SHARED, DATA, COLUMNS], [1, 4]),
@@ -105,20 +78,54 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize("name", list(STAGES))
-def test_stages_of_shared_pictures(pool: WorkerPool, name: str) -> None:
-    strategies, cuts = STAGES[name]
-    case = Pictures(strategies, chain=True, microbatches=2, cuts=cuts, max_grad_norm=0.05)
-    wanted = train_net_alone(case)
-    for found in pool.run(2 * len(cuts) + 2, train_net, case=case):
-        assert_same(found, wanted, TOLERANCE)
+SKIPS = [ROWS, FILTERS, COLUMNS, DATA, SHARED]
 
 
-@pytest.mark.parametrize("dense", [False, True])
-def test_skip_connections_travel_between_stages(pool: WorkerPool, dense: bool) -> None:
-    case = Pictures([ROWS, FILTERS, COLUMNS, DATA, SHARED], dense=dense, microbatches=2, cuts=[1, 3])
-    wanted = train_net_alone(case)
-    for found in pool.run(6, train_net, case=case):
+def channelled(name: str, norm: str) -> Pictures:
+    case = Pictures(CHANNELED[name], norm=norm, max_grad_norm=0.05)
+    if norm == "batch":
+        case = replace(case, strategies=[ROWS if one.data > 1 else one for one in case.strategies])
+    return case
+
+
+CASES = {
+    **{f"{name}, {norm} norm": channelled(name, norm) for name in CHANNELED for norm in ("group", "batch")},
+    **{
+        f"{name}{', dense' * dense}": Pictures(strategies, dense=dense)
+        for name, strategies in TWO.items()
+        for dense in (False, True)
+    },
+    **{
+        f"four: {name}": Pictures(strategies, dense=name == "grid", max_grad_norm=0.05)
+        for name, strategies in FOUR.items()
+    },
+    **{
+        f"stages: {name}": Pictures(strategies, chain=True, microbatches=2, cuts=cuts, max_grad_norm=0.05)
+        for name, (strategies, cuts) in STAGES.items()
+    },
+    **{
+        f"skips between stages{', dense' * dense}": Pictures(SKIPS, dense=dense, microbatches=2, cuts=[1, 3])
+        for dense in (False, True)
+    },
+}
+
+
+def world_of(case: Pictures) -> int:
+    return case.strategies[0].devices * (len(case.cuts) + 1)
+
+
+@pytest.fixture(scope="module")
+def trained(pool: WorkerPool) -> Together:
+    """What every rank found under each plan."""
+    return Together(pool, train_net, CASES, world_of)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_shared_pictures_train_like_one_process(trained: Together, name: str) -> None:
+    """Shared pixels and channels beside all else, stages of them, and skip connections that travel between stages."""
+    wanted = train_net_alone(CASES[name])
+    assert len(trained[name]) == world_of(CASES[name])
+    for found in trained[name]:
         assert_same(found, wanted, TOLERANCE)
 
 

@@ -30,6 +30,7 @@ from tests.runtime.training import (
     train,
     train_alone,
 )
+from tests.together import Together
 
 DATA, ZERO3, ZERO2 = Strategy(data=2), Strategy(zero=2, zero_stage=3), Strategy(zero=2, zero_stage=2)
 TENSOR, SEQUENCE = Strategy(tensor=2), Strategy(tensor=2, sequence_parallel=True)
@@ -53,11 +54,21 @@ def by_hand(case: Case) -> Trained:
     return Trained(losses, gradients, full_state_dict(parallel))
 
 
-@pytest.mark.parametrize("strategies", [[DATA] * 5, [ZERO2] * 5, MIXED])
-def test_used_like_the_model(pool: WorkerPool, strategies: list[Strategy]) -> None:
-    case = Case(strategies, max_grad_norm=0.05)
-    for found in pool.run(2, by_hand, case=case):
-        assert_same(found, train_alone(case))
+CLIPPED = {
+    name: Case(one, max_grad_norm=0.05)
+    for name, one in {"data": [DATA] * 5, "zero": [ZERO2] * 5, "mixed": MIXED}.items()
+}
+
+
+@pytest.fixture(scope="module")
+def trained_by_hand(pool: WorkerPool) -> Together:
+    return Together(pool, by_hand, CLIPPED, lambda case: case.world)
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_used_like_the_model(trained_by_hand: Together, name: str) -> None:
+    for found in trained_by_hand[name]:
+        assert_same(found, train_alone(CLIPPED[name]))
 
 
 def accumulate(strategies: list[Strategy], quiet: bool) -> dict[str, Tensor]:
@@ -158,12 +169,24 @@ def test_state_that_does_not_fit(pool: WorkerPool) -> None:
     pool.run(1, broken_state)
 
 
-@pytest.mark.parametrize("model", ["gpt-tiny", "llama-tiny"])
-@pytest.mark.parametrize("strategies", [[DATA] * 5, [ZERO3] * 5, MIXED, [TENSOR, SEQUENCE, SEQUENCE, SEQUENCE, TENSOR]])
-def test_bf16_follows_fp32(pool: WorkerPool, strategies: list[Strategy], model: str) -> None:
-    case = Case(strategies, model, microbatches=2, precision="bf16")
-    wanted = train_alone(case)
-    for found in pool.run(2, train, case=case):
+BF16 = {
+    f"{name}-{model}": Case(strategies, model, microbatches=2, precision="bf16")
+    for model in ("gpt-tiny", "llama-tiny")
+    for name, strategies in {
+        "data": [DATA] * 5, "zero": [ZERO3] * 5, "mixed": MIXED, "sequence": [TENSOR, *[SEQUENCE] * 3, TENSOR],
+    }.items()
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained_in_bf16(pool: WorkerPool) -> Together:
+    return Together(pool, train, BF16, lambda case: case.world)
+
+
+@pytest.mark.parametrize("name", BF16)
+def test_bf16_follows_fp32(trained_in_bf16: Together, name: str) -> None:
+    wanted = train_alone(BF16[name])
+    for found in trained_in_bf16[name]:
         assert found.losses == pytest.approx(wanted.losses, rel=0.02)
         assert all(tensor.dtype == torch.float32 for tensor in [*found.gradients.values(), *found.state.values()])
         for name, gradient in wanted.gradients.items():

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.errors import InputError
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Role
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.runtime.block_calls import sample_arguments
+from galvatron_lite.runtime.block_calls import check_folded, sample_arguments
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.state import full_gradients
 from tests.pool import WorkerPool
@@ -105,6 +106,37 @@ def test_arguments_with_samples_are_told_from_others() -> None:
     found = sample_arguments(Model(), ["first.0", "first.1"], batch())
     assert found["first.0"] == {".0.0": True, ".0.2": True, ".1.tables.0": False, ".1.tables.1": False}
     assert found["first.1"][".0.1"]
+
+
+class Folded(nn.Module):
+    """Hands its block biases of (samples times heads, tokens), as models with ALiBi do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.blocks, self.end = nn.Linear(4, 4), nn.ModuleList([Biased(), Biased()]), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = torch.ones(x.shape[0] * 2, x.shape[1])
+        hidden = self.start(x)
+        for block in self.blocks:
+            hidden = block(hidden, bias)
+        return self.end(hidden).mean()
+
+
+class Biased(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + bias.view(x.shape[0], 2, -1).sum(1)[..., None]
+
+
+def test_samples_folded_into_another_dim_are_refused_where_they_would_move() -> None:
+    found = sample_arguments(Folded(), ["blocks.0"], torch.zeros(4, 3, 4))
+    assert found == {"blocks.0": {".0.0": 1, ".0.1": 2}}
+    with pytest.raises(InputError, match=r"Argument 0\.1 of blocks\.0"):
+        check_folded(found)
+    check_folded(sample_arguments(Model(), ["first.0", "first.1"], batch()))
 
 
 def test_blocks_of_both_containers_are_found() -> None:

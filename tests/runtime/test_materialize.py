@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.zoo.gpt import initialise
 from galvatron_lite.parallelism.pipeline.apply import StageModel
 from galvatron_lite.runtime.materialize import Materializer
-from tests.equivalence.families import FAMILIES, PlainModel, build_family
+from tests.equivalence.families import FAMILIES, PlainModel, build_family, build_model
 
 CPU = torch.device("cpu")
 
@@ -23,10 +25,16 @@ def fill(module: nn.Module) -> None:
         nn.init.normal_(module.position, std=0.02)
 
 
+@cache
+def known(family: str) -> tuple[object, tuple[Layer, ...]]:
+    _, batch, layers = build_family(family, 2)
+    return batch, layers
+
+
 def from_meta(family: str, seed: int = 0) -> tuple[nn.Module, tuple[Layer, ...], object]:
-    _, batch, _ = build_family(family, 2)
+    batch, layers = known(family)
     with torch.device("meta"):
-        model, _, layers = build_family(family, 2)
+        model = build_model(family)
     return model, layers, batch
 
 
@@ -46,7 +54,7 @@ def placed(family: str, seed: int = 0, own: slice = slice(None)) -> tuple[nn.Mod
 @pytest.mark.parametrize("family", FAMILIES)
 def test_whole_model_runs_and_keeps_its_ties(family: str) -> None:
     model, batch = placed(family)
-    reference, _, _ = build_family(family, 2)
+    reference = build_model(family)
     assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     assert len(list(model.parameters())) == len(list(reference.parameters()))
     assert bool(loss_of(call_model(model, batch), batch).isfinite())
@@ -55,7 +63,7 @@ def test_whole_model_runs_and_keeps_its_ties(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_buffers_equal_those_of_a_model_built_for_real(family: str) -> None:
     model, _ = placed(family)
-    reference, _, _ = build_family(family, 2)
+    reference = build_model(family)
     expected = dict(reference.named_buffers())
     assert {name for name, _ in model.named_buffers()} == set(expected)
     for name, buffer in model.named_buffers():
@@ -65,7 +73,7 @@ def test_buffers_equal_those_of_a_model_built_for_real(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_initial_spread_is_the_models_own(family: str) -> None:
     model, _ = placed(family)
-    reference, _, _ = build_family(family, 2)
+    reference = build_model(family)
     for (name, value), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         if value.numel() >= 1024:
             assert float(value.detach().std()) == pytest.approx(float(expected.detach().std()), rel=0.2, abs=1e-6), name
@@ -75,10 +83,9 @@ def test_initial_spread_is_the_models_own(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stages_get_the_weights_of_the_whole(family: str) -> None:
-    whole = dict(placed(family)[0].named_parameters(remove_duplicate=False))
-    shared = {name for name, _ in placed(family)[0].named_parameters(remove_duplicate=False)} - {
-        name for name, _ in placed(family)[0].named_parameters()
-    }
+    model = placed(family)[0]
+    whole = dict(model.named_parameters(remove_duplicate=False))
+    shared = whole.keys() - {name for name, _ in model.named_parameters()}
     seen = set()
     for own in (slice(0, 2), slice(2, 4), slice(4, None)):
         for name, value in placed(family, own=own)[0].named_parameters():

@@ -379,7 +379,7 @@ class Brute:
                     sizes[side] = boundary_bytes(output, shape.microbatch, sender)
                     ends = (stage - 1 + side, stage + side)
                     seconds[side] = transfer_seconds(self.pricer, sizes[side], sender, shape, ends)
-        return (seconds[0], seconds[1]), buffer_bytes(*sizes, counted=not self.profile.unbuffered)
+        return (seconds[0], seconds[1]), buffer_bytes(*sizes, shape.microbatches, counted=not self.profile.unbuffered)
 
     def allowed(self, cuts: Sequence[int], strategies: Sequence[Strategy]) -> bool:
         """Whether one complete choice keeps the rules: pins, one strategy a tied group, one glue, one wire."""
@@ -449,7 +449,8 @@ def _peak(shape: Shape, stage: int, layers: list[list[tuple[Strategy, LayerCost]
     stages = shape.stages
     ahead = {Schedule.ONE_F_ONE_B: stages - stage, Schedule.ZERO_BUBBLE_1P: stages, Schedule.ZERO_BUBBLE_2P: 2 * stages}
     held = min(shape.microbatches, ahead.get(shape.schedule, shape.microbatches))
-    figures = [[terms(cost, held, shape.microbatches) for _, cost in layer] for layer in layers]
+    count, filled = shape.microbatches, _filled(shape, held)
+    figures = [[terms(cost, held, count, filled=filled) for _, cost in layer] for layer in layers]
 
     def of(name: str, place: int) -> Ints:
         return np.array([getattr(one, name) for one in figures[place]])[grid[place]]
@@ -465,6 +466,12 @@ def _peak(shape: Shape, stage: int, layers: list[list[tuple[Strategy, LayerCost]
         worst = np.maximum(worst, moment)
         before = before + of("prefix", place)
     return worst
+
+
+def _filled(shape: Shape, held: int) -> bool:
+    """Whether a stage's first backward begins with all of several micro-batches in memory."""
+    split = shape.schedule in (Schedule.ZERO_BUBBLE_1P, Schedule.ZERO_BUBBLE_2P, Schedule.ZERO_BUBBLE_V)
+    return shape.microbatches > 1 and held == shape.microbatches and not split
 
 
 def bound_of(profile: Profile, plan: Plan) -> float:
@@ -503,7 +510,6 @@ def _priced(brute: Brute, shape: Shape, sizes: Sequence[int], strategies: Sequen
         held = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
         buffers = sum(costs[stage].buffers for stage in own)
         context = brute.profile.cluster.device.context
-        peaks.append(
-            group_memory([costs[stage].layers for stage in own], held, shape.microbatches, buffers, context).total
-        )
+        chunks, filled = [costs[stage].layers for stage in own], len(own) == 1 and _filled(shape, held[0][1][0])
+        peaks.append(group_memory(chunks, held, shape.microbatches, buffers, context, filled=filled).total)
     return bound_seconds(brute.profile, shape, [costs[stage] for stage in sorted(costs)]), max(peaks)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.plans.schema import Proof, Schedule
 from galvatron_lite.search import planner
@@ -91,6 +92,32 @@ def test_the_quickest_that_fits_is_chosen() -> None:
     assert quickest([first, ahead, behind]) is ahead
     assert quickest([first, slower(first, 0.9, fits=False)]) is first
     assert quickest([first, slower(first, 1.0 - 1e-12)]) is first, "rounding is no reason"
+    with pytest.raises(InfeasibleError, match="once its passes are in order") as error:
+        quickest([slower(first, 1.0, fits=False), slower(first, 0.9, fits=False)])
+    assert error.value.smallest_budget == first.alternative.peak_memory
+
+
+@pytest.mark.parametrize("schedules", [(Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE_1P), (Schedule.ZERO_BUBBLE_1P,)])
+def test_where_the_plan_found_does_not_fit_after_all_another_one_does(schedules: tuple[Schedule, ...]) -> None:
+    """As if its passes, once in order, held more than the search knew."""
+    profile = random_profile(random.Random(5), devices=4, blocks=4)
+    request = Request(profile.graph, 4, 8, 10**9, Fixed(pipeline=2), schedules, Space(profile.graph, 4))
+    pricer = LayerPricer(profile)
+    found = search(request, pricer)
+    assert found is not None
+    peak = finalists(request, pricer, found, 0)[0].alternative.peak_memory
+    least = leanest(request, pricer)
+    assert least is not None
+    tight = replace(request, budget=(peak + least.peak) // 2)
+    first, *others = finalists(tight, pricer, found, 0)
+    assert not first.fits
+    assert {one.plan.schedule for one in others} <= set(schedules)
+    chosen = quickest([first, *others])
+    assert chosen.fits
+    assert tight.fits(chosen.plan)
+    exact = search(tight, pricer)
+    assert exact is not None
+    assert chosen.found.partition.time >= exact.partition.time
 
 
 def test_others_are_told_quickest_first_and_those_that_do_not_fit_last() -> None:

@@ -116,7 +116,7 @@ def check(chain: Chain, front: Front, best: list[Times]) -> None:
         assert weighted(chain, time) >= front.dropped or any(beats(other, time) for other in times)
 
 
-@settings(max_examples=500, **QUIET)
+@settings(max_examples=250, **QUIET)
 @given(st.integers(0, 10**9))
 def test_every_sequence(seed: int) -> None:
     draw = random.Random(seed)
@@ -133,7 +133,7 @@ def test_every_sequence(seed: int) -> None:
         check(own, pareto_paths(own, cap, draw.choice([None, None, 1, 2, 5])), best)
 
 
-@settings(max_examples=200, **QUIET)
+@settings(max_examples=120, **QUIET)
 @given(st.integers(0, 10**9))
 def test_least_room(seed: int) -> None:
     draw = random.Random(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -19,6 +20,8 @@ from tests.search.brute import Brute, bound_of, brute_of, every_plan
 from tests.search.instances import Instance, random_instance, uniform_instance
 
 QUIET = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "derandomize": True}
+TIMES = int(os.environ.get("EXACT_TIMES", "1"))
+"""How many times as many random instances; 5 for 300 of each kind."""
 
 
 def check(asked: Instance, brute: Brute, budget: int) -> None:
@@ -38,7 +41,7 @@ def check(asked: Instance, brute: Brute, budget: int) -> None:
     assert bound_of(asked.profile, plan) == pytest.approx(best.seconds, rel=1e-9)
 
 
-@settings(max_examples=100, **QUIET)
+@settings(max_examples=60 * TIMES, **QUIET)
 @given(st.integers(0, 10**9))
 def test_equals_brute_force(seed: int) -> None:
     asked, draw = random_instance(seed), random.Random(seed)
@@ -51,7 +54,7 @@ def test_equals_brute_force(seed: int) -> None:
     check(asked, brute, draw.choice([peaks[0], peaks[len(peaks) // 8], draw.choice(peaks), peaks[-1]]))
 
 
-@settings(max_examples=100, **QUIET)
+@settings(max_examples=60 * TIMES, **QUIET)
 @given(st.integers(0, 10**9))
 def test_equals_brute_force_where_groups_run_several_stages(seed: int) -> None:
     asked, draw = uniform_instance(seed), random.Random(seed)
@@ -65,11 +68,11 @@ def test_equals_brute_force_where_groups_run_several_stages(seed: int) -> None:
 def test_equals_brute_force_where_it_once_did_not(seed: int) -> None:
     asked = random_instance(seed)
     brute = brute_of(asked)
-    for budget in brute.peaks()[::20]:
+    for budget in brute.peaks()[::50]:
         check(asked, brute, budget)
 
 
-@settings(max_examples=40, **QUIET)
+@settings(max_examples=25, **QUIET)
 @given(st.integers(0, 10**9))
 def test_the_leanest_plan_needs_the_least_that_any_plan_needs(seed: int) -> None:
     for asked in (random_instance(seed), uniform_instance(seed)):

@@ -134,7 +134,8 @@ def test_uniform_plans_equal_every_one_priced(seed: int, schedule: Schedule) -> 
     profile = replace(plain, graph=with_skips(replace(plain.graph, kinds=kinds), skips), layers=points)
     space = Apart(profile.graph, 4, seed=seed, most=3)
     asked = Request(profile.graph, 4, 4, 10**9, Fixed(pipeline=2, virtual=2), (schedule,), space)
-    shapes = [Shape(4, 2, count, 4 // count, schedule, 2) for count in (2, 4)]
+    counts = (2, 4) if schedule is Schedule.INTERLEAVED else (1, 2, 4)
+    shapes = [Shape(4, 2, count, 4 // count, schedule, 2) for count in counts]
     plans = [plan for shape in shapes for plan in every_uniform(asked, profile, shape)]
     for budget in {peak for _, peak in plans} if len(plans) < 4 else {*draw.sample([peak for _, peak in plans], 3)}:
         found = search(replace(asked, budget=budget), LayerPricer(profile))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from galvatron_lite.model.graph import LayerKind, SplitDims
+from dataclasses import replace
+
+from galvatron_lite.model.graph import LayerKind, SplitDims, TensorSplit
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
-from galvatron_lite.model.shapes.calls import Part, Value
+from galvatron_lite.model.shapes.calls import FP32, Part, Value
 from galvatron_lite.model.shapes.fields import EncoderShape, TransformerShape
-from galvatron_lite.model.shapes.tape import Tape, widen
+from galvatron_lite.model.shapes.tape import Tape
 
 NOT_SPLIT = "nothing in it is split: every device of a tensor group does all of its work"
 _MANY_WAYS = 5040
+_FIGURE_BYTES = 12
+"""Of a token, that a device tells the others of a tensor group for a loss on shares (``parallelism.vocabulary``)."""
 
 
 def norm(tape: Tape, shape: TransformerShape, name: str, x: Value) -> Value:
@@ -52,13 +56,12 @@ def embedding_kind(shape: TransformerShape, tokens: int, item_bytes: int, kernel
 
 
 def head(tape: Tape, shape: TransformerShape, x: Value, bias: bool = False) -> tuple[Value, Value]:
-    """Logits split over the vocabulary, gathered, and their cross-entropy: (logits, loss)."""
+    """Logits split over the vocabulary, and their cross-entropy: (logits, loss)."""
     rows = x.items // shape.hidden
     labels = tape.labels(rows)
     own = not shape.tied_embeddings
     part = Part.TENSOR if shape.splits_vocabulary else Part.WHOLE
     logits = ops.linear(tape, "head", tape.gather(x), shape.hidden, shape.entries, part, bias=bias, own=own)
-    logits = logits if tape.kernels.parallel_loss else widen(logits)
     return logits, ops.cross_entropy(tape, "loss", logits, labels)
 
 
@@ -94,13 +97,15 @@ def _next_sentence(tape: Tape, shape: EncoderShape, x: Value) -> Value:
 def edge_kind(
     tape: Tape, shape: TransformerShape, name: str, out: tuple[Value, ...], tokens: int, gathered: Value | None = None
 ) -> LayerKind:
-    """Sum up the tape of an embedding (its rows are reduced once a forward pass) or of a head (its logits gathered).
+    """Sum up the tape of an embedding (its rows are reduced once a forward pass) or of a head and its loss on shares.
 
-    The vocabulary may be shared unevenly, so degrees need not divide it. Where the loss takes split logits nothing is
-    gathered, and the layer's other work may be shared by tokens (Megatron's sequence parallelism covers both ends).
+    The vocabulary may be shared unevenly, so degrees need not divide it. Where software computes the loss on shares by
+    itself, the layer's other work may be shared by tokens (Megatron's sequence parallelism covers both ends); else the
+    runtime of this project does, and gathers logits where tokens are shared.
     """
     split, parallel = shape.splits_vocabulary, tape.kernels.parallel_loss
-    return tape.kind(
+    figures = _FIGURE_BYTES * gathered.items // shape.entries if split and not parallel and gathered else 0
+    kind = tape.kind(
         name,
         out,
         SplitDims(sequence=tokens, hidden=shape.hidden, vocab=shape.entries),
@@ -110,8 +115,21 @@ def edge_kind(
         recomputed=False,
         sequence_parallel=split and parallel,
         gathered=gathered if split and not parallel else None,
+        loss_bytes=figures,
         regions=_regions(split, head=gathered is not None),
     )
+    more = FP32 * figures // _FIGURE_BYTES * (2 + shape.entries % 2)
+    spared = FP32 * gathered.items if figures and gathered else 0
+    kept = {choice: _less_split(own, more) for choice, own in kind.kept.items()}
+    return replace(kind, kept=kept, spared_bytes=spared)
+
+
+def _less_split(kept: TensorSplit, more: int) -> TensorSplit:
+    """What is kept, of which the largest share is so many bytes more than one of equal shares.
+
+    Of each token a total in fp32 lies beside the logits, and one of an odd vocabulary is a logit longer.
+    """
+    return replace(kept, tensor=kept.tensor - more, whole=kept.whole + more)
 
 
 def _regions(split: bool, *, head: bool) -> tuple[int, int]:

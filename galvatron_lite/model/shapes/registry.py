@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ from galvatron_lite.files import from_data, kind_of, read_data
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.model.shapes.complete import complete
-from galvatron_lite.model.shapes.convnet import convnext_graph, resnet_graph
-from galvatron_lite.model.shapes.encoder_decoder import encoder_decoder_graph
 from galvatron_lite.model.shapes.fields import (
     SHAPES,
     ConvNextShape,
@@ -29,9 +26,6 @@ from galvatron_lite.model.shapes.fields import (
     VitShape,
 )
 from galvatron_lite.model.shapes.picture_fields import PictureShape
-from galvatron_lite.model.shapes.pictures import picture_graph
-from galvatron_lite.model.shapes.transformer import decoder_graph, encoder_graph
-from galvatron_lite.model.shapes.vision import vit_graph
 from galvatron_lite.units import ITEM_BYTES, activation_bytes
 
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -78,6 +72,13 @@ def _with_sequence(shape: Shape, sequence: int) -> Shape:
 
 
 def _graph(shape: Shape, precision: str, item_bytes: int, kernels: Kernels) -> ModelGraph:
+    """One of the families; its module is imported here, so that one model does not wait for all families."""
+    if isinstance(shape, PictureShape | ResNetShape | ConvNextShape):
+        return _picture_graph(shape, precision, item_bytes, kernels)
+    from galvatron_lite.model.shapes.encoder_decoder import encoder_decoder_graph
+    from galvatron_lite.model.shapes.transformer import decoder_graph, encoder_graph
+    from galvatron_lite.model.shapes.vision import vit_graph
+
     match shape:
         case DecoderShape() | MoeShape():
             return decoder_graph(shape, precision, item_bytes, kernels)
@@ -87,6 +88,15 @@ def _graph(shape: Shape, precision: str, item_bytes: int, kernels: Kernels) -> M
             return encoder_decoder_graph(shape, precision, item_bytes, kernels)
         case VitShape():
             return vit_graph(shape, precision, item_bytes, kernels)
+
+
+def _picture_graph(
+    shape: PictureShape | ResNetShape | ConvNextShape, precision: str, item_bytes: int, kernels: Kernels
+) -> ModelGraph:
+    from galvatron_lite.model.shapes.convnet import convnext_graph, resnet_graph
+    from galvatron_lite.model.shapes.pictures import picture_graph
+
+    match shape:
         case ResNetShape():
             return resnet_graph(shape, precision, item_bytes)
         case ConvNextShape():
@@ -138,6 +148,8 @@ def _find(name_or_path: str) -> Path:
     plain = {name.replace("-", ""): name for name in names}.get(name_or_path.replace("-", ""))
     if plain:
         return config_folder("models") / f"{plain}.yaml"
+    from difflib import get_close_matches
+
     close = get_close_matches(name_or_path, names, n=3)
     hint = f"Did you mean {' or '.join(close)}? " if close else ""
     remedy = f"{hint}Shipped models: {', '.join(names)}; or give the path of a .yaml file."

@@ -140,6 +140,7 @@ class Tape:
         tensor_collectives: int = 0,
         sequence_parallel: bool = False,
         gathered: Value | None = None,
+        loss_bytes: int = 0,
         recomputed: bool = True,
         regions: tuple[int, int] | None = None,
     ) -> LayerKind:
@@ -151,6 +152,7 @@ class Tape:
             name, dims, tensor_degrees, tensor_reason, tensor_collectives, sequence_parallel: see ``LayerKind``.
             outputs: boundary tensors that leave.
             gathered: the output that is gathered after a column-split last matmul.
+            loss_bytes: see ``LayerKind``.
             recomputed: whether recomputation is offered; only blocks can be run again.
             regions: gathers and scatters of one forward pass (see ``LayerKind``), where not half of the collectives
                 each.
@@ -178,6 +180,7 @@ class Tape:
             tensor_collectives=tensor_collectives,
             sequence_parallel=sequence_parallel,
             gathered_output_bytes=0 if gathered is None else gathered.bytes,
+            loss_bytes=loss_bytes,
             tensor_gathers=regions[0] if regions else None,
             tensor_scatters=regions[1] if regions else None,
             regathers=len(self._gathered) if self.kernels.regather else 0,

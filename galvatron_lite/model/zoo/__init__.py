@@ -30,6 +30,11 @@ SIZES: dict[str, dict[str, Any]] = {name: fields for family, _, _ in _FAMILIES f
 """Config fields of every named size."""
 
 
+def size_named(name: str) -> str | None:
+    """The key of ``SIZES`` that a name means, hyphens as you like; None where there is none."""
+    return {size.replace("-", ""): size for size in SIZES}.get(name.replace("-", ""))
+
+
 def build(name: str, **overrides: Any) -> nn.Module:
     """A reference model by name (``gpt-tiny``, ``resnet-50``), on the current default device.
 
@@ -40,7 +45,7 @@ def build(name: str, **overrides: Any) -> nn.Module:
     Raises:
         InputError: no size of that name, or a config field that does not exist.
     """
-    known = {size.replace("-", ""): size for size in SIZES}.get(name.replace("-", ""))
+    known = size_named(name)
     if known is None:
         raise InputError("model", name, f"Choose one of {', '.join(SIZES)}.")
     module, label = next((module, label) for family, module, label in _FAMILIES if known in family)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -168,7 +169,7 @@ def cut_tensor(local: Tensor, cuts: Sequence[Cut], rules: Rules) -> Tensor:
     # As torch's own parameters of unknown shape do when they take shape. `as_subclass` would make a view, and in-place
     # functions on a view cost a copy in backward.
     made: CutTensor = local  # type: ignore[assignment]
-    made.__class__ = CutTensor
+    made.__class__ = _cut_kind(type(local))
     made.cuts, made.rules = tuple(sorted(cuts, key=lambda cut: cut.dim)), rules
     return made
 
@@ -178,10 +179,11 @@ def cut_like(result: Any, cuts: Cuts, rules: Rules) -> Any:
 
     Tensors that are cut already (an in-place function returns its argument), and what is no tensor, stay as they are.
     """
-    if type(result) is Tensor:
+    if _is_plain(result):
         if cuts:
-            result.__class__ = CutTensor
-            result.cuts, result.rules = cuts, rules  # type: ignore[attr-defined]
+            kind: type[Tensor] = type(result)
+            result.__class__ = _cut_kind(kind)
+            result.cuts, result.rules = cuts, rules
         return result
     if isinstance(result, (tuple, list)):
         return type(result)([cut_like(_alias(one), cuts, rules) for one in result])
@@ -190,13 +192,27 @@ def cut_like(result: Any, cuts: Cuts, rules: Rules) -> Any:
 
 def _alias(one: Any) -> Any:
     """Places (of ``topk``) by another name: autograd saves them itself, and recomputation compares their shapes."""
-    return one.view_as(one) if type(one) is Tensor and not one.is_floating_point() else one
+    return one.view_as(one) if _is_plain(one) and not one.is_floating_point() else one
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor of torch's own, or of a mode that runs operations in another way (without data)."""
+    kind = type(value)
+    if kind is Tensor or not isinstance(value, Tensor) or isinstance(value, CutTensor):
+        return kind is Tensor
+    return "__torch_dispatch__" in vars(kind)
+
+
+@cache
+def _cut_kind(kind: type[Tensor]) -> type[CutTensor]:
+    """The type of cut tensors whose shares are of this type."""
+    return CutTensor if kind is Tensor else type(f"Cut{kind.__name__}", (CutTensor, kind), {})
 
 
 def uncut(tensor: Tensor) -> Tensor:
     """The cut tensor itself, from now on a plain one of the local shape; for code that nobody else shares it with."""
     if isinstance(tensor, CutTensor):
-        tensor.__class__ = Tensor  # type: ignore[assignment]
+        tensor.__class__ = type(tensor).__mro__[1 if type(tensor) is CutTensor else 2]
         del tensor.cuts, tensor.rules
     return tensor
 

@@ -3,7 +3,8 @@
 A bucket is one flat buffer, of 25 MB at most, for parameters of one dtype and one process group. In backward every
 gradient is copied to its place, and ``p.grad`` becomes a view of it. When all gradients of a bucket are there, and
 those of the buckets before it, its all-reduce starts. At the end of backward all are waited for. Where ranks share the
-optimizer's states (ZeRO-1), a reduce-scatter takes the all-reduce's place (``zero.shares``).
+optimizer's states (ZeRO-1), a reduce-scatter takes the all-reduce's place (``zero.shares``): of a copy, so that few are
+under way at a time.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ SMALLEST_BUCKET, LARGEST_BUCKET = 2**20, 25 * 2**20
 """Bytes. Larger buckets use links better (25 MB as in DDP), smaller ones start earlier."""
 BUCKETS = 8
 """Buckets a model has if its size allows, so that most of the communication lies behind backward."""
+COPIES = 1
+"""Buckets whose gradients are there twice, on their way beside the compute of the next one (as FSDP2 does)."""
 Group = dist.ProcessGroup | None
 Kind = tuple[int, int, bool, torch.dtype, torch.device]
 
@@ -187,8 +190,14 @@ class GradientReducer:
         while self._running and self._next < len(self._buckets) and not self._buckets[self._next].missing:
             bucket = self._buckets[self._next]
             self._next += 1
+            self._let_go(self._next - 1 - COPIES)
             if bucket.group is not None or bucket.sharing is not None:
                 _launch(bucket)
+
+    def _let_go(self, place: int) -> None:
+        """Wait for a bucket that was sent as a copy."""
+        if place >= 0 and self._buckets[place].sharing is not None:
+            _complete(self._buckets[place])
 
 
 def _bucket_bytes(parameters: Iterable[Reduced]) -> int:

@@ -102,7 +102,7 @@ class HostTraveller:
         if not _travels(tensor, kept.weights):
             return tensor
         storage = tensor.untyped_storage()
-        place = (storage.data_ptr(), storage.nbytes(), tensor._version)
+        place = (id(storage), storage.nbytes(), tensor._version)
         item = kept.items.get(place)
         if item is None:
             item = self._down(_bytes_of(tensor))
@@ -169,8 +169,9 @@ def offload_activations(module: nn.Module, traveller: HostTraveller) -> None:
 
 
 def _places(module: nn.Module) -> frozenset[int]:
-    """Storages of the module's own tensors as they are now."""
-    return frozenset(one.untyped_storage().data_ptr() for one in [*module.parameters(), *module.buffers()])
+    """Storages of the module's own tensors as they are now: torch keeps one Python object for a storage as long as it
+    lives. (Pointers to data would do; tensors without data, of dry runs, have none.)"""
+    return frozenset(id(one.untyped_storage()) for one in [*module.parameters(), *module.buffers()])
 
 
 def _travels(tensor: Tensor, weights: frozenset[int]) -> bool:
@@ -178,7 +179,7 @@ def _travels(tensor: Tensor, weights: frozenset[int]) -> bool:
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return False
     storage = tensor.untyped_storage()
-    return storage.nbytes() >= SMALLEST and storage.data_ptr() not in weights and not _is_weight(tensor)
+    return storage.nbytes() >= SMALLEST and id(storage) not in weights and not _is_weight(tensor)
 
 
 def _is_weight(tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.parallelism.base import Collective, Communication, Moment, Strategy
-from galvatron_lite.parallelism.pipeline.schedule import most_held, stage_actions
+from galvatron_lite.parallelism.pipeline.schedule import SIMPLE, Moments, moments_of, stage_actions
 from galvatron_lite.plans.schema import Schedule
 
 NAME = "pipeline"
@@ -56,29 +56,44 @@ def in_flight(schedule: Schedule, stages: int, stage: int, microbatches: int) ->
     return min(microbatches, ahead.get(schedule, stages - stage))
 
 
-@lru_cache(maxsize=4096)
-def chunks_in_flight(
-    schedule: Schedule, pipeline: int, group: int, microbatches: int, virtual: int
-) -> tuple[tuple[int, ...], ...]:
-    """Micro-batches of each virtual stage that a group holds at its worst moments; see ``schedule.most_held``.
+def fills(schedule: Schedule, held: int, microbatches: int) -> bool:
+    """Whether a group of one stage holds so many micro-batches only before its first backward, which makes gradients of
+    weights: all of a step, of several (GPipe; 1F1B where as many stages follow). Zero-bubble: the pass that comes first
+    makes none, but leaves memory for the one that does.
+    """
+    return schedule in SIMPLE and held == microbatches > 1
 
-    The most are held when warm-up ends, so a step of three rounds shows them. Interleaved 1F1B: up to
+
+@lru_cache(maxsize=4096)
+def chunks_in_flight(schedule: Schedule, pipeline: int, group: int, microbatches: int, virtual: int) -> Moments:
+    """Micro-batches of each virtual stage that a group holds at what may be its worst moments: at least one a virtual
+    stage, see ``schedule.moments_of``.
+
+    From the end of warm-up on they come round again, so a step of three rounds shows them. Interleaved 1F1B: up to
     ``2 (p - group - 1) + (v - 1) p + 1`` in all (Narayanan et al. 2021, section 2.2). ``zb-v``: up to 2p half stages in
     all; group g holds 2p - g - 1 of its first and g + 1 of its second.
     """
     if schedule is Schedule.ZERO_BUBBLE_V:
-        return ((min(microbatches, 2 * pipeline - group - 1), min(microbatches, group + 1)),) * 2
+        most = min(microbatches, 2 * pipeline - group - 1), min(microbatches, group + 1)
+        return (0, most), (1, most)
     if virtual == 1 and schedule is not Schedule.INTERLEAVED:
-        return ((in_flight(schedule, pipeline, group, microbatches),),)
+        return ((0, (in_flight(schedule, pipeline, group, microbatches),)),)
     shown = min(microbatches, 3 * pipeline)
-    return most_held(stage_actions(schedule, pipeline, group, shown, virtual), virtual)
+    return moments_of(stage_actions(schedule, pipeline, group, shown, virtual), virtual)
 
 
-def buffer_bytes(left: int, right: int, *, counted: bool = True) -> int:
+def buffer_bytes(left: int, right: int, microbatches: int, *, counted: bool = True) -> int:
     """Bytes of send and receive buffers of one stage, beyond what its layers keep.
 
     Coming in: one activation received ahead of its pass and one gradient on its way back (``left`` bytes each, 0 in
     the first stage). Going out: one activation under way and one gradient received (``right``, 0 in the last). The
-    inputs of micro-batches in flight are part of what the first layer keeps. None where the profile counts no buffers.
+    inputs of micro-batches in flight are part of what the first layer keeps. With one micro-batch a step nothing comes
+    ahead, and gradients are what the layers at work hold: only what was sent on is there until the step ends. None
+    where the profile counts no buffers.
     """
-    return 2 * (left + right) if counted else 0
+    return sum(size * times for size, times in zip((left, right), held_messages(microbatches), strict=True)) * counted
+
+
+def held_messages(microbatches: int) -> tuple[int, int]:
+    """Messages over the boundaries before and behind a stage that ``buffer_bytes`` counts."""
+    return (0, 1) if microbatches == 1 else (2, 2)

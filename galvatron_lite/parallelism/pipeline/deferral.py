@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 Later = Callable[[], None]
 """Makes the gradient of a parameter, and adds it to what the parameter has."""
 _PAIR, _DIMS = 2, 4
+_DRY = ("torch._subclasses.fake_tensor", "FakeTensor")
 
 
 class Deferral:
@@ -194,11 +195,17 @@ _PRODUCTS: dict[Callable[..., Any], Product] = {
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    return type(tensor) is nn.Parameter and tensor.requires_grad
+    return isinstance(tensor, nn.Parameter) and _is_whole(tensor) and tensor.requires_grad
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor is what it shows, not a wrapper of shares; those of dry runs lack nothing but data."""
+    kind = type(tensor)
+    return kind in (Tensor, nn.Parameter) or (kind.__module__, kind.__name__) == _DRY
 
 
 def _is_plain(operands: Operands) -> bool:
-    known = all(type(tensor) in (Tensor, nn.Parameter) for tensor in operands.tensors if tensor is not None)
+    known = all(_is_whole(tensor) for tensor in operands.tensors if tensor is not None)
     return known and operands.input is not operands.weight
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_places, map_tensors, resize_batch, tensors_of
+from galvatron_lite.model.batch import (
+    LossFn,
+    call_model,
+    loss_of,
+    map_places,
+    map_tensors,
+    places,
+    resize_batch,
+    tensors_of,
+)
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.model.trace_record import Recorder
@@ -49,11 +58,29 @@ class Flow:
         places: of the layers' modules: the number of their layer.
         calls: of the layers' modules, in order: path, and how many times it had run before.
         reads: in order.
+        made: by path, what the layers' modules returned last in a run of a few samples; its tensors without values.
+        borrowed: parameters of modules that never run, which another layer than theirs is handed; and that layer.
     """
 
     places: Mapping[str, int]
     calls: tuple[tuple[str, int], ...]
     reads: tuple[Read, ...]
+    made: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    borrowed: tuple[tuple[str, int], ...] = ()
+
+    def like(self, path: str, received: Any, sender: str) -> Any:
+        """What a module returns on the stage that has it, as far as code between layers sees: tensors without values.
+
+        Args:
+            path: of the module.
+            received: what ``sender`` returned for some samples; if it is a nest of the same form, it is taken for it.
+            sender: path of another module of a layer.
+        """
+        known, other = self.made.get(path), self.made.get(sender)
+        if known is None or other is None or _form(known) == _form(received):
+            return map_tensors(received, shape_of)
+        rows, few = (next(tensors_of(one)).shape[0] for one in (received, other))
+        return map_tensors(known, lambda tensor: _of_samples(tensor, rows, few))
 
     @property
     def is_chain(self) -> bool:
@@ -79,8 +106,11 @@ class Flow:
 
         Raises:
             InputError: a module of an earlier layer runs again behind it, or code behind it reads a parameter that no
-                layer holds.
+                layer holds; or layers are handed one of another layer, by code between them.
         """
+        for name, reader in self.borrowed:
+            remedy = f"{layers[reader].name} is handed the parameter {name} of another layer: train it in one stage."
+            raise InputError("stages", layers[cut].name, remedy)
         later = [number for number, (path, _) in enumerate(self.calls) if self.places[path] >= cut]
         for path, _ in self.calls[later[0] :] if later else ():
             if self.places[path] < cut:
@@ -114,9 +144,19 @@ def flow_of(model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: Loss
     Raises:
         TraceError: the model does not run on the batch.
     """
+    seen = _see(model, layers, batch, loss_fn)
+    idle = {path: place for path, place in seen.places.items() if not seen.counts[path]}
+    borrowed = _borrowed(_see(model, layers, batch, loss_fn, idle), idle) if idle else ()
+    return Flow(seen.places, tuple(seen.calls), tuple(seen.reads), seen.made, borrowed)
+
+
+def _see(
+    model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: LossFn | None, idle: Collection[str] = ()
+) -> _Seen:
+    """A run of a copy; parameters of the idle modules are known by their names, as those are that no layer holds."""
     twin, example = meta_copy(model), resize_batch(batch, _SAMPLES)
     seen = _Seen(units(twin, layers), _first_block(layers))
-    _mark_loose(twin, layers)
+    _mark_loose(twin, layers, idle)
     with ExitStack() as stack:
         for path in seen.places:
             module = twin.get_submodule(path)
@@ -127,7 +167,20 @@ def flow_of(model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: Loss
         stack.enter_context(torch.no_grad())
         output = call_model(twin, example)
         seen.reads.append(Read(sources_of(_lossy(output, example, loss_fn)), len(layers) - 1))
-    return Flow(seen.places, tuple(seen.calls), tuple(seen.reads))
+    return seen
+
+
+def _borrowed(seen: _Seen, idle: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """Parameters of idle modules, by path the number of their layer, and the first other layer that reads them."""
+    return tuple(
+        (one.path, read.reader)
+        for read in seen.reads
+        for one in sorted(read.sources, key=lambda one: one.path)
+        for path, place in idle.items()
+        if one.call == LOOSE
+        and one.path.startswith(f"{path}.")
+        and place not in (read.reader, read.reader - read.is_entry)
+    )[:1]
 
 
 @dataclass(slots=True)
@@ -138,6 +191,7 @@ class _Seen:
     reads: list[Read] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     outputs: list[Tensor] = field(default_factory=list)
+    made: dict[str, Any] = field(default_factory=dict)
 
     def enter(self, path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.calls.append((path, self.counts[path]))
@@ -151,6 +205,7 @@ class _Seen:
     def leave(self, path: str, _: nn.Module, __: Any, output: Any) -> Any:
         call = self.counts[path]
         self.counts[path] += 1
+        self.made[path] = map_tensors(output, lambda tensor: torch.empty_like(shape_of(tensor), device=_META))
 
         def told(place: str, tensor: Tensor) -> Tensor:
             made = unknown(shape_of(tensor), frozenset([Output(path, call, place)]), _META)
@@ -158,6 +213,17 @@ class _Seen:
             return made
 
         return map_places(output, told)
+
+
+def _form(value: Any) -> list[str]:
+    return [place for place, _ in places(value)]
+
+
+def _of_samples(tensor: Tensor, rows: int, few: int) -> Tensor:
+    """A tensor as it is where another one has so many rows instead of few; where they tell nothing, as it is."""
+    if tensor.dim() == 0 or tensor.shape[0] * rows % few:
+        return torch.empty_like(tensor)
+    return tensor.new_empty((tensor.shape[0] * rows // few, *tensor.shape[1:]))
 
 
 def units(model: nn.Module, layers: Sequence[Layer]) -> dict[str, int]:
@@ -178,9 +244,9 @@ def _first_block(layers: Sequence[Layer]) -> str:
     return layers[1].modules[0] if before and len(layers) > 1 and layers[1].modules else ""
 
 
-def _mark_loose(model: nn.Module, layers: Sequence[Layer]) -> None:
-    """Make parameters that no layer's modules hold known by their name."""
-    units = {path for layer in layers for path in layer.modules}
+def _mark_loose(model: nn.Module, layers: Sequence[Layer], idle: Collection[str] = ()) -> None:
+    """Make parameters that no layer's modules hold known by their name, and those of idle ones."""
+    units = {path for layer in layers for path in layer.modules} - set(idle)
     held = {id(p) for path in units for p in model.get_submodule(path).parameters()}
     for prefix, module in list(model.named_modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):

@@ -76,6 +76,7 @@ class _Step:
     microbatches: Sequence[Sequence[Any]]
     call: Call
     loss: Tensor
+    begun: Callable[[], None] = lambda: None
     passes: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
     later: dict[tuple[int, int], list[Later]] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)
@@ -114,6 +115,7 @@ class PipelineRunner:
         microbatches: Sequence[Sequence[Any]],
         call: Call,
         before_pass: Callable[[Action, bool], None] | None = None,
+        begun: Callable[[], None] | None = None,
     ) -> Tensor:
         """All passes of every micro-batch.
 
@@ -124,12 +126,14 @@ class PipelineRunner:
                 micro-batches and batch ranks is the loss to be minimised. On other stages than the last it is left
                 where the model returns.
             before_pass: called with every pass before it, and whether it is the stage's last of this kind.
+            begun: called when what a pass needs of other stages is there; not in passes of weights.
 
         Returns:
             The sum of the scaled losses where the last stage is, zero elsewhere.
         """
         programme = programme_of(self.pipeline, len(microbatches[0]), self._index)
         step, box = self._begin(programme, microbatches, call)
+        step.begun = begun or step.begun
         last = {(action.what, action.chunk): action for action in programme.actions}
         run = {Pass.FORWARD: self._forward, Pass.BACKWARD: self._backward, Pass.WEIGHT: self._weight}
         for action, following in _pairs(programme.actions):
@@ -172,6 +176,7 @@ class PipelineRunner:
     def _forward(self, step: _Step, box: Box, action: Action, following: Action | None) -> None:
         chunk, number = self._chunks[action.chunk], action.microbatch
         received, given, slots = self._post.arrived(box, action), None, list[Slot]()
+        step.begun()
         if not chunk.stage.first:
             template, known = self._post.template(box, action)
             value, slots = arrived(template, received)
@@ -203,6 +208,7 @@ class PipelineRunner:
     def _backward(self, step: _Step, box: Box, action: Action, following: Action | None) -> None:
         chunk, key = self._chunks[action.chunk], (action.chunk, action.microbatch)
         gradients = self._post.arrived(box, action)
+        step.begun()
         self._post.foresee(box, following)
         done = step.passes.pop(key)
         if done.outputs:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from operator import le
+from typing import TypeAlias
 
 from galvatron_lite.plans.schema import Schedule
+
+Moments: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
+"""Backward passes of a group: the chunk it is of, and the micro-batches of every chunk that the group holds then (the
+one of the pass included)."""
 
 ZERO_BUBBLE = (Schedule.ZERO_BUBBLE_1P, Schedule.ZERO_BUBBLE_2P, Schedule.ZERO_BUBBLE_V)
 """Schedules that split backward into the gradient of the input and that of the weights."""
@@ -115,19 +121,38 @@ def _interleaved(groups: int, group: int, microbatches: int, virtual: int) -> tu
     return tuple(action for action in order if action.microbatch < microbatches)
 
 
-def most_held(actions: Sequence[Action], virtual: int) -> tuple[tuple[int, ...], ...]:
-    """How many micro-batches of each chunk a group holds at its worst moments: before a backward pass.
+def moments_of(actions: Sequence[Action], virtual: int) -> Moments:
+    """The backward passes of a group that may be its worst moments, by what it holds then.
 
-    Returns:
-        Per chunk c: the counts (c's own micro-batch included) at that backward pass of c at which most are held in all.
+    Which of them is the worst depends on the bytes of each chunk. Left out are those of a chunk at which no more of any
+    chunk is held than at another one of it, and those halfway between two others: bytes are linear in counts, so no
+    such moment is worse than both.
     """
-    held = [0] * virtual
-    worst = [tuple(held)] * virtual
+    held, found = [0] * virtual, [dict[tuple[int, ...], None]() for _ in range(virtual)]
     for action in actions:
         if action.what is Pass.FORWARD:
             held[action.chunk] += 1
         elif action.what is Pass.BACKWARD:
-            if sum(held) > sum(worst[action.chunk]):
-                worst[action.chunk] = tuple(held)
+            found[action.chunk][tuple(held)] = None
             held[action.chunk] -= 1
-    return tuple(worst)
+    return tuple((chunk, counts) for chunk, every in enumerate(found) for counts in _worst(tuple(every)))
+
+
+def most_of(moments: Moments) -> tuple[int, ...]:
+    """The most micro-batches of each chunk at any of them."""
+    return tuple(max(counts) for counts in zip(*(counts for _, counts in moments), strict=True))
+
+
+def _worst(every: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Counts that no other ones exceed, without the midpoints of two that hold some of the same chunks."""
+    most = [own for own in every if not any(own != other and all(map(le, own, other)) for other in every)]
+    known = set(most)
+    return [own for own in most if not any(_between(own, other, known) for other in most if other != own)]
+
+
+def _between(own: tuple[int, ...], other: tuple[int, ...], known: Container[tuple[int, ...]]) -> bool:
+    """Whether ``own`` is the midpoint of ``other`` and a third one, each with some of the same chunks."""
+    third = tuple(2 * here - there for here, there in zip(own, other, strict=True))
+    return third in known and [count > 0 for count in other] == [count > 0 for count in own] == [
+        count > 0 for count in third
+    ]

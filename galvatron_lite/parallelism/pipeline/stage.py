@@ -73,6 +73,7 @@ class StageModel:
         self.layers = tuple(layers[start:stop])
         self.first, self.last = start == 0, stop == len(layers)
         self._units = tuple(units(model, self.layers))
+        self._flow, self._sender = flow, layers[start - 1].modules[-1] if start and layers[start - 1].modules else ""
         self._carrier = _carrier(flow, layers, start, stop)
         self._enters_at_block = start > 0 and layers[start - 1].role is Role.BEFORE
         self._leaves_at_block = not self.last and self.layers[-1].role is Role.BEFORE
@@ -175,9 +176,13 @@ class StageModel:
         return self._received
 
     def _pass_shape(self, path: str, *_args: Any, **_kwargs: Any) -> Any:
-        """Nobody here reads it, but code between layers may change it in place: like what came, without values."""
-        sources = frozenset([Output(path, 0, "")])
-        return map_tensors(self._received, lambda tensor: unknown(shape_of(tensor), sources, tensor.device))
+        """Nobody here reads it, but code between layers may take it apart, or change it in place: without values."""
+        sources, home = frozenset([Output(path, 0, "")]), next(tensors_of(self._received)).device
+        if self._flow is None:
+            like = map_tensors(self._received, shape_of)
+        else:
+            like = self._flow.like(path, self._received, self._sender)
+        return map_tensors(like, lambda tensor: unknown(tensor, sources, home))
 
     def _stop(self, *args: Any, **kwargs: Any) -> Any:
         if self._leaves_at_block:

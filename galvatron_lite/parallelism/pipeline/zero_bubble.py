@@ -26,31 +26,18 @@ _PATIENCE = (0.0, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Micro-batches of each chunk that a group holds at its worst moment.
-
-    Attributes:
-        whole: between forward and B, by chunk.
-        pending: between B and W, by chunk.
-    """
-
-    whole: tuple[int, ...]
-    pending: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Worked:
     """What one group of devices did in a step.
 
     Attributes:
         actions: its passes, in order.
+        starts: seconds from the step's beginning to the start of each.
         span: seconds from its first pass to its last.
-        held: at its worst moment.
     """
 
     actions: tuple[Action, ...]
+    starts: tuple[float, ...]
     span: float
-    held: Held
 
 
 @dataclass(slots=True)
@@ -62,12 +49,11 @@ class _Group:
     backwards: list[deque[tuple[float, int]]] = field(default_factory=list)
     weights: deque[tuple[int, int]] = field(default_factory=deque)
     actions: list[Action] = field(default_factory=list)
+    starts: list[float] = field(default_factory=list)
     whole: list[int] = field(default_factory=list)
     pending: list[int] = field(default_factory=list)
     free: float = 0.0
     begin: float = -1.0
-    most: float = 0.0
-    worst: Held = Held((), ())
 
     def __post_init__(self) -> None:
         """Empty queues."""
@@ -99,6 +85,7 @@ class _Group:
         """Work through a pass; returns when its result arrives and for which micro-batch, None for W."""
         what, chunk = chosen
         self.begin = now if self.begin < 0.0 else self.begin
+        self.starts.append(now)
         if what is Pass.WEIGHT:
             self.actions.append(Action(what, self.weights.popleft()[1], chunk))
             self.pending[chunk] -= 1
@@ -119,25 +106,24 @@ class _Group:
             self.weights.append((chunk, index))
         return self.free + hidden * send, index
 
-    def note(self, share: float) -> None:
-        """Remember the worst moment."""
-        used = sum(self.whole) + share * sum(self.pending)
-        if used > self.most:
-            self.most, self.worst = used, Held(tuple(self.whole), tuple(self.pending))
-
     @property
     def worked(self) -> Worked:
         """What it has done."""
-        return Worked(tuple(self.actions), self.free - self.begin, self.worst)
+        return Worked(tuple(self.actions), tuple(self.starts), self.free - self.begin)
 
 
 def zero_bubble_actions(order: PassOrder, course: Course) -> tuple[tuple[Action, ...], ...]:
-    """What every group of devices does in a step, in order, by the rule that ``shown_rounds`` found best."""
+    """What every group of devices does in a step, in order; see ``whole_step``."""
+    return tuple(worked.actions for worked in whole_step(order, course))
+
+
+def whole_step(order: PassOrder, course: Course) -> tuple[Worked, ...]:
+    """What every group of devices does in a step, by the rule that ``shown_rounds`` found best."""
     shown = shown_of(course)
     if shown == course:
-        return tuple(worked.actions for worked in shown_rounds(order, course))
+        return shown_rounds(order, course)
     rules = [(_longest(_simulated(order, shown, rule)), rule) for rule in _PATIENCE]
-    return tuple(worked.actions for worked in _simulated(order, course, min(rules)[1]))
+    return _simulated(order, course, min(rules)[1])
 
 
 def shown_of(course: Course) -> Course:
@@ -179,7 +165,6 @@ def _simulated(order: PassOrder, course: Course, patience: float) -> tuple[Worke
         result = group.start(now, chosen, order.stages[stage], order.hidden)
         if result is not None:
             _deliver(groups, wakes, course, stage, result, chosen[0] is Pass.FORWARD)
-        group.note(order.share)
         heappush(wakes, (group.free, place))
     return tuple(group.worked for group in groups)
 

@@ -54,8 +54,7 @@ def recomputed(forward: Forward, recompute: Recompute, tracking: Tracking = ()) 
     """
     if recompute is Recompute.NONE:
         return forward
-    if recompute is Recompute.SELECTIVE:
-        forward = _keeping(forward)
+    forward = _keeping(forward) if recompute is Recompute.SELECTIVE else _casting(forward)
     options: dict[str, Any] = {"use_reentrant": False, "context_fn": functools.partial(_contexts, recompute, tracking)}
 
     @functools.wraps(forward)
@@ -72,6 +71,17 @@ def apply_recompute(module: nn.Module, recompute: Recompute) -> None:
     if recompute is not Recompute.NONE:
         tracking = [one for one in module.modules() if isinstance(getattr(one, "running_mean", None), torch.Tensor)]
         module.forward = recomputed(module.forward, recompute, tracking)
+
+
+def _casting(forward: Forward) -> Forward:
+    """A forward whose weights autocast casts in every pass: their copies are kept no more than what is made of them."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with casting_anew():
+            return forward(*args, **kwargs)
+
+    return run
 
 
 def _keeping(forward: Forward) -> Forward:

@@ -102,4 +102,4 @@ def _is_core(operator: Operator) -> bool:
 
 
 def _is_ring(communication: Communication) -> bool:
-    return communication.collective is Collective.SEND_RECV
+    return communication.collective is Collective.SEND_RECV and communication.cause == "context"

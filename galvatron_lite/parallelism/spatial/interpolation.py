@@ -8,11 +8,12 @@ nothing is kept for backward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from math import prod
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Handler, cut_tenso
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.spatial.statistics import as_autocast
 
+Asked = ParamSpec("Asked")
+Answer = TypeVar("Answer")
 Range = tuple[int, int]
 """Rows [start, stop)."""
 
@@ -137,7 +140,19 @@ def _ranges(extent: int, size: int) -> tuple[Range, ...]:
     return tuple((start, start + length) for start, length in shares)
 
 
+def _apart(function: Callable[Asked, Answer]) -> Callable[Asked, Answer]:
+    """In a thread of its own: what is remembered has values, whatever modes this thread is in (dry runs)."""
+
+    @wraps(function)
+    def run(*args: Asked.args, **kwargs: Asked.kwargs) -> Answer:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(function, *args, **kwargs).result()
+
+    return run
+
+
 @lru_cache(maxsize=128)
+@_apart
 def _matrix(side: Side, dtype: torch.dtype, device: str) -> Tensor:
     """Weights (input rows, output rows) as torch has them for this type on this device."""
     with torch.inference_mode(False), torch.no_grad():
@@ -150,6 +165,7 @@ def _matrix(side: Side, dtype: torch.dtype, device: str) -> Tensor:
 
 
 @lru_cache(maxsize=128)
+@_apart
 def needs(side: Side, size: int, dtype: torch.dtype, device: str) -> tuple[Range, ...]:
     """The input rows that the output rows of every rank of ``size`` need."""
     used = _matrix(side, dtype, device) != 0
@@ -161,6 +177,7 @@ def needs(side: Side, size: int, dtype: torch.dtype, device: str) -> tuple[Range
 
 
 @lru_cache(maxsize=128)
+@_apart
 def _taps(side: Side, size: int, rank: int, dtype: torch.dtype, device: torch.device) -> Taps:
     """Of a rank's output rows; ``device``: where they are to be."""
     rows = needs(side, size, dtype, _known(device))[rank]

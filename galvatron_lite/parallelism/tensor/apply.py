@@ -30,6 +30,8 @@ from galvatron_lite.parallelism.tensor.regions import (
     weight_of,
 )
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, gather_full, slice_full
+from galvatron_lite.parallelism.vocabulary.logits import whole_logits
+from galvatron_lite.parallelism.vocabulary.losses import shared_logits
 
 __all__ = ["ParameterShard", "Placement", "gather_full", "shard_layer", "slice_full"]
 
@@ -38,7 +40,12 @@ Shards = dict[int, ParameterShard]
 
 
 def shard_layer(
-    layer: nn.Module | Mapping[str, nn.Module], plan: TensorPlan, group: TensorGroup, sequence_parallel: bool = False
+    layer: nn.Module | Mapping[str, nn.Module],
+    plan: TensorPlan,
+    group: TensorGroup,
+    sequence_parallel: bool = False,
+    *,
+    shares_logits: bool = True,
 ) -> dict[str, ParameterShard]:
     """Splits a layer over a tensor-parallel group, in place.
 
@@ -51,6 +58,8 @@ def shard_layer(
         plan: what ``infer_block`` or ``infer_edge`` found for it.
         group: the devices that share it.
         sequence_parallel: whether hidden states enter and leave split along dim 1 (tokens).
+        shares_logits: whether outputs of heads stay shares of the vocabulary until code asks for whole ones (see
+            ``parallelism.vocabulary``); else they are gathered at once.
 
     Returns:
         How each parameter lies in the whole one, by its name in ``layer`` (behind the module's path, if several);
@@ -68,7 +77,7 @@ def shard_layer(
         for path in plan.embeddings:
             _shard_embedding(find_module(modules, path), group, shards)
         for path in plan.heads:
-            _shard_head(find_module(modules, path), group, shards)
+            _shard_head(find_module(modules, path), group, shards, shares_logits)
         for experts in plan.experts:
             _shard_experts(find_module(modules, experts.path), experts, group, sequence_parallel, shards)
     inner = {name for region in plan.regions for name in region.inner_parameters}
@@ -238,17 +247,24 @@ def _embedding_forward(embedding: nn.Embedding, group: TensorGroup, start: int, 
     return reduce_from_group(found.masked_fill(elsewhere.unsqueeze(-1), 0), group)
 
 
-def _shard_head(head: nn.Module, group: TensorGroup, shards: Shards) -> None:
-    """Each device computes its own columns; the outputs are gathered. ``out_features`` keeps saying the whole."""
+def _shard_head(head: nn.Module, group: TensorGroup, shards: Shards, shares_logits: bool) -> None:
+    """Each device computes its own columns; they stay so, or are gathered. ``out_features`` keeps saying the whole."""
     extent: int = head.out_features if isinstance(head, nn.Linear) else head.nf  # type: ignore[assignment]
     slice_parameter(weight_of(head), output_dim(head), (extent,), group, shards)
     slice_parameter(bias_of(head), 0, (extent,), group, shards)
+    give = shared_logits if shares_logits else gather_last
     # no hooks: the head may be a layer, whose forward is replaced where it shares tokens
-    head.forward = partial(_head_forward, head.forward, group, extent)
+    head.forward = partial(_head_forward, head.forward, give, group, extent)
 
 
-def _head_forward(forward: Callable[[Tensor], Tensor], group: TensorGroup, extent: int, tensor: Tensor) -> Tensor:
-    return gather_last(forward(copy_to_group(tensor, group)), group, extent)
+def _head_forward(
+    forward: Callable[[Tensor], Tensor],
+    give: Callable[[Tensor, TensorGroup, int], Tensor],
+    group: TensorGroup,
+    extent: int,
+    tensor: Tensor,
+) -> Tensor:
+    return give(forward(copy_to_group(whole_logits(tensor), group)), group, extent)
 
 
 def _shard_experts(

@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from galvatron_lite.arrays import Flag, Real, Whole, largest, never, opposite, where
+from galvatron_lite.arrays import Flag, Real, Whole, largest, never, opposite, up, where
 from galvatron_lite.cluster.cluster import RankGroup
-from galvatron_lite.model.graph import LayerKind
+from galvatron_lite.model.graph import LayerKind, Recompute, TensorSplit
 from galvatron_lite.parallelism.base import (
     Chosen,
     Collective,
@@ -73,7 +73,8 @@ class TensorDimension:
         samples = work.samples / strategy.token_degree
         activations = sent(
             *self._activations(kind, strategy, samples, group),
-            *self._gathered_output(kind, samples, group, split),
+            *self._gathered_output(kind, samples, group, split & opposite(_stays_split(kind, strategy))),
+            *self._loss_figures(kind, samples, group, split & _stays_split(kind, strategy)),
             *self._parallel_loss(kind, samples, group, split),
         )
         partial = sent(*self._partial_gradients(kind, shared, group, context))
@@ -87,6 +88,11 @@ class TensorDimension:
             gradient_items=items,
             communications=(*work.communications, *activations, *partial),
             microbatch_overhead=work.microbatch_overhead + self._waiting(activations, context),
+            edge_bytes=work.edge_bytes + self._gathered_again(kind.kept[Recompute.NONE], kind, strategy, samples),
+            edge_working=(
+                self._gathered_again(kind.working, kind, strategy, samples, kind.spared_bytes),
+                self._gathered_again(kind.forward_working, kind, strategy, samples),
+            ),
         )
 
     def _waiting(self, communications: Sequence[Communication], context: DimensionContext) -> Real:
@@ -135,6 +141,31 @@ class TensorDimension:
         size = kind.gathered_output_bytes * samples
         count = split * 1
         return (Communication(Collective.ALL_GATHER, size, group, Moment.FORWARD, False, count, self.name),)
+
+    def _loss_figures(self, kind: LayerKind, samples: Real, group: RankGroup, there: Flag) -> tuple[Communication, ...]:
+        """What a loss on shares of the vocabulary gathers, see ``parallelism.vocabulary``; nothing in backward."""
+        if kind.loss_bytes == 0:
+            return ()
+        size = kind.loss_bytes * samples * group.size
+        return (Communication(Collective.ALL_GATHER, size, group, Moment.FORWARD, False, there * 1, self.name),)
+
+    def _gathered_again(
+        self, bytes_: TensorSplit, kind: LayerKind, strategy: Either, samples: Real, spared: int = 0
+    ) -> Whole:
+        """Bytes of whole logits beyond those of shares, where tokens are shared and logits are gathered.
+
+        Args:
+            bytes_: of a sample, split or not.
+            kind: of the layer.
+            strategy: of it, or of many.
+            samples: on the device.
+            spared: by how much less of them a loss on shares takes, all shares together.
+        """
+        if kind.loss_bytes == 0:
+            return 0
+        own = bytes_.tensor * samples
+        gathered = (strategy.tensor > 1) & opposite(_stays_split(kind, strategy))
+        return up(where(gathered, own - (own - spared * samples) / strategy.tensor, 0.0))
 
     def _parallel_loss(
         self, kind: LayerKind, samples: Real, group: RankGroup, split: Flag
@@ -197,6 +228,11 @@ def boundaries(kind: LayerKind) -> tuple[int, int]:
         boundary = kind.input_bytes if kind.gathered_output_bytes else kind.output_bytes
         return boundary, boundary
     return kind.input_bytes, kind.output_bytes
+
+
+def _stays_split(kind: LayerKind, strategy: Either) -> Flag:
+    """Whether logits stay shares of the vocabulary: not where tokens are shared too."""
+    return (strategy.context == 1) & (kind.loss_bytes > 0)
 
 
 def _shares_tokens(kind: LayerKind, degree: int) -> bool:

@@ -218,18 +218,21 @@ class _Cut:
     def __init__(self, hidden: Tensor, small: bool) -> None:
         self._samples = hidden.shape[0]
         self._tokens = hidden.shape[1] if hidden.dim() == 3 else None
+        self._hidden = hidden.shape
         self._small = small
 
     def shape(self, tensor: Tensor) -> tuple[int, ...]:
-        """The shape a tensor is cut to."""
-        return tuple(self._extent(dim, extent) for dim, extent in enumerate(tensor.shape))
+        """The shape a tensor is cut to. Features of what is shaped like the hidden state stay, however many tokens."""
+        cut = tuple(self._extent(dim, extent) for dim, extent in enumerate(tensor.shape))
+        return (*cut[:2], *tensor.shape[2:]) if tensor.shape == self._hidden else cut
 
     def _extent(self, dim: int, extent: int) -> int:
+        """Tokens may come first, too: tables of rotary positions are (tokens, head size)."""
         if not self._small:
             return extent
         if dim == 0 and extent == self._samples:
             return min(extent, SAMPLES_KEPT)
-        return min(extent, TOKENS_KEPT) if dim > 0 and extent == self._tokens else extent
+        return min(extent, TOKENS_KEPT) if extent == self._tokens else extent
 
 
 def _real_input(tensor: Tensor, cut: _Cut, generator: torch.Generator) -> Tensor:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from galvatron_lite.model.batch import map_tensors, tensors_of
 
 STAGE_2, STAGE_3 = 2, 3
 
@@ -48,6 +51,8 @@ def shard_group(
     Returns:
         The group's modules, which now are FSDP modules.
     """
+    for one in group.modules:
+        one.register_forward_hook(_without_views)
     fully_shard(
         list(group.modules) if len(group.modules) > 1 else group.modules[0],
         mesh=group.mesh,
@@ -67,7 +72,38 @@ def apply_root(root: nn.Module, mesh: DeviceMesh) -> None:
     """Give a model whose groups are sharded FSDP's root context, which orders prefetching; it has no parameters."""
     if not isinstance(root, FSDPModule):
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        root.register_forward_hook(_without_views)
         fully_shard(root, mesh=mesh, mp_policy=policy, ignored_params=set(root.parameters()))
+
+
+def _without_views(_module: nn.Module, _args: object, output: Any) -> Any:
+    """Forward hook: views that a module returns become results of their own, of the same memory.
+
+    FSDP2 gathers before backward by a hook on what a module returns, which a view loses where it is written to
+    (``x += y``), and so warns of every view.
+    """
+    if not any(one.requires_grad and _is_view(one) for one in tensors_of(output)):
+        return output
+    return map_tensors(output, lambda one: _own(one) if one.requires_grad and _is_view(one) else one)
+
+
+def _is_view(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor._base is not None
+
+
+def _own(tensor: Tensor) -> Tensor:
+    made: Tensor = _Own.apply(tensor)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: object, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(_ctx: object, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def set_all_reduce(modules: Sequence[FSDPModule], enabled: bool) -> None:

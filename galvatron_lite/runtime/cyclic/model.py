@@ -25,6 +25,7 @@ from galvatron_lite.runtime.cyclic.manifest import latest
 from galvatron_lite.runtime.cyclic.optimizer import CyclicOptimizer
 from galvatron_lite.runtime.cyclic.setup import Options, set_up
 from galvatron_lite.runtime.cyclic.state import WholeState
+from galvatron_lite.runtime.live.observed import Observable, observed
 from galvatron_lite.runtime.peers import ProcessPeers, at_first
 from galvatron_lite.runtime.placement import check_samples
 from galvatron_lite.runtime.precision import compute_dtype
@@ -49,7 +50,7 @@ ELSEWHERE: Mapping[str, str] = {
 """What other models that train in parallel have, and what to do here."""
 
 
-class CyclicModel(nn.Module):
+class CyclicModel(Observable, nn.Module):
     """A model whose micro-batches follow one another through its stages, two time steps apart.
 
     It changes the training rule: gradients are partly those of parameters one step old (``rules``). Every rank makes
@@ -159,6 +160,7 @@ class CyclicModel(nn.Module):
         self._optimizer = CyclicOptimizer(self.runtime.executor.states)
         return self._optimizer
 
+    @observed
     def train_step(self, batch: Any, optimizer: CyclicOptimizer, max_grad_norm: float | None = None) -> Tensor:
         """Begin a training step: run this process's passes up to the first that needs the next batch.
 

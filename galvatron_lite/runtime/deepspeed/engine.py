@@ -25,6 +25,7 @@ from galvatron_lite.runtime.deepspeed.place import place_model
 from galvatron_lite.runtime.deepspeed.saving import DeepSpeedSaver
 from galvatron_lite.runtime.deepspeed.settings import check_engine, common_strategy
 from galvatron_lite.runtime.deepspeed.state import full_state_dict, load_full_state_dict
+from galvatron_lite.runtime.live.observed import Observable, observed
 from galvatron_lite.runtime.mesh import join_world
 from galvatron_lite.runtime.placement import check_samples, place_layers
 from galvatron_lite.runtime.world import pick_device
@@ -33,7 +34,7 @@ _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 
-class DeepSpeedModel(Saving, nn.Module):
+class DeepSpeedModel(Saving, Observable, nn.Module):
     """A model trained through ``deepspeed.initialize``; every rank makes one and gives it the same global batches.
 
     DeepSpeed's engine is made together with the optimizer, ``parallel.optimizer(factory, **options)``, which it takes
@@ -164,6 +165,7 @@ class DeepSpeedModel(Saving, nn.Module):
         with torch.no_grad():
             return map_tensors(call_model(engine, part), lambda tensor: self._gathered(tensor, rows))
 
+    @observed
     def train_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Tensor:
         """One optimizer step on a global batch, in the plan's micro-batches.
 

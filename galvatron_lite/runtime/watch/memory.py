@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.units import format_bytes
+from galvatron_lite.units import format_budget, format_bytes
 
 EXHAUSTED = (torch.OutOfMemoryError, MemoryError)
 _ON_HOST = ("can't allocate memory", "cannot allocate memory", "not enough memory")
@@ -45,7 +45,7 @@ def exhausted(rank: int, operation: str, plan: Plan, stage: int, device: torch.d
 
 
 def _less(predicted: int) -> str:
-    return f"{predicted * 9 // 10 / 1e9:.3g}GB" if predicted else "80%"
+    return format_budget(predicted * 9 // 10) if predicted else "80%"
 
 
 def _taken(device: torch.device) -> str:

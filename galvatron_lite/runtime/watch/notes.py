@@ -27,6 +27,8 @@ LISTEN = 3 * HEARTBEAT
 """Seconds without a new note after which a process is taken to be gone."""
 _PAUSE, _PAUSE_A_RANK = 0.05, 0.0005
 """Seconds between two notes: at least so many, and so many for each rank, as one process keeps the notes of all."""
+_PIECES = 10
+"""Of the time that others are listened to."""
 _PATIENCE = timedelta(seconds=5)
 _WAITS = ("wait(", "synchronize(", ".item()", "isfinite()")
 
@@ -60,6 +62,7 @@ class Note:
         at: the line of code, where it has been there for long.
         waits: whether that line waits for other ranks.
         process: host and process id.
+        memory: peak bytes that its allocator held; 0: not known.
     """
 
     step: int
@@ -72,6 +75,7 @@ class Note:
     at: str = ""
     waits: bool = False
     process: str = ""
+    memory: int = 0
 
 
 class Board:
@@ -118,7 +122,9 @@ class Board:
         before = self.read()
         if before is None:
             return None
-        sleep(max(LISTEN, 3 * self.pause))
+        # where the whole machine stands still, one piece takes longer, and all go on together in the others
+        for _ in range(_PIECES):
+            sleep(max(LISTEN, 3 * self.pause) / _PIECES)
         after = self.read()
         return None if after is None else (before, after)
 

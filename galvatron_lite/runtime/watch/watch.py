@@ -11,7 +11,7 @@ import atexit
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -43,6 +43,8 @@ class Watch:
 
     Attributes:
         group: all ranks, for what they sum behind every step; None: the default group.
+        clock: is told of every phase that begins, and by None that the rank waits for another stage; None: nothing is.
+        memory: peak bytes that this rank's allocator held, for the others; 0: not known.
 
     Args:
         device: of this rank.
@@ -57,6 +59,8 @@ class Watch:
         self._board: Board | None = None
         self._limited = timeout is not None
         self.group: Any = None
+        self.clock: Callable[[Phase | None], None] | None = None
+        self.memory = 0
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread, self._reported = 0, False
 
@@ -71,6 +75,23 @@ class Watch:
         self._note = replace(self._note, phase=phase, number=number, step=self._note.step if step is None else step)
         self._since = monotonic()
         self._wake.set()
+        if self.clock is not None:
+            self.clock(phase)
+
+    def waits(self) -> None:
+        """From here this rank waits for what another stage sends; ``goes_on`` once it is there."""
+        if self.clock is not None:
+            self.clock(None)
+
+    def goes_on(self) -> None:
+        """What was waited for is there."""
+        if self.clock is not None:
+            self.clock(self._note.phase)
+
+    def notes(self) -> list[Note | None]:
+        """Where all ranks are, as far as they can be heard; any thread may ask."""
+        heard = None if self._board is None else self._board.read()
+        return [self._note] if heard is None else heard
 
     @property
     def operation(self) -> str:
@@ -131,7 +152,7 @@ class Watch:
         at, waits = line_of(self._thread) if seconds > HEARTBEAT else ("", False)
         if self._reports and not self._reported and note.phase is not Phase.BETWEEN and not note.error:
             self._report(seconds)
-        return replace(note, beat=beat, seconds=seconds, at=at, waits=waits)
+        return replace(note, beat=beat, seconds=seconds, at=at, waits=waits, memory=self.memory)
 
     def _report(self, seconds: float) -> None:
         """Log who is behind, once for each place, shortly before the collective is given up."""

@@ -125,12 +125,13 @@ def relaxed(problem: Problem, tables: Sequence[Sequence[Table]]) -> Relaxed | No
     for stage, own in enumerate(tables):
         ends = (stage > 0, stage + 1 < stages) if problem.choice.wire is not None else (False, False)
         room = float(problem.budgets[stage] - problem.tables[stage].pricer.profile.cluster.device.context)
-        key = (levels[stage], id(own), room, ends, sends[stage], id(before[stage]), id(after[stage]))
+        filled = problem.filled(stage)
+        key = (levels[stage], filled, id(own), room, ends, sends[stage], id(before[stage]), id(after[stage]))
         if key not in known:
             if id(own) not in shared:
                 shared[id(own)] = _layers_of(problem, stage, own)
             layers = shared[id(own)]
-            bound = _theta(layers, levels[stage], room, ends) if stages > 1 else _single(problem, layers, room)
+            bound = _theta(layers, levels[stage], filled, room, ends) if stages > 1 else _single(problem, layers, room)
             bound = bound + (form.microbatches - 1) * sends[stage]
             outside = before[stage][:, None] + (after[stage][-1] - after[stage])[None, :]
             known[key] = bound + outside - micro[-1], bound + sends[stage]
@@ -202,12 +203,12 @@ class _Layers:
     Attributes:
         which: (L,) the kind of each layer.
         kinds: of each kind theta, bytes with one micro-batch in flight as (rest + prefix, rest + own peak), kept bytes,
-            and which choices have the wire's layout.
+            which choices have the wire's layout, and bytes by which prefix is less where the stage is filled.
         move: theta of the cheapest move away from the wire's layout or back.
     """
 
     which: IntArray
-    kinds: list[tuple[FloatArray, FloatArray, FloatArray, FloatArray, NDArray[np.bool_]]]
+    kinds: list[tuple[FloatArray, FloatArray, FloatArray, FloatArray, NDArray[np.bool_], FloatArray]]
     move: float
 
 
@@ -226,16 +227,17 @@ def _layers_of(problem: Problem, stage: int, tables: Sequence[Table]) -> _Layers
             (memory[:, 0] + memory[:, 2:4].max(axis=1)).astype(np.float64),
             table.figures.kept.astype(np.float64),
             laid,
+            table.figures.late.astype(np.float64),
         ))  # fmt: skip
     return _Layers(which, kinds, 2.0 * problem.shape.microbatches * problem.least_move(stage))
 
 
-def _theta(layers: _Layers, held: int, room: float, ends: tuple[bool, bool]) -> FloatArray:
+def _theta(layers: _Layers, held: int, filled: bool, room: float, ends: tuple[bool, bool]) -> FloatArray:
     """(L + 1, L + 1): bound on theta of the layers i..j-1."""
     count = len(layers.which)
     extra = float(held - 1)
     time = [own[0] for own in layers.kinds]
-    memory = [own[1] + extra * own[3] for own in layers.kinds]
+    memory = [own[1] + extra * own[3] - filled * own[5] for own in layers.kinds]
     local = [own[2] + extra * own[3] for own in layers.kinds]
     prices = _best_prices(layers, time, memory, room)
     free, last = _least(time, memory, prices)[layers.which], _least(time, local, prices)[layers.which]
@@ -259,7 +261,7 @@ def _theta(layers: _Layers, held: int, room: float, ends: tuple[bool, bool]) -> 
 
 def _single(problem: Problem, layers: _Layers, room: float) -> FloatArray:
     """``_theta`` of the only stage, for all layers: layers between glued ones keep to the glue or move twice."""
-    time, memory = [own[0] for own in layers.kinds], [own[1] for own in layers.kinds]
+    time, memory = [own[0] for own in layers.kinds], [own[1] - problem.filled(0) * own[5] for own in layers.kinds]
     extra = float(problem.held(0) - 1)
     memory = [size + extra * own[3] for size, own in zip(memory, layers.kinds, strict=True)]
     local = [own[2] + extra * own[3] for own in layers.kinds]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
-_CHUNK, _PAIRS = 256, 2**17
+_FIRST, _CHUNK, _PAIRS = 64, 256, 2**17
 
 
 def pareto_rows(values: IntArray) -> IntArray:
@@ -68,34 +70,51 @@ def _two_columns(ordered: IntArray) -> IntArray:
 
 
 def _more_columns(ordered: IntArray) -> IntArray:
-    """Rows can only be beaten by rows before them; the first column need not be compared."""
-    rest = ordered[:, 1:]
-    front = np.empty((0, rest.shape[1]), dtype=np.int64)
+    """Rows can only be beaten by rows whose places in all columns add up to no more.
+
+    In that order few rows beat most others soon, which are then out of the way (Chomicki et al. 2003, "Skyline with
+    presorting"; Bartolini et al. 2008 sort by sums as well). Places are compared instead of values: they are short.
+    """
+    ranks = _ranks(ordered)
+    left = np.argsort(ranks.sum(axis=0, dtype=np.int64), kind="stable")
+    columns, count = np.ascontiguousarray(ranks[:, left]), _FIRST
     kept: list[IntArray] = []
-    for begin in range(0, len(rest), _CHUNK):
-        places = np.arange(begin, min(begin + _CHUNK, len(rest)))
-        places = places[~_beaten(rest[places], front)]
-        chunk = rest[places]
-        beats = np.tri(len(chunk), k=-1, dtype=bool)
-        for column in chunk.T:
-            beats &= column[None, :] <= column[:, None]
+    while len(left):
+        some = columns[:, :count]
+        among = _beats(some, some) & np.tri(some.shape[1], k=-1, dtype=bool)
         # A row beaten by a row that is itself beaten is beaten by the latter's victor too.
-        places = places[~beats.any(axis=1)]
-        front = np.concatenate((front, rest[places]))
-        kept.append(places)
-    return np.concatenate(kept)
+        alive = ~among.any(axis=1)
+        kept.append(left[:count][alive])
+        left, columns = left[count:], columns[:, count:]
+        open_rows = ~_beaten(columns, np.ascontiguousarray(some[:, alive]))
+        left, columns, count = left[open_rows], np.ascontiguousarray(columns[:, open_rows]), _CHUNK
+    return np.sort(np.concatenate(kept))
 
 
-def _beaten(rows: IntArray, front: IntArray) -> NDArray[np.bool_]:
+def _ranks(ordered: IntArray) -> NDArray[Any]:
+    """Places of values in their column, equal ones alike: (columns, rows)."""
+    ranks = np.empty(ordered.shape[::-1], dtype=np.uint16 if len(ordered) < 2**16 else np.int64)
+    for number, column in enumerate(ordered.T):
+        order = np.argsort(column, kind="stable")
+        values = column[order]
+        ranks[number, order] = np.cumsum(np.concatenate(([False], values[1:] != values[:-1])))
+    return ranks
+
+
+def _beats(columns: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
+    """Whether each of the rows (first) is equalled or beaten in every column by each of others (second)."""
+    found: NDArray[np.bool_] = others[0] <= columns[0][:, None]
+    own = np.empty_like(found)
+    for column, other in zip(columns[1:], others[1:], strict=True):
+        np.less_equal(other, column[:, None], out=own)
+        found &= own
+    return found
+
+
+def _beaten(columns: NDArray[Any], front: NDArray[Any]) -> NDArray[np.bool_]:
     """Which rows some row of ``front`` equals or beats in every column."""
-    beaten = np.zeros(len(rows), dtype=bool)
-    for begin in range(0, len(front), 4 * _CHUNK):
-        some = front[begin : begin + 4 * _CHUNK]
-        open_rows = np.flatnonzero(~beaten)
-        if not len(open_rows):
-            break
-        better = np.ones((len(open_rows), len(some)), dtype=bool)
-        for column in range(rows.shape[1]):
-            better &= some[None, :, column] <= rows[open_rows, column][:, None]
-        beaten[open_rows] = better.any(axis=1)
+    beaten = np.empty(columns.shape[1], dtype=bool)
+    some = max(_PAIRS // max(front.shape[1], 1), 1)
+    for begin in range(0, len(beaten), some):
+        beaten[begin : begin + some] = _beats(columns[:, begin : begin + some], front).any(axis=1)
     return beaten

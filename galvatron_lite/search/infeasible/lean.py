@@ -25,7 +25,7 @@ from galvatron_lite.cost.sharing import tied_groups
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, in_flight
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, fills, in_flight
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.search.chains.pareto import pareto_rows
 from galvatron_lite.search.checks import unglued
@@ -192,9 +192,15 @@ def _lean_shapes(shapes: list[Shape]) -> Iterator[Shape]:
     plain = sorted((own for own in shapes if own.virtual == 1), key=lambda own: (own.stages, own.microbatches))
     for _, alike in groupby(plain, key=lambda own: (own.stages, own.microbatches)):
         options = list(alike)
-        held = [[in_flight(o.schedule, o.stages, stage, o.microbatches) for stage in range(o.stages)] for o in options]
+        held = [[_held(option, stage) for stage in range(option.stages)] for option in options]
         yield from (options[row] for row in sorted(pareto_rows(np.array(held))))
     yield from (own for own in shapes if own.virtual > 1)
+
+
+def _held(shape: Shape, stage: int) -> int:
+    """Twice the micro-batches in flight; one less where a stage lacks gradients then."""
+    held = in_flight(shape.schedule, shape.stages, stage, shape.microbatches)
+    return 2 * held - fills(shape.schedule, held, shape.microbatches)
 
 
 def _tied_choices(problem: Problem) -> list[Tied]:
@@ -207,6 +213,5 @@ def _group_choices(problem: Problem, group: tuple[int, ...]) -> list[Tied]:
     """Those that need no more memory than another one for all layers at once, wherever they may be."""
     tables = tied_tables(problem, group)
     laid = np.array([problem.at_ends(layout(strategy)) for strategy in tables[0].strategies], dtype=np.int64)
-    figures = [np.column_stack((table.figures.kept, table.figures.memory)) for table in tables]
-    kept = pareto_rows(np.column_stack((1 - laid, *figures)))
+    kept = pareto_rows(np.column_stack((1 - laid, *(table.memory_keys for table in tables))))
     return [tuple((place, tables[0].strategies[row]) for place in group) for row in sorted(kept)]

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from galvatron_lite.cost.sharing import tied_groups
 from galvatron_lite.parallelism.base import Strategy
-from galvatron_lite.parallelism.pipeline.cost import boundary_bytes
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, held_messages
 from galvatron_lite.search.chains.chain import Chain, ChainLayer
 from galvatron_lite.search.chains.frontier import least_room
 from galvatron_lite.search.chains.pareto import pareto_rows
@@ -77,20 +77,20 @@ class Memory:
     """What is known of the least memory of layers and stages, whatever the budget.
 
     Attributes:
-        lights: by table and micro-batches in flight.
+        lights: by table, micro-batches in flight, and whether those are there in the first backward alone.
         laid: by table and layout, the table and its strategies of that layout.
         stages: by the layers of a stage: bytes that it does not need, bytes that it needs, and its strategies.
     """
 
-    lights: dict[tuple[int, int], _Light] = field(default_factory=dict)
+    lights: dict[tuple[int, int, bool], _Light] = field(default_factory=dict)
     laid: dict[tuple[int, Layout], tuple[Table, Table]] = field(default_factory=dict)
     stages: dict[tuple[int, ...], tuple[int, tuple[int, tuple[int, ...]] | None]] = field(default_factory=dict)
 
-    def light(self, table: Table, held: int) -> _Light:
-        """A layer with so many micro-batches in flight."""
-        key = (id(table), held)
+    def light(self, table: Table, held: int, filled: bool = False) -> _Light:
+        """A layer with so many micro-batches in flight, see ``Table.held``."""
+        key = (id(table), held, filled)
         if key not in self.lights:
-            self.lights[key] = _light(table, held)
+            self.lights[key] = _light(table, held, filled)
         return self.lights[key]
 
     def wired(self, table: Table, wire: Layout) -> Table:
@@ -114,7 +114,10 @@ class Memory:
 
 
 def least_share(problem: Problem, memory: Memory) -> float:
-    """Bytes that the fullest stage of any plan needs at the least, quickly: its share of the layers."""
+    """Bytes that the fullest stage of any plan needs at the least, quickly: its share of the layers.
+
+    With one micro-batch in flight: what a stage of several lacks in its first backward is less than those.
+    """
     own = tables_by_stage(problem)
     totals = [
         [memory.light(table, 1).least[0] for table in tables] for tables in {id(one): one for one in own}.values()
@@ -122,9 +125,8 @@ def least_share(problem: Problem, memory: Memory) -> float:
     return float(np.min(totals, axis=0).sum()) / problem.shape.stages
 
 
-def _light(table: Table, held: int) -> _Light:
-    own = table.figures.memory.copy()
-    own[:, 0] += (held - 1) * table.figures.kept
+def _light(table: Table, held: int, filled: bool) -> _Light:
+    own = table.held(held, filled)
     _, first = np.unique(own, axis=0, return_index=True)
     distinct = np.sort(first)
     rows = np.sort(distinct[pareto_rows(own[distinct])]) if len(distinct) else distinct
@@ -159,9 +161,10 @@ class Stages:
         self.need, self.always = [], []
         copies, sent = self._copies(), self._sent()
         for stage, own in enumerate(tables_by_stage(self.problem)):
-            left, right = (sent * there for there in (stage > 0, stage + 1 < self.problem.shape.stages))
+            before, behind = held_messages(self.problem.shape.microbatches)
+            left, right = sent * before * (stage > 0), sent * behind * (stage + 1 < self.problem.shape.stages)
             context = self.problem.tables[stage].pricer.profile.cluster.device.context
-            around = 2.0 * (left[:, None] + right[None, :]) + context
+            around = left[:, None] + right[None, :] + context
             self.always.append(around + self.problem.held(stage) * copies)
             self.need.append((self._layers(stage, own) + self.always[stage]) * self.scales[stage])
 
@@ -202,7 +205,10 @@ class Stages:
 
     def _chain(self, stage: int, inside: range) -> list[_Light]:
         tables = (self.problem.layer_table(stage, place, inside) for place in inside)
-        return [self.memory.light(table, self.problem.held(stage)) for table in tables]
+        return [self._light(stage, table) for table in tables]
+
+    def _light(self, stage: int, table: Table) -> _Light:
+        return self.memory.light(table, self.problem.held(stage), self.problem.filled(stage))
 
     def _learn(self, stage: int, inside: range, always: int, exact: float) -> None:
         """What a stage needs, of all ranges of equal layers and boundaries."""
@@ -219,14 +225,14 @@ class Stages:
 
     def _layers(self, stage: int, tables: Sequence[Table]) -> FloatArray:
         """(L + 1, L + 1): what layers i..j-1 need at the least."""
-        held, wire, count = self.problem.held(stage), self.problem.choice.wire, len(tables)
+        wire, count = self.problem.choice.wire, len(tables)
         distinct = {id(table): table for table in tables}
         places = {key: place for place, key in enumerate(distinct)}
         which = np.array([places[id(table)] for table in tables])
-        free = laid = np.array([self.memory.light(table, held).least for table in distinct.values()]).T[:, which]
+        free = laid = np.array([self._light(stage, table).least for table in distinct.values()]).T[:, which]
         if wire is not None:
             wired = [self.memory.wired(table, wire) for table in distinct.values()]
-            laid = np.array([self.memory.light(table, held).least for table in wired]).T[:, which]
+            laid = np.array([self._light(stage, table).least for table in wired]).T[:, which]
         if not np.isfinite(free).all():
             return np.full((count + 1, count + 1), np.inf)
         total = np.concatenate(([0.0], np.cumsum(free[0])))

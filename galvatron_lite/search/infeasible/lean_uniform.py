@@ -11,11 +11,12 @@ import numpy as np
 from galvatron_lite.arrays import FloatArray
 from galvatron_lite.model.graph import Role
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight
+from galvatron_lite.parallelism.pipeline.schedule import Moments
+from galvatron_lite.search.figures import PREFIX, REST, UPDATED
 from galvatron_lite.search.infeasible.lean_stages import Lean
 from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.tables import Table
 from galvatron_lite.search.uniform import Uniform
-from galvatron_lite.search.uniform_memory import PREFIX, REST, UPDATED
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +70,17 @@ class LeanUniform:
         )
 
 
-def _moments(table: Table, counts: list[int], held: tuple[tuple[int, ...], ...]) -> FloatArray:
+def _moments(table: Table, counts: list[int], held: Moments) -> FloatArray:
     """Bytes that blocks of one kind need at the least while the optimizer runs and while each chunk computes.
 
     Args:
         table: of the kind.
         counts: how many of them each chunk has.
-        held: per chunk, micro-batches of every chunk in flight while it computes.
+        held: chunks that compute, and micro-batches of every chunk in flight then.
     """
     own, memory = table.figures, table.figures.memory
     least = [float(sum(counts) * memory[:, UPDATED].min())]
-    for chunk, flying in enumerate(held):
+    for chunk, flying in held:
         size = np.zeros(len(table))
         for other, (count, waiting) in enumerate(zip(counts, flying, strict=True)):
             if other == chunk:

@@ -37,6 +37,7 @@ from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes
 from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.profiler.schema import HostOverhead
+from galvatron_lite.search.figures import PREFIX, REST
 from galvatron_lite.search.problem import Problem, is_glued
 from galvatron_lite.search.programme.pulp_adapter import Programme
 from galvatron_lite.search.tables import TICKS, Layout, Table, glue_of
@@ -249,8 +250,8 @@ class ShapeModel:
             self._stages[stage + 1].backward[number] = seconds + right
             self._stages[stage + 1].forward[number] = right
             counted = not pricer.profile.unbuffered
-            self._stages[stage].buffers[number] = buffer_bytes(0, size, counted=counted)
-            received = buffer_bytes(size, 0, counted=counted)
+            self._stages[stage].buffers[number] = buffer_bytes(0, size, shape.microbatches, counted=counted)
+            received = buffer_bytes(size, 0, shape.microbatches, counted=counted)
             self._stages[stage + 1].buffers[number] = received + self._copies(stage + 1, sender)
         return self._edges[key]
 
@@ -336,15 +337,17 @@ class ShapeModel:
         room = problem.budgets[group] - self._pricer(group).profile.cluster.device.context
         places = [place for place, own in self.layers if own == group]
         self._within([buffers, *(self._column(place, group, 6) for place in places)], room)
-        self._add_moments(group, problem.held(group), [buffers], room)
+        self._add_moments(group, problem.held(group), [buffers], room, filled=problem.filled(group))
 
-    def _add_moments(self, stage: int, held: int, beside_it: Sequence[Terms], room: int) -> None:
+    def _add_moments(
+        self, stage: int, held: int, beside_it: Sequence[Terms], room: int, *, filled: bool = False
+    ) -> None:
         """Every moment at which a stage computes, with so many micro-batches in flight and other bytes beside it."""
         places = [place for place, own in self.layers if own == stage]
         rest: Terms = {}
         for place in places:
             table, own = self.layers[place, stage]
-            rest |= row_of(own, table.figures.memory[:, 0] + (held - 1) * table.figures.kept)
+            rest |= row_of(own, table.held(held, filled)[:, REST])
         start = added((rest, 1.0), *((terms, 1.0) for terms in beside_it))
         for place in places:
             table, own = self.layers[place, stage]
@@ -354,7 +357,7 @@ class ShapeModel:
             if (place + 1, stage) in self.layers:
                 middle, pending = self._column(place, stage, 3), self._column(place + 1, stage, 5)
                 self._within([start, beside, middle, pending], room)
-            start = added((start, 1.0), (self._column(place, stage, 1), 1.0))
+            start = added((start, 1.0), (row_of(own, table.held(held, filled)[:, PREFIX]), 1.0))
 
     def _column(self, place: int, stage: int, column: int) -> Terms:
         table, own = self.layers[place, stage]

@@ -55,9 +55,9 @@ class UniformModel(ShapeModel):
         buffers = added(*((self._stages[stage].buffers, 1.0) for stage in stages))
         room = self.problem.budgets[group] - self._pricer(stages[0]).profile.cluster.device.context
         self._within([buffers, *(self._column(place, stage, 6) for place, stage in self._in(stages))], room)
-        for own, (stage, counts) in enumerate(zip(stages, held, strict=True)):
+        for own, counts in held:
             resting = [self._resting(other, counts[at]) for at, other in enumerate(stages) if at != own]
-            self._add_moments(stage, max(counts[own], 1), [buffers, *resting], room)
+            self._add_moments(stages[own], max(counts[own], 1), [buffers, *resting], room)
 
     def _in(self, stages: list[int]) -> list[tuple[int, int]]:
         return [(place, stage) for place, stage in self.layers_in_order if stage in stages]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from galvatron_lite.model.graph import Layer, ModelGraph, Passed, Role, Tie
 from galvatron_lite.parallelism.branch.find import Branch, Region, find_regions, roots_of
 from tests.factories import make_graph, make_kind
+from tests.processor_time import least, process_seconds
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -205,13 +206,13 @@ def test_the_order_in_which_layers_are_listed_does_not_matter(graph: ModelGraph,
 
 
 def test_a_thousand_layers_take_no_time() -> None:
-    import time
-
     count = 1000
     graph = graph_of(count, [(place, place + 2) for place in range(count - 2)])
-    start = time.process_time()
-    assert [len(branch) for branch in found(graph)[0]] == [count // 2, count // 2]
-    assert time.process_time() - start < 1.0
+
+    def find() -> None:
+        assert [len(branch) for branch in found(graph)[0]] == [count // 2, count // 2]
+
+    assert least(lambda: process_seconds(find), 1.0) < 1.0
 
 
 def test_a_cycle_is_an_error() -> None:

@@ -70,7 +70,7 @@ class MemoryMailbox:
 
     def _next(self, message: Message) -> Any:
         try:
-            found, value = self.post.lanes[lane_of(message)].get(timeout=20)
+            found, value = self.post.lanes[lane_of(message)].get(timeout=60)
         except queue.Empty:
             raise LaunchError(f"{message} did not come") from None
         assert found == message

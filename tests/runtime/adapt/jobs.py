@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,33 +20,48 @@ from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo.gpt import GPT, GPTConfig
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.runtime.adapt.correct import link_factors
+from galvatron_lite.runtime.adapt.links import measure_links, probes_of
 from galvatron_lite.runtime.adapt.monitor import Monitor
-from galvatron_lite.runtime.adapt.planning import plan_name
-from galvatron_lite.runtime.adapt.schema import Adapt, Decision, Planner
+from galvatron_lite.runtime.adapt.schema import Adapt, Decision, LinkFactor, Planner
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.space import Fixed
+from tests.known_time import Clock, KnownClock
 from tests.runtime.adapt import slow_link
+from tests.runtime.adapt.slow_link import Link
+from tests.undisturbed import undisturbed
 
 CONFIG = GPTConfig(vocab=64, layers=4, hidden=128, heads=4, sequence=16)
 BATCH = 16
 BANDWIDTH = 1e8
 WIDTH, WORK = 256, 1e-3
 """Of a block: its width, and seconds of a sample's forward pass."""
-FACTOR = 24.0
-WINDOW = 8
+FACTOR, LESS = 24.0, 6.0
+"""How many times longer a byte takes; and how many times on the machine's clock, so that a transfer ends between two
+moments at which the machine is elsewhere."""
+WINDOW = 5
+REALLY = 3
+"""Steps under each plan by the machine's clock, of which the quickest counts."""
 SETTINGS = Adapt(window=WINDOW, warm_up=2, threshold=0.25, cool_down=5 * WINDOW, steps=5000, planner=Planner.INLINE)
 
 
 @dataclass(frozen=True)
 class Course:
-    """What happened: seconds of steps before the link became slow, under it, and at the end; the losses."""
+    """What happened.
 
-    quick: float
-    slow: float
-    after: float
+    Attributes:
+        known: seconds of steps over the slow link, under the first plan and under the last one.
+        really: the same by the machine's clock.
+        links: what is found by that.
+        decisions: of the monitor.
+        losses: of every step.
+    """
+
+    known: tuple[float, float]
+    really: tuple[float, float]
+    links: tuple[LinkFactor, ...]
     decisions: list[Decision]
-    plans: list[str]
     losses: list[float]
 
 
@@ -70,17 +84,17 @@ def slow_profile() -> Profile:
 
 
 class _Work(torch.autograd.Function):
-    """Work that takes a known time and no processor: on a loaded machine it takes as long."""
+    """Work that takes a known time and no processor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
-            time.sleep(WORK * tensor.shape[0])
+            Link.clock.work(WORK * tensor.shape[0])
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        time.sleep(2 * WORK * gradient.shape[0])
+        Link.clock.work(2 * WORK * gradient.shape[0])
         return gradient
 
 
@@ -134,28 +148,65 @@ def known_profile() -> Profile:
 
 
 def train_over_slow_link(folder: str, quick: int, slow: int) -> Course:
-    """So many steps over a quick link, then over one that is slower by a known factor."""
-    slow_link.join(Path(folder), BANDWIDTH)
-    profile = known_profile()
-    plan = find_plan(profile, devices=2, global_batch=BATCH, budget=2**31)
-    model, example = make_workers(), worked_batch(0)
-    parallel = ParallelModel(model, plan, discover_layers(model, example), example, device="cpu")
-    log = str(Path(folder) / "log.jsonl")
-    monitor = Monitor(parallel, profile, replace(SETTINGS, log=log))
-    parallel.steering = monitor
-    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
-    seconds, plans, losses = list[float](), list[str](), list[float]()
-    for step in range(quick + slow):
-        slow_link.Link.per_byte = (1.0 if step < quick else FACTOR) / BANDWIDTH
+    """So many steps over a quick link, then over one that is slower by a known factor, on a clock that knows both.
+
+    Then some more over the slow link, on the machine's own clock.
+    """
+    slow_link.join(Path(folder), BANDWIDTH, clock := KnownClock())
+    with clock.told():
+        run = _Run(str(Path(folder) / "log.jsonl"))
+        first = run.parallel.plan
+        for step in range(quick + slow):
+            Link.per_byte = (1.0 if step < quick else FACTOR) / BANDWIDTH
+            run.train(step)
+    known = median(run.seconds[quick + 1 : quick + WINDOW]), median(run.seconds[-WINDOW:])
+    run.parallel.steering, Link.clock = None, Clock()
+    links = undisturbed(run.links)
+    after = undisturbed(run.seconds_really)
+    run.parallel.switch(first, run.optimizer)
+    really = undisturbed(run.seconds_really), after
+    return Course(known, really, links, list(run.monitor.decisions), run.losses)
+
+
+class _Run:
+    """A model that trains under a monitor.
+
+    Attributes:
+        probes: of the link.
+        seconds: of every step, by the link's clock.
+        losses: of them.
+    """
+
+    def __init__(self, log: str) -> None:
+        profile = known_profile()
+        self.probes = probes_of(profile)
+        plan = find_plan(profile, devices=2, global_batch=BATCH, budget=2**31)
+        model, example = make_workers(), worked_batch(0)
+        self.parallel = ParallelModel(model, plan, discover_layers(model, example), example, device="cpu")
+        self.parallel.steering = self.monitor = Monitor(self.parallel, profile, replace(SETTINGS, log=log))
+        self.optimizer = self.parallel.optimizer(torch.optim.SGD, lr=0.1)
+        self.seconds, self.losses = list[float](), list[float]()
+
+    def train(self, step: int) -> None:
+        """One step."""
         dist.barrier()
-        before = time.perf_counter()
-        losses.append(float(parallel.train_step(worked_batch(step), optimizer)))
-        seconds.append(time.perf_counter() - before)
-        plans.append(plan_name(parallel.plan))
-    return Course(
-        median(seconds[WINDOW:quick]), median(seconds[quick + 1 : quick + WINDOW]), median(seconds[-WINDOW:]),
-        list(monitor.decisions), plans, losses,
-    )  # fmt: skip
+        before = Link.clock.now()
+        self.losses.append(float(self.parallel.train_step(worked_batch(step), self.optimizer)))
+        self.seconds.append(Link.clock.now() - before)
+
+    def seconds_really(self) -> float:
+        """The quickest of some steps by the machine's clock: nothing makes one quicker."""
+        count = len(self.seconds)
+        for step in range(REALLY):
+            self.train(count + step)
+        return min(self.seconds[count:])
+
+    def links(self) -> tuple[LinkFactor, ...]:
+        """What the monitor would find by the machine's clock, of a link that is slower by ``LESS``."""
+        before, Link.per_byte = Link.per_byte, LESS / BANDWIDTH
+        found = link_factors(measure_links(self.probes, torch.device("cpu")), SETTINGS.threshold)
+        Link.per_byte = before
+        return found
 
 
 def train_alone(steps: int) -> list[float]:

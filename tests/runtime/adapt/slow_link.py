@@ -1,20 +1,24 @@
 """A link of known speed between processes: a backend that is gloo, but takes as long as the link would.
 
-The link is busy with one transfer at a time; whoever waits for a transfer waits until the link is done with it.
-Sleeping takes no processor, so that a loaded machine changes little.
+The link is busy with one transfer at a time; whoever waits for a transfer waits until the link is done with it. A
+transfer begins when the last of its ranks is there: on a clock that only they have (``KnownClock``) they say when.
 """
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.known_time import Clock
+
 NAME = "slowgloo"
+_STAMP = 2**20
+"""Added to the tag of a message: that of what the sender's clock showed."""
 
 
 class Link:
@@ -23,24 +27,53 @@ class Link:
     latency = 0.0
     per_byte = 0.0
     busy_until = 0.0
+    clock = Clock()
 
     @classmethod
-    def take(cls, size: float) -> float:
-        """When the link is done with so many bytes more."""
-        cls.busy_until = max(cls.busy_until, time.perf_counter()) + cls.latency + size * cls.per_byte
+    def take(cls, size: float, since: float = 0.0) -> float:
+        """When the link is done with so many bytes more, which were all there at a moment."""
+        cls.busy_until = max(cls.busy_until, cls.clock.now(), since) + cls.latency + size * cls.per_byte
         return cls.busy_until
 
 
 class _Slow(dist.Work):
-    def __init__(self, inner: Any, until: float, held: Any, arriving: int = 0) -> None:
+    """What ends when the link is done."""
+
+    def __init__(self, inner: Any, until: float, held: Any) -> None:
         super().__init__()
-        self._inner, self._until, self._held, self._arriving = inner, until, held, arriving
+        self._inner, self._until, self._held = inner, until, held
 
     def wait(self, *_: Any) -> bool:
         self._inner.wait()
-        until = Link.take(self._arriving) if self._arriving else self._until
-        self._arriving, self._until = 0, until
-        time.sleep(max(until - time.perf_counter(), 0.0))
+        Link.clock.wait(self._until)
+        return True
+
+    def is_completed(self) -> bool:
+        return False
+
+
+class _Arriving(dist.Work):
+    """What another rank sends: the link takes it up when it was sent, and it is waited for.
+
+    Args:
+        inner: brings it.
+        size: its bytes.
+        sent: brings what the sender's clock showed; None: all ranks have the same clock.
+        stamp: into this.
+    """
+
+    def __init__(self, inner: Any, size: int, sent: Any, stamp: Tensor) -> None:
+        super().__init__()
+        self._inner, self._size, self._sent, self._stamp = inner, size, sent, stamp
+        self._until: float | None = None
+
+    def wait(self, *_: Any) -> bool:
+        self._inner.wait()
+        if self._sent is not None:
+            self._sent.wait()
+        if self._until is None:
+            self._until = Link.take(self._size, float(self._stamp))
+        Link.clock.wait(self._until)
         return True
 
     def is_completed(self) -> bool:
@@ -53,6 +86,7 @@ class SlowGroup(dist.ProcessGroup):
     def __init__(self, inner: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self._inner, self._ranks = inner, size
+        self._stamps: list[Any] = []
 
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
@@ -66,7 +100,21 @@ class SlowGroup(dist.ProcessGroup):
 
     def _ring(self, work: Any, tensors: Any, passes: int = 1) -> _Slow:
         share = passes * (self._ranks - 1) / self._ranks
-        return _Slow(work, Link.take(share * sum(tensor.nbytes for tensor in _flat(tensors))), tensors)
+        since = self._latest()[1]
+        if Link.clock.known:
+            work.wait()
+        return _Slow(work, Link.take(share * sum(tensor.nbytes for tensor in _flat(tensors)), since), tensors)
+
+    def _latest(self) -> tuple[Any, float]:
+        """What the last rank's clock shows, and what brought it; None and 0 where all have the same clock."""
+        if not Link.clock.known:
+            return None, 0.0
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        now = torch.tensor([Link.clock.now()], dtype=torch.float64)
+        work = self._inner.allreduce([now], options)
+        work.wait()
+        return work, float(now)
 
     def allreduce(self, tensors: Any, opts: Any = None) -> _Slow:
         return self._ring(self._inner.allreduce(tensors, opts or dist.AllreduceOptions()), tensors, 2)
@@ -99,13 +147,19 @@ class SlowGroup(dist.ProcessGroup):
         return self._ring(self._inner.scatter(out, tensors, opts), tensors)
 
     def send(self, tensors: Any, peer: int, tag: int) -> Any:
+        if Link.clock.known:
+            stamp = torch.tensor([Link.clock.now()], dtype=torch.float64)
+            self._stamps.append((self._inner.send([stamp], peer, tag + _STAMP), stamp))
         return self._inner.send(tensors, peer, tag)
 
-    def recv(self, tensors: Any, peer: int, tag: int) -> _Slow:
-        return _Slow(self._inner.recv(tensors, peer, tag), 0.0, tensors, sum(one.nbytes for one in tensors))
+    def recv(self, tensors: Any, peer: int, tag: int) -> _Arriving:
+        stamp = torch.zeros(1, dtype=torch.float64)
+        sent = self._inner.recv([stamp], peer, tag + _STAMP) if Link.clock.known else None
+        return _Arriving(self._inner.recv(tensors, peer, tag), sum(one.nbytes for one in tensors), sent, stamp)
 
     def barrier(self, opts: Any = None) -> Any:
-        return self._inner.barrier(opts or dist.BarrierOptions())
+        met, until = self._latest()
+        return self._inner.barrier(opts or dist.BarrierOptions()) if met is None else _Slow(met, until, None)
 
 
 def _flat(value: Any) -> list[Tensor]:
@@ -116,12 +170,12 @@ def _make(store: Any, rank: int, size: int, timeout: timedelta) -> SlowGroup:
     return SlowGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
 
 
-def join(folder: Path, bandwidth: float) -> None:
-    """Leave the world and join one of the same ranks over a link of so many bytes a second."""
+def join(folder: Path, bandwidth: float, clock: Clock) -> None:
+    """Leave the world and join one of the same ranks over a link of so many bytes a second of a clock."""
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
     dist.Backend.register_backend(NAME, _make, devices=["cpu"])
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group(NAME, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    Link.per_byte = 1 / bandwidth
+    Link.per_byte, Link.clock = 1 / bandwidth, clock

@@ -36,7 +36,7 @@ def estimate(folder: str) -> None:
     from galvatron_lite.model.trace import trace
 
     graph = trace(make_model(), batch_of(0))
-    for world in (2, 4, 8):
+    for world in (1, 2, 4):
         profile = estimate_profile(graph, make_cluster(world), precision="fp32", name="tiny")
         write_profile(profile, Path(folder, f"{world}.yaml"))
 
@@ -67,10 +67,10 @@ def trained_alone(steps: int) -> tuple[list[float], dict[str, Tensor]]:
     return losses, dict(model.state_dict())
 
 
-def test_four_processes_then_two_then_eight(pool: WorkerPool, tmp_path: Path) -> None:
+def test_two_processes_then_one_then_four(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(1, estimate, folder=str(tmp_path))
     losses: list[float] = []
-    for world, steps in ((4, 2), (2, 4), (8, 6)):
+    for world, steps in ((2, 2), (1, 4), (4, 6)):
         first, found, state, plan = pool.run(world, script, folder=str(tmp_path), steps=steps)[0]
         assert (first, plan) == (steps - 2, f"{world} devices")
         losses += found

@@ -35,7 +35,7 @@ ALONE = Case([Strategy()] * 5)
 
 
 def test_a_process_killed_while_saving(pool: WorkerPool, tmp_path: Path) -> None:
-    other, lost = launch(2, killed_while_saving, 100, folder=str(tmp_path), asynchronous=True)
+    other, lost = launch(2, killed_while_saving, 240, folder=str(tmp_path), asynchronous=True)
     assert lost.code == -signal.SIGKILL
     assert re.search("LaunchError: Checkpoint .*gone.*(load_latest|last checkpoint)", other.told, re.DOTALL), other.told
     assert not (tmp_path / "step-2").exists()

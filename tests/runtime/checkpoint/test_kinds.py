@@ -22,6 +22,7 @@ from tests.runtime.branches.networks import make_batch as branch_batch
 from tests.runtime.branches.test_branches import TWO_PROCESSES
 from tests.runtime.branches.training import make_branched
 from tests.runtime.checkpoint.jobs import moments
+from tests.runtime.examined import examined_once
 from tests.runtime.pictures import Pictures, make_parallel_net, make_pictures
 from tests.runtime.training import Case, make_batch, make_parallel
 
@@ -40,6 +41,7 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], value), name
 
 
+@examined_once()
 def there(makes: list[Make], batch: Any, folder: str) -> None:
     """Train under the first plan, save; load under all, the first among them; the next steps are alike."""
     first = makes[0]()

@@ -106,7 +106,7 @@ def loaded(count: int, setting: str) -> dict[str, torch.Tensor]:
 def one_lost(count: int, setting: str, lost: int, folder: str) -> None:
     """One rank is killed in the middle; the others write down what they were told, and after how many seconds."""
     (model, layers, stages), batches = case_of(count), batches_of(count)
-    cyclic = CyclicModel(model, make_plan(stages, "cdp-v2", setting, rows=4), layers, batches[0], timeout=60)
+    cyclic = CyclicModel(model, make_plan(stages, "cdp-v2", setting, rows=4), layers, batches[0], timeout=120)
     optimizer = cyclic.optimizer(ADAM)
     begin = time.monotonic()
     try:

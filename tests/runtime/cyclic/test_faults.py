@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting, device_count
+from tests.patience import patiently
 from tests.pool import WorkerPool
 from tests.runtime.cyclic.kept_jobs import (
     EVERY,
@@ -38,21 +39,25 @@ def same(resumed: Kept, whole: Kept) -> bool:
     return equal and losses == all_losses[-len(losses) :] and state.keys() == all_state.keys()
 
 
+def is_told(ended: list[Ended], lost: int) -> bool:
+    """Whether all others said whom they had waited for, and someone had waited for the lost one."""
+    matches = [TOLD.match(one.told) for rank, one in enumerate(ended) if rank != lost]
+    return all(matches) and str(lost) in {match[1] for match in matches if match is not None}
+
+
 def check_told(ended: list[Ended], lost: int, seconds: float) -> None:
-    """All others stopped in time, and said whom they had waited for; someone had waited for the lost one."""
+    """All others stopped in time, and said so."""
     others = [one for rank, one in enumerate(ended) if rank != lost]
-    matches = [TOLD.match(one.told) for one in others]
-    assert all(matches), [one.told for one in others]
+    assert is_told(ended, lost), [one.told for one in others]
     assert all(one.code == 0 and one.seconds < seconds for one in others)
-    assert str(lost) in {match[1] for match in matches if match is not None}
 
 
 def test_a_killed_process_and_the_run_from_the_last_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
     """With dropout, running statistics, and batches chosen by the processes' generators."""
     job = {"count": 3, "setting": "data", "folder": str(tmp_path)}
-    ended = launch(3, lost_in_a_pass, 60, lost=1, how=signal.SIGKILL, patience=40.0, **job)
+    ended = launch(3, lost_in_a_pass, 240, lost=1, how=signal.SIGKILL, patience=120.0, **job)
     assert ended[1].code == -signal.SIGKILL
-    check_told(ended, 1, 30)
+    check_told(ended, 1, 100)
     for one in pool.run(3, from_the_last, **job):
         assert one["found"] == tmp_path / f"step-{LOST_AT - LOST_AT % EVERY}"
         assert same(one["resumed"], one["whole"])
@@ -62,34 +67,29 @@ def test_a_killed_process_and_the_run_from_the_last_checkpoint(pool: WorkerPool,
 def test_a_process_lost_in_its_first_pass(tmp_path: Path, setting: str) -> None:
     """Before anybody knows what messages look like."""
     count = 2 if setting == "stages" else 3
-    job = {"count": count, "setting": setting, "folder": str(tmp_path), "lost": 0, "patience": 40.0, "at": 0}
-    ended = launch(3, lost_in_a_pass, 60, how=signal.SIGKILL, **job)
+    job = {"count": count, "setting": setting, "folder": str(tmp_path), "lost": 0, "patience": 120.0, "at": 0}
+    ended = launch(3, lost_in_a_pass, 240, how=signal.SIGKILL, **job)
     assert ended[0].code == -signal.SIGKILL
-    check_told(ended, 0, 30)
+    check_told(ended, 0, 100)
 
 
 def test_a_process_that_hangs_is_named_after_the_time_that_was_set(tmp_path: Path) -> None:
-    ended = launch(
-        3,
-        lost_in_a_pass,
-        60,
-        hangs=2,
-        count=2,
-        setting="stages",
-        folder=str(tmp_path),
-        lost=2,
-        how=signal.SIGSTOP,
-        patience=3.0,
-    )
-    assert ended[2].code is None
-    check_told(ended, 2, 20)
-    assert any("silent for 3 s" in one.told for one in ended)
+    def ended(patience: float) -> tuple[list[Ended], float]:
+        folder = tmp_path / str(patience)
+        folder.mkdir()
+        job = {"count": 2, "setting": "stages", "folder": str(folder), "lost": 2, "how": signal.SIGSTOP}
+        return launch(3, lost_in_a_pass, 240, hangs=2, patience=patience, **job), patience
+
+    found, patience = patiently(ended, lambda made: is_told(made[0], 2), 3.0)
+    assert found[2].code is None
+    check_told(found, 2, patience + 100)
+    assert any(f"silent for {patience:g} s" in one.told for one in found)
 
 
 def test_a_process_lost_while_a_checkpoint_is_written(pool: WorkerPool, tmp_path: Path) -> None:
     """The one before stays, and is what is found."""
     job = {"count": 2, "setting": "data", "folder": str(tmp_path)}
-    lost, other = launch(2, lost_while_saving, 60, lost=0, **job)
+    lost, other = launch(2, lost_while_saving, 240, lost=0, **job)
     assert lost.code == -signal.SIGKILL
     assert other.told.startswith("LaunchError: Checkpoint: rank 1 did not hear of all other ranks")
     assert "resume from the last checkpoint" in other.told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,10 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from galvatron_lite import auto_parallelize
+from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.trace import trace
 from galvatron_lite.parallelism.base import Offload, Strategy
 from galvatron_lite.plans.schema import Plan, Trainer
+from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
 from galvatron_lite.runtime.engine import ParallelModel
 from tests.runtime.plans import make_plan
@@ -186,6 +191,26 @@ def from_galvatron(folder: str) -> bool:
     return all(abs(own - other) <= 1e-5 * own for own, other in (losses, after))
 
 
+def page(code: str) -> list[float]:
+    """Losses of the page's script, which plans by itself: from data sheets, that nothing need be measured."""
+    model, batch = make_model(MODEL), make_batch()
+    known = estimate_profile(
+        trace(make_model(MODEL), batch), load_cluster("a100-80gb", 2), precision="fp32", name=MODEL
+    )
+    losses: list[float] = []
+
+    def batches() -> Iterator[dict[str, Tensor]]:
+        for _ in range(3):
+            yield make_batch()
+            losses.append(float(names["loss"]))
+
+    names: dict[str, Any] = {"torch": torch, "model": model, "batch": batch, "batches": batches()}
+    names["auto_parallelize"] = partial(auto_parallelize, profile=known, device="cpu")
+    exec(code, names)
+    assert names["parallel"].plan.backend is Trainer.DEEPSPEED
+    return losses
+
+
 def _falling(step: int) -> float:
     return 1.0 / (1 + step)
 
@@ -202,11 +227,12 @@ class Answers:
     meta: tuple[int, float]
     resumed: dict[str, tuple[bool, bool, int]]
     across: bool
+    page: list[float]
     seconds: float
 
 
-def everything(folder: str) -> Answers:
-    """All of these in one world."""
+def everything(folder: str, code: str) -> Answers:
+    """All of these in one world; the code is the page's."""
     begun = time.process_time()
     answers = Answers(
         trained(),
@@ -217,6 +243,7 @@ def everything(folder: str) -> Answers:
         from_meta(),
         resumed(folder),
         from_galvatron(folder),
+        page(code),
         0.0,
     )
     return replace(answers, seconds=time.process_time() - begun)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from galvatron_lite.runtime.checkpoint.whole import load_into
+from tests.docs.pages import blocks, text_of
 from tests.pool import WorkerPool
 from tests.runtime.deepspeed import jobs
 from tests.runtime.deepspeed.jobs import Answers
@@ -27,7 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def answers(pool: WorkerPool, folder: Path) -> Answers:
     """Of the first of two processes; one job, as DeepSpeed takes seconds to start."""
-    first, second = pool.run(2, jobs.everything, timeout=300, folder=str(folder))
+    code = blocks(text_of("docs/deepspeed.md"), "python")[0]
+    first, second = pool.run(2, jobs.everything, timeout=300, folder=str(folder), code=code)
     assert first.trained["zero3"].losses == second.trained["zero3"].losses
     return first
 
@@ -127,3 +129,17 @@ def test_the_plain_model_goes_on_from_a_checkpoint_of_deepspeed(folder: Path) ->
 
 def test_deepspeed_goes_on_from_a_checkpoint_of_this_runtime(answers: Answers) -> None:
     assert answers.across
+
+
+def test_the_script_of_the_page_trains_like_one_process(answers: Answers) -> None:
+    model = make_model(jobs.MODEL)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    losses = []
+    for _ in range(3):
+        loss = model(**make_batch())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    torch.testing.assert_close(answers.page, losses, rtol=1e-4, atol=0.0)

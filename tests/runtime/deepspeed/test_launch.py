@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import shlex
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from galvatron_lite.errors import LaunchError
 from galvatron_lite.launch.hosts import read_hostfile
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.runtime.deepspeed.launch import launch_command
+from tests.docs.pages import ROOT, text_of
 from tests.runtime.deepspeed.jobs import plan_of
 
 HOSTS = "# two of them\nworker-1 slots=1\n\nworker-2 slots=1  # the slow one\n"
@@ -48,3 +52,26 @@ def test_deepspeeds_own_parser_takes_the_command(hostfile: Path) -> None:
     read = parse_args(launch_command(plan, ["train.py", "--steps", "3"], hostfile)[1:])
     assert (read.hostfile, read.no_local_rank, read.user_script) == (str(hostfile), True, "train.py")
     assert read.user_args == ["--steps", "3"]
+
+
+def test_its_launcher_takes_the_commands_of_the_page() -> None:
+    runner = pytest.importorskip("deepspeed.launcher.runner")
+    shown = re.findall(r"^deepspeed (--.*)$", text_of("docs/deepspeed.md"), re.MULTILINE)
+    found = [shlex.split(words) for words in shown]
+    assert [runner.parse_args(words).user_script for words in found] == ["train.py"] * 2
+    assert [runner.parse_args(words).num_gpus for words in found] == [8, -1]
+    assert runner.parse_args(found[1]).hostfile == "hosts"
+
+
+def test_torchrun_takes_the_commands_of_the_pages() -> None:
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name != "api.md"]
+    found = [
+        words
+        for page in pages
+        for words in re.findall(r"torchrun (--[^;`\n]*train\.py)", page.read_text(encoding="utf-8"))
+    ]
+    assert len(found) >= 2
+    for words in found:
+        asked = get_args_parser().parse_args(shlex.split(words))
+        assert asked.training_script == "train.py"
+        assert int(asked.nproc_per_node) > 1

@@ -26,6 +26,7 @@ from tests.equivalence.test_experts import plan as mixed
 from tests.equivalence.training import CLIP, make_case
 from tests.equivalence.training import SAMPLES as MIXED_SAMPLES
 from tests.runtime.assembly import assemble, show
+from tests.runtime.examined import examined_once
 from tests.runtime.pictures import SAMPLES, Pictures, make_net, make_parallel_net, make_pictures
 from tests.runtime.plans import make_plan
 from tests.runtime.training import ADAMW, Case, make_batch, make_parallel, plan_of
@@ -82,6 +83,7 @@ def assert_bits(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], value), name
 
 
+@examined_once()
 def switched_run(cases: Sequence[Case], memory: Sequence[int | None] | None = None) -> list[float]:
     """Losses of two steps under each plan; nothing changes with the plan, and little memory makes for turns."""
     parallel = make_parallel(cases[0])
@@ -97,6 +99,7 @@ def switched_run(cases: Sequence[Case], memory: Sequence[int | None] | None = No
     return losses
 
 
+@examined_once()
 def mixture_run() -> list[float]:
     """Losses of a step under each plan of a mixture, as ``curve_alone``'s: its experts are spread over other ranks."""
     case = make_case("mixtral")
@@ -129,6 +132,7 @@ def _failing(phase: str, times: int) -> Any:
     return observe
 
 
+@examined_once()
 def faulty_run() -> tuple[list[tuple[str, str, str]], list[float], list[float]]:
     """The errors of switches that fail, and losses after each; losses of a run without."""
     batch, told, losses = make_batch(), [], []
@@ -193,6 +197,7 @@ def _tower(strategies: Sequence[Strategy]) -> tuple[Tower, ParallelModel, Any]:
     return model, ParallelModel(model, plan(strategies), layers, batch, device="cpu"), plan
 
 
+@examined_once()
 def user_run() -> None:
     """Objects, learning rates, dropout, hooks, frozen parameters and process groups."""
     _same_bits_with_dropout()
@@ -276,7 +281,7 @@ def _nothing_piles_up() -> None:
     _, parallel, plan = _tower([PAIR] * 5)
     optimizer, batch = parallel.optimizer(ADAM), (torch.randn(8, 6),)
     sizes = []
-    for _ in range(10):
+    for _ in range(5):
         for strategies in ([PAIR, ZERO, HALF, ZERO, PAIR], [PAIR] * 5):
             parallel.switch(plan(strategies), optimizer)
             parallel.train_step(batch, optimizer)
@@ -293,6 +298,7 @@ def _held() -> int:
     return nbytes(tensors)
 
 
+@examined_once()
 def pictures_run() -> tuple[list[float], list[float]]:
     """Losses under plans that share pixels, filters, channels, and of two stages; and of one process."""
     batch = make_pictures(PICTURES[0])

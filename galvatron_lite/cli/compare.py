@@ -1,0 +1,120 @@
+"""``galvatron compare``: plans side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from galvatron_lite.cli import priced
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import Console
+
+    from galvatron_lite.api import Setup
+    from galvatron_lite.explainer.schema import Compared, Comparison
+
+
+def compare_command(
+    plans: Annotated[
+        list[Path], typer.Argument(help="Plan files, two or more: ours, by hand (docs/evaluate.md), Hetu-Galvatron's.")
+    ],
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="Profile to price all with; the one the plans name if not given.")
+    ] = None,
+    model: priced.Model = None,
+    cluster: priced.Cluster = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", help="Devices of the cluster, with --model.")] = None,
+    sequence: priced.Sequence = None,
+    precision: priced.Precision = None,
+    mem: Annotated[
+        str | None, typer.Option("--mem", help="Budget a device: 40GB, 40GiB or 80%; the first plan's if not given.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
+) -> None:
+    """Hold plans of one model side by side, all priced with the same profile."""
+    import json
+
+    from galvatron_lite import api_explain
+    from galvatron_lite.files import to_data
+
+    setup = {"model": model, "cluster": cluster, "gpus": gpus, "sequence": sequence, "precision": precision, "mem": mem}
+    asked: Setup = {name: value for name, value in setup.items() if value is not None}  # type: ignore[assignment]
+    told = api_explain.compare(list(plans), profile, **asked)
+    if as_json:
+        typer.echo(json.dumps(to_data(told)))
+    else:
+        print_comparison(told)
+
+
+def print_comparison(told: Comparison) -> None:
+    """Plans side by side: their figures, the layers they do otherwise, what each buys over the first."""
+    from rich.table import Table
+
+    from galvatron_lite.cli.console import wide_console
+
+    console = wide_console()
+    console.print(f"{told.model}, all priced with {told.basis}", style="bold")
+    for plan in told.plans:
+        console.print(f"  {plan.name}: {plan.headline}")
+    console.print()
+    table = Table("", *(plan.name for plan in told.plans), box=None, pad_edge=False, header_style="bold")
+    for name, cells in _figures(told):
+        table.add_row(name, *cells)
+    console.print(table)
+    _print_layers(console, told)
+    console.print()
+    for buys in told.buys:
+        console.print(f"{buys.name} against {told.plans[0].name}: {buys.said}.")
+    for note in told.notes:
+        console.print(f"Note: {note}.")
+
+
+def _figures(told: Comparison) -> Iterator[tuple[str, list[str]]]:
+    """Rows: step time and its parts, memory and its parts; those that are zero in all plans left out."""
+    from dataclasses import fields
+
+    from galvatron_lite.units import format_bytes, format_count, format_seconds
+
+    plans = told.plans
+    yield "step", [format_seconds(plan.step_seconds) for plan in plans]
+    yield "samples/s", [format_count(plan.samples_per_second) for plan in plans]
+    if any(_said_otherwise(plan) for plan in plans):
+        yield "step, as its file says", [_said(plan) for plan in plans]
+    for part in plans[0].time:
+        if any(plan.time[part] > 0 for plan in plans):
+            yield f"  {part}", [format_seconds(plan.time[part]) for plan in plans]
+    yield "memory", [format_bytes(plan.peak_bytes) + ("" if plan.fits else " (does not fit)") for plan in plans]
+    for field in fields(plans[0].memory):
+        sizes = [int(getattr(plan.memory, field.name)) for plan in plans]
+        if any(sizes):
+            yield f"  {field.name}", [format_bytes(size) for size in sizes]
+
+
+def _said_otherwise(plan: Compared) -> bool:
+    said = plan.said_step_seconds
+    return said is not None and abs(said / plan.step_seconds - 1.0) > 1e-6
+
+
+def _said(plan: Compared) -> str:
+    from galvatron_lite.units import format_seconds
+
+    return "–" if plan.said_step_seconds is None else format_seconds(plan.said_step_seconds)
+
+
+def _print_layers(console: Console, told: Comparison) -> None:
+    from rich.table import Table
+
+    console.print()
+    if not told.layers:
+        console.print("All layers are split alike.")
+        return
+    names = [plan.name for plan in told.plans]
+    table = Table("layers that differ", *names, box=None, pad_edge=False, header_style="bold")
+    for row in told.layers:
+        label = row.first if row.count == 1 else f"{row.first} … {row.last} ({row.count})"
+        table.add_row(label, *row.strategies)
+    console.print(table)

@@ -1,0 +1,121 @@
+"""``galvatron diagnose``: where a run and its prediction part ways."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from galvatron_lite.diagnose.diagnosis import Diagnosis, Source
+    from galvatron_lite.diagnose.findings import Finding
+    from galvatron_lite.profiler.schema import Profile
+
+
+def diagnose_command(
+    run: Annotated[
+        Path,
+        typer.Argument(help="Folder of auto_parallelize(..., log=FOLDER); or a trace of torch.profiler, or a folder."),
+    ],
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="What the plan was made from, where it is not found by itself.")
+    ] = None,
+    plan: Annotated[Path | None, typer.Option("--plan", help="The plan, with traces alone.")] = None,
+    update: Annotated[
+        Path | None, typer.Option("--update", help="Write the profile, as the run has shown it to be, to this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Say where a run and its prediction part ways: layers, collectives, stages, ranks, the host; what to do."""
+    from galvatron_lite.cli.answers import check_folder
+    from galvatron_lite.diagnose.diagnosis import diagnose, find_known_profile, open_source
+    from galvatron_lite.plans.io import read_plan
+    from galvatron_lite.profiler.store import read_profile
+
+    check_folder("--update", update)
+    source = open_source(run, None if plan is None else read_plan(plan))
+    known = find_known_profile(source) if profile is None else read_profile(profile)
+    found = diagnose(source, known)
+    changed = () if update is None else _update(known, source, update)
+    if as_json:
+        _print_json(found, changed)
+        return
+    _print(found)
+    for line in changed:
+        typer.echo(f"Corrected {line}.")
+    if update is not None:
+        typer.echo(f"Written to {update}: plan anew with galvatron plan --profile {update}.")
+
+
+def _update(known: Profile, source: Source, path: Path) -> tuple[str, ...]:
+    from galvatron_lite.diagnose.update import updated
+    from galvatron_lite.profiler.store import write_profile
+
+    made, said = updated(known, source)
+    write_profile(made, path)
+    return said
+
+
+def _print_json(found: Diagnosis, changed: tuple[str, ...]) -> None:
+    import json
+    from dataclasses import asdict
+
+    typer.echo(json.dumps(asdict(found) | {"corrected": list(changed)}))
+
+
+def _print(found: Diagnosis) -> None:
+    from galvatron_lite.diagnose.findings import rank_words
+    from galvatron_lite.units import format_bytes, format_seconds
+
+    slowed = found.untraced is not None and found.untraced < found.seconds
+    seconds = found.untraced if slowed and found.untraced is not None else found.seconds
+    told = f"{format_seconds(seconds)} a step, predicted {format_seconds(found.predicted)}"
+    source = "traces" if found.traced else "the log"
+    looked = "without the profiler" if slowed else f"{found.steps} steps, from {source}"
+    typer.echo(f"{told} ({seconds / found.predicted - 1.0:+.0%}); {looked}.")
+    if slowed:
+        typer.echo(
+            f"Causes are of {found.steps} steps, from traces. The profiler slows them: they took "
+            f"{format_seconds(found.seconds)}, and it has a part in every figure below."
+        )
+    for line in _lines(found.findings):
+        typer.echo(line)
+    typer.echo(f"Not explained: {_signed(found.unexplained)} a step.")
+    for row in found.memory:
+        told = f"{format_bytes(row.measured)}, predicted {format_bytes(row.predicted)}"
+        typer.echo(f"Memory on {rank_words(*row.ranks)}: {told}.")
+    for note in found.notes:
+        typer.echo(f"Note: {note}")
+
+
+def _lines(found: Sequence[Finding]) -> Iterator[str]:
+    """What costs more than predicted, each advice where it is first wanted; then what costs less."""
+    if not found:
+        yield "No cause costs or saves as much as a fiftieth of a step."
+    given: dict[str, int] = {}
+    for number, one in enumerate((one for one in found if one.seconds > 0), start=1):
+        yield f"{number:>2}. {_line(one)}"
+        yield f"    {one.advice}" if one.advice not in given else f"    As for {given[one.advice]}."
+        given.setdefault(one.advice, number)
+    quicker = [one for one in found if one.seconds <= 0]
+    if quicker:
+        yield "Quicker than predicted (nothing to mend; --update corrects the profile):"
+    yield from (f"    {_line(one)}" for one in quicker)
+
+
+def _line(one: Finding) -> str:
+    from galvatron_lite.units import format_seconds
+
+    stage = f"stage {one.stage}: " if one.stage >= 0 else ""
+    measured, predicted = format_seconds(one.measured), format_seconds(one.predicted)
+    cause = "" if one.where.startswith(one.cause.value) else f"{one.cause.value}: "
+    return f"{_signed(one.seconds)}  {cause}{stage}{one.where}: {measured} a step, predicted {predicted}."
+
+
+def _signed(seconds: float) -> str:
+    from galvatron_lite.units import format_seconds
+
+    return ("+" if seconds >= 0 else "-") + format_seconds(abs(seconds))

@@ -1,0 +1,99 @@
+"""``galvatron report``: plans as one HTML file, and a step as a trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from galvatron_lite.cli import priced
+
+if TYPE_CHECKING:
+    from galvatron_lite.report.gathered import Shown, Source
+
+
+def report_command(
+    plans: Annotated[list[Path], typer.Argument(help="Plan files; several are shown side by side.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="HTML file; report.html if not given.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Also write the steps as Trace Event JSON, for ui.perfetto.dev.")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", help="Folder of a training run: measured beside predicted.")
+    ] = None,
+    search: Annotated[
+        float, typer.Option("--search", min=0, help="Seconds to look for the front and prices of each plan; 0: none.")
+    ] = 30.0,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="What the plans are priced with; that of the plan if found here.")
+    ] = None,
+    model: priced.Model = None,
+    cluster: priced.Cluster = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", help="Devices of the cluster; all if not given.")] = None,
+    batch: Annotated[int | None, typer.Option("--batch", help="Samples a step; the plan's if not given.")] = None,
+    sequence: priced.Sequence = None,
+    precision: priced.Precision = None,
+    mem: Annotated[
+        str | None, typer.Option("--mem", help="Budget a device: 40GB, 40GiB or 80%; the plan's if not given.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
+) -> None:
+    """Show plans as one HTML file: layers, every pass of a step, memory, devices, other plans. Opens offline."""
+    from galvatron_lite.cli.answers import check_folder
+    from galvatron_lite.report.gathered import Source
+
+    check_folder("-o", output)
+    check_folder("--trace", trace)
+    source = Source(profile, model, cluster, gpus, sequence, precision, mem, batch)
+    shown = _gathered(plans, source, run, search if trace is None or output is not None else 0.0)
+    written = _written(shown, output, trace)
+    _print(shown, written, as_json)
+
+
+def _gathered(plans: list[Path], source: Source, run: Path | None, search: float) -> list[Shown]:
+    from galvatron_lite.report.asked import with_answers
+    from galvatron_lite.report.gathered import check_priced, gather, with_run
+    from galvatron_lite.runs.read import read_run
+
+    measured = None if run is None else read_run(run)
+    shown = [check_priced(gather(path, source)) for path in plans]
+    if search > 0:
+        shown = [with_answers(one, search) for one in shown]
+    return shown if measured is None else [with_run(one, measured) for one in shown]
+
+
+def _written(shown: list[Shown], output: Path | None, trace: Path | None) -> list[Path]:
+    """The files, written: the trace alone where no page is asked for."""
+    from galvatron_lite.errors import InputError
+    from galvatron_lite.files import write_text
+    from galvatron_lite.report.page import page
+    from galvatron_lite.report.trace import write_trace
+
+    written = []
+    if trace is not None:
+        steps = [(one.name, one.timeline) for one in shown if one.timeline is not None]
+        if not steps:
+            raise InputError("--trace", trace, " ".join(shown[0].missing))
+        write_trace(trace, steps)
+        written.append(trace)
+    if trace is None or output is not None:
+        path = output or Path("report.html")
+        write_text(path, page(shown))
+        written.append(path)
+    return written
+
+
+def _print(shown: list[Shown], written: list[Path], as_json: bool) -> None:
+    import json
+
+    if as_json:
+        files = [{"file": str(path), "bytes": path.stat().st_size} for path in written]
+        told = [{"plan": one.name, "not_shown": list(one.missing)} for one in shown]
+        typer.echo(json.dumps({"written": files, "plans": told}))
+        return
+    for one in shown:
+        for line in one.missing:
+            typer.echo(f"{one.name}: {line}")
+    for path in written:
+        typer.echo(f"Written to {path} ({path.stat().st_size / 1000:,.0f} kB).")

@@ -1,0 +1,1 @@
+"""Where a run and its prediction part ways."""

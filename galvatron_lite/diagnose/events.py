@@ -1,0 +1,215 @@
+"""Reading a trace of ``torch.profiler`` (Chrome's trace format): piece by piece, bounded, nothing of it trusted."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeGuard
+
+from galvatron_lite.errors import FileFormatError
+
+MOST_BYTES = 8 * 2**30
+"""Of text, unpacked."""
+MOST_EVENTS = 5_000_000
+"""That are of use."""
+_CHUNK, _LONGEST = 2**20, 2**24
+_KINDS = frozenset({"cpu_op", "user_annotation", "kernel", "gpu_memcpy", "gpu_memset"})
+_FEWER = "Trace fewer steps (profile_steps=range(10, 12))."
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that took time.
+
+    Attributes:
+        name: of the operation or range.
+        category: what kind of event it is.
+        thread: where it ran.
+        start, end: seconds.
+        sequence: number of the node of the autograd graph; -1: none.
+        external: number that joins a kernel with the operation that launched it; -1: none.
+        group: of ranks, of a collective, as far as the trace tells.
+    """
+
+    name: str
+    category: str
+    thread: str
+    start: float
+    end: float
+    sequence: int = -1
+    external: int = -1
+    group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A file.
+
+    Attributes:
+        path: of it.
+        events: in the order they began; longer ones first.
+        about: the other values of the file, by key.
+    """
+
+    path: Path
+    events: tuple[Event, ...]
+    about: Mapping[str, Any]
+
+
+def read_trace(path: Path) -> Trace:
+    """The events of a trace that are of use (operations, ranges, kernels), and what else it says of itself.
+
+    Raises:
+        FileFormatError: no such file, no trace, too long, or an event that is none; says where.
+    """
+    about: dict[str, Any] = {}
+    events: list[Event] = []
+    try:
+        with _opened(path) as stream:
+            for key, value in _members(_Text(stream, path)):
+                if key != "traceEvents":
+                    about[key] = value
+                elif (event := _event(value, path)) is not None:
+                    events.append(event)
+                    if len(events) > MOST_EVENTS:
+                        raise FileFormatError("trace", str(path), f"It has over {MOST_EVENTS} events. {_FEWER}")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise FileFormatError("trace", str(path), f"It cannot be read ({error}).") from error
+    events.sort(key=lambda one: (one.start, -one.end))
+    return Trace(path, tuple(events), about)
+
+
+def _opened(path: Path) -> IO[str]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8", errors="replace")
+    return path.open(encoding="utf-8", errors="replace")
+
+
+class _Text:
+    """Text of a file, a piece at a time."""
+
+    def __init__(self, stream: IO[str], path: Path) -> None:
+        self._stream, self._path, self._decoder = stream, path, json.JSONDecoder(parse_constant=_refuse)
+        self._buffer, self._place, self._read, self._ended = "", 0, 0, False
+
+    def peek(self) -> str:
+        """The next character that is no space; empty at the end."""
+        while True:
+            while self._place < len(self._buffer) and self._buffer[self._place].isspace():
+                self._place += 1
+            if self._place < len(self._buffer) or not self._more():
+                return self._buffer[self._place : self._place + 1]
+
+    def take(self, wanted: str) -> None:
+        """Pass over a character that must be there."""
+        if self.peek() != wanted:
+            raise self.error(f"{wanted!r} is wanted")
+        self._place += 1
+
+    def value(self) -> Any:
+        """The next value."""
+        self.peek()
+        while True:
+            try:
+                found, end = self._decoder.raw_decode(self._buffer, self._place)
+            except (ValueError, RecursionError) as error:
+                if len(self._buffer) - self._place > _LONGEST or not self._more():
+                    raise self.error("a value is wanted") from error
+                continue
+            if end < len(self._buffer) or not self._more():
+                self._place = end
+                return found
+
+    def error(self, why: str) -> FileFormatError:
+        """What to raise here."""
+        place = self._read - len(self._buffer) + self._place
+        near = self._buffer[self._place : self._place + 30]
+        return FileFormatError(f"{self._path}, character {place}", repr(near), f"It is no trace of a profiler: {why}.")
+
+    def _more(self) -> bool:
+        """Read on; False at the end."""
+        size = max(_CHUNK, len(self._buffer) - self._place)
+        piece = "" if self._ended else self._stream.read(size)
+        self._ended = not piece
+        self._buffer, self._place = self._buffer[self._place :] + piece, 0
+        self._read += len(piece)
+        if self._read > MOST_BYTES:
+            raise FileFormatError("trace", str(self._path), f"It is over {MOST_BYTES >> 30} GiB long. {_FEWER}")
+        return bool(piece)
+
+
+def _refuse(word: str) -> Any:
+    raise ValueError(word)
+
+
+def _members(text: _Text) -> Iterator[tuple[str, Any]]:
+    """Members of the outermost object; those of ``traceEvents`` one by one. A list alone is one of events."""
+    if text.peek() == "[":
+        yield from (("traceEvents", one) for one in _items(text))
+        return
+    text.take("{")
+    while text.peek() != "}":
+        key = text.value()
+        text.take(":")
+        if key == "traceEvents":
+            yield from (("traceEvents", one) for one in _items(text))
+        elif isinstance(key, str):
+            yield key, text.value()
+        else:
+            raise text.error("a name is wanted")
+        if text.peek() != "}":
+            text.take(",")
+
+
+def _items(text: _Text) -> Iterator[Any]:
+    text.take("[")
+    while text.peek() != "]":
+        yield text.value()
+        if text.peek() != "]":
+            text.take(",")
+    text.take("]")
+
+
+def _event(value: Any, path: Path) -> Event | None:
+    """An event that is of use; None: one that is not.
+
+    Raises:
+        FileFormatError: it has no name, or no time.
+    """
+    if not isinstance(value, dict):
+        raise FileFormatError(f"{path}, traceEvents", type(value).__name__, "An event is an object.")
+    category = value.get("cat")
+    if value.get("ph") != "X" or not isinstance(category, str) or category not in _KINDS:
+        return None
+    name, start, took = value.get("name"), value.get("ts"), value.get("dur")
+    if not isinstance(name, str) or not _is_time(start) or not _is_time(took) or took < 0:
+        raise FileFormatError(f"{path}, event {str(name)[:40]!r}", f"{start}, {took}", "It has no time (ts, dur).")
+    given = value.get("args")
+    more = given if isinstance(given, dict) else {}
+    seconds = float(start) / 1e6
+    return Event(
+        name, category, str(value.get("tid")), seconds, seconds + float(took) / 1e6,
+        _whole(more.get("Sequence number")), _whole(more.get("External id")), _group(more),
+    )  # fmt: skip
+
+
+def _is_time(value: object) -> TypeGuard[float]:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return math.isfinite(value) and abs(value) < 1e18
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63 else -1
+
+
+def _group(more: Mapping[str, Any]) -> str:
+    """The group of a collective: its description and its size."""
+    told, size = more.get("Process Group Description"), more.get("Group size")
+    name = told if isinstance(told, str) and told not in ("", "undefined") else ""
+    return f"{name} ({size} ranks)" if name and isinstance(size, int) else name

@@ -1,0 +1,49 @@
+"""Graphs of models by name: those of ``configs/models`` by closed forms, those of the zoo traced. Torch is imported for
+the latter alone."""
+
+from __future__ import annotations
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.shapes import load_model, model_names
+from galvatron_lite.model.zoo import SIZES, build, size_named
+
+
+def graph_named(name: str, *, sequence: int | None = None, precision: str = "bf16") -> ModelGraph:
+    """The graph of a model by its name.
+
+    Args:
+        name: of ``configs/models`` (``llama2-7b``), the path of such a file, or of the zoo (``gpt-tiny``).
+        sequence: tokens a sample; the model's own if not given.
+        precision: of compute.
+
+    Raises:
+        InputError: no such name: tells all.
+        FileFormatError: the file cannot be read.
+    """
+    try:
+        return load_model(name, sequence=sequence, precision=precision)
+    except InputError as error:
+        size = size_named(name)
+        if error.field == "model" and size is None:
+            raise InputError("model", name, f"{error.remedy} Small ones of the zoo: {', '.join(_small())}.") from error
+        if size is None or name.replace("-", "") in {known.replace("-", "") for known in model_names()}:
+            raise
+        return _traced(size, sequence, precision)
+
+
+def _small() -> tuple[str, ...]:
+    """Sizes of the zoo that ``configs/models`` does not have."""
+    shipped = {name.replace("-", "") for name in model_names()}
+    return tuple(size for size in SIZES if size.replace("-", "") not in shipped)
+
+
+def _traced(size: str, sequence: int | None, precision: str) -> ModelGraph:
+    import torch
+
+    from galvatron_lite.model.example import example_batch
+    from galvatron_lite.model.trace import trace
+
+    with torch.device("meta"):
+        model = build(size, **({} if sequence is None else {"sequence": sequence}))
+    return trace(model, example_batch(model), precision=precision, name=size)

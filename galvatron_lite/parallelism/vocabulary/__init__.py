@@ -1,0 +1,1 @@
+"""Logits that stay shares of the vocabulary, and losses computed on them."""

@@ -1,0 +1,195 @@
+"""Reading a run's folder. What is in it is data: strict, bounded, and a last line that was torn off is passed over."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from galvatron_lite.errors import FileFormatError
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runs.schema import (
+    KINDS,
+    RUN_VERSION,
+    EndRecord,
+    PlanRecord,
+    RankHeader,
+    RankRecord,
+    Record,
+    RunHeader,
+    StepRecord,
+)
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+_LONGEST = 64 * 2**20
+"""Bytes of a line, at most: a header holds the whole plan."""
+_STEPS, _RANK = re.compile(r"steps-(\d+)\.jsonl"), re.compile(r"rank-(\d+)-(\d+)\.jsonl")
+_PATTERNS = {"steps": _STEPS, "rank": _RANK}
+TRACES = "traces"
+PROFILE = "profile.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a folder tells of a run.
+
+    Attributes:
+        folder: it.
+        starts: of the run, and of each time it went on behind a stop.
+        steps: each once, in order: where a resumed run trained steps again, the later ones.
+        plans: changes of plan since the last start.
+        ranks: records of each rank under the plan that was last in force.
+        ends: how it ended, each time that it could tell.
+        torn: files whose last line is cut off: the process, or its machine, was killed.
+        traces: of the profiler.
+    """
+
+    folder: Path
+    starts: tuple[RunHeader, ...]
+    steps: tuple[StepRecord, ...] = ()
+    plans: tuple[PlanRecord, ...] = ()
+    ranks: tuple[tuple[RankRecord, ...], ...] = ()
+    ends: tuple[EndRecord, ...] = ()
+    torn: tuple[str, ...] = ()
+    traces: tuple[Path, ...] = ()
+
+    @property
+    def header(self) -> RunHeader:
+        """Of the last start."""
+        return self.starts[-1]
+
+    @property
+    def plan(self) -> Plan:
+        """That was last in force."""
+        return self.plans[-1].plan if self.plans else self.header.plan
+
+    @property
+    def since(self) -> int:
+        """The first step under that plan."""
+        return self.plans[-1].step if self.plans else self.header.step
+
+    @property
+    def own_steps(self) -> tuple[StepRecord, ...]:
+        """The steps under that plan."""
+        return tuple(step for step in self.steps if step.step >= self.since)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds a run's files."""
+    return folder.is_dir() and any(_STEPS.fullmatch(path.name) for path in folder.iterdir())
+
+
+def read_run(folder: Path) -> Run:
+    """What a folder tells of a run.
+
+    Raises:
+        FileFormatError: no such folder, nothing of a run in it, or a line that is no record; names file and line.
+    """
+    files = _files(folder)
+    adapters = _adapters()
+    torn: list[str] = []
+    records = [one for path in files["steps"] for one in _records(path, adapters, torn)]
+    starts = _starts(records, folder)
+    digest = next((one.digest for one in reversed(records) if isinstance(one, (PlanRecord, RunHeader))), "")
+    by_rank: dict[int, list[RankRecord]] = {}
+    for path in files["rank"]:
+        for one in _under(digest, _records(path, adapters, torn)):
+            by_rank.setdefault(one.rank, []).append(one)
+    last = records.index(starts[-1])
+    return Run(
+        folder,
+        starts,
+        _steps(records),
+        tuple({one.step: one for one in records[last:] if isinstance(one, PlanRecord)}.values()),
+        tuple(tuple(by_rank[rank]) for rank in sorted(by_rank)),
+        tuple(one for one in records if isinstance(one, EndRecord)),
+        tuple(torn),
+        tuple(sorted((folder / TRACES).glob("*.json*"))),
+    )
+
+
+def _files(folder: Path) -> dict[str, list[Path]]:
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        raise FileFormatError("run", str(folder), "There is no such folder.") from error
+    found = {kind: [folder / name for name in names if own.fullmatch(name)] for kind, own in _PATTERNS.items()}
+    if not found["steps"]:
+        remedy = "It holds no run: give the folder that auto_parallelize(..., log=FOLDER) was given."
+        raise FileFormatError("run", str(folder), remedy)
+    return found
+
+
+@cache
+def _adapters() -> dict[str, TypeAdapter[Any]]:
+    from pydantic import TypeAdapter
+
+    return {name: TypeAdapter(kind) for name, kind in KINDS.items()}
+
+
+def _records(path: Path, adapters: dict[str, TypeAdapter[Any]], torn: list[str]) -> Iterator[Record]:
+    with path.open("rb") as stream:
+        for number, line in enumerate(iter(lambda: stream.readline(_LONGEST), b""), start=1):
+            if not line.endswith(b"\n"):
+                if len(line) == _LONGEST:
+                    raise FileFormatError(f"{path}, line {number}", f"{_LONGEST} bytes", "No record is that long.")
+                torn.append(path.name)
+                return
+            yield _record(line, adapters, f"{path}, line {number}")
+
+
+def _record(line: bytes, adapters: dict[str, TypeAdapter[Any]], field: str) -> Record:
+    from pydantic import ValidationError
+
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise FileFormatError(field, repr(line[:40]), "It is not JSON: take the line out.") from error
+    kind = data.get("kind") if isinstance(data, dict) else None
+    if not isinstance(kind, str) or kind not in adapters:
+        raise FileFormatError(f"{field}, kind", kind, f"Give one of {', '.join(adapters)}.")
+    version = data.get("version", RUN_VERSION)
+    if version != RUN_VERSION:
+        raise FileFormatError(f"{field}, version", version, f"This release reads runs of version {RUN_VERSION}.")
+    try:
+        record: Record = adapters[kind].validate_python(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the line"
+        raise FileFormatError(f"{field}, {place}", type(first.get("input")).__name__, f"{first['msg']}.") from error
+    return record
+
+
+def _starts(records: Sequence[Record], folder: Path) -> tuple[RunHeader, ...]:
+    """The first header of each start: later files of it repeat it, and the plan that is in force by then."""
+    found: dict[float, RunHeader] = {}
+    for one in records:
+        if isinstance(one, RunHeader):
+            found.setdefault(one.time, one)
+    if not found or not isinstance(records[0], RunHeader):
+        raise FileFormatError("run", str(folder), "Its first file does not begin with a header: it is damaged.")
+    return tuple(found.values())
+
+
+def _steps(records: Sequence[Record]) -> tuple[StepRecord, ...]:
+    found: dict[int, StepRecord] = {}
+    for one in records:
+        if isinstance(one, StepRecord):
+            found[one.step] = one
+    return tuple(found[number] for number in sorted(found))
+
+
+def _under(digest: str, records: Iterator[Record]) -> Iterator[RankRecord]:
+    """Those of a rank's records that were made under a plan."""
+    own = ""
+    for one in records:
+        if isinstance(one, RankHeader):
+            own = one.digest
+        elif isinstance(one, RankRecord) and own == digest:
+            yield one

@@ -1,0 +1,456 @@
+"""The dry run: one rank of a plan trains for a step, by the real runtime, on tensors without data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import process_time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.errors import GalvatronError
+from galvatron_lite.model.batch import LossFn, batch_size, map_tensors, resize_batch, tensors_of
+from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.discover_blocks import BlockNames
+from galvatron_lite.model.graph import Layer
+from galvatron_lite.parallelism.pipeline.tied import layer_of
+from galvatron_lite.plans.schema import Mode, Plan, Trainer
+from galvatron_lite.runtime.clip import local_tensor
+from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.laid import LaidTensor
+from galvatron_lite.runtime.placement import place_layers
+from galvatron_lite.runtime.tensor_plans import tensor_plans
+from galvatron_lite.runtime.watch.notes import Phase
+from galvatron_lite.runtime.watch.watch import Watch
+from galvatron_lite.verify.dry_kernels import accelerated
+from galvatron_lite.verify.dry_mode import DryMode, DryRunError
+from galvatron_lite.verify.dry_repeat import lengthened, shortened
+from galvatron_lite.verify.memory import Ledger, Use, breakdown
+from galvatron_lite.verify.schema import During, LayerSplit, ParameterSplit, RoleRun
+from galvatron_lite.verify.world import Hear, Log, Place, Said, dry_world
+
+DEVICE = torch.device("cpu")
+_DURING = {
+    Phase.BETWEEN: During.BETWEEN,
+    Phase.FORWARD: During.FORWARD,
+    Phase.BACKWARD: During.BACKWARD,
+    Phase.WEIGHT: During.WEIGHTS,
+    Phase.GRADIENTS: During.GRADIENTS,
+    Phase.CHECK: During.CHECK,
+    Phase.OPTIMIZER: During.OPTIMIZER,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is trained, once for all ranks that are run.
+
+    Attributes:
+        model: without values, or with: it is not changed.
+        layers: of it.
+        batch: a global batch of the plan's size; only shapes count.
+        loss_fn: as ``auto_parallelize`` is given it.
+        known: how layers are split by tensor parallelism, by name.
+        optimizer: makes one of parameter groups: ``torch.optim.AdamW``.
+        precision: of compute; the plan's if None.
+    """
+
+    model: nn.Module
+    layers: tuple[Layer, ...]
+    batch: Any
+    loss_fn: LossFn | None = None
+    known: Any = None
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    precision: str | None = None
+
+
+def subject_of(
+    model: nn.Module,
+    plan: Plan,
+    batch: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    blocks: BlockNames | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    precision: str | None = None,
+) -> Subject:
+    """What a plan trains, examined once.
+
+    Args:
+        model: on the meta device, or any; it is not changed.
+        plan: for it.
+        batch: an example batch; a global one is made of its shapes.
+        loss_fn: see ``model.batch.loss_of``.
+        blocks: see ``discover_layers``.
+        optimizer: of the step.
+        precision: of compute; the plan's if not given.
+
+    Raises:
+        InputError: the plan does not fit the model.
+        TraceError: the model does not run on the batch.
+    """
+    layers = discover_layers(model, batch, blocks)
+    everything = [placed for stage in place_layers(plan, layers) for placed in stage]
+    whole = resize_batch(map_tensors(batch, lambda one: one.to("meta")), plan.global_batch)
+    known = tensor_plans(model, everything, batch)
+    return Subject(model, layers, whole, loss_fn, known, optimizer, precision)
+
+
+def dry_run(
+    subject: Subject,
+    plan: Plan,
+    rank: int,
+    hear: Hear | None = None,
+    said: Said | None = None,
+    *,
+    brief: bool = False,
+) -> tuple[RoleRun, Said]:
+    """Set one rank up and run a step of it: forward, backward, sums, optimizer.
+
+    The optimizer has its states when the step begins, as in every step but the first.
+
+    Args:
+        subject: what is trained.
+        plan: how.
+        rank: of the plan's world.
+        hear: what other ranks announce to this one.
+        said: what the rank announces is put in here, too, as far as it comes.
+        brief: leave out micro-batches that repeat others (``dry_repeat``).
+
+    Returns:
+        What was seen, and what the rank announced.
+
+    Raises:
+        DryRunError: what runs depends on values.
+        UnlikeError: micro-batches that should repeat others do not; only if ``brief``.
+        UnheardError: a rank that announces something to this one was not run so far.
+        LaunchError: this process has joined a world.
+        InputError: the plan does not fit the model.
+    """
+    begun, place = process_time(), Place()
+    log, ledger = Log(place, said={} if said is None else said, hear=hear), Ledger(place)
+    mode = DryMode(ledger)
+    with dry_world(rank, plan.devices, log), ledger.watching_sizes(), _told(place), mode, accelerated():
+        run = shortened(plan) if brief else plan
+        made = _Run(subject, run, place, log, ledger)
+        made.step()
+        splits, kept, stage = made.splits(plan.microbatches), made.kept, made.parallel.runtime.meshes.stage_index
+        messages = lengthened(log.messages, made.starts, plan) if run is not plan else tuple(log.messages)
+        del made
+    return RoleRun(
+        rank=rank, stage=stage, role="", ranks=(rank,), messages=messages, samples=tuple(ledger.samples),
+        peak=breakdown(ledger.at_peak), kept=kept, splits=splits, seconds=process_time() - begun,
+        host=ledger.peak_host, notes=_notes(plan, run),
+    ), log.said  # fmt: skip
+
+
+@contextmanager
+def _told(place: Place) -> Iterator[None]:
+    """What torch refuses without data, in words."""
+    try:
+        yield
+    except GalvatronError:
+        raise
+    except Exception as error:  # of the user's model, of torch, or of what it cannot do without data
+        where = f"{place.phase}{place.layer and f' of {place.layer}'}"
+        raise DryRunError(f"It stops in {where}: {type(error).__name__}: {str(error).strip()[:200]}") from error
+
+
+def _notes(plan: Plan, run: Plan) -> tuple[str, ...]:
+    """What a dry run takes for granted."""
+    notes = ["All numbers are taken to be finite, as a step without an overflow has them."]
+    if any(one.strategy.expert > 1 for stage in plan.stages for one in stage.runs):
+        notes.append("Routers are taken to send every expert as many tokens as every other.")
+    if run.microbatches < plan.microbatches:
+        left = plan.microbatches - run.microbatches
+        said = f"{run.microbatches} of {plan.microbatches} micro-batches were run; the other {left} send and hold what"
+        notes.append(f"{said} two in the middle were seen to do alike.")
+    return tuple(notes)
+
+
+class DryWatch(Watch):
+    """Tells where the rank is, and nobody else.
+
+    Args:
+        place: to be told.
+        log: asked how many messages there are when a forward begins: ``starts``.
+        ledger: to be told when forward passes end.
+    """
+
+    def __init__(self, place: Place, log: Log, ledger: Ledger) -> None:
+        super().__init__(DEVICE)
+        self._place, self._log, self._ledger = place, log, ledger
+        self.forwards_over: Callable[[int], None] = lambda _: None
+        self.starts: list[int] = []
+
+    def at(self, phase: Phase, number: int = -1, step: int | None = None) -> None:
+        """This rank comes to a phase."""
+        super().at(phase, number, step)
+        ledger, place = self._ledger, self._place
+        ledger.keep_fresh()
+        ledger.sample()
+        if place.phase is During.FORWARD:
+            self.forwards_over(place.microbatch)
+        place.phase, place.microbatch, place.layer = _DURING[phase], number, ""
+        if phase is Phase.FORWARD and number == len(self.starts):
+            self.starts.append(len(self._log.messages))
+
+    @contextmanager
+    def explained(self, step: int, plan: Plan, stage: int, phase: Phase = Phase.FORWARD) -> Iterator[None]:  # noqa: ARG002
+        """Run a step; nobody else is asked why it fails."""
+        yield
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was seen of a layer: shapes, and how often it ran, and modules in it, in forward and again in backward."""
+
+    taken: tuple[int, ...] = ()
+    returned: tuple[int, ...] = ()
+    forwards: int = 0
+    inside: int = 0
+    again: int = 0
+
+    @property
+    def runs(self) -> int:
+        """How often forward ran, parts of it that were recomputed included."""
+        return self.forwards + (-(-self.forwards * self.again // self.inside) if self.inside else 0)
+
+
+class _Run:
+    """One rank, set up."""
+
+    def __init__(self, subject: Subject, plan: Plan, place: Place, log: Log, ledger: Ledger) -> None:
+        self.subject, self.plan, self.place, self.ledger = subject, plan, place, ledger
+        self.kept: dict[str, int] = {}
+        self._wholes = {name: tuple(one.shape) for name, one in subject.model.named_parameters(remove_duplicate=False)}
+        model = without_values(subject.model)
+        whole = map_tensors(subject.batch, lambda one: torch.zeros(one.shape, dtype=one.dtype, device=DEVICE))
+        ledger.forget(tensors_of(whole))  # a loop's data are in host memory, until a rank takes its own of them
+        self.batch = _first_of(whole, plan.global_batch)
+        self.parallel: Any = _model_of(plan)(
+            model,
+            plan,
+            subject.layers,
+            resize_batch(subject.batch, plan.global_batch),
+            loss_fn=subject.loss_fn,
+            device=DEVICE,
+            tensor_plans=subject.known,
+            precision=subject.precision,
+        )
+        self.watch = self.parallel.watch = DryWatch(place, log, ledger)
+        self.watch.forwards_over = self._forward_over
+        self.optimizer = self.parallel.optimizer(subject.optimizer)
+        self._seen = {layer.name: _Seen() for layer in subject.layers}
+        self._attach()
+
+    def step(self) -> None:
+        """Warm the optimizer, then one step."""
+        self._sort()
+        self._make_states()
+        self._sort()
+        self.place.phase = During.BETWEEN
+        self.ledger.watch()
+        self.parallel.train_step(self.batch, self.optimizer)
+        self.watch.at(Phase.BETWEEN)
+
+    def _owned(self) -> list[Any]:
+        return [one for runtime in self.parallel.runtimes for one in runtime.owned]
+
+    def _make_states(self) -> None:
+        """The states that the optimizer makes in its first step."""
+        self.place.phase = During.OPTIMIZER
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _sort(self) -> None:
+        """What everything at rest is for."""
+        ledger, owned = self.ledger, self._owned()
+        for structure in self.parallel.structures:
+            tensors = [*structure.parameters(), *structure.buffers()]
+            ledger.use(map(local_tensor, tensors), Use.PARAMETERS)
+        ledger.use((local_tensor(one.parameter.detach()) for one in owned), Use.PARAMETERS)
+        ledger.use((one.share.part.detach() for one in owned if one.share is not None), Use.PARAMETERS)
+        for runtime in self.parallel.runtimes:
+            ledger.use(runtime.reducer.buffers, Use.GRADIENTS)
+        states = [state for values in self.optimizer.state.values() for state in tensors_of(values)]
+        ledger.use(map(local_tensor, states), Use.OPTIMIZER)
+        hosts = [one.host.copy for one in owned if one.host is not None]
+        ledger.use((local_tensor(one.detach()) for one in hosts), Use.HOST)
+
+    def _sort_gradients(self) -> None:
+        grads = [one.parameter.grad for one in self._owned()]
+        self.ledger.use((local_tensor(grad) for grad in grads if grad is not None), Use.GRADIENTS)
+
+    def _forward_over(self, microbatch: int) -> None:
+        if microbatch <= 0 and not self.kept:
+            self.kept = {name: size for name, size in self.ledger.kept(microbatch).items() if name}
+
+    def _attach(self) -> None:
+        """Hooks before all others when a layer begins, behind all others when it ends."""
+        # in place of layers of other stages a structure has modules that pass on what they are given
+        for runtime, structure in zip(self.parallel.runtimes, self.parallel.structures, strict=True):
+            for layer in [placed.layer for placed in runtime.stage]:
+                for path in layer.modules:
+                    module = structure.get_submodule(path)
+                    module.register_forward_pre_hook(self._entering(layer.name), prepend=True)
+                    module.register_forward_pre_hook(self._given(layer.name), with_kwargs=True)
+                    module.register_forward_hook(self._made(layer.name), prepend=True)
+                    module.register_forward_hook(self._leaving(layer.name))
+                    for leaf in module.modules():
+                        if leaf is not module and next(leaf.children(), None) is None:
+                            leaf.register_forward_pre_hook(self._inside(layer.name))
+        for one in self._owned():
+            if one.parameter.requires_grad:
+                one.parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.ledger.use([local_tensor(parameter.grad)], Use.GRADIENTS)
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        seen = self._seen[name]
+
+        def enter(_module: nn.Module, _args: Any) -> None:
+            self._mark(name)
+            seen.forwards += 1
+
+        return enter
+
+    def _given(self, name: str) -> Callable[..., None]:
+        """Behind the runtime's hooks: what the layer's own code is given."""
+        seen = self._seen[name]
+
+        def note(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            seen.taken = _shape((args, kwargs))
+
+        return note
+
+    def _made(self, name: str) -> Callable[..., None]:
+        seen = self._seen[name]
+
+        def note(_module: nn.Module, _args: Any, output: Any) -> None:
+            seen.returned = _shape(output)
+
+        return note
+
+    def _inside(self, name: str) -> Callable[..., None]:
+        seen = self._seen[name]
+
+        def count(_module: nn.Module, _args: Any) -> None:
+            if self.place.phase is During.FORWARD:
+                seen.inside += 1
+            else:
+                seen.again += 1
+
+        return count
+
+    def _leaving(self, name: str) -> Callable[..., None]:
+        def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+            self._mark(name)
+            # as it lies: looking at it would move it to where code between layers works
+            made = (one.piece.tensor if isinstance(one, LaidTensor) else one for one in tensors_of(output))
+            for tensor in made:
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _gradient: self._mark(name))  # type: ignore[no-untyped-call]
+                    return
+
+        return leave
+
+    def _mark(self, name: str) -> None:
+        """A layer begins or ends."""
+        if self.place.phase is During.FORWARD:
+            self.ledger.keep_fresh()
+        else:
+            self._sort_gradients()
+        self.ledger.sample()
+        self.place.layer = name
+
+    @property
+    def starts(self) -> list[int]:
+        """How many messages there were when each micro-batch's forward began."""
+        return self.watch.starts
+
+    def splits(self, microbatches: int) -> tuple[LayerSplit, ...]:
+        """What was done to the layers that this rank has, in a step of so many micro-batches."""
+        homes: dict[str, list[ParameterSplit]] = {}
+        placed = [one for runtime in self.parallel.runtimes for one in runtime.stage]
+        layers = [one.layer for one in placed]
+        for one in self._owned():
+            homes.setdefault(layer_of(one.names[0], layers), []).append(self._split_of(one))
+        return tuple(
+            LayerSplit(
+                name,
+                seen.taken,
+                seen.returned,
+                seen.runs * microbatches // self.plan.microbatches,
+                tuple(homes.get(name, ())),
+            )
+            for name, seen in ((p.layer.name, self._seen[p.layer.name]) for p in placed)
+        )
+
+    def _split_of(self, one: Any) -> ParameterSplit:
+        updated, held = local_tensor(one.updated.detach()), local_tensor(one.parameter.detach())
+        return ParameterSplit(
+            one.names[0], self._wholes.get(one.names[0], ()), tuple(held.shape), updated.numel(),
+            one.is_zero, one.host is not None, tuple(one.parameter.shape),
+        )  # fmt: skip
+
+
+def _model_of(plan: Plan) -> type[ParallelModel]:
+    """What trains under a plan.
+
+    Raises:
+        DryRunError: something that has no dry run.
+    """
+    if plan.cyclic is not None:
+        raise DryRunError("Plans of cyclic data parallelism have no dry run yet.")
+    if plan.branches:
+        raise DryRunError("Plans that give branches devices of their own have no dry run yet.")
+    if plan.backend is not Trainer.GALVATRON:
+        raise DryRunError(f"What {plan.backend.value} does with a plan has no dry run.")
+    if plan.mode is not Mode.TRAINING:
+        raise DryRunError("Plans of inference have no dry run: it is a training step.")
+    return ParallelModel
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """Of the first floating-point tensor; of the first one where there is none."""
+    tensors = list(tensors_of(value))
+    found = next((one for one in tensors if one.is_floating_point()), tensors[0] if tensors else None)
+    return () if found is None else tuple(found.shape)
+
+
+def _first_of(batch: Any, samples: int) -> Any:
+    """The first samples of a batch, all of which stays held."""
+    size = batch_size(batch)
+    return map_tensors(batch, lambda one: one.narrow(0, 0, samples) if one.dim() and len(one) == size else one)
+
+
+def without_values(model: nn.Module) -> nn.Module:
+    """A copy of a model whose tensors are made anew, without data where a dry run's mode is active.
+
+    Whole numbers that have values (``dry_mode.SMALL``) are 0: places and kinds of tokens, which something looks up.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        for tensor in own + [value for value in vars(module).values() if isinstance(value, Tensor)]:
+            if id(tensor) not in memo:
+                memo[id(tensor)] = _without_values(tensor)
+    return copy.deepcopy(model, memo)
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=DEVICE).zero_()
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+__all__ = ["DryRunError", "Subject", "dry_run", "subject_of"]

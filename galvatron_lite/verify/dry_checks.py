@@ -1,0 +1,153 @@
+"""The checks of a plan that need no values: one rank of each role is run without data, and what it did is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from galvatron_lite import __version__
+from galvatron_lite.errors import GalvatronError
+from galvatron_lite.files import from_data, to_data
+from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.trace import trace
+from galvatron_lite.plans.notes import other_size
+from galvatron_lite.plans.schema import Mode, Plan, Trainer
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.profiler.store import data_hash
+from galvatron_lite.profiler.store_journal import Journal
+from galvatron_lite.report.gathered import profile_of
+from galvatron_lite.verify.dry import Subject, subject_of
+from galvatron_lite.verify.dry_mode import DryRunError
+from galvatron_lite.verify.dry_names import named_for
+from galvatron_lite.verify.faithful import faithful
+from galvatron_lite.verify.faithful_gradients import gradients_summed
+from galvatron_lite.verify.faithful_groups import groups_fit
+from galvatron_lite.verify.match import match
+from galvatron_lite.verify.roles import run_roles
+from galvatron_lite.verify.schema import Check, RoleRun, Verdict
+from galvatron_lite.verify.source import ModelSource, example_of
+from galvatron_lite.verify.volume import VOLUME, volume
+
+NAME = "dry run"
+SIZE = "the model is the plan's"
+"""Told only where it is not."""
+Progress = Callable[[int, int, str], None]
+
+
+def check_dry(
+    source: ModelSource,
+    plan: Plan,
+    progress: Progress,
+    journal: Path | None = None,
+    identity: str = "",
+    profile: Profile | None = None,
+) -> tuple[list[Check], list[RoleRun]]:
+    """Run one rank of each role through a step, and hold messages, splits and memory against the plan.
+
+    Args:
+        source: the model that the plan is for.
+        plan: of any size.
+        progress: called with (done, total, label).
+        journal: file that keeps the roles that are done until all are, so that a second run goes on from there.
+        identity: tells what is verified from all else.
+        profile: that communication is priced with; the one that the plan was made from if not given, where it is found.
+    """
+    beside = plan.cyclic is not None or bool(plan.branches)
+    if beside or plan.backend is not Trainer.GALVATRON or plan.mode is not Mode.TRAINING:
+        said = "Only plans of stages that galvatron itself trains are run without data."
+        return [Check(NAME, Verdict.SKIPPED, said)], []
+    made = source.on_meta()
+    batch = example_of(made)
+    named = named_for(plan, discover_layers(made[0], batch))
+    subject = subject_of(made[0], named, batch, loss_fn=made[2])
+    resumes = journal is not None and plan.pipeline == 1  # stages must hear one another: all are run anew
+    about = data_hash([to_data(plan), source.name, identity, __version__])
+    kept = Journal(journal, about) if journal is not None and resumes else None
+    try:
+        runs = run_all(subject, named, kept, progress)
+    except DryRunError as error:
+        return [Check(NAME, Verdict.SKIPPED, f"The model cannot be run without data. {error}")], []
+    if kept is not None:
+        kept.remove()
+    progress(len(runs), len(runs), "messages")
+    graph = trace(made[0], batch, loss_fn=made[2])
+    return held_against(runs, named, graph, profile or profile_of(plan)), runs
+
+
+def held_against(runs: list[RoleRun], plan: Plan, graph: ModelGraph, profile: Profile | None) -> list[Check]:
+    """Every check of runs that have been done.
+
+    Args:
+        runs: of one rank of each role.
+        plan: that they are to have followed, by names of the model's layers.
+        graph: of the model.
+        profile: that communication is priced with; None: it is not looked at.
+    """
+    seconds = sum(run.seconds for run in runs)
+    said = f"{len(runs)} of {plan.devices} ranks did a whole step without data, in {seconds:.0f} s of processor time."
+    cluster = None if profile is None else profile.cluster
+    followed = [
+        *faithful(runs, plan, graph, cluster),
+        gradients_summed(runs, plan, graph),
+        groups_fit(runs, plan, graph),
+    ]
+    sizes = [Check(SIZE, Verdict.DIFFERS, line) for line in other_size(plan, graph.parameters)]
+    return [Check(NAME, Verdict.PASSED, said), *sizes, *match(runs, plan), *followed, _volume(runs, plan, profile)]
+
+
+def _volume(runs: list[RoleRun], plan: Plan, profile: Profile | None) -> Check:
+    """Communication against what is priced, where there is a profile of the model to price with."""
+    if profile is None:
+        return Check(VOLUME, Verdict.SKIPPED, "The profile that the plan was made from is not found: --profile FILE.")
+    planned = sum(run.count for stage in plan.stages for run in stage.runs)
+    if planned != len(profile.graph.layers):
+        said = f"The profile is of {len(profile.graph.layers)} layers, the plan of {planned}: give that of this model."
+        return Check(VOLUME, Verdict.SKIPPED, said)
+    if reason := _not_compared(profile.graph):
+        return Check(VOLUME, Verdict.SKIPPED, reason)
+    return volume(runs, plan, profile)
+
+
+def _not_compared(graph: ModelGraph) -> str:
+    """Why what is sent cannot be held against prices; empty if it can."""
+    if graph.precision == "fp64":
+        return "Prices are of parameters and gradients in fp32; this model is in fp64."
+    if any(tensor.borrowed for tensor in graph.tensors):
+        return "What layers read of an encoder, and biases that go along with it, are sent otherwise than priced."
+    return ""
+
+
+def run_all(subject: Subject, plan: Plan, kept: Journal | None, progress: Progress) -> list[RoleRun]:
+    """One rank of each role; those that a journal has are not run again.
+
+    Raises:
+        DryRunError: the plan or the model cannot be followed without data.
+    """
+    done = _done(kept)
+    count = len(done)
+
+    def each(run: RoleRun, total: int) -> None:
+        nonlocal count
+        count += 1
+        progress(count, total, f"rank {run.rank}")
+        if kept is not None:
+            kept.add(str(run.rank), to_data(run))
+
+    try:
+        return run_roles(subject, plan, done=done, each=each)
+    except (GalvatronError, MemoryError):
+        raise
+    except Exception as error:  # whatever an operator, or a user's model, does that has no meaning without data
+        raise DryRunError(f"{type(error).__name__}: {error}") from error
+
+
+def _done(journal: Journal | None) -> dict[int, RoleRun]:
+    """Roles that were run before an interruption."""
+    kept = {} if journal is None else journal.finished
+    return {int(rank): from_data(RoleRun, data, "journal") for rank, data in kept.items()}
+
+
+def launch_checks(source: ModelSource, plan: Plan) -> list[Check]:
+    """What is checked of a plan where it is launched."""
+    return check_dry(source, plan, lambda *_: None)[0]

@@ -1,0 +1,186 @@
+"""What operations on tensors without data make, remembered: thousands of layers and micro-batches do the same.
+
+``FakeTensorMode`` has a memory of its own, which takes several times as long to ask (it also knows symbolic sizes,
+sparse tensors and devices of all kinds). What is not plain here is left to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# FakeTensorMode has no public name, though torch documents it (docs.pytorch.org, "Fake tensor")
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+_PLAIN_VALUES = frozenset({
+    int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor that an operation returns.
+
+    Attributes:
+        given: place among the operation's tensors of that which is returned as it is, or is looked at; -1: none.
+        same: it is returned as it is.
+        shape, stride, offset, dtype, device: of anything else.
+    """
+
+    given: int
+    same: bool
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    dtype: torch.dtype = torch.float32
+    device: torch.device | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """All that an operation returns, and the sequence that it comes in; None: one tensor."""
+
+    made: tuple[Made, ...]
+    sequence: type | None
+
+
+class Known:
+    """Operations that were run, and what they returned.
+
+    Args:
+        fake: who runs what is not known.
+    """
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        self._fake = fake
+        self._answers: dict[Any, Answer | None] = {}
+        self._dresses: dict[torch.device | None, dict[str, Any]] = {}
+
+    def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """What the operation returns."""
+        tensors: list[Tensor] = []
+        asked = [func]
+        if not (_is_plain(func) and _ask(asked, tensors, args) and _ask(asked, tensors, tuple(kwargs.items()))):
+            return self._fake.__torch_dispatch__(func, types, args, kwargs)
+        question = tuple(asked)
+        answer = self._answers.get(question)
+        if answer is not None:
+            return self._repeat(answer, tensors)
+        found = self._fake.__torch_dispatch__(func, types, args, kwargs)
+        if question not in self._answers:
+            self._answers[question] = _answer_of(found, tensors)
+        return found
+
+    def _repeat(self, answer: Answer, tensors: list[Tensor]) -> Any:
+        if answer.sequence is None:
+            return self._make(answer.made[0], tensors)
+        return answer.sequence([self._make(one, tensors) for one in answer.made])
+
+    def _make(self, one: Made, tensors: list[Tensor]) -> Tensor:
+        if one.same:
+            return tensors[one.given]
+        if one.given < 0:
+            bare = torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device="meta")
+        else:
+            bare = _nothing(one.dtype)
+            bare.set_(tensors[one.given].untyped_storage(), one.offset, one.shape, one.stride)
+        return self._dress(bare, one.device)
+
+    def _dress(self, bare: Tensor, device: torch.device | None) -> Tensor:
+        """What ``FakeTensor(mode, bare, device)`` gives, which checks and sets for longer than an operation takes."""
+        known = self._dresses.get(device)
+        if known is None:
+            known = self._dresses[device] = vars(FakeTensor(self._fake, _nothing(torch.float32), device)).copy()
+        made = Tensor._make_subclass(FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=device)
+        vars(made).update(known)
+        return made
+
+
+def _nothing(dtype: torch.dtype) -> Tensor:
+    return torch.empty(0, dtype=dtype, device="meta")
+
+
+def _ask(asked: list[Any], tensors: list[Tensor], values: Any) -> bool:
+    """Add to a question what is known of some values; whether they are plain."""
+    for value in values:
+        kind = type(value)
+        if kind in _PLAIN_VALUES:
+            asked.append(kind)
+            asked.append(value)
+        elif kind is FakeTensor:
+            if value.constant is not None or value.dtype.is_complex:
+                return False
+            tensors.append(value)
+            asked += (
+                _number(tensors, value), value.dtype, value.shape, value.stride(), value.storage_offset(),
+                value.fake_device,
+            )  # fmt: skip
+        elif kind is list or kind is tuple:
+            asked.append(len(value))
+            if not _ask(asked, tensors, value):
+                return False
+        else:
+            return False
+    return True
+
+
+def _number(tensors: list[Tensor], value: Tensor) -> int:
+    """Which of the tensors so far it is."""
+    return next(number for number, one in enumerate(tensors) if one is value)
+
+
+@cache
+def _is_plain(func: Any) -> bool:
+    """Whether what an operation returns is told by the shapes it is given, and it changes none of them."""
+    if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+        return False
+    changes = torch.Tag.inplace_view in func.tags or func.overloadpacket in _CHANGING
+    return func.namespace == "aten" and not changes
+
+
+_CHANGING = frozenset({
+    torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_, torch.ops.aten.lift_fresh,
+    torch.ops.aten.lift, torch.ops.aten.lift_fresh_copy, torch.ops.aten.scalar_tensor,
+})  # fmt: skip
+"""Operations that change what shape a tensor has, or whose values torch keeps beside the tensor."""
+
+
+def _answer_of(found: Any, tensors: list[Tensor]) -> Answer | None:
+    """What was returned, if it can be made again."""
+    if isinstance(found, Tensor):
+        made = _made_of(found, tensors)
+        return None if made is None else Answer((made,), None)
+    if type(found) not in (list, tuple):
+        return None
+    every = [_made_of(one, tensors) for one in found]
+    fresh = [id(one.untyped_storage()) for one, made in zip(found, every, strict=True) if made and made.given < 0]
+    if any(one is None for one in every) or len(set(fresh)) < len(fresh):
+        return None
+    return Answer(tuple(one for one in every if one is not None), type(found))
+
+
+def _made_of(found: Any, tensors: list[Tensor]) -> Made | None:
+    if type(found) is not FakeTensor or found.constant is not None or found.dtype.is_complex:
+        return None
+    for number, one in enumerate(tensors):
+        if one is found:
+            return Made(number, same=True)
+    shape, stride, offset = tuple(found.shape), found.stride(), int(found.storage_offset())
+    storages = [id(one.untyped_storage()) for one in tensors]
+    own = id(found.untyped_storage())
+    if own in storages:
+        return Made(storages.index(own), False, shape, stride, offset, found.dtype, found.fake_device)
+    if offset or found.untyped_storage().nbytes() != _room(shape, stride) * found.itemsize:
+        return None
+    return Made(-1, False, shape, stride, 0, found.dtype, found.fake_device)
+
+
+def _room(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Items of the storage of such a tensor."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

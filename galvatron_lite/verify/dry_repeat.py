@@ -1,0 +1,79 @@
+"""Micro-batches that repeat: a long step is run with a few of them, and what they send is written down for the others.
+
+Under 1F1B (Narayanan et al., 2019, PipeDream) a stage takes up work until as many micro-batches are under way as
+there are stages from it to the last; from then on each forward is followed by one backward, and nothing changes from
+micro-batch to micro-batch, neither what is held nor what is sent, until the last ones drain. Gradient accumulation
+without a pipeline is the same with one stage. That two neighbours in that state sent the same is looked at, not
+assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from galvatron_lite.errors import GalvatronError
+from galvatron_lite.plans.schema import Plan, Schedule
+from galvatron_lite.verify.schema import NOBODY, Message
+
+SPARE = 3
+"""Micro-batches beyond twice the stages (see ``shortened``)."""
+
+
+class UnlikeError(GalvatronError):
+    """Micro-batches did not repeat: all must be run."""
+
+
+def shortened(plan: Plan) -> Plan:
+    """The plan with as many micro-batches as show all that happens, each of the same size; itself if it has no more.
+
+    Those are as many as there are stages to fill the pipeline, two to be held against each other, and one more than
+    there are stages behind them: what is sent is waited for that much later at most. Schedules that hold more the more
+    micro-batches there are (GPipe), and those that go round the stages, stay whole.
+    """
+    enough = 2 * plan.pipeline + SPARE
+    repeats = plan.schedule is Schedule.ONE_F_ONE_B or plan.pipeline == 1
+    if not repeats or plan.microbatches <= enough or plan.global_batch % plan.microbatches:
+        return plan
+    samples = plan.global_batch // plan.microbatches * enough
+    return replace(plan, microbatches=enough, global_batch=samples)
+
+
+def lengthened(messages: Sequence[Message], starts: Sequence[int], plan: Plan) -> tuple[Message, ...]:
+    """The messages of all micro-batches of a plan.
+
+    Args:
+        messages: of a step of fewer micro-batches.
+        starts: how many messages there were when the forward of each micro-batch began, in order.
+        plan: whole.
+
+    Raises:
+        UnlikeError: the two micro-batches that are held against each other did not send the same.
+    """
+    missing = plan.microbatches - len(starts)
+    if missing <= 0:
+        return tuple(messages)
+    place = len(starts) - 2 - plan.pipeline
+    before, start, end = starts[place - 1 : place + 2]
+    length = end - start
+    if [_shifted(one, 1, length) for one in messages[before:start]] != list(messages[start:end]):
+        raise UnlikeError("Micro-batches of one step send unlike messages.")
+    moved = missing * length
+    drained = starts[-1]
+    early = [replace(one, waited=one.waited + moved) if one.waited > drained else one for one in messages[:start]]
+    copies = [_shifted(one, turn, length) for turn in range(missing + 1) for one in messages[start:end]]
+    late = [_shifted(one, missing, length) for one in messages[end:]]
+    return (*early, *copies, *late)
+
+
+def _shifted(one: Message, turns: int, length: int) -> Message:
+    """The same message so many micro-batches, of so many messages each, later."""
+    if turns == 0:
+        return one
+    return replace(
+        one,
+        number=one.number + turns * length,
+        microbatch=one.microbatch if one.microbatch == NOBODY else one.microbatch + turns,
+        waited=one.waited if one.waited == NOBODY else one.waited + turns * length,
+        used=one.used if one.used == NOBODY else one.used + turns,
+    )

@@ -1,0 +1,335 @@
+"""Whether what was done is what the plan says: stages, splits, recomputation, memory. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from galvatron_lite.cluster.cluster import Cluster
+from galvatron_lite.cost.layout import layout
+from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Operator, OperatorClass, Recompute, Role, Tie
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.pipeline.schedule import stage_at
+from galvatron_lite.parallelism.ranks import expert_slices
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.units import format_bytes
+from galvatron_lite.verify.faithful_memory import memory_checks
+from galvatron_lite.verify.faithful_places import together
+from galvatron_lite.verify.folding import folded
+from galvatron_lite.verify.schema import Check, Kind, LayerSplit, ParameterSplit, RoleRun, Verdict
+
+STAGES = "stages are the plan's"
+SPLITS = "layers are split as planned"
+KEPT = "activations are kept as planned"
+_KEPT_TOLERANCE, _KEPT_SLACK = 0.10, 2**10
+"""Share, and bytes (announcements, small buffers), by which what a layer keeps may differ."""
+_MOST = 12
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a plan says about every layer of a model.
+
+    Attributes:
+        plan: the plan.
+        graph: of the model.
+    """
+
+    plan: Plan
+    graph: ModelGraph
+
+    @cached_property
+    def layers(self) -> dict[str, Layer]:
+        """By name."""
+        return {layer.name: layer for layer in self.graph.layers}
+
+    @cached_property
+    def stages(self) -> list[list[str]]:
+        """Names of each stage's layers."""
+        names, found, start = list(self.layers), [], 0
+        for stage in self.plan.stages:
+            count = sum(run.count for run in stage.runs)
+            found.append(names[start : start + count])
+            start += count
+        return found
+
+    @cached_property
+    def strategies(self) -> dict[str, Strategy]:
+        """By the layer's name."""
+        runs = [run for stage in self.plan.stages for run in stage.runs]
+        chosen = [run.strategy for run in runs for _ in range(run.count)]
+        return dict(zip(self.layers, chosen, strict=False))
+
+    def stages_of(self, group: int) -> list[int]:
+        """Numbers of the stages that a group of devices runs."""
+        plan = self.plan
+        return [stage_at(plan.schedule, plan.pipeline, group, chunk) for chunk in range(plan.virtual_stages)]
+
+    def kind(self, name: str) -> LayerKind:
+        """Of a layer."""
+        return self.graph.kind_of(self.layers[name])
+
+    def _has_copy(self, tie: Tie, here: Collection[str]) -> bool:
+        """Whether a layer before the second one of a tie has what they share."""
+        alike = [tie.first, *(one.second for one in self.graph.ties if one.first == tie.first)]
+        return any(name in here for name in alike[: alike.index(tie.second)])
+
+    def kind_on(self, name: str, here: Collection[str]) -> LayerKind:
+        """Of a layer on devices that have these: what it shares with one that they have not, it has a copy of."""
+        ties = [tie for tie in self.graph.ties if tie.second == name and not self._has_copy(tie, here)]
+        return self.kind(name).with_copy(sum(tie.parameters for tie in ties))
+
+
+def faithful(runs: Sequence[RoleRun], plan: Plan, graph: ModelGraph, cluster: Cluster | None = None) -> list[Check]:
+    """Hold runs against their plan.
+
+    Args:
+        runs: of one rank of each role.
+        plan: that they are to have followed; with a prediction, or memory is not looked at.
+        graph: of the model.
+        cluster: that the plan is for, where that is known.
+    """
+    planned, count = Planned(plan, graph), len(plan.stages)
+    held = f"All {count} stages hold the plan's layers." if count > 1 else "The one stage holds the plan's layers."
+    return [
+        _check(STAGES, list(_other_stages(runs, planned)), held),
+        _check(SPLITS, list(_other_splits(runs, planned)), "Parameters lie on ranks as the plan says."),
+        _check(KEPT, list(_other_kept(runs, planned)), _kept_said(planned)),
+        *memory_checks(runs, plan, cluster),
+    ]
+
+
+def _check(name: str, wrong: Sequence[str], right: str) -> Check:
+    if not wrong:
+        return Check(name, Verdict.PASSED, right)
+    wrong = folded(wrong)
+    more = f" ({len(wrong)} in all)" if len(wrong) > 1 else ""
+    return Check(name, Verdict.FAILED, f"{wrong[0]}{more}", tuple(wrong[1:_MOST]))
+
+
+def _other_stages(runs: Sequence[RoleRun], planned: Planned) -> Iterator[str]:
+    for run in runs:
+        wanted = [name for stage in planned.stages_of(run.stage) for name in planned.stages[stage]]
+        own = [split.layer for split in run.splits]
+        if own != wanted:
+            yield f"Rank {run.rank} (stage {run.stage}) {_differing(own, wanted)}."
+        yield from _not_run(run, planned)
+        yield from _other_ends(run, planned)
+
+
+def _differing(own: Sequence[str], wanted: Sequence[str]) -> str:
+    extra, missing = [n for n in own if n not in wanted], [n for n in wanted if n not in own]
+    parts = [f"has {', '.join(extra)}"] * bool(extra) + [f"has not {', '.join(missing)}"] * bool(missing)
+    what = " and ".join(parts) or "has its layers in another order"
+    return f"{what}: the plan's stage is {wanted[0]} to {wanted[-1]}, this one {own[0] if own else 'nothing'}" + (
+        f" to {own[-1]}" if own else ""
+    )
+
+
+def _not_run(run: RoleRun, planned: Planned) -> Iterator[str]:
+    for split in run.splits:
+        if not split.forwards and split.layer in planned.layers and planned.layers[split.layer].modules:
+            yield f"Rank {run.rank} (stage {run.stage}) holds {split.layer} and never runs it."
+
+
+def _other_ends(run: RoleRun, planned: Planned) -> Iterator[str]:
+    """What is sent on comes from the last layer of a stage."""
+    last = {name for stage in planned.stages_of(run.stage) for name in _ends(planned, stage)}
+    sent = [one for one in run.messages if one.kind is Kind.SEND and one.purpose == "pipeline forward" and one.layer]
+    for layer in dict.fromkeys(one.layer for one in sent if one.layer not in last):
+        ends = " or ".join(sorted(last))
+        yield f"Rank {run.rank} (stage {run.stage}) sends on behind {layer}; the plan's stage ends behind {ends}."
+
+
+def _ends(planned: Planned, stage: int) -> list[str]:
+    """Behind which layers a stage may be seen to end: one without blocks ends where the next one's first begins."""
+    names, last = list(planned.layers), planned.stages[stage][-1]
+    following = names[names.index(last) + 1 :][:1] if planned.layers[last].role is not Role.BLOCK else []
+    return [last, *following]
+
+
+def _other_splits(runs: Sequence[RoleRun], planned: Planned) -> Iterator[str]:
+    homes = {rank: run for run in runs for rank in run.ranks}
+    for run in runs:
+        for split in run.splits:
+            if split.layer in planned.strategies:
+                yield from _other_samples(run, split, planned)
+            if split.layer in planned.strategies and split.parameters:
+                yield from _other_split(run, split, homes, planned)
+
+
+def _other_samples(run: RoleRun, split: LayerSplit, planned: Planned) -> Iterator[str]:
+    """A block that works on more or fewer samples than its strategy leaves to a rank."""
+    strategy, plan = planned.strategies[split.layer], planned.plan
+    if len({planned.strategies[one.layer].batch_degree for one in run.splits if one.layer in planned.strategies}) > 1:
+        return  # a layer may be given what lies as a neighbour has it
+    wanted = plan.microbatch // strategy.batch_degree
+    if planned.layers[split.layer].role is Role.BLOCK and split.taken and split.taken[0] != wanted:
+        where = f"{split.layer} on rank {run.rank} (stage {run.stage}), planned {strategy}"
+        yield f"{where}: it is given a tensor {split.taken}, not {wanted} samples."
+
+
+def _other_split(run: RoleRun, split: LayerSplit, homes: Mapping[int, RoleRun], planned: Planned) -> Iterator[str]:
+    strategy = planned.strategies[split.layer]
+    wanted = _items(split.layer, strategy, planned, run)
+    if wanted is None or (strategy.expert > 1 and strategy.state_shards > 1):
+        return
+    where = f"{split.layer} on rank {run.rank} (stage {run.stage}), planned {strategy}"
+    sharded = any(one.sharded for one in split.parameters)
+    if sharded != (strategy.state_shards > 1 and strategy.zero_stage != 1):
+        yield f"{where}: its parameters are {'' if sharded else 'not '}shared out over ranks."
+        return
+    ranks = [rank for rank in together(strategy, run.rank, ("tensor",)) if rank in homes]
+    sums = [_held_together(rank, split.layer, homes, planned) for rank in ranks]
+    # tensor ranks may have unequal parts of what does not divide evenly, but together all of it
+    held, updated = (sum(one) / len(ranks) for one in zip(*sums, strict=True))
+    if round(held) != round(wanted):
+        yield f"{where}: {'its ranks hold' if sharded else 'the rank holds'} {held:,.0f} items, not {round(wanted):,}."
+    if round(updated) < round(wanted):
+        yield f"{where}: of {round(wanted):,} items only {updated:,.0f} are updated."
+
+
+def _held_together(rank: int, layer: str, homes: Mapping[int, RoleRun], planned: Planned) -> tuple[int, int]:
+    """Items of a layer that a rank and those that share its parameters out hold, and update."""
+    strategy, run = planned.strategies[layer], homes[rank]
+    shards = strategy.state_shards > 1
+    members = together(strategy, rank, ("zero", "context", "spatial")) if shards else (rank,)
+    known = [own for one in members if one in homes and (own := _split_of(homes[one], layer)) is not None]
+    place = together(strategy, run.rank, ("zero", "context", "spatial")).index(run.rank)
+    alone = len({homes[one].rank for one in members if one in homes}) == 1
+    held = updated = 0
+    for one in (_split_of(run, layer) or LayerSplit(layer, (), (), 0)).parameters:
+        same = [other for split in known for other in split.parameters if other.name == one.name]
+        if one.sharded and alone and _is_uneven_share(one, place, len(members)):
+            held, updated = held + prod(one.used), updated + prod(one.used)
+            continue
+        once = not one.sharded or _stays(one, strategy, planned.layers[layer])
+        held += prod(one.held) if once else sum(prod(other.held) for other in same)
+        updated += sum(other.updated for other in same)
+    return held, updated
+
+
+def _is_uneven_share(one: ParameterSplit, place: int, shards: int) -> bool:
+    """Whether what a rank holds is its share of rows that do not divide evenly: ranks before the last have as many."""
+    rows = one.used[0] if one.used else 0
+    most = -(-rows // shards)
+    return rows % shards > 0 and one.held[:1] == (max(min(rows - place * most, most), 0),)
+
+
+def _stays(one: ParameterSplit, strategy: Strategy, layer: Layer) -> bool:
+    """Whether a parameter is not shared out: no module of the layer holds it, or tensor ranks all have it whole."""
+    inside = any(one.name.startswith(f"{path}.") for path in layer.modules)
+    return not inside or (strategy.sequence_parallel and not one.sharded and one.held == one.whole)
+
+
+def _split_of(run: RoleRun, layer: str) -> LayerSplit | None:
+    return next((one for one in run.splits if one.layer == layer), None)
+
+
+def _items(layer: str, strategy: Strategy, planned: Planned, run: RoleRun) -> float | None:
+    """Items of parameters that a rank computes with; None where channels are shared, of which the graph says nothing.
+
+    A layer that shares parameters with one that is not on these devices has a copy of its own.
+    """
+    if strategy.slices > 1:
+        return None
+    own = planned.kind_on(layer, {split.layer for split in run.splits})
+    items = float(own.parameters.at(strategy.tensor, strategy.sequence_parallel))
+    if strategy.expert > 1 and own.expert_parameters:
+        items += own.expert_parameters * (1 / (strategy.expert * int(expert_slices(strategy))) - 1 / strategy.tensor)
+    return items
+
+
+def _kept_said(planned: Planned) -> str:
+    if _same_precision(planned):
+        return "Layers keep and recompute what the plan says."
+    own, plans = planned.graph.precision, planned.plan.precision
+    return f"Layers recompute what the plan says. Bytes are not compared: the model is in {own}, the plan in {plans}."
+
+
+def _same_precision(planned: Planned) -> bool:
+    """Whether what the graph says layers keep is in the precision that the plan computes in."""
+    return planned.graph.precision == planned.plan.precision
+
+
+def _other_kept(runs: Sequence[RoleRun], planned: Planned) -> Iterator[str]:
+    for run in runs:
+        yield from _other_forwards(run, planned)
+        for name, kept in run.kept.items() if _same_precision(planned) else ():
+            layer = planned.layers.get(name)
+            if layer is not None and layer.role is Role.BLOCK and name in {one.layer for one in run.splits}:
+                yield from _other_layer_kept(run, name, kept, planned)
+
+
+def _other_forwards(run: RoleRun, planned: Planned) -> Iterator[str]:
+    """Blocks that are computed again, or not, other than planned."""
+    for split in run.splits:
+        layer, times = planned.layers.get(split.layer), planned.plan.microbatches
+        if layer is None or layer.role is not Role.BLOCK or not split.forwards:
+            continue
+        choice = planned.strategies[split.layer].recompute
+        wanted = {Recompute.NONE: times, Recompute.FULL: 2 * times}.get(choice, split.forwards)
+        if split.forwards != wanted:
+            where = f"{split.layer} on rank {run.rank} (stage {run.stage})"
+            yield f"{where} runs forward {split.forwards} times in a step; with {_again(choice)}, as planned, {wanted}."
+
+
+def _other_layer_kept(run: RoleRun, name: str, kept: int, planned: Planned) -> Iterator[str]:
+    strategy, kind = planned.strategies[name], planned.kind(name)
+    exact = strategy.spatial * strategy.slices * strategy.expert == 1 and not kind.expert_parameters
+    lent = any(tensor.borrowed for tensor in planned.graph.tensors)
+    exact &= not (lent and strategy.context > 1)  # copies of what an encoder gave come together there
+    gathers = strategy.state_shards > 1 and strategy.zero_stage == 2  # gathered parameters are seen as kept
+    if strategy.offloads_activations or gathers or not exact:
+        return
+    samples = planned.plan.microbatch / strategy.token_degree
+    choices = {one: samples * split.at(strategy.tensor, strategy.sequence_parallel) for one, split in kind.kept.items()}
+    wanted = float(choices[strategy.recompute])
+    less, more = _ends_apart(name, planned)
+    less += _in_steps(kind) * samples
+    # a bias that later layers read, too (T5's), outlasts recomputation
+    more += samples * (kind.kept[Recompute.NONE].total - kind.kept[strategy.recompute].total) * lent
+    slack = _KEPT_TOLERANCE * wanted + _KEPT_SLACK
+    if wanted - less - slack <= kept <= wanted + more + slack:
+        return
+    near = min(choices, key=lambda one: abs(float(choices[one]) - kept))
+    like = f", as with {_again(near)}" if near is not strategy.recompute else ""
+    yield (
+        f"{name} on rank {run.rank} (stage {run.stage}) keeps {format_bytes(kept)} of a micro-batch{like}; with "
+        f"{_again(strategy.recompute)}, as planned, it keeps {format_bytes(wanted)}."
+    )
+
+
+def _in_steps(kind: LayerKind) -> int:
+    """Bytes a sample that norms keep where they are captured in steps, and not in a kernel of an accelerator."""
+    norms = {operator.name.rpartition(".")[0]: operator for operator in kind.operators if _is_norm(operator)}
+    return sum(4 * operator.shape[0] for operator in norms.values())
+
+
+def _is_norm(operator: Operator) -> bool:
+    return operator.kind is OperatorClass.MEMORY and "norm" in operator.name.rpartition(".")[0]
+
+
+def _ends_apart(name: str, planned: Planned) -> tuple[float, float]:
+    """Bytes by which what a layer is seen to keep may be below and above what it keeps by itself.
+
+    A layer is seen to keep what it makes: what it returns, and not what it is given. In a chain of equal tensors that
+    is as much, where the next one keeps it. Beside another layout it makes a copy of what it is given, which it keeps,
+    and its neighbour keeps one of what it returns; where tensors differ, or go past layers, what comes in and goes out
+    may count or not.
+    """
+    names, graph, own = list(planned.layers), planned.graph, planned.strategies[name]
+    place = names.index(name)
+    shares = own.token_degree * (own.tensor if own.sequence_parallel else 1)
+    given, made = (graph.crossing(cut) * planned.plan.microbatch / shares for cut in (place, place + 1))
+    if given != made or any(len(tensor.readers) > 1 for tensor in graph.tensors):
+        return max(given, made), max(given, made)
+    before, after = (layout(planned.strategies[names[side]]) != layout(own) for side in (place - 1, place + 1))
+    last = planned.layers[names[place + 1]].role is not Role.BLOCK  # which may keep nothing (a mean)
+    return made * (after or last), given * before
+
+
+def _again(choice: Recompute) -> str:
+    return "nothing computed again" if choice is Recompute.NONE else f"{choice.value} recomputation"

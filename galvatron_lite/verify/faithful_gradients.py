@@ -1,0 +1,189 @@
+"""Whether every parameter's gradient is summed over all ranks that hold it and work on something else. No torch here.
+
+What must be summed over which ranks follows from the plan and from the parameters that each rank holds; what was summed
+are the sums, over those ranks or more, that the rank gave in its step. A reduction puts several parameters into one
+message, so items are counted: those of a group must suffice for all parameters that need it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.verify.faithful import Planned
+from galvatron_lite.verify.faithful_places import OTHERS, holders_of_experts, together
+from galvatron_lite.verify.match_words import ranks_said
+from galvatron_lite.verify.schema import Check, During, Kind, LayerSplit, Message, ParameterSplit, RoleRun, Verdict
+
+GRADIENTS = "gradients are summed"
+COPIES = "shared parameters"
+"""Purpose of groups that sum the gradients of one parameter that several stages hold."""
+_AFTER = (During.BACKWARD, During.WEIGHTS, During.GRADIENTS)
+_MOST = 12
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """A sum that a layer's parameters need.
+
+    Attributes:
+        layer: whose.
+        ranks: over which.
+        scattered: whether each rank needs its share of the sum only (ZeRO); None: either.
+        items: of whole gradients, in a step.
+    """
+
+    layer: str
+    ranks: Ranks
+    scattered: bool | None
+    items: int
+
+
+def gradients_summed(runs: Sequence[RoleRun], plan: Plan, graph: ModelGraph) -> Check:
+    """Whether all sums that the plan needs were made.
+
+    Args:
+        runs: of one rank of each role.
+        plan: that they are to have followed.
+        graph: of the model.
+    """
+    planned = Planned(plan, graph)
+    wrong = [line for run in runs for line in (*_missing(run, planned), *_apart(run, planned))]
+    if wrong:
+        more = f" ({len(wrong)} in all)" if len(wrong) > 1 else ""
+        return Check(GRADIENTS, Verdict.FAILED, wrong[0] + more, tuple(wrong[1:_MOST]))
+    said = "Every gradient is summed over all ranks that hold its parameter and see other samples, tokens or pixels."
+    return Check(GRADIENTS, Verdict.PASSED, said)
+
+
+def _missing(run: RoleRun, planned: Planned) -> Iterator[str]:
+    needed: dict[tuple[Ranks, bool | None], list[Needed]] = defaultdict(list)
+    for split in run.splits:
+        if split.layer in planned.strategies:
+            for one in _needed(run, split, planned):
+                needed[one.ranks, one.scattered].append(one)
+    given = _given(run)
+    for (ranks, scattered), wanted in sorted(needed.items(), key=_strictest):
+        items = sum(one.items for one in wanted)
+        left = items - _take(given, ranks, scattered, items)
+        if left > 0:
+            yield _said(run, wanted, ranks, left, items)
+
+
+def _strictest(needed: tuple[tuple[Ranks, bool | None], object]) -> tuple[bool, int]:
+    """Order in which sums take what was given: those that leave no choice first, of more ranks first."""
+    (ranks, scattered), _ = needed
+    return scattered is None, -len(ranks)
+
+
+def _said(run: RoleRun, wanted: Sequence[Needed], ranks: Ranks, left: int, items: int) -> str:
+    by_layer: dict[str, int] = defaultdict(int)
+    for one in wanted:
+        by_layer[one.layer] += one.items
+    alone = [name for name, own in by_layer.items() if own == left]
+    names = alone[:1] if len(alone) == 1 else list(by_layer)
+    of = names[0] if len(names) == 1 else f"one of {names[0]} .. {names[-1]}"
+    return (
+        f"Rank {run.rank} (stage {run.stage}): gradients of {of} are not summed over {ranks_said(ranks)}: {left:,} of "
+        f"{items:,} items are missing, and these ranks hold the same parameters and see other samples."
+    )
+
+
+def _take(given: dict[tuple[Ranks, bool], int], ranks: Ranks, scattered: bool | None, items: int) -> int:
+    """Of what was summed over these ranks or more, so many items; larger groups last."""
+    taken = 0
+    for key in sorted(given, key=lambda key: len(key[0])):
+        if scattered in (None, key[1]) and set(ranks) <= set(key[0]):
+            part = min(given[key], items - taken)
+            given[key] -= part
+            taken += part
+    return taken
+
+
+def _given(run: RoleRun) -> dict[tuple[Ranks, bool], int]:
+    """Items that the rank gave to sums behind and during backward, by group and whether they were scattered."""
+    found: dict[tuple[Ranks, bool], int] = defaultdict(int)
+    for one in run.messages:
+        if one.phase in _AFTER and _sums(one):
+            found[tuple(sorted(one.ranks)), one.kind is Kind.REDUCE_SCATTER] += one.bytes // _SIZES.get(one.dtype, 4)
+    return found
+
+
+_SIZES = {"float64": 8, "bfloat16": 2, "float16": 2}
+"""Bytes of an item, by dtype; 4 of others. Shapes do not tell items where a scatter's parts are a list."""
+
+
+_PURPOSES = ("gradients", "states")
+
+
+def _sums(one: Message) -> bool:
+    return one.purpose in _PURPOSES and one.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
+
+
+def _needed(run: RoleRun, split: LayerSplit, planned: Planned) -> Iterator[Needed]:
+    strategy = planned.strategies[split.layer]
+    for one in split.parameters:
+        for ranks, scattered, items in _sums_of(run, one, strategy, planned):
+            if len(ranks) > 1:
+                yield Needed(split.layer, ranks, scattered, items)
+
+
+Sums = Iterator[tuple[Ranks, bool | None, int]]
+
+
+def _sums_of(run: RoleRun, one: ParameterSplit, strategy: Strategy, planned: Planned) -> Sums:
+    """Of one parameter: over which ranks, whether scattered, and how many items."""
+    if strategy.expert > 1 and _is_expert(one, strategy):
+        if strategy.state_shards == 1:
+            yield holders_of_experts(strategy, run.rank), False, prod(one.held)
+        return
+    others = together(strategy, run.rank, OTHERS)
+    shards = together(strategy, run.rank, [name for name in OTHERS if name != "data"])
+    if strategy.state_shards == 1 or not (one.sharded or one.updated < prod(one.held)):
+        if strategy.state_shards > 1 and one.held[:1] == (1,):  # one row: the first rank may have all of the share
+            yield shards, None, prod(one.held)
+        else:
+            yield others, False, prod(one.held)
+        return
+    passes = planned.plan.microbatches if one.sharded else 1
+    own = prod(one.held) if one.sharded else one.updated
+    whole = own * len(shards) if one.sharded else prod(one.held)
+    if _even(one, len(shards)):
+        yield shards, True, whole * passes
+        yield together(strategy, run.rank, ("data",)), False, own
+
+
+def _even(one: ParameterSplit, shards: int) -> bool:
+    """Whether all ranks have a share of one size, so that theirs is known from one rank's."""
+    return not one.sharded or bool(one.held and one.whole and one.whole[0] % shards == 0)
+
+
+def _is_expert(one: ParameterSplit, strategy: Strategy) -> bool:
+    """Whether a parameter is spread: a rank has less of it than tensor slices and shards leave it."""
+    shards = strategy.state_shards if one.sharded else 1
+    return prod(one.held) * strategy.tensor * shards < prod(one.whole)
+
+
+def _apart(run: RoleRun, planned: Planned) -> Iterator[str]:
+    """Parameters that layers of several groups of devices share: their copies are summed too."""
+    here = {split.layer for split in run.splits}
+    homes = _homes(planned)
+    for tie in planned.graph.ties:
+        groups = {homes[tie.first], homes[tie.second]}
+        if not tie.parameters or len(groups) == 1 or not here & {tie.first, tie.second}:
+            continue
+        if not any(one.purpose == COPIES and one.kind is Kind.ALL_REDUCE for one in run.messages):
+            names = f"{tie.first} and {tie.second}"
+            yield f"Rank {run.rank} (stage {run.stage}): {names} share parameters, whose gradients are not summed."
+
+
+def _homes(planned: Planned) -> Mapping[str, int]:
+    """By layer: its group of devices."""
+    groups = range(planned.plan.pipeline)
+    return {name: group for group in groups for stage in planned.stages_of(group) for name in planned.stages[stage]}

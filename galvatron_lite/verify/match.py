@@ -1,0 +1,95 @@
+"""Whether the messages of all ranks of the world meet, as they would on the cluster. No torch here.
+
+Every rank does what its role was seen to do, with its own groups and partners (``match_places``). A collective happens
+once all ranks of its group have come to it, in the order in which each starts those of the group; a message from rank
+to rank once both have. A rank starts a message when all that it waited for before have happened: sends wait for their
+receivers, as NCCL's may. So what passes here goes on wherever messages are not lost, however little is buffered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.verify.match_agree import Agreement, casts_of
+from galvatron_lite.verify.match_order import flows
+from galvatron_lite.verify.match_places import Part, Script, parts_of, script_of
+from galvatron_lite.verify.match_replay import Ended, Replay
+from galvatron_lite.verify.match_words import clash_said, open_said, ranks_said, strangers_said, stuck_said
+from galvatron_lite.verify.schema import Check, RoleRun, Verdict
+
+FIT = "messages fit"
+PROGRESS = "no rank waits for ever"
+
+
+def match(runs: Sequence[RoleRun], plan: Plan, *, in_order: bool = True) -> list[Check]:
+    """Replay the messages of all ranks.
+
+    Args:
+        runs: of one rank of each role.
+        plan: that they ran.
+        in_order: whether the messages of one group happen one after the other on each rank, those from rank to rank
+            that start alone in order with the ones of the same partner, as NCCL runs them; else as gloo does.
+
+    Returns:
+        Whether what meets fits (``FIT``), and whether every rank comes to its end (``PROGRESS``).
+    """
+    scripts = [script_of(number, run) for number, run in enumerate(runs)]
+    parts = {part.rank: part for script in scripts for part in parts_of(script, plan.stage_devices)}
+    unknown = [rank for rank in range(plan.devices) if rank not in parts]
+    if unknown:
+        said = f"Of {ranks_said(unknown)} it is not known what they do."
+        return [Check(name, Verdict.SKIPPED, said) for name in (FIT, PROGRESS)]
+    lost = [part for part in parts.values() if None in part.streams]
+    if lost:
+        return _ended(Check(FIT, Verdict.FAILED, *_lost_said(lost[0])))
+    if _surely(scripts, parts, in_order=in_order):
+        return _passed(parts)
+    return _verdicts(Replay(parts, in_order=in_order).run(), parts)
+
+
+def _surely(scripts: Sequence[Script], parts: Mapping[int, Part], *, in_order: bool) -> bool:
+    """Whether roles alone show that all goes well."""
+    agreement, casts = Agreement(scripts), casts_of(parts)
+    fit = all(agreement.fits(stream, cast) for stream, cast in casts.items())
+    return fit and flows(parts, casts, in_order=in_order)
+
+
+def _passed(parts: Mapping[int, Part]) -> list[Check]:
+    count = sum(len(part.script.messages) for part in parts.values())
+    groups = len({stream for part in parts.values() for stream in part.streams})
+    return [
+        Check(FIT, Verdict.PASSED, f"All {count} messages of {len(parts)} ranks in {groups} groups fit."),
+        Check(PROGRESS, Verdict.PASSED, f"All {len(parts)} ranks come to the end of the step."),
+    ]
+
+
+def _verdicts(ended: Ended, parts: Mapping[int, Part]) -> list[Check]:
+    if ended.clash is not None:
+        return _ended(_failed(FIT, clash_said(ended)))
+    if ended.strangers is not None:
+        return _ended(_failed(FIT, strangers_said(ended)))
+    fit, done = _passed(parts)
+    if all(actor.ended for actor in ended.actors.values()):
+        return [fit, _failed(PROGRESS, open_said(ended)) if ended.open else done]
+    return [
+        Check(FIT, Verdict.PASSED, "What comes to its partners fits; not all does."),
+        _failed(PROGRESS, stuck_said(ended)),
+    ]
+
+
+def _failed(name: str, told: tuple[str, list[str]]) -> Check:
+    return Check(name, Verdict.FAILED, told[0], tuple(told[1]))
+
+
+def _ended(failed: Check) -> list[Check]:
+    return [failed, Check(PROGRESS, Verdict.SKIPPED, "Not known: the messages do not fit.")]
+
+
+def _lost_said(part: Part) -> tuple[str, tuple[str, ...]]:
+    """A group that belongs to the place of the recorded rank alone."""
+    place = part.streams.index(None)
+    purpose, ranks = part.script.groups[place]
+    run = part.script.run
+    said = f"Rank {run.rank} uses the group of {ranks_said(ranks)} ({purpose}); rank {part.rank}, which is to do the "
+    return said + "same in its own place, has no such group.", (f"role: {run.role}",)

@@ -1,0 +1,185 @@
+"""What every rank of the world sends, from what one rank of each role does. No torch here.
+
+A rank does what the recorded rank of its role does, with the groups and partners that belong to its own place. Ranks of
+a stage are row-major over the degrees of a strategy (``parallelism.base.Strategy``), so the groups that differ in some
+of them are all alike: a smallest rank, and the same steps from it. A group over several stages keeps its place in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from galvatron_lite.verify.schema import NOBODY, Kind, Message, RoleRun
+
+PAIRED = (Kind.SEND, Kind.RECEIVE)
+PIPELINE = "pipeline"
+"""What the purposes of groups between stages begin with."""
+
+Ranks = tuple[int, ...]
+Stream = tuple[str, Ranks]
+"""A process group: what it is for, and its ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What one role does.
+
+    Attributes:
+        number: of the role.
+        run: what was recorded.
+        groups: the recorded rank's groups, each once.
+        lines: by message: number of its group.
+        places: by message: its partner's or root's place in the group; -1 where it has none.
+        paired: groups in which messages go to one rank or come from one.
+        batches: by message from rank to rank: number of the batch that it starts with; -1 where it starts alone.
+    """
+
+    number: int
+    run: RoleRun
+    groups: tuple[Stream, ...]
+    lines: tuple[int, ...]
+    places: tuple[int, ...]
+    paired: tuple[int, ...]
+    batches: tuple[int, ...]
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """In the order in which they start."""
+        return self.run.messages
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank of the world does.
+
+    Attributes:
+        rank: which.
+        script: of its role.
+        streams: its own groups, in the order of the script's; None: no group of its own is like that one.
+        shifts: by group: this rank's place in it less the recorded rank's in its own.
+    """
+
+    rank: int
+    script: Script
+    streams: tuple[Stream | None, ...]
+    shifts: tuple[int, ...]
+
+    def partner(self, number: int) -> int:
+        """The place, in its group, of who a message from rank to rank goes to or comes from."""
+        line = self.script.lines[number]
+        stream = self.streams[line]
+        assert stream is not None
+        return (self.script.places[number] + self.shifts[line]) % len(stream[1])
+
+
+def script_of(number: int, run: RoleRun) -> Script:
+    """What a role does."""
+    groups: dict[Stream, int] = {}
+    lines = [groups.setdefault((one.purpose, one.ranks), len(groups)) for one in run.messages]
+    places = [one.ranks.index(one.peer) if one.peer in one.ranks else -1 for one in run.messages]
+    paired = {line for line, place in zip(lines, places, strict=True) if place >= 0}
+    batches = _batches(run.messages)
+    return Script(number, run, tuple(groups), tuple(lines), tuple(places), tuple(sorted(paired)), batches)
+
+
+def _batches(messages: Sequence[Message]) -> tuple[int, ...]:
+    """Messages from rank to rank that start one after the other on a group, none waited for before the last, are a
+    batch (``batch_isend_irecv``), but in a pipeline, which starts each alone."""
+    found: list[int] = []
+    first, awaited, group = NOBODY, 0, None
+    for number, one in enumerate(messages):
+        own = (one.purpose, one.ranks) if one.kind in PAIRED and not one.purpose.startswith(PIPELINE) else None
+        if own is None:
+            first = NOBODY
+        elif first == NOBODY or own != group or awaited <= number:
+            first, awaited = number, len(messages)
+        group = own
+        awaited = awaited if one.waited == NOBODY else min(awaited, one.waited)
+        found.append(first)
+    return tuple(found)
+
+
+def parts_of(script: Script, width: int) -> list[Part]:
+    """What every rank of a role does.
+
+    Args:
+        script: of the role.
+        width: ranks of one stage.
+    """
+    return [_part(script, rank, width) for rank in script.run.ranks]
+
+
+def _part(script: Script, rank: int, width: int) -> Part:
+    source = script.run.rank
+    moved = [(purpose, moved_group(ranks, source, rank, width)) for purpose, ranks in script.groups]
+    streams = tuple(None if ranks is None else (purpose, ranks) for purpose, ranks in moved)
+    shifts = [
+        0 if own is None or source not in ranks else own[1].index(rank) - ranks.index(source)
+        for own, (_, ranks) in zip(streams, script.groups, strict=True)
+    ]
+    return Part(rank, script, streams, tuple(shifts))
+
+
+def moved_group(ranks: Ranks, source: int, target: int, width: int) -> Ranks | None:
+    """The group that is to rank ``target`` what ``ranks`` is to rank ``source``; None where there is none.
+
+    Args:
+        ranks: with ``source`` among them.
+        source: a rank.
+        target: another.
+        width: ranks of one stage.
+    """
+    if source == target:
+        return ranks
+    stages = {rank // width for rank in ranks}
+    moved: Ranks | None
+    if len(ranks) == len(stages) * width:
+        moved = _to_stage(ranks, source, target, width) if len(stages) == 1 else ranks
+    elif len(stages) == 1:
+        moved = _in_stage(ranks, target, width)
+    else:
+        moved = _over_stages(ranks, target % width - source % width, width)
+    return moved if moved is not None and target in moved else None
+
+
+def _to_stage(ranks: Ranks, source: int, target: int, width: int) -> Ranks:
+    by = (target // width - source // width) * width
+    return tuple(rank + by for rank in ranks)
+
+
+def _over_stages(ranks: Ranks, by: int, width: int) -> Ranks | None:
+    fits = all(0 <= rank % width + by < width for rank in ranks)
+    return tuple(rank + by for rank in ranks) if fits else None
+
+
+def _in_stage(ranks: Ranks, target: int, width: int) -> Ranks | None:
+    least, place = min(ranks), target % width
+    steps = steps_of(sorted(rank - least for rank in ranks))
+    if steps is None:
+        return None
+    first = target - sum(place // stride % size * stride for stride, size in steps)
+    return tuple(first + rank - least for rank in ranks)
+
+
+def steps_of(offsets: Sequence[int]) -> list[tuple[int, int]] | None:
+    """Strides and sizes of the dims whose sums are these offsets, innermost first; None where there are none.
+
+    Args:
+        offsets: ascending from 0.
+    """
+    steps: list[tuple[int, int]] = []
+    made = [0]
+    while len(made) < len(offsets):
+        stride = offsets[len(made)]
+        if steps and stride % (steps[-1][0] * steps[-1][1]):
+            return None
+        size = next((n for n in range(2, len(offsets) + 1) if not _goes_on(offsets, len(made), stride, n)), 0)
+        steps.append((stride, size))
+        made = [number * stride + one for number in range(size) for one in made]
+    return steps if made == list(offsets) else None
+
+
+def _goes_on(offsets: Sequence[int], inner: int, stride: int, number: int) -> bool:
+    """Whether after ``number`` repetitions of the inner dims there is one more."""
+    return number * inner < len(offsets) and offsets[number * inner] == number * stride

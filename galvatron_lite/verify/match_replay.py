@@ -1,0 +1,214 @@
+"""The world's messages, played rank by rank until all have ended, two that meet do not fit, or nobody can go on."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+from galvatron_lite.verify.match_order import lane_of
+from galvatron_lite.verify.match_places import PAIRED, Part, Stream
+from galvatron_lite.verify.match_rules import Clash, Spoken, collective_clash, pair_clash
+from galvatron_lite.verify.schema import NOBODY, Kind, Message
+
+Way = tuple[int, int, int]
+"""Sender, receiver and tag of a message from rank to rank."""
+Meeting = tuple[Stream, Way | None, int]
+"""A group, the way of a message from rank to rank or None, and its number among those."""
+
+
+@dataclass(slots=True, eq=False)
+class Given:
+    """A message that a rank has started.
+
+    Attributes:
+        rank: that started it.
+        number: of the rank's messages.
+        meeting: where it meets those of other ranks.
+        batch: the messages that it starts with.
+        done: whether it has happened.
+    """
+
+    rank: int
+    number: int
+    meeting: Meeting
+    batch: list[Given]
+    done: bool = False
+
+
+@dataclass(slots=True)
+class _Actor:
+    """A rank on its way: its next message, and how many of those that it must wait for have not happened."""
+
+    part: Part
+    next: int = 0
+    owed: int = 0
+    later: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    given: list[Given] = field(default_factory=list)
+    lanes: dict[Hashable, deque[list[Given]]] = field(default_factory=lambda: defaultdict(deque))
+    batches: dict[Hashable, int] = field(default_factory=dict)
+    counts: dict[Hashable, int] = field(default_factory=lambda: defaultdict(int))
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """Of the rank's role."""
+        return self.part.script.messages
+
+    @property
+    def ended(self) -> bool:
+        """Whether all messages were started, and all that were waited for have happened."""
+        return self.next == len(self.messages) and not self.owed
+
+
+@dataclass(slots=True)
+class Ended:
+    """How a replay ended.
+
+    Attributes:
+        clash: what met and does not fit; None: all that met fits.
+        meeting: where.
+        strangers: ranks that a group's message is given without, and the message; they have no such group.
+        actors: how far each rank came.
+        present: by meeting: what was given there.
+    """
+
+    actors: dict[int, _Actor]
+    present: dict[Meeting, list[Given]]
+    clash: Clash | None = None
+    meeting: Meeting | None = None
+    strangers: tuple[Given, tuple[int, ...]] | None = None
+
+    @property
+    def open(self) -> list[Given]:
+        """Messages that never happened."""
+        return [one for actor in self.actors.values() for one in actor.given if not one.done]
+
+
+def spoken_of(part: Part, number: int) -> Spoken:
+    """A message as a rank of the world gives it."""
+    line, place, message = part.script.lines[number], part.script.places[number], part.script.messages[number]
+    stream, peer = part.streams[line], NOBODY
+    if stream is not None and place >= 0:
+        peer = stream[1][part.partner(number) if message.kind in PAIRED else place]
+    return Spoken(part.rank, part.script.run.stage, message, peer, part.shifts[line] == 0)
+
+
+class Replay:
+    """Plays the world.
+
+    Args:
+        parts: what every rank does.
+        in_order: see ``match``.
+    """
+
+    def __init__(self, parts: Mapping[int, Part], *, in_order: bool) -> None:
+        self._in_order = in_order
+        self._homes = {rank: set(part.streams) for rank, part in parts.items()}
+        self._strangers: dict[Stream, tuple[int, ...]] = {}
+        self._ready = deque(parts)
+        self._end = Ended({rank: _Actor(part) for rank, part in parts.items()}, defaultdict(list))
+
+    def run(self) -> Ended:
+        """Play until the end."""
+        while self._ready and not self._stopped:
+            self._go(self._end.actors[self._ready.popleft()])
+        return self._end
+
+    @property
+    def _stopped(self) -> bool:
+        return self._end.clash is not None or self._end.strangers is not None
+
+    def _go(self, actor: _Actor) -> None:
+        """A rank starts messages until it must wait."""
+        while not actor.owed and actor.next < len(actor.messages) and not self._stopped:
+            number = actor.next
+            message = actor.messages[number]
+            given = self._given(actor, number, message)
+            actor.given.append(given)
+            if message.waited != NOBODY:
+                actor.later[message.waited] += 1
+            actor.next += 1
+            self._start(actor, given)
+            actor.owed += actor.later.pop(actor.next, 0)
+
+    def _given(self, actor: _Actor, number: int, message: Message) -> Given:
+        part, line = actor.part, actor.part.script.lines[number]
+        stream = part.streams[line]
+        assert stream is not None
+        way: Way | None = None
+        if message.kind in PAIRED:
+            other = stream[1][part.partner(number)]
+            way = (*((part.rank, other) if message.kind is Kind.SEND else (other, part.rank)), message.tag)
+        key = line, way, message.kind if way is not None else None
+        actor.counts[key] += 1
+        return Given(part.rank, number, (stream, way, actor.counts[key]), [])
+
+    def _start(self, actor: _Actor, given: Given) -> None:
+        strangers = self._strangers_of(given.meeting)
+        if strangers:
+            self._end.strangers = given, strangers
+            return
+        if not self._in_order:
+            self._meet(given)
+            return
+        lane = lane_of(actor.part, given.number)
+        queue = actor.lanes[lane]
+        batch = actor.part.script.batches[given.number]
+        if queue and batch != NOBODY and actor.batches.get(lane) == batch:
+            given.batch = queue[-1]
+        else:
+            queue.append(given.batch)
+        actor.batches[lane] = batch
+        given.batch.append(given)
+        if queue[0] is given.batch:
+            self._meet(given)
+
+    def _strangers_of(self, meeting: Meeting) -> tuple[int, ...]:
+        """Partners of a message that never say anything in its group."""
+        stream, way, _ = meeting
+        if stream not in self._strangers:
+            self._strangers[stream] = tuple(rank for rank in stream[1] if stream not in self._homes[rank])
+        known = self._strangers[stream]
+        return tuple(rank for rank in known if way is None or rank in way[:2]) if known else ()
+
+    def _meet(self, given: Given) -> None:
+        """A message is there for its partners."""
+        found = self._end.present[given.meeting]
+        found.append(given)
+        stream, way, _ = given.meeting
+        if len(found) < (len(stream[1]) if way is None else 2):
+            return
+        spoken = [spoken_of(self._end.actors[one.rank].part, one.number) for one in sorted(found, key=self._place)]
+        clash = collective_clash(spoken) if way is None else pair_clash(*spoken)
+        if clash is not None:
+            self._end.clash, self._end.meeting = clash, given.meeting
+            return
+        for one in found:
+            self._happen(one)
+
+    def _place(self, given: Given) -> int:
+        """Senders first, or the place in the group."""
+        (_, ranks), way, _ = given.meeting
+        if way is None:
+            return ranks.index(given.rank)
+        return int(self._end.actors[given.rank].messages[given.number].kind is Kind.RECEIVE)
+
+    def _happen(self, given: Given) -> None:
+        given.done = True
+        actor = self._end.actors[given.rank]
+        waited = actor.messages[given.number].waited
+        if waited != NOBODY and waited <= actor.next:
+            actor.owed -= 1
+        elif waited != NOBODY:
+            actor.later[waited] -= 1
+        if not actor.owed:
+            self._ready.append(given.rank)
+        if self._in_order and all(one.done for one in given.batch):
+            self._next_batch(actor, given)
+
+    def _next_batch(self, actor: _Actor, given: Given) -> None:
+        queue = actor.lanes[lane_of(actor.part, given.number)]
+        if queue and queue[0] is given.batch:
+            queue.popleft()
+            for one in list(queue[0]) if queue else ():
+                self._meet(one)

@@ -1,0 +1,126 @@
+"""When the messages of several ranks are one: what must be alike, and how it is told where it is not. No torch here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from galvatron_lite.verify.schema import NOBODY, Kind, Message
+
+OBJECT = "object"
+"""dtype of what is pickled: its size may differ from rank to rank."""
+_ROOTED = (Kind.BROADCAST, Kind.REDUCE, Kind.GATHER, Kind.SCATTER)
+_SUMMED = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE)
+
+
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """A message as a rank of the world gives it.
+
+    Attributes:
+        rank: that gives it.
+        stage: of the rank.
+        message: as its role gave it.
+        peer: the rank that it goes to or comes from, or the root of a collective.
+        exact: whether the rank lies where the recorded one does, so that parts of unlike sizes are its own.
+    """
+
+    rank: int
+    stage: int
+    message: Message
+    peer: int = NOBODY
+    exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Clash:
+    """Messages that meet and are not one.
+
+    Attributes:
+        what: differs.
+        odd: those of the fewest.
+        other: one of those of the most.
+    """
+
+    what: str
+    odd: tuple[Spoken, ...]
+    other: Spoken
+
+
+def collective_clash(spoken: Sequence[Spoken]) -> Clash | None:
+    """Why the messages of all ranks of a group, in the group's order, are not one collective; None: they are."""
+    for what, look in _LOOKS:
+        if found := _told_apart(what, look, spoken):
+            return found
+    uneven = _parts_clash(spoken) if spoken[0].message.kind is Kind.ALL_TO_ALL else None
+    return uneven or _order_clash(spoken)
+
+
+def pair_clash(sent: Spoken, taken: Spoken) -> Clash | None:
+    """Why what one rank sends is not what another receives; None: it is."""
+    for what in ("dtype", "shape"):
+        if getattr(sent.message, what) != getattr(taken.message, what):
+            return Clash(what, (sent,), taken)
+    known = NOBODY not in (sent.message.microbatch, taken.message.used)
+    if known and sent.message.microbatch != taken.message.used:
+        return Clash("micro-batch", (sent,), taken)
+    return None
+
+
+def _shape(one: Spoken) -> Hashable:
+    message = one.message
+    loose = message.dtype == OBJECT or message.kind is Kind.BARRIER
+    return () if loose or message.kind is Kind.ALL_TO_ALL else message.shape
+
+
+def _place(one: Spoken) -> Hashable:
+    """Whose work it is, where that is known; the ranks of other stages do other work."""
+    return one.message.layer, one.message.microbatch
+
+
+_LOOKS: tuple[tuple[str, Callable[[Spoken], Hashable]], ...] = (
+    ("kind", lambda one: one.message.kind),
+    ("dtype", lambda one: one.message.dtype),
+    ("shape", _shape),
+    ("root", lambda one: one.peer if one.message.kind in _ROOTED else NOBODY),
+    ("operator", lambda one: one.message.operator if one.message.kind in _SUMMED else ""),
+)
+
+
+def _order_clash(spoken: Sequence[Spoken]) -> Clash | None:
+    """Why messages that look alike belong to other layers or micro-batches: their ranks come in other orders."""
+    stages = {one.stage for one in spoken}
+    unknown = any(not one.message.layer for one in spoken)
+    return None if len(stages) > 1 or unknown else _told_apart("layer", _place, spoken)
+
+
+def _told_apart(what: str, look: Callable[[Spoken], Hashable], spoken: Sequence[Spoken]) -> Clash | None:
+    seen = [look(one) for one in spoken]
+    if len(set(seen)) == 1:
+        return None
+    usual = Counter(seen).most_common(1)[0][0]
+    odd = tuple(one for one, value in zip(spoken, seen, strict=True) if value != usual)
+    return Clash(what, odd, spoken[seen.index(usual)])
+
+
+def _parts_clash(spoken: Sequence[Spoken]) -> Clash | None:
+    """Of an all-to-all: what one rank has for another is what that one waits for."""
+    size = len(spoken)
+    given = [_parts(one.message.sent, one.message, size) for one in spoken]
+    taken = [_parts(one.message.taken, one.message, size) for one in spoken]
+    for i, sender in enumerate(spoken):
+        for j, receiver in enumerate(spoken):
+            known = (sender.exact or _even(given[i])) and (receiver.exact or _even(taken[j]))
+            if known and given[i][j] != taken[j][i]:
+                return Clash("parts", (sender,), receiver)
+    return None
+
+
+def _parts(parts: tuple[int, ...], message: Message, size: int) -> tuple[int, ...]:
+    return parts or (prod(message.shape) // size,) * size
+
+
+def _even(parts: tuple[int, ...]) -> bool:
+    return len(set(parts)) == 1

@@ -1,0 +1,186 @@
+"""What a replay of the world found, in words: which rank, where in its step, and what was expected of whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from galvatron_lite.verify.match_places import PAIRED, Part, Stream
+from galvatron_lite.verify.match_replay import Ended, Given, spoken_of
+from galvatron_lite.verify.match_rules import Spoken
+from galvatron_lite.verify.schema import NOBODY, During, Kind, Message
+
+_MOST = 8
+"""Lines of one sort that are shown."""
+_NEXT = 3
+"""Messages that must be alike for one before them to count as left out."""
+_WHAT = {
+    "kind": "are of other kinds",
+    "dtype": "have other dtypes",
+    "shape": "have other shapes",
+    "root": "have other roots",
+    "operator": "sum in other ways",
+    "parts": "cut what they exchange in other ways",
+    "micro-batch": "are of other micro-batches",
+    "layer": "are of other layers or micro-batches",
+}
+
+
+def where(stage: int, message: Message) -> str:
+    """Where in its step a rank gives a message: ``stage 1, backward of micro-batch 2, layer h.3``."""
+    during = "before the step" if message.phase is During.SETUP else str(message.phase)
+    of = f" of micro-batch {message.microbatch}" if message.microbatch != NOBODY else ""
+    layer = f", layer {message.layer}" if message.layer else ""
+    return f"stage {stage}, {during}{of}{layer}"
+
+
+def what(message: Message, stream: Stream, partner: int = NOBODY) -> str:
+    """A message: ``all-reduce of (64,) float32 over ranks 0, 2 (gradients)``."""
+    of = "" if message.kind is Kind.BARRIER else f" of {message.shape} {message.dtype}"
+    if message.kind in PAIRED:
+        return f"{message.kind}{of} {'to' if message.kind is Kind.SEND else 'from'} rank {partner} ({stream[0]})"
+    return f"{message.kind}{of} over {ranks_said(stream[1])}{f' ({stream[0]})' if stream[0] else ''}"
+
+
+def ranks_said(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 0, 2``; the first ones where they are many."""
+    shown = ", ".join(map(str, ranks[:_MOST]))
+    more = f" and {len(ranks) - _MOST} more" if len(ranks) > _MOST else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def clash_said(ended: Ended) -> tuple[str, list[str]]:
+    """Messages that met and do not fit: a line, and more of them."""
+    assert ended.clash is not None
+    assert ended.meeting is not None
+    clash, (stream, way, count) = ended.clash, ended.meeting
+    odd = clash.odd[0]
+    names = ranks_said([one.rank for one in clash.odd])
+    common = f"What {names} and rank {clash.other.rank} give one another" if way else f"What {names} and others give"
+    said = f"{common} as message {count} of {ranks_said(stream[1])} ({stream[0]}) {_WHAT[clash.what]}."
+    lines = [f"expected: {_given(clash.other, stream)}", *(_given(one, stream) for one in clash.odd[:_MOST])]
+    hint = _left_out(ended, stream, odd, clash.other, count) if way is None else ""
+    return said, [*lines, hint] if hint else lines
+
+
+def _given(one: Spoken, stream: Stream) -> str:
+    parts = f", parts {one.message.sent}" if one.message.sent else ""
+    return f"rank {one.rank} ({where(one.stage, one.message)}): {what(one.message, stream, one.peer)}{parts}"
+
+
+def _left_out(ended: Ended, stream: Stream, odd: Spoken, other: Spoken, count: int) -> str:
+    """Whether one of two ranks has left a message out, or two are in another order."""
+    own, theirs = (_looks(ended.actors[rank].part, stream)[count - 1 :] for rank in (odd.rank, other.rank))
+    if len(own) > 1 and own[:2] == theirs[1::-1]:
+        return f"rank {odd.rank} gives this message and the one after it in the other order."
+    for rank, short, long in ((odd.rank, own, theirs), (other.rank, theirs, own)):
+        if len(long) > 1 and short[:_NEXT] == long[1 : _NEXT + 1]:
+            return f"rank {rank} has left one out: what it gives here is what others give next."
+    return ""
+
+
+def _looks(part: Part, stream: Stream) -> list[tuple[object, ...]]:
+    """What the collectives of a rank on a group look like, in order."""
+    pairs = zip(part.script.lines, part.script.messages, strict=True)
+    own = [message for line, message in pairs if part.streams[line] == stream and message.kind not in PAIRED]
+    return [(one.kind, one.shape, one.dtype, one.layer, one.microbatch) for one in own]
+
+
+def strangers_said(ended: Ended) -> tuple[str, list[str]]:
+    """A message of a group some of whose ranks have no such group."""
+    assert ended.strangers is not None
+    given, strangers = ended.strangers
+    stream = given.meeting[0]
+    said = f"Rank {given.rank} uses the group of {ranks_said(stream[1])} ({stream[0]}), which {ranks_said(strangers)} "
+    said += f"{'do' if len(strangers) > 1 else 'does'} not use."
+    lines = [_line(ended, given)]
+    for rank in strangers[:_MOST]:
+        own = [one for one in ended.actors[rank].part.streams if one is not None and one[0] == stream[0]]
+        has = "; ".join(ranks_said(one[1]) for one in own) or "none"
+        lines.append(f"rank {rank}'s groups for {stream[0]}: {has}")
+    return said, lines
+
+
+def _line(ended: Ended, given: Given) -> str:
+    return _given(spoken_of(ended.actors[given.rank].part, given.number), given.meeting[0])
+
+
+def stuck_said(ended: Ended) -> tuple[str, list[str]]:
+    """Ranks that wait for ever: for one that has ended, or in a circle."""
+    waiting = _waiting(ended)
+    for rank, (given, missing) in waiting.items():
+        gone = [one for one in missing if ended.actors[one].ended]
+        if gone:
+            ends = f"{ranks_said(gone)} {'end' if len(gone) > 1 else 'ends'} without it"
+            lines = [_line(ended, given), *(_ended(ended, one, given.meeting[0]) for one in gone[:_MOST])]
+            return f"Rank {rank} waits for ever: {ends}.", lines
+    circle = _circle(waiting)
+    said = f"Ranks wait for one another for ever: {' → '.join(map(str, (*circle, circle[0])))}."
+    return said, [f"{_line(ended, waiting[one][0])}, waits for {ranks_said(waiting[one][1])}" for one in circle]
+
+
+def _ended(ended: Ended, rank: int, stream: Stream) -> str:
+    """What a rank gave last on a group, and what it never gives."""
+    part = ended.actors[rank].part
+    own = [number for number, line in enumerate(part.script.lines) if part.streams[line] == stream]
+    if not own:
+        return f"rank {rank} gives nothing there"
+    last = _given(spoken_of(part, own[-1]), stream)
+    return f"rank {rank} gives {len(own)} message{'s' if len(own) > 1 else ''} there, the last: {last}"
+
+
+Waiting = dict[int, tuple[Given, list[int]]]
+"""By rank: a message that it waits for, and the ranks that do not come to it."""
+
+
+def _waiting(ended: Ended) -> Waiting:
+    found: Waiting = {}
+    for rank, actor in ended.actors.items():
+        held = [one for one in actor.given if not one.done and _is_owed(actor.messages[one.number], actor.next)]
+        first = next((one for given in held for one in _heads(ended, given) if _missing(ended, one)), None)
+        if first is not None:
+            found[rank] = first, _missing(ended, first)
+    return found
+
+
+def _is_owed(message: Message, following: int) -> bool:
+    return NOBODY != message.waited <= following
+
+
+def _heads(ended: Ended, given: Given) -> Iterator[Given]:
+    """What a message waits for on its own rank, where others are before it; else itself."""
+    for queue in ended.actors[given.rank].lanes.values():
+        if any(given in batch for batch in queue):
+            yield from (one for one in queue[0] if not one.done)
+            return
+    yield given
+
+
+def _missing(ended: Ended, given: Given) -> list[int]:
+    stream, way, _ = given.meeting
+    there = {one.rank for one in ended.present[given.meeting]}
+    wanted = stream[1] if way is None else way[:2]
+    return [rank for rank in wanted if rank not in there]
+
+
+def _circle(waiting: Waiting) -> list[int]:
+    """Ranks each of which waits for the next."""
+    way: list[int] = []
+    rank = next(iter(waiting))
+    while rank not in way:
+        way.append(rank)
+        rank = next(one for one in waiting[rank][1] if one in waiting)
+    circle = way[way.index(rank) :]
+    first = circle.index(min(circle))
+    return [*circle[first:], *circle[:first]]
+
+
+def open_said(ended: Ended) -> tuple[str, list[str]]:
+    """Messages that nobody waits for, and that never arrive."""
+    held = ended.open
+    given = held[0]
+    message = ended.actors[given.rank].messages[given.number]
+    missing = ranks_said(_missing(ended, given)) if _missing(ended, given) else "its partners"
+    verb = {Kind.SEND: "never receives it", Kind.RECEIVE: "never sends it"}.get(message.kind, "never gives it")
+    said = f"Rank {given.rank} has a {message.kind} left at the end of the step: {missing} {verb}"
+    more = f" ({len(held)} messages in all)." if len(held) > 1 else "."
+    return said + more, [_line(ended, one) for one in held[:_MOST]]

@@ -1,0 +1,228 @@
+"""Bytes held over time, by what they are for: a ledger of the storages of tensors that have no data."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from galvatron_lite.plans.schema import MemoryBreakdown
+from galvatron_lite.verify.schema import During, Sample
+from galvatron_lite.verify.world import Place
+
+MOST_SAMPLES = 2048
+"""Samples that are kept of one run; where there would be more, of two neighbours the greater."""
+
+
+class Use(IntEnum):
+    """What a storage is for; the order of ``MemoryBreakdown``. ``HOST`` is not on the device."""
+
+    PARAMETERS = 0
+    GRADIENTS = 1
+    OPTIMIZER = 2
+    ACTIVATIONS = 3
+    TEMPORARY = 4
+    COMMUNICATION = 5
+    HOST = 6
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A storage that is alive.
+
+    Attributes:
+        size: bytes.
+        use: what it is for.
+        phase, microbatch, layer: when it was made.
+        weak: to the storage, telling when it is gone.
+    """
+
+    size: int
+    use: Use
+    phase: During
+    microbatch: int
+    layer: str
+    weak: Any = None
+
+
+@dataclass(slots=True)
+class Ledger:
+    """All storages of one rank.
+
+    Attributes:
+        place: where the rank is.
+        totals: bytes by use, now.
+        total: bytes on the device, now.
+        peak: the greatest total since ``watch``; ``at_peak``: by use, then.
+        peak_host: the most bytes on the host.
+        operations: that made a tensor, so far.
+        samples: since ``watch``.
+    """
+
+    place: Place
+    totals: list[int] = field(default_factory=lambda: [0] * len(Use))
+    total: int = 0
+    peak: int = 0
+    at_peak: tuple[int, ...] = (0,) * len(Use)
+    peak_host: int = 0
+    operations: int = 0
+    samples: list[Sample] = field(default_factory=list)
+    _entries: dict[int, Entry] = field(default_factory=dict)
+    _fresh: list[Entry] = field(default_factory=list)
+    _high: int = 0
+    _at_high: tuple[int, ...] = (0,) * len(Use)
+    _stride: int = 1
+    _skipped: int = 0
+
+    def see(self, tensor: Tensor) -> None:
+        """An operation returned a tensor; its storage is entered where it is new."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._entries:
+            return
+        place = self.place
+        entry = Entry(storage.nbytes(), Use.TEMPORARY, place.phase, place.microbatch, place.layer)
+        # torch keeps one Python object for a storage as long as the storage lives
+        entry.weak = weakref.ref(storage, partial(self._gone, key))
+        self._entries[key] = entry
+        self.operations += 1
+        if place.phase is During.FORWARD:
+            self._fresh.append(entry)
+        self._add(Use.TEMPORARY, entry.size)
+
+    def _gone(self, key: int, _weak: Any) -> None:
+        entry = self._entries.pop(key)
+        self._add(entry.use, -entry.size)
+        entry.size = 0
+
+    def _add(self, use: Use, size: int) -> None:
+        self.totals[use] += size
+        if use is Use.HOST:
+            self.peak_host = max(self.peak_host, self.totals[use])
+            return
+        self.total += size
+        if self.total > self._high:
+            self._high, self._at_high = self.total, tuple(self.totals)
+
+    def entry(self, tensor: Tensor) -> Entry | None:
+        """Of a tensor's storage, where it is known."""
+        return self._entries.get(id(tensor.untyped_storage()))
+
+    def use(self, tensors: Iterable[Tensor], use: Use, only: frozenset[Use] | None = None) -> None:
+        """From now on the storages of these tensors count as this.
+
+        Args:
+            tensors: plain ones.
+            use: what for.
+            only: what they must have counted as before; None: anything.
+        """
+        for tensor in tensors:
+            entry = self.entry(tensor)
+            if entry is not None and entry.use is not use and (only is None or entry.use in only):
+                self._move(entry, use)
+
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """These do not lie on the device."""
+        for tensor in tensors:
+            entry = self.entry(tensor)
+            if entry is not None:
+                self._add(entry.use, -entry.size)
+                entry.size = 0
+
+    def copied(self, tensor: Tensor, copy: Tensor) -> None:
+        """A tensor was cast: the copy of a parameter in the precision of compute is for the same."""
+        entry = self.entry(tensor)
+        if entry is not None and entry.use is Use.PARAMETERS:
+            self.use([copy], Use.PARAMETERS)
+
+    def _move(self, entry: Entry, use: Use) -> None:
+        high = self._high
+        self._add(entry.use, -entry.size)
+        entry.use = use
+        self._add(use, entry.size)
+        if self._high == high == self.total:
+            self._at_high = tuple(self.totals)
+
+    def resized(self, storage: torch.UntypedStorage, size: int) -> None:
+        """A storage is given room, or loses it: those are parameters that ZeRO gathers."""
+        entry = self._entries.get(id(storage))
+        if entry is None:
+            return
+        self._add(entry.use, -entry.size)
+        entry.size, entry.use = size, Use.PARAMETERS if entry.use is not Use.HOST else Use.HOST
+        self._add(entry.use, size)
+
+    def keep_fresh(self) -> None:
+        """A layer's forward is over: what it made and is still there is kept for backward."""
+        for entry in self._fresh:
+            if entry.size and entry.use is Use.TEMPORARY:
+                self._move(entry, Use.ACTIVATIONS)
+        self._fresh.clear()
+
+    def kept(self, microbatch: int) -> dict[str, int]:
+        """Bytes by layer that the forward passes of a micro-batch made, and that are still there."""
+        found: dict[str, int] = {}
+        for entry in self._entries.values():
+            if entry.phase is During.FORWARD and entry.microbatch == microbatch and entry.use in _KEPT:
+                found[entry.layer] = found.get(entry.layer, 0) + entry.size
+        return found
+
+    def watch(self) -> None:
+        """Peaks and samples count from now on."""
+        self.samples.clear()
+        self.peak, self._stride, self._skipped = 0, 1, 0
+        self.peak_host = self.totals[Use.HOST]
+        self._rise()
+
+    def _rise(self) -> None:
+        self._high, self._at_high = self.total, tuple(self.totals)
+
+    def sample(self) -> None:
+        """Note the worst moment since the last sample."""
+        place = self.place
+        if self._high > self.peak:
+            self.peak, self.at_peak = self._high, self._at_high
+        made = Sample(self.operations, place.phase, place.microbatch, place.layer, breakdown(self._at_high))
+        self._rise()
+        self._skipped += 1
+        if self._skipped < self._stride and self.samples:
+            if made.memory.total > self.samples[-1].memory.total:
+                self.samples[-1] = made
+            return
+        self._skipped = 0
+        self.samples.append(made)
+        if len(self.samples) >= MOST_SAMPLES:
+            pairs = zip(self.samples[::2], self.samples[1::2], strict=False)
+            self.samples[:] = [max(pair, key=lambda one: one.memory.total) for pair in pairs]
+            self._stride *= 2
+
+    @contextmanager
+    def watching_sizes(self) -> Iterator[None]:
+        """Storages that change their size, which no operation tells of (FSDP2 frees gathered parameters so)."""
+        resize: Any = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            made = resize(storage, size)
+            self.resized(storage, size)
+            return made
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+_KEPT = frozenset({Use.TEMPORARY, Use.ACTIVATIONS})
+
+
+def breakdown(totals: Iterable[int]) -> MemoryBreakdown:
+    """Bytes by use, as predictions have them."""
+    return MemoryBreakdown(*list(totals)[: Use.HOST])

@@ -1,0 +1,151 @@
+"""One rank of each role: ranks that do the same, each at its own place, are run once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.pipeline.table import pipeline_of
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.verify.dry import DryRunError, Subject, dry_run
+from galvatron_lite.verify.dry_repeat import UnlikeError
+from galvatron_lite.verify.schema import RoleRun
+from galvatron_lite.verify.world import Hear, Said, UnheardError
+
+Each = Callable[[RoleRun, int], None]
+"""Told of every role that was run, and how many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """Ranks that do the same.
+
+    Attributes:
+        stage: the group of devices.
+        text: what is particular about them.
+        ranks: all of them; the first is run.
+    """
+
+    stage: int
+    text: str
+    ranks: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        """The one that is run."""
+        return self.ranks[0]
+
+
+def roles_of(plan: Plan, even: bool = True) -> tuple[Role, ...]:
+    """The roles of a plan, by stage.
+
+    All ranks of a stage play one where they split every layer's samples alike, and nothing that depends on a rank's
+    place: no pixels, tokens, channels or experts. Else each has a role of its own.
+
+    Args:
+        plan: of any kind.
+        even: whether tensor groups split everything into equal parts; if not, their places differ.
+    """
+    pipeline, width, found = pipeline_of(plan), plan.stage_devices, list[Role]()
+    for group in range(plan.pipeline):
+        runs = [run for stage in pipeline.stages_of(group) for run in plan.stages[stage].runs]
+        places = _places([run.strategy for run in runs], width, even)
+        for text, own in places.items():
+            found.append(Role(group, text, tuple(group * width + place for place in own)))
+    return tuple(found)
+
+
+def _places(strategies: Sequence[Strategy], width: int, even: bool) -> dict[str, list[int]]:
+    if not _alike(strategies):
+        return {f"place {place} of {width}": [place] for place in range(width)}
+    tensor = strategies[0].tensor
+    if even or tensor == 1:
+        return {"all ranks": list(range(width))}
+    split: dict[str, list[int]] = {}
+    for place in range(width):
+        split.setdefault(f"tensor place {place % tensor} of {tensor}", []).append(place)
+    return split
+
+
+def _alike(strategies: Sequence[Strategy]) -> bool:
+    """Whether no rank of a stage does anything that its neighbours do not."""
+    degrees = {(one.batch_degree, one.tensor, one.strided) for one in strategies}
+    places = any(one.context * one.spatial * one.slices * one.expert > 1 for one in strategies)
+    return len(degrees) == 1 and not places
+
+
+def run_roles(
+    subject: Subject, plan: Plan, *, done: Mapping[int, RoleRun] | None = None, each: Each | None = None
+) -> list[RoleRun]:
+    """Run one rank of each role of a plan, in this process, in the order in which what is announced goes.
+
+    A rank that waits for something announced by a rank that comes later (stages that go round the groups of devices
+    more than once) is begun again once that has been run so far.
+
+    Micro-batches that repeat others are not run (``dry_repeat``); all are where some turn out not to.
+
+    Args:
+        subject: what is trained.
+        plan: how.
+        done: roles that were run before, by rank; of a plan with one stage, as stages must hear one another.
+        each: told of every role.
+
+    Raises:
+        DryRunError: what runs depends on values, or ranks wait for one another.
+        LaunchError: this process has joined a world.
+    """
+    try:
+        return _run_roles(subject, plan, done, each, brief=True)
+    except UnlikeError:
+        return _run_roles(subject, plan, done, each, brief=False)
+
+
+def _run_roles(
+    subject: Subject, plan: Plan, done: Mapping[int, RoleRun] | None, each: Each | None, *, brief: bool
+) -> list[RoleRun]:
+    roles = roles_of(plan, _is_even(subject, plan))
+    found: dict[int, RoleRun] = {} if done is None or plan.pipeline > 1 else dict(done)
+    said: dict[int, Said] = {}
+    homes = {rank: role.rank for role in roles for rank in role.ranks}
+    waiting = [role for role in roles if role.rank not in found]
+    while waiting:
+        before, late = _amount(said), list[Role]()
+        for role in waiting:
+            own: Said = {}
+            try:
+                run, _ = dry_run(subject, plan, role.rank, _hearing(said, homes), own, brief=brief)
+            except UnheardError:
+                late.append(role)
+            else:
+                found[role.rank] = replace(run, role=role.text, ranks=role.ranks)
+                if each is not None:
+                    each(found[role.rank], len(roles))
+            said[role.rank] = own
+        if late and _amount(said) == before:
+            raise DryRunError("Ranks wait for what others announce, and none comes any further.")
+        waiting = late
+    return [found[role.rank] for role in roles]
+
+
+def _amount(said: Mapping[int, Said]) -> int:
+    return sum(len(values) for own in said.values() for values in own.values())
+
+
+def _hearing(said: Mapping[int, Said], homes: Mapping[int, int]) -> Hear:
+    """What a rank announced is what the one that was run of its role did."""
+
+    def hear(source: int, purpose: str, place: int, number: int) -> Tensor | None:
+        values = said.get(homes[source], {}).get((purpose, place), [])
+        return values[number] if number < len(values) else None
+
+    return hear
+
+
+def _is_even(subject: Subject, plan: Plan) -> bool:
+    """Whether every tensor degree divides what it splits."""
+    rows = {len(one) for name, one in subject.model.named_parameters() if name.endswith("weight") and one.dim() > 1}
+    degrees = {run.strategy.tensor for stage in plan.stages for run in stage.runs}
+    return all(size % degree == 0 for size in rows for degree in degrees)

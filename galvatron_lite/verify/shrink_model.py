@@ -1,0 +1,261 @@
+"""A model of the same structure that is smaller: narrower by its configuration, shorter by fewer equal blocks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.errors import GalvatronError
+from galvatron_lite.model.batch import batch_size, map_tensors
+from galvatron_lite.model.trace_meta import BATCH_NORMS
+
+CHANCES = ("drop", "jitter", "stochastic_depth", "mask_time_prob", "mask_feature_prob")
+"""Fields and attributes with one of these in their names are chances when they are numbers."""
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+HEAD = 8
+"""Items of an attention head of a narrow model."""
+PATCH = 8
+
+
+def targets(ways: int) -> dict[str, int]:
+    """What sizes become where they are larger, so that each can be split so many ways.
+
+    Args:
+        ways: the largest degree that is needed.
+    """
+    hidden = 2 * ways * HEAD
+    wide: dict[str, int] = {
+        **dict.fromkeys(("vocab", "vocab_size", "n_vocab"), 16 * ways),
+        **dict.fromkeys(("hidden", "hidden_size", "n_embd", "d_model", "dim", "embedding_size"), hidden),
+        **dict.fromkeys(("heads", "num_attention_heads", "n_head", "n_heads", "num_heads"), 2 * ways),
+        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2 * ways),
+        **dict.fromkeys(("kv_heads", "num_key_value_heads", "num_kv_heads"), ways),
+        **dict.fromkeys(("head_dim", "d_kv", "attention_head_size", "kv_channels"), HEAD),
+        **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "hidden_dim", "ffn_hidden"), 2 * hidden),
+        **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "shared_expert_intermediate_size"), 2 * hidden),
+        **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), hidden),
+        **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "sequence"), 8 * ways),
+        **dict.fromkeys(("experts", "num_experts", "num_local_experts", "n_routed_experts"), 2 * ways),
+    }
+    return wide
+
+
+def narrowed(model: nn.Module, ways: int, configured: bool = False) -> tuple[nn.Module, list[str]] | None:
+    """The model built anew from a configuration of smaller sizes, on the current default device, and what changed.
+
+    Args:
+        model: it may be without storages.
+        ways: degree by which everything that is split must divide.
+        configured: whether it is known that the model is made of its configuration alone.
+
+    Returns:
+        None where the model is not made of its configuration alone, or cannot be made smaller.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not (configured or _made_of(model, config)):
+        return None
+    smaller, changes = _smaller(config, ways)
+    try:
+        made: nn.Module = type(model)(smaller)
+    except (GalvatronError, ValueError, RuntimeError, TypeError, AttributeError, IndexError, ZeroDivisionError):
+        return None
+    return made.train(model.training), changes
+
+
+def _made_of(model: nn.Module, config: Any) -> bool:
+    """Whether the model's class makes this very structure of its configuration."""
+    try:
+        with torch.device("meta"):
+            again = type(model)(config)
+    except Exception:  # a class that wants other arguments
+        return False
+    own, other = ({name: p.shape for name, p in one.named_parameters()} for one in (model, again))
+    return own == other and [n for n, _ in model.named_modules()] == [n for n, _ in again.named_modules()]
+
+
+def _smaller(config: Any, ways: int) -> tuple[Any, list[str]]:
+    """A configuration with smaller sizes, and each change in words."""
+    changed = _pictures(config, ways) | _fields(config, ways)
+    told = [f"{name} {_value(config, name)} -> {value}" for name, value in changed.items()]
+    if is_dataclass(config) and not isinstance(config, type):
+        return replace(config, **changed), told
+    smaller = copy.deepcopy(config)
+    for name, value in changed.items():
+        setattr(smaller, name, value)
+    for name, part in _parts(smaller):
+        inner, more = _smaller(part, ways)
+        setattr(smaller, name, inner)
+        told += [f"{name}.{line}" for line in more]
+    return smaller, told
+
+
+def _parts(config: Any) -> Iterator[tuple[str, Any]]:
+    """Configurations inside a configuration of transformers (a text and a vision tower)."""
+    for name in getattr(config, "sub_configs", {}):
+        part = getattr(config, name, None)
+        if part is not None:
+            yield name, part
+
+
+def _items(config: Any) -> Mapping[str, Any]:
+    if is_dataclass(config) and not isinstance(config, type):
+        return {one.name: getattr(config, one.name) for one in fields(config)}
+    return dict(vars(config))
+
+
+def _value(config: Any, name: str) -> Any:
+    return getattr(config, name)
+
+
+def _fields(config: Any, ways: int) -> dict[str, Any]:
+    items, wanted = _items(config), targets(ways)
+    changed: dict[str, Any] = {}
+    for name in {*items, *getattr(config, "attribute_map", {}).values()}:
+        value = getattr(config, name, None)
+        if _is_chance(name, value):
+            changed[name] = 0.0
+        elif name in wanted and isinstance(value, int) and not isinstance(value, bool) and value > wanted[name]:
+            changed[name] = wanted[name]
+    vocab: int = changed.get("vocab_size", changed.get("vocab", 0))
+    for name, value in items.items() if vocab else ():
+        if name.endswith("_token_id") and (isinstance(value, list) or (isinstance(value, int) and value >= vocab)):
+            changed[name] = 0
+    return dict(sorted(changed.items()))
+
+
+def _is_chance(name: str, value: Any) -> bool:
+    return isinstance(value, float) and value > 0 and any(word in name for word in CHANCES)
+
+
+def _pictures(config: Any, ways: int) -> dict[str, Any]:
+    """Sizes of networks for pictures: channels by one factor for all, sides, patches."""
+    items = _items(config)
+    changed: dict[str, Any] = {}
+    least = 2 * ways
+    widths = items.get("widths")
+    if isinstance(widths, (tuple, list)) and widths and min(widths) > least:
+        group = items.get("group", 1)
+        factor = min(widths) // least
+        factor = next(one for one in range(factor, 0, -1) if all(width % one == 0 for width in (*widths, group)))
+        changed["widths"] = type(widths)(width // factor for width in widths)
+        if "group" in items:
+            changed["group"] = group // factor
+    elif "depths" in items and "height" not in items and isinstance(items.get("width"), int):
+        changed["width"] = min(items["width"], least)
+    for name in ("base", "stem"):
+        if isinstance(items.get(name), int):
+            changed[name] = min(items[name], least)
+    if "pooled" in items:
+        changed["hidden"] = min(items["hidden"], 4 * least)
+    for name in ("side", "height", "width") if "side" in items or "height" in items else ():
+        if name in items and name not in changed and isinstance(items[name], int) and items[name] > 16 * ways:
+            changed[name] = 16 * ways
+    if isinstance(items.get("image_size"), int) and isinstance(items.get("patch_size"), int):
+        changed["patch_size"] = min(items["patch_size"], PATCH)
+        changed["image_size"] = min(items["image_size"], 4 * PATCH)
+    return {name: value for name, value in changed.items() if value != items[name]}
+
+
+def dropped(model: nn.Module, paths: Sequence[str]) -> nn.Module:
+    """The model without some blocks of its lists and sequences; changed in place.
+
+    Blocks behind them take their numbers.
+
+    Args:
+        model: any.
+        paths: of blocks whose parents are ``nn.ModuleList`` or ``nn.Sequential``.
+    """
+    by_parent: dict[str, list[int]] = {}
+    for path in paths:
+        parent, _, number = path.rpartition(".")
+        by_parent.setdefault(parent, []).append(int(number))
+    for parent, numbers in by_parent.items():
+        holder = model.get_submodule(parent)
+        assert isinstance(holder, (nn.ModuleList, nn.Sequential))
+        for place in sorted(numbers, reverse=True):
+            del holder[place]
+    return model
+
+
+def can_drop(model: nn.Module, path: str) -> bool:
+    """Whether a block can be left out by taking it from its list."""
+    parent, _, number = path.rpartition(".")
+    return number.isdigit() and isinstance(model.get_submodule(parent), (nn.ModuleList, nn.Sequential))
+
+
+def calmed(model: nn.Module) -> nn.Module:
+    """The model without chances: dropout and its like are off; changed in place."""
+    for module in model.modules():
+        if isinstance(module, DROPOUTS):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if _is_chance(name, value):
+                setattr(module, name, 0.0)
+    return model
+
+
+def convolves(model: nn.Module) -> bool:
+    """Whether a model is a network of convolutions, whose sums over pixels are long."""
+    kinds = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    found = [module for module in model.modules() if isinstance(module, kinds)]
+    return len(found) > 1
+
+
+def has_batch_norms(model: nn.Module) -> bool:
+    """Whether statistics of the samples of a batch are taken."""
+    return any(isinstance(module, BATCH_NORMS) for module in model.modules())
+
+
+def cut_batch(batch: Any, tokens: tuple[int, int] | None, vocab: int | None) -> Any:
+    """A user's batch for a narrower model.
+
+    Args:
+        batch: with values.
+        tokens: of a sample, before and now; None: it has none.
+        vocab: entries of the vocabulary now; None: integers stay.
+    """
+
+    def cut(tensor: Tensor) -> Tensor:
+        if tokens is not None:
+            for dim in range(1, tensor.dim()):
+                if tensor.shape[dim] == tokens[0]:
+                    tensor = tensor.narrow(dim, 0, tokens[1])
+        if vocab is not None and tensor.dtype in (torch.int64, torch.int32) and tensor.dim() > 1:
+            tensor = torch.where(tensor >= 0, tensor % vocab, tensor)
+        return tensor.contiguous()
+
+    return map_tensors(batch, cut)
+
+
+def with_samples(batch: Any, samples: int, shift: int = 0) -> Any:
+    """A batch of so many samples, no two of them alike: those that are missing are made from others.
+
+    Args:
+        batch: with values.
+        samples: wanted.
+        shift: makes another batch of the same.
+    """
+    size = batch_size(batch)
+
+    def resized(tensor: Tensor) -> Tensor:
+        if tensor.dim() == 0 or tensor.shape[0] != size:
+            return tensor
+        rows = [_changed(tensor[row % size], row // size + shift, row) for row in range(samples)]
+        return torch.stack(rows)
+
+    return map_tensors(batch, resized)
+
+
+def _changed(row: Tensor, times: int, seed: int) -> Tensor:
+    """One sample, or another that is like it."""
+    if times == 0:
+        return row
+    if row.is_floating_point():
+        noise = torch.Generator().manual_seed(1000 * times + seed)
+        return row + 0.1 * torch.randn(row.shape, generator=noise, dtype=row.dtype)
+    return row.roll(times, -1) if row.dim() else row

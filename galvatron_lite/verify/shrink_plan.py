@@ -1,0 +1,236 @@
+"""A plan for few processes that uses all that a large one does, each degree as small as it can be. No torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, product
+from typing import Any
+
+from galvatron_lite.model.graph import LayerKind, Recompute, Role
+from galvatron_lite.parallelism.backends import GALVATRON
+from galvatron_lite.parallelism.base import Offload, Strategy
+from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.plans.schema import LayerRun, Plan, Stage
+from galvatron_lite.search.strategies import Narrowed, strategies_for
+
+DEGREES = ("data", "zero", "context", "tensor", "depth", "height", "width", "filters", "channels")
+"""Fields of ``Strategy`` that multiply to the devices of a stage."""
+REPEATS = 2
+"""Equal layers with equal strategies that are kept next to each other in a stage."""
+MOST_LAYERS = 24
+"""Layers beyond which only one is kept of such."""
+
+Legal = Callable[[Strategy], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A layer of the large model, and where its plan puts it.
+
+    Attributes:
+        name: of the layer.
+        kind: of the layer; consecutive layers of one kind can stand in for each other.
+        role: where it stands.
+        stage: number of its stage.
+        strategy: what the plan does with it.
+    """
+
+    name: str
+    kind: str
+    role: Role
+    stage: int
+    strategy: Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How many processes there are, and how they are shared out.
+
+    Attributes:
+        groups: of devices that the stages are spread over.
+        devices: of each group.
+        stages: of the plan.
+    """
+
+    groups: int
+    devices: int
+    stages: int
+
+    @property
+    def world(self) -> int:
+        """All processes."""
+        return self.groups * self.devices
+
+    def stage_of(self, number: int, stages: int) -> int:
+        """The stage that one of so many ``stages`` becomes part of."""
+        return number * self.stages // stages
+
+
+def features(strategy: Strategy) -> frozenset[str]:
+    """What a strategy uses, whatever the degrees: ``tensor``, ``zero3``, ``recompute full``."""
+    used = {name for name in (*DEGREES, "expert") if getattr(strategy, name) > 1}
+    if strategy.zero_stage:
+        used = (used - {"zero"}) | {f"zero{strategy.zero_stage}"}
+    if strategy.context > 1 and strategy.ulysses:
+        used = (used - {"context"}) | {"ulysses"}
+    if strategy.sequence_parallel:
+        used.add("sequence parallelism")
+    if strategy.expert > 1 and strategy.expert_tensor:
+        used.add("whole experts")
+    if strategy.recompute is not Recompute.NONE:
+        used.add(f"{strategy.recompute.value} recomputation")
+    if strategy.offload is not Offload.NONE:
+        used.add(f"offload of {strategy.offload.value}")
+    return frozenset(used)
+
+
+def reductions(strategy: Strategy, devices: int) -> Iterator[Strategy]:
+    """Strategies on so many devices that use nothing this one does not, each degree a divisor of its own."""
+    names = [name for name in DEGREES if getattr(strategy, name) > 1]
+    for degrees in product(*(divisors(getattr(strategy, name)) for name in names)):
+        if math.prod(degrees) == devices:
+            smaller: dict[str, Any] = dict(zip(names, degrees, strict=True))
+            yield from _settled(replace(strategy, **smaller), strategy)
+
+
+def _settled(smaller: Strategy, whole: Strategy) -> Iterator[Strategy]:
+    """The same with what hangs on its degrees: shards, shared tokens, experts."""
+    shared = smaller.context * smaller.spatial > 1
+    stages = {whole.zero_stage} if smaller.zero > 1 else {0, whole.zero_stage} if shared else {0}
+    ranks = smaller.batch_degree * smaller.context
+    for stage, expert in product(sorted(stages), divisors(whole.expert)):
+        if ranks % expert == 0:
+            yield replace(
+                smaller,
+                zero_stage=stage,
+                sequence_parallel=whole.sequence_parallel and smaller.tensor > 1,
+                ulysses=whole.ulysses and smaller.context > 1,
+                expert=expert,
+                expert_tensor=whole.expert_tensor if expert > 1 and smaller.tensor > 1 else 0,
+            )
+
+
+def reduced(strategy: Strategy, devices: int, legal: Legal = lambda _: True) -> Strategy | None:
+    """The strategy on so many devices that uses most of what this one does; None where none is legal."""
+    found = [one for one in reductions(strategy, devices) if legal(one)]
+    return max(found, key=_worth, default=None)
+
+
+def _worth(strategy: Strategy) -> tuple[int, int, tuple[int, ...]]:
+    """What is used first, then even degrees; the last decides between equals."""
+    degrees = [getattr(strategy, name) for name in DEGREES]
+    return len(features(strategy)), -max(degrees), tuple(degrees)
+
+
+def choose_size(plan: Plan, strategies: Sequence[Strategy], processes: int) -> Size:
+    """How few processes keep most of what a plan uses: its pipeline, the features of its strategies, its stages.
+
+    Args:
+        plan: the large one.
+        strategies: those it uses.
+        processes: the most there may be; at least 2.
+    """
+    choices = [
+        (groups, devices)
+        for groups in range(min(2, plan.pipeline), min(plan.pipeline, processes) + 1)
+        for devices in divisors(plan.stage_devices)
+        if groups * devices <= processes
+    ]
+
+    def worth(choice: tuple[int, int]) -> tuple[int, int, int]:
+        groups, devices = choice
+        return -len(unkept(strategies, devices)), groups, -groups * devices
+
+    groups, devices = max(choices, key=worth)
+    virtual = min(plan.virtual_stages, 2)
+    return Size(groups, devices, groups * virtual)
+
+
+def unkept(strategies: Sequence[Strategy], devices: int) -> list[tuple[Strategy, str]]:
+    """What strategies use, and so many devices have no room for; all of one that fits on them in no way."""
+    lost = []
+    for strategy in strategies:
+        smaller = reduced(strategy, devices)
+        used = features(strategy)
+        lost += [(strategy, name) for name in (used - features(smaller) if smaller else {*used, "itself"})]
+    return lost
+
+
+def kept_spots(spots: Sequence[Spot], size: Size) -> list[Spot]:
+    """The layers that stay: of equal ones next to each other in a stage of the small plan a few, of others all."""
+    stages = max(spot.stage for spot in spots) + 1
+
+    def alike(spot: Spot) -> tuple[object, ...]:
+        return size.stage_of(spot.stage, stages), spot.kind, spot.strategy, spot.role is Role.BLOCK
+
+    runs = [list(run) for _, run in groupby(spots, alike)]
+    for repeats in (REPEATS, 1):
+        kept = [spot for run in runs for spot in (run[:repeats] if run[0].role is Role.BLOCK else run)]
+        if len(kept) <= MOST_LAYERS:
+            break
+    return kept
+
+
+def legal_for(kinds: Sequence[LayerKind], devices: int) -> Legal:
+    """What the planner may do with layers of all these kinds on so many devices, and the runtime runs."""
+    runnable = Narrowed(GALVATRON.values)
+    offered = [set(strategies_for(kind, devices, narrowed=runnable)) for kind in kinds]
+    return lambda strategy: GALVATRON.says(strategy) and all(strategy in one for one in offered)
+
+
+def small_plan(
+    plan: Plan, size: Size, kept: Sequence[Spot], names: Sequence[str], chosen: Mapping[str, Strategy]
+) -> Plan:
+    """The plan for the small model.
+
+    Args:
+        plan: the large one.
+        size: how many processes there are.
+        kept: layers of the large model that stay.
+        names: what they are called in the small one.
+        chosen: what becomes of the strategy of each, by its name in the large one.
+    """
+    stages = len(plan.stages)
+    layers: list[list[tuple[str, Strategy]]] = [[] for _ in range(size.stages)]
+    for spot, name in zip(kept, names, strict=True):
+        layers[size.stage_of(spot.stage, stages)].append((name, chosen[spot.name]))
+    unit = math.lcm(*(strategy.batch_degree for stage in layers for _, strategy in stage))
+    microbatches = min(plan.microbatches, 2 * size.groups)
+    return replace(
+        plan,
+        devices=size.world,
+        global_batch=unit * microbatches,
+        microbatches=microbatches,
+        precision="fp32",
+        stages=tuple(Stage(tuple(_runs(stage))) for stage in layers),
+        prediction=None,
+        alternatives=(),
+        left_out=(),
+        provenance=None,
+        virtual_stages=size.stages // size.groups,
+        order=None,
+    )
+
+
+def _runs(layers: Sequence[tuple[str, Strategy]]) -> Iterator[LayerRun]:
+    for strategy, run in groupby(layers, lambda layer: layer[1]):
+        names = [name for name, _ in run]
+        yield LayerRun(names[0], names[-1], len(names), strategy)
+
+
+def differences(plan: Plan, small: Plan, pairs: Sequence[tuple[Strategy, Strategy]]) -> list[str]:
+    """What the small plan has less of than the large one, a line each."""
+    said = [
+        f"{one.devices} devices, {len(one.stages)} stage{'s' * (len(one.stages) > 1)}, batch {one.global_batch} in "
+        f"{one.microbatches} micro-batch{'es' * (one.microbatches > 1)}"
+        for one in (plan, small)
+    ]
+    lines = [f"plan: {said[0]} -> {said[1]}"]
+    for whole, smaller in pairs:
+        lost = sorted(features(whole) - features(smaller))
+        told = f"; not kept: {', '.join(lost)}" if lost else ""
+        if whole != smaller:
+            lines.append(f"strategy: {whole} -> {smaller}{told}")
+    return lines

@@ -1,0 +1,231 @@
+"""Bytes that a rank puts on the wire in a step, against what the cost model prices. No torch here.
+
+Wire bytes of a collective over n ranks are those of the formulas in ``cluster.collectives``, of S bytes in all:
+2 (n-1)/n S of an all-reduce, (n-1)/n S of an all-gather or reduce-scatter, what comes from others of an all-to-all, S
+of a broadcast or a message from rank to rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import prod
+
+from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.sharing import sharing_of
+from galvatron_lite.parallelism.base import Communication, Moment
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes
+from galvatron_lite.parallelism.pipeline.schedule import group_of
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.units import ITEM_BYTES, format_bytes
+from galvatron_lite.verify.faithful import Planned
+from galvatron_lite.verify.faithful_gradients import COPIES
+from galvatron_lite.verify.faithful_memory import EXPLAINED
+from galvatron_lite.verify.faithful_places import together
+from galvatron_lite.verify.folding import folded
+from galvatron_lite.verify.schema import Check, During, Kind, Message, RoleRun, Verdict
+from galvatron_lite.verify.volume_known import Allowance, allowances, once, share
+
+VOLUME = "communication is as priced"
+CLASSES = (
+    "tensor", "zero", "data", "context", "expert", "spatial", "channel", "redistribution", "pipeline", COPIES,
+)  # fmt: skip
+TOLERANCE, SMALL, SLACK = 0.10, 0.02, 2**11
+"""A class may differ by this share of itself, by that of all that is sent, and by so many bytes a micro-batch, at least
+two (sums of single figures, of which layers may make a few more than priced); up to ``EXPLAINED`` of itself it is told,
+but does not fail."""
+_CAUSES = {"tensor-async": "tensor", "ulysses": "context", "filters": "channel", "channels": "channel"}
+_PURPOSES = {"tokens": "context", "experts": "expert", "pixels": "spatial", COPIES: COPIES}
+_NOT_PRICED = "not priced"
+
+
+def volume(runs: Sequence[RoleRun], plan: Plan, profile: Profile) -> Check:
+    """A table of what was sent and what was priced, by class, of each group of devices.
+
+    Args:
+        runs: of one rank of each role.
+        plan: that they ran.
+        profile: that it is priced with.
+    """
+    planned = Planned(plan, profile.graph)
+    pricer, lines, wrong, far = LayerPricer(profile), list[str](), list[str](), list[str]()
+    for group in range(plan.pipeline):
+        own = [run for run in runs if run.stage == group]
+        if not own:
+            continue
+        said, seen = predicted_bytes(pricer, planned, group), _most(own, planned)
+        known = allowances(pricer, planned, group, own)
+        slack = SLACK * max(plan.microbatches, 2)
+        lines += _table(group, said, seen, known)
+        wrong += [*_differing(group, said, seen, known, slack), *_unpriced(group, seen, slack)]
+        far += _differing(group, said, seen, known, slack, EXPLAINED)
+    lines = folded(lines)
+    if wrong:
+        wrong, far = folded(wrong), folded(far)
+        first = (far or wrong)[0]
+        others = (line for line in wrong if line != first)
+        return Check(VOLUME, Verdict.FAILED if far else Verdict.DIFFERS, first, (*others, *lines))
+    tolerance = f"{TOLERANCE:.0%} of its class or {SMALL:.0%} of all"
+    return Check(
+        VOLUME, Verdict.PASSED, f"What is sent differs from what is priced by less than {tolerance}.", tuple(lines)
+    )
+
+
+def _table(
+    group: int, said: Mapping[str, float], seen: Mapping[str, float], known: Mapping[str, Sequence[Allowance]]
+) -> Iterator[str]:
+    for name in _rows(said, seen):
+        priced, sent = said.get(name, 0.0), seen.get(name, 0.0)
+        if not priced and not sent:
+            continue
+        line = f"stage {group}: {name}: predicted {format_bytes(priced)}, dry run {format_bytes(sent)}"
+        yield f"{line}, difference {_signed(sent - priced)}"
+        for own in known.get(name, ()) if abs(sent - priced) > max(TOLERANCE * priced, SLACK) else ():
+            yield f"known: {format_bytes(own.less)} less to {format_bytes(own.more)} more. {own.why}"
+
+
+def _rows(said: Mapping[str, float], seen: Mapping[str, float]) -> list[str]:
+    """Classes that are priced, then what is sent beside them."""
+    return [*CLASSES, *(name for name in seen if name not in CLASSES and name not in said)]
+
+
+def _unpriced(group: int, seen: Mapping[str, float], least: int) -> Iterator[str]:
+    """What is sent for nothing that has a price, where it is more than a trifle."""
+    for name in seen.keys() - set(CLASSES):
+        if seen[name] > max(SMALL * sum(seen.values()), least):
+            yield f"Stage {group} sends {format_bytes(seen[name])} that is {name}."
+
+
+def _signed(size: float) -> str:
+    return f"{'-' if size < 0 else '+'}{format_bytes(abs(size))}"
+
+
+def _differing(
+    group: int,
+    said: Mapping[str, float],
+    seen: Mapping[str, float],
+    known: Mapping[str, Sequence[Allowance]],
+    least: int,
+    tolerance: float = TOLERANCE,
+) -> Iterator[str]:
+    whole = max(sum(said.values()), sum(seen.values()))
+    for name in CLASSES:
+        priced, sent = said.get(name, 0.0), seen.get(name, 0.0)
+        slack = max(tolerance * priced, SMALL * whole, least)
+        own = known.get(name, ())
+        less, more = sum(one.less for one in own), sum(one.more for one in own)
+        if not priced - less - slack <= sent <= priced + more + slack:
+            yield f"Stage {group} sends {format_bytes(sent)} for {name}; priced are {format_bytes(priced)}."
+
+
+def _most(runs: Sequence[RoleRun], planned: Planned) -> dict[str, float]:
+    """By class: bytes of the rank that sends most."""
+    each = [sent_bytes(run, planned) for run in runs]
+    names = dict.fromkeys([*CLASSES, *(name for one in each for name in one)])
+    return {name: max(one.get(name, 0.0) for one in each) for name in names}
+
+
+def sent_bytes(run: RoleRun, planned: Planned) -> dict[str, float]:
+    """Wire bytes of a rank in a step, by class."""
+    names = [name for stage in planned.stages_of(run.stage) for name in planned.stages[stage]]
+    strategies = {planned.strategies[name] for name in names}
+    tensor = {together(one, run.rank, ("tensor",)) for one in strategies if one.tensor > 1}
+    found: dict[str, float] = defaultdict(float)
+    for one in run.messages:
+        if one.phase is not During.SETUP:
+            found[_class_of(one, tensor, planned)] += wire_bytes(one, run.rank)
+    return found
+
+
+def _class_of(message: Message, tensor: set[tuple[int, ...]], planned: Planned) -> str:
+    purpose, kind = message.purpose, message.kind
+    if purpose == "activations" and kind is not Kind.ALL_TO_ALL and message.layer in planned.strategies:
+        own = planned.strategies[message.layer]
+        if (own.slices > 1) != (own.tensor > 1):
+            return "channel" if own.slices > 1 else "tensor"
+    if purpose.startswith("pipeline "):
+        return "pipeline"
+    if purpose in ("gradients", "states"):
+        return "data" if kind is Kind.ALL_REDUCE else "zero"
+    if purpose == "activations":
+        inside = "tensor" if tuple(sorted(message.ranks)) in tensor else "channel"
+        return "redistribution" if kind is Kind.ALL_TO_ALL else inside
+    return _PURPOSES.get(purpose, f"{_NOT_PRICED} ({purpose})")
+
+
+def wire_bytes(message: Message, rank: int) -> float:
+    """Bytes that a rank sends, or gets of an all-to-all, in one collective."""
+    size, ways = message.bytes, len(message.ranks)
+    if message.kind is Kind.ALL_TO_ALL:
+        if not message.taken:
+            return size * (ways - 1) / ways
+        item = size / prod(message.shape) if prod(message.shape) else 1.0
+        return (sum(message.taken) - message.taken[message.ranks.index(rank)]) * item
+    factor = {Kind.ALL_REDUCE: 2 * (ways - 1) / ways, Kind.ALL_GATHER: ways - 1, Kind.REDUCE_SCATTER: (ways - 1) / ways}
+    return size * factor.get(message.kind, 1.0)
+
+
+def predicted_bytes(pricer: LayerPricer, planned: Planned, group: int) -> dict[str, float]:
+    """Wire bytes of the fullest device of a group in a step, as priced, by class."""
+    plan, found = planned.plan, defaultdict[str, float](float)
+    here = {name for stage in planned.stages_of(group) for name in planned.stages[stage]}
+    for stage in planned.stages_of(group):
+        names = planned.stages[stage]
+        for name in names:
+            strategy = planned.strategies[name]
+            work = pricer.work(planned.kind_on(name, here), strategy, plan.microbatch)
+            for one in work.communications:
+                found[_caused(one)] += _priced_bytes(one, plan.microbatches)
+        found["redistribution"] += _moved(planned, names) * plan.microbatches
+        found["pipeline"] += _handed_on(planned, stage) * plan.microbatches
+    found[COPIES] = _summed_copies(pricer.profile, planned, here)
+    return found
+
+
+def _summed_copies(profile: Profile, planned: Planned, here: Collection[str]) -> float:
+    """Bytes of gradients that devices sum with other stages' copies of the same parameters; see ``LayerPricer``."""
+    layers, total = list(planned.layers), 0.0
+    for place, sharing in sharing_of(planned.graph, {layers.index(name) for name in here}).items():
+        strategy = planned.strategies[layers[place]]
+        shards = 1 if strategy.zero_stage == 1 else strategy.state_shards
+        total += sharing.exchanged / (strategy.tensor * shards) * ITEM_BYTES[profile.reduce_precision]
+    return total
+
+
+def _caused(one: Communication) -> str:
+    cause = _CAUSES.get(one.cause, one.cause)
+    return "data" if cause == "tensor" and one.moment is Moment.STEP else cause
+
+
+def _priced_bytes(one: Communication, microbatches: int) -> float:
+    times = 1 if one.moment is Moment.STEP else microbatches
+    return once(one) * float(one.count) * times
+
+
+def _moved(planned: Planned, names: Sequence[str]) -> float:
+    """Bytes of one micro-batch that go between layouts inside a stage and into it, both ways."""
+    graph, places = planned.graph, {name: place for place, name in enumerate(planned.layers)}
+    inside = range(places[names[0]], places[names[-1]] + 1)
+    chosen, first = list(planned.strategies.values()), inside.start
+    pairs = [(first - 1, first, graph.crossing(first))] * bool(first)
+    return sum(
+        2 * size * planned.plan.microbatch * share(chosen[left], chosen[right])
+        for left, right, size in (*pairs, *graph.exchanges(inside))
+    )
+
+
+def _handed_on(planned: Planned, stage: int) -> float:
+    """Bytes of one micro-batch that a device sends over both ends of a stage."""
+    plan, graph = planned.plan, planned.graph
+    places = {name: place for place, name in enumerate(planned.layers)}
+    total, chosen = 0.0, list(planned.strategies.values())
+    for cut, other in (
+        (places[planned.stages[stage][0]], stage - 1),
+        (places[planned.stages[stage][-1]] + 1, stage + 1),
+    ):
+        if not 0 <= other < len(plan.stages):
+            continue
+        if group_of(plan.schedule, plan.pipeline, other) != group_of(plan.schedule, plan.pipeline, stage):
+            total += boundary_bytes(graph.crossing(cut), plan.microbatch, chosen[cut - 1])
+    return total

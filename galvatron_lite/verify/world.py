@@ -1,0 +1,373 @@
+"""A world of processes of which only one is there: its collectives answer at once, and every one is written down.
+
+Its process groups are made by ``torch.distributed`` itself, through the public registry of backends; so whoever sends
+(this project's runtime, FSDP2, functional collectives), the call ends here. What arrives has the right shape, and no
+values: it is made for tensors without data. Where the runtime must know what another rank says (which shapes a stage
+sends), it is told what the rank that was run before said (``Letters``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import debug
+from torch.futures import Future
+
+from galvatron_lite.errors import LaunchError
+from galvatron_lite.verify.schema import NOBODY, During, Kind, Message
+
+BACKEND = "galvatron_dry"
+"""Name under which torch knows these groups."""
+
+EVERYONE = "all ranks"
+"""What the group that torch calls ``default_pg`` is for."""
+
+Said = dict[tuple[str, int], list[Tensor]]
+"""What a rank announced, by the purpose of the group and the receiver's place in it, in order."""
+Hear = Callable[[int, str, int, int], Tensor | None]
+"""``hear(source, purpose, place, number)``: what a world rank announced to the rank at a place of a group."""
+
+
+class UnheardError(LaunchError):
+    """A rank waits for what another announces, which was not run so far."""
+
+
+@dataclass(slots=True)
+class Place:
+    """Where the rank is; changed by whoever runs it.
+
+    Attributes:
+        phase: of the step.
+        microbatch: ``NOBODY``: none.
+        layer: whose pass runs.
+    """
+
+    phase: During = During.SETUP
+    microbatch: int = NOBODY
+    layer: str = ""
+
+
+@dataclass(slots=True)
+class Log:
+    """What one rank sends.
+
+    Attributes:
+        place: where the rank is.
+        messages: so far.
+        said: what it announced.
+        hear: what other ranks announced to this one.
+        heard: how much of it was listened to.
+    """
+
+    place: Place = field(default_factory=Place)
+    messages: list[Message] = field(default_factory=list)
+    said: Said = field(default_factory=dict)
+    hear: Hear | None = None
+    heard: dict[tuple[int, str], int] = field(default_factory=dict)
+
+    def listen(self, source: int, purpose: str, place: int) -> Tensor:
+        """The next of these announcements.
+
+        Raises:
+            UnheardError: that rank was not run so far.
+        """
+        number = self.heard.get((source, purpose), 0)
+        self.heard[source, purpose] = number + 1
+        found = None if self.hear is None else self.hear(source, purpose, place, number)
+        if found is None:
+            raise UnheardError(f"Rank {source} must be run before: what it announces ({purpose}) is not known.")
+        return found
+
+    def waited(self, numbers: Sequence[int]) -> None:
+        """The rank waits for messages that it started."""
+        for number in numbers:
+            one = self.messages[number]
+            if one.waited == NOBODY:
+                self.messages[number] = replace(one, waited=len(self.messages), used=self.place.microbatch)
+
+
+class DoneWork(dist.Work):
+    """A collective that is over."""
+
+    def __init__(self, log: Log, numbers: Sequence[int], result: object) -> None:
+        super().__init__()
+        self._log, self._numbers, self._result = log, tuple(numbers), result
+
+    def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 - torch's signature
+        """Note that the rank waits here."""
+        self._log.waited(self._numbers)
+        return True
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+    def is_success(self) -> bool:
+        """It was."""
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """Its result, which is there."""
+        future: Future[Any] = Future()
+        future.set_result(self._result)
+        return future
+
+
+class DryGroup(dist.ProcessGroup):
+    """A process group of which this rank alone is there.
+
+    Its methods are those that ``torch.distributed`` calls of every group; names of 2.11 and of 2.13.
+
+    Args:
+        options: what torch makes a group of.
+        log: where its calls are written down.
+    """
+
+    def __init__(self, options: Any, log: Log) -> None:
+        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
+        self._log, self._name, self._own = log, str(options.group_id), int(options.group_rank)
+        self._ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Of the backend."""
+        return BACKEND
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """By which functional collectives find the group."""
+        return self._name
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        """The same."""
+        return self._name
+
+    @property
+    def _purpose(self) -> str:
+        return EVERYONE if self.group_desc == "default_pg" else str(self.group_desc)
+
+    def _note(
+        self,
+        kind: Kind,
+        tensor: Tensor | None,
+        given: int | None = None,
+        *,
+        peer: int = NOBODY,
+        tag: int = 0,
+        result: object = None,
+        **more: Any,
+    ) -> DoneWork:
+        place, log = self._log.place, self._log
+        message = Message(
+            number=len(log.messages), kind=kind, ranks=self._ranks, purpose=self._purpose, peer=peer, tag=tag,
+            shape=() if tensor is None else tuple(tensor.shape),
+            dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."),
+            bytes=(0 if tensor is None else tensor.nbytes) if given is None else given,
+            phase=place.phase, microbatch=place.microbatch, layer=place.layer, **more,
+        )  # fmt: skip
+        log.messages.append(message)
+        return DoneWork(log, [message.number], result)
+
+    def _notes(self, works: Sequence[DoneWork], result: object) -> DoneWork:
+        return DoneWork(self._log, [number for work in works for number in work._numbers], result)
+
+    def _world(self, place: int) -> int:
+        return int(self._ranks[place])
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> DoneWork:  # type: ignore[override]
+        """Sums, in place."""
+        one = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
+        return self._note(Kind.ALL_REDUCE, one, operator=_operator(opts), result=tensors)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> DoneWork:
+        """Several at once."""
+        return self._notes([self.allreduce([one], opts) for one in tensors], tensors)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> DoneWork:  # type: ignore[override]
+        """From one rank to all."""
+        one = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
+        root = 0 if opts is None else int(opts.rootRank)
+        given = one.nbytes if root == self._own else 0
+        return self._note(Kind.BROADCAST, one, given, peer=self._world(root), result=tensors)
+
+    def reduce(self, tensors: Any, opts: Any = None) -> DoneWork:  # type: ignore[override]
+        """A sum for one rank."""
+        one = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
+        root = 0 if opts is None else int(opts.rootRank)
+        return self._note(Kind.REDUCE, one, peer=self._world(root), operator=_operator(opts), result=tensors)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:  # noqa: ARG002
+        """Every rank's part for all: here this rank's, as often as there are ranks."""
+        works = [self._note(Kind.ALL_GATHER, one) for one in inputs]
+        for made, one in zip(outputs, inputs, strict=True):
+            for part in made:
+                _fill(part, one)
+        return self._notes(works, outputs)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
+        """Several at once."""
+        return self.allgather(outputs, inputs, opts)
+
+    def _allgather_base(self, output: Tensor, part: Tensor, opts: Any = None) -> DoneWork:  # noqa: ARG002
+        return self._note(Kind.ALL_GATHER, part, result=output)
+
+    def all_gather_single(self, output: Tensor, part: Tensor, opts: Any = None) -> DoneWork:
+        """Equal parts, into one tensor."""
+        return self._allgather_base(output, part, opts)
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
+        """Several at once."""
+        pairs = zip(outputs, inputs, strict=True)
+        return self._notes([self._allgather_base(made, one, opts) for made, one in pairs], outputs)
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:  # type: ignore[override]
+        """Sums, a part for each rank."""
+        works = []
+        for parts in inputs:
+            given, operator = sum(one.nbytes for one in parts), _operator(opts)
+            works.append(self._note(Kind.REDUCE_SCATTER, parts[0], given, operator=operator))
+        return self._notes(works, outputs)
+
+    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any = None) -> DoneWork:
+        return self._note(Kind.REDUCE_SCATTER, whole, operator=_operator(opts), result=output)
+
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> DoneWork:
+        """Equal parts, of one tensor."""
+        return self._reduce_scatter_base(output, whole, opts)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
+        """Several at once."""
+        pairs = zip(outputs, inputs, strict=True)
+        return self._notes([self._reduce_scatter_base(made, one, opts) for made, one in pairs], outputs)
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
+
+    def alltoall_base(
+        self, output: Tensor, whole: Tensor, taken: Sequence[int], given: Sequence[int], opts: Any = None
+    ) -> DoneWork:
+        """A part of this rank's for each other; where that has values, all are taken to give this one the same."""
+        del opts
+        if has_value(whole):
+            _fill_from_each(output, whole, given, len(self._ranks), self._own)
+        return self._note(Kind.ALL_TO_ALL, whole, given=None, result=output, **_splits(given, taken))
+
+    def all_to_all_single(
+        self, output: Tensor, whole: Tensor, taken: Sequence[int], given: Sequence[int], opts: Any = None
+    ) -> DoneWork:
+        """The same."""
+        return self.alltoall_base(output, whole, taken, given, opts)
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> DoneWork:
+        """The same of lists."""
+        del opts
+        given, taken = ([one.numel() for one in tensors] for tensors in (inputs, outputs))
+        whole = sum(one.nbytes for one in inputs)
+        return self._note(Kind.ALL_TO_ALL, inputs[0], whole, result=outputs, **_splits(given, taken))
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:  # type: ignore[override]
+        """Every rank's part for one."""
+        root = 0 if opts is None else int(opts.rootRank)
+        for part in outputs[0] if outputs else ():
+            _fill(part, inputs[0])
+        return self._note(Kind.GATHER, inputs[0], peer=self._world(root), result=outputs)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:  # type: ignore[override]
+        """One rank's parts for all."""
+        root = 0 if opts is None else int(opts.rootRank)
+        given = sum(one.nbytes for one in inputs[0]) if inputs else 0
+        return self._note(Kind.SCATTER, outputs[0], given, peer=self._world(root), result=outputs)
+
+    def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> DoneWork:
+        """To one rank. What has a value is kept for whoever runs that rank."""
+        if has_value(tensors[0]):
+            self._log.said.setdefault((self._purpose, target), []).append(tensors[0].clone())
+        return self._note(Kind.SEND, tensors[0], peer=self._world(target), tag=tag, result=tensors)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> DoneWork:
+        """From one rank. What is to have a value has that which the rank sent when it was run."""
+        if has_value(tensors[0]):
+            tensors[0].copy_(self._log.listen(self._world(source), self._purpose, self._own))
+        return self._note(Kind.RECEIVE, tensors[0], 0, peer=self._world(source), tag=tag, result=tensors)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> DoneWork:
+        """From any rank."""
+        return self._note(Kind.RECEIVE, tensors[0], 0, tag=tag, result=tensors)
+
+    def barrier(self, opts: Any = None) -> DoneWork:
+        """All ranks wait for one another."""
+        del opts
+        return self._note(Kind.BARRIER, None)
+
+
+def has_value(tensor: Tensor) -> bool:
+    """Whether a tensor has data: small ones of whole numbers."""
+    return type(tensor) is Tensor and not tensor.is_meta and not tensor.is_floating_point()
+
+
+def _splits(given: Sequence[int], taken: Sequence[int]) -> dict[str, Any]:
+    """Of uneven parts."""
+    return {"sent": tuple(map(int, given)), "taken": tuple(map(int, taken))}
+
+
+def _operator(opts: Any) -> str:
+    """Of a sum: ``sum`` for ``RedOpType.SUM``."""
+    found = getattr(opts, "reduceOp", None)
+    return "sum" if found is None else str(getattr(found, "op", found)).rpartition(".")[-1].lower()
+
+
+def _fill(target: Tensor, source: Tensor) -> None:
+    """What other ranks give is taken to be like what this one does, where the shapes are."""
+    if target.shape == source.shape and target.dtype == source.dtype:
+        target.copy_(source)
+
+
+def _fill_from_each(output: Tensor, whole: Tensor, given: Sequence[int], size: int, own: int) -> None:
+    """From every rank what this one gives itself, where that is as much."""
+    kept: Tensor = torch.split(whole, list(given) or len(whole) // size)[own]
+    if len(kept) * size == len(output):
+        output.copy_(torch.cat([kept] * size))
+
+
+@contextmanager
+def dry_world(rank: int, size: int, log: Log) -> Iterator[None]:
+    """Be one rank of a world of so many, of which no other is there.
+
+    Raises:
+        LaunchError: this process has joined a world already.
+    """
+    if dist.is_initialized():
+        raise LaunchError("A world of processes runs here already; dry runs need a process of their own.")
+    if not dist.is_backend_available(BACKEND):
+        dist.Backend.register_backend(BACKEND, _made, extended_api=True, devices=["cpu", "cuda"])
+    before = _LOG.set(log)
+    _forget_meshes()
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _LOG.reset(before)
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Have DTensor forget which layouts operations return: it keeps them with the mesh of the first such call, and
+    meshes of the same ranks are equal to it whichever of them this process is; the next world would get this one's."""
+    # private, as torch has no public way; the name is the same from 2.11 to 2.13
+    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+_LOG: ContextVar[Log] = ContextVar("galvatron_dry_log")
+"""Of the world that this process plays in: torch's registry of backends hands on no arguments."""
+
+
+def _made(options: Any, _more: Any) -> DryGroup:
+    return DryGroup(options, _LOG.get())

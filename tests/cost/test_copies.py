@@ -1,0 +1,88 @@
+"""What copies of weights in the precision of compute are priced as."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from galvatron_lite.cluster.catalog import load_cluster
+from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.shapes.registry import load_model
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.profiler.estimate import estimate_profile
+from galvatron_lite.profiler.schema import Profile
+
+HIDDEN, ENTRIES = 768, 50257
+WEIGHTS = 12 * HIDDEN * HIDDEN
+"""Of a block's matmuls; GPT-2 small."""
+BIASES = 9 * HIDDEN
+
+
+@pytest.fixture(scope="module")
+def known() -> Profile:
+    return estimate_profile(load_model("gpt2"), load_cluster("a100-40gb", 8), precision="bf16", name="gpt2")
+
+
+def held(known: Profile, kind: str, strategy: Strategy) -> int:
+    cost = LayerPricer(known).price(kind, strategy, 8, 1)
+    assert cost is not None
+    return int(cost.copies)
+
+
+def test_a_block_holds_one_of_each_weight(known: Profile) -> None:
+    assert held(known, "block", Strategy(data=8)) == 2 * (WEIGHTS + BIASES)
+    assert held(known, "block", Strategy(zero=8, zero_stage=1)) == 2 * (WEIGHTS + BIASES)
+    sliced = held(known, "block", Strategy(data=4, tensor=2))
+    assert WEIGHTS <= sliced <= WEIGHTS + 2 * BIASES
+
+
+def test_tables_are_copied_where_a_matmul_reads_them(known: Profile) -> None:
+    assert held(known, "before", Strategy(data=8)) == 0
+    assert held(known, "after", Strategy(data=8)) == 2 * ENTRIES * HIDDEN
+    assert held(known, "after", Strategy(data=4, tensor=2)) == ENTRIES * HIDDEN
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_zero_gathers_has_none(known: Profile, stage: int) -> None:
+    assert held(known, "block", Strategy(zero=8, zero_stage=stage)) == 0
+
+
+def test_what_is_computed_again_works_with_its_own(known: Profile) -> None:
+    strategy = Strategy(data=8, recompute=Recompute.FULL)
+    bare = LayerPricer(replace(known, copied_bytes=0)).price("block", strategy, 8, 1)
+    full = LayerPricer(known).price("block", strategy, 8, 1)
+    assert bare is not None
+    assert full is not None
+    assert full.copies == 0
+    assert full.working - bare.working == 2 * (WEIGHTS + BIASES)
+
+
+def test_many_are_priced_as_one(known: Profile) -> None:
+    strategies = [Strategy(data=8), Strategy(zero=8, zero_stage=2), Strategy(data=4, tensor=2)]
+    many = LayerPricer(known).price_many("block", strategies, 8, 1).copies
+    assert np.array_equal(many, [held(known, "block", one) for one in strategies])
+
+
+def test_whole_logits_are_worked_with_where_tokens_are_shared(known: Profile) -> None:
+    """A loss on shares works with shares; where tokens are shared, logits are gathered: as much as without slices."""
+    pricer, samples = LayerPricer(known), 8
+    tokens = 1024 * samples
+    alone = pricer.price("after", Strategy(), samples, 1)
+    shares = pricer.price("after", Strategy(tensor=2), samples, 1)
+    gathered = pricer.price("after", Strategy(tensor=2, context=2), 2 * samples, 1)
+    assert alone is not None
+    assert shares is not None
+    assert gathered is not None
+    # fp32 logits and their gradient, instead of those, logarithms of likelihoods and two gradients
+    assert alone.working - shares.working == pytest.approx((3 - 2 / 2) * 4 * tokens * ENTRIES, rel=1e-3)
+    assert gathered.working == pytest.approx(alone.working, rel=1e-3)
+
+
+def test_nothing_is_cast_in_full_precision() -> None:
+    whole = estimate_profile(
+        load_model("gpt2", precision="fp32"), load_cluster("a100-40gb", 8), precision="fp32", name="gpt2"
+    )
+    assert held(whole, "block", Strategy(data=8)) == 0

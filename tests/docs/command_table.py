@@ -1,0 +1,93 @@
+"""What is to be known of the pages' commands to run them: which are not whole, which run otherwise, and elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Instead:
+    """Another command, and why."""
+
+    words: str
+    why: str
+
+
+MENTIONS = frozenset(
+    {
+        "galvatron plan", "galvatron validate", "galvatron profile", "galvatron report", "galvatron oracle",
+        "galvatron evaluate", "galvatron launch", "galvatron diagnose", "galvatron verify", "galvatron explain",
+        "galvatron compare", "galvatron plan --phases",
+        "galvatron adapt replay", "galvatron plan --mode inference", "galvatron plan --backend deepspeed",
+        "galvatron profile import", "galvatron launch --plan", "galvatron plan export", "galvatron plan --model",
+        "galvatron plan --backend any", "galvatron profile SCRIPT:FACTORY",
+        "galvatron export PLAN --to deepspeed|megatron|torchtitan|accelerate|nemo",
+        "galvatron plan --model llama2-7b --cluster a100-80gb … --mem 10GB",
+    }
+)  # fmt: skip
+"""Names of commands, with an option at most, in running text: nothing that a reader types."""
+
+ELSEWHERE = {
+    "docs/branches.md": "tests/docs/test_branches_page.py",
+    "docs/explain.md": "tests/docs/test_explain_page.py",
+    "docs/watch.md": "tests/docs/test_watch_page.py",
+}
+"""Pages that a test of their own runs, output included."""
+
+RUN_BY = {"galvatron verify plan.yaml --model train.py:make_model": "tests/cli/test_verify.py"}
+"""Commands that a test runs with a model and a plan of its own."""
+
+_HERE = "the processes of tests have less memory, or other profiles"
+_LONG = "searched for 10 to 30 s"
+INSTEAD = {
+    "galvatron plan --model gpt3-175b --cluster a100-80gb --gpus 1024 --mem 80GB --batch 1536 -o plan.yaml": Instead(
+        "galvatron plan --model gpt2 --cluster a100-80gb --gpus 8 --mem 80GB --batch 64 -o gpt2.yaml",
+        _LONG,
+    ),
+    "galvatron evaluate plan.yaml --model gpt3-175b --cluster a100-80gb --gpus 1024 --mem 80GB": Instead(
+        "galvatron evaluate gpt2.yaml --model gpt2 --cluster a100-80gb --gpus 8 --mem 80GB", "of the plan before it"
+    ),
+    "galvatron plan --mem 40GB": Instead("galvatron plan --mem 1GB", _HERE),
+    "galvatron plan --mem 70GB": Instead("galvatron plan --mem 2GB", _HERE),
+    "galvatron plan --backend deepspeed --mem 40GB -o plan.yaml": Instead(
+        "galvatron plan --backend deepspeed --mem 1GB -o plan.yaml", _HERE
+    ),
+    "galvatron oracle resnet50 --cluster abci --plot oracle.svg": Instead(
+        "galvatron oracle resnet50 --cluster abci --gpus 1,8 --strategies data --plot oracle.svg",
+        "all of it without a plot is in docs/oracle.md",
+    ),
+    "galvatron report plan.yaml -o report.html --search 5": Instead(
+        "galvatron report plan.yaml -o report.html --search 0.5", "it may use all of the time"
+    ),
+    "galvatron report plan.yaml -o report.html": Instead(
+        "galvatron report plan.yaml -o report.html --search 0.5", "it may use 30 s"
+    ),
+    "galvatron evaluate plan.yaml --profile PROFILE": Instead(
+        "galvatron evaluate plan.yaml --profile profiles/t4/Model.yaml", "a placeholder"
+    ),
+    "galvatron evaluate plan.yaml --profile PROFILE -o priced.yaml": Instead(
+        "galvatron evaluate plan.yaml --model llama2-7b --cluster a100-80gb --gpus 8 -o priced.yaml", "a placeholder"
+    ),
+    "galvatron plan import --from hetu FILE": Instead(
+        "galvatron plan import --from hetu theirs.json --profile llama.yaml -o ours.yaml", "a placeholder"
+    ),
+    "galvatron plan export --to hetu PLAN -o FILE": Instead(
+        "galvatron plan export --to hetu ours.yaml -o back.json", "placeholders"
+    ),
+}
+"""Commands that cannot run as they stand, or would take long, and what is run for them."""
+
+MADE = "galvatron profile train.py:make_model"
+"""What has made the folder that all are run in (``tests/docs/place.py``)."""
+
+SAYS = {
+    "plan --phases": r"warm-up +2K", "plan import": r"Written to ours\.yaml", "plan export": r"back\.json",
+    "plan": r"[\dKM] (samples|tokens)/s|GPU-hours|none is beaten",
+    "profile import": r"\d[KMBT] parameters in \d+ layers",
+    "profile": r"\d[KMBT]? parameters in \d+ layers(.|\n)*Written to profiles/",
+    "validate": r'family +rows|"families": \{', "evaluate": r"fits: (yes|no)", "export": r"--|\{|ritten",
+    "adapt": r"step \d+", "launch": r"-m torch\.distributed\.run|srun --nodes=|-m galvatron_lite\.launch\.ray_job",
+    "report": r"Written to \S+\.(html|json)", "checkpoint": r"step \d+, \d+ process|whole, \d+ files|\.safetensors",
+    "oracle": r"strategy|reproduced|paradl|data",
+}  # fmt: skip
+"""What every such command prints, as a regular expression; the first that a command begins with counts."""

@@ -1,0 +1,185 @@
+"""Whole explanations: what-ifs equal planning by hand, runs of layers are priced anew, what is left out is named."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from galvatron_lite import api, api_explain
+from galvatron_lite.cluster.cluster import DeviceGroup, Level
+from galvatron_lite.cost.plan import evaluate
+from galvatron_lite.errors import InputError
+from galvatron_lite.explainer.changed import with_faster_links, with_one_more
+from galvatron_lite.explainer.schema import Constraint, Explanation, TimeClass
+from galvatron_lite.files import from_data, to_data
+from galvatron_lite.plans.io import write_plan
+from galvatron_lite.plans.schema import LayerRun, Plan
+from galvatron_lite.plans.strategy_text import parse_strategy
+from galvatron_lite.profiler.schema import Profile
+from tests.factories import random_profile
+
+BUDGET = 60_000
+
+
+def two_nodes(seed: int) -> Profile:
+    """Two nodes of one device each, so that a node more is three."""
+    profile = random_profile(random.Random(seed), devices=1, blocks=2)
+    cluster = profile.cluster
+    levels = (*cluster.levels, Level("cluster", 2, 1e8, 1e-5))
+    return replace(profile, cluster=replace(cluster, groups=(DeviceGroup(cluster.device, 2),), levels=levels))
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return two_nodes(11)
+
+
+@pytest.fixture(scope="module")
+def plan(profile: Profile) -> Plan:
+    return api.plan(profile, mem=BUDGET, batch=4)
+
+
+@pytest.fixture(scope="module")
+def told(profile: Profile, plan: Plan) -> Explanation:
+    return api_explain.explain(plan, profile)
+
+
+def seconds(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_seconds
+
+
+def test_what_ifs_are_plans_by_hand(profile: Profile, told: Explanation) -> None:
+    by_name = {one.name: one for one in told.what_ifs}
+    assert set(by_name) == {
+        "memory_less", "memory_more", "links_cluster", "batch_twice", "batch_half", "node_more",
+    }  # fmt: skip
+    hands = {
+        "memory_less": api.plan(profile, mem=int(0.9 * BUDGET), batch=4),
+        "memory_more": api.plan(profile, mem=int(1.1 * BUDGET), batch=4),
+        "links_cluster": api.plan(with_faster_links(profile, 1), mem=BUDGET, batch=4),
+        "batch_twice": api.plan(profile, mem=BUDGET, batch=8),
+        "batch_half": api.plan(profile, mem=BUDGET, batch=2),
+    }
+    for name, hand in hands.items():
+        assert by_name[name].step_seconds == pytest.approx(seconds(hand), rel=1e-12), name
+        assert by_name[name].batch == hand.global_batch
+    wider = with_one_more(profile)
+    assert wider is not None
+    assert (wider.cluster.devices, by_name["node_more"].devices, by_name["node_more"].batch) == (3, 3, 6)
+    hand = api.plan(wider, mem=BUDGET, batch=6)
+    assert by_name["node_more"].step_seconds == pytest.approx(seconds(hand), rel=1e-12)
+    assert hand.prediction is not None
+    assert by_name["node_more"].gain == pytest.approx(
+        hand.prediction.samples_per_second / told.samples_per_second - 1.0, rel=1e-9
+    )
+
+
+def test_the_price_is_a_plan_by_hand(profile: Profile, told: Explanation) -> None:
+    price = told.price
+    assert price is not None
+    more = api.plan(profile, mem=BUDGET + price.added_bytes, batch=4)
+    saved = price.seconds_per_gib * price.added_bytes / 2**30
+    assert saved == pytest.approx(max(told.step_seconds - seconds(more), 0.0), abs=1e-12)
+    memory = next(bound for bound in told.bounds if bound.constraint is Constraint.MEMORY)
+    assert memory.binds == (saved > 0)
+
+
+def test_neighbours_are_whole_plans_priced_anew(profile: Profile, plan: Plan, told: Explanation) -> None:
+    """Every run is exchanged by hand, wherever the plan has it."""
+    looked_at = 0
+    for run in told.runs:
+        for other in run.neighbours:
+            strategy = parse_strategy(other.strategy)
+            changed = replace(
+                plan,
+                stages=tuple(
+                    replace(stage, runs=tuple(_exchanged(own, run.strategy, run.first, run.last, strategy)
+                                              for own in stage.runs))
+                    for stage in plan.stages
+                ),
+            )  # fmt: skip
+            if sum(str(own.strategy) == run.strategy for stage in plan.stages for own in stage.runs) != 1:
+                continue
+            done = evaluate(profile, changed)
+            assert other.added_step_seconds == pytest.approx(seconds(done) - seconds(plan), abs=1e-12)
+            assert other.fits == (done.prediction is not None and done.prediction.peak_memory <= BUDGET)
+            looked_at += 1
+    assert looked_at
+
+
+def _exchanged(own: LayerRun, strategy: str, first: str, last: str, other: object) -> LayerRun:
+    if str(own.strategy) == strategy and (own.first, own.last) == (first, last):
+        return replace(own, strategy=other)  # type: ignore[arg-type]
+    return own
+
+
+def test_the_moment_is_of_the_group_that_is_told(told: Explanation, plan: Plan) -> None:
+    assert [one.used_bytes for one in told.memory] == [stage.memory.total for stage in plan.stages]
+    assert all(one.budget_bytes == BUDGET and one.moment for one in told.memory)
+
+
+def test_an_explanation_can_be_written_and_read(told: Explanation) -> None:
+    assert from_data(Explanation, to_data(told), "told") == told
+
+
+def test_without_what_ifs_the_price_is_of_the_plans_own_shape(profile: Profile, plan: Plan) -> None:
+    quick = api_explain.explain(plan, profile, what_if=False)
+    assert quick.what_ifs == quick.runners_up == ()
+    assert quick.best_step_seconds is None
+    assert quick.price is not None
+    assert quick.price.same_shape
+    assert any("--no-what-if" in line for line in quick.left_out)
+
+
+def test_what_there_was_no_time_for_is_said(profile: Profile, plan: Plan) -> None:
+    hurried = api_explain.explain(plan, profile, seconds=0.0)
+    assert hurried.price is None
+    assert all("not tried" in one.why and one.step_seconds is None for one in hurried.what_ifs)
+    assert sum("not tried" in line for line in hurried.left_out) == 2
+    assert hurried.time is not None
+    assert hurried.time.seconds_of(TimeClass.COMPUTE) > 0
+
+
+def test_runner_ups_choose_otherwise(plan: Plan, told: Explanation) -> None:
+    assert told.runners_up
+    for other in told.runners_up:
+        assert other.chosen != other.instead
+        assert other.added_step_seconds == pytest.approx(other.step_seconds - seconds(plan))
+        assert not other.fits or other.added_step_seconds >= -1e-12
+
+
+def test_inference_has_no_moment_and_says_so(profile: Profile) -> None:
+    plan = api.plan(profile, mem=BUDGET, batch=4, mode="inference")
+    told = api_explain.explain(plan, profile, what_if=False)
+    assert told.time is not None
+    assert all(not one.moment for one in told.memory)
+    assert any("Inference" in line for line in told.left_out)
+
+
+def test_delayed_gradients_are_not_taken_apart_and_that_is_said(profile: Profile) -> None:
+    plan = api.plan(profile, mem=2**30, batch=4, allow_delay=True, fix={"schedule": "cyclic"})
+    told = api_explain.explain(plan, profile, what_if=False)
+    assert told.time is None
+    assert told.runs == ()
+    assert any("go round" in line for line in told.left_out)
+    assert told.step_seconds == pytest.approx(seconds(plan))
+
+
+def test_a_plan_finds_the_profile_it_was_made_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from galvatron_lite.api_sources import profile_of
+
+    monkeypatch.chdir(tmp_path)
+    known = api.find_profile(model="bert-large", cluster="rtx-titan", gpus=2)
+    plan = api.plan(known, batch=4, runners_up=0)
+    write_plan(plan, tmp_path / "plan.yaml")
+    assert profile_of(plan) == known
+    assert plan.provenance is not None
+    other = replace(plan, provenance=replace(plan.provenance, profile_hash="0" * 16))
+    with pytest.raises(InputError, match="which is not here as it was then"):
+        profile_of(other)
+    with pytest.raises(InputError, match="names no profile"):
+        profile_of(replace(plan, provenance=None))

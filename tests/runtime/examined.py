@@ -1,0 +1,42 @@
+"""What is found out of a model without storages: once for all plans that a job tries on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from galvatron_lite.parallelism.tensor.regions import TensorPlan
+from galvatron_lite.runtime import setup
+from galvatron_lite.runtime.placement import Placed
+
+
+@contextmanager
+def examined_once() -> Iterator[None]:
+    """All models that are split meanwhile are alike, however they are split."""
+    sample_arguments, known_flow, tensor_plans = setup.sample_arguments, setup.known_flow, setup.tensor_plans
+    flows: list[Any] = []
+    sampled: dict[str, dict[str, int]] = {}
+    split: dict[frozenset[str], dict[str, TensorPlan]] = {}
+
+    def arguments(model: Any, names: Sequence[str], batch: Any) -> dict[str, dict[str, int]]:
+        unknown = [name for name in names if name not in sampled]
+        sampled.update(sample_arguments(model, unknown, batch) if unknown else {})
+        return {name: sampled[name] for name in names if name in sampled}
+
+    def flow(*known: Any) -> Any:
+        flows.extend([] if flows else [known_flow(*known)])
+        return flows[0]
+
+    def plans(model: Any, placed: Iterable[Placed], batch: Any) -> dict[str, TensorPlan]:
+        several = list(placed)
+        key = frozenset(one.layer.name for one in several if one.strategy.tensor > 1)
+        if key not in split:
+            split[key] = tensor_plans(model, several, batch)
+        return split[key]
+
+    with ExitStack() as stack:
+        for name, known in (("sample_arguments", arguments), ("known_flow", flow), ("tensor_plans", plans)):
+            stack.enter_context(patch.object(setup, name, known))
+        yield

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch.nn import functional
+
+from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.trace import trace
+from galvatron_lite.model.zoo.gpt import GPT, GPTConfig, random_tokens
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.verify.dry import dry_run, subject_of
+from galvatron_lite.verify.dry_mode import DryMode, DryRunError
+from galvatron_lite.verify.memory import Ledger
+from galvatron_lite.verify.schema import During, Kind, RoleRun
+from galvatron_lite.verify.world import Place
+from tests.equivalence.plans import uniform_plan, write_plan
+
+CONFIG = GPTConfig(vocab=64, layers=2, hidden=32, heads=4, sequence=16)
+LAYER = 12 * 32 * 32 + 13 * 32
+"""Parameters of a block: weights and biases of attention and MLP, and two norms."""
+
+
+@cache
+def model() -> GPT:
+    with torch.device("meta"):
+        return GPT(CONFIG)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    return random_tokens(8, 16, 64)
+
+
+def run(strategy: Strategy, microbatches: int = 2) -> RoleRun:
+    graph = trace(model(), batch())
+    plan = uniform_plan(graph, strategy, batch=8, microbatches=microbatches)
+    return dry_run(subject_of(model(), plan, batch()), plan, plan.devices - 1)[0]
+
+
+def pipelined(stages: int, strategy: Strategy) -> Plan:
+    names = ["before", "blocks.0", "blocks.1", "after"]
+    size = len(names) // stages
+    cut = [names[start : start + size] for start in range(0, len(names), size)]
+    strategies = dict.fromkeys(names, strategy)
+    return write_plan(cut, strategies, devices=stages * strategy.devices, batch=8, microbatches=4)
+
+
+def parameters() -> int:
+    return 4 * sum(one.numel() for one in model().parameters())
+
+
+def test_one_process_holds_what_adamw_needs_and_sends_nothing() -> None:
+    found = run(Strategy())
+    assert found.messages == ()
+    # AdamW counts steps in one float for each parameter
+    assert found.peak.parameters == parameters()
+    assert 0 <= found.peak.optimizer - 2 * parameters() <= 4 * len(list(model().parameters()))
+    assert found.kept["blocks.0"] == found.kept["blocks.1"] > 0
+    assert max(one.memory.total for one in found.samples) == found.peak.total
+
+
+def test_zero_shares_states_and_gathers_layers() -> None:
+    whole, shared = run(Strategy()), run(Strategy(zero=4, zero_stage=3))
+    assert 0.24 < shared.peak.optimizer / whole.peak.optimizer < 0.26
+    kinds = {one.kind for one in shared.messages if one.phase is not During.SETUP}
+    assert {Kind.ALL_GATHER, Kind.REDUCE_SCATTER} <= kinds
+    (block,) = [one for one in shared.splits if one.layer == "blocks.0"]
+    weight = next(one for one in block.parameters if len(one.whole) == 2)
+    assert weight.sharded
+    assert weight.held == (weight.whole[0] // 4, weight.whole[1])
+
+
+def test_tensor_ranks_sum_twice_a_pass() -> None:
+    found = run(Strategy(tensor=2), microbatches=1)
+    sums = [one for one in found.messages if one.layer == "blocks.0" and one.kind is Kind.ALL_REDUCE]
+    assert [one.phase for one in sums] == [During.FORWARD] * 2 + [During.BACKWARD] * 2
+    assert {one.bytes for one in sums} == {8 * 16 * 32 * 4}
+
+
+def test_recomputation_runs_forward_twice_and_keeps_the_input() -> None:
+    plain, again = run(Strategy()), run(Strategy(recompute=Recompute.FULL))
+    assert [one.forwards for one in plain.splits if one.layer == "blocks.1"] == [2]
+    assert [one.forwards for one in again.splits if one.layer == "blocks.1"] == [4]
+    assert again.kept["blocks.0"] == 4 * 16 * 32 * 4 < plain.kept["blocks.0"]
+
+
+def test_stages_are_told_shapes_by_the_stage_before() -> None:
+    plan = pipelined(2, Strategy(data=2))
+    subject = subject_of(model(), plan, batch())
+    first, said = dry_run(subject, plan, 1)
+    last, _ = dry_run(subject, plan, 3, lambda _, purpose, place, number: said[purpose, place][number])
+    sent = [one for one in first.messages if one.kind is Kind.SEND and one.dtype == "float32"]
+    got = [one for one in last.messages if one.kind is Kind.RECEIVE and one.dtype == "float32"]
+    assert [one.shape for one in sent] == [one.shape for one in got] == [(1, 16, 32)] * 4
+    assert {one.peer for one in sent} == {3}
+    assert [one.microbatch for one in sent] == [0, 1, 2, 3]
+
+
+def test_products_of_groups_have_the_shapes_of_real_ones() -> None:
+    ends = torch.tensor([16, 48], dtype=torch.int32)
+    rows, columns, each, two = (48, 16), (16, 48), (2, 16, 32), (2, 32, 16)
+    for first, second, offsets in ((rows, each, ends), (columns, rows, ends), (two, each, None)):
+        real = functional.grouped_mm(
+            torch.zeros(first, dtype=torch.bfloat16), torch.zeros(second, dtype=torch.bfloat16), offs=offsets
+        )
+        with DryMode(Ledger(Place())):
+            made = functional.grouped_mm(torch.zeros(first), torch.zeros(second), offs=offsets)
+        assert (made.shape, made.dtype) == (real.shape, torch.float32)
+
+
+def test_what_needs_data_is_named_with_its_place() -> None:
+    class Picky(GPT):
+        def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+            loss = super().forward(tokens, labels)
+            return loss if loss.device.type == "meta" else loss * loss.reshape(1).nonzero().shape[0]
+
+    with torch.device("meta"):
+        picky = Picky(CONFIG)
+    plan = uniform_plan(trace(model(), batch()), Strategy(), batch=8)
+    with pytest.raises(DryRunError, match="stops in forward"):
+        dry_run(subject_of(picky, plan, batch()), plan, 0)

@@ -1,0 +1,196 @@
+"""Replaying messages: random worlds go well, and every fault is judged as by a plain simulator."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from galvatron_lite.verify.match import FIT, PROGRESS, match
+from galvatron_lite.verify.schema import NOBODY, Check, Kind, Message, RoleRun, Verdict
+from tests.verify.worlds import World, goes_well, message, plan_of, run_of
+
+Own = list[Message]
+
+
+def drop(own: Own, at: int, _: random.Random, __: int) -> Own:
+    return own[:at] + own[at + 1 :]
+
+
+def swap(own: Own, at: int, _: random.Random, __: int) -> Own:
+    other = (at + 1) % len(own)
+    own[at], own[other] = own[other], own[at]
+    return own
+
+
+def other_shape(own: Own, at: int, _: random.Random, __: int) -> Own:
+    own[at] = replace(own[at], shape=(own[at].shape[0] + 1,), sent=tuple(one + 1 for one in own[at].sent))
+    return own
+
+
+def other_dtype(own: Own, at: int, _: random.Random, __: int) -> Own:
+    own[at] = replace(own[at], dtype="bfloat16")
+    return own
+
+
+def other_kind(own: Own, at: int, draw: random.Random, __: int) -> Own:
+    own[at] = replace(own[at], kind=draw.choice((Kind.ALL_REDUCE, Kind.ALL_GATHER)), peer=NOBODY)
+    return own
+
+
+def other_group(own: Own, at: int, draw: random.Random, size: int) -> Own:
+    group = draw.choice([own[at].ranks, (0, 1), tuple(range(size))])
+    common = set.intersection(*(set(one.ranks) for one in own))
+    if own[at].peer in (*group, NOBODY) and not own[at].sent and common <= set(group):
+        own[at] = replace(own[at], ranks=group)
+    return own
+
+
+def other_peer(own: Own, at: int, draw: random.Random, __: int) -> Own:
+    common = set.intersection(*(set(one.ranks) for one in own))
+    others = [rank for rank in own[at].ranks if rank not in common]
+    if own[at].peer != NOBODY and others:
+        own[at] = replace(own[at], peer=draw.choice(others))
+    return own
+
+
+FAULTS: list[Callable[[Own, int, random.Random, int], Own]] = [
+    drop, swap, other_shape, other_dtype, other_kind, other_group, other_peer,
+]  # fmt: skip
+
+
+def passed(checks: list[Check]) -> bool:
+    return all(check.verdict is Verdict.PASSED for check in checks)
+
+
+def made(seed: int) -> World:
+    draw = random.Random(seed)
+    world = World(draw.randint(2, 5), draw)
+    world.add(draw.randint(1, 9))
+    return world
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10**6), in_order=st.booleans())
+def test_correct_worlds_pass(seed: int, in_order: bool) -> None:
+    world = made(seed)
+    assert goes_well(world.runs, in_order=in_order)
+    checks = match(world.runs, plan_of(world.size), in_order=in_order)
+    assert passed(checks), checks
+
+
+@settings(max_examples=120, deadline=None)
+@given(seed=st.integers(0, 10**6), fault=st.sampled_from(FAULTS), in_order=st.booleans())
+def test_faults_are_judged_as_by_a_plain_simulator(
+    seed: int, fault: Callable[[Own, int, random.Random, int], Own], in_order: bool
+) -> None:
+    world = made(seed)
+    rank = world.draw.choice([rank for rank, own in enumerate(world.lists) if own])
+    at = world.draw.randrange(len(world.lists[rank]))
+    world.lists[rank] = fault(list(world.lists[rank]), at, world.draw, world.size)
+    well = goes_well(world.runs, in_order=in_order)
+    checks = match(world.runs, plan_of(world.size), in_order=in_order)
+    assert passed(checks) == well, checks
+    if fault in (drop, other_dtype):
+        assert not well
+
+
+def verdict(runs: list[RoleRun], devices: int, name: str) -> Check:
+    return next(check for check in match(runs, plan_of(devices)) if check.name == name)
+
+
+def test_a_circle_is_printed() -> None:
+    """Three ranks that each receive before they send."""
+    ranks = (0, 1, 2)
+    runs = [
+        run_of(rank, [message(Kind.RECEIVE, ranks, (rank - 1) % 3, waited=1),
+                      message(Kind.SEND, ranks, (rank + 1) % 3, waited=2)], 3)
+        for rank in ranks
+    ]  # fmt: skip
+    check = verdict(runs, 3, PROGRESS)
+    assert check.verdict is Verdict.FAILED
+    assert check.said == "Ranks wait for one another for ever: 0 → 2 → 1 → 0."
+    assert check.details[0] == (
+        "rank 0 (stage 0, forward): receive of (4,) float32 from rank 2 (made up), waits for rank 2"
+    )
+
+
+def test_a_missing_collective_is_named() -> None:
+    """The rank that left one out, its layer, and what the others give there."""
+    layers = [replace(message(Kind.ALL_REDUCE, (0, 1, 2)), layer=f"h.{n}", waited=n + 1) for n in range(5)]
+    short = [replace(one, waited=n + 1) for n, one in enumerate(layers[:1] + layers[2:])]
+    runs = [run_of(0, layers, 3), run_of(1, short, 3), run_of(2, layers, 3)]
+    check = verdict(runs, 3, FIT)
+    assert check.verdict is Verdict.FAILED
+    assert "rank 1" in check.said
+    assert "h.1" in check.details[0]
+    assert check.details[-1] == "rank 1 has left one out: what it gives here is what others give next."
+
+
+def test_a_rank_that_ends_early_and_what_is_never_received() -> None:
+    both = [message(Kind.ALL_REDUCE, (0, 1), waited=1), message(Kind.ALL_REDUCE, (0, 1), waited=2)]
+    check = verdict([run_of(0, both, 2), run_of(1, both[:1], 2)], 2, PROGRESS)
+    assert check.said == "Rank 0 waits for ever: rank 1 ends without it."
+    sends = [both[0], message(Kind.SEND, (0, 1), 1)]
+    check = verdict([run_of(0, sends, 2), run_of(1, both[:1], 2)], 2, PROGRESS)
+    assert check.said == "Rank 0 has a send left at the end of the step: rank 1 never receives it."
+
+
+def test_a_group_of_other_ranks_is_named() -> None:
+    runs = [run_of(rank, [message(Kind.ALL_REDUCE, ranks, waited=1)], 4)
+            for rank, ranks in enumerate([(0, 1), (1, 3), (2, 3), (2, 3)])]  # fmt: skip
+    check = verdict(runs, 4, FIT)
+    assert check.said == "Rank 0 uses the group of ranks 0, 1 (made up), which rank 1 does not use."
+    assert check.details[1] == "rank 1's groups for made up: ranks 1, 3"
+
+
+def grid(data: int, tensor: int, stages: int, layers: int) -> list[RoleRun]:
+    """One role a stage, on a grid of ranks: sums over tensor ranks in each layer, then over data ranks; the tensor
+    ranks pass something round, and the stages hand on to the next."""
+    width = data * tensor
+    runs = []
+    for stage in range(stages):
+        first = stage * width
+        near = tuple(range(first, first + tensor))
+        far = tuple(range(first, first + width, tensor))
+        chain = tuple(range(0, stages * width, width))
+        own: list[Message] = []
+
+        def add(one: Message, wait: int = 1, own: list[Message] = own) -> None:
+            own.append(replace(one, waited=len(own) + wait))
+
+        if stage:
+            add(replace(message(Kind.RECEIVE, chain, chain[stage - 1]), purpose="pipeline"))
+        for _ in range(layers):
+            add(replace(message(Kind.ALL_REDUCE, near), purpose="activations"))
+            add(message(Kind.SEND, near, near[1]), 2)
+            add(message(Kind.RECEIVE, near, near[-1]))
+        if stage < stages - 1:
+            add(replace(message(Kind.SEND, chain, chain[stage + 1]), purpose="pipeline"))
+        add(replace(message(Kind.ALL_REDUCE, far), purpose="gradients"))
+        runs.append(run_of(first, own, width, range(first, first + width)))
+    return runs
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_roles_stand_for_all_their_ranks(whole: bool) -> None:
+    """512 ranks in 4 stages from 4 runs pass; a stage that leaves one sum out does not, told with its partners."""
+    runs = grid(data=16, tensor=8, stages=4, layers=12)
+    assert passed(match(runs, plan_of(512, 4), in_order=whole))
+    bad = replace(runs[3], ranks=runs[3].ranks[1:])
+    left = [one for one in runs[3].messages if one.number != 1]
+    early = [replace(one, waited=one.waited - 1) for one in left]
+    odd = run_of(384, early, 128)
+    checks = match([*runs[:3], replace(bad, rank=384), odd], plan_of(512, 4), in_order=whole)
+    assert [check.verdict for check in checks] == [Verdict.PASSED, Verdict.FAILED]
+    assert "384" in checks[1].said
+
+
+def test_ranks_that_nobody_ran_are_told() -> None:
+    checks = match(grid(2, 2, 2, 1)[:1], plan_of(8, 2))
+    assert {check.verdict for check in checks} == {Verdict.SKIPPED}
+    assert "ranks 4, 5, 6, 7" in checks[0].said

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from galvatron_lite.model.zoo.gpt import GPT, GPTConfig, random_tokens
+from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.plans.schema import Schedule
+from galvatron_lite.verify.dry import dry_run, subject_of
+from galvatron_lite.verify.dry_repeat import UnlikeError, lengthened, shortened
+from galvatron_lite.verify.roles import roles_of, run_roles
+from galvatron_lite.verify.schema import NOBODY, During, Kind, Message
+from galvatron_lite.verify.world import Said
+from tests.equivalence.plans import write_plan
+
+NAMES = ["before", "blocks.0", "blocks.1", "after"]
+
+
+@cache
+def model() -> GPT:
+    with torch.device("meta"):
+        return GPT(GPTConfig(vocab=64, layers=2, hidden=32, heads=4, sequence=16))
+
+
+def test_ranks_that_do_the_same_share_a_role() -> None:
+    strategies = dict.fromkeys(NAMES, Strategy(data=2, tensor=4))
+    plan = write_plan([NAMES[:2], NAMES[2:]], strategies, devices=16, batch=8, microbatches=2)
+    assert [(one.stage, one.ranks) for one in roles_of(plan)] == [(0, tuple(range(8))), (1, tuple(range(8, 16)))]
+    assert [len(one.ranks) for one in roles_of(plan, even=False)] == [2] * 8
+
+
+def test_ranks_whose_place_counts_have_roles_of_their_own() -> None:
+    strategies = dict.fromkeys(NAMES, Strategy(data=2)) | {"blocks.1": Strategy(tensor=2)}
+    plan = write_plan([NAMES], strategies, devices=2, batch=8)
+    assert [one.ranks for one in roles_of(plan)] == [(0,), (1,)]
+
+
+def test_stages_that_go_round_hear_one_another() -> None:
+    strategies = dict.fromkeys(NAMES, Strategy())
+    cut = [[name] for name in NAMES]
+    plan = write_plan(
+        cut, strategies, devices=2, batch=8, microbatches=2, schedule=Schedule.INTERLEAVED, virtual=2
+    )  # fmt: skip
+    told: list[int] = []
+    runs = run_roles(
+        subject_of(model(), plan, random_tokens(8, 16, 64)), plan, each=lambda run, _: told.append(run.rank)
+    )
+    assert [run.rank for run in runs] == [0, 1]
+    assert sorted(told) == [0, 1]
+    for source, target in ((0, 1), (1, 0)):
+        sent = [one.shape for one in runs[source].messages if one.kind is Kind.SEND and one.peer == target]
+        got = [one.shape for one in runs[target].messages if one.kind is Kind.RECEIVE and one.peer == source]
+        assert sent == got
+        assert sent
+
+
+@pytest.mark.parametrize(
+    ("stages", "strategy"),
+    [(1, Strategy(data=2)), (2, Strategy(zero=2, zero_stage=3))],
+    ids=str,
+)
+def test_micro_batches_that_repeat_are_not_run_and_nothing_is_missed(stages: int, strategy: Strategy) -> None:
+    size = len(NAMES) // stages
+    cut = [NAMES[start : start + size] for start in range(0, len(NAMES), size)]
+    strategies = dict.fromkeys(NAMES, strategy)
+    plan = write_plan(cut, strategies, devices=2 * stages, batch=20, microbatches=10)
+    subject = subject_of(model(), plan, random_tokens(20, 16, 64))
+    said: dict[int, Said] = {}
+    for run in run_roles(subject, plan):
+        whole, said[run.rank] = dry_run(subject, plan, run.rank, lambda *at: said[at[0]][at[1], at[2]][at[3]])
+        assert any(f"{2 * stages + 3} of 10 micro-batches" in note for note in run.notes)
+        assert run.messages == whole.messages
+        assert (run.peak, run.kept, run.splits) == (whole.peak, whole.kept, whole.splits)
+
+
+def test_what_holds_more_with_more_micro_batches_is_run_whole() -> None:
+    strategies = dict.fromkeys(NAMES, Strategy())
+    plan = write_plan([NAMES[:2], NAMES[2:]], strategies, devices=2, batch=20, microbatches=10)
+    assert shortened(plan).microbatches == 7
+    assert shortened(replace(plan, schedule=Schedule.GPIPE)).microbatches == 10
+    starts = [10 * number for number in range(7)]
+    alike = [Message(n, Kind.BARRIER, (0,), "", NOBODY, 0, (), "", 0, During.FORWARD, n // 10) for n in range(70)]
+    assert len(lengthened(alike, starts, plan)) == 100
+    alike[starts[3]] = replace(alike[starts[3]], shape=(3,))
+    with pytest.raises(UnlikeError, match="unlike"):
+        lengthened(alike, starts, plan)
