@@ -39,10 +39,23 @@ class Budget:
         alike = len({size for _, size in own}) < 2
         return Budget(min(self.least, limit), () if alike else own)
 
+    def scaled(self, factor: float) -> Budget:
+        """So many times as much on every device, in whole bytes, rounded down."""
+        return Budget(int(self.least * factor), tuple((name, int(size * factor)) for name, size in self.own))
+
+    def plus(self, size: int) -> Budget:
+        """So many bytes more on every device; negative: less."""
+        return Budget(self.least + size, tuple((name, own + size) for name, own in self.own))
+
+
+def as_budget(given: int | Budget) -> Budget:
+    """A budget that may be given as bytes, the same on every device."""
+    return Budget(given) if isinstance(given, int) else given
+
 
 def bytes_on(budget: int | Budget, device: str) -> int:
     """Bytes that a plan may take on a device by name, of a budget that may be one for all."""
-    return budget if isinstance(budget, int) else budget.of(device)
+    return as_budget(budget).of(device)
 
 
 def budget_on(cluster: Cluster, given: str | int, field: str = "--mem") -> Budget:

@@ -100,13 +100,3 @@ def peak_of(plan: Plan) -> int:
 def gap_of(plan: Plan) -> float:
     """How far from the fastest the plan may be, as a share; 0 where it is proven."""
     return 0.0 if plan.provenance is None else plan.provenance.gap
-
-
-def with_more(budget: Budget, size: int) -> Budget:
-    """A budget with so many bytes more on every device; negative: less."""
-    return Budget(budget.least + size, tuple((name, own + size) for name, own in budget.own))
-
-
-def scaled(budget: Budget, factor: float) -> Budget:
-    """A budget with a share more or less on every device."""
-    return Budget(int(budget.least * factor), tuple((name, int(own * factor)) for name, own in budget.own))

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from galvatron_lite.cluster.budget import Budget
 from galvatron_lite.errors import InfeasibleError
-from galvatron_lite.explainer.asking import Clock, OutOfTimeError, gap_of, peak_of, plan_anew, seconds_of, with_more
+from galvatron_lite.explainer.asking import Clock, OutOfTimeError, gap_of, peak_of, plan_anew, seconds_of
 from galvatron_lite.explainer.schema import MemoryPrice, MemoryStep
 from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.plans.schema import Plan
@@ -76,7 +76,7 @@ def price_of_memory(
     clock.begin("the fastest plan within the budget")
     now = plan_anew(setting, clock, plan.devices, plan.global_batch, budget)
     clock.begin(f"{format_budget(size)} more on every device")
-    then = plan_anew(setting, clock, plan.devices, plan.global_batch, with_more(budget, size))
+    then = plan_anew(setting, clock, plan.devices, plan.global_batch, budget.plus(size))
     quicker = then if seconds_of(then) < seconds_of(now) else now
     saved = seconds_of(now) - seconds_of(quicker)
     return MemoryPrice(
@@ -98,7 +98,7 @@ def with_less(price: MemoryPrice, setting: Setting, clock: Clock, plan: Plan, bu
     size = price.added_bytes
     try:
         clock.begin(f"{format_budget(size)} less on every device")
-        lean = plan_anew(setting, clock, plan.devices, plan.global_batch, with_more(budget, -size))
+        lean = plan_anew(setting, clock, plan.devices, plan.global_batch, budget.plus(-size))
     except OutOfTimeError:
         return price
     except InfeasibleError:

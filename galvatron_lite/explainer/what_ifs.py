@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from galvatron_lite.cluster.budget import Budget
 from galvatron_lite.errors import InfeasibleError, InputError
-from galvatron_lite.explainer.asking import QUICK, Clock, OutOfTimeError, gap_of, plan_anew, scaled
+from galvatron_lite.explainer.asking import QUICK, Clock, OutOfTimeError, gap_of, plan_anew
 from galvatron_lite.explainer.changed import with_faster_links, with_one_more
 from galvatron_lite.explainer.schema import WhatIf
 from galvatron_lite.plans.schema import Plan
@@ -43,8 +43,8 @@ class Change:
 def changes(setting: Setting, plan: Plan, budget: Budget) -> Iterator[Change]:
     """What is tried, the most asked-for first."""
     batch, cluster = plan.global_batch, setting.profile.cluster
-    yield Change("memory_less", "10 % less memory on every device", batch, scaled(budget, 1 - SHARE))
-    yield Change("memory_more", "10 % more memory on every device", batch, scaled(budget, 1 + SHARE))
+    yield Change("memory_less", "10 % less memory on every device", batch, budget.scaled(1 - SHARE))
+    yield Change("memory_more", "10 % more memory on every device", batch, budget.scaled(1 + SHARE))
     for place, level in reversed(list(enumerate(cluster.levels))):
         if level.size > 1:
             text = f"links of each {level.name} twice as fast"

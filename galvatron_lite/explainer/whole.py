@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from galvatron_lite.cluster.budget import Budget
+from galvatron_lite.cluster.budget import Budget, as_budget
 from galvatron_lite.cost.timeline import untimed
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.explainer.asking import Clock, OutOfTimeError, Progress
@@ -64,16 +64,11 @@ def explain_plan(
     Raises:
         InputError: the plan does not fit the profile's model.
     """
-    budget = _budget(setting, plan)
+    budget = as_budget(setting.budget_at(plan.devices))
     clock = Clock(seconds, progress, MOST_ASKED)
     priced = taken_apart(setting.session(plan.devices).pricer, plan) if explained_in_parts(plan) else None
     anew = _anew(setting, plan, budget, clock, what_if=what_if)
     return _put_together(setting, plan, budget, priced, anew)
-
-
-def _budget(setting: Setting, plan: Plan) -> Budget:
-    given = setting.budget_at(plan.devices)
-    return Budget(given) if isinstance(given, int) else given
 
 
 def _put_together(setting: Setting, plan: Plan, budget: Budget, priced: Priced | None, anew: _Anew) -> Explanation:

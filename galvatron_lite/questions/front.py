@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from galvatron_lite.cluster.budget import Budget
+from galvatron_lite.cluster.budget import as_budget
 from galvatron_lite.errors import InputError
 from galvatron_lite.questions.setting import Point, Progress, Setting, batch_for, gathered, look, require_plan
 from galvatron_lite.units import format_bytes
@@ -61,7 +61,7 @@ def pareto_front(
         InputError: a step below 1.
         InfeasibleError: nothing fits the largest budget.
     """
-    gap = max(_whole(setting).most // STEPS, 1) if step is None else step
+    gap = max(as_budget(setting.budget_at(setting.profile.cluster.devices)).most // STEPS, 1) if step is None else step
     if gap < 1:
         raise InputError("step", gap, "Give 1 byte or more.")
     seen = gathered(_looked_at(setting, batch, gap, progress, searching))
@@ -87,7 +87,7 @@ def _looked_at(
     setting: Setting, batch: int | None, step: int, progress: Progress | None, searching: Progress | None
 ) -> Iterator[Point]:
     devices = setting.profile.cluster.devices
-    samples, whole = batch_for(devices, batch), _whole(setting)
+    samples, whole = batch_for(devices, batch), as_budget(setting.budget_at(devices))
     budget = whole.most
     while budget >= 1:
         if progress is not None:
@@ -98,8 +98,3 @@ def _looked_at(
             # The leanest plan lies less than a step below the last one: a search there takes long and tells little.
             return
         budget = point.peak - step
-
-
-def _whole(setting: Setting) -> Budget:
-    given = setting.budget_at(setting.profile.cluster.devices)
-    return Budget(given) if isinstance(given, int) else given

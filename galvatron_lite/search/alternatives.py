@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from galvatron_lite.cluster.budget import Budget, bytes_on
+from galvatron_lite.cluster.budget import as_budget, bytes_on
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.errors import InfeasibleError, InputError
@@ -93,25 +93,19 @@ def _instead(request: Request, pricer: LayerPricer, over: Finalist) -> Iterator[
     schedules, of which the search knows every byte, and one of its own that was made for less room.
     """
     others = tuple(schedule for schedule in request.schedules if schedule not in ZERO_BUBBLE)
-    known = search(replace(request, schedules=others), pricer) if others else None
+    known = _searched(replace(request, schedules=others), pricer) if others else None
     if known is not None:
         yield _finalist(request, pricer, _name(known.problem.shape), known)
     share = 1.0
     for _ in range(_TRIES):
         share *= min(bytes_on(request.budget, stage.device) / stage.memory.total for stage in over.plan.stages)
-        found = search(replace(request, budget=_part_of(request.budget, share)), pricer)
+        found = _searched(replace(request, budget=as_budget(request.budget).scaled(share)), pricer)
         if found is None:
             return
         over = _finalist(request, pricer, _name(found.problem.shape), found)
         if over.fits:
             yield over
             return
-
-
-def _part_of(budget: int | Budget, share: float) -> int | Budget:
-    if isinstance(budget, int):
-        return int(budget * share)
-    return Budget(int(budget.least * share), tuple((name, int(size * share)) for name, size in budget.own))
 
 
 def _add(options: list[Finalist], more: Finalist | None) -> None:
@@ -209,13 +203,18 @@ def _name(shape: Shape) -> str:
 
 def _best_of(request: Request, pricer: LayerPricer, name: str) -> Finalist | None:
     for budget in (request.budget, UNBOUNDED):
-        try:
-            found = search(replace(request, budget=budget), pricer, exact=False)
-        except InputError:
-            return None
+        found = _searched(replace(request, budget=budget), pricer, exact=False)
         if found is not None:
             return _finalist(request, pricer, name, found)
     return None
+
+
+def _searched(request: Request, pricer: LayerPricer, *, exact: bool = True) -> Found | None:
+    """What a search ends with; None where nothing fits, or the pins leave no plan of this shape."""
+    try:
+        return search(request, pricer, exact=exact)
+    except InputError:
+        return None
 
 
 def _finalist(request: Request, pricer: LayerPricer, name: str, found: Found) -> Finalist:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 
-from galvatron_lite.cluster.budget import Budget, bytes_on
+from galvatron_lite.cluster.budget import Budget, as_budget, bytes_on
 from galvatron_lite.model.graph import Layer, ModelGraph
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.describe import device_range
@@ -79,7 +79,7 @@ def provenance(profile: Profile, budget: int | Budget, gap: float) -> Provenance
         cluster=profile.cluster.name,
         fingerprint=dict(profile.cluster.fingerprint),
         budget=bytes_on(budget, ""),
-        budgets={} if isinstance(budget, int) else dict(budget.own),
+        budgets=dict(as_budget(budget).own),
         proof=Proof.FEASIBLE if gap > 0.0 else Proof.PROVEN,
         gap=gap,
         parameters=profile.graph.parameters,

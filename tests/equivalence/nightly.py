@@ -121,7 +121,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser, every = argparse.ArgumentParser(description=__doc__), (*FAMILIES, *PICTURES, "t5")
     several = ", ".join(f"{count} on {world}" for world, count in SHARE.items())
     parser.add_argument("--plans", type=int, help=f"for every family and world size (default {several})")
-    parser.add_argument("--families", nargs="+", choices=(*every, *APART), default=every)
+    parser.add_argument("--families", nargs="+", choices=(*FAMILIES, *PICTURES, *APART), default=every)
     parser.add_argument("--worlds", nargs="+", type=int, choices=tuple(SHARE), default=tuple(SHARE))
     parser.add_argument("--first-seed", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=60.0, help="after which a plan is taken to hang (default 60)")

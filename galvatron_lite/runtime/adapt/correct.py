@@ -14,7 +14,7 @@ from itertools import groupby
 from math import prod
 from statistics import median
 
-from galvatron_lite.cluster.budget import Budget
+from galvatron_lite.cluster.budget import Budget, as_budget
 from galvatron_lite.cluster.cluster import Cluster, DeviceGroup, RankGroup
 from galvatron_lite.cluster.collectives import hops_of
 from galvatron_lite.cost.communication import Links
@@ -115,11 +115,9 @@ def corrected(profile: Profile, corrections: Corrections) -> Profile:
     return _with_links(slower, corrections.links) if corrections.links else slower
 
 
-def corrected_budget(budget: int | Budget, factor: float) -> int | Budget:
+def corrected_budget(budget: int | Budget, factor: float) -> Budget:
     """What plans may take by prediction, where devices take ``factor`` times what is predicted."""
-    if isinstance(budget, int):
-        return int(budget / factor)
-    return Budget(int(budget.least / factor), tuple((name, int(size / factor)) for name, size in budget.own))
+    return as_budget(budget).scaled(1.0 / factor)
 
 
 def _with_links(profile: Profile, links: Sequence[LinkFactor]) -> Profile:

@@ -18,7 +18,7 @@ from itertools import count, groupby, product
 
 import numpy as np
 
-from galvatron_lite.cluster.budget import Budget, bytes_on
+from galvatron_lite.cluster.budget import Budget, as_budget, bytes_on
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.layout import layout
 from galvatron_lite.cost.sharing import tied_groups
@@ -72,7 +72,7 @@ def plan_from(request: Request, lean: Lean) -> Plan:
 
 
 def _told(budget: int | Budget) -> str:
-    own = () if isinstance(budget, int) else budget.own
+    own = as_budget(budget).own
     shares = " and ".join(f"{format_budget(size)} ({name})" for name, size in own)
     return shares or format_budget(bytes_on(budget, ""))
 
@@ -80,7 +80,7 @@ def _told(budget: int | Budget) -> str:
 def _needed(request: Request, lean: Lean, slack: float) -> str:
     """The smallest budget, or that of each type of device where they have budgets of their own."""
     share = f", to {slack:.0%}" if slack else ""
-    own = () if isinstance(request.budget, int) else request.budget.own
+    own = as_budget(request.budget).own
     if not own:
         needed = max(lean.peaks)
         return f"The smallest budget that fits is {format_budget(needed, up=True)} ({needed} bytes{share})"
