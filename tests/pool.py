@@ -51,10 +51,18 @@ PRELOADED = [
         f"transformers.models.{name}.modeling_{name}"
         for name in ("gpt2", "llama", "qwen2", "bert", "vit", "mixtral", "qwen2_moe", "t5")
     ),
-    "galvatron_lite.runtime.engine",
+    "galvatron_lite.cost.plan",
     "galvatron_lite.model.discover",
     "galvatron_lite.model.trace",
     "galvatron_lite.model.zoo",
+    "galvatron_lite.profiler.measure",
+    "galvatron_lite.runtime.branches.engine",
+    "galvatron_lite.runtime.cyclic.model",
+    "galvatron_lite.runtime.engine",
+    "galvatron_lite.runtime.switch.live",
+    "galvatron_lite.search.planner",
+    "tests.equivalence.plans",
+    "tests.runtime.training",
     "tests.frozen",
 ]
 

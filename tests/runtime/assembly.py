@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,15 @@ def show(held: Sequence[Held]) -> list[list[Shown]]:
         (one.name, one.shape, [(c.whole.ranges, part_of(one.tensor, c.local).clone()) for c in one.chunks])
         for one in held
     ]
-    everyone: list[list[Shown]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
-    return everyone
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [_with_values(Tensor.numpy, one) for one in mine])
+    return [[_with_values(torch.from_numpy, one) for one in rank] for rank in everyone]
+
+
+def _with_values(made: Callable[[Any], Any], shown: Any) -> Any:
+    """Pieces with their values as something else: arrays are sent ten times as fast as tensors."""
+    name, shape, pieces = shown
+    return name, shape, [(ranges, made(values)) for ranges, values in pieces]
 
 
 def assemble(everyone: Iterable[Iterable[Shown]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
