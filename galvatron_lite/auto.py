@@ -181,7 +181,7 @@ def auto_parallelize(
 
 def launched_verifier(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Verifier:
     """What verifies the plan at launch: the checks that need no values."""
-    from galvatron_lite.verify.dry_checks import launch_checks
+    from galvatron_lite.verify.checks import launch_checks
     from galvatron_lite.verify.launched import Verifier
 
     return Verifier(model, batch, loss_fn, launch_checks)

@@ -9,9 +9,9 @@ from pathlib import Path
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.verify.asked import Checks
-from galvatron_lite.verify.dry_checks import check_dry
-from galvatron_lite.verify.numbers import check_numbers
-from galvatron_lite.verify.numbers_world import Nursery
+from galvatron_lite.verify.checks import check_dry
+from galvatron_lite.verify.numbers.check import check_numbers
+from galvatron_lite.verify.numbers.world import Nursery
 from galvatron_lite.verify.schema import Check, RoleRun, Verification
 from galvatron_lite.verify.source import ModelSource
 
@@ -29,7 +29,7 @@ def run_checks(
     identity: str = "",
     profile: Profile | None = None,
 ) -> Verification:
-    """The verdicts on a plan; see ``api_verify.verify_plan`` and ``dry_checks.check_dry``."""
+    """The verdicts on a plan; see ``api_verify.verify_plan`` and ``checks.check_dry``."""
     found: list[Check] = []
     roles: list[RoleRun] = []
     with ExitStack() as stack:

@@ -26,9 +26,9 @@ from galvatron_lite.model.trace import trace
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.verify.dry import subject_of
-from galvatron_lite.verify.dry_checks import held_against, run_all
-from galvatron_lite.verify.dry_mode import DryRunError
+from galvatron_lite.verify.checks import held_against, run_all
+from galvatron_lite.verify.dry.mode import DryRunError
+from galvatron_lite.verify.dry.step import subject_of
 from galvatron_lite.verify.schema import Check, Verdict
 from tests.equivalence.families import FAMILIES, PICTURES, build_family
 from tests.equivalence.features import counts

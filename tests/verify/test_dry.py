@@ -11,11 +11,11 @@ from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo.gpt import GPT, GPTConfig, random_tokens
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.verify.dry import dry_run, subject_of
-from galvatron_lite.verify.dry_mode import DryMode, DryRunError
-from galvatron_lite.verify.memory import Ledger
+from galvatron_lite.verify.dry.ledger import Ledger
+from galvatron_lite.verify.dry.mode import DryMode, DryRunError
+from galvatron_lite.verify.dry.step import dry_run, subject_of
+from galvatron_lite.verify.dry.world import Place
 from galvatron_lite.verify.schema import During, Kind, RoleRun
-from galvatron_lite.verify.world import Place
 from tests.equivalence.plans import uniform_plan, write_plan
 
 CONFIG = GPTConfig(vocab=64, layers=2, hidden=32, heads=4, sequence=16)

@@ -20,15 +20,15 @@ from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.transfer import Sender
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, Proof, Provenance, TimeBreakdown
-from galvatron_lite.verify.dry import Subject, dry_run, subject_of
-from galvatron_lite.verify.faithful import KEPT, SPLITS, STAGES, faithful
-from galvatron_lite.verify.faithful_gradients import GRADIENTS, gradients_summed
-from galvatron_lite.verify.faithful_groups import GROUPS, groups_fit
-from galvatron_lite.verify.faithful_memory import BUDGET, MEMORY, memory_checks
+from galvatron_lite.verify.dry.step import Subject, dry_run, subject_of
+from galvatron_lite.verify.dry.world import _LOG
+from galvatron_lite.verify.faithful.gradients import GRADIENTS, gradients_summed
+from galvatron_lite.verify.faithful.groups import GROUPS, groups_fit
+from galvatron_lite.verify.faithful.layers import KEPT, SPLITS, STAGES, faithful
+from galvatron_lite.verify.faithful.memory import BUDGET, MEMORY, memory_checks
 from galvatron_lite.verify.folding import folded
-from galvatron_lite.verify.match import FIT, PROGRESS, match
+from galvatron_lite.verify.match.meeting import FIT, PROGRESS, match
 from galvatron_lite.verify.schema import Check, RoleRun, Verdict
-from galvatron_lite.verify.world import _LOG
 from tests.equivalence.plans import write_plan
 
 CONFIG = GPTConfig(vocab=64, layers=2, hidden=32, heads=4, sequence=16)

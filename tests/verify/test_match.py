@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galvatron_lite.verify.match import FIT, PROGRESS, match
+from galvatron_lite.verify.match.meeting import FIT, PROGRESS, match
 from galvatron_lite.verify.schema import NOBODY, Check, Kind, Message, RoleRun, Verdict
 from tests.verify.worlds import World, goes_well, message, plan_of, run_of
 

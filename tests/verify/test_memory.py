@@ -22,8 +22,8 @@ from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.memory import track_peak
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.verify.dry import dry_run, subject_of
-from galvatron_lite.verify.roles import run_roles
+from galvatron_lite.verify.dry.roles import run_roles
+from galvatron_lite.verify.dry.step import dry_run, subject_of
 from tests.equivalence.plans import write_plan
 from tests.pool import WorkerPool
 

@@ -8,8 +8,8 @@ import galvatron_lite.runtime.engine
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.plans.strategy_text import parse_strategy
-from galvatron_lite.verify.numbers import check_numbers
-from galvatron_lite.verify.numbers_world import Nursery
+from galvatron_lite.verify.numbers.check import check_numbers
+from galvatron_lite.verify.numbers.world import Nursery
 from galvatron_lite.verify.schema import Check, Verdict
 from galvatron_lite.verify.source import ModelSource, named_source
 from tests.equivalence.plans import write_plan

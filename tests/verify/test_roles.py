@@ -9,11 +9,11 @@ import torch
 from galvatron_lite.model.zoo.gpt import GPT, GPTConfig, random_tokens
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.verify.dry import dry_run, subject_of
-from galvatron_lite.verify.dry_repeat import UnlikeError, lengthened, shortened
-from galvatron_lite.verify.roles import roles_of, run_roles
+from galvatron_lite.verify.dry.repeat import UnlikeError, lengthened, shortened
+from galvatron_lite.verify.dry.roles import roles_of, run_roles
+from galvatron_lite.verify.dry.step import dry_run, subject_of
+from galvatron_lite.verify.dry.world import Said
 from galvatron_lite.verify.schema import NOBODY, During, Kind, Message
-from galvatron_lite.verify.world import Said
 from tests.equivalence.plans import write_plan
 
 NAMES = ["before", "blocks.0", "blocks.1", "after"]

@@ -15,7 +15,7 @@ from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.plans.strategy_text import parse_strategy
 from galvatron_lite.search.strategies import Narrowed, strategies_for
-from galvatron_lite.verify.shrink_plan import (
+from galvatron_lite.verify.numbers.shrink_plan import (
     Spot,
     choose_size,
     features,

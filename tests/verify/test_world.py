@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from galvatron_lite.errors import LaunchError
 from galvatron_lite.parallelism.collectives import all_gather, reduce_scatter
+from galvatron_lite.verify.dry.world import Log, UnheardError, dry_world
 from galvatron_lite.verify.schema import NOBODY, Kind
-from galvatron_lite.verify.world import Log, UnheardError, dry_world
 
 
 def test_a_rank_of_a_large_world_is_alone_and_knows_its_place() -> None:

@@ -21,8 +21,8 @@ from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.placement import place_layers
 from galvatron_lite.units import format_count
-from galvatron_lite.verify.dry_names import named_for
-from galvatron_lite.verify.shrink_model import (
+from galvatron_lite.verify.dry.names import named_for
+from galvatron_lite.verify.numbers.shrink_model import (
     calmed,
     can_drop,
     convolves,
@@ -32,7 +32,7 @@ from galvatron_lite.verify.shrink_model import (
     narrowed,
     with_samples,
 )
-from galvatron_lite.verify.shrink_plan import (
+from galvatron_lite.verify.numbers.shrink_plan import (
     Size,
     Spot,
     choose_size,

@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from galvatron_lite.verify.match_agree import Cast
-from galvatron_lite.verify.match_places import PAIRED, Part, Stream
+from galvatron_lite.verify.match.agree import Cast
+from galvatron_lite.verify.match.places import PAIRED, Part, Stream
 from galvatron_lite.verify.schema import NOBODY, Kind
 
 Event = tuple[Hashable, ...]

@@ -26,12 +26,12 @@ from galvatron_lite.runtime.placement import place_layers
 from galvatron_lite.runtime.tensor_plans import tensor_plans
 from galvatron_lite.runtime.watch.notes import Phase
 from galvatron_lite.runtime.watch.watch import Watch
-from galvatron_lite.verify.dry_kernels import accelerated
-from galvatron_lite.verify.dry_mode import DryMode, DryRunError
-from galvatron_lite.verify.dry_repeat import lengthened, shortened
-from galvatron_lite.verify.memory import Ledger, Use, breakdown
+from galvatron_lite.verify.dry.kernels import accelerated
+from galvatron_lite.verify.dry.ledger import Ledger, Use, breakdown
+from galvatron_lite.verify.dry.mode import DryMode, DryRunError
+from galvatron_lite.verify.dry.repeat import lengthened, shortened
+from galvatron_lite.verify.dry.world import Hear, Log, Place, Said, dry_world
 from galvatron_lite.verify.schema import During, LayerSplit, ParameterSplit, RoleRun
-from galvatron_lite.verify.world import Hear, Log, Place, Said, dry_world
 
 DEVICE = torch.device("cpu")
 _DURING = {

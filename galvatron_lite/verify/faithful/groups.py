@@ -8,9 +8,9 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.ranks import expert_group, expert_spread_of
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.verify.faithful import Planned
-from galvatron_lite.verify.faithful_places import OTHERS, holders_of_experts, line_of, together
-from galvatron_lite.verify.match_words import ranks_said, where
+from galvatron_lite.verify.faithful.layers import Planned
+from galvatron_lite.verify.faithful.places import OTHERS, holders_of_experts, line_of, together
+from galvatron_lite.verify.match.words import ranks_said, where
 from galvatron_lite.verify.schema import Check, Message, RoleRun, Verdict
 
 GROUPS = "groups are the plan's"

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.plans.schema import MemoryBreakdown
+from galvatron_lite.verify.dry.world import Place
 from galvatron_lite.verify.schema import During, Sample
-from galvatron_lite.verify.world import Place
 
 MOST_SAMPLES = 2048
 """Samples that are kept of one run; where there would be more, of two neighbours the greater."""

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.batch import tensors_of
-from galvatron_lite.verify.dry_known import Known
-from galvatron_lite.verify.memory import Ledger, Use
+from galvatron_lite.verify.dry.known import Known
+from galvatron_lite.verify.dry.ledger import Ledger, Use
 
 OWN = "galvatron"
 """Namespace of this project's operators that send messages: what they do inside is seen."""

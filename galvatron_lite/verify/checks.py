@@ -17,17 +17,17 @@ from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import data_hash
 from galvatron_lite.profiler.store_journal import Journal
 from galvatron_lite.report.gathered import profile_of
-from galvatron_lite.verify.dry import Subject, subject_of
-from galvatron_lite.verify.dry_mode import DryRunError
-from galvatron_lite.verify.dry_names import named_for
-from galvatron_lite.verify.faithful import faithful
-from galvatron_lite.verify.faithful_gradients import gradients_summed
-from galvatron_lite.verify.faithful_groups import groups_fit
-from galvatron_lite.verify.match import match
-from galvatron_lite.verify.roles import run_roles
+from galvatron_lite.verify.dry.mode import DryRunError
+from galvatron_lite.verify.dry.names import named_for
+from galvatron_lite.verify.dry.roles import run_roles
+from galvatron_lite.verify.dry.step import Subject, subject_of
+from galvatron_lite.verify.faithful.gradients import gradients_summed
+from galvatron_lite.verify.faithful.groups import groups_fit
+from galvatron_lite.verify.faithful.layers import faithful
+from galvatron_lite.verify.faithful.volume import VOLUME, volume
+from galvatron_lite.verify.match.meeting import match
 from galvatron_lite.verify.schema import Check, RoleRun, Verdict
 from galvatron_lite.verify.source import ModelSource, example_of
-from galvatron_lite.verify.volume import VOLUME, volume
 
 NAME = "dry run"
 SIZE = "the model is the plan's"

@@ -15,9 +15,9 @@ from math import prod
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.verify.faithful import Planned
-from galvatron_lite.verify.faithful_places import OTHERS, holders_of_experts, together
-from galvatron_lite.verify.match_words import ranks_said
+from galvatron_lite.verify.faithful.layers import Planned
+from galvatron_lite.verify.faithful.places import OTHERS, holders_of_experts, together
+from galvatron_lite.verify.match.words import ranks_said
 from galvatron_lite.verify.schema import Check, During, Kind, LayerSplit, Message, ParameterSplit, RoleRun, Verdict
 
 GRADIENTS = "gradients are summed"

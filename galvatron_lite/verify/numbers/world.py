@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from galvatron_lite.verify.numbers_train import Reference, train_alone, train_under_plan
-from galvatron_lite.verify.shrink import Recipe, make_small
+from galvatron_lite.verify.numbers.shrink import Recipe, make_small
+from galvatron_lite.verify.numbers.train import Reference, train_alone, train_under_plan
 from galvatron_lite.verify.source import ModelSource
 
 PATIENCE = 60.0

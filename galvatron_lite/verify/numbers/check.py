@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from galvatron_lite.plans.schema import Mode, Plan, Trainer
-from galvatron_lite.verify.numbers_world import HANGS, Nursery
+from galvatron_lite.verify.numbers.shrink import Recipe, TooLargeError, shrink
+from galvatron_lite.verify.numbers.world import HANGS, Nursery
 from galvatron_lite.verify.schema import Check, Verdict
-from galvatron_lite.verify.shrink import Recipe, TooLargeError, shrink
 from galvatron_lite.verify.source import ModelSource
 
 NAME = "numbers"

@@ -13,7 +13,7 @@ from galvatron_lite.cost.layout import layout, received
 from galvatron_lite.model.graph import Layer, Recompute, Role
 from galvatron_lite.parallelism.base import Collective, Communication, Moment, Strategy
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes
-from galvatron_lite.verify.faithful import Planned
+from galvatron_lite.verify.faithful.layers import Planned
 from galvatron_lite.verify.schema import ParameterSplit, RoleRun
 
 _REPEATED = "Checkpointing stops at the last tensor that backward needs: the last sum of a layer is not repeated."

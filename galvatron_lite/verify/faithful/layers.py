@@ -15,8 +15,8 @@ from galvatron_lite.parallelism.pipeline.schedule import stage_at
 from galvatron_lite.parallelism.ranks import expert_slices
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.units import format_bytes
-from galvatron_lite.verify.faithful_memory import memory_checks
-from galvatron_lite.verify.faithful_places import together
+from galvatron_lite.verify.faithful.memory import memory_checks
+from galvatron_lite.verify.faithful.places import together
 from galvatron_lite.verify.folding import folded
 from galvatron_lite.verify.schema import Check, Kind, LayerSplit, ParameterSplit, RoleRun, Verdict
 

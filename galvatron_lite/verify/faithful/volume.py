@@ -19,13 +19,13 @@ from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.units import ITEM_BYTES, format_bytes
-from galvatron_lite.verify.faithful import Planned
-from galvatron_lite.verify.faithful_gradients import COPIES
-from galvatron_lite.verify.faithful_memory import EXPLAINED
-from galvatron_lite.verify.faithful_places import together
+from galvatron_lite.verify.faithful.gradients import COPIES
+from galvatron_lite.verify.faithful.layers import Planned
+from galvatron_lite.verify.faithful.memory import EXPLAINED
+from galvatron_lite.verify.faithful.places import together
+from galvatron_lite.verify.faithful.volume_known import Allowance, allowances, once, share
 from galvatron_lite.verify.folding import folded
 from galvatron_lite.verify.schema import Check, During, Kind, Message, RoleRun, Verdict
-from galvatron_lite.verify.volume_known import Allowance, allowances, once, share
 
 VOLUME = "communication is as priced"
 CLASSES = (

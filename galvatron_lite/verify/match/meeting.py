@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.verify.match_agree import Agreement, casts_of
-from galvatron_lite.verify.match_order import flows
-from galvatron_lite.verify.match_places import Part, Script, parts_of, script_of
-from galvatron_lite.verify.match_replay import Ended, Replay
-from galvatron_lite.verify.match_words import clash_said, open_said, ranks_said, strangers_said, stuck_said
+from galvatron_lite.verify.match.agree import Agreement, casts_of
+from galvatron_lite.verify.match.order import flows
+from galvatron_lite.verify.match.places import Part, Script, parts_of, script_of
+from galvatron_lite.verify.match.replay import Ended, Replay
+from galvatron_lite.verify.match.words import clash_said, open_said, ranks_said, strangers_said, stuck_said
 from galvatron_lite.verify.schema import Check, RoleRun, Verdict
 
 FIT = "messages fit"

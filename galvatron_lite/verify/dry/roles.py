@@ -10,10 +10,10 @@ from torch import Tensor
 from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.table import pipeline_of
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.verify.dry import DryRunError, Subject, dry_run
-from galvatron_lite.verify.dry_repeat import UnlikeError
+from galvatron_lite.verify.dry.repeat import UnlikeError
+from galvatron_lite.verify.dry.step import DryRunError, Subject, dry_run
+from galvatron_lite.verify.dry.world import Hear, Said, UnheardError
 from galvatron_lite.verify.schema import RoleRun
-from galvatron_lite.verify.world import Hear, Said, UnheardError
 
 Each = Callable[[RoleRun, int], None]
 """Told of every role that was run, and how many there are."""

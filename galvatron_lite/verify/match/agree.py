@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from galvatron_lite.verify.match_places import PAIRED, Part, Script, Stream
-from galvatron_lite.verify.match_rules import Spoken, collective_clash, pair_clash
+from galvatron_lite.verify.match.places import PAIRED, Part, Script, Stream
+from galvatron_lite.verify.match.rules import Spoken, collective_clash, pair_clash
 from galvatron_lite.verify.schema import Kind
 
 Member = tuple[int, int]

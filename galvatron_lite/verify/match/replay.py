@@ -6,9 +6,9 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from galvatron_lite.verify.match_order import lane_of
-from galvatron_lite.verify.match_places import PAIRED, Part, Stream
-from galvatron_lite.verify.match_rules import Clash, Spoken, collective_clash, pair_clash
+from galvatron_lite.verify.match.order import lane_of
+from galvatron_lite.verify.match.places import PAIRED, Part, Stream
+from galvatron_lite.verify.match.rules import Clash, Spoken, collective_clash, pair_clash
 from galvatron_lite.verify.schema import NOBODY, Kind, Message
 
 Way = tuple[int, int, int]

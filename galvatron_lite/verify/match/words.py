@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from galvatron_lite.verify.match_places import PAIRED, Part, Stream
-from galvatron_lite.verify.match_replay import Ended, Given, spoken_of
-from galvatron_lite.verify.match_rules import Spoken
+from galvatron_lite.verify.match.places import PAIRED, Part, Stream
+from galvatron_lite.verify.match.replay import Ended, Given, spoken_of
+from galvatron_lite.verify.match.rules import Spoken
 from galvatron_lite.verify.schema import NOBODY, During, Kind, Message
 
 _MOST = 8

@@ -14,7 +14,7 @@ from galvatron_lite.model.batch import call_model, loss_of, slice_batch
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.pieces import Held, held_gradients, held_parameters, part_of
-from galvatron_lite.verify.shrink import Small
+from galvatron_lite.verify.numbers.shrink import Small
 
 LEARNING_RATE, MOMENTUM = 0.05, 0.9
 RELATIVE = 1e-5
