@@ -14,7 +14,7 @@ from accuracy import Case, show
 from galvatron_lite import auto_parallelize
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.model.graph import Recompute, Role
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import last_profile, read_profile

@@ -22,7 +22,7 @@ from galvatron_lite import auto_parallelize, plan
 from galvatron_lite.api import evaluate
 from galvatron_lite.files import write_text
 from galvatron_lite.model.discover import discover_layers
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.profiler.measure import measure_profile
 from galvatron_lite.profiler.timing import TimingRule

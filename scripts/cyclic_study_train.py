@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Role
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, device_count
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, Cyclic, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.runtime.cyclic.model import CyclicModel
 

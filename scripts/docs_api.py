@@ -59,7 +59,7 @@ SECTIONS = (
     )),
     Section("What is passed on", "Values that can be written to a file, read back and looked at.", (
         "Plan", "Profile", "Cluster", "ModelGraph", "plans.schema.Stage", "plans.schema.LayerRun",
-        "parallelism.base.Strategy", "plans.schema.Prediction", "plans.schema.MemoryBreakdown",
+        "parallelism.strategy.Strategy", "plans.schema.Prediction", "plans.schema.MemoryBreakdown",
         "plans.schema.TimeBreakdown",
     )),
     Section("Errors", "Every error that is raised on purpose is a `GalvatronError`.", (

@@ -18,7 +18,7 @@ from galvatron_lite.cost.step import price_stages
 from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.model.graph import Recompute, Role
 from galvatron_lite.model.shapes import load_model
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import LayerRun, Plan
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile

@@ -22,7 +22,7 @@ from galvatron_lite.calibration.schema import Calibration
 from galvatron_lite.calibration.store import load_calibration
 from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Proof
 from galvatron_lite.profiler.estimate import SAMPLES, estimate_profile
 from galvatron_lite.profiler.schema import Profile

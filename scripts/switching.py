@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from galvatron_lite.model.discover import discover_layers
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.switch.live import Switched

@@ -18,7 +18,7 @@ from galvatron_lite.cluster.probe import probe
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import DeadParameters
 from galvatron_lite.model.trace import trace
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.profiler.estimate import estimate_profile

@@ -17,11 +17,12 @@ from galvatron_lite.cost.layer import LayerCost, LayerPricer
 from galvatron_lite.cost.memory import stage_memory
 from galvatron_lite.cost.stage import Shape, StageCost
 from galvatron_lite.model.graph import Layer
-from galvatron_lite.parallelism.base import Moment, Strategy
+from galvatron_lite.parallelism.base import Moment
 from galvatron_lite.parallelism.branch.cost import Border, Site, border_of, buffer_bytes, messages, moves
 from galvatron_lite.parallelism.branch.find import Branch, Region, find_regions
 from galvatron_lite.parallelism.branch.parts import part_of
 from galvatron_lite.parallelism.pipeline.times import StageTimes
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import MemoryBreakdown
 
 

@@ -18,7 +18,7 @@ from galvatron_lite.cost.cyclic_stages import StageFigures, stage_figures
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.step import straggling, strategies_of
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.base import Collective, Communication, Strategy
+from galvatron_lite.parallelism.base import Collective, Communication
 from galvatron_lite.parallelism.base import Moment as When
 from galvatron_lite.parallelism.cyclic.holdings import Holding, beside, holdings
 from galvatron_lite.parallelism.cyclic.messages import Kind, Message
@@ -26,6 +26,7 @@ from galvatron_lite.parallelism.cyclic.programme import Programme
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.simulation import Loop, Slot, loop_of, round_seconds
 from galvatron_lite.parallelism.pipeline.cost import stride_between
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.schema import Cyclic, MemoryBreakdown, Plan, Prediction, TimeBreakdown
 

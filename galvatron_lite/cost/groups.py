@@ -12,11 +12,11 @@ from galvatron_lite.cost.stage import Shape, StageCost, held_memory, price_chunk
 from galvatron_lite.cost.timeline_memory import GroupMemory
 from galvatron_lite.cost.zero_bubble import Run, run_zero_bubble
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import NAME as PIPELINE
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight, stride_between
 from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, Course, Moments, group_of, stage_at
 from galvatron_lite.parallelism.pipeline.times import PassOrder
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import MemoryBreakdown
 from galvatron_lite.profiler.schema import Profile
 

@@ -22,20 +22,13 @@ from galvatron_lite.cost.layout import Layout, exchanging, layout, received
 from galvatron_lite.cost.overlap import Exposed, exposed_by
 from galvatron_lite.cost.points import Curves, LayerFigures, PointKey, code_of, figures_at, index_points, points_of
 from galvatron_lite.model.graph import LayerKind, Recompute
-from galvatron_lite.parallelism.base import (
-    Collective,
-    Communication,
-    DimensionContext,
-    LayerWork,
-    Moment,
-    Offload,
-    Strategy,
-)
+from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment
 from galvatron_lite.parallelism.offload.cost import HostItem, HostTraffic, host_traffic
 from galvatron_lite.parallelism.ranks import Either, rank_group
 from galvatron_lite.parallelism.registry import DIMENSIONS
 from galvatron_lite.parallelism.spatial.cost import samples_of, shares_pixels
 from galvatron_lite.parallelism.strategies import Strategies
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.profiler.schema import LayerPoint, Profile
 from galvatron_lite.units import ITEM_BYTES, activation_bytes
 

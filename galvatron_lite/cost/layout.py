@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from galvatron_lite.arrays import FloatArray, IntArray
-from galvatron_lite.parallelism.base import Strategy, Strided
+from galvatron_lite.parallelism.strategy import Strategy, Strided
 
 Layout = tuple[int, int, int, int, bool]
 """How boundary tensors lie on a stage's devices: ways that samples are split, ways that the tokens or pixels of a

@@ -13,7 +13,7 @@ from galvatron_lite.cost.memory import group_memory
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, Sharding
-from galvatron_lite.parallelism.base import Collective, Communication, Moment, Strategy
+from galvatron_lite.parallelism.base import Collective, Communication, Moment
 from galvatron_lite.parallelism.pipeline.cost import (
     NAME,
     boundary_bytes,
@@ -27,6 +27,7 @@ from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, Moments, g
 from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.parallelism.ranks import tensor_group
 from galvatron_lite.parallelism.registry import REFUSING
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import MemoryBreakdown, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.units import activation_bytes

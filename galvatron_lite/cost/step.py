@@ -13,8 +13,8 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.schedule import closed_form
 from galvatron_lite.cost.stage import Shape, StageCost
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, group_of, stage_at
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, Schedule, TimeBreakdown
 from galvatron_lite.profiler.schema import Profile
 

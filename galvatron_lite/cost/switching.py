@@ -27,9 +27,9 @@ import numpy as np
 from galvatron_lite.arrays import FloatArray, IntArray
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.cost.step import strategies_of
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.parallelism.ranks import strides_of
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.phases import SwitchCost, same_split
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile

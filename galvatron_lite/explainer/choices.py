@@ -17,7 +17,7 @@ from galvatron_lite.explainer.neighbours import Step, steps_from
 from galvatron_lite.explainer.priced import Priced
 from galvatron_lite.explainer.rules import keeps_rules
 from galvatron_lite.explainer.schema import Neighbour, RunChoice
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import LayerRun, Plan, Stage
 from galvatron_lite.search.result import runs_of
 from galvatron_lite.search.space import UNPINNED, Space

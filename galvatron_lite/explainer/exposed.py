@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from galvatron_lite.cost.communication import together
 from galvatron_lite.cost.layer import LayerCost, LayerPricer
 from galvatron_lite.cost.overlap import GATHER, hidden_share, moment_of
-from galvatron_lite.parallelism.base import Communication, Moment, Strategy
+from galvatron_lite.parallelism.base import Communication, Moment
+from galvatron_lite.parallelism.strategy import Strategy
 
 FORWARD, BACKWARD, STEP = Moment.FORWARD.value, Moment.BACKWARD.value, Moment.STEP.value
 

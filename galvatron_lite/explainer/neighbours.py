@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Offload, Strategy, Strided
+from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
 
 _BATCH = ("data", "zero", "zero_stage")
 _NAMES = tuple(item.name for item in fields(Strategy))

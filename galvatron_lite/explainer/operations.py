@@ -14,9 +14,9 @@ from galvatron_lite.calibration.store import constants_for_device, load_calibrat
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, OperatorClass
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.channel.sliced import sliced_kind
 from galvatron_lite.parallelism.spatial.cost import samples_of
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.estimate import stack_constants
 from galvatron_lite.profiler.roofline import Machine, machine_of, operator_seconds
 from galvatron_lite.profiler.schema import OriginKind

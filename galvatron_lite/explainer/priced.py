@@ -11,8 +11,8 @@ from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.cost.stage import Shape, StageCost
 from galvatron_lite.cost.step import price_staged, shape_of, strategies_of
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.schedule import group_of, stage_at
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Prediction
 
 

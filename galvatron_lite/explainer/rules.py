@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from galvatron_lite.cost.layout import layout
 from galvatron_lite.model.graph import ModelGraph, Role
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.problem import is_glued
 from galvatron_lite.search.tables import glue_of
 

@@ -15,8 +15,8 @@ from galvatron_lite.explainer.asking import Clock, OutOfTimeError, peak_of, seco
 from galvatron_lite.explainer.neighbours import AXES, Axis
 from galvatron_lite.explainer.schema import RunnerUp
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Offload, Strategy
 from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.search.alternatives import UNBOUNDED
 from galvatron_lite.search.best_first import finished, search

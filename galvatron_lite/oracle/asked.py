@@ -22,7 +22,7 @@ from galvatron_lite.oracle.question import Question
 from galvatron_lite.oracle.quirks import quirks_named
 from galvatron_lite.oracle.rows import Forecast
 from galvatron_lite.oracle.shipped import fabric_named, network_named, network_names
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 
 FORMULAS = ("galvatron", "paradl")
 WORDS = tuple(kind for kind in closed.KINDS if kind is not Kind.LAYER)

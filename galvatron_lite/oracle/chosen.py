@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.oracle.case import Kind
-from galvatron_lite.parallelism.base import Offload, Strategy, Strided
+from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
 from galvatron_lite.search.strategies import Narrowed, strategies_for
 
 _PLAIN: dict[str, tuple[object, ...]] = {

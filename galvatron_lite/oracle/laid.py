@@ -18,8 +18,8 @@ from galvatron_lite.oracle.chosen import Chosen, family_of
 from galvatron_lite.oracle.picks import moving_seconds, picked
 from galvatron_lite.oracle.question import Question
 from galvatron_lite.oracle.stages import least_runs
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.times import StageTimes
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
 
 

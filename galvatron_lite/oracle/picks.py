@@ -15,8 +15,9 @@ from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.oracle.case import Kind
 from galvatron_lite.oracle.chosen import SLICES, Chosen, allowed, eased, family_of, inside, options, plain
 from galvatron_lite.oracle.question import Question
-from galvatron_lite.parallelism.base import Collective, Communication, Moment, Strategy
+from galvatron_lite.parallelism.base import Collective, Communication, Moment
 from galvatron_lite.parallelism.channel.each import each_divides
+from galvatron_lite.parallelism.strategy import Strategy
 
 Way = tuple[float, Chosen]
 """Seconds of a step in a layer, and what it does."""

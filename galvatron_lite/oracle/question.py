@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from galvatron_lite.oracle.case import HYBRIDS, Kind
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from galvatron_lite.oracle.machine import Machine
 from galvatron_lite.oracle.priced import row_of
 from galvatron_lite.oracle.question import Question
 from galvatron_lite.oracle.rows import Forecast, Limit, Line, Row, beyond
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 
 MOST = 4096
 """Devices up to which limits are looked for."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Offload, Strategy, Strided
 from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE, SIMPLE, ZERO_BUBBLE
+from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
 from galvatron_lite.plans.schema import Mode, Plan, Schedule, Trainer
 
 

@@ -30,8 +30,9 @@ import numpy as np
 from galvatron_lite.arrays import Real, Whole, is_option, largest, least, never, opposite, where
 from galvatron_lite.cluster.cluster import Apart, RankGroup
 from galvatron_lite.model.sides import SIDES
-from galvatron_lite.parallelism.base import LayerWork, Strategy, Strided
+from galvatron_lite.parallelism.base import LayerWork
 from galvatron_lite.parallelism.strategies import Strategies
+from galvatron_lite.parallelism.strategy import Strategy, Strided
 
 Either = Strategy | Strategies
 T = TypeVar("T")

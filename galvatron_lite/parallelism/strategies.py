@@ -12,7 +12,7 @@ import numpy as np
 
 from galvatron_lite.arrays import BoolArray, Flag, IntArray, is_option, where
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Offload, Strategy, Strided
+from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
 
 
 @dataclass(frozen=True, eq=False)

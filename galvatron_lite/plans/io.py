@@ -8,8 +8,8 @@ from pathlib import Path
 
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import from_data, read_data, write_value
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.cyclic.rules import device_count
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.plans.spelled import spelled_out
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from galvatron_lite.model.graph import LayerKind, ModelGraph
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.cyclic.cuts import unevenness
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
 from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.placed import layers_of_parts
 from galvatron_lite.plans.schema import Mode, Plan
 from galvatron_lite.units import format_count, format_seconds

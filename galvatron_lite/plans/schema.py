@@ -7,9 +7,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 from galvatron_lite.files import STRICT
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.pipeline.times import PassOrder
+from galvatron_lite.parallelism.strategy import Strategy
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict

@@ -8,7 +8,7 @@ from typing import Any
 
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import to_data
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.keys import check_keys
 from galvatron_lite.plans.schema import BranchPlacement, LayerRun, Plan, Stage
 from galvatron_lite.plans.strategy_text import parse_strategy

@@ -6,7 +6,7 @@ import re
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Offload, Strategy, Strided
+from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
 
 REMEDY = (
     "Write parts such as data4, zero3x8 (stage 3 over 8), zero3 (over ranks of context or pixels alone), tensor2, "

@@ -24,7 +24,7 @@ from typing import Any
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import from_data, kind_of, to_data
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.keys import check_keys
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, Plan, Stage

@@ -9,8 +9,8 @@ from types import MappingProxyType
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Offload
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
+from galvatron_lite.parallelism.strategy import Offload
 from galvatron_lite.plans.schema import Schedule
 
 Reader = Callable[[str, str], object]

@@ -13,9 +13,9 @@ from math import prod
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, ModelGraph
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.registry import CHOSEN
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.questions.pin_names import NAMES, PinName, dimensions_named, near, pin_named
 from galvatron_lite.search.space import STRATEGY_FIELDS, Fixed

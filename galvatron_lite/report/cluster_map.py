@@ -9,8 +9,8 @@ from math import ceil
 from markupsafe import Markup
 
 from galvatron_lite.model.sides import SIDES
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.ranks import expert_slices, strides_of
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.report.svg import boxes, element, text
 

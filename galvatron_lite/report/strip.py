@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup
 
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import LayerRun, Plan
 from galvatron_lite.report.looks import Look
 from galvatron_lite.report.svg import element, figure, rectangle, text

@@ -10,7 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from galvatron_lite.cost.timeline import GroupTimeline, Timeline
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.describe import fullest_of, headline, memory_parts, time_parts
 from galvatron_lite.plans.schema import Mode, Plan, Prediction
 from galvatron_lite.report.cluster_map import Map, maps_of

@@ -8,12 +8,12 @@ from math import prod
 
 from torch import Tensor
 
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.context.rules import rules_of
 from galvatron_lite.parallelism.cuts.laying import Mirrored
 from galvatron_lite.parallelism.cuts.line import Line, ProcessLine
 from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts, Rules
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.layout import WHOLE, Axis, Layout, Split
 from galvatron_lite.runtime.mesh import StrategyGroups
 from galvatron_lite.runtime.placement import Placed

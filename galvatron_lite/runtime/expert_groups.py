@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.ranks import expert_slices, expert_spread_of
+from galvatron_lite.parallelism.strategy import Strategy
 
 Group = dist.ProcessGroup | None
 Ranks = tuple[int, ...]

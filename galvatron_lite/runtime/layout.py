@@ -15,8 +15,8 @@ from itertools import product
 from math import prod
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.shares import Range, mirrored, part_of, share
+from galvatron_lite.parallelism.strategy import Strategy
 
 Sides = tuple[int, int, int]
 """Ways that planes, rows and columns of pictures are shared."""

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import LossFn
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.cyclic.stages import structure_of
 from galvatron_lite.parallelism.data.apply import GradientReducer
 from galvatron_lite.parallelism.draws.modules import Draws
@@ -38,6 +37,7 @@ from galvatron_lite.parallelism.pipeline.tied import (
 )
 from galvatron_lite.parallelism.pipeline.transfer import pipeline_groups, place_groups
 from galvatron_lite.parallelism.process_groups import ProcessGroups
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.alike import broadcast_values, share_random_state, shares_samples

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.plan import ChannelPlan
 from galvatron_lite.parallelism.cuts.line import ProcessLine
@@ -28,6 +27,7 @@ from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.parallelism.spatial.apply import split_pixels
 from galvatron_lite.parallelism.spatial.norms import sync_batch_norm
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.parallelism.tensor.regions import TensorPlan

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from galvatron_lite.cluster.budget import bytes_on
 from galvatron_lite.cost.branched import PartCost, PartPricer
 from galvatron_lite.cost.memory import resting, stage_memory
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.branch.assign import Option, Phases
 from galvatron_lite.parallelism.branch.cost import Border, Site, border_of, buffer_bytes
 from galvatron_lite.parallelism.branch.find import Branch, Region
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.shapes import Request
 
 Strategies = tuple[Strategy, ...]

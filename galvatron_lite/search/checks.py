@@ -9,9 +9,9 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.layout import layout
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, ModelGraph, Role
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.registry import REFUSING
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.problem import is_glued
 from galvatron_lite.search.shapes import Request, shapes_of
 from galvatron_lite.search.space import Fixed, microbatch_counts

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from galvatron_lite.cluster.budget import bytes_on
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, device_count
 from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.notes import plan_notes
 from galvatron_lite.plans.schema import Cyclic, Mode, Plan, Proof, Schedule
 from galvatron_lite.profiler.unsure import spread_note

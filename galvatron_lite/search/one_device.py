@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, Plan, Schedule, Stage
 from galvatron_lite.search.result import provenance, runs_of
 from galvatron_lite.search.ways import Asked, seconds_of

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.backends import Backend
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.space import STRATEGY_FIELDS, Fixed
 

@@ -22,8 +22,8 @@ from galvatron_lite.cost.schedule import Figure, Form
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.cost.stage import Shape, transfer_seconds
 from galvatron_lite.model.graph import ModelGraph, Role
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, fills, in_flight
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.chains.chain import Chain, ChainLayer
 from galvatron_lite.search.chains.frontier import Front, Path
 from galvatron_lite.search.graphs import Net, net_paths

@@ -7,7 +7,7 @@ from itertools import groupby, pairwise
 
 from galvatron_lite.cluster.budget import Budget, as_budget, bytes_on
 from galvatron_lite.model.graph import Layer, ModelGraph
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.describe import device_range
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Proof, Provenance, Schedule, Stage
 from galvatron_lite.profiler.schema import Profile

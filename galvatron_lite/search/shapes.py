@@ -18,7 +18,7 @@ from galvatron_lite.cost.sharing import sharing_of, tied_groups
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, ModelGraph, Role
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.bounds.glance import Glance

@@ -33,10 +33,10 @@ from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.backends import GALVATRON, Backend
-from galvatron_lite.parallelism.base import Offload, Strategy, Strided
 from galvatron_lite.parallelism.context.cost import LEAST_TOKENS
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.registry import CHOSEN
+from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.strategies import Narrowed, strategies_for
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from galvatron_lite.model.graph import LayerKind
-from galvatron_lite.parallelism.base import Dimension, Room, Strategy
+from galvatron_lite.parallelism.base import Dimension, Room
 from galvatron_lite.parallelism.registry import CHOSEN
+from galvatron_lite.parallelism.strategy import Strategy
 
 Option = Mapping[str, object]
 _PLAIN: dict[str, Any] = {item.name: item.default for item in fields(Strategy)}

@@ -14,8 +14,8 @@ from galvatron_lite.cost.layout import Layout, layout
 from galvatron_lite.cost.schedule import Form, form_of
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.strategies import Strategies
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.chains.chain import ChainLayer
 from galvatron_lite.search.chains.pareto import pairs_within, undominated_rows
 from galvatron_lite.search.figures import PREFIX, REST, TICKS, Figures, all_ticks, figures_of, ticks

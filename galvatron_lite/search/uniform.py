@@ -25,9 +25,9 @@ from galvatron_lite.cost.layer import ALONE, Sharing
 from galvatron_lite.cost.sharing import sharing_of, tied_groups
 from galvatron_lite.cost.stage import transfer_seconds
 from galvatron_lite.model.graph import ModelGraph, Role
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, chunks_in_flight
 from galvatron_lite.parallelism.pipeline.schedule import group_of, stage_at
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.chains.pareto import pareto_rows
 from galvatron_lite.search.figures import ticks
 from galvatron_lite.search.partition import Partition

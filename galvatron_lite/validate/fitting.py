@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import islice
 
 from galvatron_lite.model.graph import Layer, ModelGraph, Recompute, Role
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Stage
 from galvatron_lite.validate.plans import runs
 from galvatron_lite.validate.rows import PublishedRun

@@ -14,7 +14,7 @@ from itertools import accumulate, groupby
 from math import gcd
 
 from galvatron_lite.model.graph import Layer, ModelGraph, OperatorClass, Recompute, Role
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.stacks.schema import Stack

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from galvatron_lite.cli import app
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.verify.schema import Check, Verdict, Verification

@@ -16,8 +16,9 @@ from galvatron_lite.model.graph import (
     SplitDims,
     TensorSplit,
 )
-from galvatron_lite.parallelism.base import Collective, Offload, Strategy, Strided
+from galvatron_lite.parallelism.base import Collective
 from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
 from galvatron_lite.profiler.schema import (
     CollectiveFit,
     CollectivePoint,

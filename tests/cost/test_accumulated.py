@@ -7,7 +7,7 @@ import pytest
 
 from galvatron_lite.cost.layer import LayerCost, LayerPricer
 from galvatron_lite.cost.memory import gradients_of, terms
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.units import ITEM_BYTES
 from tests.factories import random_profile

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Passed, Role
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.describe import branch_rows, headline, stage_rows
 from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.schema import (

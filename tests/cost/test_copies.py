@@ -11,7 +11,7 @@ from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.shapes.registry import load_model
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
 

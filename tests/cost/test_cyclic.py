@@ -16,10 +16,10 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import evaluate, price_plan
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.cyclic.messages import Kind
 from galvatron_lite.parallelism.cyclic.programme import Programme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, device_count
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Cyclic, Plan, Schedule
 from galvatron_lite.profiler.schema import HostOverhead, LayerPoint, OptimizerCost, Overlap, Profile
 from galvatron_lite.search.result import plan_of

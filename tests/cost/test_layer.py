@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from galvatron_lite.cost.layer import LayerPricer, Sharing
 from galvatron_lite.cost.layout import exchanging, layout, of_layout
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Strategy, Strided
+from galvatron_lite.parallelism.strategy import Strategy, Strided
 from galvatron_lite.profiler.schema import LayerPoint, Overlap
 from tests.factories import make_cluster, make_graph, make_kind, make_profile
 

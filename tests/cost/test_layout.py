@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from galvatron_lite.arrays import BoolArray
 from galvatron_lite.cost.layout import exchanging, layout, of_layout, received
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 
 EXTENTS = (12, 12, 6, 6, 6)
 """Samples, channels or tokens, planes, rows, columns: all degrees of three ranks or two divide them."""

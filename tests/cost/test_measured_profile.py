@@ -8,7 +8,7 @@ import pytest
 
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Prediction, Schedule, Stage
 from galvatron_lite.profiler.schema import OriginKind, Profile
 from galvatron_lite.profiler.store import read_profile

@@ -19,7 +19,7 @@ from galvatron_lite.cost.step import price_stages
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.shapes.registry import build_graph, load_model, load_shape
 from galvatron_lite.model.trace import trace
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
 

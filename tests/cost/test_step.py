@@ -19,8 +19,9 @@ from galvatron_lite.cost.stage import Shape, transfer_seconds
 from galvatron_lite.cost.step import device_memory, predict, shape_of, straggling, strategies_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Collective, Communication, Moment, Strategy
+from galvatron_lite.parallelism.base import Collective, Communication, Moment
 from galvatron_lite.parallelism.pipeline.cost import stride_between
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Schedule
 from galvatron_lite.profiler.schema import CollectiveFit, CollectivePoint, LayerPoint, OptimizerCost, Overlap, Profile
 from galvatron_lite.search.result import plan_of

@@ -17,7 +17,7 @@ from galvatron_lite.cost.stage import Shape, price_stage, transfer_seconds
 from galvatron_lite.cost.step import bound_seconds, shape_of, strategies_of
 from galvatron_lite.files import read_value, write_value
 from galvatron_lite.model.shapes import load_model
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import DeviceFigures, Profile

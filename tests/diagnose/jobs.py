@@ -17,7 +17,7 @@ from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Role
 from galvatron_lite.model.trace import trace
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile

@@ -10,9 +10,9 @@ from itertools import pairwise
 
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.backends import GALVATRON
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.search.space import Fixed as Free
 from galvatron_lite.search.space import pipeline_degrees

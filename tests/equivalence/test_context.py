@@ -18,12 +18,12 @@ from galvatron_lite.cost.step import device_memory
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.zoo import build
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.context.rules import RING_RULES
 from galvatron_lite.parallelism.cuts.functions import whole
 from galvatron_lite.parallelism.cuts.laying import Mirrored
 from galvatron_lite.parallelism.cuts.line import ProcessLine
 from galvatron_lite.parallelism.cuts.tensor import Cut, cut_tensor
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.measure import measure_profile

@@ -10,7 +10,7 @@ from torch import Tensor
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import slice_batch
 from galvatron_lite.model.graph import Recompute, Role
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from tests.equivalence.compare import assert_equal_tensors
 from tests.equivalence.families import build_model, make_batches

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.model.discover import discover_layers
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.state import full_state_dict
 from tests.model.forks import MODELS, loss_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from galvatron_lite.parallelism.base import Offload, Strategy
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from tests.equivalence.compare import assert_equal_tensors
 from tests.equivalence.features import features
 from tests.equivalence.plans import uniform_plan

@@ -9,7 +9,7 @@ import pytest
 from galvatron_lite import api, api_explain
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.result import plan_of

@@ -14,7 +14,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.explainer.asking import Clock
 from galvatron_lite.explainer.price import added_bytes, price_of_memory, with_less, with_stairs
 from galvatron_lite.parallelism.backends import backend_named
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.questions.pins import Pins
 from galvatron_lite.questions.setting import Setting, ask

@@ -11,7 +11,7 @@ from galvatron_lite.explainer.priced import Priced, taken_apart
 from galvatron_lite.explainer.schema import TimeClass
 from galvatron_lite.explainer.time import BUBBLE, SLOWEST, account
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.result import plan_of
 from tests.factories import random_profile

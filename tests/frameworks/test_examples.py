@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from galvatron_lite.launch.commands import PLAN_VARIABLE
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from tests.docs.pages import blocks, text_of

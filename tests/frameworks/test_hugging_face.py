@@ -16,7 +16,7 @@ from torch import Tensor
 
 from galvatron_lite import as_one_process, auto_parallelize
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from tests.pool import WorkerPool
 

@@ -21,7 +21,7 @@ from galvatron_lite.launch.check import MARK, NodeReport, check_nodes, read_repo
 from galvatron_lite.launch.commands import PLAN_VARIABLE, THREADS
 from galvatron_lite.launch.hosts import Host, chosen, read_hostfile
 from galvatron_lite.launch.jobs import Asked, Through, launch_of
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 

@@ -18,7 +18,7 @@ from galvatron_lite.oracle.priced import row_of
 from galvatron_lite.oracle.question import Question
 from galvatron_lite.oracle.rows import Row
 from galvatron_lite.oracle.table import Wanted, forecast, limit_of
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.plans.strategy_text import parse_strategy
 

@@ -9,11 +9,12 @@ import pytest
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, SplitDims, TensorSplit
 from galvatron_lite.model.shapes.registry import load_model
-from galvatron_lite.parallelism.base import Collective, Moment, Strategy
+from galvatron_lite.parallelism.base import Collective, Moment
 from galvatron_lite.parallelism.channel.cost import ChannelDimension
 from galvatron_lite.parallelism.channel.parts import Part, divides, parts_of
 from galvatron_lite.parallelism.channel.sliced import sliced_kind
 from galvatron_lite.parallelism.pictures import has_weights, items_of
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.schema import LayerPoint
 from tests.factories import make_cluster, make_graph, make_kind, make_profile
 from tests.parallelism.test_states_cost import work

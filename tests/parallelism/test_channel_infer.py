@@ -16,7 +16,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, Recompute, Role
 from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo import build
-from galvatron_lite.parallelism.base import Collective, Moment, Strategy
+from galvatron_lite.parallelism.base import Collective, Moment
 from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.cost import ChannelDimension
 from galvatron_lite.parallelism.channel.infer import infer_channels
@@ -24,6 +24,7 @@ from galvatron_lite.parallelism.channel.parts import Part
 from galvatron_lite.parallelism.channel.plan import ChannelPlan
 from galvatron_lite.parallelism.channel.sliced import sliced_kind
 from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
+from galvatron_lite.parallelism.strategy import Strategy
 from tests.parallelism import channel_blocks as blocks
 from tests.parallelism.channel_runs import Outcome, shared
 from tests.parallelism.test_states_cost import work

@@ -11,7 +11,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.context import kernels
 from galvatron_lite.parallelism.context.kernels import Block, attend
 from galvatron_lite.parallelism.context.rules import rules_of
@@ -21,6 +20,7 @@ from galvatron_lite.parallelism.cuts.laying import Mirrored
 from galvatron_lite.parallelism.cuts.tensor import Cut, Rules, cuts_of, local_of
 from galvatron_lite.parallelism.recompute.apply import recomputed
 from galvatron_lite.parallelism.shares import mirrored
+from galvatron_lite.parallelism.strategy import Strategy
 from tests.parallelism.thread_group import ThreadGroup, run_threads
 
 SAMPLES, ITEMS = 2, 8

@@ -9,10 +9,11 @@ import pytest
 
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Collective, DimensionContext, LayerWork, Moment, Strategy
+from galvatron_lite.parallelism.base import Collective, DimensionContext, LayerWork, Moment
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, in_flight
 from galvatron_lite.parallelism.registry import DIMENSIONS
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.strategies import strategies_for
 from tests.factories import make_kind

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.model.graph import SplitDims, TensorSplit
-from galvatron_lite.parallelism.base import Collective, Moment, Strategy
+from galvatron_lite.parallelism.base import Collective, Moment
 from galvatron_lite.parallelism.expert.cost import ExpertDimension, reached
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.strategies import strategies_for
 from tests.factories import make_kind
 from tests.parallelism.test_states_cost import work

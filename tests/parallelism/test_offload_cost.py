@@ -11,8 +11,9 @@ from galvatron_lite.cluster.cluster import Device
 from galvatron_lite.cost.layer import LayerCost, LayerPricer
 from galvatron_lite.cost.memory import stage_memory, terms
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import LayerWork, Offload, Strategy
+from galvatron_lite.parallelism.base import LayerWork
 from galvatron_lite.parallelism.offload.cost import REACHED, HostItem, host_traffic
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import MemoryBreakdown
 from galvatron_lite.profiler.schema import LayerPoint, OptimizerCost, Profile
 from tests.factories import make_cluster, make_graph, make_kind, make_profile

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from galvatron_lite.model.batch import call_model, loss_of, slice_batch
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.apply import (
     Chunk,
     Pipeline,
@@ -24,6 +23,7 @@ from galvatron_lite.parallelism.pipeline.apply import (
     pipeline_groups,
 )
 from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
 from tests.equivalence.compare import assert_equal_tensors
 from tests.equivalence.families import FAMILIES, build_family, build_model, make_batches

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import call_model, loss_of
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.apply import (
     Chunk,
     Pipeline,
@@ -28,6 +27,7 @@ from galvatron_lite.parallelism.pipeline.apply import (
 )
 from galvatron_lite.parallelism.pipeline.flow import flow_of
 from galvatron_lite.parallelism.pipeline.schedule import SIMPLE, Action, Pass, stage_actions
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
 from tests.equivalence.families import FAMILIES, build_family
 from tests.pool import WorkerPool

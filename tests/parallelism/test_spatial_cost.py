@@ -18,11 +18,12 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, SplitDims, TensorSplit
 from galvatron_lite.model.shapes.registry import load_model
 from galvatron_lite.model.sides import SIDES, Side
-from galvatron_lite.parallelism.base import Collective, Communication, Moment, Strategy
+from galvatron_lite.parallelism.base import Collective, Communication, Moment
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.spatial.cost import SpatialDimension
 from galvatron_lite.parallelism.spatial.grids import borrowed, laid_on, sensible_grids, splits_pixels, window_along
 from galvatron_lite.parallelism.spatial.windows import refusal
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.schema import LayerPoint
 from tests.factories import make_cluster, make_graph, make_kind, make_profile
 from tests.parallelism.test_states_cost import work

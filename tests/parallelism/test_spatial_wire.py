@@ -8,10 +8,11 @@ import pytest
 from torch.nn import functional
 
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, SplitDims
-from galvatron_lite.parallelism.base import Moment, Strategy
+from galvatron_lite.parallelism.base import Moment
 from galvatron_lite.parallelism.cuts.functions import own
 from galvatron_lite.parallelism.cuts.tensor import local_of
 from galvatron_lite.parallelism.spatial.cost import samples_of
+from galvatron_lite.parallelism.strategy import Strategy
 from tests.factories import make_kind
 from tests.parallelism.shared_pictures import STRICT, double, grid_of
 from tests.parallelism.test_spatial_cost import sends

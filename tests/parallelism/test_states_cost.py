@@ -12,18 +12,11 @@ from hypothesis import strategies as st
 
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.model.graph import LayerKind, Recompute
-from galvatron_lite.parallelism.base import (
-    Collective,
-    Communication,
-    DimensionContext,
-    LayerWork,
-    Moment,
-    Strategy,
-    Strided,
-)
+from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment
 from galvatron_lite.parallelism.ranks import context_group, expert_spread_of, spread_of, tensor_group
 from galvatron_lite.parallelism.registry import DIMENSIONS
 from galvatron_lite.parallelism.strategies import Strategies
+from galvatron_lite.parallelism.strategy import Strategy, Strided
 from tests.factories import make_kind
 
 ITEMS = 1200

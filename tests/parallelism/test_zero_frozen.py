@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.state import full_gradients
 from tests.equivalence.plans import write_plan

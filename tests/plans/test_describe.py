@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.describe import memory_parts, plan_line, shown_groups, stage_groups, stage_rows
 from galvatron_lite.plans.schema import (
     PLAN_VERSION,

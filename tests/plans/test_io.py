@@ -11,7 +11,7 @@ from yaml import safe_dump as dump
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import from_data, to_data
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import check_plan, file_named, read_plan, write_plan
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 

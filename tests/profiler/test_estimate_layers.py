@@ -15,7 +15,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.model.graph import OperatorClass, Recompute
 from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.model.shapes import DecoderShape, build_graph
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.estimate_layer import layer_times
 from galvatron_lite.profiler.roofline import operator_seconds

@@ -15,7 +15,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.model.graph import Operator, OperatorClass, Recompute, Role, SplitDims
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.backends import ANY
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.measure import measure_profile
 from galvatron_lite.profiler.measure_pictures import cut_pictures, measured_grids, measured_slices, on_share, share_on
 from galvatron_lite.profiler.measure_scope import Scope, layer_settings, stem_settings

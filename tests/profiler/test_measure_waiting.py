@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from galvatron_lite.parallelism.base import DimensionContext, LayerWork, Recompute, Strategy
+from galvatron_lite.parallelism.base import DimensionContext, LayerWork, Recompute
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.cost import TensorDimension
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.profiler.measure_waiting import Waiting, line_through, measure_waiting

@@ -5,7 +5,7 @@ import pytest
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.shapes import load_model
-from galvatron_lite.parallelism.base import Offload, Strategy
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.questions.pin_names import FORBIDDEN, NAMES
 from galvatron_lite.questions.pins import NOTHING, Pins, read_pins

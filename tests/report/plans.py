@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from galvatron_lite.cost.plan import evaluate
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Alternative, Plan, Proof, Provenance, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.report.gathered import Shown, with_timeline

@@ -15,8 +15,8 @@ import pytest
 
 from galvatron_lite.cost.timeline import Timeline
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Cyclic, Schedule
 from galvatron_lite.report.cluster_map import dimensions_of, maps_of
 from galvatron_lite.report.gathered import Shown, with_timeline

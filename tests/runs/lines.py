@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from galvatron_lite.files import to_data
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import LayerRun, MemoryBreakdown, Plan, Prediction, Schedule, Stage, TimeBreakdown
 from galvatron_lite.runs.schema import RUN_VERSION, RankHeader, Record, RunDevice, RunHeader
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from galvatron_lite.auto import auto_parallelize
 from galvatron_lite.errors import ExhaustedError, GalvatronError, NonFiniteLossError
 from galvatron_lite.model.discover import discover_layers
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.state import full_state_dict

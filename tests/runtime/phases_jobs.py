@@ -12,7 +12,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.zoo.gpt import GPT, GPTConfig
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.phases import PhasedPlan, PlannedPhase, in_order
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.runtime.engine import ParallelModel

@@ -14,7 +14,7 @@ from torch._dynamo import register_backend
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute, Role
-from galvatron_lite.parallelism.base import Offload, Strategy
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.runtime import compiled
 from galvatron_lite.runtime.compiled import check_compile
 from galvatron_lite.runtime.engine import ParallelModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from tests.pool import WorkerPool
 from tests.runtime.training import Case, assert_same, train, train_alone
 from tests.together import Together

@@ -11,7 +11,7 @@ from torch import nn
 
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
 from tests.pool import WorkerPool
 from tests.runtime.pictures import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.watch.blame import message, suspects
 from galvatron_lite.runtime.watch.notes import Note, Phase
 from tests.patience import patiently

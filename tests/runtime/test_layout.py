@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.layout import Axis, Box, Layout, Split, layout_of, route
 
 ROWS = 12

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.mesh import build_meshes
 from tests.pool import JobError, WorkerPool
 from tests.runtime.plans import make_plan

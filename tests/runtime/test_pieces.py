@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.pieces import held_buffers, held_parameters, held_states
 from galvatron_lite.runtime.state import full_state_dict
 from tests.pool import WorkerPool

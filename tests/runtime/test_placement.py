@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.runtime.layout import Layout
 from galvatron_lite.runtime.placement import check_samples, glue_layout, place_layers

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError, NonFiniteLossError
 from galvatron_lite.model.discover import discover_layers
-from galvatron_lite.parallelism.base import Offload, Strategy
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.scaling import SMALLEST, LossScaler

@@ -8,7 +8,7 @@ from torch import nn
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.discover import discover_layers
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
 from tests.equivalence.families import PlainModel, make_batches
 from tests.runtime.plans import make_plan

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from galvatron_lite.model.discover import discover_layers
-from galvatron_lite.parallelism.base import Offload, Strategy
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.runtime.engine import ParallelModel
 from tests.equivalence.plans import write_plan
 from tests.pool import WorkerPool

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.model.batch import call_model, loss_of
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.vocabulary import logits
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.state import full_gradients

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.zoo import build
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.state import full_gradients, full_state_dict

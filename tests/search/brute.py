@@ -25,9 +25,9 @@ from galvatron_lite.cost.stage import Shape, StageCost, price_chunk, transfer_se
 from galvatron_lite.cost.step import bound_seconds, shape_of, straggling, strategies_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, chunks_in_flight
 from galvatron_lite.parallelism.pipeline.schedule import stage_at
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.space import Fixed, Space

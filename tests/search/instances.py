@@ -10,9 +10,9 @@ from math import prod
 
 from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.parallelism.backends import ANY
-from galvatron_lite.parallelism.base import Offload, Strategy, Strided
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.registry import DIMENSIONS
+from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.shapes import Request

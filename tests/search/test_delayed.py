@@ -13,8 +13,8 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.parallelism.backends import GALVATRON
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, device_count
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Cyclic, Plan, Proof, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.planner import find_plan, request_of

@@ -17,7 +17,7 @@ from galvatron_lite.cli import main
 from galvatron_lite.cost.switching import FIXED, LAYER, switch_cost
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import to_data
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.phases import (
     Phase,
     PhasedPlan,

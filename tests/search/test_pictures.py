@@ -14,7 +14,7 @@ from galvatron_lite.model.shapes.fields import ConvNextShape, ResNetShape
 from galvatron_lite.model.shapes.images.mirrored import mirrored_graph
 from galvatron_lite.model.shapes.registry import build_graph, load_model
 from galvatron_lite.parallelism.backends import ANY, GALVATRON
-from galvatron_lite.parallelism.base import Offload, Strategy, Strided
+from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.plans.strategy_text import parse_strategy
 from galvatron_lite.profiler.estimate import estimate_profile

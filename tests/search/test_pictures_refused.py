@@ -12,8 +12,8 @@ from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass
 from galvatron_lite.model.shapes.registry import load_model
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.registry import REFUSING
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.questions.pins import read_pins

@@ -12,8 +12,8 @@ import pytest
 from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass, Recompute, SplitDims
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.parallelism.backends import ANY, GALVATRON, Backend
-from galvatron_lite.parallelism.base import Offload, Strategy, Strided
 from galvatron_lite.parallelism.registry import CHOSEN
+from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
 from galvatron_lite.search.space import Fixed, Space
 from galvatron_lite.search.strategies import Narrowed, strategies_for
 from tests.factories import make_graph, make_kind

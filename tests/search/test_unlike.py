@@ -21,7 +21,7 @@ from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Role
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.parallelism.backends import ANY
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile

@@ -9,7 +9,7 @@ from torch.nn import functional
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo.gpt import GPT, GPTConfig, random_tokens
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.verify.dry.ledger import Ledger
 from galvatron_lite.verify.dry.mode import DryMode, DryRunError

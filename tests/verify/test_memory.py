@@ -18,7 +18,7 @@ import torch.distributed as dist
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.zoo.gpt import GPT, GPTConfig, random_tokens
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.memory import track_peak
 from galvatron_lite.runtime.engine import ParallelModel

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from galvatron_lite.model.zoo.gpt import GPT, GPTConfig, random_tokens
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.verify.dry.repeat import UnlikeError, lengthened, shortened
 from galvatron_lite.verify.dry.roles import roles_of, run_roles

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Schedule
 from galvatron_lite.verify.schema import NOBODY, During, Kind, Message, RoleRun
 from tests.equivalence.plans import write_plan

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.context.attention import Way, attention, by_ring, by_ulysses
 from galvatron_lite.parallelism.cuts.alignment import at, brought, first_cuts
 from galvatron_lite.parallelism.cuts.calls import argument, fronted
@@ -23,6 +22,7 @@ from galvatron_lite.parallelism.cuts.tensor import (
     whole_shape,
 )
 from galvatron_lite.parallelism.spatial import norms
+from galvatron_lite.parallelism.strategy import Strategy
 
 
 def _embedding(call: Call) -> Any:

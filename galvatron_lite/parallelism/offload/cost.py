@@ -22,8 +22,9 @@ from dataclasses import dataclass, replace
 from galvatron_lite.arrays import Real, largest, where
 from galvatron_lite.cluster.cluster import Device
 from galvatron_lite.model.graph import LayerKind
-from galvatron_lite.parallelism.base import Chosen, DimensionContext, LayerWork, Offload, Room, Strided, shared, sliced
+from galvatron_lite.parallelism.base import Chosen, DimensionContext, LayerWork, Room, shared, sliced
 from galvatron_lite.parallelism.ranks import Either
+from galvatron_lite.parallelism.strategy import Offload, Strided
 
 
 @dataclass(frozen=True, slots=True)

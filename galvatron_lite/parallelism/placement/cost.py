@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from galvatron_lite.model.graph import LayerKind
-from galvatron_lite.parallelism.base import Chosen, DimensionContext, LayerWork, Room, Strided, shared, sliced
+from galvatron_lite.parallelism.base import Chosen, DimensionContext, LayerWork, Room, shared, sliced
 from galvatron_lite.parallelism.ranks import Either
+from galvatron_lite.parallelism.strategy import Strided
 
 
 @dataclass(frozen=True, slots=True)

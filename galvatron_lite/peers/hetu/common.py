@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from galvatron_lite.model.graph import Recompute, Tie
 from galvatron_lite.parallelism.backends import Backend
-from galvatron_lite.parallelism.base import Offload, Strategy, Strided
+from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
 from galvatron_lite.peers.hetu.model import Engine
 from galvatron_lite.peers.hetu.recorded import RecordedSearch
 from galvatron_lite.plans.schema import Schedule

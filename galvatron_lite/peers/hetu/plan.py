@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Recompute, Role
-from galvatron_lite.parallelism.base import Offload, Strategy, Strided
+from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
 from galvatron_lite.peers.hetu.model import Engine
 from galvatron_lite.peers.hetu.strategy import DataType, HetuPlan, HetuStrategy
 from galvatron_lite.plans.io import check_plan

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import yaml
 
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.export.common import (
     EDGES,
     PICTURES,

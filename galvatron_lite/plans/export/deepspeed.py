@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from galvatron_lite.files import to_data
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.export.common import PICTURES, PLACES, Exported, kinds, lacking, main_strategy, unlike
 from galvatron_lite.plans.export.deepspeed_config import config_of, zero_stage
 from galvatron_lite.plans.schema import Plan

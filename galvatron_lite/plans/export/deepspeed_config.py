@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 
 

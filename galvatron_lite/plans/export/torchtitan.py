@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.export.common import (
     PICTURES,
     PLACES,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import BranchPlacement, Plan, Stage
 from galvatron_lite.runtime.layout import Box, Layout, Split, nothing
 from galvatron_lite.runtime.mesh import Part

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.bounds.alike import Place
 from galvatron_lite.search.bounds.refine import Refined
 from galvatron_lite.search.chains.bounds import best_bounds, line_of, priced

@@ -24,8 +24,8 @@ from galvatron_lite.cost.layout import layout
 from galvatron_lite.cost.sharing import tied_groups
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.errors import InfeasibleError
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, fills, in_flight
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.search.chains.pareto import pareto_rows
 from galvatron_lite.search.checks import unglued

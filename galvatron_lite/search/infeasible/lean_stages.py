@@ -22,8 +22,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from galvatron_lite.cost.sharing import tied_groups
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, held_messages
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.chains.chain import Chain, ChainLayer
 from galvatron_lite.search.chains.frontier import least_room
 from galvatron_lite.search.chains.pareto import pareto_rows

@@ -16,8 +16,8 @@ from time import perf_counter
 from galvatron_lite.cost.groups import price_stages
 from galvatron_lite.cost.step import bound_seconds, straggling
 from galvatron_lite.errors import GalvatronError
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.schedule import group_of
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.partition import Partition
 from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.programme.ilp_model import SCALE, ShapeModel, choosable

@@ -33,9 +33,9 @@ from galvatron_lite.cost.layout import of_layout
 from galvatron_lite.cost.sharing import sharing_of, tied_groups
 from galvatron_lite.cost.stage import transfer_seconds
 from galvatron_lite.model.graph import Role
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes
 from galvatron_lite.parallelism.pipeline.schedule import group_of
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.schema import HostOverhead
 from galvatron_lite.search.figures import PREFIX, REST
 from galvatron_lite.search.problem import Problem, is_glued

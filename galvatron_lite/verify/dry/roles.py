@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.table import pipeline_of
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.verify.dry.repeat import UnlikeError
 from galvatron_lite.verify.dry.step import DryRunError, Subject, dry_run

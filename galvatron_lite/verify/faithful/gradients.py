@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.verify.faithful.layers import Planned
 from galvatron_lite.verify.faithful.places import OTHERS, holders_of_experts, together

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.ranks import expert_group, expert_spread_of
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.verify.faithful.layers import Planned
 from galvatron_lite.verify.faithful.places import OTHERS, holders_of_experts, line_of, together

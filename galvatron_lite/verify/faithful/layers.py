@@ -10,9 +10,9 @@ from math import prod
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.cost.layout import layout
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Operator, OperatorClass, Recompute, Role, Tie
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.pipeline.schedule import stage_at
 from galvatron_lite.parallelism.ranks import expert_slices
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.units import format_bytes
 from galvatron_lite.verify.faithful.memory import memory_checks

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import product
 
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.ranks import expert_slices, strides_of
+from galvatron_lite.parallelism.strategy import Strategy
 
 OTHERS = ("data", "zero", "context", "spatial")
 """Dimensions whose ranks see other samples, tokens or pixels."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from galvatron_lite.model.graph import LayerKind, Recompute, Role
 from galvatron_lite.parallelism.backends import GALVATRON
-from galvatron_lite.parallelism.base import Offload, Strategy
 from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import LayerRun, Plan, Stage
 from galvatron_lite.search.strategies import Narrowed, strategies_for
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.parallelism.base import Strategy
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, device_count
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, Cyclic, LayerRun, Plan, Schedule, Stage
 
 WIDTH, ROWS = 3, 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.peers.hetu.common import backend_of, pins_of
 from galvatron_lite.peers.hetu.compare import bench_for
 from galvatron_lite.peers.hetu.plan import from_plan

@@ -8,7 +8,7 @@ import pytest
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.peers.hetu.formulas import price
 from galvatron_lite.peers.hetu.formulas_layer import layer_ms
 from galvatron_lite.peers.hetu.plan import to_plan

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Offload, Strategy
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage, Trainer
 
 BLOCKS, BATCH, COUNT = 8, 64, 4

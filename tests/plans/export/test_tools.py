@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from galvatron_lite.cli import app
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.export.tools import TOOLS, export
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.plans.schema import Mode

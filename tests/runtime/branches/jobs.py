@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from galvatron_lite import auto_parallelize
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.zoo import build
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, LayerRun, Mode, Plan, Schedule, Stage
 from galvatron_lite.runtime.branches.engine import BranchedModel
 from tests.runtime.branches.networks import ONE, Case, layers_of, make_batch, make_model, make_plan

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, LayerRun, Plan, Schedule, Stage
 
 SIDE, CHANNELS = 8, 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from tests.pool import WorkerPool
 from tests.runtime.branches.networks import ONE, Case
 from tests.runtime.branches.training import train_alone, train_each

@@ -10,7 +10,7 @@ from torch import nn
 
 from galvatron_lite import auto_parallelize
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Mode
 from galvatron_lite.runtime.branches.devices import DevicesModel
 from galvatron_lite.runtime.engine import ParallelModel

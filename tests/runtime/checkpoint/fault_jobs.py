@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from galvatron_lite import folders
 from galvatron_lite.errors import GalvatronError
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.checkpoint.manifest import check_whole, checkpoints_of
 from tests.runtime.checkpoint.jobs import Case, go_on, load, make_run, save
 

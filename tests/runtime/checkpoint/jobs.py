@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from galvatron_lite.model.discover import discover_layers
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.runtime.engine import ParallelModel
 from tests.runtime.plans import make_plan

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from galvatron_lite.errors import FileFormatError, InputError
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.checkpoint.manifest import check_whole
 from galvatron_lite.runtime.checkpoint.plain import read_plain
 from galvatron_lite.runtime.checkpoint.sealed import META

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.model.discover import discover_layers
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.checkpoint.huggingface import export_safetensors, load_safetensors
 from galvatron_lite.runtime.checkpoint.shards import TensorFile, write_tensors
 from galvatron_lite.runtime.engine import ParallelModel

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from galvatron_lite.parallelism.base import Offload, Strategy
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.runtime.engine import ParallelModel
 from tests.equivalence.families import make_batches

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.checkpoint.whole import load_into
 from tests.pool import WorkerPool
 from tests.runtime.checkpoint.jobs import (

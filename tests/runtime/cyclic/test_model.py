@@ -19,7 +19,7 @@ from galvatron_lite.errors import InputError, LaunchError, NonFiniteLossError
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.zoo import build
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.cyclic.model import CyclicModel
 from galvatron_lite.runtime.world import join

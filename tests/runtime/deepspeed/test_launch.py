@@ -12,7 +12,7 @@ from torch.distributed.run import get_args_parser
 
 from galvatron_lite.errors import LaunchError
 from galvatron_lite.launch.hosts import read_hostfile
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.deepspeed.launch import launch_command
 from tests.docs.pages import ROOT, text_of
 from tests.runtime.deepspeed.jobs import plan_of

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from galvatron_lite import auto_parallelize
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.base import Strategy
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.cyclic.model import CyclicModel
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.live.options import Seen

@@ -1,0 +1,146 @@
+"""What one layer does with the devices of its stage: a choice for every dimension. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, ClassVar
+
+from galvatron_lite.files import STRICT
+from galvatron_lite.model.graph import Recompute
+
+if TYPE_CHECKING:
+    from pydantic import ConfigDict
+
+
+class Offload(StrEnum):
+    """What a layer keeps in host memory instead of on its device."""
+
+    NONE = "none"
+    STATES = "states"
+    ACTIVATIONS = "activations"
+    ALL = "all"
+
+
+class Strided(StrEnum):
+    """The dimension whose ranks lie farthest apart, instead of in the usual order."""
+
+    NONE = ""
+    ZERO = "zero"
+    CONTEXT = "context"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Strategy:
+    """What one layer does with the devices of its stage.
+
+    Attributes:
+        data: replicas that each take a share of the samples and hold all states.
+        zero: devices that each take a share of the samples and share the states (ZeRO).
+        zero_stage: 1 (optimizer states sharded at rest), 2 (gradients and parameters too, which are gathered from
+            forward until backward ends) or 3 (parameters gathered for each use); 0 where nothing is sharded. Shards
+            go over the context and spatial ranks too.
+        tensor: devices that share the matmuls of each sample.
+        sequence_parallel: whether the tensor group also shares the tokens between its matmuls.
+        recompute: what is computed again in backward.
+        context: devices that share the tokens of each sample, attention included (context parallelism).
+        expert: ways that the experts of a mixture are spread over the ranks of (data, zero, context).
+        expert_tensor: devices that share the matmuls of one expert where experts are spread; 0: the tensor group, or
+            what of it expert parallelism leaves.
+        ulysses: whether context ranks exchange heads for tokens around attention (all-to-all; Jacobs et al. 2023,
+            arXiv:2309.14509) instead of passing keys and values around a ring.
+        offload: what is kept in host memory.
+        strided: the dimension whose ranks lie farthest apart.
+        depth, height, width: devices that share the pixels of each sample, as a grid of planes, rows and columns
+            (spatial parallelism of convolutions).
+        filters: devices that share the output channels of convolutions, whose inputs are whole on each.
+        channels: devices that share the input channels of convolutions, and the channels of what lies between layers.
+
+    Rank order inside a stage is row-major over (data, zero, context, tensor, depth, height, width, filters,
+    channels), the last innermost (closest); where one is strided, it comes first: (zero, data, ...), whose
+    replicas are near, or (context, data, zero, tensor).
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    data: int = 1
+    zero: int = 1
+    zero_stage: int = 0
+    tensor: int = 1
+    sequence_parallel: bool = False
+    recompute: Recompute = Recompute.NONE
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 0
+    ulysses: bool = False
+    offload: Offload = Offload.NONE
+    strided: Strided = Strided.NONE
+    depth: int = 1
+    height: int = 1
+    width: int = 1
+    filters: int = 1
+    channels: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Devices of the stage that the strategy takes."""
+        return self.token_degree * self.tensor * self.slices
+
+    @property
+    def spatial(self) -> int:
+        """How many ways the pixels of a sample are split."""
+        return self.depth * self.height * self.width
+
+    @property
+    def slices(self) -> int:
+        """How many ways the channels of convolutions are split."""
+        return self.filters * self.channels
+
+    @property
+    def batch_degree(self) -> int:
+        """How many ways the samples are split."""
+        return self.data * self.zero
+
+    @property
+    def token_degree(self) -> int:
+        """How many ways the tokens or pixels of a batch are split, samples and what they are made of together."""
+        return self.batch_degree * self.context * self.spatial
+
+    @property
+    def state_shards(self) -> int:
+        """How many ways the states are sharded: over zero, context and spatial ranks where there is sharding."""
+        return self.zero * self.context * self.spatial if self.zero_stage or self.zero > 1 else 1
+
+    @property
+    def offloads_states(self) -> bool:
+        """Whether optimizer states are kept and updated in host memory."""
+        return self.offload in (Offload.STATES, Offload.ALL)
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether activations wait in host memory between forward and backward."""
+        return self.offload in (Offload.ACTIVATIONS, Offload.ALL)
+
+    def __str__(self) -> str:
+        """Short name for people: ``data4 zero3x2 tensor2+sp recompute``; ``whole`` where nothing is split."""
+        parts = []
+        if self.data > 1:
+            parts.append(f"data{self.data}")
+        if self.zero > 1 or self.zero_stage:
+            parts.append(f"zero{self.zero_stage}" + (f"x{self.zero}" if self.zero > 1 else ""))
+        if self.context > 1:
+            parts.append(("ulysses" if self.ulysses else "context") + str(self.context))
+        if self.expert > 1:
+            parts.append(f"expert{self.expert}" + ("-whole" if self.expert_tensor and self.tensor > 1 else ""))
+        if self.tensor > 1:
+            parts.append(f"tensor{self.tensor}" + ("+sp" if self.sequence_parallel else ""))
+        if self.spatial > 1:
+            planes = f"{self.depth}x" if self.depth > 1 else ""
+            parts.append(f"spatial{planes}{self.height}x{self.width}")
+        parts += [f"{name}{degree}" for name in ("filters", "channels") if (degree := getattr(self, name)) > 1]
+        if self.recompute is not Recompute.NONE:
+            parts.append("recompute" if self.recompute is Recompute.FULL else "selective")
+        if self.offload is not Offload.NONE:
+            parts.append("offload" + ("" if self.offload is Offload.ALL else f"-{self.offload.value}"))
+        if self.strided is not Strided.NONE:
+            parts.append(f"{self.strided.value}-strided")
+        return " ".join(parts) or "whole"
