@@ -409,6 +409,7 @@ class LayerPricer:
             node_devices=self.profile.cluster.levels[0].size,
             activation_item_bytes=activation_bytes(self.profile.graph.precision),
             gather_item_bytes=ITEM_BYTES[self.profile.gather_precision],
+            parameter_item_bytes=ITEM_BYTES[self.profile.parameter_precision],
             reduce_item_bytes=ITEM_BYTES[self.profile.reduce_precision],
             microbatches=1,
             host=self._host,

@@ -152,7 +152,8 @@ class DimensionContext:
         devices: devices of the stage.
         node_devices: devices of one node (the innermost level).
         activation_item_bytes: bytes of one activation item.
-        gather_item_bytes: bytes of one item where parameters are gathered.
+        gather_item_bytes: bytes of one item where parameters are gathered for their use.
+        parameter_item_bytes: bytes of one item of parameters at rest.
         reduce_item_bytes: bytes of one item where gradients are reduced.
         microbatches: micro-batches a step.
         host: fixed host seconds by the dimension's name (see ``HostOverhead``).
@@ -165,6 +166,7 @@ class DimensionContext:
     node_devices: int
     activation_item_bytes: int
     gather_item_bytes: int
+    parameter_item_bytes: int
     reduce_item_bytes: int
     microbatches: int
     host: Mapping[str, float] = field(default_factory=dict)

@@ -94,7 +94,7 @@ def most(ranks: Sequence[list[Message]], what: str) -> int:
 
 def priced(layers: Iterable[LayerKind], strategy: Strategy, moment: Moment, collective: Collective) -> float:
     """Bytes of all layers."""
-    context = DimensionContext(strategy.devices, strategy.devices, ITEM, ITEM, ITEM, 1)
+    context = DimensionContext(strategy.devices, strategy.devices, ITEM, ITEM, ITEM, ITEM, 1)
     work = LayerWork(SAMPLES, 1, False, strategy.recompute, 0.0, 0.0, 0.0, 0.0)
     sent = (one for kind in layers for one in SpatialDimension().apply(work, kind, strategy, context).communications)
     return sum(one.size * one.count for one in sent if (one.moment, one.collective) == (moment, collective))

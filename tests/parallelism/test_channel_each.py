@@ -32,7 +32,7 @@ def block(graph: ModelGraph) -> LayerKind:
 
 
 def moved(kind: LayerKind, strategy: Strategy, pictures: PictureSplit = EACH) -> tuple[LayerWork, list[Communication]]:
-    context = DimensionContext(strategy.devices, 4, 4, 4, 4, 1, pictures=pictures)
+    context = DimensionContext(strategy.devices, 4, 4, 4, 4, 4, 1, pictures=pictures)
     items = float(kind.parameters.total)
     work = LayerWork(8.0, 1, False, next(iter(kind.kept)), items, items, items, items)
     dimension = ChannelDimension(degree="filters" if strategy.filters > 1 else "channels")
@@ -91,7 +91,7 @@ def test_own_statistics_are_not_summed(resnet: ModelGraph) -> None:
     kind, strategy = block(resnet), Strategy(height=4)
     items = float(kind.parameters.total)
     work = LayerWork(8.0, 1, False, next(iter(kind.kept)), items, items, items, items)
-    plain = DimensionContext(4, 4, 4, 4, 4, 1)
+    plain = DimensionContext(4, 4, 4, 4, 4, 4, 1)
     summed = SpatialDimension().apply(work, kind, strategy, plain).communications
     own = SpatialDimension().apply(work, kind, strategy, replace(plain, pictures=EACH)).communications
     assert {one.collective for one in own} == {Collective.SEND_RECV}

@@ -22,7 +22,7 @@ KIND = make_kind("block", 1200, tensor_degrees=4, recompute=list(Recompute), who
 
 
 def work(strategy: Strategy) -> LayerWork:
-    context = DimensionContext(strategy.devices, 8, 4, 2, 4, 1, {"zero": 0.5, "data": 0.25})
+    context = DimensionContext(strategy.devices, 8, 4, 2, 4, 4, 1, {"zero": 0.5, "data": 0.25})
     items = float(KIND.parameters.total)
     start = LayerWork(32.0, 1, False, Recompute.NONE, items, items, items, items)
     return reduce(lambda known, dimension: dimension.apply(known, KIND, strategy, context), DIMENSIONS, start)

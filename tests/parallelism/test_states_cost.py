@@ -25,7 +25,7 @@ KIND = make_kind("block", ITEMS, tensor_degrees=4)
 
 def work(strategy: Strategy, kind: LayerKind = KIND, samples: float = 64.0, item: int = 2) -> LayerWork:
     """One device's work where every item has the same size."""
-    context = DimensionContext(strategy.devices, 8, item, item, item, 1)
+    context = DimensionContext(strategy.devices, 8, item, item, item, item, 1)
     items = float(kind.parameters.total)
     start = LayerWork(samples, 1, False, Recompute.NONE, items, items, items, items)
     return reduce(lambda known, dimension: dimension.apply(known, kind, strategy, context), DIMENSIONS, start)

@@ -122,7 +122,7 @@ def test_gathered_and_scattered_tensors_are_copied_where_software_does_so(recomp
     strategy = replace(SEQUENCE, recompute=recompute)
     seconds = {}
     for host in (0.0, per_byte):
-        context = DimensionContext(4, 8, 2, 2, 2, 1, host={"gathered_per_byte": host})
+        context = DimensionContext(4, 8, 2, 2, 2, 2, 1, host={"gathered_per_byte": host})
         start = LayerWork(1.0, 1, False, Recompute.NONE, 1200.0, 1200.0, 1200.0, 1200.0)
         done = reduce(lambda known, one, seen=context: one.apply(known, BLOCK, strategy, seen), DIMENSIONS, start)
         seconds[host] = done.microbatch_overhead

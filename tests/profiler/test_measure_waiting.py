@@ -48,7 +48,7 @@ def test_the_cost_model_counts_every_blocking_collective(shared: bool) -> None:
     )
     strategy = Strategy(data=2, tensor=2, sequence_parallel=shared)
     host = {"tensor": 1e-3, "tensor_per_byte": 1e-6}
-    context = DimensionContext(4, 4, 4, 4, 4, 1, host=host)
+    context = DimensionContext(4, 4, 4, 4, 4, 4, 1, host=host)
     work = LayerWork(8.0, 1, False, Recompute.NONE, 1.0, 1.0, 1.0, 1.0)
     found = TensorDimension().apply(work, kind, strategy, context)
     collectives = 8 if shared else 4

@@ -127,7 +127,7 @@ def convnext_graph(shape: ConvNextShape, precision: str, item_bytes: int, kernel
                 Tape(item_bytes, kernels), f"downsample{stage}", channels, extent, kernel=2, norm=norm, stem=False
             )
             kinds.append(kind)
-            layers.append(Layer(f"downsample.{stage}", kind.name, Role.BLOCK))
+            layers.append(Layer(f"downsamples.{stage - 1}", kind.name, Role.BLOCK))
         kinds.append(_convnext_block(shape, Tape(item_bytes, kernels), f"stage{stage}_block", width, extent))
         layers += [Layer(f"stages.{stage}.{index}", f"stage{stage}_block", Role.BLOCK) for index in range(depth)]
     tape, width = Tape(item_bytes, kernels), shape.widths[-1]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -244,7 +245,14 @@ def _embedding_forward(embedding: nn.Embedding, group: TensorGroup, start: int, 
     if padding is not None and not 0 <= padding < length:
         padding = None
     found = functional.embedding(local.masked_fill(elsewhere, 0), embedding.weight, padding)
-    return reduce_from_group(found.masked_fill(elsewhere.unsqueeze(-1), 0), group)
+    own = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+    return reduce_from_group(_in_compute_precision(own), group)
+
+
+def _in_compute_precision(found: Tensor) -> Tensor:
+    """As narrow as layers take what autocast leaves in fp32: a sum of one value and zeros loses nothing by it."""
+    kind = found.device.type
+    return found.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else found
 
 
 def _shard_head(head: nn.Module, group: TensorGroup, shards: Shards, shares_logits: bool) -> None:

@@ -1,10 +1,10 @@
 """ZeRO: devices share the samples and hold one shard each of the layer's states (Rajbhandari et al. 2020).
 
 Stage 1 (Megatron's distributed optimizer, DeepSpeed's ZeRO-1) shards the optimizer's states only: gradients are
-reduce-scattered and updated parameters all-gathered once a step, together the volume of one all-reduce (section 7.2.1
-of arXiv:1910.02054). Stages 2 and 3 are FSDP2's ``fully_shard``: 2 gathers parameters in the forward of every
-micro-batch and lets go of them after its backward; 3 lets go after each use and gathers again for backward (1.5 times
-the volume). Both reduce-scatter gradients in the backward of every micro-batch.
+reduce-scattered and updated parameters all-gathered once a step, as wide as they are at rest, together the volume of
+one all-reduce (section 7.2.1 of arXiv:1910.02054). Stages 2 and 3 are FSDP2's ``fully_shard``: 2 gathers parameters in
+the forward of every micro-batch and lets go of them after its backward; 3 lets go after each use and gathers again for
+backward (1.5 times the volume). Both reduce-scatter gradients in the backward of every micro-batch.
 
 Where gradients accumulate whole (``Profile.accumulates``, FSDP's ``no_sync``), all stages scatter them as they form in
 the last micro-batch: with a single one they are never all there, with several they are, under any stage.
@@ -113,10 +113,12 @@ class ZeroDimension:
             context: see ``apply``.
         """
         several = group.size > 1
-        gathered, reduced = items * context.gather_item_bytes, items * context.reduce_item_bytes
+        updated, gathered = items * context.parameter_item_bytes, items * context.gather_item_bytes
+        reduced = items * context.reduce_item_bytes
         once, wrapped, passing = ((several & stage) * 1 for stage in stages)
-        for moment, count in ((Moment.STEP, once), (Moment.FORWARD, wrapped), (Moment.BACKWARD, passing)):
-            yield Communication(Collective.ALL_GATHER, gathered, group, moment, True, count, self.name)
+        uses = ((Moment.STEP, updated, once), (Moment.FORWARD, gathered, wrapped), (Moment.BACKWARD, gathered, passing))
+        for moment, size, count in uses:
+            yield Communication(Collective.ALL_GATHER, size, group, moment, True, count, self.name)
         last, each = (once + wrapped, 0) if context.accumulates else (once, wrapped)
         for moment, count in ((Moment.STEP, last), (Moment.BACKWARD, each)):
             yield Communication(Collective.REDUCE_SCATTER, reduced, group, moment, True, count, self.name)

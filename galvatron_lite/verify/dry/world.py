@@ -8,6 +8,7 @@ sends), it is told what the rank that was run before said (``Letters``).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -347,13 +348,14 @@ def dry_world(rank: int, size: int, log: Log) -> Iterator[None]:
         raise LaunchError("A world of processes runs here already; dry runs need a process of their own.")
     if not dist.is_backend_available(BACKEND):
         dist.Backend.register_backend(BACKEND, _made, extended_api=True, devices=["cpu", "cuda"])
-    before = _LOG.set(log)
+    before, told = _LOG.set(log), sys.excepthook
     _forget_meshes()
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)  # type: ignore[attr-defined]
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = told  # joining a world puts this rank's name before all that fails later
         _LOG.reset(before)
         _forget_meshes()
 

@@ -13,6 +13,7 @@ from math import prod
 
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.sharing import sharing_of
+from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes
 from galvatron_lite.parallelism.pipeline.schedule import group_of
@@ -40,14 +41,16 @@ _PURPOSES = {"tokens": "context", "experts": "expert", "pixels": "spatial", COPI
 _NOT_PRICED = "not priced"
 
 
-def volume(runs: Sequence[RoleRun], plan: Plan, profile: Profile) -> Check:
+def volume(runs: Sequence[RoleRun], plan: Plan, profile: Profile, layers: Sequence[Layer] | None = None) -> Check:
     """A table of what was sent and what was priced, by class, of each group of devices.
 
     Args:
         runs: of one rank of each role.
         plan: that they ran.
         profile: that it is priced with.
+        layers: that ran, where the profile is of a published shape, which names them otherwise and has no modules.
     """
+    ran = profile.graph.layers if layers is None else layers
     planned = Planned(plan, profile.graph)
     pricer, lines, wrong, far = LayerPricer(profile), list[str](), list[str](), list[str]()
     for group in range(plan.pipeline):
@@ -55,7 +58,7 @@ def volume(runs: Sequence[RoleRun], plan: Plan, profile: Profile) -> Check:
         if not own:
             continue
         said, seen = predicted_bytes(pricer, planned, group), _most(own, planned)
-        known = allowances(pricer, planned, group, own)
+        known = allowances(pricer, planned, group, own, ran)
         slack = SLACK * max(plan.microbatches, 2)
         lines += _table(group, said, seen, known)
         wrong += [*_differing(group, said, seen, known, slack), *_unpriced(group, seen, slack)]

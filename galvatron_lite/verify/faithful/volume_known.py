@@ -38,9 +38,9 @@ class Allowance:
 
 
 def allowances(
-    pricer: LayerPricer, planned: Planned, group: int, runs: Sequence[RoleRun]
+    pricer: LayerPricer, planned: Planned, group: int, runs: Sequence[RoleRun], layers: Sequence[Layer]
 ) -> Mapping[str, Sequence[Allowance]]:
-    """By class, of one group of devices, of which these are runs, for a step."""
+    """By class, of one group of devices, of which these are runs of a model's layers, for a step."""
     times, stages = planned.plan.microbatches, planned.stages_of(group)
     names = [planned.stages[stage] for stage in stages]
     repeated = sum(_not_repeated(pricer, planned, name) for own in names for name in own)
@@ -50,7 +50,7 @@ def allowances(
     between = sum(_not_sent_back(planned, own) for own in names) * times
     here = {name for own in names for name in own}
     gathered = sum(_gathered_once(pricer, planned, name, here) for name in here)
-    apart, summed = _loose(pricer, planned, runs)
+    apart, summed = _loose(pricer, planned, runs, layers)
     found = {
         "zero": (Allowance(_STILL_THERE, less=gathered), Allowance(_LOOSE, less=apart)),
         "data": (Allowance(_LOOSE, more=summed),),
@@ -74,16 +74,20 @@ def _gathered_once(pricer: LayerPricer, planned: Planned, name: str, here: Colle
     return sum(again) * planned.plan.microbatches
 
 
-def _loose(pricer: LayerPricer, planned: Planned, runs: Sequence[RoleRun]) -> tuple[float, float]:
+def _loose(
+    pricer: LayerPricer, planned: Planned, runs: Sequence[RoleRun], layers: Sequence[Layer]
+) -> tuple[float, float]:
     """Of parameters outside of their layers' modules, of one rank: bytes that ZeRO is priced to move, and bytes of the
     sums of their gradients instead."""
     apart = summed = 0.0
+    run = {layer.name: (layer, name) for layer, name in zip(layers, planned.layers, strict=True)}
     for split in runs[0].splits if runs else ():
-        strategy, layer = planned.strategies[split.layer], planned.layers[split.layer]
+        layer, name = run[split.layer]
+        strategy = planned.strategies[name]
         items = sum(prod(one.held) for one in split.parameters)
         out = sum(prod(one.held) for one in split.parameters if not _is_inside(one, layer) and not one.sharded)
         if strategy.state_shards > 1 and out:
-            work = pricer.work(planned.kind(split.layer), strategy, planned.plan.microbatch)
+            work = pricer.work(planned.kind(name), strategy, planned.plan.microbatch)
             zero = [one for one in work.communications if one.cause == "zero"]
             moved = sum(once(one) * float(one.count) * _times(one, planned) for one in zero)
             apart, summed = apart + moved * min(out / items, 1.0), summed + 2 * 4 * out

@@ -1,8 +1,9 @@
 """What every rank of the world sends, from what one rank of each role does. No torch here.
 
 A rank does what the recorded rank of its role does, with the groups and partners that belong to its own place. Ranks of
-a stage are row-major over the degrees of a strategy (``parallelism.strategy.Strategy``), so the groups that differ in some
-of them are all alike: a smallest rank, and the same steps from it. A group over several stages keeps its place in each.
+a stage are row-major over the degrees of a strategy (``parallelism.strategy.Strategy``), so the groups that differ in
+some of them are all alike: a smallest rank, and the same steps from it. A group over several stages keeps its place in
+each.
 """
 
 from __future__ import annotations
