@@ -26,6 +26,7 @@ from galvatron_lite.profiler.segments import BlockCall, hidden_state, leaf_of
 from galvatron_lite.profiler.timing import DEFAULT_RULE, Lap, Timing, TimingRule, time_laps
 from galvatron_lite.runtime.norms import narrow_norms
 from galvatron_lite.runtime.precision import compute_context, compute_dtype, holding_copies
+from galvatron_lite.runtime.stacked_experts import narrow_experts
 
 _MOST_COPIES = 4
 _CPU_ROOM = 2**29
@@ -133,6 +134,8 @@ def make_shard(
 ) -> nn.Module:
     """A copy of the block as training has it: first shard of its group, recomputing as told, with gradients."""
     shard = copy.deepcopy(block)
+    if compute_dtype(precision) is not None:
+        narrow_experts(shard)
     cut.slice(shard)
     if setting.tensor > 1:
         shard_layer(shard, plan, ShapeOnlyGroup(setting.tensor), setting.sequence_parallel)

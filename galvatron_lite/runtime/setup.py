@@ -61,6 +61,7 @@ from galvatron_lite.runtime.sharding import (
     reduced_parameters,
     shard_stage,
 )
+from galvatron_lite.runtime.stacked_experts import narrow_experts
 from galvatron_lite.runtime.tensor_plans import tensor_plans
 from galvatron_lite.runtime.traffic import Traffic
 from galvatron_lite.runtime.updates import Updates
@@ -369,6 +370,8 @@ def assemble(
     """
     compile_blocks(model, stage, meshes, options.compile)
     place = place or Materializer(model, layers, options.device, options.seed, options.init_fn).place
+    if options.compute is not None:
+        narrow_experts(model)
     sharded = _split(model, layers, stage, meshes, known.plans, options, roots or [model], place)
     if options.compute is not None:
         narrow_norms(model)

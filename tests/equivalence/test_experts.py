@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import slice_batch
@@ -98,6 +103,36 @@ def test_a_loss_that_balances_experts_is_that_of_each_micro_batch(pool: WorkerPo
         alone.append({name: parameter.grad for name, parameter in model.named_parameters()})
     work = {"case": case, "plans": plans, "alone": alone}
     assert pool.run(2, balanced_in_parts, timeout=300.0, **work) == [[], []]
+
+
+def precisions(case: Case, plans: Sequence[Plan]) -> list[set[tuple[torch.dtype, torch.dtype]]]:
+    """Of rows and weights that experts multiply under each of these plans; run on every rank."""
+    found: list[set[tuple[torch.dtype, torch.dtype]]] = []
+    original = functional.grouped_mm
+
+    def grouped(rows: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        found[-1].add((rows.dtype, weight.dtype))
+        return original(rows, weight, **options)
+
+    with patch.object(functional, "grouped_mm", grouped):
+        for one in plans:
+            found.append(set())
+            case.parallel(one).backward_step(make_batches(case.family, SAMPLES, 1)[0])
+    return found
+
+
+def test_experts_compute_in_bf16_however_they_are_split(pool: WorkerPool) -> None:
+    case = case_of("mixtral")
+    blocks = (
+        Strategy(data=4),
+        Strategy(data=4, expert=4),
+        Strategy(data=2, zero=2, zero_stage=1, expert=2, recompute=Recompute.FULL),
+        Strategy(zero=4, zero_stage=3, expert=2),
+        Strategy(data=2, tensor=2, expert=2),
+    )
+    plans = [replace(plan(case, block, microbatches=2), precision="bf16") for block in blocks]
+    for rank in pool.run(4, precisions, timeout=300.0, case=case, plans=plans):
+        assert rank == [{(torch.bfloat16, torch.bfloat16)}] * len(plans)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "mixtral-balanced", "mixtral-padded", "qwen2-moe"])

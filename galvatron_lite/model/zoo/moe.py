@@ -55,7 +55,8 @@ class Experts(nn.Module):
         rows = hidden[order // index.shape[-1]]
         gate, up = (_grouped(rows, weight, ends) for weight in (self.gate_proj, self.up_proj))
         made = _grouped(F.silu(gate) * up, self.down_proj, ends)
-        copies = torch.empty_like(made).index_copy(0, order, made).view(*index.shape, hidden.shape[-1])
+        # index_copy would keep the rows for backward
+        copies = torch.empty_like(made).index_put((order,), made).view(*index.shape, hidden.shape[-1])
         return (copies * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
 

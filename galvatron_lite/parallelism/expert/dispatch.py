@@ -57,7 +57,8 @@ def mixed(hidden: Tensor, index: Tensor, weights: Tensor, spread: Spread, run: R
     order = _sorted_copies(index, spread)
     rows = hidden[order // choices]
     back = _visit(rows, index.reshape(-1)[order], spread, run)
-    copies = back.new_zeros(index.numel(), back.shape[-1]).index_copy(0, order, back)
+    # index_copy would keep what comes back until backward
+    copies = back.new_zeros(index.numel(), back.shape[-1]).index_put((order,), back)
     weighted = copies.view(*index.shape, back.shape[-1]) * weights.unsqueeze(-1)
     return weighted.sum(1).to(hidden.dtype)
 
