@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.parallelism.autocast import autocast_dtype
 from galvatron_lite.parallelism.expert.find import find_mixtures
 from galvatron_lite.runtime.precision import copy_held
 
@@ -25,21 +26,28 @@ def narrow_experts(model: nn.Module) -> None:
     Args:
         model: whole; it may be split afterwards.
     """
+    copied = torch.compiler.disable(copy_held)  # type: ignore[no-untyped-call]  # what is kept between calls is nothing to compile
     stacked = {mixture.path for mixture in find_mixtures(model) if mixture.parameters}
     for path in stacked:
         module = model.get_submodule(path)
         # whoever looks at the signature finds the experts' own
-        module.forward = update_wrapper(partial(_narrowed, module, module.forward), module.forward)
+        module.forward = update_wrapper(partial(_narrowed, module, module.forward, copied), module.forward)
 
 
-def _narrowed(module: nn.Module, forward: Callable[..., Tensor], hidden: Tensor, *args: Any, **options: Any) -> Tensor:
-    kind = hidden.device.type
-    if hidden.is_meta or not torch.is_autocast_enabled(kind):
+def _narrowed(
+    module: nn.Module,
+    forward: Callable[..., Tensor],
+    copied: Callable[[Tensor, torch.dtype], Tensor],
+    hidden: Tensor,
+    *args: Any,
+    **options: Any,
+) -> Tensor:
+    dtype = autocast_dtype(hidden)
+    if dtype is None:
         return forward(hidden, *args, **options)
-    dtype = torch.get_autocast_dtype(kind)
     own = module.named_parameters(recurse=False)
     wide = {name: one for name, one in own if one.is_floating_point() and one.dtype != dtype}
-    with _standing_in(module, {name: copy_held(one, dtype) for name, one in wide.items()}):
+    with _standing_in(module, {name: copied(one, dtype) for name, one in wide.items()}):
         return forward(hidden.to(dtype), *args, **options)
 
 

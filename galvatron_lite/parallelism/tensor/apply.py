@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.autocast import autocast_dtype
 from galvatron_lite.parallelism.expert.slices import sum_slices
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.functions import (
@@ -251,8 +251,8 @@ def _embedding_forward(embedding: nn.Embedding, group: TensorGroup, start: int, 
 
 def _in_compute_precision(found: Tensor) -> Tensor:
     """As narrow as layers take what autocast leaves in fp32: a sum of one value and zeros loses nothing by it."""
-    kind = found.device.type
-    return found.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else found
+    dtype = autocast_dtype(found)
+    return found if dtype is None else found.to(dtype)
 
 
 def _shard_head(head: nn.Module, group: TensorGroup, shards: Shards, shares_logits: bool) -> None:
