@@ -1,8 +1,8 @@
 """Copies of weights in the precision of compute: autocast makes them of weights that are held in a wider one.
 
 The runtime has them made once a step, so all its micro-batches share them (``runtime.precision.holding_copies``).
-Layers that ZeRO gathers have none: they are gathered in that precision. Those that are computed again cast their
-weights in every pass, and keep nothing of it. No torch here.
+What ZeRO gathers has none: it is gathered in that precision. Layers that are computed again cast their weights in
+every pass, and keep nothing of it. No torch here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from galvatron_lite.arrays import Whole, is_option, up, where
 from galvatron_lite.model.graph import LayerKind, OperatorClass, Recompute
 from galvatron_lite.parallelism.base import LayerWork
-from galvatron_lite.parallelism.ranks import Either
+from galvatron_lite.parallelism.ranks import Either, sharded_items
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.units import activation_bytes
 
@@ -30,7 +30,8 @@ def copied_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strategy: E
     if not profile.copied_bytes:
         return 0, 0
     wrapped = (strategy.state_shards > 1) & (strategy.zero_stage > 1)
-    copies = where(wrapped, 0, up(_items(profile, kind, work, strategy) * profile.copied_bytes))
+    left = work.parameters - sharded_items(work, strategy)
+    copies = up(where(wrapped, left, _items(profile, kind, work, strategy)) * profile.copied_bytes)
     held = is_option(strategy.recompute, Recompute.NONE)
     return where(held, copies, 0), where(held, 0, copies)
 

@@ -192,6 +192,11 @@ def shared_items(work: LayerWork, strategy: Either) -> tuple[tuple[Real, Spread]
     return (dense, (work.expert_items, expert_spread_of(strategy)))
 
 
+def sharded_items(work: LayerWork, strategy: Either) -> Real:
+    """How many of them ZeRO shards: not experts of which no other rank has a copy."""
+    return sum((where(spread.shards.size > 1, items, 0.0) for items, spread in shared_items(work, strategy)), 0.0)
+
+
 def rank_group(size: Whole, stride: Whole, siblings: Whole, run: Whole = 1, gap: Whole = 1) -> RankGroup:
     """A group, or an array of groups that are told apart at once."""
     group = RankGroup(size, stride, siblings, run, gap)

@@ -50,6 +50,18 @@ def test_what_zero_gathers_has_none(known: Profile, stage: int) -> None:
     assert held(known, "block", Strategy(zero=8, zero_stage=stage)) == 0
 
 
+def test_experts_that_no_other_rank_has_are_not_gathered() -> None:
+    mixture = estimate_profile(load_model("mixtral-8x7b"), load_cluster("h100", 16), precision="bf16", name="mixtral")
+    experts, pricer = mixture.graph.kinds["block"].expert_parameters, LayerPricer(mixture)
+    alone, shared = (pricer.price("block", Strategy(zero=d, zero_stage=3, expert=8), d, 1) for d in (8, 16))
+    assert alone is not None
+    assert shared is not None
+    assert alone.copies == pytest.approx(2 * experts / 8, rel=1e-3)
+    assert shared.copies == 0
+    # gathered for use: all of the layer's parameters on a device, or those that are not its own experts'
+    assert shared.gather - alone.gather == pytest.approx(2 * experts / 8, rel=1e-3)
+
+
 def test_what_is_computed_again_works_with_its_own(known: Profile) -> None:
     strategy = Strategy(data=8, recompute=Recompute.FULL)
     bare = LayerPricer(replace(known, copied_bytes=0)).price("block", strategy, 8, 1)

@@ -31,7 +31,7 @@ from galvatron_lite.parallelism.base import (
     sliced,
 )
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.ranks import Either, shared_items
+from galvatron_lite.parallelism.ranks import Either, sharded_items, shared_items
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,7 @@ class ZeroDimension:
         passing = wrapped & (strategy.zero_stage == 3)
         parts = shared_items(work, strategy)
         at_rest = sum(items * shard_of(spread.shards.size, context.shard_share) for items, spread in parts)
+        spread_out = sharded_items(work, strategy)
         moved = (
             one
             for items, spread in parts
@@ -92,9 +93,9 @@ class ZeroDimension:
             state_items=where(sharded, at_rest, work.state_items),
             parameter_items=where(wrapped, at_rest, work.parameter_items),
             gradient_items=where(scattered, at_rest, work.gradient_items),
-            gathered_items=where(wrapped & opposite(passing), work.parameters, work.gathered_items),
-            transient_items=where(passing, work.parameters, work.transient_items),
-            reduce_items=where(scattered, work.parameters, work.reduce_items),
+            gathered_items=where(wrapped & opposite(passing), spread_out, work.gathered_items),
+            transient_items=where(passing, spread_out, work.transient_items),
+            reduce_items=where(scattered, spread_out, work.reduce_items),
             gradients_persist=work.gradients_persist & opposite(scattered),
             communications=(*work.communications, *sent(*moved)),
             step_overhead=work.step_overhead + where(once, host.get("data", 0.0), 0.0),
