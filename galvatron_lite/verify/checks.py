@@ -60,18 +60,17 @@ def check_dry(
     made = source.on_meta()
     batch = example_of(made)
     named = named_for(plan, discover_layers(made[0], batch))
-    subject = subject_of(made[0], named, batch, loss_fn=made[2])
+    subject, graph = subject_of(made[0], named, batch, loss_fn=made[2]), trace(made[0], batch, loss_fn=made[2])
     resumes = journal is not None and plan.pipeline == 1  # stages must hear one another: all are run anew
     about = data_hash([to_data(plan), source.name, identity, __version__])
     kept = Journal(journal, about) if journal is not None and resumes else None
     try:
-        runs = run_all(subject, named, kept, progress)
+        runs = run_all(subject, named, kept, progress, chained=not graph.tensors)
     except DryRunError as error:
         return [Check(NAME, Verdict.SKIPPED, f"The model cannot be run without data. {error}")], []
     if kept is not None:
         kept.remove()
     progress(len(runs), len(runs), "messages")
-    graph = trace(made[0], batch, loss_fn=made[2])
     return held_against(runs, named, graph, profile or profile_of(plan)), runs
 
 
@@ -119,8 +118,10 @@ def _not_compared(graph: ModelGraph) -> str:
     return ""
 
 
-def run_all(subject: Subject, plan: Plan, kept: Journal | None, progress: Progress) -> list[RoleRun]:
-    """One rank of each role; those that a journal has are not run again.
+def run_all(
+    subject: Subject, plan: Plan, kept: Journal | None, progress: Progress, *, chained: bool = False
+) -> list[RoleRun]:
+    """One rank of each role; those that a journal has are not run again. See ``run_roles``.
 
     Raises:
         DryRunError: the plan or the model cannot be followed without data.
@@ -136,7 +137,7 @@ def run_all(subject: Subject, plan: Plan, kept: Journal | None, progress: Progre
             kept.add(str(run.rank), to_data(run))
 
     try:
-        return run_roles(subject, plan, done=done, each=each)
+        return run_roles(subject, plan, done=done, each=each, chained=chained)
     except (GalvatronError, MemoryError):
         raise
     except Exception as error:  # whatever an operator, or a user's model, does that has no meaning without data

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from galvatron_lite.model.zoo.gpt import GPT, GPTConfig, random_tokens
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.strategy import Strategy, Strided
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.verify.dry.repeat import UnlikeError, lengthened, shortened
 from galvatron_lite.verify.dry.roles import roles_of, run_roles
@@ -36,6 +36,59 @@ def test_ranks_whose_place_counts_have_roles_of_their_own() -> None:
     strategies = dict.fromkeys(NAMES, Strategy(data=2)) | {"blocks.1": Strategy(tensor=2)}
     plan = write_plan([NAMES], strategies, devices=2, batch=8)
     assert [one.ranks for one in roles_of(plan)] == [(0,), (1,)]
+
+
+def test_places_repeat_where_layers_share_samples_unlike() -> None:
+    strategies = dict.fromkeys(NAMES, Strategy(zero=16, zero_stage=3)) | {"after": Strategy(data=4, tensor=4)}
+    found = roles_of(write_plan([NAMES], strategies, devices=16, batch=16))
+    assert [(one.text, one.ranks) for one in found[1:2]] == [("place 1 of every 4", (1, 5, 9, 13))]
+    assert len(found) == 4
+    strategies["blocks.1"] = Strategy(data=8, zero=2, zero_stage=3, strided=Strided.ZERO)
+    assert len(roles_of(write_plan([NAMES], strategies, devices=16, batch=16))) == 16
+
+
+EDGES = ("before", "after")
+"""They share a parameter, so they are split alike."""
+UNLIKE = {
+    "edges": dict.fromkeys(EDGES, Strategy(data=2, tensor=4)),
+    "tokens": {"blocks.1": Strategy(zero=4, zero_stage=3, context=2)}
+    | dict.fromkeys(EDGES, Strategy(data=4, tensor=2)),
+    "tokens of all": dict.fromkeys(NAMES, Strategy(zero=4, zero_stage=1, context=2)),
+    "sequence": {"blocks.0": Strategy(data=4, tensor=2, sequence_parallel=True), "blocks.1": Strategy(data=8)},
+}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("name", UNLIKE)
+def test_every_rank_of_a_role_does_the_same(name: str, stages: int) -> None:
+    """Each rank is run, and compared with the one that stands for it."""
+    strategies = dict.fromkeys(NAMES, Strategy(zero=8, zero_stage=3)) | UNLIKE[name]
+    cut = [NAMES] if stages == 1 else [NAMES[:2], NAMES[2:]]
+    plan = write_plan(cut, strategies, devices=8 * stages, batch=16, microbatches=2)
+    subject, said = subject_of(model(), plan, random_tokens(16, 16, 64)), dict[int, Said]()
+    runs = {}
+    for rank in range(plan.devices):
+        own: Said = {}
+        runs[rank], _ = dry_run(subject, plan, rank, lambda *at: said[at[0]][at[1], at[2]][at[3]], own)
+        said[rank] = own
+    roles = roles_of(plan, chained=True)
+    assert len(roles) < plan.devices
+    for role in roles:
+        known = runs[role.rank]
+        for rank in role.ranks[1:]:
+            other = runs[rank]
+            assert (other.peak, other.kept) == (known.peak, known.kept)
+            assert [_shown(one, rank) for one in other.messages] == [_shown(one, role.rank) for one in known.messages]
+
+
+def _shown(one: Message, rank: int) -> tuple[object, ...]:
+    """What does not depend on the place; parts for the ranks of a stage, from this rank's own on."""
+    size = len(one.ranks)
+    at = one.ranks.index(rank)
+    parts = [tuple(own[(at + step) % size] for step in range(size)) if own else () for own in (one.sent, one.taken)]
+    lies = tuple(sorted((other - rank) % 8 for other in one.ranks))
+    given = 0 if one.kind is Kind.BROADCAST else one.bytes  # its root alone gives any
+    return one.kind, lies, one.purpose, one.tag, one.shape, one.dtype, given, one.phase, one.layer, *parts
 
 
 def test_stages_that_go_round_hear_one_another() -> None:

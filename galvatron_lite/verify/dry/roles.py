@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import lcm
 
 from torch import Tensor
 
 from galvatron_lite.parallelism.pipeline.table import pipeline_of
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.ranks import expert_slices
+from galvatron_lite.parallelism.strategy import Strategy, Strided
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.verify.dry.repeat import UnlikeError
 from galvatron_lite.verify.dry.step import DryRunError, Subject, dry_run
@@ -39,28 +41,46 @@ class Role:
         return self.ranks[0]
 
 
-def roles_of(plan: Plan, even: bool = True) -> tuple[Role, ...]:
+def roles_of(plan: Plan, even: bool = True, chained: bool = False) -> tuple[Role, ...]:
     """The roles of a plan, by stage.
 
     All ranks of a stage play one where they split every layer's samples alike, and nothing that depends on a rank's
-    place: no pixels, tokens, channels or experts. Else each has a role of its own.
+    place: no pixels, tokens, channels or experts. Else places repeat: samples are shared by the outermost dims of every
+    strategy, so a rank that lies by a whole number of all their inner ranks further does the same, with samples that
+    lie as much further in each layer. Where ranks lie in another order, each has a role of its own.
 
     Args:
         plan: of any kind.
         even: whether tensor groups split everything into equal parts; if not, their places differ.
+        chained: whether each layer takes from the one before it alone; else a stage may be given what any layer of an
+            earlier one has made, as that had it.
     """
     pipeline, width, found = pipeline_of(plan), plan.stage_devices, list[Role]()
     for group in range(plan.pipeline):
-        runs = [run for stage in pipeline.stages_of(group) for run in plan.stages[stage].runs]
-        places = _places([run.strategy for run in runs], width, even)
-        for text, own in places.items():
-            found.append(Role(group, text, tuple(group * width + place for place in own)))
+        own = pipeline.stages_of(group)
+        runs = [run for stage in own for run in plan.stages[stage].runs]
+        given = [run for stage in range(max(own)) for run in plan.stages[stage].runs]
+        if chained:
+            given = [plan.stages[stage - 1].runs[-1] for stage in own if stage]
+        places = _places([run.strategy for run in runs], [run.strategy for run in given], width, even)
+        for text, alike in places.items():
+            found.append(Role(group, text, tuple(group * width + place for place in alike)))
     return tuple(found)
 
 
-def _places(strategies: Sequence[Strategy], width: int, even: bool) -> dict[str, list[int]]:
-    if not _alike(strategies):
-        return {f"place {place} of {width}": [place] for place in range(width)}
+def _places(strategies: Sequence[Strategy], given: Sequence[Strategy], width: int, even: bool) -> dict[str, list[int]]:
+    """Places of a stage whose ranks do the same.
+
+    Args:
+        strategies: of its layers.
+        given: of layers of other stages, as which it may be given what they make.
+        width: ranks of the stage.
+        even: see ``roles_of``.
+    """
+    if not _alike([*strategies, *given]):
+        repeats = _repeats([*strategies, *given], width)
+        said = f"of {width}" if repeats == width else f"of every {repeats}"
+        return {f"place {place} {said}": list(range(place, width, repeats)) for place in range(repeats)}
     tensor = strategies[0].tensor
     if even or tensor == 1:
         return {"all ranks": list(range(width))}
@@ -77,8 +97,22 @@ def _alike(strategies: Sequence[Strategy]) -> bool:
     return len(degrees) == 1 and not places
 
 
+def _repeats(strategies: Sequence[Strategy], width: int) -> int:
+    """After how many ranks of a stage places begin anew."""
+    if any(one.strided is not Strided.NONE for one in strategies):
+        return width
+    inner = [one.devices // one.batch_degree for one in strategies]
+    experts = [int(expert_slices(one)) * one.expert for one in strategies if one.expert > 1]
+    return lcm(*inner, *experts)
+
+
 def run_roles(
-    subject: Subject, plan: Plan, *, done: Mapping[int, RoleRun] | None = None, each: Each | None = None
+    subject: Subject,
+    plan: Plan,
+    *,
+    done: Mapping[int, RoleRun] | None = None,
+    each: Each | None = None,
+    chained: bool = False,
 ) -> list[RoleRun]:
     """Run one rank of each role of a plan, in this process, in the order in which what is announced goes.
 
@@ -92,21 +126,28 @@ def run_roles(
         plan: how.
         done: roles that were run before, by rank; of a plan with one stage, as stages must hear one another.
         each: told of every role.
+        chained: see ``roles_of``.
 
     Raises:
         DryRunError: what runs depends on values, or ranks wait for one another.
         LaunchError: this process has joined a world.
     """
+    roles = roles_of(plan, _is_even(subject, plan), chained)
     try:
-        return _run_roles(subject, plan, done, each, brief=True)
+        return _run_roles(subject, plan, roles, done, each, brief=True)
     except UnlikeError:
-        return _run_roles(subject, plan, done, each, brief=False)
+        return _run_roles(subject, plan, roles, done, each, brief=False)
 
 
 def _run_roles(
-    subject: Subject, plan: Plan, done: Mapping[int, RoleRun] | None, each: Each | None, *, brief: bool
+    subject: Subject,
+    plan: Plan,
+    roles: Sequence[Role],
+    done: Mapping[int, RoleRun] | None,
+    each: Each | None,
+    *,
+    brief: bool,
 ) -> list[RoleRun]:
-    roles = roles_of(plan, _is_even(subject, plan))
     found: dict[int, RoleRun] = {} if done is None or plan.pipeline > 1 else dict(done)
     said: dict[int, Said] = {}
     homes = {rank: role.rank for role in roles for rank in role.ranks}
