@@ -91,6 +91,16 @@ def _shown(one: Message, rank: int) -> tuple[object, ...]:
     return one.kind, lies, one.purpose, one.tag, one.shape, one.dtype, given, one.phase, one.layer, *parts
 
 
+def test_where_shards_are_not_all_alike_each_rank_is_run() -> None:
+    """A vocabulary of 66 rows has shards of nine and of three."""
+    with torch.device("meta"):
+        uneven = GPT(GPTConfig(vocab=66, layers=2, hidden=32, heads=4, sequence=16))
+    strategies = dict.fromkeys(NAMES, Strategy(zero=8, zero_stage=3)) | {"blocks.0": Strategy(data=4, tensor=2)}
+    plan = write_plan([NAMES], strategies, devices=8, batch=8)
+    assert len(run_roles(subject_of(uneven, plan, random_tokens(8, 16, 66)), plan)) == 8
+    assert len(run_roles(subject_of(model(), plan, random_tokens(8, 16, 64)), plan)) == 2
+
+
 def test_stages_that_go_round_hear_one_another() -> None:
     strategies = dict.fromkeys(NAMES, Strategy())
     cut = [[name] for name in NAMES]

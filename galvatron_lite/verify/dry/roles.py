@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
 from torch import Tensor
 
+from galvatron_lite.model.graph import Role as LayerRole
 from galvatron_lite.parallelism.pipeline.table import pipeline_of
 from galvatron_lite.parallelism.ranks import expert_slices
 from galvatron_lite.parallelism.strategy import Strategy, Strided
@@ -41,7 +42,7 @@ class Role:
         return self.ranks[0]
 
 
-def roles_of(plan: Plan, even: bool = True, chained: bool = False) -> tuple[Role, ...]:
+def roles_of(plan: Plan, even: bool = True, chained: bool = False, apart: bool = False) -> tuple[Role, ...]:
     """The roles of a plan, by stage.
 
     All ranks of a stage play one where they split every layer's samples alike, and nothing that depends on a rank's
@@ -54,6 +55,7 @@ def roles_of(plan: Plan, even: bool = True, chained: bool = False) -> tuple[Role
         even: whether tensor groups split everything into equal parts; if not, their places differ.
         chained: whether each layer takes from the one before it alone; else a stage may be given what any layer of an
             earlier one has made, as that had it.
+        apart: whether places never repeat, since ZeRO's shards of a parameter are not all alike.
     """
     pipeline, width, found = pipeline_of(plan), plan.stage_devices, list[Role]()
     for group in range(plan.pipeline):
@@ -62,23 +64,26 @@ def roles_of(plan: Plan, even: bool = True, chained: bool = False) -> tuple[Role
         given = [run for stage in range(max(own)) for run in plan.stages[stage].runs]
         if chained:
             given = [plan.stages[stage - 1].runs[-1] for stage in own if stage]
-        places = _places([run.strategy for run in runs], [run.strategy for run in given], width, even)
+        strategies = [run.strategy for run in runs], [run.strategy for run in given]
+        places = _places(*strategies, width, even=even, apart=apart)
         for text, alike in places.items():
             found.append(Role(group, text, tuple(group * width + place for place in alike)))
     return tuple(found)
 
 
-def _places(strategies: Sequence[Strategy], given: Sequence[Strategy], width: int, even: bool) -> dict[str, list[int]]:
+def _places(
+    strategies: Sequence[Strategy], given: Sequence[Strategy], width: int, *, even: bool, apart: bool
+) -> dict[str, list[int]]:
     """Places of a stage whose ranks do the same.
 
     Args:
         strategies: of its layers.
         given: of layers of other stages, as which it may be given what they make.
         width: ranks of the stage.
-        even: see ``roles_of``.
+        even, apart: see ``roles_of``.
     """
     if not _alike([*strategies, *given]):
-        repeats = _repeats([*strategies, *given], width)
+        repeats = width if apart else _repeats([*strategies, *given], width)
         said = f"of {width}" if repeats == width else f"of every {repeats}"
         return {f"place {place} {said}": list(range(place, width, repeats)) for place in range(repeats)}
     tensor = strategies[0].tensor
@@ -132,7 +137,7 @@ def run_roles(
         DryRunError: what runs depends on values, or ranks wait for one another.
         LaunchError: this process has joined a world.
     """
-    roles = roles_of(plan, _is_even(subject, plan), chained)
+    roles = roles_of(plan, _is_even(subject, plan), chained, apart=not _shards_alike(subject, plan))
     try:
         return _run_roles(subject, plan, roles, done, each, brief=True)
     except UnlikeError:
@@ -148,7 +153,8 @@ def _run_roles(
     *,
     brief: bool,
 ) -> list[RoleRun]:
-    found: dict[int, RoleRun] = {} if done is None or plan.pipeline > 1 else dict(done)
+    kept = {} if done is None or plan.pipeline > 1 else done
+    found = {role.rank: _as(role, kept[role.rank]) for role in roles if role.rank in kept}
     said: dict[int, Said] = {}
     homes = {rank: role.rank for role in roles for rank in role.ranks}
     waiting = [role for role in roles if role.rank not in found]
@@ -161,7 +167,7 @@ def _run_roles(
             except UnheardError:
                 late.append(role)
             else:
-                found[role.rank] = replace(run, role=role.text, ranks=role.ranks)
+                found[role.rank] = _as(role, run)
                 if each is not None:
                     each(found[role.rank], len(roles))
             said[role.rank] = own
@@ -169,6 +175,10 @@ def _run_roles(
             raise DryRunError("Ranks wait for what others announce, and none comes any further.")
         waiting = late
     return [found[role.rank] for role in roles]
+
+
+def _as(role: Role, run: RoleRun) -> RoleRun:
+    return replace(run, role=role.text, ranks=role.ranks)
 
 
 def _amount(said: Mapping[int, Said]) -> int:
@@ -183,6 +193,27 @@ def _hearing(said: Mapping[int, Said], homes: Mapping[int, int]) -> Hear:
         return values[number] if number < len(values) else None
 
     return hear
+
+
+def _shards_alike(subject: Subject, plan: Plan) -> bool:
+    """Whether ZeRO's shards divide the rows of every parameter."""
+    chosen = [run.strategy for stage in plan.stages for run in stage.runs for _ in range(run.count)]
+    owned = list(zip(subject.layers, chosen, strict=True))
+    edges = {strategy for layer, strategy in owned if layer.role is not LayerRole.BLOCK}
+    inside = {path: {strategy} for layer, strategy in owned if layer.role is LayerRole.BLOCK for path in layer.modules}
+    for name, parameter in subject.model.named_parameters():
+        owners = (inside[path] for path in _paths_above(name) if path in inside)
+        for one in next(owners, edges):
+            if one.state_shards > 1 and parameter.dim() and len(parameter) % (one.state_shards * one.tensor):
+                return False
+    return True
+
+
+def _paths_above(name: str) -> Iterator[str]:
+    """Of the modules that hold what has this name, innermost first."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _is_even(subject: Subject, plan: Plan) -> bool:
