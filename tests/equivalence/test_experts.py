@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from galvatron_lite.errors import InputError
@@ -140,3 +141,31 @@ def test_spread_experts_train_like_one_process(pool: WorkerPool, family: str) ->
     case = case_of(family)
     work = [(case, written(case), reference_of(family))]
     assert [wrong for rank in pool.run(4, train_families, timeout=300.0, work=work) for wrong in rank] == []
+
+
+def test_few_experts_are_shared_by_more_ranks(pool: WorkerPool) -> None:
+    """Where a rank has fewer experts than there are ranks that share them, each expert is shared."""
+    case = case_of("mixtral")
+    blocks = [Strategy(zero=8, zero_stage=stage, expert=ways) for stage in (1, 2, 3) for ways in (1, 4)]
+    blocks.append(Strategy(data=2, zero=4, zero_stage=3, expert=2))
+    plans = [plan(case, block, edge=Strategy(data=8)) for block in blocks]
+    work = [(case, plans, reference_of("mixtral"))]
+    assert [wrong for rank in pool.run(8, train_families, timeout=300.0, work=work) for wrong in rank] == []
+    shared = [one for one in plans if one.stages[0].runs[1].strategy.expert == 4]
+    for figures in zip(*pool.run(8, updated_of_experts, timeout=300.0, case=case, plans=shared), strict=True):
+        assert len(set(figures)) == 1, "every rank updates as many of the experts' items"
+
+
+def updated_of_experts(case: Case, plans: Sequence[Plan]) -> list[int]:
+    """How many items of experts' parameters this rank updates under each plan; run on every rank."""
+    found = []
+    for one in plans:
+        owned = [each for runtime in case.parallel(one).runtimes for each in runtime.owned]
+        experts = [each for each in owned if ".experts." in each.names[0]]
+        assert experts
+        found.append(sum(local_of(each.updated).numel() for each in experts))
+    return found
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

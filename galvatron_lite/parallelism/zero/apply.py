@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from galvatron_lite.model.batch import map_tensors, tensors_of
+from galvatron_lite.parallelism.zero.cut import cut_dim
 
 STAGE_2, STAGE_3 = 2, 3
 
@@ -53,12 +55,14 @@ def shard_group(
     """
     for one in group.modules:
         one.register_forward_hook(_without_views)
+    ranks = group.mesh.size(group.mesh.ndim - 1)
     fully_shard(
         list(group.modules) if len(group.modules) > 1 else group.modules[0],
         mesh=group.mesh,
         reshard_after_forward=group.zero_stage == STAGE_3,
         mp_policy=mixed_precision(compute),
         ignored_params=set(ignored),
+        shard_placement_fn=lambda parameter: Shard(cut_dim(parameter.shape, ranks, group.zero_stage)),
     )
     made: list[FSDPModule] = [module for module in group.modules if isinstance(module, FSDPModule)]
     for module in made:

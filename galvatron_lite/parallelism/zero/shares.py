@@ -1,6 +1,6 @@
 """ZeRO-1: every rank computes with whole parameters and whole gradients, and updates its own rows of them.
 
-The rows that a rank updates are a DTensor parameter (``Shard(0)``, cut as ``torch.chunk`` does, like FSDP2's) whose
+The rows that a rank updates are a DTensor parameter (cut as ``torch.chunk`` does, like FSDP2's, see ``cut``) whose
 storage is the whole parameter's: an optimizer that steps on it keeps states of these rows only, and changes the whole
 parameter in place. Gradients are summed by one reduce-scatter a bucket, beside the end of backward; once the optimizer
 has stepped, one all-gather a bucket brings the rows of the others.
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from galvatron_lite.parallelism.collectives import start_all_gather, start_reduce_scatter
+from galvatron_lite.parallelism.zero.cut import cut_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Share:
     Attributes:
         whole: what the model computes with.
         part: the rows, as the optimizer takes them; its storage is the whole parameter's.
+        dim: along which rows lie; all before it have an extent of 1.
         first, stop: which rows.
         most: rows of the rank that has most.
         ranks: that share the rows.
@@ -35,6 +37,7 @@ class Share:
 
     whole: nn.Parameter
     part: nn.Parameter
+    dim: int
     first: int
     stop: int
     most: int
@@ -44,7 +47,11 @@ class Share:
     @property
     def items_of_row(self) -> int:
         """Items of one row."""
-        return self.whole.numel() // self.whole.shape[0]
+        return self.whole.numel() // self.whole.shape[self.dim]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """These rows of a tensor like the parameter: a view, consecutive in memory where that is."""
+        return whole.narrow(self.dim, self.first, self.stop - self.first)
 
     def shown(self, rows: Tensor) -> DTensor:
         """These rows of a tensor that is cut like the parameter."""
@@ -61,13 +68,15 @@ def share_of(parameter: nn.Parameter, mesh: DeviceMesh) -> Share | None:
     if parameter.dim() == 0 or parameter.numel() == 0 or not parameter.requires_grad:
         return None
     last = mesh.ndim - 1
-    rows, ranks = parameter.shape[0], mesh.size(last)
+    ranks = mesh.size(last)
+    dim = cut_dim(parameter.shape, ranks, zero_stage=1)
+    rows = parameter.shape[dim]
     most = -(-rows // ranks)
     first = min(mesh.get_local_rank(last) * most, rows)
     stop = min(first + most, rows)
-    placements: list[Placement] = [*([Replicate()] * last), Shard(0)]
+    placements: list[Placement] = [*([Replicate()] * last), Shard(dim)]
     local = DTensor.from_local(
-        parameter.detach()[first:stop],
+        parameter.detach().narrow(dim, first, stop - first),
         mesh,
         placements,
         run_check=False,
@@ -75,7 +84,7 @@ def share_of(parameter: nn.Parameter, mesh: DeviceMesh) -> Share | None:
         stride=parameter.stride(),
     )
     replicas = mesh.get_group(0) if last else None
-    return Share(parameter, nn.Parameter(local), first, stop, most, mesh.get_group(last), replicas)
+    return Share(parameter, nn.Parameter(local), dim, first, stop, most, mesh.get_group(last), replicas)
 
 
 def _as_rows(rows: Tensor, like: Tensor) -> DTensor:
@@ -167,7 +176,7 @@ class Sharing:
         for share, start, view, there in zip(self.shares, self.offsets, views, used, strict=False):
             share.whole.grad = None
             if there:
-                rows = view[share.first : share.stop]
+                rows = share.of(view)
                 rows.copy_(flight.own[start : start + rows.numel()].view_as(rows))
                 _add(share, rows)
 
@@ -183,7 +192,7 @@ class Sharing:
         ranks, whole = self.shares[0].ranks, self.shares[0].whole
         own = whole.new_zeros(self.offsets[-1])
         for share, start in zip(self.shares, self.offsets, strict=False):
-            rows = share.whole.detach()[share.first : share.stop]
+            rows = share.of(share.whole.detach())
             own[start : start + rows.numel()] = rows.reshape(-1)
         everyone = whole.new_empty(ranks.size(), len(own))
         work = start_all_gather(everyone.view(-1), own, ranks)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from galvatron_lite.model.graph import Role as LayerRole
 from galvatron_lite.parallelism.pipeline.table import pipeline_of
-from galvatron_lite.parallelism.ranks import expert_slices
+from galvatron_lite.parallelism.ranks import expert_slices, expert_spread_of
 from galvatron_lite.parallelism.strategy import Strategy, Strided
+from galvatron_lite.parallelism.zero.cut import cut_dim
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.verify.dry.repeat import UnlikeError
 from galvatron_lite.verify.dry.step import DryRunError, Subject, dry_run
@@ -204,9 +205,18 @@ def _shards_alike(subject: Subject, plan: Plan) -> bool:
     for name, parameter in subject.model.named_parameters():
         owners = (inside[path] for path in _paths_above(name) if path in inside)
         for one in next(owners, edges):
-            if one.state_shards > 1 and parameter.dim() and len(parameter) % (one.state_shards * one.tensor):
+            if one.state_shards > 1 and parameter.dim() and not _divides(tuple(parameter.shape), one):
                 return False
     return True
+
+
+def _divides(shape: tuple[int, ...], strategy: Strategy) -> bool:
+    """Whether all shards of a parameter are of one size, however tensor ranks slice it."""
+    shards = strategy.state_shards
+    if len(shape) > 2 and strategy.expert > 1 and shape[0] % strategy.expert == 0:  # experts that are stacked
+        shape, shards = (shape[0] // strategy.expert, *shape[1:]), int(expert_spread_of(strategy).shards.size)
+    parts = shards * strategy.tensor
+    return shape[cut_dim(shape, parts, strategy.zero_stage)] % parts == 0
 
 
 def _paths_above(name: str) -> Iterator[str]:
