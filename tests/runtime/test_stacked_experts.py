@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.zoo import build
 from galvatron_lite.model.zoo.moe import Experts
 from galvatron_lite.parallelism.expert.find import find_mixtures
+from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.runtime.precision import holding_copies
 from galvatron_lite.runtime.stacked_experts import narrow_experts
 
@@ -109,3 +112,24 @@ def test_parameters_are_back_after_a_failure() -> None:
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError):
         experts(hidden[:, :3], index, weights)
     assert all(isinstance(one, nn.Parameter) for one in experts._parameters.values())
+
+
+class Counting(TorchDispatchMode):
+    """Counts grouped matmuls."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._grouped_mm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("recompute", "more"), [(Recompute.NONE, 0), (Recompute.SELECTIVE, 0), (Recompute.FULL, 3)])
+def test_selective_recomputation_keeps_what_grouped_matmuls_return(recompute: Recompute, more: int) -> None:
+    experts, given = mixture()
+    apply_recompute(experts, recompute)
+    with Counting() as counted:
+        experts(*given).sum().backward()
+    assert counted.count == 3 + 2 * 3 + more

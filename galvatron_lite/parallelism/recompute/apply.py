@@ -24,6 +24,7 @@ KEPT_OPERATORS: frozenset[Any] = frozenset(
         _aten.addmm.default,
         _aten.bmm.default,
         _aten.baddbmm.default,
+        _aten._grouped_mm.default,
         _aten.convolution.default,
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
