@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+import gc
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -47,6 +49,20 @@ from galvatron_lite.model.trace_whole import whole_reason
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 
 
+@contextmanager
+def _garbage_waits() -> Iterator[None]:
+    """Nothing is collected while operators are recorded: finalizers (as of DeepSpeed) run some of their own."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_garbage_waits()
 def trace(
     model: nn.Module,
     batch: Any,
