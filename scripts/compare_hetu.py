@@ -13,9 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from galvatron_lite.peers.hetu.compare import Comparison, Priced, compare
-from galvatron_lite.peers.hetu.formulas import price
-from galvatron_lite.peers.hetu.recorded import RecordedSearch, read_searches
+from studies.hetu.compare import Comparison, Priced, compare
+from studies.hetu.formulas import price
+from studies.hetu.recorded import RecordedSearch, read_searches
 
 FOLDER = Path(__file__).parents[1] / "profiles" / "hetu"
 SLACK = 1e-9

@@ -12,9 +12,9 @@ from typer.testing import CliRunner, Result
 from galvatron_lite import api
 from galvatron_lite.cli import app
 from galvatron_lite.errors import InputError
-from galvatron_lite.peers.hetu.formulas import price
 from galvatron_lite.plans.io import read_plan
-from tests.peers.hetu.cases import FOLDER, found
+from studies.hetu.formulas import price
+from tests.studies.hetu.cases import FOLDER, found
 
 
 def run(*words: object) -> Result:

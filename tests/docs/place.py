@@ -17,7 +17,7 @@ from galvatron_lite.cli import app
 from tests.auto_jobs import measuring_briefly
 from tests.docs.branch_page import run_page
 from tests.docs.pages import ROOT, blocks, text_of
-from tests.peers.hetu.cases import found
+from tests.studies.hetu.cases import found
 
 RUNS = "profiles/published/runs.jsonl"
 STEPS = 4

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
 from galvatron_lite.parallelism.base import Collective
-from galvatron_lite.peers.hetu.formulas import CONTEXT_MB
-from galvatron_lite.peers.hetu.model import HetuHardware, Line, Table
+from galvatron_lite.peers.hetu.model import CONTEXT_MB, HetuHardware, Line, Table
 from galvatron_lite.profiler.schema import CollectiveFit, CollectivePoint
 
 MB = 2**20

@@ -6,6 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+CONTEXT_MB = 1024
+"""What Hetu-Galvatron counts for the driver's context."""
+BIAS = 0.003
+"""What its memory formulas add to 1/n."""
+
 
 class Engine(StrEnum):
     """The two releases whose cost models differ."""

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from galvatron_lite.peers.hetu.files import Sizes, read_hardware, read_model
-from galvatron_lite.peers.hetu.formulas_layer import BIAS
 from galvatron_lite.peers.hetu.layers import to_graph, to_points
 from galvatron_lite.peers.hetu.links import to_cluster, to_collectives, to_fits
-from galvatron_lite.peers.hetu.model import Engine, HetuHardware, HetuModel
+from galvatron_lite.peers.hetu.model import BIAS, Engine, HetuHardware, HetuModel
 from galvatron_lite.profiler.schema import PROFILE_VERSION, OptimizerCost, Origin, OriginKind, Overlap, Profile
 from galvatron_lite.units import ITEM_BYTES
 

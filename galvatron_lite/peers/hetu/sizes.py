@@ -9,7 +9,6 @@ from pathlib import Path
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Role
 from galvatron_lite.peers.hetu.files import LAYER_TIME, Sizes
-from galvatron_lite.peers.hetu.recorded import read_searches
 
 ASK = "Give --layers and --hidden, one number for each layer type, joined by commas (24,24)."
 WHERE = (
@@ -17,7 +16,7 @@ WHERE = (
     "num_layers or depths, and hidden_size or d_model (doubled in every next stage of a Swin)."
 )
 SEARCHES = "searches.jsonl"
-"""Recorded searches (``recorded``) beside the folders of profiles, where there are any."""
+"""Recorded searches, a line of JSON each, beside the folders of profiles, where there are any."""
 
 
 def sizes_for(folder: Path, layers: str = "", hidden: str = "", sequence: str = "") -> list[Sizes]:
@@ -74,8 +73,8 @@ def _known(folder: Path) -> list[tuple[int, int]]:
 def _ask(folder: Path, name: str) -> str:
     """What to give: the numbers of a search recorded beside the profile, or where people find them."""
     path = folder.parent / SEARCHES
-    searches = read_searches(path) if path.is_file() else ()
-    layers = next((search.layers for search in searches if search.model == name), None)
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else ()
+    layers = next((search["layers"] for search in map(json.loads, lines) if search["model"] == name), None)
     if layers is None:
         return f"{ASK} {WHERE}"
     counts, widths = (",".join(str(one[place]) for one in layers) for place in (0, 1))

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.peers.hetu.compare import How, bench_for, choose, compare
-from galvatron_lite.peers.hetu.formulas import price
-from galvatron_lite.peers.hetu.fronts import beside, front_of
 from galvatron_lite.peers.hetu.plan import from_plan
 from galvatron_lite.peers.hetu.profile import to_profile
-from galvatron_lite.peers.hetu.recorded import RecordedSearch
-from galvatron_lite.peers.hetu.search import PeerSearch
 from galvatron_lite.peers.hetu.strategy import HetuPlan
+from studies.hetu.compare import How, bench_for, choose, compare
+from studies.hetu.formulas import price
+from studies.hetu.fronts import beside, front_of
+from studies.hetu.recorded import RecordedSearch
+from studies.hetu.search import PeerSearch
 
 from .cases import FOLDER, FOUND, SEARCHES, found
 

@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 
 from galvatron_lite.peers.hetu.model import HetuHardware, HetuModel
-from galvatron_lite.peers.hetu.recorded import RecordedSearch, read_searches
+from studies.hetu.recorded import RecordedSearch, read_searches
 
 FOLDER = Path(__file__).parents[3] / "profiles" / "hetu"
 SEARCHES = tuple(read_searches(FOLDER / "searches.jsonl"))

@@ -24,12 +24,8 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.backends import ANY
-from galvatron_lite.peers.hetu.common import backend_of, pins_of, with_edges_alike
-from galvatron_lite.peers.hetu.formulas import price
 from galvatron_lite.peers.hetu.plan import from_plan, to_plan
 from galvatron_lite.peers.hetu.profile import to_profile
-from galvatron_lite.peers.hetu.recorded import RecordedSearch
-from galvatron_lite.peers.hetu.search import PeerSearch
 from galvatron_lite.peers.hetu.strategy import HetuPlan
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
@@ -37,6 +33,10 @@ from galvatron_lite.search.best_first import plain, search
 from galvatron_lite.search.planner import find_plan, request_of
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.space import Fixed
+from studies.hetu.common import backend_of, pins_of, with_edges_alike
+from studies.hetu.formulas import price
+from studies.hetu.recorded import RecordedSearch
+from studies.hetu.search import PeerSearch
 
 MB = 2**20
 SHARES = (1.0, 0.5, 0.0)

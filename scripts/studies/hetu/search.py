@@ -20,14 +20,14 @@ from math import ceil
 
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.peers.hetu.formulas import buffer_mb, edges_mb, price
-from galvatron_lite.peers.hetu.formulas_layer import layer_mb, layer_ms
-from galvatron_lite.peers.hetu.fronts import Front, beside, front_of
 from galvatron_lite.peers.hetu.layers import block_name
 from galvatron_lite.peers.hetu.model import Engine, HetuHardware, HetuModel
 from galvatron_lite.peers.hetu.plan import our_strategy
-from galvatron_lite.peers.hetu.recorded import RecordedSearch
 from galvatron_lite.peers.hetu.strategy import DataType, HetuPlan, HetuStrategy
+from studies.hetu.formulas import buffer_mb, edges_mb, price
+from studies.hetu.formulas_layer import layer_mb, layer_ms
+from studies.hetu.fronts import Front, beside, front_of
+from studies.hetu.recorded import RecordedSearch
 
 WEIGHTS = (1.0, 0.0)
 MOST = (0, 1, 2, 4, 8)

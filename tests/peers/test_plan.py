@@ -12,8 +12,7 @@ from galvatron_lite.peers.hetu.plan import from_plan, to_plan
 from galvatron_lite.peers.hetu.profile import to_profile
 from galvatron_lite.peers.hetu.strategy import DataType, HetuStrategy, read_hetu_plan, write_hetu_plan
 from galvatron_lite.plans.schema import Schedule
-
-from .cases import FOUND, found
+from tests.studies.hetu.cases import FOUND, found
 
 
 @pytest.mark.parametrize("place", range(len(FOUND)))

@@ -10,8 +10,7 @@ import pytest
 from galvatron_lite.errors import InputError
 from galvatron_lite.peers.hetu.files import Sizes, read_hardware, read_model
 from galvatron_lite.peers.hetu.model import Engine
-
-from .cases import FOLDER
+from tests.studies.hetu.cases import FOLDER
 
 LLAMA = Sizes(32, 4096, 2048)
 BERT = Sizes(24, 1024, 512)

@@ -3,9 +3,9 @@
 import pytest
 
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.peers.hetu.common import backend_of, pins_of
-from galvatron_lite.peers.hetu.compare import bench_for
 from galvatron_lite.peers.hetu.plan import from_plan
+from studies.hetu.common import backend_of, pins_of
+from studies.hetu.compare import bench_for
 
 from .cases import FOLDER, FOUND, found
 

@@ -19,12 +19,10 @@ from dataclasses import dataclass
 from math import ceil
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.peers.hetu.formulas_layer import in_flight, layer_mb, layer_ms, samples, states_ratio
-from galvatron_lite.peers.hetu.model import EdgeMemory, Engine, HetuHardware, HetuModel
+from galvatron_lite.peers.hetu.model import CONTEXT_MB, EdgeMemory, Engine, HetuHardware, HetuModel
 from galvatron_lite.peers.hetu.strategy import DataType, HetuPlan, HetuStrategy
+from studies.hetu.formulas_layer import in_flight, layer_mb, layer_ms, samples, states_ratio
 
-CONTEXT_MB = 1024
-"""What it counts for the driver's context."""
 RESERVE_ABOVE_MB, RESERVE = 20 * 1024, 0.2
 """Budgets above keep a share back for PyTorch's allocator."""
 

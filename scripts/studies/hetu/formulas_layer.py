@@ -14,11 +14,8 @@ gradients are summed over the replicas alone; samples are not rounded down.
 
 from __future__ import annotations
 
-from galvatron_lite.peers.hetu.model import Engine, HetuHardware, HetuModel, LayerType
+from galvatron_lite.peers.hetu.model import BIAS, Engine, HetuHardware, HetuModel, LayerType
 from galvatron_lite.peers.hetu.strategy import DataType, HetuPlan, HetuStrategy
-
-BIAS = 0.003
-"""What its memory formulas add to 1/n."""
 
 
 def samples(plan: HetuPlan, strategy: HetuStrategy, engine: Engine) -> float:

@@ -1,0 +1,1 @@
+"""Studies: comparisons and fits that the package itself does not need."""

@@ -1,0 +1,1 @@
+"""Hetu-Galvatron (PKU-DAIR): its cost model, its search space and its recorded searches, beside ours."""
