@@ -176,7 +176,8 @@ class LayerKind:
             sequence parallelism) the output, and in backward gathers its gradient under sequence parallelism. None:
             half of ``tensor_collectives``.
         regathers: all-gathers of the input in one backward pass under sequence parallelism beyond those, where only
-            a share of gathered inputs is kept.
+            a shard of gathered inputs is kept and nothing is recomputed.
+        regathers_recomputed: the same where the layer is recomputed.
         sequence_parallel: whether the layer outside its sharded regions works token by token, so that sequence
             parallelism may be used.
         gathered_output_bytes: bytes per sample of an output that is gathered over the tensor group after a
@@ -215,6 +216,7 @@ class LayerKind:
     tensor_gathers: int | None = None
     tensor_scatters: int | None = None
     regathers: int = 0
+    regathers_recomputed: int = 0
     expert_parameters: int = 0
     dispatched_bytes: int = 0
     unique_copies: int = 0

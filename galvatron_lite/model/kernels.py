@@ -47,6 +47,7 @@ class Kernels:
             read in backward and can make again from what is kept anyway is not kept.
         regather: the gathered input of a column-split matmul under sequence parallelism is kept as a share and
             gathered again in backward (Korthikanti et al. 2022, section 4.2.2).
+        regather_recomputed: also where the layer is recomputed, which gathers it anyway (Megatron).
         autocast: parameters are fp32 and cast to the precision of compute wherever they are used, and normalisations
             run in fp32; else parameters are in the precision of compute already.
         fp8: matmuls of blocks run in fp8; inputs are cast by kernels of their own.
@@ -77,6 +78,7 @@ class Kernels:
     inplace_loss: bool = False
     compiled: bool = False
     regather: bool = False
+    regather_recomputed: bool = False
     autocast: bool = False
     fp8: bool = False
     fp8_kept: bool = True
@@ -87,5 +89,5 @@ class Kernels:
     selective: Selective = "operators"
 
 
-EAGER = Kernels()
-"""PyTorch's own kernels on a CUDA device, no extensions."""
+EAGER = Kernels(regather=True)
+"""PyTorch's own kernels on a CUDA device, no extensions; as the runtime splits them."""

@@ -361,6 +361,7 @@ class _Capture:
             tensor_reason=plan.reason,
             tensor_collectives=plan.collectives,
             sequence_parallel=plan.sequence_parallel,
+            regathers=len(plan.regions) if plan.sequence_parallel else 0,
             gathered_output_bytes=sum(self._output_bytes(path, operators) for path in plan.heads),
             loss_bytes=figure.loss_bytes,
             **_edge_regions(layer, plan),

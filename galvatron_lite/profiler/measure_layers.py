@@ -138,7 +138,8 @@ def make_shard(
         narrow_experts(shard)
     cut.slice(shard)
     if setting.tensor > 1:
-        shard_layer(shard, plan, ShapeOnlyGroup(setting.tensor), setting.sequence_parallel)
+        regather = setting.recompute is Recompute.NONE
+        shard_layer(shard, plan, ShapeOnlyGroup(setting.tensor), setting.sequence_parallel, regather=regather)
     give_gradients(shard)
     apply_recompute(shard, setting.recompute)
     if compute_dtype(precision) is not None:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.model.graph import Layer, Recompute, Role
 from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.plan import ChannelPlan
 from galvatron_lite.parallelism.cuts.line import ProcessLine
@@ -242,7 +242,9 @@ def _split_matmuls(
     if layer.role is Role.BLOCK:
         path = layer.modules[0]
         plan = _beside_experts(plans[layer.name], meshes.groups(strategy), strategy.sequence_parallel)
-        shards = shard_layer(model.get_submodule(path), plan, group, strategy.sequence_parallel)
+        regather = strategy.recompute is Recompute.NONE  # what is recomputed is gathered again anyway
+        block = model.get_submodule(path)
+        shards = shard_layer(block, plan, group, strategy.sequence_parallel, regather=regather)
         found = {f"{path}.{name}": shard for name, shard in shards.items()}
         kept = {name: shard for name, shard in found.items() if plan.experts or name not in done.experts}
         done.shards |= kept

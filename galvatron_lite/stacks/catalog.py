@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from functools import cache
 
-from galvatron_lite.model.kernels import Kernels
+from galvatron_lite.model.kernels import EAGER
 from galvatron_lite.stacks import megatron, others
 from galvatron_lite.stacks.facts import CORE_KERNELS, MIXED, SHARDED
 from galvatron_lite.stacks.schema import Stack
@@ -18,7 +18,7 @@ from galvatron_lite.stacks.schema import Stack
 GALVATRON = Stack(
     name="galvatron",
     source="galvatron_lite/runtime",
-    kernels=Kernels(),
+    kernels=EAGER,
     states=replace(SHARDED, copies=True),
     optimizer="adamw",
     uneven_shares=True,  # parallelism/tensor/functions.py: the first ranks take one more

@@ -17,6 +17,7 @@ MEGATRON_KERNELS = Kernels(
     parallel_loss=True,
     fused_loss=True,
     regather=True,
+    regather_recomputed=True,
     selective="attention",
 )
 """Megatron-LM's own kernels: masked_softmax_fusion, persistent layer norm, bias_gelu_fusion, bias_dropout_fusion and

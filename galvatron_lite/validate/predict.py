@@ -120,7 +120,7 @@ def understand(run: PublishedRun, calibration: Calibration, memory: Remembered) 
     found = _with(run, stack, precision, cluster, calibration, memory)
     if isinstance(found, Skipped) or found.peak <= cluster.device.memory or not stack.regathers_at_need:
         return found
-    lean = replace(stack, kernels=replace(stack.kernels, regather=True))
+    lean = replace(stack, kernels=replace(stack.kernels, regather=True, regather_recomputed=True))
     return _with(run, lean, precision, cluster, calibration, memory)
 
 

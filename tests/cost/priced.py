@@ -155,10 +155,12 @@ def _operators(again: tuple[str, ...], precision: str) -> tuple[Operator, ...]:
 def _block(draw: random.Random) -> LayerKind:
     again = draw.choice(((), ("core",), ("qkv", "core"), ("mlp",)))
     empty = TensorSplit()
+    operators, regathers = _operators(again, draw.choice(("", "fp8"))), draw.choice((0, 2))
     return LayerKind(
-        "block", TensorSplit(400_000, 1000, 512), _operators(again, draw.choice(("", "fp8"))),
+        "block", TensorSplit(400_000, 1000, 512), operators,
         dict.fromkeys(Recompute, empty), empty, empty, 2**18, 2**18 + 512, SplitDims(sequence=512, hidden=256, heads=8),
-        tensor_degrees=8, tensor_collectives=4, sequence_parallel=True, buffer_bytes=64, regathers=draw.choice((0, 2)),
+        tensor_degrees=8, tensor_collectives=4, sequence_parallel=True, buffer_bytes=64, regathers=regathers,
+        regathers_recomputed=regathers,
     )  # fmt: skip
 
 

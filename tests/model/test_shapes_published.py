@@ -126,15 +126,13 @@ def test_gpt3_block_keeps_what_korthikanti_counts_without_attention_matrices() -
 
 
 def test_gpt3_block_under_tensor_parallelism_keeps_what_korthikanti_counts() -> None:
-    """Equation 2 (10 + 24 / t) and, with sequence parallelism, equation 4 (34 / t), to which the inputs of the two
-    column-split regions are added: PyTorch keeps them gathered.
-    """
+    """Equation 2 (10 + 24 / t) and, with sequence parallelism, equation 4 (34 / t)."""
     graph = load_model("gpt3-175b", overrides={"dropout": 0.1})
     tokens, hidden, heads, degree = 2048, 12288, 96, 8
     kept = graph.kinds["block"].kept[Recompute.NONE]
     sums, statistics = 4 * tokens * heads / degree, 16 * tokens
     assert kept.at(degree, False) == (10 + 24 / degree) * tokens * hidden + sums + statistics
-    shared = (4 + 30 / degree) * tokens * hidden + sums + statistics / degree
+    shared = 34 / degree * tokens * hidden + sums + statistics / degree
     assert kept.at(degree, True) == shared
 
 

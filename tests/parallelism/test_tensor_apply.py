@@ -54,8 +54,12 @@ def test_one_collective_a_region(sequence_parallel: bool) -> None:
         output.sum().backward()
         return forward, dict(group.calls)
 
-    expected = {"all_gather": 2, "reduce_scatter": 2} if sequence_parallel else {"all_reduce": 2}
-    assert run_threads(2, work) == [(expected, expected)] * 2
+    if not sequence_parallel:
+        assert run_threads(2, work) == [({"all_reduce": 2}, {"all_reduce": 2})] * 2
+        return
+    # the inputs of both regions, of which shards are kept, are gathered in backward too
+    backward = {"all_gather": 4, "reduce_scatter": 2}
+    assert run_threads(2, work) == [({"all_gather": 2, "reduce_scatter": 2}, backward)] * 2
     assert plan.collectives == 4
 
 

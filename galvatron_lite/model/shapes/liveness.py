@@ -19,13 +19,17 @@ def _larger(best: list[Value], values: Sequence[Value]) -> list[Value]:
 
 def forward_peak(calls: Sequence[Call], inputs: Sequence[Value], outputs: Sequence[Value]) -> list[Value]:
     """Tensors alive at the worst moment of forward: inputs, what is saved, and temporary results until last read."""
-    last_read = {value.key: index for index, call in enumerate(calls) for value in call.inputs}
-    staying = {value.key for value in outputs} | {value.key for call in calls for value in call.saved}
+    # a gathered tensor and the shard of it that is kept have one key
+    last_read = {(value.key, value.part): index for index, call in enumerate(calls) for value in call.inputs}
+    staying = {(value.key, value.part) for value in (*outputs, *(value for call in calls for value in call.saved))}
     live, best = list(inputs), list(inputs)
     for index, call in enumerate(calls):
         live += [*call.inputs, call.output, *call.saved]
         best = _larger(best, live)
-        live = [value for value in live if value.key in staying or last_read.get(value.key, -1) > index]
+        live = [
+            value for value in live
+            if (value.key, value.part) in staying or last_read.get((value.key, value.part), -1) > index
+        ]  # fmt: skip
     return best
 
 

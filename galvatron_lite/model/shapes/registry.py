@@ -11,7 +11,7 @@ from galvatron_lite.configs_path import config_folder
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import from_data, kind_of, read_data
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.model.kernels import Kernels
+from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes.complete import complete
 from galvatron_lite.model.shapes.fields import (
     SHAPES,
@@ -53,7 +53,7 @@ def build_graph(
     if precision not in ITEM_BYTES:
         raise InputError("precision", precision, f"Choose one of {', '.join(ITEM_BYTES)}.")
     whole = complete(shape if sequence is None else _with_sequence(shape, sequence))
-    chosen = kernels or Kernels(fused_norm=getattr(shape, "fused_norm", True))
+    chosen = kernels or replace(EAGER, fused_norm=getattr(shape, "fused_norm", True))
     return _graph(whole, precision, *_running(precision, chosen))
 
 

@@ -146,7 +146,8 @@ class Tape:
     ) -> LayerKind:
         """Sum the tape up.
 
-        Temporary results of all tokens count as whole: a collective holds the whole tensor beside its shares.
+        Temporary results of all tokens count as whole in backward: a collective holds the whole tensor beside its
+        shares. In forward one of them does: the sum that is scattered at a region's end.
 
         Args:
             name, dims, tensor_degrees, tensor_reason, tensor_collectives, sequence_parallel: see ``LayerKind``.
@@ -170,7 +171,7 @@ class Tape:
             operators=operators if sequence_parallel else tuple(_unshared(operator) for operator in operators),
             kept=kept if sequence_parallel else {choice: whole_tokens(split) for choice, split in kept.items()},
             working=whole_tokens(excess(self._kept(backward), saved)),
-            forward_working=whole_tokens(excess(self._kept(forward), saved)),
+            forward_working=whole_tokens(excess(self._kept(forward), saved), sum(value.bytes for value in outputs)),
             input_bytes=sum(value.bytes for value in self.inputs),
             output_bytes=sum(value.bytes for value in outputs),
             dims=dims,
@@ -184,6 +185,7 @@ class Tape:
             tensor_gathers=regions[0] if regions else None,
             tensor_scatters=regions[1] if regions else None,
             regathers=len(self._gathered) if self.kernels.regather else 0,
+            regathers_recomputed=len(self._gathered) if self.kernels.regather_recomputed else 0,
             expert_parameters=self.expert_items,
             dispatched_bytes=self.dispatched_bytes,
             unique_copies=self.unique_copies,

@@ -21,6 +21,7 @@ from galvatron_lite.parallelism.tensor.functions import (
     reduce_scatter_tokens,
 )
 from galvatron_lite.parallelism.tensor.group import TensorGroup
+from galvatron_lite.parallelism.tensor.regather import GatheredInput, enter_region
 from galvatron_lite.parallelism.tensor.regions import (
     ExpertSlices,
     Region,
@@ -47,6 +48,7 @@ def shard_layer(
     sequence_parallel: bool = False,
     *,
     shares_logits: bool = True,
+    regather: bool = True,
 ) -> dict[str, ParameterShard]:
     """Splits a layer over a tensor-parallel group, in place.
 
@@ -61,6 +63,8 @@ def shard_layer(
         sequence_parallel: whether hidden states enter and leave split along dim 1 (tokens).
         shares_logits: whether outputs of heads stay shares of the vocabulary until code asks for whole ones (see
             ``parallelism.vocabulary``); else they are gathered at once.
+        regather: whether autograd keeps this device's tokens of what sequence parallelism gathers, and gathers them
+            again in backward; else all tokens.
 
     Returns:
         How each parameter lies in the whole one, by its name in ``layer`` (behind the module's path, if several);
@@ -74,7 +78,7 @@ def shard_layer(
     shards: Shards = {}
     if group.size > 1:
         for region in plan.regions:
-            _shard_region(modules, region, group, sequence_parallel, shards)
+            _shard_region(modules, region, group, sequence_parallel, shards, regather)
         for path in plan.embeddings:
             _shard_embedding(find_module(modules, path), group, shards)
         for path in plan.heads:
@@ -131,16 +135,23 @@ def _whole(parameter: nn.Parameter, group: TensorGroup, is_partial: bool) -> Par
 
 
 def _shard_region(
-    modules: Mapping[str, nn.Module], region: Region, group: TensorGroup, sequence_parallel: bool, shards: Shards
+    modules: Mapping[str, nn.Module],
+    region: Region,
+    group: TensorGroup,
+    sequence_parallel: bool,
+    shards: Shards,
+    regather: bool,
 ) -> None:
-    entrance = _Entrance(group, sequence_parallel, len(region.columns))
+    entrance = _Entrance(group, sequence_parallel, len(region.columns), regather)
     for column in region.columns:
         linear = find_module(modules, column.path)
         _slice_columns(linear, column.parts, group, shards)
+        if sequence_parallel and regather:
+            linear.forward = partial(entrance.call, linear.forward)
         if not (sequence_parallel and region.gather):
             linear.register_forward_pre_hook(entrance)
     if sequence_parallel and region.gather:
-        hook = partial(_gather_argument, region.gather, group)
+        hook = partial(_gather_argument, region.gather, entrance)
         find_module(modules, region.gather.path).register_forward_pre_hook(hook, with_kwargs=True)
     _make_row(find_module(modules, region.row), entrance, group, sequence_parallel, shards)
     if region.attributes:
@@ -153,36 +164,49 @@ class _Entrance:
     It keeps the tensors only until the region's last column, or its row, has run.
     """
 
-    def __init__(self, group: TensorGroup, sequence_parallel: bool, columns: int) -> None:
-        self._group = group
-        self._enter = gather_tokens if sequence_parallel else copy_to_group
-        self._columns = columns
+    def __init__(self, group: TensorGroup, sequence_parallel: bool, columns: int, regather: bool) -> None:
+        self._group, self._columns = group, columns
+        self._sequence_parallel, self._regather = sequence_parallel, regather
         self._uses = 0
         self._kept: tuple[Tensor, Tensor] | None = None
+        self._gathered: GatheredInput | None = None
 
     def __call__(self, _linear: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         outside, *rest = args
         if self._kept is None or self._kept[0] is not outside:
-            self._kept, self._uses = (outside, self._enter(outside, self._group)), 0
+            self._kept, self._uses = (outside, self.enter(outside)), 0
         inside = self._kept[1]
         self._uses += 1
         if self._uses == self._columns:
-            self.forget()
+            self._kept = None
         return inside, *rest
 
+    def enter(self, outside: Tensor) -> Tensor:
+        """Bring a tensor into the region."""
+        if not self._sequence_parallel:
+            return copy_to_group(outside, self._group)
+        if not self._regather:
+            return gather_tokens(outside, self._group)
+        inside, self._gathered = enter_region(outside, self._group)
+        return inside
+
+    def call(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Call a column linear."""
+        return forward(*args, **kwargs) if self._gathered is None else self._gathered.call(forward, *args, **kwargs)
+
     def forget(self) -> None:
-        """Let go of the tensors."""
-        self._kept = None
+        """Let go of the tensors: the row runs."""
+        self._kept = self._gathered = None
 
 
 def _gather_argument(
-    gather: TokenGather, group: TensorGroup, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    gather: TokenGather, entrance: _Entrance, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Pre-hook of a module that holds a region: gathers its hidden-state argument along the tokens."""
     if isinstance(gather.argument, str):
-        return args, {**kwargs, gather.argument: gather_tokens(kwargs[gather.argument], group)}
+        return args, {**kwargs, gather.argument: entrance.enter(kwargs[gather.argument])}
     index = gather.argument
-    return (*args[:index], gather_tokens(args[index], group), *args[index + 1 :]), kwargs
+    return (*args[:index], entrance.enter(args[index]), *args[index + 1 :]), kwargs
 
 
 def slice_parameter(

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from galvatron_lite.arrays import Flag, Real, Whole, largest, never, opposite, up, where
+from galvatron_lite.arrays import Flag, Real, Whole, is_option, largest, never, opposite, up, where
 from galvatron_lite.cluster.cluster import RankGroup
 from galvatron_lite.model.graph import LayerKind, Recompute, TensorSplit
 from galvatron_lite.parallelism.base import (
@@ -71,6 +71,9 @@ class TensorDimension:
         group = tensor_group(strategy)
         items = where(split, kind.parameters.at(degree, shared), work.parameters)
         samples = work.samples / strategy.token_degree
+        once = shared & is_option(strategy.recompute, Recompute.NONE)
+        # a region's input, gathered for its columns alone, is beyond what kinds count: they keep and work with shards
+        gathered = where(once, int(kind.regathers > 0) * kind.input_bytes * samples * (1 - 1 / degree), 0.0)
         activations = sent(
             *self._activations(kind, strategy, samples, group),
             *self._gathered_output(kind, samples, group, split & opposite(_stays_split(kind, strategy))),
@@ -90,8 +93,8 @@ class TensorDimension:
             microbatch_overhead=work.microbatch_overhead + self._waiting(activations, context),
             edge_bytes=work.edge_bytes + self._gathered_again(kind.kept[Recompute.NONE], kind, strategy, samples),
             edge_working=(
-                self._gathered_again(kind.working, kind, strategy, samples, kind.spared_bytes),
-                self._gathered_again(kind.forward_working, kind, strategy, samples),
+                self._gathered_again(kind.working, kind, strategy, samples, kind.spared_bytes) + up(gathered),
+                self._gathered_again(kind.forward_working, kind, strategy, samples) + up(gathered),
             ),
         )
 
@@ -118,6 +121,7 @@ class TensorDimension:
         plain = opposite(strategy.sequence_parallel) & split
         apart = (shared & (strategy.expert > 1)) * int(kind.expert_parameters > 0)
         begins, ends = (largest(count - apart, 0) for count in regions(kind))
+        again = opposite(is_option(strategy.recompute, Recompute.NONE))
         calls: tuple[tuple[Moment, Collective, Real, Whole, Flag, str], ...] = (
             (Moment.FORWARD, Collective.ALL_REDUCE, leaving, ends, plain, self.name),
             (Moment.BACKWARD, Collective.ALL_REDUCE, entering, begins, plain, ASYNC),
@@ -125,7 +129,8 @@ class TensorDimension:
             (Moment.FORWARD, Collective.REDUCE_SCATTER, leaving, ends, shared, self.name),
             (Moment.BACKWARD, Collective.ALL_GATHER, returning, ends, shared, self.name),
             (Moment.BACKWARD, Collective.REDUCE_SCATTER, entering, begins, shared, ASYNC),
-            (Moment.BACKWARD, Collective.ALL_GATHER, arriving, kind.regathers, shared, ASYNC),
+            (Moment.BACKWARD, Collective.ALL_GATHER, arriving, kind.regathers, shared & opposite(again), ASYNC),
+            (Moment.BACKWARD, Collective.ALL_GATHER, arriving, kind.regathers_recomputed, shared & again, ASYNC),
         )
         return tuple(
             Communication(sort, size, group, moment, False, there * count, cause)

@@ -40,12 +40,17 @@ def reduce_scatter_rows(tensor: Tensor, group: TensorGroup) -> Tensor:
     return _apply(_ReduceScatterRows, tensor, group)
 
 
-def gather_tokens(tensor: Tensor, group: TensorGroup) -> Tensor:
+def gather_tokens(tensor: Tensor, group: TensorGroup, keep_shard: bool = False) -> Tensor:
     """Token shards [batch, tokens / size, hidden] enter a sharded region whole.
 
     All-gather along the tokens in forward, reduce-scatter in backward.
+
+    Args:
+        tensor: this device's shard.
+        group: the devices that share the tokens.
+        keep_shard: whether autograd keeps the shard with the node, for ``parallelism.tensor.regather``.
     """
-    return _apply(_GatherTokens, tensor, group)
+    return _apply(_GatherTokens, tensor, group, keep_shard)
 
 
 def reduce_scatter_tokens(tensor: Tensor, group: TensorGroup) -> Tensor:
@@ -115,13 +120,15 @@ class _Reduce(Function):
 
 class _GatherTokens(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, keep_shard: bool) -> Tensor:
         ctx.group = group
+        if keep_shard:
+            ctx.save_for_backward(tensor)
         return group.all_gather(tensor, TOKENS)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.reduce_scatter(gradient, TOKENS), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.group.reduce_scatter(gradient, TOKENS), None, None
 
 
 class _ReduceScatterTokens(Function):
