@@ -48,6 +48,7 @@ def published(script: ModuleType) -> Any:
     return script.read_value(script.Study, script.DATA)
 
 
+@pytest.mark.study
 def test_a_short_run_ends_where_the_reference_does(script: ModuleType, quick: dict[str, Any]) -> None:
     from cyclic_study_train import micro_batches, share
 
@@ -82,6 +83,7 @@ def mean_of_known(rule: str, losses: list[list[float]]) -> float:
     return fmean(map(fmean, calls))
 
 
+@pytest.mark.study
 def test_the_cycle_keeps_the_same_all_the_time(quick: dict[str, Any]) -> None:
     for one in quick["memory"]:
         assert len(set(one["cyclic"])) == len(set(one["early"])) == 1
@@ -91,6 +93,7 @@ def test_the_cycle_keeps_the_same_all_the_time(quick: dict[str, Any]) -> None:
         assert max(one["together"]) < one["peaks"]["together"]
 
 
+@pytest.mark.study
 def test_workers_send_what_the_programme_says(quick: dict[str, Any]) -> None:
     for one in quick["messages"]:
         assert one["collectives"] == 0

@@ -65,6 +65,7 @@ def test_figures_of_the_table_by_hand(script: ModuleType, data: dict[str, Any]) 
     assert sum(not cell for cell in cells) == known.count(None)
 
 
+@pytest.mark.study
 def test_every_published_row_is_counted(judged: list[Judged]) -> None:
     rows = len(text_of("profiles/published/runs.jsonl").splitlines())
     reasons = [one.outcome.reason for one in judged if isinstance(one.outcome, Skipped)]
@@ -76,6 +77,7 @@ def test_every_published_row_is_counted(judged: list[Judged]) -> None:
     assert sum(family.scored + sum(family.skipped.values()) for family in scores.values()) + failed == rows
 
 
+@pytest.mark.study
 def test_the_scores_file_is_of_the_shipped_constants(judged: list[Judged], data: dict[str, Any]) -> None:
     scores = score_families(judged)
     assert list(data["shipped"]) == list(scores)
@@ -86,6 +88,7 @@ def test_the_scores_file_is_of_the_shipped_constants(judged: list[Judged], data:
     assert sum(told) / len(told) == pytest.approx(found, abs=0.5), "run scripts/docs_scores --refresh"
 
 
+@pytest.mark.study
 def test_the_error_told_of_image_networks_is_that_of_their_runs(judged: list[Judged]) -> None:
     """A mean over families of means over runs, without the script's own code."""
     errors: dict[str, list[float]] = {}

@@ -40,6 +40,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return planning_time
 
 
+@pytest.mark.study
 def test_our_plans_are_no_slower_than_published_ones() -> None:
     found = printed("published_plans", "--families", "vtrain-single", "korthikanti2022", "--most", "2")
     cases = found["cases"]
@@ -78,6 +79,7 @@ def test_a_published_plan_is_where_a_search_begins_that_ends_with_a_slower_one(
     assert helped.ratio <= 1
 
 
+@pytest.mark.study
 def test_cases_are_spread_over_a_family(plans: ModuleType) -> None:
     cases = plans.cases_of(["vtrain-single"], load_calibration())
     chosen = list(plans.spread(cases, 5))
@@ -87,6 +89,7 @@ def test_cases_are_spread_over_a_family(plans: ModuleType) -> None:
     assert len({one.run.run_id for case in cases for one in case}) == sum(map(len, cases))
 
 
+@pytest.mark.study
 def test_times_and_their_figure(tmp_path: Path) -> None:
     path = tmp_path / "figure.svg"
     found = printed("planning_time", "--only", "layers, galvatron", "--most", "16", "--plot", str(path))
@@ -97,6 +100,7 @@ def test_times_and_their_figure(tmp_path: Path) -> None:
     assert {"equal layers, galvatron", "unlike layers, galvatron", "layers", "16"} <= words
 
 
+@pytest.mark.study
 def test_a_target_is_kept_or_missed() -> None:
     found = printed("planning_time", "--only", "targets, galvatron", "--most", "8")
     (search,) = found["searches"]

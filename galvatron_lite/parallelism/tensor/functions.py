@@ -6,6 +6,7 @@ Convention: the gradient of a replicated activation is replicated, that is, alre
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,7 +41,11 @@ def reduce_scatter_rows(tensor: Tensor, group: TensorGroup) -> Tensor:
     return _apply(_ReduceScatterRows, tensor, group)
 
 
-def gather_tokens(tensor: Tensor, group: TensorGroup, keep_shard: bool = False) -> Tensor:
+Keeper = Callable[[Any, Tensor], None]
+"""Is given the autograd node of a gather, which saves the shard, and the gathered tensor."""
+
+
+def gather_tokens(tensor: Tensor, group: TensorGroup, keeper: Keeper | None = None) -> Tensor:
     """Token shards [batch, tokens / size, hidden] enter a sharded region whole.
 
     All-gather along the tokens in forward, reduce-scatter in backward.
@@ -48,9 +53,9 @@ def gather_tokens(tensor: Tensor, group: TensorGroup, keep_shard: bool = False) 
     Args:
         tensor: this device's shard.
         group: the devices that share the tokens.
-        keep_shard: whether autograd keeps the shard with the node, for ``parallelism.tensor.regather``.
+        keeper: given where autograd is to save the shard with the gather's node (``parallelism.tensor.regather``).
     """
-    return _apply(_GatherTokens, tensor, group, keep_shard)
+    return _apply(_GatherTokens, tensor, group, keeper)
 
 
 def reduce_scatter_tokens(tensor: Tensor, group: TensorGroup) -> Tensor:
@@ -120,11 +125,13 @@ class _Reduce(Function):
 
 class _GatherTokens(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, keep_shard: bool) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, keeper: Keeper | None) -> Tensor:
         ctx.group = group
-        if keep_shard:
+        gathered = group.all_gather(tensor, TOKENS)
+        if keeper is not None:
             ctx.save_for_backward(tensor)
-        return group.all_gather(tensor, TOKENS)
+            keeper(ctx, gathered)
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

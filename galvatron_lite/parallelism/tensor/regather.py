@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from galvatron_lite.parallelism.cuts.tensor import local_of
 from galvatron_lite.parallelism.tensor.functions import TOKENS, gather_tokens
 from galvatron_lite.parallelism.tensor.group import TensorGroup
 
@@ -28,16 +27,18 @@ class GatheredInput:
     Autograd keeps the shard with the node of the gather, so that hooks of saved tensors (offloading) see it.
 
     Args:
-        gathered: from ``gather_tokens(shard, group, keep_shard=True)``, with a gradient.
         group: the devices that share the tokens.
     """
 
-    def __init__(self, gathered: Tensor, group: TensorGroup) -> None:
-        local = local_of(gathered)
-        self._node: Any = local.grad_fn
-        self._group, self._storage = group, _storage_of(local)
-        self._uses = 0
+    def __init__(self, group: TensorGroup) -> None:
+        self._group = group
+        self._node: Any = None
+        self._storage = self._uses = 0
         self._again: Tensor | None = None
+
+    def note(self, node: Any, gathered: Tensor) -> None:
+        """Take the gather's node, which saves the shard, and its result; see ``gather_tokens``."""
+        self._node, self._storage = node, _storage_of(gathered)
 
     def call(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Call a column, for which the gathered input is not kept."""
@@ -72,8 +73,8 @@ def enter_region(shard: Tensor, group: TensorGroup) -> tuple[Tensor, GatheredInp
     """
     if not shard.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return gather_tokens(shard, group), None
-    gathered = gather_tokens(shard, group, keep_shard=True)
-    return gathered, GatheredInput(gathered, group)
+    kept = GatheredInput(group)
+    return gather_tokens(shard, group, kept.note), kept
 
 
 def _storage_of(tensor: Tensor) -> int:
