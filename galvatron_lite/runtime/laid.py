@@ -52,7 +52,9 @@ def laid_tensor(piece: Piece, rows: int, look: Look) -> Tensor:
         rows: samples that this rank has of it in the glue layout.
         look: brings it there.
     """
-    made: LaidTensor = torch.empty(0, dtype=piece.tensor.dtype, device=piece.tensor.device).as_subclass(LaidTensor)
+    # without data: C++ code that does not ask __torch_function__ fails instead of working on something else
+    shape = (rows, *piece.shape[1:])
+    made: LaidTensor = torch.empty(shape, dtype=piece.tensor.dtype, device="meta").as_subclass(LaidTensor)
     made.piece, made.rows, made.look, made.looked = piece, rows, look, None
     return made
 

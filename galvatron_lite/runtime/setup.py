@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import LossFn
 from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.parallelism.cuts.custom_functions import intercept_custom_functions
 from galvatron_lite.parallelism.cyclic.stages import structure_of
 from galvatron_lite.parallelism.data.apply import GradientReducer
 from galvatron_lite.parallelism.draws.modules import Draws
@@ -368,6 +369,7 @@ def assemble(
         place: brings a layer onto the device; gives it its values if not given.
         tied: parameters that another stage of this rank has and trains, by their names here.
     """
+    intercept_custom_functions()
     compile_blocks(model, stage, meshes, options.compile)
     place = place or Materializer(model, layers, options.device, options.seed, options.init_fn).place
     if options.compute is not None:

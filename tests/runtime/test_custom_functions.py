@@ -1,0 +1,124 @@
+"""Custom autograd functions, between layers and inside of them, see what they would see in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.runtime.engine import ParallelModel
+from tests.pool import WorkerPool
+from tests.runtime.plans import make_plan
+
+SAMPLES, TOKENS, HIDDEN, VOCAB = 4, 8, 16, 32
+EDGES = Strategy(data=2)
+PLANS = {
+    "tensor": [EDGES, *[Strategy(tensor=2)] * 3, EDGES],
+    "tokens": [EDGES, *[Strategy(tensor=2, sequence_parallel=True)] * 3, EDGES],
+    "context": [EDGES, *[Strategy(context=2)] * 3, EDGES],
+    "zero": [Strategy(zero=2, zero_stage=3)] * 5,
+}
+
+
+class Centred(torch.autograd.Function):
+    """Subtracts the mean over the tokens: a share of them alone gives something else."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return (hidden - hidden.mean(1, keepdim=True)) * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return (gradient - gradient.mean(1, keepdim=True)) * ctx.scale, None
+
+
+@torch.library.custom_op("tests::centred", mutates_args=())
+def centred(hidden: Tensor, scale: float) -> Tensor:
+    return (hidden - hidden.mean(1, keepdim=True)) * scale
+
+
+@centred.register_fake
+def _(hidden: Tensor, scale: float) -> Tensor:
+    return torch.empty_like(hidden)
+
+
+centred.register_autograd(
+    lambda ctx, gradient: ((gradient - gradient.mean(1, keepdim=True)) * ctx.scale, None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "scale", inputs[1]),
+)
+WAYS = {"function": Centred.apply, "operator": centred}
+
+
+class Block(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.query, self.key, self.value, self.out = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+        self.way = way
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normed = self.norm(hidden)
+        heads = [
+            part(normed).unflatten(2, (-1, HIDDEN // 2)).transpose(1, 2) for part in (self.query, self.key, self.value)
+        ]
+        mixed = functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        hidden = hidden + self.out(mixed)
+        return WAYS[self.way](hidden, 0.9) if self.way else hidden
+
+
+class Model(nn.Module):
+    def __init__(self, inside: str, between: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.blocks = nn.ModuleList(Block(inside) for _ in range(3))
+        self.head = nn.Linear(HIDDEN, VOCAB)
+        self.between = between
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+            hidden = WAYS[self.between](hidden, 1.1) if self.between else hidden
+        return functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+def error_under(plan: str, inside: str, between: str) -> float:
+    """The largest error of a parameter after three steps, relative to its tensor's largest entry."""
+    torch.manual_seed(0)
+    model = Model(inside, between)
+    tokens = torch.randint(0, VOCAB, (2, SAMPLES, TOKENS), generator=torch.Generator().manual_seed(1))
+    alone, batch = copy.deepcopy(model), {"tokens": tokens[0], "labels": tokens[1]}
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2, eps=1e-4)
+    for _ in range(3):
+        alone(**batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    layers = discover_layers(model, batch)
+    names = [[layer.name for layer in layers]]
+    parallel = ParallelModel(model, make_plan(names, [PLANS[plan]], SAMPLES), layers, batch, device="cpu")
+    sharded = parallel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4)
+    for _ in range(3):
+        parallel.train_step(batch, sharded)
+    state = parallel.full_state_dict()
+    return max(
+        float((state[name] - value).abs().max() / value.abs().max()) for name, value in alone.state_dict().items()
+    )
+
+
+def errors_under(plan: str) -> dict[str, float]:
+    """Of a function or operator between layers, and inside of them where the plan is offered for such a block."""
+    between = {f"between, {way}": error_under(plan, "", way) for way in WAYS}
+    return between | ({} if plan == "tokens" else {f"inside, {way}": error_under(plan, way, "") for way in WAYS})
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_they_see_what_one_process_sees(pool: WorkerPool, plan: str) -> None:
+    for errors in pool.run(2, errors_under, plan=plan):
+        assert {where: error for where, error in errors.items() if error > 1e-4} == {}
