@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
 from galvatron_lite.errors import TraceError
+from galvatron_lite.model.training_form import prepare_for_training
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Torch's type of every precision a model can be traced at."""
@@ -27,7 +28,7 @@ def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
         model: on any device.
         precision: floating parameters and buffers are cast to it; None leaves them as they are.
 
-    Parameters that are tied stay tied. Hugging Face models keep no cache of keys and values, and checkpoint nothing.
+    Parameters that are tied stay tied. It runs as the model does in training; see ``prepare_for_training``.
 
     Raises:
         TraceError: the model cannot be copied, or an unknown precision.
@@ -43,21 +44,17 @@ def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
         raise TraceError("model", type(model).__name__, f"It must allow copy.deepcopy: {cause}") from cause
     for module in twin.modules():
         _simplify(module)
+    prepare_for_training(twin)
     return twin.train()
 
 
 def _simplify(module: nn.Module) -> None:
-    """Switch off what models do of their own: caches, checkpointing, which the planner chooses, talk to other ranks."""
-    config: Any = getattr(module, "config", None)
-    if getattr(config, "use_cache", False):
-        config.use_cache = False
+    """Switch off what needs data or other ranks."""
     experts: dict[str, str | None] = getattr(module, "get_experts_implementation", dict)()
     if set(experts.values()) & {"eager", "batched_mm"}:
         # loops over experts that tokens chose need data; what is planned for takes them together
         with suppress(ValueError):  # a model without experts says that it has no choice
             module.set_experts_implementation("grouped_mm")  # type: ignore[operator]
-    if vars(module).get("gradient_checkpointing", False):
-        module.gradient_checkpointing = False  # type: ignore[assignment]
     if isinstance(module, BATCH_NORMS) and module.momentum is None:
         # a running mean: torch would read how many batches there were; what runs is the same with any momentum
         module.momentum = 0.1

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import call_model, map_tensors, tensors_of
 from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.model.training_form import prepare_for_training
 from galvatron_lite.runtime.precision import compute_context
 
 
@@ -84,6 +85,7 @@ def make_skeleton(model: nn.Module, layers: tuple[Layer, ...], device: torch.dev
     with _replaced(model, {path: PassThrough(model.get_submodule(path), path, kind) for path, kind in blocks.items()}):
         bare = copy.deepcopy(model)
     bare = materialise(bare, device).train()
+    prepare_for_training(bare)
     stubs = [module for module in bare.modules() if isinstance(module, PassThrough)]
     by_path = {stub.path: stub for stub in stubs}
     return Skeleton(bare, {path: by_path[path] for path in blocks})
@@ -91,7 +93,9 @@ def make_skeleton(model: nn.Module, layers: tuple[Layer, ...], device: torch.dev
 
 def copy_block(model: nn.Module, path: str, device: torch.device) -> nn.Module:
     """A copy of one block on ``device``, in training mode; parameters on meta get random values."""
-    return materialise(copy.deepcopy(model.get_submodule(path)), device).train()
+    block = materialise(copy.deepcopy(model.get_submodule(path)), device).train()
+    prepare_for_training(block)
+    return block
 
 
 def materialise(module: nn.Module, device: torch.device) -> nn.Module:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError, NonFiniteLossError
 from galvatron_lite.model.batch import LossFn, batch_of_call, batch_size
 from galvatron_lite.model.graph import Layer
+from galvatron_lite.model.training_form import prepare_for_training
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.zero.apply import set_all_reduce
@@ -110,6 +111,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         timeout: float | None = None,
     ) -> None:
         super().__init__()
+        prepare_for_training(model)
         self.device = pick_device() if device is None else torch.device(device)
         self.plan, self.max_grad_norm = plan, max_grad_norm
         self._compute = compute_dtype(precision or plan.precision)

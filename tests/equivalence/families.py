@@ -86,14 +86,14 @@ def _hugging_face(name: str, balanced: bool = False) -> tuple[nn.Module, Callabl
 
     shape = {
         "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
-        "intermediate_size": 64, "max_position_embeddings": TOKENS, "use_cache": False,
+        "intermediate_size": 64, "max_position_embeddings": TOKENS,
     }  # fmt: skip
     calm = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
     if name == "gpt2":
         config = transformers.GPT2Config(
             vocab_size=VOCAB, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_positions=TOKENS, resid_pdrop=0.0,
-            embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, **tokens,
+            embd_pdrop=0.0, attn_pdrop=0.0, **tokens,
         )  # fmt: skip
         return transformers.GPT2LMHeadModel(config), _tokens
     if name == "llama":
@@ -128,7 +128,7 @@ def _encoder_decoder() -> tuple[nn.Module, Callable[[int], Batch]]:
 
     shape = {"d_model": HIDDEN, "d_kv": HIDDEN // HEADS, "d_ff": 64, "num_layers": 2, "num_heads": HEADS}
     tokens = {"vocab_size": VOCAB, "decoder_start_token_id": 0, "pad_token_id": 0}
-    config = transformers.T5Config(**shape, **tokens, dropout_rate=0.0, use_cache=False)
+    config = transformers.T5Config(**shape, **tokens, dropout_rate=0.0)
     return transformers.T5ForConditionalGeneration(config), _tokens
 
 

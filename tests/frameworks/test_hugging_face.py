@@ -23,7 +23,7 @@ from tests.pool import WorkerPool
 SAMPLES, TOKENS, WORDS = 8, 12, 40
 SHAPE: dict[str, Any] = {
     "vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "max_position_embeddings": TOKENS, "use_cache": False, "pad_token_id": 0,
+    "num_key_value_heads": 2, "max_position_embeddings": TOKENS, "pad_token_id": 0,
 }  # fmt: skip
 
 

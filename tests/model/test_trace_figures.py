@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from galvatron_lite.model.batch import call_model, map_tensors, resize_batch, tensors_of
 from galvatron_lite.model.graph import LayerKind, OperatorClass, Recompute
 from galvatron_lite.model.trace import trace
+from galvatron_lite.model.training_form import prepare_for_training
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.profiler.memory import PeakMemory, track_peak
@@ -35,9 +36,7 @@ def block_call(family: str) -> tuple[LayerKind, Call]:
     torch.manual_seed(0)
     model, batch = FAMILIES[family]()
     graph = captured(family)
-    for module in model.modules():
-        if hasattr(getattr(module, "config", None), "use_cache"):
-            module.config.use_cache = False
+    prepare_for_training(model)
     block, caught = model.train().get_submodule(graph.layers[2].name), []
 
     def catch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def mixtral(balanced: bool) -> ModelGraph:
-    return trace(*hugging_face("Mixtral", output_router_logits=balanced, use_cache=False, **EXPERTS))
+    return trace(*hugging_face("Mixtral", output_router_logits=balanced, **EXPERTS))
 
 
 @pytest.fixture(scope="module")

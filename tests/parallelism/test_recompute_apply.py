@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute, Role
 from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo import build
@@ -140,3 +141,72 @@ def test_kept_results_survive_functions_in_place() -> None:
         module(picture).square().sum().backward()
     for one, other in zip(plain.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+class Remembering(nn.Module):
+    """Keeps an average, a counter and a list of its own, and appends to, and attends over, a cache that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("average", torch.zeros(3))
+        self.register_buffer("replaced", torch.ones(3))
+        self.calls, self.means, self.last = 0, [0.0], torch.zeros(3)
+
+    def forward(self, hidden: Tensor, cache: Cache) -> Tensor:
+        self.calls += 1
+        self.average.mul_(0.9).add_(0.1 * hidden.detach().mean(0))
+        self.replaced = self.replaced * 0.5 + hidden.detach().mean(0)
+        self.means.append(self.means[-1] + float(hidden.detach().mean()))
+        cache.append(self.linear(hidden))
+        state = self.average * self.replaced * self.last + self.calls + self.means[-1]
+        self.last = hidden.detach().mean(0)
+        return torch.tanh(sum(cache.kept) * state).square() + hidden  # type: ignore[no-any-return]
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+        self.length, self.by_step, self.total = 0, {}, torch.zeros(3)
+
+    def append(self, tensor: Tensor) -> None:
+        self.kept.append(tensor)
+        self.length += 1
+        self.by_step[self.length] = tensor.shape
+        self.total += tensor.detach().sum(0)
+
+
+@pytest.mark.parametrize("recompute", [Recompute.FULL, Recompute.SELECTIVE])
+def test_layers_with_a_memory_run_as_once(recompute: Recompute) -> None:
+    """Two layers that share a cache, for three steps of two micro-batches whose backward passes come last."""
+    torch.manual_seed(0)
+    plain = [Remembering(), Remembering()]
+    again = copy.deepcopy(plain)
+    for layer in again:
+        apply_recompute(layer, recompute)
+    batches = [torch.randn(2, 4, 3) for _ in range(3)]
+    assert _remembered(again, batches) == _remembered(plain, batches)
+
+
+def _remembered(layers: list[Remembering], batches: list[Tensor]) -> list[Any]:
+    seen: list[Any] = []
+    for batch in batches:
+        losses = []
+        for part in batch:
+            cache, hidden = Cache(), part
+            for layer in layers:
+                hidden = layer(hidden, cache)
+            losses.append(hidden.mean())
+            seen += [cache.length, cache.by_step, len(cache.kept), cache.total.tolist()]
+        sum(losses).backward()  # type: ignore[attr-defined]
+        for layer in layers:
+            seen += [layer.calls, layer.means, layer.average.tolist(), layer.replaced.tolist(), layer.last.tolist()]
+            seen += [one.grad.tolist() for one in layer.parameters() if one.grad is not None]
+    return seen
+
+
+def test_layers_that_overwrite_what_they_are_given_are_refused() -> None:
+    module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2))
+    apply_recompute(module, Recompute.FULL)
+    with pytest.raises(InputError, match="without recompute"):
+        module(torch.randn(2, 2, requires_grad=True) * 2)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.context import ring as _ring  # noqa: F401  (registers its operator)
+from galvatron_lite.parallelism.recompute.state import LayerState, as_before
 
 Forward = Callable[..., Any]
 
@@ -42,27 +43,37 @@ Tracking = Sequence[Any]
 """Norms that track statistics of what they see in training."""
 
 
-def recomputed(forward: Forward, recompute: Recompute, tracking: Tracking = ()) -> Forward:
+def recomputed(forward: Forward, recompute: Recompute, module: nn.Module | None = None) -> Forward:
     """A forward function that recomputes as told; ``forward`` itself where nothing is recomputed.
 
     ``FULL`` keeps only the inputs. ``SELECTIVE`` keeps what ``KEPT_OPERATORS`` return and recomputes the rest.
-    Non-reentrant ``torch.utils.checkpoint``; random numbers (dropout) are the same both times.
+    Non-reentrant ``torch.utils.checkpoint``; random numbers (dropout) and the module's state (buffers, counters, caches
+    that it is given) are the same both times, and what it changes is changed once.
 
     Args:
         forward: of a module.
         recompute: what is computed again.
-        tracking: norms inside that track statistics; they take in what they see the first time only.
+        module: whose forward it is; without one only what it is given is looked at.
+
+    The function raises ``InputError`` where the module overwrites a tensor that it is given.
     """
     if recompute is Recompute.NONE:
         return forward
     forward = _keeping(forward) if recompute is Recompute.SELECTIVE else _casting(forward)
-    options: dict[str, Any] = {"use_reentrant": False, "context_fn": functools.partial(_contexts, recompute, tracking)}
+    module = nn.Module() if module is None else module
+    tracking = tuple(one for one in module.modules() if isinstance(getattr(one, "running_mean", None), torch.Tensor))
+    state = LayerState(module, tracking)
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(functools.partial(forward, **kwargs), *args, **options)
+
+        def first(before: list[Any]) -> Any:
+            options: Any = {"context_fn": functools.partial(_contexts, recompute, tracking, before)}
+            return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False, **options)
+
+        return state.call(first, (args, kwargs))
 
     return run
 
@@ -70,8 +81,7 @@ def recomputed(forward: Forward, recompute: Recompute, tracking: Tracking = ()) 
 def apply_recompute(module: nn.Module, recompute: Recompute) -> None:
     """Make a module recompute, in place. Its hooks stay outside: what they do happens once."""
     if recompute is not Recompute.NONE:
-        tracking = [one for one in module.modules() if isinstance(getattr(one, "running_mean", None), torch.Tensor)]
-        module.forward = recomputed(module.forward, recompute, tracking)
+        module.forward = recomputed(module.forward, recompute, module)
 
 
 def _casting(forward: Forward) -> Forward:
@@ -114,31 +124,31 @@ class _OutOfPlace(TorchFunctionMode):
 
 
 def _contexts(
-    recompute: Recompute, tracking: Tracking
+    recompute: Recompute, tracking: Tracking, before: list[Any]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """What forward runs in the first time, and what the second time."""
     first: AbstractContextManager[Any] = nullcontext()
     again: AbstractContextManager[Any] = nullcontext()
     if recompute is Recompute.SELECTIVE:
         first, again = create_selective_checkpoint_contexts(_keep_expensive)  # type: ignore[no-untyped-call]
-    return first, _untracked(again, tracking)
+    return first, _untracked(again, tracking, before)
 
 
 @contextmanager
-def _untracked(context: AbstractContextManager[Any], tracking: Tracking) -> Iterator[None]:
-    """The norms see a batch that they have seen before: their statistics stay as they are.
+def _untracked(context: AbstractContextManager[Any], tracking: Tracking, before: list[Any]) -> Iterator[None]:
+    """The layer's state is as before its first run. The norms see a batch that they have seen: their statistics stay.
 
     Without tracking they would save other tensors for backward than the first time; so what is new weighs nothing.
     """
-    before = [(one, one.momentum, one.num_batches_tracked) for one in tracking]
-    for one, _, count in before:
+    tracked = [(one, one.momentum, one.num_batches_tracked) for one in tracking]
+    for one, _, count in tracked:
         one.momentum = 0.0
         one.num_batches_tracked = None if count is None else count.clone()
     try:
-        with context:
+        with as_before(before), context:
             yield
     finally:
-        for one, momentum, count in before:
+        for one, momentum, count in tracked:
             one.momentum, one.num_batches_tracked = momentum, count
 
 

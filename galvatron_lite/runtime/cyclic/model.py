@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError, LaunchError, NonFiniteLossError
 from galvatron_lite.model.batch import LossFn, batch_size, slice_batch
 from galvatron_lite.model.graph import Layer
+from galvatron_lite.model.training_form import prepare_for_training
 from galvatron_lite.parallelism.cyclic.mailbox import ProcessMailbox
 from galvatron_lite.parallelism.cyclic.messages import Kind
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
@@ -102,6 +103,7 @@ class CyclicModel(Observable, nn.Module):
         early_release: bool = False,
     ) -> None:
         super().__init__()
+        prepare_for_training(model)
         _refuse_clipping(max_grad_norm)
         _check_world(plan)
         self.device = pick_device() if device is None else torch.device(device)

@@ -14,6 +14,7 @@ from galvatron_lite.files import to_data
 from galvatron_lite.model.batch import LossFn, batch_of_call, batch_size, call_model, loss_of, map_tensors, slice_batch
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_meta import meta_copy
+from galvatron_lite.model.training_form import prepare_for_training
 from galvatron_lite.parallelism.backends import DEEPSPEED, check_runs
 from galvatron_lite.plans.export.deepspeed_config import DeepSpeedConfig, config_of
 from galvatron_lite.plans.schema import Plan
@@ -82,6 +83,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        prepare_for_training(model)
         self.device = pick_device() if device is None else torch.device(device)
         self.plan, self.max_grad_norm, self._loss_fn = check_runs(plan, DEEPSPEED), max_grad_norm, loss_fn
         join_world(plan, self.device.type)

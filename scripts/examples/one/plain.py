@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 torch.manual_seed(0)
 config = LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=16, use_cache=False,
+    num_key_value_heads=2, max_position_embeddings=16,
 )  # fmt: skip
 model = LlamaForCausalLM(config)
 tokens = torch.randint(0, 64, (48, 16))

@@ -1,0 +1,72 @@
+"""How a model runs while it trains: no cache of keys and values, and nothing recomputed but by the plan."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
+
+from galvatron_lite.saying import say
+
+
+def prepare_for_training(model: nn.Module) -> None:
+    """Change a model in place so that it trains in the same way under every plan.
+
+    - While gradients are wanted, every module whose forward takes ``use_cache`` is called with ``use_cache=False``,
+      whatever its config, its caller or the batch says: a cache of keys and values has no use in training, and a layer
+      that is recomputed would append to it twice. In evaluation mode and without gradients nothing changes.
+    - The gradient checkpointing of transformers is switched off: the plan chooses what is recomputed.
+    - ``torch.utils.checkpoint`` runs its non-reentrant variant in this process, also where ``use_reentrant=True``: the
+      reentrant one runs layers without gradients first, which hides them from hooks and from autograd.
+    """
+    for module in model.modules():
+        if _cache_place(type(module).forward) is not None and not _is_prepared(module):
+            module.register_forward_pre_hook(_without_cache, with_kwargs=True)
+        if vars(module).get("gradient_checkpointing", False):
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+            _note("gradient checkpointing of the model is switched off: the plan chooses what is recomputed")
+    torch_checkpoint.CheckpointFunction = _NonReentrant  # type: ignore[misc, assignment]
+
+
+def _is_prepared(module: nn.Module) -> bool:
+    return _without_cache in module._forward_pre_hooks.values()
+
+
+@cache
+def _cache_place(forward: Callable[..., Any]) -> int | None:
+    """The position of ``use_cache`` among the arguments of a class's forward, ``self`` left out."""
+    names = list(inspect.signature(forward).parameters)[1:]
+    return names.index("use_cache") if "use_cache" in names else None
+
+
+def _without_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    place = _cache_place(type(module).forward)
+    if place is None or not (module.training and torch.is_grad_enabled()):
+        return None
+    if len(args) > place:
+        return (*args[:place], False, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "use_cache": False}
+
+
+class _NonReentrant:
+    """Stands for ``torch.utils.checkpoint.CheckpointFunction``."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        _note("torch.utils.checkpoint runs with use_reentrant=False, also where the model asks for use_reentrant=True")
+        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+
+
+@cache
+def _note(line: str) -> None:
+    """Tell rank 0's user once."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        say(f"note: {line}")

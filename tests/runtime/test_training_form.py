@@ -1,0 +1,91 @@
+"""Models train under every plan as in one process: without caches, with their own hooks and checkpointing."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+from torch import nn
+
+from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.graph import Recompute
+from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.runtime.engine import ParallelModel
+from tests.pool import WorkerPool
+from tests.runtime.plans import make_plan
+from tests.runtime.untouched import (
+    DECODERS,
+    SAMPLES,
+    batch_for,
+    difference,
+    same_strategy,
+    trained_plainly,
+    under,
+    untouched,
+)
+
+FAMILIES = [*DECODERS, "Adapted", "T5", "Bart", "Whisper"]
+FULL, SELECTIVE = Recompute.FULL, Recompute.SELECTIVE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recomputed_layers_keep_no_cache(pool: WorkerPool, family: str) -> None:
+    assert pool.run(1, each_recomputed, family=family) == [["", ""]]
+
+
+def each_recomputed(family: str) -> list[str]:
+    return [under(family, Strategy(recompute=choice), Strategy()) for choice in (FULL, SELECTIVE)]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Phi3", "OPT", "Adapted"])
+def test_nor_on_two_ranks(pool: WorkerPool, family: str) -> None:
+    """Where the batch asks for one, too."""
+    assert pool.run(2, each_split, family=family) == [[""] * 5] * 2
+
+
+def each_split(family: str) -> list[str]:
+    asked = {} if family == "Adapted" else {"use_cache": True}
+    edge, zero = Strategy(data=2), Strategy(zero=2, zero_stage=3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*no rule.*")
+        return [
+            under(family, Strategy(tensor=2, recompute=FULL), edge, **asked),
+            under(family, Strategy(context=2, recompute=SELECTIVE), Strategy(context=2), **asked),
+            under(family, Strategy(zero=2, zero_stage=3, recompute=FULL), zero, **asked),
+            under(family, Strategy(data=2, recompute=SELECTIVE), edge, **asked),
+            in_stages(family, Strategy(recompute=FULL)),
+        ]
+
+
+def in_stages(family: str, strategy: Strategy) -> str:
+    batch, model = batch_for(family), untouched(family)
+    expected = trained_plainly(untouched(family), batch)
+    layers = discover_layers(model, batch)
+    stages = [[layer.name for layer in part] for part in (layers[:-2], layers[-2:])]
+    plan = make_plan(stages, [[strategy] * len(stage) for stage in stages], SAMPLES, 2)
+    return difference(ParallelModel(model, plan, layers, batch, device="cpu"), batch, expected)
+
+
+def test_without_gradients_the_cache_is_there(pool: WorkerPool) -> None:
+    assert pool.run(1, cached_tokens) == [[True, False, True]]
+
+
+def cached_tokens() -> list[bool]:
+    """Whether outputs have a cache: without gradients, in training, in evaluation."""
+    model, batch = untouched("Llama"), batch_for("Llama")
+    plan, layers = same_strategy(model, batch, Strategy(), Strategy())
+    parallel = ParallelModel(model, plan, layers, batch, device="cpu")
+    outputs = [parallel.outputs(batch), model(**batch), model.eval()(**batch)]
+    return [output.past_key_values is not None for output in outputs]
+
+
+def with_input_gradients(model: nn.Module) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name)
+    model.enable_input_require_grads()  # type: ignore[operator]
+    return model
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    model.activation_checkpointing_enable({"use_reentrant": True})  # type: ignore[operator]
+    return model
