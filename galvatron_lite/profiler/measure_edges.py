@@ -29,6 +29,7 @@ from galvatron_lite.profiler.schema import LayerPoint
 from galvatron_lite.profiler.segments import (
     BlockCall,
     Boundary,
+    Joined,
     PassThrough,
     Skeleton,
     StopRunError,
@@ -151,11 +152,16 @@ def _passing(calls: Mapping[str, BlockCall], lap: Callable[[], None]) -> Callabl
     reached: list[bool] = []
 
     def visit(stub: PassThrough, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hidden = _trained(hidden_state(args, kwargs))
+        entering = hidden_state(args, kwargs)
+        hidden = _trained(entering)
         if not reached:
             reached.append(True)
             lap()
             hidden = boundary(hidden, lap)
+        # a decoder's blocks read what the encoder's gave, where the first block is
+        others = [one for one in tensors_of((args, kwargs)) if one.requires_grad and one is not entering]
+        if others:
+            hidden = Joined.apply(hidden, *others)  # type: ignore[no-untyped-call]
         return passed_on(calls[stub.kind], hidden)
 
     return visit

@@ -207,6 +207,21 @@ class Boundary(torch.autograd.Function):
         return grads[0], None
 
 
+class Joined(torch.autograd.Function):
+    """A tensor that depends on others as well: backward reaches whatever they were made of, with no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
+        """The tensor itself."""
+        ctx.others = len(others)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """The gradient, for the tensor alone."""
+        return grads[0], *[None] * ctx.others
+
+
 class StopRunError(Exception):
     """Raised by a stub once the rest of the model's forward is not needed."""
 
