@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
+from typing import Any
 
 import pytest
-from torch import nn
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
 
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
@@ -16,6 +20,7 @@ from tests.runtime.plans import make_plan
 from tests.runtime.untouched import (
     DECODERS,
     SAMPLES,
+    Changed,
     batch_for,
     difference,
     same_strategy,
@@ -57,9 +62,9 @@ def each_split(family: str) -> list[str]:
         ]
 
 
-def in_stages(family: str, strategy: Strategy) -> str:
-    batch, model = batch_for(family), untouched(family)
-    expected = trained_plainly(untouched(family), batch)
+def in_stages(family: str, strategy: Strategy, change: Changed = lambda model: model) -> str:
+    batch, model = batch_for(family), change(untouched(family))
+    expected = trained_plainly(change(untouched(family)), batch)
     layers = discover_layers(model, batch)
     stages = [[layer.name for layer in part] for part in (layers[:-2], layers[-2:])]
     plan = make_plan(stages, [[strategy] * len(stage) for stage in stages], SAMPLES, 2)
@@ -80,12 +85,52 @@ def cached_tokens() -> list[bool]:
 
 
 def with_input_gradients(model: nn.Module) -> nn.Module:
+    """As for adapters: what is frozen reads embeddings that take gradients by a hook."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("q_proj" in name)
     model.enable_input_require_grads()  # type: ignore[operator]
     return model
 
 
-def checkpointed(model: nn.Module) -> nn.Module:
-    model.activation_checkpointing_enable({"use_reentrant": True})  # type: ignore[operator]
+def checkpointed(model: nn.Module, reentrant: bool) -> nn.Module:
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
     return model
+
+
+class Reentrant(nn.Module):
+    """A layer that recomputes by itself, in the reentrant way."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor, **given: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(partial(self.layer, **given), hidden, use_reentrant=True)
+
+
+def recomputing_itself(model: nn.Module) -> nn.Module:
+    layers = model.model.layers  # type: ignore[union-attr]
+    for place in range(len(layers)):  # type: ignore[arg-type]
+        layers[place] = Reentrant(layers[place])  # type: ignore[index, operator]
+    return model
+
+
+CHANGES = {
+    "input gradients": with_input_gradients,
+    "reentrant": partial(checkpointed, reentrant=True),
+    "not reentrant": partial(checkpointed, reentrant=False),
+    "own": recomputing_itself,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_hooks_and_checkpointing_of_the_model(pool: WorkerPool, change: str) -> None:
+    assert pool.run(2, each_changed, change=change) == [[""] * 6] * 2
+
+
+def each_changed(change: str) -> list[str]:
+    tensor, context, zero = Strategy(tensor=2), Strategy(context=2), Strategy(zero=2, zero_stage=3)
+    plain, full, some = Strategy(data=2), Strategy(data=2, recompute=FULL), Strategy(data=2, recompute=SELECTIVE)
+    pairs = [(tensor, plain), (context, context), (zero, zero), (full, plain), (some, plain)]
+    found = [under("Llama", *pair, CHANGES[change]) for pair in pairs]
+    return [*found, in_stages("Llama", Strategy(), CHANGES[change])]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite import auto_parallelize
+from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.model.batch import call_model, loss_of
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Role
@@ -21,7 +21,7 @@ from tests.auto_jobs import measuring_briefly
 from tests.equivalence.compare import assert_equal_tensors
 from tests.runtime.plans import make_plan
 
-SAMPLES, TOKENS, VOCAB, STEPS = 4, 8, 48, 3
+SAMPLES, TOKENS, VOCAB, STEPS = 4, 32, 48, 3
 ADAMW = {"lr": 1e-2, "eps": 1e-4}  # a tiny eps would make steps of rounding noise in gradients that are zero in theory
 TEXT = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SHAPE = {
@@ -156,20 +156,38 @@ def difference(parallel: Any, batch: Any, expected: tuple[list[float], dict[str,
     return ""
 
 
-def under(family: str, block: Strategy, edge: Strategy, change: Changed | None = None, **more: Any) -> str:
+def under(family: str, block: Strategy, edge: Strategy, change: Changed = lambda model: model, **more: Any) -> str:
     """What differs for a family under a plan; ``more`` goes into the batch."""
-    batch, plain = batch_for(family) | more, untouched(family)
-    expected = trained_plainly(plain, batch)
-    model = untouched(family)
-    model = model if change is None else change(model)
+    batch, model = batch_for(family) | more, change(untouched(family))
+    expected = trained_plainly(change(untouched(family)), batch)
     plan, layers = same_strategy(model, batch, block, edge)
     return difference(ParallelModel(model, plan, layers, batch, device="cpu"), batch, expected)
 
 
-def automatic(family: str, folder: str, mem: str = "95%", brief: bool = True) -> tuple[Any, str]:
-    """The plan that ``auto_parallelize`` chooses without a profile, and what differs."""
+def automatic(family: str, folder: str, tight: bool = False) -> tuple[Any, str]:
+    """Under the plan that ``auto_parallelize`` chooses without a profile: what is recomputed, and what differs.
+
+    Args:
+        family: see ``untouched``.
+        folder: of profiles.
+        tight: whether memory is what the leanest plan takes.
+    """
     batch = batch_for(family)
     expected = trained_plainly(untouched(family), batch)
-    with measuring_briefly() if brief else nullcontext():
-        parallel = auto_parallelize(untouched(family), batch, mem=mem, folder=Path(folder))
-    return parallel.plan, difference(parallel, batch, expected)
+
+    def parallel(mem: int | str) -> Any:
+        return auto_parallelize(untouched(family), batch, mem=mem, folder=Path(folder))
+
+    with measuring_briefly():
+        made = parallel(_leanest(parallel) if tight else "95%")
+    recomputed = {one.strategy.recompute.value for stage in made.plan.stages for one in stage.runs}
+    return sorted(recomputed), difference(made, batch, expected)
+
+
+def _leanest(parallel: Callable[[int | str], Any]) -> int:
+    """Bytes of the smallest budget that a plan fits."""
+    try:
+        parallel(1)
+    except InfeasibleError as error:
+        return error.smallest_budget or 0
+    raise AssertionError("no plan fits in a byte")
