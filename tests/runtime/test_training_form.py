@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
-from typing import Any
 
 import pytest
-import torch
-import torch.utils.checkpoint
-from torch import Tensor, nn
 
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
@@ -82,55 +77,3 @@ def cached_tokens() -> list[bool]:
     parallel = ParallelModel(model, plan, layers, batch, device="cpu")
     outputs = [parallel.outputs(batch), model(**batch), model.eval()(**batch)]
     return [output.past_key_values is not None for output in outputs]
-
-
-def with_input_gradients(model: nn.Module) -> nn.Module:
-    """As for adapters: what is frozen reads embeddings that take gradients by a hook."""
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("q_proj" in name)
-    model.enable_input_require_grads()  # type: ignore[operator]
-    return model
-
-
-def checkpointed(model: nn.Module, reentrant: bool) -> nn.Module:
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
-    return model
-
-
-class Reentrant(nn.Module):
-    """A layer that recomputes by itself, in the reentrant way."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, hidden: Tensor, *, past_key_values: Any = None, **given: Any) -> Any:
-        return torch.utils.checkpoint.checkpoint(partial(self.layer, **given), hidden, use_reentrant=True)
-
-
-def recomputing_itself(model: nn.Module) -> nn.Module:
-    layers = model.model.layers  # type: ignore[union-attr]
-    for place in range(len(layers)):  # type: ignore[arg-type]
-        layers[place] = Reentrant(layers[place])  # type: ignore[index, operator]
-    return model
-
-
-CHANGES = {
-    "input gradients": with_input_gradients,
-    "reentrant": partial(checkpointed, reentrant=True),
-    "not reentrant": partial(checkpointed, reentrant=False),
-    "own": recomputing_itself,
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_hooks_and_checkpointing_of_the_model(pool: WorkerPool, change: str) -> None:
-    assert pool.run(2, each_changed, change=change) == [[""] * 5] * 2
-
-
-def each_changed(change: str) -> list[str]:
-    tensor, zero = Strategy(tensor=2), Strategy(zero=2, zero_stage=3)
-    plain, full, some = Strategy(data=2), Strategy(data=2, recompute=FULL), Strategy(data=2, recompute=SELECTIVE)
-    pairs = [(tensor, plain), (zero, zero), (full, plain), (some, plain)]
-    found = [under("Llama", *pair, CHANGES[change]) for pair in pairs]
-    return [*found, in_stages("Llama", Strategy(), CHANGES[change])]
