@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import checkpoint as torch_checkpoint
 
 from galvatron_lite.saying import say
 
@@ -22,8 +21,6 @@ def prepare_for_training(model: nn.Module) -> None:
       whatever its config, its caller or the batch says: a cache of keys and values has no use in training, and a layer
       that is recomputed would append to it twice. In evaluation mode and without gradients nothing changes.
     - The gradient checkpointing of transformers is switched off: the plan chooses what is recomputed.
-    - ``torch.utils.checkpoint`` runs its non-reentrant variant in this process, also where ``use_reentrant=True``: the
-      reentrant one runs layers without gradients first, which hides them from hooks and from autograd.
     """
     for module in model.modules():
         if _cache_place(type(module).forward) is not None and not _is_prepared(module):
@@ -31,7 +28,6 @@ def prepare_for_training(model: nn.Module) -> None:
         if vars(module).get("gradient_checkpointing", False):
             module.gradient_checkpointing = False  # type: ignore[assignment]
             _note("gradient checkpointing of the model is switched off: the plan chooses what is recomputed")
-    torch_checkpoint.CheckpointFunction = _NonReentrant  # type: ignore[misc, assignment]
 
 
 def _is_prepared(module: nn.Module) -> bool:
@@ -54,15 +50,6 @@ def _without_cache(
     if len(args) > place:
         return (*args[:place], False, *args[place + 1 :]), kwargs
     return args, {**kwargs, "use_cache": False}
-
-
-class _NonReentrant:
-    """Stands for ``torch.utils.checkpoint.CheckpointFunction``."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        _note("torch.utils.checkpoint runs with use_reentrant=False, also where the model asks for use_reentrant=True")
-        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
 @cache
