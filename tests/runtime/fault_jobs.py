@@ -170,12 +170,12 @@ def _tried(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> Unsound
     raise AssertionError("no error")
 
 
-def trained() -> list[float]:
-    """The same three steps in one process, without this package."""
+def trained(steps: int = 3) -> list[float]:
+    """The same steps in one process, without this package."""
     torch.manual_seed(0)
     model, losses = Net(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(3):
+    for step in range(steps):
         loss = model(**make_batch(step))
         optimizer.zero_grad()
         loss.backward()
