@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from galvatron_lite.errors import GalvatronError, InputError, LaunchError
+from galvatron_lite.errors import FileFormatError, GalvatronError, InputError, LaunchError
 from galvatron_lite.folders import remove_folder
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.checkpoint.asked import Asked, Resumed
@@ -33,8 +33,8 @@ from galvatron_lite.runtime.checkpoint.content import (
 from galvatron_lite.runtime.checkpoint.manifest import (
     FORMAT,
     TRAINING,
+    Lineage,
     Manifest,
-    checkpoints_of,
     layout_digest,
     process_file,
     read_manifest,
@@ -42,7 +42,7 @@ from galvatron_lite.runtime.checkpoint.manifest import (
 from galvatron_lite.runtime.checkpoint.options import check_members, merged, options_of, put_options, put_schedule
 from galvatron_lite.runtime.checkpoint.plain import put_generators, read_plain
 from galvatron_lite.runtime.checkpoint.planners import PiecesLoader, PiecesSaver, apportioned
-from galvatron_lite.runtime.checkpoint.sealed import TORN, checked
+from galvatron_lite.runtime.checkpoint.sealed import META, TORN, checked, survey
 from galvatron_lite.runtime.checkpoint.storage import FolderWriter, PiecesReader, metadata_of
 from galvatron_lite.runtime.checkpoint.written import (
     FIELD,
@@ -90,6 +90,7 @@ class Keeper:
     def __init__(self, parallel: Trained, timeout: float = TIMEOUT) -> None:
         self._parallel, self._peers = parallel, ProcessPeers(timeout)
         self._pending: Future[None] | None = None
+        self._lineage = Lineage()
 
     def save(self, place: Path, asked: Asked, step: int, keep: int | None, asynchronous: bool) -> None:
         """Write a checkpoint; all ranks call it.
@@ -125,18 +126,32 @@ class Keeper:
         self.finish()
         return self._take(folder, self._verified(folder), asked)
 
-    def load_latest(self, folder: Path, asked: Asked) -> Resumed | None:
-        """Take the newest whole checkpoint of a folder; None: there is none. All ranks call it."""
+    def load_latest(self, folder: Path, asked: Asked, ignore_damaged: bool = False) -> Resumed | None:
+        """Take the newest whole checkpoint of a folder; None: there is none. All ranks call it.
+
+        Raises:
+            InputError: there are damaged ones alone, and ``ignore_damaged`` is not set; or what ``load`` raises.
+        """
         self.finish()
-        for place in at_first(self._peers, lambda: checkpoints_of(folder), FIELD):
+        readable, damaged = at_first(self._peers, lambda: _checkpoints(folder), FIELD)
+        errors: list[InputError] = list(damaged)
+        for place, step in readable:
             try:
                 manifest = self._verified(place)
             except InputError as error:
-                if self._peers.rank == 0:
-                    warnings.warn(f"{error} It is passed over.", stacklevel=4)
+                errors.append(error)
                 continue
+            self._warn(errors, f"{place.name} (step {step}) is loaded instead.")
             return self._take(place, manifest, asked)
+        if errors and not ignore_damaged:
+            remedy = "No checkpoint is whole. Repair or delete them, or give ignore_damaged=True to begin anew."
+            raise InputError(FIELD, folder, f"{' '.join(map(str, errors))} {remedy}")
+        self._warn(errors, "Training begins anew.")
         return None
+
+    def _warn(self, errors: Sequence[InputError], instead: str) -> None:
+        if errors and self._peers.rank == 0:
+            warnings.warn(f"{' '.join(map(str, errors))} {instead}", stacklevel=5)
 
     def _snapshot(self, asked: Asked, step: int, copied: bool) -> Snapshot:
         parallel, peers = self._parallel, self._peers
@@ -184,7 +199,9 @@ class Keeper:
                 save({}, storage_writer=writer, planner=PiecesSaver(snapshot.held), process_group=peers.group)
             with _told(place, ROOM):
                 parts = together(peers, lambda: write_own(folder, snapshot, writer, peers.rank), FIELD)
-                at_first(peers, lambda: finish_folder(folder, place, snapshot, writer, parts, keep), FIELD)
+                at_first(
+                    peers, lambda: finish_folder(folder, place, snapshot, writer, parts, keep, self._lineage), FIELD
+                )
         except GalvatronError:
             if peers.rank == 0:
                 remove_folder(folder)
@@ -239,6 +256,7 @@ class Keeper:
                 runtime.updates.take()
         self._give(training, own, asked)
         self._put_random(folder, manifest, own, exact)
+        self._lineage.follow(manifest)
         parallel.step = manifest.step
         if parallel.steering is not None:
             parallel.steering.step = training["steered"]
@@ -267,6 +285,16 @@ class Keeper:
         alike = any(run.strategy.devices > run.strategy.batch_degree for run in runs)
         source = 0 if alike else self._peers.rank % manifest.processes
         put_generators(read_plain(folder / process_file(source))["random"])
+
+
+def _checkpoints(folder: Path) -> tuple[list[tuple[Path, int]], list[FileFormatError]]:
+    """The checkpoints of a folder and their training steps, the newest first; what is wrong with others."""
+    if (folder / META).exists():
+        raise InputError("folder", folder, "It is a checkpoint itself. Take it with load(folder).")
+    if folder.exists() and not folder.is_dir():
+        raise InputError("folder", folder, "It is a file. Give the folder of the checkpoints.")
+    readable, damaged = survey(Manifest, folder, FORMAT)
+    return [(place, manifest.step) for place, manifest in readable], damaged
 
 
 @contextmanager

@@ -90,12 +90,26 @@ class Saving:
         scheduler: Any = None,
         data: Any = None,
         extra: Mapping[str, Any] | None = None,
+        ignore_damaged: bool = False,
     ) -> Resumed | None:
         """Go on from the newest whole checkpoint of a folder of checkpoints; None: there is none. See ``load``.
 
-        One that is damaged is named in a warning, and passed over.
+        The newest is the one written last. Damaged ones are named in a warning where a whole one is taken.
+
+        Args:
+            folder: of the checkpoints.
+            optimizer: as for ``load``.
+            scheduler: as for ``load``.
+            data: as for ``load``.
+            extra: as for ``load``.
+            ignore_damaged: return None where all checkpoints are damaged, to begin anew; without it that is an error.
+
+        Raises:
+            InputError: see ``load``; or there are damaged checkpoints alone.
+            LaunchError: another process is gone.
         """
-        return self._saver().load_latest(Path(folder), Asked(optimizer, scheduler, data, extra))
+        asked = Asked(optimizer, scheduler, data, extra)
+        return self._saver().load_latest(Path(folder), asked, ignore_damaged)
 
     def _saver(self) -> Saver:
         """Made when it is first needed, by all ranks together."""

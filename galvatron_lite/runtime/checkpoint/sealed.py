@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 META = "meta.json"
 """Name of the manifest."""
 TORN = "The checkpoint is damaged: delete it and resume from the one before, which load_latest(folder) finds."
+_FILES = re.compile(r"meta\.json|(rank|process|stage)-\d+\.(pt|safetensors)")
+"""Names of files that make a folder a checkpoint, damaged or not."""
 
 
 class Sealed(Protocol):
@@ -27,6 +30,7 @@ class Sealed(Protocol):
     Attributes:
         format: of the folder.
         step: training steps done.
+        sequence: counts the checkpoints of a folder in the order in which they were written; 0: not recorded.
         files: what the others hold, by name.
         digest: checksum of all this.
     """
@@ -40,6 +44,10 @@ class Sealed(Protocol):
     @property
     def step(self) -> int:
         """Training steps done."""
+
+    @property
+    def sequence(self) -> int:
+        """Counts the checkpoints of a folder in the order in which they were written; 0: not recorded."""
 
     @property
     def files(self) -> Mapping[str, Content]:
@@ -111,21 +119,24 @@ def check_all(folder: Path, manifest: Kind) -> Kind:
     return manifest
 
 
-def newest_first(kind: type[Kind], folder: Path, known: int) -> list[tuple[Path, Kind]]:
-    """The folders of a folder whose manifests can be read, by training steps; their other files are not looked at.
+def survey(kind: type[Kind], folder: Path, known: int) -> tuple[list[tuple[Path, Kind]], list[FileFormatError]]:
+    """The checkpoints of a folder, the newest first, and what is wrong with those whose manifest cannot be read.
 
-    One that a lost process left under a temporary name counts, behind one of as many steps.
+    Only manifests are looked at. The newest is the one written last: after going back to an earlier checkpoint, what is
+    written next has fewer training steps than what was abandoned. Checkpoints without a sequence are older than others,
+    and ordered by steps. A whole one that a lost process left under a temporary name counts, behind its equals.
     """
-    found = _readable(kind, folder, known)
-    return sorted(found, key=lambda one: (one[1].step, not one[0].name.startswith(".")), reverse=True)
-
-
-def _readable(kind: type[Kind], folder: Path, known: int) -> Iterator[tuple[Path, Kind]]:
-    for meta in folder.glob(f"*/{META}"):
+    readable, damaged = [], list[FileFormatError]()
+    for place in sorted(folder.iterdir()) if folder.is_dir() else ():
         try:
-            yield meta.parent, read_sealed(kind, meta.parent, known)
-        except FileFormatError:
-            continue
+            if place.is_dir() and any(_FILES.fullmatch(file.name) for file in place.iterdir()):
+                readable.append((place, read_sealed(kind, place, known)))
+        except FileFormatError as error:
+            damaged += [] if place.name.startswith(".") else [error]
+        except OSError as error:
+            damaged.append(FileFormatError("checkpoint", place, f"It cannot be read ({error.strerror})."))
+    readable.sort(key=lambda one: (one[1].sequence, one[1].step, not one[0].name.startswith(".")), reverse=True)
+    return readable, damaged
 
 
 def _digest(manifest: Sealed) -> str:
