@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 from uuid import uuid4
 
+from galvatron_lite.errors import FileFormatError
 from galvatron_lite.files import STRICT, to_data
 from galvatron_lite.folders import Content
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.checkpoint.sealed import check_all, read_sealed, survey
+from galvatron_lite.runtime.checkpoint.sealed import META, TORN, check_all, read_sealed, survey
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
@@ -112,7 +113,13 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         FileFormatError: there is none, or it is damaged.
     """
-    return read_sealed(Manifest, folder, FORMAT)
+    manifest = read_sealed(Manifest, folder, FORMAT)
+    needed = {TRAINING, *(process_file(rank) for rank in range(min(manifest.processes, len(manifest.files) + 1)))}
+    unknown = {first for first in manifest.names.values() if first not in manifest.tensors}
+    if manifest.processes < 1 or not needed <= manifest.files.keys() or unknown:
+        what = ", ".join(sorted(unknown or needed - manifest.files.keys())[:5]) or f"{manifest.processes} processes"
+        raise FileFormatError("file", folder / META, f"It does not describe a checkpoint: {what}. {TORN}")
+    return manifest
 
 
 def check_whole(folder: Path) -> Manifest:

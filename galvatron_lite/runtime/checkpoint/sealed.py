@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-from galvatron_lite.errors import FileFormatError
+from galvatron_lite.errors import FileFormatError, GalvatronError
 from galvatron_lite.files import read_value, to_data, write_value
 from galvatron_lite.folders import Content, check_file
 
@@ -22,6 +23,7 @@ META = "meta.json"
 TORN = "The checkpoint is damaged: delete it and resume from the one before, which load_latest(folder) finds."
 _FILES = re.compile(r"meta\.json|(rank|process|stage)-\d+\.(pt|safetensors)")
 """Names of files that make a folder a checkpoint, damaged or not."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class Sealed(Protocol):
@@ -93,8 +95,10 @@ def read_sealed(kind: type[Kind], folder: Path, known: int) -> Kind:
     if manifest.format != known:
         remedy = f"Format {known} can be read. Use the version of galvatron_lite that wrote it."
         raise FileFormatError("checkpoint", folder, remedy)
+    if manifest.step < 0:
+        raise FileFormatError("file", folder / META, f"It is of step {manifest.step}, which cannot be. {TORN}")
     for name in manifest.files:
-        if name != Path(name).name or name == META:
+        if not _NAME.fullmatch(name) or name == META:
             raise FileFormatError("file", folder / META, f"It names {name!r}, which is no file of this folder. {TORN}")
     return manifest
 
@@ -117,6 +121,22 @@ def check_all(folder: Path, manifest: Kind) -> Kind:
     for name in manifest.files:
         checked(folder, manifest, name)
     return manifest
+
+
+@contextmanager
+def content_errors(folder: Path) -> Iterator[None]:
+    """Turns whatever else the contents of a checkpoint provoke, once it is found whole, into an error of its own.
+
+    Raises:
+        FileFormatError: they are not what save wrote, or do not fit what they are to be given to.
+    """
+    try:
+        yield
+    except (GalvatronError, OSError):
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise FileFormatError("checkpoint", folder, f"Its contents do not fit ({reason}). Use another one.") from error
 
 
 def survey(kind: type[Kind], folder: Path, known: int) -> tuple[list[tuple[Path, Kind]], list[FileFormatError]]:
