@@ -36,7 +36,7 @@ ALONE = Case([Strategy()] * 5)
 def test_a_process_killed_while_saving(pool: WorkerPool, tmp_path: Path) -> None:
     other, lost = launch(2, killed_while_saving, 240, folder=str(tmp_path), asynchronous=True)
     assert lost.code == -signal.SIGKILL
-    assert re.search("LaunchError: Checkpoint .*gone.*(load_latest|last checkpoint)", other.told, re.DOTALL), other.told
+    assert re.search(r"PeerError: Rank 0 .*Rank 1 \(.*\) is gone.*load_latest", other.told), other.told
     assert not (tmp_path / "step-2").exists()
     whole = pool.run(2, without_a_break)
     for (name, losses), wanted in zip(pool.run(2, from_the_last, folder=str(tmp_path)), whole, strict=True):
