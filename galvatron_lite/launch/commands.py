@@ -11,6 +11,8 @@ from pathlib import Path
 PLAN_VARIABLE = "GALVATRON_PLAN"
 """Environment variable by which ``auto_parallelize`` finds the plan that a job was launched with."""
 THREADS = "OMP_NUM_THREADS"
+NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Gives every attempt a store of its own; torchrun's holds the keys by which killed workers met, which end the next."""
 PORT = 29500
 _HEAD = 'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 

@@ -123,6 +123,8 @@ def launch_of(asked: Asked) -> Launch:
     # one thread a process where nothing is said: torchrun's own choice, which it warns of
     threads = {commands.THREADS: os.environ.get(commands.THREADS, "1")}
     environment = threads | ({} if plan is None else {PLAN_VARIABLE: str(plan)})
+    if asked.restarts:
+        environment |= commands.NEW_STORE
     job = Job(_program(asked), devices, nodes, environment, asked.port, asked.restarts)
     return Launch(job, through, hosts, asked.options, plan, needed)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -312,6 +312,9 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
     def _multiply_known(self, factor: Tensor) -> None:
         check_gradients(self._has_gradients() or not any(runtime.owned for runtime in self.runtimes))
         self._multiply(factor)
+
+    def _watched(self, phase: Phase = Phase.SAVING) -> AbstractContextManager[None]:
+        return self.watch.explained(self.step, self.plan, self.runtime.meshes.stage_index, phase)
 
     def _norm(self) -> Tensor:
         return reduced(self, [])[-1].sqrt()

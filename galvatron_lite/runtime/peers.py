@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 
-from galvatron_lite.errors import InputError, LaunchError
+from galvatron_lite.errors import GalvatronError, InputError, LaunchError
 from galvatron_lite.parallelism.cyclic.mailbox import RESUME
 
 Made = TypeVar("Made")
@@ -91,17 +91,22 @@ def together(peers: Peers, act: Callable[[], Made], field: str) -> list[Made]:
         LaunchError: a process is gone.
     """
     own: Made | _Trouble
+    cause: Exception | None = None
     try:
         own = act()
     except InputError as error:
-        own = _Trouble(error.field, None if error.value is None else str(error.value), error.remedy)
+        own, cause = _Trouble(error.field, None if error.value is None else str(error.value), error.remedy), error
     except OSError as error:
-        own = _Trouble(field, str(error.filename or ""), f"{error.strerror or error}.")
+        own, cause = _Trouble(field, str(error.filename or ""), f"{error.strerror or error}."), error
+    except GalvatronError:
+        raise
+    except Exception as error:
+        own, cause = _Trouble(field, "", f"{type(error).__name__}: {error}."), error
     shown: list[Made | _Trouble] = peers.everyone(own)
     for rank, one in enumerate(shown):
         if isinstance(one, _Trouble):
             who = f"Rank {rank}: " if len(shown) > 1 else ""
-            raise InputError(one.field, one.value, f"{who}{one.remedy}")
+            raise InputError(one.field, one.value, f"{who}{one.remedy}") from cause
     return [one for one in shown if not isinstance(one, _Trouble)]
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from time import monotonic, sleep
+from uuid import uuid4
 
 import torch
 from torch import distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from galvatron_lite.errors import LaunchError
 
@@ -48,11 +51,51 @@ def join(device: torch.device) -> None:
     if dist.is_initialized():
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        rank, size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), dist.default_pg_timeout
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(host, port, is_master=False, timeout=timeout)
+        attempt = PrefixStore(agree_on_attempt(store, rank, size, timeout.total_seconds()), store)
+        dist.init_process_group(backend, store=attempt, rank=rank, world_size=size)
+    elif "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1)
+
+
+def agree_on_attempt(store: Store, rank: int, size: int, timeout: float) -> str:
+    """A new name that all ranks of this start share; each rank calls it once.
+
+    torchrun keeps its store when it starts workers again, with the keys by which those before them met, and its restart
+    count differs between nodes. So rank 0 makes up a name and answers tickets, which are as new as the workers that
+    draw them, until every rank has confirmed that name.
+
+    Args:
+        store: of the launcher.
+        rank: of this process.
+        size: processes in the world.
+        timeout: seconds.
+
+    Raises:
+        LaunchError: not all ranks came.
+    """
+    if rank:
+        ticket = uuid4().hex
+        store.set(f"galvatron/ticket/{rank}", ticket)
+        name = store.get(f"galvatron/{ticket}").decode()
+        store.set(f"{name}/{rank}", "here")
+        return name
+    name, missing, end = f"galvatron/{uuid4().hex}", list(range(1, size)), monotonic() + timeout
+    while missing:
+        for other in missing:
+            if store.check([f"galvatron/ticket/{other}"]):
+                store.set(f"galvatron/{store.get(f'galvatron/ticket/{other}').decode()}", name)
+        missing = [other for other in missing if not store.check([f"{name}/{other}"])]
+        if missing and monotonic() > end:
+            raise LaunchError(f"Rank {', '.join(map(str, missing))} did not start in {timeout:g} s. Look at its log.")
+        sleep(0.01)
+    return name
 
 
 def rank() -> int:

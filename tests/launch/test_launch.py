@@ -102,6 +102,7 @@ def test_on_hosts(plan: Path) -> None:
 def test_nodes_that_start_again_meet_at_the_first(plan: Path) -> None:
     names = hosts(plan.parent, "a slots=2\nb slots=2")
     words = shlex.split(launch_of(Asked(("train.py",), plan=plan, hostfile=names, restarts=3)).commands()[1][5])
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in words, "workers of a new attempt do not meet by the old one's keys"
     assert words[words.index("--max-restarts") + 1] == "3"
     assert words[words.index("--rdzv-endpoint") + 1] == "a:29500"
     assert "--node-rank" not in words

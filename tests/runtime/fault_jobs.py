@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from galvatron_lite.errors import ExhaustedError, GalvatronError, NonFiniteLossE
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import write_plan
+from galvatron_lite.runtime.checkpoint import keeper as checkpoint_keeper
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.state import full_state_dict
 from galvatron_lite.runtime.watch.blame import operation_of
@@ -117,6 +119,38 @@ def lost(where: str, folder: str = "", pipeline: bool = False) -> None:
         parallel.train_step(make_batch(step), optimizer)
 
 
+def lost_while(doing: str, folder: str, patience: float | None = None) -> None:
+    """A step and a checkpoint; then rank 1 is killed in one of the phases of a save, a load or a switch."""
+    parallel, optimizer = make_run([[DATA] * 4], timeout=patience)
+    parallel.train_step(make_batch(0), optimizer)
+    parallel.save(Path(folder, "step-1"), optimizer)
+    what, _, phase = doing.partition(": ")
+
+    def end(*_: object) -> None:
+        if dist.get_rank() == 1:
+            killed(parallel.watch)
+
+    if what == "switch":
+        names = [layer.name for layer in discover_layers(Net(), make_batch(0), blocks=["blocks.0", "blocks.1"])]
+        plan = make_plan([names], [[ZERO] * 4], SAMPLES)
+        parallel.switch(plan, optimizer, observe=lambda now: end() if now == phase else None)
+        return
+    with patch.object(checkpoint_keeper, "read_plain" if what == "load" else "write_own", end):
+        if what == "load":
+            parallel.load(Path(folder, "step-1"), optimizer)
+        else:
+            parallel.save(Path(folder, "step-2"), optimizer, asynchronous=what == "asynchronous save")
+            parallel.finish_saving()
+
+
+def data_end_early(folder: str, patience: float) -> None:
+    """Rank 1's data end a step before the others', and it saves."""
+    parallel, optimizer = make_run([[DATA] * 4], timeout=patience)
+    for step in range(3 - dist.get_rank()):
+        parallel.train_step(make_batch(step), optimizer)
+    parallel.save(Path(folder, "last"), optimizer)
+
+
 def resumed(folder: str) -> tuple[str, list[float]]:
     """The last checkpoint's name, and the loss of the step after it, in a smaller world."""
     parallel, optimizer = make_run([[Strategy()] * 4])
@@ -170,12 +204,12 @@ def _tried(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> Unsound
     raise AssertionError("no error")
 
 
-def trained() -> list[float]:
-    """The same three steps in one process, without this package."""
+def trained(steps: int = 3) -> list[float]:
+    """The same steps in one process, without this package."""
     torch.manual_seed(0)
     model, losses = Net(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(3):
+    for step in range(steps):
         loss = model(**make_batch(step))
         optimizer.zero_grad()
         loss.backward()

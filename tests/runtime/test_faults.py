@@ -14,7 +14,20 @@ from galvatron_lite.runtime.watch.notes import Note, Phase
 from tests.patience import patiently
 from tests.pool import WorkerPool
 from tests.runtime.cyclic.launched import launch
-from tests.runtime.fault_jobs import DATA, ZERO, edited, hangs, lost, not_finite, out_of_memory, resumed, trained, write
+from tests.runtime.fault_jobs import (
+    DATA,
+    ZERO,
+    data_end_early,
+    edited,
+    hangs,
+    lost,
+    lost_while,
+    not_finite,
+    out_of_memory,
+    resumed,
+    trained,
+    write,
+)
 
 STAGES = [[Strategy()] * 2, [Strategy()] * 2]
 REMEDY = r"start all processes again \(galvatron launch --max-restarts 3.*load_latest\(folder\), which fewer processes"
@@ -39,6 +52,31 @@ def test_a_process_that_is_killed(pool: WorkerPool, tmp_path: Path, where: str, 
         ((name, losses),) = pool.run(1, resumed, folder=str(tmp_path))
         assert name == "step-2"
         assert losses == pytest.approx(trained()[2:], rel=1e-5), "fewer processes go on as if nothing had happened"
+
+
+@pytest.mark.parametrize("doing", ["save", "asynchronous save", "load", "switch: build", "switch: carry: allocate"])
+def test_a_process_that_is_killed_between_steps(tmp_path: Path, doing: str) -> None:
+    survivor, victim = launch(2, lost_while, 120, doing=doing, folder=str(tmp_path))
+    assert victim.code == -signal.SIGKILL
+    assert re.match(r"PeerError: Rank 0 waited in vain .*Rank 1 \(.*process \d+\) is gone", survivor.told), (
+        survivor.told
+    )
+    assert re.search(REMEDY, survivor.told), survivor.told
+
+
+def test_data_that_end_early_on_one_rank(tmp_path: Path) -> None:
+    """Rank 1 saves while rank 0 trains: both name the other within the time-out."""
+    both = re.compile(
+        r"PeerError: Rank 0 waited in vain .*Timed out.*Rank 1 \(.*\) .*saving.*"
+        r"PeerError: Rank 1 waited in vain .*Rank 0 \(.*\) .*step 2",
+        re.DOTALL,
+    )
+
+    def told(timeout: float) -> str:
+        return "".join(one.told for one in launch(2, data_end_early, 100, folder=str(tmp_path), patience=timeout))
+
+    said = patiently(told, lambda one: both.match(one) is not None, 3.0)
+    assert both.match(said), said
 
 
 @pytest.mark.parametrize(("where", "pipeline"), [("forward", False), ("backward", True)])

@@ -61,6 +61,6 @@ class Saver(Protocol):
         """Take a checkpoint; see ``Saving.load``."""
         ...
 
-    def load_latest(self, folder: Path, asked: Asked) -> Resumed | None:
+    def load_latest(self, folder: Path, asked: Asked, ignore_damaged: bool = False) -> Resumed | None:
         """Take the newest whole checkpoint of a folder; None: there is none."""
         ...

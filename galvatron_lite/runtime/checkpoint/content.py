@@ -49,6 +49,17 @@ def own_content(parallel: Parallel, data: Any) -> dict[str, Any]:
     }
 
 
+def check_own_buffers(parallel: Parallel, kept: Mapping[str, Any]) -> None:
+    """Refuse running statistics of other shapes.
+
+    Raises:
+        InputError: names the first.
+    """
+    for one in held_buffers(parallel):
+        if one.name in kept["buffers"] and kept["buffers"][one.name].shape != one.tensor.shape:
+            raise InputError("buffer", one.name, "The checkpoint has it of another shape. Use one of the same model.")
+
+
 def put_own_buffers(parallel: Parallel, kept: Mapping[str, Any]) -> None:
     """Give this process its own running statistics."""
     for one in held_buffers(parallel):

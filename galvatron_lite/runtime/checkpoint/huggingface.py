@@ -18,6 +18,7 @@ from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import read_data, write_text
 from galvatron_lite.folders import begin_folder, put_in_place, remove_folder
 from galvatron_lite.runtime.checkpoint.manifest import CONFIG, Manifest, check_whole
+from galvatron_lite.runtime.checkpoint.sealed import content_errors
 from galvatron_lite.runtime.checkpoint.shards import TensorFile, write_tensors
 from galvatron_lite.runtime.checkpoint.storage import metadata_of, metadata_of_files
 from galvatron_lite.runtime.checkpoint.whole import alone, fill
@@ -47,10 +48,13 @@ def export_safetensors(folder: Path | str, target: Path | str, largest: str = "5
     manifest = check_whole(source)
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise InputError("target", place, "It holds something already. Give a new folder.")
-    parts = _parts(manifest, parse_bytes(largest, "largest"))
+    with content_errors(source):
+        metadata_of(source, manifest)
+        parts = _parts(manifest, parse_bytes(largest, "largest"))
     started = begin_folder(place)
     try:
-        names = _write(started, source, manifest, parts)
+        with content_errors(source):
+            names = _write(started, source, manifest, parts)
         put_in_place(started, place)
     except BaseException:
         remove_folder(started)

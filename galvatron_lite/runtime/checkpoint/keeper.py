@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from galvatron_lite.errors import GalvatronError, InputError, LaunchError
+from galvatron_lite.errors import FileFormatError, GalvatronError, InputError, LaunchError
 from galvatron_lite.folders import remove_folder
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.checkpoint.asked import Asked, Resumed
 from galvatron_lite.runtime.checkpoint.content import (
     blank_states,
     check_optimizer,
+    check_own_buffers,
     give,
     own_content,
     put_own_buffers,
@@ -33,16 +36,16 @@ from galvatron_lite.runtime.checkpoint.content import (
 from galvatron_lite.runtime.checkpoint.manifest import (
     FORMAT,
     TRAINING,
+    Lineage,
     Manifest,
-    checkpoints_of,
     layout_digest,
     process_file,
     read_manifest,
 )
 from galvatron_lite.runtime.checkpoint.options import check_members, merged, options_of, put_options, put_schedule
-from galvatron_lite.runtime.checkpoint.plain import put_generators, read_plain
-from galvatron_lite.runtime.checkpoint.planners import PiecesLoader, PiecesSaver, apportioned
-from galvatron_lite.runtime.checkpoint.sealed import TORN, checked
+from galvatron_lite.runtime.checkpoint.plain import generators, put_generators, read_plain
+from galvatron_lite.runtime.checkpoint.planners import PiecesLoader, PiecesSaver, apportioned, check_loadable
+from galvatron_lite.runtime.checkpoint.sealed import META, TORN, checked, content_errors, survey
 from galvatron_lite.runtime.checkpoint.storage import FolderWriter, PiecesReader, metadata_of
 from galvatron_lite.runtime.checkpoint.written import (
     FIELD,
@@ -90,6 +93,7 @@ class Keeper:
     def __init__(self, parallel: Trained, timeout: float = TIMEOUT) -> None:
         self._parallel, self._peers = parallel, ProcessPeers(timeout)
         self._pending: Future[None] | None = None
+        self._lineage = Lineage()
 
     def save(self, place: Path, asked: Asked, step: int, keep: int | None, asynchronous: bool) -> None:
         """Write a checkpoint; all ranks call it.
@@ -125,18 +129,32 @@ class Keeper:
         self.finish()
         return self._take(folder, self._verified(folder), asked)
 
-    def load_latest(self, folder: Path, asked: Asked) -> Resumed | None:
-        """Take the newest whole checkpoint of a folder; None: there is none. All ranks call it."""
+    def load_latest(self, folder: Path, asked: Asked, ignore_damaged: bool = False) -> Resumed | None:
+        """Take the newest whole checkpoint of a folder; None: there is none. All ranks call it.
+
+        Raises:
+            InputError: there are damaged ones alone, and ``ignore_damaged`` is not set; or what ``load`` raises.
+        """
         self.finish()
-        for place in at_first(self._peers, lambda: checkpoints_of(folder), FIELD):
+        readable, damaged = at_first(self._peers, lambda: _checkpoints(folder), FIELD)
+        errors: list[InputError] = list(damaged)
+        for place, step in readable:
             try:
                 manifest = self._verified(place)
             except InputError as error:
-                if self._peers.rank == 0:
-                    warnings.warn(f"{error} It is passed over.", stacklevel=4)
+                errors.append(error)
                 continue
+            self._warn(errors, f"{place.name} (step {step}) is loaded instead.")
             return self._take(place, manifest, asked)
+        if errors and not ignore_damaged:
+            remedy = "No checkpoint is whole. Repair or delete them, or give ignore_damaged=True to begin anew."
+            raise InputError(FIELD, folder, f"{' '.join(map(str, errors))} {remedy}")
+        self._warn(errors, "Training begins anew.")
         return None
+
+    def _warn(self, errors: Sequence[InputError], instead: str) -> None:
+        if errors and self._peers.rank == 0:
+            warnings.warn(f"{' '.join(map(str, errors))} {instead}", stacklevel=5)
 
     def _snapshot(self, asked: Asked, step: int, copied: bool) -> Snapshot:
         parallel, peers = self._parallel, self._peers
@@ -184,7 +202,9 @@ class Keeper:
                 save({}, storage_writer=writer, planner=PiecesSaver(snapshot.held), process_group=peers.group)
             with _told(place, ROOM):
                 parts = together(peers, lambda: write_own(folder, snapshot, writer, peers.rank), FIELD)
-                at_first(peers, lambda: finish_folder(folder, place, snapshot, writer, parts, keep), FIELD)
+                at_first(
+                    peers, lambda: finish_folder(folder, place, snapshot, writer, parts, keep, self._lineage), FIELD
+                )
         except GalvatronError:
             if peers.rank == 0:
                 remove_folder(folder)
@@ -211,62 +231,117 @@ class Keeper:
         return manifest
 
     def _take(self, folder: Path, manifest: Manifest, asked: Asked) -> Resumed:
-        parallel, peers = self._parallel, self._peers
-        metadata = metadata_of(folder, manifest)
+        """Take a checkpoint whose files are whole. Ranks agree before anything is changed, and before tensors are."""
+        parallel, optimizer = self._parallel, asked.optimizer
         exact = manifest.layout == layout_digest(parallel.plan)
-        source = peers.rank if manifest.processes == dist.get_world_size() else 0
+        source = self._peers.rank if manifest.processes == dist.get_world_size() else 0
+        read: list[tuple[Metadata, dict[str, Any], dict[str, Any], dict[str, Any], Resumed]] = []
 
         def look() -> None:
-            """Everything that can be refused, before anything is changed."""
-            check_optimizer(manifest, asked.optimizer, asked.scheduler)
-            loader = PiecesLoader([*held_parameters(parallel), *held_buffers(parallel)])
-            loader.set_up_planner({}, metadata)
-            loader.create_local_plan()
+            check_optimizer(manifest, optimizer, asked.scheduler)
+            metadata = metadata_of(folder, manifest)
+            training, own = read_plain(folder / TRAINING), read_plain(folder / process_file(source))
+            check_loadable([*held_parameters(parallel), *held_buffers(parallel)], metadata)
+            if exact:
+                check_own_buffers(parallel, own)
+            if optimizer is not None:
+                check_members(parallel, optimizer, training["optimizer"])
+            random = own if exact else read_plain(folder / process_file(self._random_source(manifest)))
+            resumed = Resumed(folder, manifest.step, own["data"], training["extra"], exact)
+            read.append((metadata, training, own, random["random"], resumed))
 
-        together(peers, look, FIELD)
-        training, own = read_plain(folder / TRAINING), read_plain(folder / process_file(source))
-        if asked.optimizer is not None:
-            check_members(parallel, asked.optimizer, training["optimizer"])
-            blanks = blank_states(parallel, manifest, training["optimizer"]["values"])
-            put_options(parallel, asked.optimizer, training["optimizer"], blanks)
+        self._agreed(folder, look)
+        ((metadata, training, own, random, resumed),) = read
+        go_back = _backed_up(parallel, asked)
+
+        def put() -> None:
+            if optimizer is not None:
+                blanks = blank_states(parallel, manifest, training["optimizer"]["values"])
+                put_options(parallel, optimizer, training["optimizer"], blanks)
+                check_loadable(held_states(parallel, optimizer), metadata)
+                if asked.scheduler is not None:
+                    put_schedule(parallel, optimizer, asked.scheduler, training["optimizer"])
+            if training["scaler"] is not None:
+                give(parallel.scaler, training["scaler"])
+            put_generators(random)
+            if exact:
+                for stream, state in zip(getattr(parallel, "streams", ()), own["streams"], strict=True):
+                    stream.set_state(state)
+            give(asked.data, own["data"])
+            for name, target in (asked.extra or {}).items():
+                if name in training["extra"]:
+                    give(target, training["extra"][name])
+
+        try:
+            self._agreed(folder, put)
+        except GalvatronError:
+            go_back()
+            raise
         held = [*held_parameters(parallel), *held_buffers(parallel)]
-        held += [] if asked.optimizer is None else held_states(parallel, asked.optimizer)
+        held += [] if optimizer is None else held_states(parallel, optimizer)
         with _told(folder, TORN), torch.no_grad():
-            load({}, storage_reader=PiecesReader(metadata), planner=PiecesLoader(held), process_group=peers.group)
+            load({}, storage_reader=PiecesReader(metadata), planner=PiecesLoader(held), process_group=self._peers.group)
             if exact:
                 put_own_buffers(parallel, own)
             for runtime in parallel.runtimes:
                 runtime.updates.take()
-        self._give(training, own, asked)
-        self._put_random(folder, manifest, own, exact)
+        self._lineage.follow(manifest)
         parallel.step = manifest.step
         if parallel.steering is not None:
             parallel.steering.step = training["steered"]
-        return Resumed(folder, manifest.step, own["data"], training["extra"], exact)
+        return resumed
 
-    def _give(self, training: Mapping[str, Any], own: Mapping[str, Any], asked: Asked) -> None:
-        if asked.scheduler is not None and asked.optimizer is not None:
-            put_schedule(self._parallel, asked.optimizer, asked.scheduler, training["optimizer"])
-        if training["scaler"] is not None:
-            give(self._parallel.scaler, training["scaler"])
-        give(asked.data, own["data"])
-        for name, target in (asked.extra or {}).items():
-            if name in training["extra"]:
-                give(target, training["extra"][name])
+    def _agreed(self, folder: Path, act: Callable[[], None]) -> None:
+        """Do this rank's part of loading; no rank goes on unless all could."""
 
-    def _put_random(self, folder: Path, manifest: Manifest, own: Mapping[str, Any], exact: bool) -> None:
-        """This process's generators; under another plan those of a process by turns, or of rank 0 where ranks that have
-        the same samples must draw alike.
+        def shielded() -> None:
+            with content_errors(folder):
+                act()
+
+        together(self._peers, shielded, FIELD)
+
+    def _random_source(self, manifest: Manifest) -> int:
+        """The process whose generators this one goes on with under another plan: by turns; that of rank 0 where ranks
+        that have the same samples must draw alike.
         """
-        if exact:
-            put_generators(own["random"])
-            for stream, state in zip(getattr(self._parallel, "streams", ()), own["streams"], strict=True):
-                stream.set_state(state)
-            return
         runs = [run for stage in self._parallel.plan.stages for run in stage.runs]
         alike = any(run.strategy.devices > run.strategy.batch_degree for run in runs)
-        source = 0 if alike else self._peers.rank % manifest.processes
-        put_generators(read_plain(folder / process_file(source))["random"])
+        return 0 if alike else self._peers.rank % manifest.processes
+
+
+def _backed_up(parallel: Trained, asked: Asked) -> Callable[[], None]:
+    """What puts everything back that is changed before tensors are; what ``extra`` names is not."""
+    random = generators()
+    streams = [(stream, stream.state()) for stream in getattr(parallel, "streams", ())]
+    optimizer = asked.optimizer
+    # torch replaces both when it takes a state
+    before = None if optimizer is None else (optimizer.state, optimizer.param_groups)
+    takers: list[Any] = [
+        one for one in (asked.scheduler, parallel.scaler, asked.data) if hasattr(one, "load_state_dict")
+    ]
+    states = [(one, copy.deepcopy(one.state_dict())) for one in takers]
+
+    def go_back() -> None:
+        put_generators(random)
+        for stream, state in streams:
+            stream.set_state(state)
+        if optimizer is not None and before is not None:
+            optimizer.state, optimizer.param_groups = before
+        for one, state in states:
+            with suppress(Exception):
+                one.load_state_dict(state)
+
+    return go_back
+
+
+def _checkpoints(folder: Path) -> tuple[list[tuple[Path, int]], list[FileFormatError]]:
+    """The checkpoints of a folder and their training steps, the newest first; what is wrong with others."""
+    if (folder / META).exists():
+        raise InputError("folder", folder, "It is a checkpoint itself. Take it with load(folder).")
+    if folder.exists() and not folder.is_dir():
+        raise InputError("folder", folder, "It is a file. Give the folder of the checkpoints.")
+    readable, damaged = survey(Manifest, folder, FORMAT)
+    return [(place, manifest.step) for place, manifest in readable], damaged
 
 
 @contextmanager

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
+from uuid import uuid4
 
+from galvatron_lite.errors import FileFormatError
 from galvatron_lite.files import STRICT, to_data
 from galvatron_lite.folders import Content
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.checkpoint.sealed import check_all, newest_first, read_sealed
+from galvatron_lite.runtime.checkpoint.sealed import META, TORN, check_all, read_sealed, survey
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
@@ -66,6 +68,9 @@ class Manifest:
         names: every entry of the model's ``state_dict()``, and the first name of the tensor behind it.
         tensors: parameters and buffers by their first name, states of the optimizer as ``PARAMETER/exp_avg``.
         files: what they hold, by name.
+        run: id of the training that wrote it; "" in checkpoints of versions that kept none.
+        sequence: counts checkpoints in the order in which they were written.
+        ancestors: trainings that it continues, and the sequence of the last checkpoint of each that belongs to it.
         optimizer: its class; None where none was saved.
         scheduler: its class; None where none was saved.
         digest: checksum of all this.
@@ -81,6 +86,9 @@ class Manifest:
     files: dict[str, Content]
     optimizer: str | None = None
     scheduler: str | None = None
+    run: str = ""
+    sequence: int = 0
+    ancestors: dict[str, int] = field(default_factory=dict)
     digest: str = field(default="")
 
 
@@ -105,7 +113,13 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         FileFormatError: there is none, or it is damaged.
     """
-    return read_sealed(Manifest, folder, FORMAT)
+    manifest = read_sealed(Manifest, folder, FORMAT)
+    needed = {TRAINING, *(process_file(rank) for rank in range(min(manifest.processes, len(manifest.files) + 1)))}
+    unknown = {first for first in manifest.names.values() if first not in manifest.tensors}
+    if manifest.processes < 1 or not needed <= manifest.files.keys() or unknown:
+        what = ", ".join(sorted(unknown or needed - manifest.files.keys())[:5]) or f"{manifest.processes} processes"
+        raise FileFormatError("file", folder / META, f"It does not describe a checkpoint: {what}. {TORN}")
+    return manifest
 
 
 def check_whole(folder: Path) -> Manifest:
@@ -118,8 +132,37 @@ def check_whole(folder: Path) -> Manifest:
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
-    """The checkpoints of a folder whose manifest can be read, the one with most training steps first."""
-    return [place for place, _ in newest_first(Manifest, folder, FORMAT)]
+    """The checkpoints of a folder whose manifest can be read, the newest first."""
+    return [place for place, _ in survey(Manifest, folder, FORMAT)[0]]
+
+
+class Lineage:
+    """The training that checkpoints belong to, and the order in which they are written."""
+
+    def __init__(self) -> None:
+        self._run, self._sequence, self._ancestors = uuid4().hex, 0, dict[str, int]()
+        self._surveyed = set[Path]()
+
+    def follow(self, manifest: Manifest) -> None:
+        """Continue from a checkpoint; what was written behind it is no longer this training's."""
+        self._run, self._ancestors = uuid4().hex, dict(manifest.ancestors)
+        if manifest.run:
+            self._ancestors[manifest.run] = manifest.sequence
+        self._surveyed.clear()
+
+    def record(self, manifest: Manifest, folder: Path) -> Manifest:
+        """The manifest of the newest checkpoint among those of a folder."""
+        if folder not in self._surveyed:
+            self._surveyed.add(folder)
+            self._sequence = max(self._sequence, *(one.sequence for _, one in survey(Manifest, folder, FORMAT)[0]), 0)
+        self._sequence += 1
+        return replace(manifest, run=self._run, sequence=self._sequence, ancestors=self._ancestors)
+
+    def checkpoints(self, folder: Path) -> list[Path]:
+        """The checkpoints of a folder that this training wrote or continues, the newest first."""
+        last = {**self._ancestors, self._run: self._sequence}
+        readable, _ = survey(Manifest, folder, FORMAT)
+        return [place for place, one in readable if one.sequence <= last.get(one.run, -1) and not place.is_symlink()]
 
 
 def layout_digest(plan: Plan) -> str:

@@ -6,7 +6,6 @@ import random
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import IO, Any, cast
 
 import numpy
@@ -60,7 +59,7 @@ def read_plain(path: Path, lazily: bool = False) -> Any:
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
-    except (UnpicklingError, RuntimeError, EOFError) as error:
+    except Exception as error:  # of torch, pickle or zipfile: whatever a file provokes
         remedy = "It is not what save(folder) wrote, and is not opened in any other way. Use another checkpoint."
         raise FileFormatError("file", path, remedy) from error
 

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.runtime.checkpoint.storage import check_items
 from galvatron_lite.runtime.layout import Box
 from galvatron_lite.runtime.peers import Peers
 from galvatron_lite.runtime.pieces import Chunk, Held, part_of
@@ -177,6 +178,18 @@ class PiecesLoader(LoadPlanner):
             remedy = f"{held.name} has the shape {held.shape} in this model. Use a checkpoint of the same model."
             raise InputError("tensor", tuple(saved.size), remedy)
         return saved
+
+
+def check_loadable(held: Sequence[Held], metadata: Metadata) -> None:
+    """Refuse what does not fit this rank's tensors, before anything is changed.
+
+    Raises:
+        InputError: the checkpoint has not all items of a tensor, or it has another shape.
+        FileFormatError: its files do not hold what it says.
+    """
+    planner = PiecesLoader(held)
+    planner.set_up_planner({}, metadata)
+    check_items(planner.create_local_plan(), metadata)
 
 
 def _index(name: str, chunk: Chunk) -> MetadataIndex:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,14 +54,16 @@ class Saving:
 
         Raises:
             InputError: it cannot be written (the disk is full); earlier ones are as they were, and training can go on.
-            LaunchError: another process is gone.
+            PeerError: another process is gone, failed or hangs.
         """
         asked = Asked(optimizer, scheduler, data, extra)
-        self._saver().save(Path(folder), asked, self.step if step is None else step, keep, asynchronous)
+        with self._watched():
+            self._saver().save(Path(folder), asked, self.step if step is None else step, keep, asynchronous)
 
     def finish_saving(self) -> None:
         """Wait until an asynchronous save is on the disk. All ranks call it. Raises what ``save`` does."""
-        self._saver().finish()
+        with self._watched():
+            self._saver().finish()
 
     def load(
         self,
@@ -78,9 +81,10 @@ class Saving:
 
         Raises:
             InputError: it is damaged, or of another model or optimizer; nothing is changed.
-            LaunchError: another process is gone.
+            PeerError: another process is gone, failed or hangs.
         """
-        return self._saver().load(Path(folder), Asked(optimizer, scheduler, data, extra))
+        with self._watched():
+            return self._saver().load(Path(folder), Asked(optimizer, scheduler, data, extra))
 
     def load_latest(
         self,
@@ -90,18 +94,37 @@ class Saving:
         scheduler: Any = None,
         data: Any = None,
         extra: Mapping[str, Any] | None = None,
+        ignore_damaged: bool = False,
     ) -> Resumed | None:
         """Go on from the newest whole checkpoint of a folder of checkpoints; None: there is none. See ``load``.
 
-        One that is damaged is named in a warning, and passed over.
+        The newest is the one written last. Damaged ones are named in a warning where a whole one is taken.
+
+        Args:
+            folder: of the checkpoints.
+            optimizer: as for ``load``.
+            scheduler: as for ``load``.
+            data: as for ``load``.
+            extra: as for ``load``.
+            ignore_damaged: return None where all checkpoints are damaged, to begin anew; without it that is an error.
+
+        Raises:
+            InputError: see ``load``; or there are damaged checkpoints alone.
+            PeerError: another process is gone, failed or hangs.
         """
-        return self._saver().load_latest(Path(folder), Asked(optimizer, scheduler, data, extra))
+        asked = Asked(optimizer, scheduler, data, extra)
+        with self._watched():
+            return self._saver().load_latest(Path(folder), asked, ignore_damaged)
 
     def _saver(self) -> Saver:
         """Made when it is first needed, by all ranks together."""
         if self._kept_by is None:
             self._kept_by = self._new_saver()
         return self._kept_by
+
+    def _watched(self) -> AbstractContextManager[None]:
+        """Within it, errors name the rank that is why; where the model does not know, they do not."""
+        return nullcontext()
 
     def _new_saver(self) -> Saver:
         return Keeper(cast("Trained", self))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-from galvatron_lite.errors import FileFormatError
+from galvatron_lite.errors import FileFormatError, GalvatronError
 from galvatron_lite.files import read_value, to_data, write_value
 from galvatron_lite.folders import Content, check_file
 
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 META = "meta.json"
 """Name of the manifest."""
 TORN = "The checkpoint is damaged: delete it and resume from the one before, which load_latest(folder) finds."
+_FILES = re.compile(r"meta\.json|(rank|process|stage)-\d+\.(pt|safetensors)")
+"""Names of files that make a folder a checkpoint, damaged or not."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class Sealed(Protocol):
@@ -27,6 +32,7 @@ class Sealed(Protocol):
     Attributes:
         format: of the folder.
         step: training steps done.
+        sequence: counts the checkpoints of a folder in the order in which they were written; 0: not recorded.
         files: what the others hold, by name.
         digest: checksum of all this.
     """
@@ -40,6 +46,10 @@ class Sealed(Protocol):
     @property
     def step(self) -> int:
         """Training steps done."""
+
+    @property
+    def sequence(self) -> int:
+        """Counts the checkpoints of a folder in the order in which they were written; 0: not recorded."""
 
     @property
     def files(self) -> Mapping[str, Content]:
@@ -85,8 +95,10 @@ def read_sealed(kind: type[Kind], folder: Path, known: int) -> Kind:
     if manifest.format != known:
         remedy = f"Format {known} can be read. Use the version of galvatron_lite that wrote it."
         raise FileFormatError("checkpoint", folder, remedy)
+    if manifest.step < 0:
+        raise FileFormatError("file", folder / META, f"It is of step {manifest.step}, which cannot be. {TORN}")
     for name in manifest.files:
-        if name != Path(name).name or name == META:
+        if not _NAME.fullmatch(name) or name == META:
             raise FileFormatError("file", folder / META, f"It names {name!r}, which is no file of this folder. {TORN}")
     return manifest
 
@@ -111,21 +123,40 @@ def check_all(folder: Path, manifest: Kind) -> Kind:
     return manifest
 
 
-def newest_first(kind: type[Kind], folder: Path, known: int) -> list[tuple[Path, Kind]]:
-    """The folders of a folder whose manifests can be read, by training steps; their other files are not looked at.
+@contextmanager
+def content_errors(folder: Path) -> Iterator[None]:
+    """Turns whatever else the contents of a checkpoint provoke, once it is found whole, into an error of its own.
 
-    One that a lost process left under a temporary name counts, behind one of as many steps.
+    Raises:
+        FileFormatError: they are not what save wrote, or do not fit what they are to be given to.
     """
-    found = _readable(kind, folder, known)
-    return sorted(found, key=lambda one: (one[1].step, not one[0].name.startswith(".")), reverse=True)
+    try:
+        yield
+    except (GalvatronError, OSError):
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise FileFormatError("checkpoint", folder, f"Its contents do not fit ({reason}). Use another one.") from error
 
 
-def _readable(kind: type[Kind], folder: Path, known: int) -> Iterator[tuple[Path, Kind]]:
-    for meta in folder.glob(f"*/{META}"):
+def survey(kind: type[Kind], folder: Path, known: int) -> tuple[list[tuple[Path, Kind]], list[FileFormatError]]:
+    """The checkpoints of a folder, the newest first, and what is wrong with those whose manifest cannot be read.
+
+    Only manifests are looked at. The newest is the one written last: after going back to an earlier checkpoint, what is
+    written next has fewer training steps than what was abandoned. Checkpoints without a sequence are older than others,
+    and ordered by steps. A whole one that a lost process left under a temporary name counts, behind its equals.
+    """
+    readable, damaged = [], list[FileFormatError]()
+    for place in sorted(folder.iterdir()) if folder.is_dir() else ():
         try:
-            yield meta.parent, read_sealed(kind, meta.parent, known)
-        except FileFormatError:
-            continue
+            if place.is_dir() and any(_FILES.fullmatch(file.name) for file in place.iterdir()):
+                readable.append((place, read_sealed(kind, place, known)))
+        except FileFormatError as error:
+            damaged += [] if place.name.startswith(".") else [error]
+        except OSError as error:
+            damaged.append(FileFormatError("checkpoint", place, f"It cannot be read ({error.strerror})."))
+    readable.sort(key=lambda one: (one[1].sequence, one[1].step, not one[0].name.startswith(".")), reverse=True)
+    return readable, damaged
 
 
 def _digest(manifest: Sealed) -> str:

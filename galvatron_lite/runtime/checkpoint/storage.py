@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -26,7 +28,7 @@ from torch.futures import Future
 from galvatron_lite.errors import FileFormatError
 from galvatron_lite.folders import Content
 from galvatron_lite.runtime.checkpoint.manifest import Manifest, Piece, Whole, key_of, tensors_file
-from galvatron_lite.runtime.checkpoint.shards import TensorFile, write_tensors
+from galvatron_lite.runtime.checkpoint.shards import CODES, TensorFile, write_tensors
 from galvatron_lite.runtime.layout import Box
 from galvatron_lite.runtime.pieces import part_of
 
@@ -164,9 +166,9 @@ def metadata_of(folder: Path, manifest: Manifest) -> Metadata:
         FileFormatError: what the manifest says of a tensor cannot be.
     """
     for name, one in manifest.tensors.items():
-        for piece in one.pieces:
-            if not len(piece.at) == len(piece.size) == len(one.shape) or piece.file not in manifest.files:
-                raise FileFormatError("tensor", name, f"{folder} says nothing sensible of it. Use another checkpoint.")
+        if not _is_sound(one, manifest):
+            remedy = f"{folder} does not describe it as a tensor in pieces. Use another checkpoint."
+            raise FileFormatError("tensor", name, remedy)
     wholes = {name: _described(one.dtype, one.shape, one.pieces) for name, one in manifest.tensors.items()}
     places = {
         MetadataIndex(name, torch.Size(piece.at)): Source(folder / piece.file, key_of(name, piece.at))
@@ -174,6 +176,48 @@ def metadata_of(folder: Path, manifest: Manifest) -> Metadata:
         for piece in one.pieces
     }
     return Metadata(dict(wholes), storage_data=places)
+
+
+def _is_sound(one: Whole, manifest: Manifest) -> bool:
+    """Whether pieces in files of the checkpoint hold every item of a tensor once, and are not larger than the files."""
+    pieces, items = one.pieces, prod(one.shape)
+    if min(one.shape, default=0) < 0 or getattr(torch, one.dtype, None) not in CODES.values():
+        return False
+    if any(
+        not len(piece.at) == len(piece.size) == len(one.shape) or piece.file not in manifest.files for piece in pieces
+    ):
+        return False
+    largest = sum(manifest.files[name].bytes for name in {piece.file for piece in pieces})
+    if items * _dtype(one.dtype).itemsize > largest or sum(prod(piece.size) for piece in pieces) != items:
+        return False
+    if not items:
+        return True
+    starts = numpy.array([piece.at for piece in pieces if prod(piece.size)])
+    stops = starts + numpy.array([piece.size for piece in pieces if prod(piece.size)])
+    if (starts < 0).any() or (stops <= starts).any() or (stops > numpy.array(one.shape)).any():
+        return False
+    return all(((starts < stop) & (stops > start)).all(1).sum() == 1 for start, stop in zip(starts, stops, strict=True))
+
+
+def check_items(plan: LoadPlan, metadata: Metadata) -> None:
+    """See that files hold the pieces that a plan reads, as the checkpoint describes them.
+
+    Raises:
+        FileFormatError: a file is no file of tensors, or has another dtype or shape.
+    """
+    files: dict[Path, TensorFile] = {}
+    for index in {item.storage_index for item in plan.items}:
+        source: Source = metadata.storage_data[index]
+        if source.file not in files:
+            files[source.file] = TensorFile(source.file)
+        tensor = metadata.state_dict_metadata[index.fqn]
+        assert isinstance(tensor, TensorStorageMetadata)
+        (size,) = {tuple(chunk.sizes) for chunk in tensor.chunks if chunk.offsets == index.offset}
+        place = files[source.file].places.get(source.key)
+        if place is None or (place.dtype, place.shape) != (tensor.properties.dtype, size):
+            raise FileFormatError(
+                "file", source.file, f"It does not hold {source.key!r} as described. Use another one."
+            )
 
 
 def metadata_of_files(files: Mapping[str, Path], names: Mapping[str, str]) -> Metadata:

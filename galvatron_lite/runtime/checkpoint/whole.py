@@ -19,7 +19,8 @@ from galvatron_lite.runtime.checkpoint.content import blank_states, check_optimi
 from galvatron_lite.runtime.checkpoint.manifest import TRAINING, check_whole, process_file
 from galvatron_lite.runtime.checkpoint.options import check_members, put_options, put_schedule
 from galvatron_lite.runtime.checkpoint.plain import read_plain
-from galvatron_lite.runtime.checkpoint.planners import PiecesLoader
+from galvatron_lite.runtime.checkpoint.planners import PiecesLoader, check_loadable
+from galvatron_lite.runtime.checkpoint.sealed import content_errors
 from galvatron_lite.runtime.checkpoint.storage import PiecesReader, metadata_of
 from galvatron_lite.runtime.mesh import StrategyGroups
 from galvatron_lite.runtime.pieces import Entries, Held, entries_of, held_buffers, held_parameters, held_states
@@ -77,18 +78,22 @@ def load_into(
     place = Path(folder)
     manifest = check_whole(place)
     check_optimizer(manifest, optimizer, scheduler)
-    metadata, plain = metadata_of(place, manifest), alone(model)
-    training, own = read_plain(place / TRAINING), read_plain(place / process_file(0))
-    _check(_held(plain), metadata)
-    if optimizer is not None:
-        check_members(plain, optimizer, training["optimizer"])
-        blanks = blank_states(plain, manifest, training["optimizer"]["values"])
-        put_options(plain, optimizer, training["optimizer"], blanks)
-    fill([*_held(plain), *([] if optimizer is None else held_states(plain, optimizer))], metadata)
-    if optimizer is not None and scheduler is not None:
-        put_schedule(plain, optimizer, scheduler, training["optimizer"])
-    give(data, own["data"])
-    return Resumed(place, manifest.step, own["data"], training["extra"], exact=False)
+    with content_errors(place):
+        metadata, plain = metadata_of(place, manifest), alone(model)
+        training, own = read_plain(place / TRAINING), read_plain(place / process_file(0))
+        held = [*held_parameters(plain), *held_buffers(plain)]
+        check_loadable(held, metadata)
+        resumed = Resumed(place, manifest.step, own["data"], training["extra"], exact=False)
+        if optimizer is not None:
+            check_members(plain, optimizer, training["optimizer"])
+            blanks = blank_states(plain, manifest, training["optimizer"]["values"])
+            put_options(plain, optimizer, training["optimizer"], blanks)
+            held += held_states(plain, optimizer)
+            if scheduler is not None:
+                put_schedule(plain, optimizer, scheduler, training["optimizer"])
+        give(data, own["data"])
+        fill(held, metadata)
+    return resumed
 
 
 def fill(held: Sequence[Held], metadata: Metadata) -> None:
@@ -97,18 +102,7 @@ def fill(held: Sequence[Held], metadata: Metadata) -> None:
     Raises:
         InputError: there is no such tensor, or it has another shape, or a file is damaged.
     """
-    _check(held, metadata)
+    check_loadable(held, metadata)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         load({}, storage_reader=PiecesReader(metadata), planner=PiecesLoader(held), no_dist=True)
-
-
-def _held(plain: Alone) -> list[Held]:
-    return [*held_parameters(plain), *held_buffers(plain)]
-
-
-def _check(held: Sequence[Held], metadata: Metadata) -> None:
-    """Refuse what does not fit, before anything is changed."""
-    planner = PiecesLoader(held)
-    planner.set_up_planner({}, metadata)
-    planner.create_local_plan()

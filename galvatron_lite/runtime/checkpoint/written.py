@@ -12,7 +12,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.files import write_text, write_value
 from galvatron_lite.folders import Content, begin_folder, content_of, put_in_place, remove_folder
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.checkpoint.manifest import CONFIG, PLAN, Manifest, checkpoints_of, tensors_file
+from galvatron_lite.runtime.checkpoint.manifest import CONFIG, PLAN, Lineage, Manifest, tensors_file
 from galvatron_lite.runtime.checkpoint.plain import write_plain
 from galvatron_lite.runtime.checkpoint.sealed import META, write_sealed
 from galvatron_lite.runtime.checkpoint.storage import FolderWriter
@@ -68,8 +68,9 @@ def finish_folder(
     writer: FolderWriter,
     parts: list[dict[str, Content]],
     keep: int | None,
+    lineage: Lineage,
 ) -> None:
-    """Write the rest and the manifest, move the folder to its place, and delete the oldest ones."""
+    """Write the rest and the manifest, move the folder to its place, and delete this training's oldest ones."""
     files = {name: content for part in parts for name, content in part.items()}
     for name in files:
         if not (folder / name).is_file():
@@ -79,10 +80,11 @@ def finish_folder(
     if snapshot.config is not None:
         write_text(folder / CONFIG, snapshot.config)
         files[CONFIG] = content_of(folder / CONFIG)
-    write_sealed(folder, replace(snapshot.manifest, tensors=writer.tensors, files=files))
+    manifest = lineage.record(snapshot.manifest, place.parent)
+    write_sealed(folder, replace(manifest, tensors=writer.tensors, files=files))
     put_in_place(folder, place)
     if keep is not None:
-        for old in checkpoints_of(place.parent)[keep:]:
+        for old in lineage.checkpoints(place.parent)[keep:]:
             if old != place:
                 remove_folder(old)
 

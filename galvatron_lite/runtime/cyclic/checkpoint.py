@@ -35,6 +35,7 @@ from galvatron_lite.runtime.cyclic.manifest import (
     Manifest,
     StageRecord,
     check_whole,
+    next_sequence,
     process_file,
     read_manifest,
     stage_file,
@@ -121,7 +122,7 @@ class Keeper:
         manifest = Manifest(
             FORMAT, programme.rule, programme.setting, programme.workers, step, programme.base,
             draws.seed if isinstance(draws, SeededDraws) else None, programme.processes,
-            tuple(record for _, record in sorted(stages.items())), self.whole.names, files,
+            tuple(record for _, record in sorted(stages.items())), self.whole.names, files, next_sequence(place.parent),
         )  # fmt: skip
         write_manifest(folder, manifest)
         put_in_place(folder, place)

@@ -15,7 +15,7 @@ from galvatron_lite.errors import FileFormatError
 from galvatron_lite.files import STRICT
 from galvatron_lite.folders import Content
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
-from galvatron_lite.runtime.checkpoint.sealed import check_all, newest_first, read_sealed, write_sealed
+from galvatron_lite.runtime.checkpoint.sealed import check_all, read_sealed, survey, write_sealed
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
@@ -55,6 +55,7 @@ class Manifest:
         stages: in order.
         names: every entry of the model's ``state_dict()``, and the first name of the tensor behind it.
         files: what they hold, by name.
+        sequence: counts checkpoints in the order in which they were written.
         digest: checksum of all this.
     """
 
@@ -70,6 +71,7 @@ class Manifest:
     stages: tuple[StageRecord, ...]
     names: dict[str, str]
     files: dict[str, Content]
+    sequence: int = 0
     digest: str = ""
 
 
@@ -101,6 +103,11 @@ def read_manifest(folder: Path) -> Manifest:
     return read_sealed(Manifest, folder, FORMAT)
 
 
+def next_sequence(folder: Path) -> int:
+    """Of a checkpoint that is written next among those of a folder."""
+    return 1 + max((one.sequence for _, one in survey(Manifest, folder, FORMAT)[0]), default=0)
+
+
 def check_whole(folder: Path) -> Manifest:
     """The manifest of a checkpoint all of whose files are as they were written.
 
@@ -111,11 +118,11 @@ def check_whole(folder: Path) -> Manifest:
 
 
 def latest(folder: Path | str) -> Path | None:
-    """The checkpoint with most training steps among a folder's folders, leaving out those that are not whole.
+    """The checkpoint written last among a folder's folders, leaving out those that are not whole.
 
     A folder that a lost process left under a temporary name counts if it is whole.
     """
-    found = newest_first(Manifest, Path(folder), FORMAT)
+    found, _ = survey(Manifest, Path(folder), FORMAT)
     return next((place for place, _ in found if _is_whole(place)), None)
 
 

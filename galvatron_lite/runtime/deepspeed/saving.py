@@ -106,10 +106,10 @@ class DeepSpeedSaver:
         self._take(inner, resumed)
         return resumed
 
-    def load_latest(self, folder: Path, asked: Asked) -> Resumed | None:
+    def load_latest(self, folder: Path, asked: Asked, ignore_damaged: bool = False) -> Resumed | None:
         """Take the newest whole checkpoint of a folder; None: there is none."""
         inner = self._mirrored(asked.optimizer)
-        resumed = self._keeper.load_latest(folder, _with(asked, inner))
+        resumed = self._keeper.load_latest(folder, _with(asked, inner), ignore_damaged)
         if resumed is not None:
             self._take(inner, resumed)
         return resumed

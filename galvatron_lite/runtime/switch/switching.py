@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,7 @@ from galvatron_lite.runtime.setup import Options, StageRuntime
 from galvatron_lite.runtime.stage_calls import Calls
 from galvatron_lite.runtime.switch.change import Split
 from galvatron_lite.runtime.switch.live import Switched, switch
+from galvatron_lite.runtime.watch.notes import Phase
 
 
 class Switching:
@@ -38,7 +40,8 @@ class Switching:
         See ``runtime.switch.live.switch``.
         """
         wanted = plan if isinstance(plan, Plan) else read_plan(plan)
-        return switch(cast("Split", self), optimizer, wanted, scheduler, **options)
+        with self._watched(Phase.SWITCHING):
+            return switch(cast("Split", self), optimizer, wanted, scheduler, **options)
 
     def adopt(self, plan: Plan, runtimes: Sequence[StageRuntime], options: Options) -> None:
         """Be split by another plan from now on; what that takes is ``switch``'s to do."""
@@ -47,6 +50,9 @@ class Switching:
         self.scaler = (self.scaler or LossScaler(self._norm, self._multiply)) if scaled else None
         self._runtimes, self.runtime = list(runtimes), runtimes[0]
         self.copies = nn.ModuleList(runtime.model for runtime in runtimes[1:])
+
+    def _watched(self, phase: Phase) -> AbstractContextManager[None]:
+        raise NotImplementedError
 
     def _norm(self) -> Tensor:
         raise NotImplementedError

@@ -10,6 +10,7 @@ from galvatron_lite.runtime.watch.notes import Note, Phase
 Notes = Sequence[Note | None]
 _PASSES = (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT)
 _ORDER = tuple(Phase)
+_MEETINGS = (Phase.SAVING, Phase.SWITCHING)
 REMEDY = (
     "This process cannot go on: start all processes again (galvatron launch --max-restarts 3 does) and resume from the "
     "last checkpoint with load_latest(folder), which fewer processes can do too."
@@ -51,6 +52,9 @@ def suspects(before: Notes, after: Notes, own: int) -> list[Suspect]:
     first = [one for rank in others if (one := _failed(rank, before[rank], after[rank])) is not None]
     if first:
         return first
+    apart = {rank: note for rank in others if (note := after[rank]) is not None and _calls_another(note, after[own])}
+    if apart:
+        return [Suspect(rank, operation_of(note), _elsewhere(rank, note)) for rank, note in apart.items()]
     held = {rank: note for rank in others if (note := after[rank]) is not None and not note.victim}
     me = after[own]
     least = min((_progress(note) for note in (*held.values(), me) if note is not None), default=None)
@@ -72,6 +76,20 @@ def _failed(rank: int, before: Note | None, after: Note | None) -> Suspect | Non
             rank, where, f"Rank {rank} ({after.process}) is gone; it was last seen in {where}{_line(after)}."
         )
     return None
+
+
+def _calls_another(note: Note, own: Note | None) -> bool:
+    """Whether one of two ranks saves or changes the plan while the other trains, as when its data end early."""
+    if own is None or note.phase in (own.phase, Phase.BETWEEN):
+        return False
+    return note.phase in _MEETINGS or own.phase in _MEETINGS
+
+
+def _elsewhere(rank: int, note: Note) -> str:
+    return (
+        f"Rank {rank} ({note.process}) is in {operation_of(note)}: all ranks save, load and switch after the same "
+        "step, so give them equally many batches."
+    )
 
 
 def _progress(note: Note) -> tuple[int, int]:

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from galvatron_lite.errors import ExhaustedError, GalvatronError, PeerError
+from galvatron_lite.errors import ExhaustedError, GalvatronError, LaunchError, PeerError
+from galvatron_lite.runtime.peers import ProcessPeers
 from galvatron_lite.runtime.watch.blame import message, operation_of, suspects
 from galvatron_lite.runtime.watch.memory import exhausted, ran_out
 from galvatron_lite.runtime.watch.notes import HEARTBEAT, Board, Note, Phase, line_of, process_name, publish
@@ -57,6 +58,7 @@ class Watch:
         self._reports = device.type == "cuda" if reports is None else reports
         self._note, self._since = Note(0, Phase.BETWEEN, process=process_name()), monotonic()
         self._board: Board | None = None
+        self._arrivals: ProcessPeers | None = None
         self._limited = timeout is not None
         self.group: Any = None
         self.clock: Callable[[Phase | None], None] | None = None
@@ -114,8 +116,14 @@ class Watch:
         """
         self._begin(step, phase)
         try:
+            if self._arrivals is not None and phase is not Phase.FORWARD:
+                # others may be in a step, in groups of another time-out
+                self._arrivals.everyone(None)
             yield
         except GalvatronError as error:
+            cause = error.__cause__
+            if type(error) is LaunchError and isinstance(cause, Exception) and _is_lost(cause):
+                raise self._lost(cause) from error
             self._leave(error)
             raise
         except Exception as error:
@@ -136,6 +144,7 @@ class Watch:
         if self._board is None and dist.get_world_size() > 1:
             self._thread = threading.get_ident()
             self._board = Board()
+            self._arrivals = ProcessPeers(self._timeout)
             if self._limited:
                 self.group = dist.new_group(timeout=timedelta(seconds=self._timeout), group_desc="step")
             self._board.write(self._note)
