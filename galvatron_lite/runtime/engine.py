@@ -26,7 +26,7 @@ from galvatron_lite.runtime.draws import draws_of
 from galvatron_lite.runtime.global_mean import global_mean
 from galvatron_lite.runtime.live.observed import Observable, observed
 from galvatron_lite.runtime.mesh import build_meshes
-from galvatron_lite.runtime.optimizer import fused_on_host, split_groups
+from galvatron_lite.runtime.optimizer import OptimizerSteps, fused_on_host, split_groups
 from galvatron_lite.runtime.pieces import entries_of
 from galvatron_lite.runtime.pipelined import output_count, pipelined_outputs, pipelined_step
 from galvatron_lite.runtime.placement import check_samples
@@ -126,6 +126,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         self.steering: Steering | None = None
         self.origin.settle()
         self._calls, self._rows = Calls(self._compute, self.device, loss_fn, draws), 0
+        self._optimizers = OptimizerSteps(self)
 
     def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: Options) -> StageRuntime:
         meshes = build_meshes(self.plan, self.device.type, options.groups)
@@ -224,6 +225,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
 
     def plain_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Tensor:
         """``train_step`` under the plan as it is."""
+        self._optimizers.check(optimizer)
         loss = self.backward_step(batch)
         largest = self.max_grad_norm if max_grad_norm is None else max_grad_norm
         try:
@@ -234,7 +236,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         if is_finite:
             self.watch.at(Phase.OPTIMIZER)
             optimizer.step()
-            self.publish()
+            self.publish()  # torch calls no hook of an optimizer of another library
         optimizer.zero_grad(set_to_none=True)
         self.step += 1
         return value
@@ -332,16 +334,21 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         return ((name, updated.get(one, one)) for name, one in super().named_parameters(*args, **kwargs))
 
     def optimizer(self, factory: OptimizerFactory, **options: Any) -> torch.optim.Optimizer:
-        """An optimizer over this rank's shards: ``parallel.optimizer(torch.optim.AdamW, lr=1e-3)``."""
+        """An optimizer over this rank's shards: ``parallel.optimizer(torch.optim.AdamW, lr=1e-3)``; all ranks call it.
+
+        Raises:
+            InputError: its update of an element depends on others (Adafactor, LAMB, Muon), which the plan has on other
+                ranks.
+        """
         groups = self.param_groups()
         beside = self.device.type != "cpu"  # on a machine without an accelerator the host is the device
         made = factory(fused_on_host(groups, factory, options) if beside else groups, **options)
-        made.register_step_post_hook(lambda *_: self.publish())
+        self._optimizers.check(made, lambda groups: factory(groups, **options))
         return made
 
     def publish(self) -> None:
-        """After an optimizer made in another way than by ``optimizer`` has stepped, before parameters are looked at:
-        every rank gets what the others (or the host) updated. All ranks call it; using the model does, too.
+        """After something else than a torch optimizer updated parameters, before they are looked at: every rank gets
+        what the others (or the host) updated. All ranks call it; using the model does, too.
         """
         for runtime in self.runtimes:
             runtime.updates.publish()
