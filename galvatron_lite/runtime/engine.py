@@ -19,6 +19,7 @@ from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.zero.apply import set_all_reduce
 from galvatron_lite.plans.phases import PlannedPhase
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.batch_checks import GlobalBatches
 from galvatron_lite.runtime.checkpoint.saving import Saving
 from galvatron_lite.runtime.clip import clip_factor, multiply_gradients
 from galvatron_lite.runtime.compiled import check_compile
@@ -73,6 +74,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         compile: whether blocks are compiled; see ``auto_parallelize``.
         randomness: whose random numbers a rank draws; see ``auto_parallelize``.
         timeout: seconds that a step waits for another rank; see ``auto_parallelize``.
+        local_batch: whether every rank gives its own share of the global batch, which is theirs in the order of ranks.
 
     Attributes:
         module: the user's model.
@@ -108,6 +110,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         compile: bool | str = False,  # noqa: A002 - torch's word
         randomness: str = "own",
         timeout: float | None = None,
+        local_batch: bool = False,
     ) -> None:
         super().__init__()
         self.device = pick_device() if device is None else torch.device(device)
@@ -126,7 +129,8 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         self.steering: Steering | None = None
         self.origin.settle()
         self._calls, self._rows = Calls(self._compute, self.device, loss_fn, draws), 0
-        self._optimizers = OptimizerSteps(self)
+        self._optimizers, self._turns = OptimizerSteps(self), 1
+        self._batches = GlobalBatches(self.device, batch, local_batch)
 
     def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: Options) -> StageRuntime:
         meshes = build_meshes(self.plan, self.device.type, options.groups)
@@ -159,7 +163,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
             InputError: the batch cannot be shared evenly, there are gradients of another batch that was worked on in
                 micro-batches, or a plan with a pipeline is only to be run forward.
         """
-        batch = batch_of_call(args, kwargs)
+        batch = self._batches(batch_of_call(args, kwargs), self.watch.group)
         if torch.is_grad_enabled() and self.training and self._steps_when_called():
             return self._stepped(batch)
         if len(self.plan.stages) > 1:
@@ -188,7 +192,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         Raises:
             InputError: the batch cannot be shared evenly.
         """
-        batch = batch_of_call(args, kwargs)
+        batch = self._batches(batch_of_call(args, kwargs), self.watch.group)
         with torch.no_grad():
             self._begin(trains=False)
             if self.runtime.pipeline is None:
@@ -199,12 +203,12 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
     def _outputs(self, part: Any) -> Any:
         return self._calls.outputs(self.runtime, part, self._rows)[0]
 
-    @observed
     def train_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Tensor:
         """One optimizer step on a global batch, in the plan's micro-batches.
 
         Args:
-            batch: the same global batch on every rank.
+            batch: the same global batch on every rank, or with ``local_batch`` this rank's share. A list of several
+                batches is one step on all of their samples, each batch in the plan's micro-batches.
             optimizer: over ``parameters()`` or ``param_groups()``.
             max_grad_norm: clip the gradient to this norm; that of the constructor if not given.
 
@@ -212,13 +216,20 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
             The batch's mean loss, the same on every rank.
 
         Raises:
-            InputError: the batch cannot be shared evenly.
+            InputError: the batch cannot be shared evenly, ranks give unlike batches, or the optimizer would not train as
+                in one process.
             NonFiniteLossError: the loss or the gradient's norm is NaN or infinite; the gradients are
                 dropped, the parameters unchanged. Under fp16 a step whose gradient overflows is skipped instead, and
                 the loss scaled less from then on.
             PeerError: another rank is gone, failed or hangs.
             ExhaustedError: memory ran out.
         """
+        with self.watch.explained(self.step, self.plan, self.runtime.meshes.stage_index, Phase.BATCH):
+            batch, self._turns = self._batches.of_step(batch, self.watch.group)
+        return self._train_step(batch, optimizer, max_grad_norm)
+
+    @observed
+    def _train_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> Tensor:
         train = self.plain_step if self.steering is None else self.steering.train_step
         with self.watch.explained(self.step, self.plan, self.runtime.meshes.stage_index):
             return train(batch, optimizer, max_grad_norm)
@@ -261,11 +272,11 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         return loss / lifted
 
     def _pipelined(self, batch: Any, lifted: float) -> Tensor:
-        parts = self._parts_by_stage(batch, self.plan.microbatches)
+        parts = self._parts_by_stage(batch, self.plan.microbatches * self._turns)
         return pipelined_step(self.runtimes, self._calls, parts, self._rows, lifted, self.watch)
 
     def _accumulated(self, batch: Any, lifted: float) -> Tensor:
-        count = self.plan.microbatches
+        count = self.plan.microbatches * self._turns
         parts = self._parts(batch, count)
         runtime, pending = self.runtime, iter(range(count))
         scale = lifted / (runtime.traffic.glue.batch * count)
@@ -304,6 +315,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
 
     def _stepped(self, batch: Any) -> Tensor:
         check_no_gradients(self._has_gradients())
+        self._turns = 1
         return stepped_loss(reduced(self, [self.backward_step(batch)], with_norm=False)[0], self._multiply_known)
 
     def _has_gradients(self) -> bool:
