@@ -34,6 +34,7 @@ from galvatron_lite.runtime.adapt.door import learnt, opened, planned_from, sett
 from galvatron_lite.runtime.batch_checks import GlobalBatches
 from galvatron_lite.runtime.live.options import seen_of
 from galvatron_lite.runtime.live.watching import watch_training
+from galvatron_lite.runtime.switch.randomness import RandomStates
 from galvatron_lite.runtime.world import join, pick_device, world_size
 from galvatron_lite.saying import say
 
@@ -150,6 +151,7 @@ def auto_parallelize(
     listen()
     verifier = launched_verifier(model, batch, loss_fn) if verify else None  # it forks: before the world is joined
     place, seen = pick_device(device), seen_of(log, live, profile_steps)
+    randomness_before = RandomStates(place)
     join(place)
     example = batch if batch is not None else example_batch(model)
     if local_batch and batch is not None:
@@ -189,6 +191,7 @@ def auto_parallelize(
     asks |= _randomness(chosen, randomness)
     asks |= {} if timeout is None else _with_timeout(chosen, timeout)
     asks |= _local_batch(chosen) if local_batch else {}
+    randomness_before.restore()  # as if nothing had been measured or traced
     with file_named(plan):
         made = _kind_of(chosen)(model, chosen, layers, example, loss_fn=loss_fn, device=place, **asks)
     steer(made, phased, settings, known)

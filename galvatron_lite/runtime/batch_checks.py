@@ -18,12 +18,12 @@ from galvatron_lite.parallelism.collectives import all_gather
 COMPARED = 3
 """Batches whose contents are compared; shapes always are."""
 _REMEDY = (
-    "Every rank gives the same global batch: seed samplers and augmentation alike and take no DistributedSampler. Where "
-    "each rank is to load a share of its own, of equal shapes, call auto_parallelize(..., local_batch=True)."
+    "Every rank gives the same global batch: seed samplers and augmentation alike, and take no DistributedSampler. "
+    "Where each rank is to load a share of its own, of equal shapes, call auto_parallelize(..., local_batch=True)."
 )
 _LOCAL = (
-    "With local_batch=True the shares of all ranks have equal shapes: pad samples to one length, and set drop_last=True "
-    "where the last batch is smaller."
+    "With local_batch=True the shares of all ranks have equal shapes: pad samples to one length, and set "
+    "drop_last=True where the last batch is smaller."
 )
 
 
@@ -119,7 +119,7 @@ def _checksum(batch: Any) -> int:
     for _, tensor in places(batch):
         if tensor.layout is torch.strided and tensor.device.type != "meta":
             held = tensor.detach().cpu().contiguous().reshape(-1)
-            total = zlib.crc32(held.view(torch.uint8).numpy(), total)
+            total = zlib.crc32(held.view(torch.uint8).numpy().data, total)
     return total
 
 

@@ -19,6 +19,7 @@ from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.zero.apply import set_all_reduce
 from galvatron_lite.plans.phases import PlannedPhase
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.averaged import ParameterCopies
 from galvatron_lite.runtime.batch_checks import GlobalBatches
 from galvatron_lite.runtime.checkpoint.saving import Saving
 from galvatron_lite.runtime.clip import clip_factor, multiply_gradients
@@ -216,8 +217,8 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
             The batch's mean loss, the same on every rank.
 
         Raises:
-            InputError: the batch cannot be shared evenly, ranks give unlike batches, or the optimizer would not train as
-                in one process.
+            InputError: the batch cannot be shared evenly, ranks give unlike batches, or the optimizer would not train
+                as in one process.
             NonFiniteLossError: the loss or the gradient's norm is NaN or infinite; the gradients are
                 dropped, the parameters unchanged. Under fp16 a step whose gradient overflows is skipped instead, and
                 the loss scaled less from then on.
@@ -226,7 +227,8 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         """
         with self.watch.explained(self.step, self.plan, self.runtime.meshes.stage_index, Phase.BATCH):
             batch, self._turns = self._batches.of_step(batch, self.watch.group)
-        return self._train_step(batch, optimizer, max_grad_norm)
+        loss: Tensor = self._train_step(batch, optimizer, max_grad_norm)
+        return loss
 
     @observed
     def _train_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> Tensor:
@@ -357,6 +359,13 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         made = factory(fused_on_host(groups, factory, options) if beside else groups, **options)
         self._optimizers.check(made, lambda groups: factory(groups, **options))
         return made
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> ParameterCopies:
+        """Copies of this rank's parameters, as ``torch.optim.swa_utils.AveragedModel(parallel)`` takes them.
+
+        ``averaged.module.full_state_dict()`` gives whole averages; all ranks call it.
+        """
+        return ParameterCopies(self)
 
     def publish(self) -> None:
         """After something else than a torch optimizer updated parameters, before they are looked at: every rank gets

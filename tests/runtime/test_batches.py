@@ -60,7 +60,7 @@ def trained(case: Case) -> list[Trained]:
     """Shares of every rank, by ``train_step`` and by hand; then lists of batches, whole and in shares."""
     found = []
     for way in ("local", "by hand", "list", "local list"):
-        parallel = make_parallel(case, local_batch="list" != way)
+        parallel = make_parallel(case, local_batch=way != "list")
         optimizer, losses = parallel.optimizer(torch.optim.AdamW, **ADAMW), []
         for step in steps_of(2 if "list" in way else 1):
             given: Any = [share(batch) if way != "list" else batch for batch in step]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.strategy import Offload, Strategy
@@ -262,3 +263,37 @@ def of_another_model() -> list[str]:
 def test_an_optimizer_of_parameters_that_are_not_updated_is_refused(pool: WorkerPool) -> None:
     for said in pool.run(2, of_another_model):
         assert all("parallel.optimizer(torch.optim.AdamW" in one for one in said)
+
+
+def averaged(case: Case) -> tuple[dict[str, Tensor], list[float]]:
+    parallel = make_parallel(case)
+    optimizer = parallel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4)
+    average = AveragedModel(parallel)
+    losses = []
+    for _ in range(STEPS):
+        losses.append(float(parallel.train_step(make_batch(), optimizer)))
+        average.update_parameters(parallel)
+    whole = average.module.full_state_dict()
+    losses.append(float(parallel.train_step(make_batch(), optimizer)))
+    return whole, losses
+
+
+@pytest.fixture(scope="module")
+def averaged_runs(pool: WorkerPool) -> Together:
+    return Together(pool, averaged, PLANS, lambda case: case.world)
+
+
+@pytest.mark.parametrize("name", ["data", "zero1", "zero3", "tensor", "mixed", "pipeline", "offload", "mixture"])
+def test_averages_of_parameters(averaged_runs: Together, name: str) -> None:
+    model = make_model(PLANS[name].model)
+    optimizer, average, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4), AveragedModel(model), []
+    for step in range(STEPS + 1):
+        loss = model(**make_batch())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        if step < STEPS:
+            average.update_parameters(model)
+    for whole, theirs in averaged_runs[name]:
+        same((theirs, whole), (losses, dict(average.module.state_dict())))
