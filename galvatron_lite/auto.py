@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -29,10 +29,12 @@ from galvatron_lite.plans.describe import plan_line
 from galvatron_lite.plans.io import check_plan, file_named, read_plan
 from galvatron_lite.plans.notes import other_size
 from galvatron_lite.plans.schema import Mode, Plan, Trainer
-from galvatron_lite.questions.arguments import mode_named
+from galvatron_lite.questions.arguments import mode_named, texts
 from galvatron_lite.runtime.adapt.door import learnt, opened, planned_from, settings_of, steer
+from galvatron_lite.runtime.batch_checks import GlobalBatches
 from galvatron_lite.runtime.live.options import seen_of
 from galvatron_lite.runtime.live.watching import watch_training
+from galvatron_lite.runtime.switch.randomness import RandomStates
 from galvatron_lite.runtime.world import join, pick_device, world_size
 from galvatron_lite.saying import say
 
@@ -59,7 +61,11 @@ def auto_parallelize(
     plan: Plan | PhasedPlan | str | Path | None = None,
     profile: Profile | str | Path | None = None,
     mem: str | int = "95%",
+    fix: str | Sequence[str] | Mapping[str, object] = (),
+    forbid: str | Sequence[str] = (),
+    tolerance: float | None = None,
     global_batch: int | None = None,
+    local_batch: bool = False,
     loss_fn: LossFn | None = None,
     blocks: Any = None,
     precision: str | None = None,
@@ -92,7 +98,13 @@ def auto_parallelize(
             switches by itself; that of ``galvatron launch --plan`` if not given, else found here.
         profile: a profile, or its file; read from ``folder`` or measured if not given.
         mem: budget a device, as for ``galvatron plan``.
-        global_batch: samples a step; those of ``batch`` if not given.
+        fix: what is not left to the search (``"pp=2"``, ``{"tp": 2}``), as for ``galvatron_lite.plan``.
+        forbid: dimensions that no layer may use (``"tp"``), as for ``galvatron_lite.plan``.
+        tolerance: share of the step time by which the plan may be slower than the fastest, as for
+            ``galvatron_lite.plan``; its own if not given.
+        global_batch: samples a step; those of ``batch`` (of all ranks' with ``local_batch``) if not given.
+        local_batch: whether each rank gives batches of its own, of equal shapes, as a ``DistributedSampler`` draws
+            them: a step's batch is theirs in the order of ranks. If not, every rank gives the same global batch.
         loss_fn: ``loss_fn(output, batch)``, for a model whose output is not or does not hold its loss.
         blocks: where the repeated blocks are, if they are not found.
         precision: ``fp32``, ``bf16`` or ``fp16`` compute; that of the parameters if not given.
@@ -139,12 +151,17 @@ def auto_parallelize(
     listen()
     verifier = launched_verifier(model, batch, loss_fn) if verify else None  # it forks: before the world is joined
     place, seen = pick_device(device), seen_of(log, live, profile_steps)
+    randomness_before = RandomStates(place)
     join(place)
     example = batch if batch is not None else example_batch(model)
+    if local_batch and batch is not None:
+        example = GlobalBatches(place, local=True)(batch)
     layers = discover_layers(model, example, blocks)
     plan = os.environ.get(PLAN_VARIABLE) if plan is None else plan
     settings, (phased, first) = settings_of(adapt, mem), opened(plan)
     chosen = _given_plan(first, backend)
+    if chosen is not None:
+        _check_unplanned({"fix": fix, "forbid": forbid, "tolerance": tolerance})
     _check_delay(chosen, delay)
     wanted = mode_named(mode or (Mode.TRAINING if chosen is None else chosen.mode))
     known = None
@@ -156,7 +173,8 @@ def auto_parallelize(
         asked: Setup = {"mem": budget, "batch": global_batch or batch_size(example), "gpus": world_size()}
         if backend is not None:
             asked["backend"] = backend
-        chosen = _found_plan(source, {**asked, **_asked(wanted, delay)}, delay)
+        pinned: Any = {"forbid": forbid} | ({} if tolerance is None else {"tolerance": tolerance})
+        chosen = _found_plan(source, {**asked, **pinned, **_asked(wanted, delay, texts("fix", fix))}, delay)
         if dist.get_rank() == 0:
             say(f"plan: {plan_line(chosen)}")
             for note in () if chosen.provenance is None else chosen.provenance.notes:
@@ -172,6 +190,8 @@ def auto_parallelize(
     asks |= {} if expert_capacity is None else _with_capacity(chosen, expert_capacity)
     asks |= _randomness(chosen, randomness)
     asks |= {} if timeout is None else _with_timeout(chosen, timeout)
+    asks |= _local_batch(chosen) if local_batch else {}
+    randomness_before.restore()  # as if nothing had been measured or traced
     with file_named(plan):
         made = _kind_of(chosen)(model, chosen, layers, example, loss_fn=loss_fn, device=place, **asks)
     steer(made, phased, settings, known)
@@ -222,6 +242,28 @@ def _with_timeout(plan: Plan, timeout: float) -> dict[str, Any]:
             "timeout", timeout, "DeepSpeed has its own: give it to deepspeed.init_distributed(timeout=...)."
         )
     return {"timeout": timeout}
+
+
+def _local_batch(plan: Plan) -> dict[str, Any]:
+    """The option that puts the ranks' batches together.
+
+    Raises:
+        InputError: what runs the plan has no such option.
+    """
+    if plan.cyclic is not None or plan.backend is not Trainer.GALVATRON:
+        raise InputError("local_batch", True, "Under such a plan every rank gives the same global batch: leave it out.")
+    return {"local_batch": True}
+
+
+def _check_unplanned(asked: Mapping[str, Any]) -> None:
+    """Refuse what only a search can keep, where the plan is given.
+
+    Raises:
+        InputError: see above.
+    """
+    for name, value in asked.items():
+        if value not in (None, (), {}, []):
+            raise InputError(name, str(value), "The plan is given: leave one of the two out.")
 
 
 def _compiling(plan: Plan, wanted: bool | str) -> dict[str, Any]:
@@ -284,8 +326,8 @@ def _given_plan(plan: Plan | str | Path | None, backend: str | None) -> Plan | N
     return check_runs(given if backend is None else replace(given, backend=Trainer(backend)))
 
 
-def _asked(mode: Mode, delay: str | None) -> Setup:
-    """What the planner is told of the mode and of delayed gradients.
+def _asked(mode: Mode, delay: str | None, fix: Sequence[str]) -> Setup:
+    """What the planner is told of the mode and of delayed gradients, beside other pins.
 
     Raises:
         InputError: there are no gradients.
@@ -294,9 +336,9 @@ def _asked(mode: Mode, delay: str | None) -> Setup:
     if mode is Mode.INFERENCE:
         if delay is not None:
             raise InputError("delay", delay, "Inference has no gradients: leave it out.")
-        return {"mode": mode}
+        return {"mode": mode, "fix": fix}
     rule = (f"rule={delay}",) if delay in rules else ()
-    return {"mode": mode, "fix": rule, "allow_delay": delay is not None}
+    return {"mode": mode, "fix": (*fix, *rule), "allow_delay": delay is not None}
 
 
 def _check_delay(plan: Plan | None, delay: str | None) -> None:

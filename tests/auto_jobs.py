@@ -105,3 +105,46 @@ def warnings_of(profile: str) -> list[str]:
         warnings.simplefilter("always")
         auto_parallelize(made("gpt-tiny"), profile=profile)
     return [str(warning.message) for warning in caught]
+
+
+def pinned_runs(folder: str, pipeline: int) -> list[tuple[Any, list[float], bool]]:
+    """A run that measures and one that reads, pinned, on shares; the plan, losses, whether random states stayed."""
+    import random
+
+    import numpy
+    from torch import distributed as dist
+
+    from galvatron_lite.model.batch import slice_batch
+    from galvatron_lite.model.example import example_batch
+
+    found = []
+    for _ in range(2):
+        model = of_few_samples("gpt-tiny")
+        rank, batch = dist.get_rank(), example_batch(model)
+        torch.manual_seed(5), numpy.random.seed(5), random.seed(5)
+        before = torch.get_rng_state(), numpy.random.random(), random.random()
+        torch.manual_seed(5), numpy.random.seed(5), random.seed(5)
+        share = slice_batch(batch, rank, rank + 1)
+        with measuring_briefly():
+            parallel = auto_parallelize(
+                model, share, folder=Path(folder), fix={"pp": pipeline}, forbid=("tp", "zero"), local_batch=True
+            )
+        stayed = torch.equal(torch.get_rng_state(), before[0])
+        stayed &= (numpy.random.random(), random.random()) == before[1:]
+        optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
+        losses = [float(parallel.train_step(share, optimizer)) for _ in range(3)]
+        found.append((to_data(parallel.plan), losses, stayed))
+    return found
+
+
+def refused(folder: str, plan: str) -> list[str]:
+    """What is said of a folder that cannot be written to, and of pins beside a plan."""
+    from galvatron_lite.errors import InputError
+
+    said = []
+    for options in ({"folder": Path(folder)}, {"plan": plan, "fix": "pp=2"}):
+        try:
+            auto_parallelize(made("gpt-tiny"), **options)
+        except InputError as error:
+            said.append(str(error))
+    return said

@@ -26,7 +26,7 @@ from galvatron_lite.profiler.found import kept_profile, profile_name
 from galvatron_lite.profiler.schema import OriginKind
 from galvatron_lite.profiler.store import read_profile, save_profile, write_profile
 from galvatron_lite.units import parse_bytes
-from tests.auto_jobs import alone, error_of, warnings_of, with_nothing_else
+from tests.auto_jobs import alone, error_of, pinned_runs, refused, warnings_of, with_nothing_else
 from tests.pool import JobError, WorkerPool
 
 STEPS = 4
@@ -187,3 +187,23 @@ def test_what_galvatron_profile_has_measured_is_taken(tmp_path: Path, capsys: py
     save_profile(other, tmp_path, "machine")
     assert kept_profile(model, graph, tmp_path) == measured
     assert capsys.readouterr().err == f"galvatron: profile {path} is of this model on this machine: taken\n"
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_pins_shares_and_random_states(pool: WorkerPool, tmp_path: Path, pipeline: int) -> None:
+    for runs in pool.run(2, pinned_runs, timeout=MEASURING, folder=str(tmp_path), pipeline=pipeline):
+        for plan, losses, stayed in runs:
+            assert stayed
+            assert losses == pytest.approx(alone("gpt-tiny", 3), rel=1e-4)
+            assert len(plan["stages"]) == pipeline
+            taken = [run["strategy"] for stage in plan["stages"] for run in stage["runs"]]
+            assert all(one.get("tensor", 1) == one.get("zero", 1) == 1 for one in taken)
+
+
+def test_a_folder_and_pins_that_cannot_be_kept(pool: WorkerPool, tmp_path: Path) -> None:
+    place = tmp_path / "file"
+    place.write_text("")
+    write_plan(_plan(2), tmp_path / "plan.yaml")
+    for said in pool.run(2, refused, folder=str(place), plan=str(tmp_path / "plan.yaml")):
+        assert "folder=PATH" in said[0]
+        assert said[1] == "fix: 'pp=2' cannot be used. The plan is given: leave one of the two out."

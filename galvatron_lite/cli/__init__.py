@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Any
@@ -85,8 +86,12 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 def main() -> None:
     """Entry point of ``galvatron``: errors of ours end in one line on standard error and exit status 1.
 
-    Output that nobody reads on (``| head -1``) ends quietly, as a shell's tools do.
+    Output that nobody reads on (``| head -1``) ends quietly, as a shell's tools do. What the terminal's encoding has no
+    character for (``LC_ALL=C``) is shown as a question mark.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         _run()
     except BrokenPipeError:

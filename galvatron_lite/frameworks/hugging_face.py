@@ -80,14 +80,6 @@ class Trainer(transformers.Trainer):
             for one in filter(_shows, list(self.callback_handler.callbacks)):
                 self.remove_callback(one)
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The Trainer's own optimizer, over this rank's shares."""
-        is_new = self.optimizer is None
-        made: torch.optim.Optimizer = super().create_optimizer(model)
-        if is_new:
-            made.register_step_post_hook(lambda *_: self.parallel.publish())
-        return made
-
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **more: Any
     ) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from galvatron_lite.files import STRICT
@@ -319,6 +320,28 @@ class Plan:
     mode: Mode = Mode.TRAINING
     backend: Trainer = Trainer.GALVATRON
     order: PassOrder | None = None
+
+    @classmethod
+    def load(cls, path: Path | str) -> Plan:
+        """The plan of a YAML or JSON file, checked.
+
+        Raises:
+            FileFormatError: missing, corrupt, truncated, or of another version.
+            InputError: readable, but its numbers contradict one another.
+        """
+        from galvatron_lite.plans.io import read_plan
+
+        return read_plan(path)
+
+    def save(self, path: Path | str) -> None:
+        """Write the plan, once checked, as YAML (or JSON where the name ends so), whole or not at all.
+
+        Raises:
+            InputError: its numbers contradict one another.
+        """
+        from galvatron_lite.plans.io import check_plan, write_plan
+
+        write_plan(check_plan(self), Path(path))
 
     @property
     def overfull(self) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from galvatron_lite.profiler.measure_bench import LayerBench
 from galvatron_lite.profiler.measure_scope import Scope, make_tasks
 from galvatron_lite.profiler.measure_tasks import Progress, agree, first_rank, run_tasks
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.profiler.store import data_hash, journal_path, save_profile
+from galvatron_lite.profiler.store import data_hash, journal_path, save_profile, unwritable
 from galvatron_lite.profiler.store_journal import Journal
 from galvatron_lite.profiler.timing import BRIEF_RULE, DEFAULT_RULE, TimingRule
 from galvatron_lite.runtime.world import join, pick_device
@@ -102,6 +102,8 @@ def measure_profile(
     )
     tasks = make_tasks(scope, LayerBench(whole, graph, batch, loss_fn, place, rule))
     title, root = name or graph.name, Path(folder)
+    if (refused := agree(unwritable(root) if first_rank() else None)) is not None:
+        raise refused
     journal = _open_journal(journal_path(root, machine_name(machine), title), scope, resume)
     profile = assemble(title, scope, run_tasks(tasks, journal, progress))
     if journal is not None:

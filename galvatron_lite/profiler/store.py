@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,17 @@ def read_profile(path: Path) -> Profile:
 def write_profile(profile: Profile, path: Path) -> None:
     """Write a profile as YAML or JSON, atomically."""
     write_value(Path(path), profile)
+
+
+def unwritable(folder: Path) -> InputError | None:
+    """Why no profile can be kept in a folder; None where one can. Makes the folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        remedy = f"No profile can be written there ({error.strerror}). Give one that can be written to: folder=PATH."
+        return InputError("folder", str(folder), remedy)
 
 
 def save_profile(profile: Profile, folder: Path, machine: str, *, remember: bool = True) -> Path:

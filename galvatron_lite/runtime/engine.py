@@ -20,6 +20,8 @@ from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.zero.apply import set_all_reduce
 from galvatron_lite.plans.phases import PlannedPhase
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.averaged import ParameterCopies
+from galvatron_lite.runtime.batch_checks import GlobalBatches
 from galvatron_lite.runtime.checkpoint.saving import Saving
 from galvatron_lite.runtime.clip import clip_factor, multiply_gradients
 from galvatron_lite.runtime.compiled import check_compile
@@ -27,7 +29,7 @@ from galvatron_lite.runtime.draws import draws_of
 from galvatron_lite.runtime.global_mean import global_mean
 from galvatron_lite.runtime.live.observed import Observable, observed
 from galvatron_lite.runtime.mesh import build_meshes
-from galvatron_lite.runtime.optimizer import fused_on_host, split_groups
+from galvatron_lite.runtime.optimizer import OptimizerSteps, fused_on_host, split_groups
 from galvatron_lite.runtime.pieces import entries_of
 from galvatron_lite.runtime.pipelined import output_count, pipelined_outputs, pipelined_step
 from galvatron_lite.runtime.placement import check_samples
@@ -74,6 +76,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         compile: whether blocks are compiled; see ``auto_parallelize``.
         randomness: whose random numbers a rank draws; see ``auto_parallelize``.
         timeout: seconds that a step waits for another rank; see ``auto_parallelize``.
+        local_batch: whether every rank gives its own share of the global batch, which is theirs in the order of ranks.
 
     Attributes:
         module: the user's model.
@@ -109,6 +112,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         compile: bool | str = False,  # noqa: A002 - torch's word
         randomness: str = "own",
         timeout: float | None = None,
+        local_batch: bool = False,
     ) -> None:
         super().__init__()
         prepare_for_training(model)
@@ -128,6 +132,8 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         self.steering: Steering | None = None
         self.origin.settle()
         self._calls, self._rows = Calls(self._compute, self.device, loss_fn, draws), 0
+        self._optimizers, self._turns = OptimizerSteps(self), 1
+        self._batches = GlobalBatches(self.device, batch, local_batch)
 
     def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: Options) -> StageRuntime:
         meshes = build_meshes(self.plan, self.device.type, options.groups)
@@ -160,7 +166,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
             InputError: the batch cannot be shared evenly, there are gradients of another batch that was worked on in
                 micro-batches, or a plan with a pipeline is only to be run forward.
         """
-        batch = batch_of_call(args, kwargs)
+        batch = self._batches(batch_of_call(args, kwargs), self.watch.group)
         if torch.is_grad_enabled() and self.training and self._steps_when_called():
             return self._stepped(batch)
         if len(self.plan.stages) > 1:
@@ -189,7 +195,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         Raises:
             InputError: the batch cannot be shared evenly.
         """
-        batch = batch_of_call(args, kwargs)
+        batch = self._batches(batch_of_call(args, kwargs), self.watch.group)
         with torch.no_grad():
             self._begin(trains=False)
             if self.runtime.pipeline is None:
@@ -200,12 +206,12 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
     def _outputs(self, part: Any) -> Any:
         return self._calls.outputs(self.runtime, part, self._rows)[0]
 
-    @observed
     def train_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Tensor:
         """One optimizer step on a global batch, in the plan's micro-batches.
 
         Args:
-            batch: the same global batch on every rank.
+            batch: the same global batch on every rank, or with ``local_batch`` this rank's share. A list of several
+                batches is one step on all of their samples, each batch in the plan's micro-batches.
             optimizer: over ``parameters()`` or ``param_groups()``.
             max_grad_norm: clip the gradient to this norm; that of the constructor if not given.
 
@@ -213,19 +219,28 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
             The batch's mean loss, the same on every rank.
 
         Raises:
-            InputError: the batch cannot be shared evenly.
+            InputError: the batch cannot be shared evenly, ranks give unlike batches, or the optimizer would not train
+                as in one process.
             NonFiniteLossError: the loss or the gradient's norm is NaN or infinite; the gradients are
                 dropped, the parameters unchanged. Under fp16 a step whose gradient overflows is skipped instead, and
                 the loss scaled less from then on.
             PeerError: another rank is gone, failed or hangs.
             ExhaustedError: memory ran out.
         """
+        with self.watch.explained(self.step, self.plan, self.runtime.meshes.stage_index, Phase.BATCH):
+            batch, self._turns = self._batches.of_step(batch, self.watch.group)
+        loss: Tensor = self._train_step(batch, optimizer, max_grad_norm)
+        return loss
+
+    @observed
+    def _train_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> Tensor:
         train = self.plain_step if self.steering is None else self.steering.train_step
         with self.watch.explained(self.step, self.plan, self.runtime.meshes.stage_index):
             return train(batch, optimizer, max_grad_norm)
 
     def plain_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Tensor:
         """``train_step`` under the plan as it is."""
+        self._optimizers.check(optimizer)
         loss = self.backward_step(batch)
         largest = self.max_grad_norm if max_grad_norm is None else max_grad_norm
         try:
@@ -236,7 +251,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         if is_finite:
             self.watch.at(Phase.OPTIMIZER)
             optimizer.step()
-            self.publish()
+            self.publish()  # torch calls no hook of an optimizer of another library
         optimizer.zero_grad(set_to_none=True)
         self.step += 1
         return value
@@ -261,11 +276,11 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         return loss / lifted
 
     def _pipelined(self, batch: Any, lifted: float) -> Tensor:
-        parts = self._parts_by_stage(batch, self.plan.microbatches)
+        parts = self._parts_by_stage(batch, self.plan.microbatches * self._turns)
         return pipelined_step(self.runtimes, self._calls, parts, self._rows, lifted, self.watch)
 
     def _accumulated(self, batch: Any, lifted: float) -> Tensor:
-        count = self.plan.microbatches
+        count = self.plan.microbatches * self._turns
         parts = self._parts(batch, count)
         runtime, pending = self.runtime, iter(range(count))
         scale = lifted / (runtime.traffic.glue.batch * count)
@@ -304,6 +319,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
 
     def _stepped(self, batch: Any) -> Tensor:
         check_no_gradients(self._has_gradients())
+        self._turns = 1
         return stepped_loss(reduced(self, [self.backward_step(batch)], with_norm=False)[0], self._multiply_known)
 
     def _has_gradients(self) -> bool:
@@ -337,16 +353,28 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         return ((name, updated.get(one, one)) for name, one in super().named_parameters(*args, **kwargs))
 
     def optimizer(self, factory: OptimizerFactory, **options: Any) -> torch.optim.Optimizer:
-        """An optimizer over this rank's shards: ``parallel.optimizer(torch.optim.AdamW, lr=1e-3)``."""
+        """An optimizer over this rank's shards: ``parallel.optimizer(torch.optim.AdamW, lr=1e-3)``; all ranks call it.
+
+        Raises:
+            InputError: its update of an element depends on others (Adafactor, LAMB, Muon), which the plan has on other
+                ranks.
+        """
         groups = self.param_groups()
         beside = self.device.type != "cpu"  # on a machine without an accelerator the host is the device
         made = factory(fused_on_host(groups, factory, options) if beside else groups, **options)
-        made.register_step_post_hook(lambda *_: self.publish())
+        self._optimizers.check(made, lambda groups: factory(groups, **options))
         return made
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> ParameterCopies:
+        """Copies of this rank's parameters, as ``torch.optim.swa_utils.AveragedModel(parallel)`` takes them.
+
+        ``averaged.module.full_state_dict()`` gives whole averages; all ranks call it.
+        """
+        return ParameterCopies(self)
+
     def publish(self) -> None:
-        """After an optimizer made in another way than by ``optimizer`` has stepped, before parameters are looked at:
-        every rank gets what the others (or the host) updated. All ranks call it; using the model does, too.
+        """After something else than a torch optimizer updated parameters, before they are looked at: every rank gets
+        what the others (or the host) updated. All ranks call it; using the model does, too.
         """
         for runtime in self.runtimes:
             runtime.updates.publish()

@@ -46,6 +46,7 @@ from galvatron_lite.runtime.block_calls import check_folded, sample_arguments
 from galvatron_lite.runtime.border import border_of, rules_under
 from galvatron_lite.runtime.channel_plans import channel_plans
 from galvatron_lite.runtime.compiled import compile_blocks
+from galvatron_lite.runtime.gradient_guard import hides_norm
 from galvatron_lite.runtime.hooks import install_hooks
 from galvatron_lite.runtime.layout import Layout
 from galvatron_lite.runtime.materialize import Materializer
@@ -256,7 +257,7 @@ def build(
         runner = PipelineRunner(chunks, groups, pipeline, meshes.stage_index, options.device)
         for runtime in runtimes:
             runtime.shared, runtime.pipeline = shared, runner
-            runtime.updates.lowering.late = shared.parameters
+            runtime.updates.lowering.late, runtime.updates.guarded = shared.parameters, True
     return runtimes
 
 
@@ -388,7 +389,8 @@ def assemble(
     owned = owned_parameters(model, stage, meshes, sharded.shards, sharded.experts)
     owned = [one for one in owned if not tied or all(one.parameter is not other for other in tied.values())]
     reducer = GradientReducer(reduced_parameters(owned))
-    return StageRuntime(stage, meshes, owned, sharded, reducer, traffic, None, None, Updates(owned, reducer), model)
+    updates = Updates(owned, reducer, guarded=hides_norm(owned, meshes.stage_devices))
+    return StageRuntime(stage, meshes, owned, sharded, reducer, traffic, None, None, updates, model)
 
 
 def known_flow(model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: LossFn | None) -> Flow | None:

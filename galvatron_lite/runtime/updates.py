@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from galvatron_lite.parallelism.data.apply import GradientReducer
 from galvatron_lite.parallelism.offload.states import HostCopy, Lowering
+from galvatron_lite.runtime.gradient_guard import guard_gradients
 from galvatron_lite.runtime.sharding import Owned
 
 
@@ -21,12 +22,14 @@ class Updates:
     Attributes:
         owned: this rank's parameters.
         reducer: of their gradients.
+        guarded: whether gradients refuse that other code takes their norm; see ``gradient_guard``.
         due: whether an optimizer may have stepped since updated values were last brought back.
         lowering: brings gradients to host memory.
     """
 
     owned: Sequence[Owned]
     reducer: GradientReducer
+    guarded: bool = False
     due: bool = False
     lowering: Lowering = field(init=False)
 
@@ -54,6 +57,8 @@ class Updates:
         """Once gradients are reduced: bring down those that the host needs."""
         self.lowering.finish()
         self.due = self.is_needed
+        if self.guarded:
+            guard_gradients(self.owned)
 
     def publish(self) -> None:
         """Once the optimizer has stepped: every rank computes with the updated values."""

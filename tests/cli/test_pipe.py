@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -26,3 +27,11 @@ def test_an_error_keeps_its_status_where_the_pipe_is_open() -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("galvatron: --mem")
+
+
+def test_any_encoding_is_written_to() -> None:
+    command = [sys.executable, "-m", "galvatron_lite", *PLAN]
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, env=plain)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "stage" in done.stdout

@@ -14,6 +14,7 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import check_plan, file_named, read_plan, write_plan
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
+from tests.runtime.plans import make_plan
 
 MIXED = (
     LayerRun("before", "before", 1, Strategy(data=4)),
@@ -124,3 +125,12 @@ def test_errors_about_parts_of_a_plan_name_its_file(given: Plan | str, said: str
     assert caught.value.field == said
     with pytest.raises(InputError, match=r"^batch"), file_named(given):
         raise InputError("batch", 3, "Give 4.")
+
+
+def test_plans_save_and_load_themselves(tmp_path: Path) -> None:
+    plan = make_plan([["before", "after"]], [[Strategy(data=2)] * 2], 8)
+    plan.save(tmp_path / "plan.yaml")
+    assert Plan.load(str(tmp_path / "plan.yaml")) == plan
+    with pytest.raises(InputError, match="microbatches"):
+        replace(plan, microbatches=3).save(tmp_path / "wrong.yaml")
+    assert not (tmp_path / "wrong.yaml").exists()

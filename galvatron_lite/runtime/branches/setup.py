@@ -98,6 +98,9 @@ def set_up_branches(
         for branch in [Branch(part, views, runtime, Stream(_seed(seed, part), options.device))]
         for path in own
     }
+    for runtime in runtimes:
+        if runtime is not None:
+            runtime.updates.guarded = True  # other branches are elsewhere
     setting.append(Setting(parts[0], trunk, branches, post))
     resolve_outside(model, [path for layer in parts[0].layers for path in layer.modules])
     own_trees = [tree for tree, runtime in zip(trees, runtimes[1:], strict=True) if runtime is not None]

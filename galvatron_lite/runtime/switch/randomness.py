@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy
 import torch
 
 from galvatron_lite.runtime.alike import of_rank_zero
 
 
 class RandomStates:
-    """The states of torch's generators on this rank, as they are now.
+    """The states of the generators of torch, numpy and Python on this rank, as they are now.
 
     Args:
         device: of this rank.
@@ -16,6 +19,7 @@ class RandomStates:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._numpy, self._python = numpy.random.get_state(), random.getstate()
         self._host = torch.get_rng_state()
         self._own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
@@ -27,6 +31,8 @@ class RandomStates:
 
     def restore(self) -> None:
         """Draw from these states again."""
+        numpy.random.set_state(self._numpy)
+        random.setstate(self._python)
         torch.set_rng_state(self._host)
         if self._own is not None:
             torch.cuda.set_rng_state(self._own, self._device)

@@ -39,6 +39,7 @@ class Phase(StrEnum):
     BETWEEN = "between steps"
     SAVING = "saving"
     SWITCHING = "going over to another plan"
+    BATCH = "comparing batches"
     FORWARD = "forward"
     BACKWARD = "backward"
     WEIGHT = "weight"

@@ -1,0 +1,158 @@
+"""The global batch of a step: compared between ranks, or made of the shares that each of them gives."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.batch import ITEMS, batch_size, map_places, places
+from galvatron_lite.parallelism.collectives import all_gather
+
+COMPARED = 3
+"""Batches whose contents are compared; shapes always are."""
+_REMEDY = (
+    "Every rank gives the same global batch: seed samplers and augmentation alike, and take no DistributedSampler. "
+    "Where each rank is to load a share of its own, of equal shapes, call auto_parallelize(..., local_batch=True)."
+)
+_LOCAL = (
+    "With local_batch=True the shares of all ranks have equal shapes: pad samples to one length, and set "
+    "drop_last=True where the last batch is smaller."
+)
+
+
+class GlobalBatches:
+    """Makes the global batch of what this rank gives. All ranks call it together.
+
+    Args:
+        device: of this rank.
+        example: a batch, as the model takes it; None: not known.
+        local: whether each rank gives its own share: the batch is theirs in the order of ranks.
+    """
+
+    def __init__(self, device: torch.device, example: Any = None, local: bool = False) -> None:
+        self._device, self._local, self._count = device, local, 0
+        self._places = None if example is None else _shape_of(example)
+        self._cpu_group: dist.ProcessGroup | None = None
+
+    def of_step(self, given: Any, group: dist.ProcessGroup | None = None) -> tuple[Any, int]:
+        """The global batch of a step, and of how many batches it is made: ``train_step`` takes a list of them."""
+        batches = given if self._is_several(given) else [given]
+        made = [self(batch, group) for batch in batches]
+        return (made[0] if len(made) == 1 else _behind_one_another(made)), len(made)
+
+    def __call__(self, batch: Any, group: dist.ProcessGroup | None = None) -> Any:
+        """The global batch.
+
+        Args:
+            batch: the same on every rank, or this rank's share.
+            group: of all ranks; the default one if not given.
+
+        Raises:
+            InputError: ranks give batches of unlike shapes, or of unlike contents where they are to give the same; on
+                every rank.
+        """
+        if dist.get_world_size() == 1:
+            return batch
+        self._compare(batch, group)
+        self._count += 1
+        return self._gathered(batch, group) if self._local else batch
+
+    def _compare(self, batch: Any, group: dist.ProcessGroup | None) -> None:
+        shapes = [(place, tuple(one.shape), str(one.dtype)) for place, one in places(batch)]
+        sums = _checksum(batch) if self._count < COMPARED and not self._local else 0
+        own = torch.tensor([zlib.crc32(repr(shapes).encode()), sums])
+        if dist.get_backend() != "gloo" and self._cpu_group is None:
+            # through the CPU: the device is still busy with the last step, which need not be waited for
+            self._cpu_group = dist.new_group(backend="gloo")
+        every = own.new_empty(dist.get_world_size() * len(own))
+        all_gather(every, own, self._cpu_group or group)
+        signs = [tuple(row) for row in every.view(-1, len(own)).tolist()]
+        if len(set(signs)) == 1:
+            return
+        usual = Counter(signs).most_common(1)[0][0]
+        like = signs.index(usual)
+        ranks = [rank for rank, sign in enumerate(signs) if sign != usual]
+        held: list[Any] = [None] * len(signs)
+        dist.all_gather_object(held, [*shapes], group=group)
+        what = _difference(held[ranks[0]], held[like])
+        named = f"of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        raise InputError("batch", named, f"{what} rank {like}'s. {_LOCAL if self._local else _REMEDY}")
+
+    def _gathered(self, batch: Any, group: dist.ProcessGroup | None) -> Any:
+        """The shares of all ranks, behind one another."""
+        samples, world = batch_size(batch), dist.get_world_size()
+
+        def gather(place: str, tensor: Tensor) -> Tensor:
+            shared = tensor.dim() > 0 and tensor.shape[0] == samples
+            if not shared and place != f".{ITEMS}":
+                return tensor
+            sent = tensor.to(self._device).contiguous().reshape(-1).view(torch.uint8)
+            every = sent.new_empty(world * sent.numel())
+            all_gather(every, sent, group)
+            whole = every.view(tensor.dtype).view(world, *tensor.shape)
+            return whole.flatten(0, 1) if shared else whole.sum(0)
+
+        return map_places(batch, gather)
+
+    def _is_several(self, given: Any) -> bool:
+        """Whether this is a list of batches: each is like the example; a list of tensors is one batch."""
+        if not isinstance(given, list) or not given:
+            return False
+        if self._places is not None:
+            return all(_shape_of(one) == self._places for one in given)
+        return all(isinstance(one, (Mapping, tuple, list)) for one in given)
+
+
+def _shape_of(batch: Any) -> tuple[str, ...]:
+    return tuple(place for place, _ in places(batch))
+
+
+def _checksum(batch: Any) -> int:
+    total = 0
+    for _, tensor in places(batch):
+        if tensor.layout is torch.strided and tensor.device.type != "meta":
+            held = tensor.detach().cpu().contiguous().reshape(-1)
+            total = zlib.crc32(held.view(torch.uint8).numpy().data, total)
+    return total
+
+
+def _difference(own: Sequence[Any], other: Sequence[Any]) -> str:
+    """How one rank's batch differs from another's."""
+    if own == other:
+        return "Its values differ from"
+    names = [[place for place, _, _ in one] for one in (own, other)]
+    if names[0] != names[1]:
+        return f"It has the entries {', '.join(p[1:] for p in names[0])}, others than"
+    (place, shape, dtype), (_, wanted, kind) = next((a, b) for a, b in zip(own, other, strict=True) if a != b)
+    entry = f"Its {place[1:]}" if place else "It"
+    return f"{entry} is {dtype} {shape}, not {kind} {wanted} like"
+
+
+def _behind_one_another(batches: Sequence[Any]) -> Any:
+    """Batches as one.
+
+    Raises:
+        InputError: their samples have unlike shapes.
+    """
+    sizes = [batch_size(batch) for batch in batches]
+    held = [dict(places(batch)) for batch in batches]
+
+    def join(place: str, first: Tensor) -> Tensor:
+        every = [one.get(place) for one in held]
+        if first.dim() == 0 or first.shape[0] != sizes[0]:
+            return torch.stack([t for t in every if t is not None]).sum(0) if place == f".{ITEMS}" else first
+        shapes = [None if one is None else tuple(one.shape[1:]) for one in every]
+        if len(set(shapes)) > 1:
+            odd = next(number for number, shape in enumerate(shapes) if shape != shapes[0])
+            remedy = f"Batches of one step have equal shapes: batch {odd} has {shapes[odd]} a sample. Pad them alike."
+            raise InputError(f"batch, {place[1:] or 'shape'}", shapes[0], remedy)
+        return torch.cat([one for one in every if one is not None])
+
+    return map_places(batches[0], join)

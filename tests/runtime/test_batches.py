@@ -1,0 +1,156 @@
+"""What ranks give as batches: compared where it is to be the same, put together where each gives its share."""
+
+from __future__ import annotations
+
+from time import sleep
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from galvatron_lite.errors import InputError, PeerError
+from galvatron_lite.parallelism.strategy import Strategy
+from tests.pool import WorkerPool
+from tests.runtime.training import ADAMW, SAMPLES, Case, Trained, assert_same, make_batch, make_model, make_parallel
+from tests.together import Together
+
+PLANS: dict[str, Case] = {
+    "data": Case([Strategy(data=2)] * 5),
+    "zero3": Case([Strategy(zero=2, zero_stage=3)] * 5, microbatches=2),
+    "tensor": Case([Strategy(tensor=2)] * 5),
+    "context": Case([Strategy(context=2)] * 5),
+    "pipeline": Case([Strategy()] * 5, cuts=[3], microbatches=2),
+    "pipeline of tensor": Case([Strategy(tensor=2)] * 5, cuts=[2], microbatches=2),
+    "data of 4": Case([Strategy(data=4)] * 5),
+}
+
+
+def steps_of(count: int = 1) -> list[list[dict[str, Tensor]]]:
+    """Three steps of so many batches each, all of other samples."""
+    generator = torch.Generator().manual_seed(7)
+
+    def batch() -> dict[str, Tensor]:
+        tokens = torch.randint(0, 96, (SAMPLES, 16), generator=generator)
+        return {"tokens": tokens, "labels": tokens.roll(-1, 1)}
+
+    return [[batch() for _ in range(count)] for _ in range(3)]
+
+
+def alone(steps: list[list[dict[str, Tensor]]]) -> Trained:
+    """One process, on all batches of a step as one."""
+    model = make_model("gpt-tiny")
+    optimizer, losses = torch.optim.AdamW(model.parameters(), **ADAMW), []
+    for step in steps:
+        loss = model(**{key: torch.cat([batch[key] for batch in step]) for key in step[0]})
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return Trained(losses, {}, dict(model.state_dict()))
+
+
+def share(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    size = SAMPLES // dist.get_world_size()
+    return {key: value[dist.get_rank() * size :][:size] for key, value in batch.items()}
+
+
+def trained(case: Case) -> list[Trained]:
+    """Shares of every rank, by ``train_step`` and by hand; then lists of batches, whole and in shares."""
+    found = []
+    for way in ("local", "by hand", "list", "local list"):
+        parallel = make_parallel(case, local_batch=way != "list")
+        optimizer, losses = parallel.optimizer(torch.optim.AdamW, **ADAMW), []
+        for step in steps_of(2 if "list" in way else 1):
+            given: Any = [share(batch) if way != "list" else batch for batch in step]
+            if way == "by hand":
+                loss = parallel(**given[0])
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                loss = parallel.train_step(given if "list" in way else given[0], optimizer)
+            losses.append(float(loss.detach()))
+        found.append(Trained(losses, {}, parallel.full_state_dict()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(pool: WorkerPool) -> Together:
+    return Together(pool, trained, PLANS, lambda case: case.world)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_shares_and_lists_train_as_one_process_does_on_all(runs: Together, name: str) -> None:
+    wanted = [alone(steps_of(count)) for count in (1, 1, 2, 2)]
+    for found in runs[name]:
+        for one, other in zip(found, wanted, strict=True):
+            assert_same(one, other)
+
+
+def unlike(case: Case, how: str) -> list[str]:
+    """What every rank is told, and what trains on behind it."""
+    parallel = make_parallel(case, local_batch=how == "uneven share")
+    optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
+    batch, rank = make_batch(), dist.get_rank()
+    if how == "late":
+        for _ in range(2):
+            parallel.train_step(batch, optimizer)
+    if rank == 1:
+        batch = {
+            "values": lambda: {**batch, "labels": batch["labels"].flip(0)},
+            "late": lambda: {key: value[:4] for key, value in batch.items()},
+            "uneven share": lambda: {key: value[:4] for key, value in batch.items()},
+            "entries": lambda: {"tokens": batch["tokens"]},
+        }[how]()
+    said = []
+    for call in (lambda: parallel.train_step(batch, optimizer), lambda: parallel.outputs(**batch)):
+        with pytest.raises(InputError) as raised:
+            call()
+        said.append(str(raised.value))
+    with pytest.raises(InputError, match="of rank 1"):
+        parallel(batch)
+    parallel.train_step(make_batch(), optimizer)
+    return said
+
+
+UNLIKE = {
+    "values": "Its values differ from rank 0's. Every rank gives the same global batch",
+    "late": "Its tokens is torch.int64 (4, 16), not torch.int64 (8, 16) like rank 0's.",
+    "entries": "It has the entries tokens, others than rank 0's.",
+    "uneven share": "set drop_last=True",
+}
+
+
+@pytest.mark.parametrize("how", UNLIKE)
+@pytest.mark.parametrize("plan", ["data", "pipeline"])
+def test_unlike_batches_are_an_error_on_every_rank(pool: WorkerPool, plan: str, how: str) -> None:
+    for said in pool.run(2, unlike, case=PLANS[plan], how=how):
+        for one in said:
+            assert one.startswith("batch: 'of rank 1' cannot be used.")
+            assert UNLIKE[how] in one
+            assert "local_batch=True" in one
+
+
+def ends_early() -> str:
+    """Rank 1 has two batches, rank 0 three."""
+    parallel = make_parallel(PLANS["pipeline"], timeout=4.0)
+    optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
+    for _ in range(2):
+        parallel.train_step(make_batch(), optimizer)
+    said = ""
+    if dist.get_rank() == 1:
+        sleep(8.0)  # it goes on with something else: evaluates, saves
+    else:
+        with pytest.raises(PeerError) as raised:
+            parallel.train_step(make_batch(), optimizer)
+        said = str(raised.value)
+    dist.destroy_process_group()
+    return said
+
+
+def test_a_rank_whose_data_end_early_is_named(pool: WorkerPool) -> None:
+    said = pool.run(2, ends_early)[0]
+    assert "Rank 1" in said
+    assert "between steps 1 and 2" in said

@@ -1,0 +1,299 @@
+"""Optimizers and clipping of other code: equal to one process under every plan, or refused before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.strategy import Offload, Strategy
+from galvatron_lite.runtime.optimizer_check import _built_again, _copied, _reach
+from tests.pool import WorkerPool
+from tests.runtime.training import Case, make_batch, make_model, make_parallel
+from tests.together import Together
+
+CPU, STEPS = torch.device("cpu"), 3
+OptimizerFactory = Callable[..., torch.optim.Optimizer]
+
+
+class Normed(torch.optim.Optimizer):
+    """Steps of unit length: of each tensor (as LAMB and LARS), or of all of them together."""
+
+    def __init__(self, params: Any, lr: float = 0.1, *, together: bool = False) -> None:
+        super().__init__(params, {"lr": lr})
+        self.together = together
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            held = [p for p in group["params"] if p.grad is not None]
+            norms = [p.grad.norm() for p in held]
+            total = torch.stack(norms).norm() if norms else None
+            for p, norm in zip(held, norms, strict=True):
+                p.sub_(p.grad / (total if self.together else norm) * group["lr"])
+
+
+class Lion(torch.optim.Optimizer):
+    """Signs of a running mean."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                    p.sub_(mean.lerp(p.grad, 0.1).sign() * group["lr"])
+                    mean.lerp_(p.grad, 0.01)
+
+
+def lamb(params: Any, **options: Any) -> torch.optim.Optimizer:
+    return Normed(params, **options)
+
+
+def by_total(params: Any, **options: Any) -> torch.optim.Optimizer:
+    return Normed(params, together=True, **options)
+
+
+REACH: list[tuple[OptimizerFactory, dict[str, Any], str | None]] = [
+    *((one, {}, None) for one in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, Lion)),
+    *((one, {}, None) for one in (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RAdam)),
+    *((one, {}, None) for one in (torch.optim.Adamax, torch.optim.ASGD, torch.optim.Rprop)),
+    (torch.optim.AdamW, {"foreach": True, "amsgrad": True, "lr": 0.0}, None),
+    (torch.optim.Adam, {"fused": True, "lr": 1e-9}, None),
+    (torch.optim.AdamW, {"lr": torch.tensor(0.0), "capturable": False}, None),
+    (lamb, {}, "tensor"),
+    (by_total, {}, "model"),
+    (torch.optim.Adafactor, {}, "tensor"),
+    (torch.optim.Muon, {}, "tensor"),
+    (torch.optim.LBFGS, {}, "TypeError"),
+]
+
+
+@pytest.mark.parametrize(("factory", "options", "wanted"), REACH)
+def test_what_an_update_depends_on(factory: OptimizerFactory, options: dict[str, Any], wanted: str | None) -> None:
+    made = factory([nn.Parameter(torch.ones(4, 4))], **options)
+    group = {key: value for key, value in made.param_groups[0].items() if key != "params"}
+    before = torch.get_rng_state()
+    ways = [[lambda groups: factory(groups, **options)], [_copied(made) if factory is by_total else _built_again(made)]]
+    for way in ways:
+        found = _reach(way, group, 2, CPU, pieces=True)
+        assert found == wanted or (wanted == "TypeError" and found is not None and found.startswith(wanted))
+    if factory is not torch.optim.Adagrad:  # it has states from the beginning
+        assert (_reach([_copied(made)], group, 2, CPU, pieces=True) is None) == (wanted is None)
+    assert torch.equal(before, torch.get_rng_state())
+    assert not made.state or factory is torch.optim.Adagrad
+
+
+BLOCK = Strategy(tensor=2)
+PLANS: dict[str, Case] = {
+    "data": Case([Strategy(data=2)] * 5),
+    "zero1": Case([Strategy(zero=2, zero_stage=1)] * 5),
+    "zero2": Case([Strategy(zero=2, zero_stage=2)] * 5),
+    "zero3": Case([Strategy(zero=2, zero_stage=3)] * 5),
+    "tensor": Case([BLOCK] * 5),
+    "context": Case([Strategy(context=2)] * 5),
+    "mixed": Case([Strategy(data=2), BLOCK, BLOCK, Strategy(zero=2, zero_stage=3), Strategy(data=2)]),
+    "pipeline": Case([Strategy()] * 5, cuts=[3], microbatches=2),
+    "offload": Case([Strategy(zero=2, zero_stage=3, offload=Offload.STATES)] * 5),
+    "tensor+zero": Case([Strategy(tensor=2, zero=2, zero_stage=3)] * 5),
+    "mixture": Case([Strategy(data=2), *[Strategy(data=2, expert=2)] * 3, Strategy(data=2)], "moe-tiny"),
+}
+# of models without biases of keys, whose gradients are noise
+PLANS = {name: replace(case, model="llama-tiny") if case.model == "gpt-tiny" else case for name, case in PLANS.items()}
+WHOLE = {"data", "context"}
+"""Plans under which every rank has whole parameters, and all of them."""
+MAX_NORM = 0.05
+
+
+def by_torch(parameters: Iterable[nn.Parameter]) -> None:
+    nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+
+
+def by_hand(parameters: Iterable[nn.Parameter]) -> None:
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    total = sum(g.detach().data.norm(2) ** 2 for g in gradients) ** 0.5
+    for g in gradients:
+        g.mul_(torch.clamp(MAX_NORM / (total + 1e-6), max=1.0))
+
+
+def by_squares(parameters: Iterable[nn.Parameter]) -> None:
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    total = torch.sqrt(sum((g.float() ** 2).sum() for g in gradients))
+    for g in gradients:
+        g.mul_(torch.clamp(MAX_NORM / (total + 1e-6), max=1.0))
+
+
+def of_elements(parameters: Iterable[nn.Parameter]) -> None:
+    nn.utils.clip_grad_value_(parameters, 1e-3)
+
+
+CLIPS = (by_torch, by_hand, by_squares, of_elements)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[..., None] | None) -> list[float]:
+    """The user's own loop."""
+    losses = []
+    for _ in range(STEPS):
+        loss = model(**make_batch())
+        loss.backward()
+        if clip is not None:
+            clip(model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def clipped(case: Case) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for clip in CLIPS:
+        parallel = make_parallel(case)
+        try:
+            losses = train(parallel, torch.optim.AdamW(parallel.param_groups(), lr=1e-2, eps=1e-4), clip)
+            found[clip.__name__] = losses, parallel.full_state_dict()
+        except InputError as error:
+            found[clip.__name__] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def clipped_runs(pool: WorkerPool) -> Together:
+    return Together(pool, clipped, PLANS, lambda case: case.world)
+
+
+def same(found: tuple[list[float], dict[str, Tensor]], wanted: tuple[list[float], dict[str, Tensor]]) -> None:
+    assert found[0] == pytest.approx(wanted[0], rel=1e-4)
+    for name, tensor in wanted[1].items():
+        assert float((found[1][name] - tensor).abs().max()) <= 1e-4 * float(tensor.abs().max()), name
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_clipping_by_other_code(clipped_runs: Together, name: str) -> None:
+    for clip in CLIPS:
+        model = make_model(PLANS[name].model)
+        losses = train(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4), clip)
+        for found in clipped_runs[name]:
+            result = found[clip.__name__]
+            if isinstance(result, str):
+                assert name not in WHOLE
+                assert clip is not of_elements
+                assert "parallel.clip_grad_norm(max_norm)" in result
+            else:
+                same(result, (losses, dict(model.state_dict())))
+    assert {name} <= WHOLE or any(isinstance(one, str) for one in clipped_runs[name][0].values()) or "zero" in name
+
+
+FACTORIES: dict[str, tuple[OptimizerFactory, dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "eps": 1e-4}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
+    "lamb": (lamb, {"lr": 1e-2}),
+    "total": (by_total, {"lr": 1e-2}),
+}
+WAYS = {name: ("made", "own", "by hand") if name in ("adamw", "total") else ("made",) for name in FACTORIES}
+
+
+def stepped(case: Case) -> dict[tuple[str, str], Any]:
+    """Each optimizer as the model makes it, and as a user does."""
+    found: dict[tuple[str, str], Any] = {}
+    for name, (factory, options) in FACTORIES.items():
+        for way in WAYS[name]:
+            parallel = make_parallel(case)
+            try:
+                if way == "made":
+                    optimizer = parallel.optimizer(factory, **options)
+                else:
+                    optimizer = factory(parallel.param_groups(), **options)
+                if way == "by hand":
+                    losses = train(parallel, optimizer, None)
+                else:
+                    losses = [float(parallel.train_step(make_batch(), optimizer)) for _ in range(STEPS)]
+                found[name, way] = losses, parallel.full_state_dict()
+            except InputError as error:
+                found[name, way] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def stepped_runs(pool: WorkerPool) -> Together:
+    return Together(pool, stepped, PLANS, lambda case: case.world)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_optimizers_of_other_libraries(stepped_runs: Together, plan: str) -> None:
+    right = {"adamw"} | ({"adafactor", "lamb", "total"} if plan in WHOLE else set())
+    right |= {"adafactor", "lamb"} if plan == "pipeline" else set()
+    for name, (factory, options) in FACTORIES.items():
+        model = make_model(PLANS[plan].model)
+        wanted = train(model, factory(model.parameters(), **options), None)
+        for found in stepped_runs[plan]:
+            for way in WAYS[name]:
+                result = found[name, way]
+                if name in right:
+                    assert not isinstance(result, str), (name, way, result)
+                    same(result, (wanted, dict(model.state_dict())))
+                else:
+                    assert isinstance(result, str), (name, way)
+                    assert "parameters whole" in result
+
+
+def of_another_model() -> list[str]:
+    said = []
+    model = make_model("gpt-tiny")
+    before = torch.optim.AdamW(list(model.parameters()))
+    for name, parameters in (("zero3", None), ("zero1", lambda parallel: parallel.module.parameters())):
+        parallel = make_parallel(PLANS[name])
+        optimizer = before if parameters is None else torch.optim.AdamW(parameters(parallel))
+        with pytest.raises(InputError) as raised:
+            parallel.train_step(make_batch(), optimizer)
+        said.append(str(raised.value))
+    return said
+
+
+def test_an_optimizer_of_parameters_that_are_not_updated_is_refused(pool: WorkerPool) -> None:
+    for said in pool.run(2, of_another_model):
+        assert all("parallel.optimizer(torch.optim.AdamW" in one for one in said)
+
+
+def averaged(case: Case) -> tuple[dict[str, Tensor], list[float]]:
+    parallel = make_parallel(case)
+    optimizer = parallel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4)
+    average = AveragedModel(parallel)
+    losses = []
+    for _ in range(STEPS):
+        losses.append(float(parallel.train_step(make_batch(), optimizer)))
+        average.update_parameters(parallel)
+    whole = average.module.full_state_dict()
+    losses.append(float(parallel.train_step(make_batch(), optimizer)))
+    return whole, losses
+
+
+@pytest.fixture(scope="module")
+def averaged_runs(pool: WorkerPool) -> Together:
+    return Together(pool, averaged, PLANS, lambda case: case.world)
+
+
+@pytest.mark.parametrize("name", ["data", "zero1", "zero3", "tensor", "mixed", "pipeline", "offload", "mixture"])
+def test_averages_of_parameters(averaged_runs: Together, name: str) -> None:
+    model = make_model(PLANS[name].model)
+    optimizer, average, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4), AveragedModel(model), []
+    for step in range(STEPS + 1):
+        loss = model(**make_batch())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        if step < STEPS:
+            average.update_parameters(model)
+    for whole, theirs in averaged_runs[name]:
+        same((theirs, whole), (losses, dict(average.module.state_dict())))
