@@ -25,6 +25,7 @@ from galvatron_lite.runtime.compiled import check_compile
 from galvatron_lite.runtime.draws import draws_of
 from galvatron_lite.runtime.global_mean import global_mean
 from galvatron_lite.runtime.live.observed import Observable, observed
+from galvatron_lite.runtime.loss_weight import LossWeight, check_reduction
 from galvatron_lite.runtime.mesh import build_meshes
 from galvatron_lite.runtime.optimizer import fused_on_host, split_groups
 from galvatron_lite.runtime.pieces import entries_of
@@ -61,7 +62,10 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         layers: of the model, from ``discover_layers``.
         batch: an example batch; needed where the plan splits blocks by tensor parallelism, and where layers of
             different pipeline stages read more than what the layer before them made.
-        loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``. The loss must be a mean over samples.
+        loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``.
+        loss_weight: ``loss_weight(batch)`` of some samples: what their mean loss is a mean over, such as the number of
+            labels that count. If not given, the loss is a mean over samples.
+        loss_reduction: ``mean``, or ``sum`` for a loss that is a sum over samples.
         device: of this rank; its GPU or the CPU if not given.
         precision: ``fp32``, ``bf16`` or ``fp16`` compute; the plan's if not given.
         max_grad_norm: clip the gradient to this norm in ``train_step``; None: do not clip.
@@ -98,6 +102,8 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         batch: Any = None,
         *,
         loss_fn: LossFn | None = None,
+        loss_weight: LossWeight | None = None,
+        loss_reduction: str = "mean",
         device: torch.device | str | None = None,
         precision: str | None = None,
         max_grad_norm: float | None = None,
@@ -110,6 +116,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         timeout: float | None = None,
     ) -> None:
         super().__init__()
+        check_reduction(loss_reduction, loss_weight)
         self.device = pick_device() if device is None else torch.device(device)
         self.plan, self.max_grad_norm = plan, max_grad_norm
         self._compute = compute_dtype(precision or plan.precision)
@@ -125,7 +132,8 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         self.module = model
         self.steering: Steering | None = None
         self.origin.settle()
-        self._calls, self._rows = Calls(self._compute, self.device, loss_fn, draws), 0
+        self._calls = Calls(self._compute, self.device, loss_fn, draws, loss_weight, loss_reduction)
+        self._rows = 0
 
     def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: Options) -> StageRuntime:
         meshes = build_meshes(self.plan, self.device.type, options.groups)
@@ -149,7 +157,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         return [self.module, *self.copies]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The mean loss of a global batch: ``parallel(batch)``, or as the model is called; then ``loss.backward()``.
+        """The loss of a global batch: ``parallel(batch)``, or as the model is called; then ``loss.backward()``.
 
         The value is that of the whole batch on every rank. Where the plan has a pipeline or micro-batches, and
         gradients are wanted, their backward passes are done within the call (``runtime.stepped``).
@@ -208,7 +216,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
             max_grad_norm: clip the gradient to this norm; that of the constructor if not given.
 
         Returns:
-            The batch's mean loss, the same on every rank.
+            The batch's loss, the same on every rank.
 
         Raises:
             InputError: the batch cannot be shared evenly.
@@ -243,7 +251,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         """Forward and backward of a global batch, up to reduced gradients (under fp16 scaled ones).
 
         Returns:
-            This rank's part of the loss: the sum over the ranks of the world is the batch's mean loss.
+            This rank's part of the loss: the sum over the ranks of the world is the batch's loss.
         """
         self._begin()
         lifted = 1.0 if self.scaler is None else self.scaler.get_scale()
