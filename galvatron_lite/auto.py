@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -193,6 +193,8 @@ def auto_parallelize(
     asks: dict[str, Any] = {"precision": precision, "init_fn": init_fn, "seed": seed, **_compiling(chosen, compile)}
     weight = loss_weight if findings is None or loss_weight is not None else findings.weight
     asks |= {"loss_weight": weight, "loss_reduction": loss_reduction} if wanted is Mode.TRAINING else {}
+    if findings is not None and findings.synced:
+        asks |= _syncing(chosen, findings.synced)
     asks |= {} if expert_capacity is None else _with_capacity(chosen, expert_capacity)
     asks |= _randomness(chosen, randomness)
     asks |= {} if timeout is None else _with_timeout(chosen, timeout)
@@ -267,6 +269,15 @@ def _with_timeout(plan: Plan, timeout: float) -> dict[str, Any]:
             "timeout", timeout, "DeepSpeed has its own: give it to deepspeed.init_distributed(timeout=...)."
         )
     return {"timeout": timeout}
+
+
+def _syncing(plan: Plan, rules: Mapping[str, str]) -> dict[str, Any]:
+    """The option that keeps buffers alike that forward passes update; where what trains has none, a warning."""
+    if plan.cyclic is None and plan.backend is Trainer.GALVATRON and not plan.branches:
+        return {"synced_buffers": rules}
+    if dist.get_rank() == 0:
+        _warn([f"Forward passes update {', '.join(rules)} from the samples: under this plan each rank keeps its own."])
+    return {}
 
 
 def _compiling(plan: Plan, wanted: bool | str) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from galvatron_lite.runtime.step_end import finish_step, reduced
 from galvatron_lite.runtime.stepped import check_gradients, check_no_gradients, stepped_loss
 from galvatron_lite.runtime.switch.origin import origin_of
 from galvatron_lite.runtime.switch.switching import Switching
+from galvatron_lite.runtime.synced_buffers import SyncedBuffers
 from galvatron_lite.runtime.watch.notes import Phase
 from galvatron_lite.runtime.watch.watch import Watch
 from galvatron_lite.runtime.world import pick_device
@@ -66,6 +67,8 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         loss_weight: ``loss_weight(batch)`` of some samples: what their mean loss is a mean over, such as the number of
             labels that count. If not given, the loss is a mean over samples.
         loss_reduction: ``mean``, or ``sum`` for a loss that is a sum over samples.
+        synced_buffers: buffers that forward passes update from the samples, by name: ``mean`` or ``sum``, what the
+            updates of shares of a batch make together.
         device: of this rank; its GPU or the CPU if not given.
         precision: ``fp32``, ``bf16`` or ``fp16`` compute; the plan's if not given.
         max_grad_norm: clip the gradient to this norm in ``train_step``; None: do not clip.
@@ -104,6 +107,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         loss_fn: LossFn | None = None,
         loss_weight: LossWeight | None = None,
         loss_reduction: str = "mean",
+        synced_buffers: Mapping[str, str] | None = None,
         device: torch.device | str | None = None,
         precision: str | None = None,
         max_grad_norm: float | None = None,
@@ -132,7 +136,8 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         self.module = model
         self.steering: Steering | None = None
         self.origin.settle()
-        self._calls = Calls(self._compute, self.device, loss_fn, draws, loss_weight, loss_reduction)
+        buffers = SyncedBuffers(synced_buffers or {})
+        self._calls = Calls(self._compute, self.device, loss_fn, draws, loss_weight, loss_reduction, buffers=buffers)
         self._rows = 0
 
     def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: Options) -> StageRuntime:
@@ -174,7 +179,9 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
             raise InputError("plan", f"{len(self.plan.stages)} stages", remedy)
         (part,) = self._parts(batch, 1)
         self._begin()
+        self._calls.buffers.begin(self.runtimes if self.training else (), 1)
         loss = self._local_loss(part)
+        self._calls.buffers.finish()
         for runtime in self.runtimes:
             set_all_reduce(runtime.sharded.replicated, True)
             runtime.reducer.watch(loss, runtime.updates.deliver)
@@ -255,9 +262,11 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         """
         self._begin()
         lifted = 1.0 if self.scaler is None else self.scaler.get_scale()
+        self._calls.buffers.begin(self.runtimes, self.plan.microbatches)
         with holding_copies(self._compute, self.device):
             loss = (self._accumulated if self.runtime.pipeline is None else self._pipelined)(batch, lifted)
         self.watch.at(Phase.GRADIENTS)
+        self._calls.buffers.finish()
         for one in self.runtimes:
             one.reducer.finish()
         if self.runtime.shared is not None:

@@ -29,6 +29,7 @@ from galvatron_lite.runtime.layout import WHOLE, Split
 from galvatron_lite.runtime.loss_weight import LossWeight, share_factors, weighted
 from galvatron_lite.runtime.precision import compute_context
 from galvatron_lite.runtime.setup import StageRuntime
+from galvatron_lite.runtime.synced_buffers import SyncedBuffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Calls:
         weight: how much the loss of some samples counts; None: as much as that of as many others.
         reduction: what the loss is over samples, ``mean`` or ``sum``.
         factors: on the loss of each part, by its identity.
+        buffers: that forward passes update.
     """
 
     compute: torch.dtype | None
@@ -52,6 +54,7 @@ class Calls:
     weight: LossWeight | None = None
     reduction: str = "mean"
     factors: dict[int, Tensor] = field(default_factory=dict)
+    buffers: SyncedBuffers = field(default_factory=lambda: SyncedBuffers({}))
 
     def parts(self, runtime: StageRuntime, batch: Any, rows: int) -> list[Any]:
         """This rank's samples of every micro-batch of so many rows, in the layout of a stage's glue code."""
@@ -77,7 +80,7 @@ class Calls:
 
     def loss(self, runtime: StageRuntime, part: Any, rows: int) -> Tensor:
         """The loss of this rank's samples, times their weight; zero where the stage is not the last."""
-        with self._running(runtime, part, rows):
+        with self._running(runtime, part, rows), self.buffers.updating(runtime):
             output = call_model(runtime.model, part)
             if not runtime.is_last:
                 return torch.zeros((), device=self.device)

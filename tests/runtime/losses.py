@@ -18,6 +18,8 @@ from tests.runtime.plans import make_plan
 
 SAMPLES, TOKENS, HIDDEN, VOCAB, STEPS = 8, 8, 16, 32, 3
 TOLERANCE = 1e-4
+NOISE = 1e-8
+"""Parameters whose gradient is zero in theory (biases of keys) hold only rounding noise."""
 ADAMW = {"lr": 1e-2, "eps": 1e-4}
 SHAPE = {
     "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 4, "num_attention_heads": 2,
@@ -82,8 +84,8 @@ class Network(nn.Module):
             return F.cross_entropy(5 * one @ other.T, torch.arange(len(one), device=one.device))
         logits = self.head(hidden) if self.kind != "tied by hand" else hidden @ self.embed.weight.T
         each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-1)
-        if self.kind == "masked":
-            return (each * mask.flatten()).sum() / mask.sum()
+        if self.kind.startswith("masked"):
+            return (each * mask.flatten()).sum() / mask.sum().clamp(min=0 if self.kind == "masked 0/0" else 1)
         if self.kind == "sum":
             return each.sum()
         if self.kind == "penalty":
@@ -115,8 +117,8 @@ def make(kind: str) -> tuple[nn.Module, Any]:
             "input_ids": tokens, "labels": tokens.where(keeps, -100),
         }  # fmt: skip
     labels = tokens.roll(-1, 1)
-    labels = labels if kind in ("classes", "buffers", "penalty", "masked") else labels.where(keeps, -1)
-    return Network(kind), {"tokens": tokens, "labels": labels} | ({"mask": keeps} if kind == "masked" else {})
+    labels = labels if kind in ("classes", "buffers", "penalty") or "masked" in kind else labels.where(keeps, -1)
+    return Network(kind), {"tokens": tokens, "labels": labels} | ({"mask": keeps} if "masked" in kind else {})
 
 
 def plan_of(name: str, kind: str) -> Plan:
@@ -159,7 +161,7 @@ def differences(kind: str, names: Sequence[str], **options: Any) -> list[str]:
         lines += [f"{name}: loss {a}, not {b}" for a, b in zip(found, losses, strict=True) if abs(a / b - 1) > TOLERANCE]
         for entry, value in parallel.full_state_dict().items():
             error = float((value - state[entry]).abs().max()) if value.numel() else 0.0
-            if not error <= TOLERANCE * float(state[entry].abs().max()):
+            if not error <= TOLERANCE * float(state[entry].abs().max()) + NOISE:
                 lines.append(f"{name}: {entry} off by {error:.2g} of {float(state[entry].abs().max()):.2g}")
     return lines
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import LossFn, map_places, slice_batch
-from galvatron_lite.model.graph import Layer
+from galvatron_lite.model.graph import Layer, Recompute
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.loss_weight import LossWeight, TargetCount, TargetCounts, share_factors, weighted
@@ -59,7 +59,7 @@ class Findings:
         if self.unsaid is not None:
             raise self.unsaid
         fix = ("dp=1", "microbatches=1") if self.whole else ()
-        forbid = OUTSIDE_NEEDS if self.outside else ()
+        forbid = (*(OUTSIDE_NEEDS if self.outside else ()), *(SAMPLES_NEED if self.buffers else ()))
         return {name: words for name, words in (("fix", fix), ("forbid", forbid)) if words}
 
     def notes(self) -> list[str]:
@@ -72,9 +72,17 @@ class Findings:
             notes.append(f"code outside of their layers reads {_few(self.outside)}: every device holds all parameters")
         return notes
 
+    @property
+    def synced(self) -> dict[str, str]:
+        """Rules of the buffers that ranks keep alike."""
+        return {name: rule for name, rule in self.buffers if rule}
+
     def warnings(self) -> list[str]:
         """What could not be found out, or cannot be kept right, in words."""
         lines = []
+        if lone := [name for name, rule in self.buffers if not rule]:
+            lines.append(f"Forward passes update {_few(lone)} from the samples, by neither a mean nor a sum over them: "
+                         "each rank and micro-batch updates its own by its share.")  # fmt: skip
         if self.skipped:
             lines.append(f"Whether the loss of a batch is that of its shares was not tried: {self.skipped}. If it is a "
                          "mean over samples, pass check=False to leave this out.")  # fmt: skip
@@ -96,6 +104,18 @@ class Findings:
                 "is a mean over samples on your data, pass check=False."
             )
             raise InputError("loss", f"shared among data ranks or micro-batches (m={plan.microbatches})", remedy)
+        if self.buffers and any(one.recompute is not Recompute.NONE for one in strategies):
+            remedy = (
+                "Forward passes update these buffers, and recomputation would update them again. Give a plan without "
+                "recomputation, or none, to have one found."
+            )
+            raise InputError("buffers", _few([name for name, _ in self.buffers]), remedy)
+        if self.buffers and any(map(_shares_inside, strategies)):
+            remedy = (
+                "Forward passes update these buffers from the samples, of which a rank under this plan has a part of "
+                "each. Give a plan of data parallelism, ZeRO or stages, or none, to have one found."
+            )
+            raise InputError("buffers", _few([name for name, _ in self.buffers]), remedy)
         if self.outside and (len(plan.stages) > 1 or any(map(_shares_parameters, strategies)) or plan.branches):
             remedy = (
                 "Code outside of their layers reads these parameters, of which a rank under this plan has a share, or "
@@ -105,13 +125,18 @@ class Findings:
             raise InputError("parameters", _few(self.outside), remedy)
 
 
+def _shares_inside(one: Strategy) -> bool:
+    return max(one.tensor, one.context, one.spatial, one.slices, one.expert) > 1
+
+
+SAMPLES_NEED = ("recompute", "tensor", "context", "expert", "spatial", "channel", "branches")
+"""Dimensions under which a forward pass updates a buffer twice, or from parts of samples."""
 OUTSIDE_NEEDS = ("pipeline", "zero", "tensor", "context", "expert", "spatial", "channel", "branches")
 """Dimensions that leave a rank without whole parameters, or count a term of the loss more than once."""
 
 
 def _shares_parameters(one: Strategy) -> bool:
-    split = (one.tensor, one.context, one.spatial, one.slices, one.expert)
-    return one.zero_stage > 1 or any(degree > 1 for degree in split)
+    return one.zero_stage > 1 or _shares_inside(one)
 
 
 def shares_batch(plan: Plan) -> bool:
@@ -141,8 +166,6 @@ def try_model(
         reduction: the user's ``loss_reduction``.
         init_fn: initial values of a model on the meta device.
 
-    Raises:
-        InputError: ``weight`` is none.
     """
     try:
         double = make_double(model, batch, layers, init_fn)
@@ -160,8 +183,11 @@ def try_model(
     findings = Findings(outside=tuple(observer.seen.outside), buffers=_buffers(model, double, trials[0]))
     found = TargetCounts(counts) if counts else None
     for candidate in (weight,) if weight is not None or reduction == "sum" else (found, None):
-        if all(_equal(double, one, candidate, reduction, loss_fn) for one in trials):
-            return replace(findings, weight=None if weight is not None else candidate)
+        try:
+            if all(_equal(double, one, candidate, reduction, loss_fn) for one in trials):
+                return replace(findings, weight=None if weight is not None else candidate)
+        except InputError as error:
+            return replace(findings, unsaid=error)
     kinds = {_kind(one, sums=reduction != "sum") for one in trials} - {""}
     if kinds == {SUM}:
         remedy = "The loss is a sum over samples: pass loss_reduction='sum'."
@@ -177,6 +203,12 @@ WEIGHT = (
     "function of some samples of a batch that gives what their mean is a mean over, such as lambda batch: "
     'batch["mask"].sum(); or keep the batch whole: a plan with data and zero 1 and one micro-batch. check=False trains '
     "as if all shares weighed the same."
+)
+
+
+EMPTY = (
+    "In a share of a batch in which nothing counts, the gradient of this loss is not finite. Divide by .clamp(min=1) of "
+    "the count, so that it is zero."
 )
 
 
@@ -219,7 +251,7 @@ def _tried(double: Double, batch: Any, whole: Pass, loss_fn: LossFn | None) -> T
 
 
 def _uneven(batch: Any, counts: Sequence[TargetCount]) -> Iterator[Any]:
-    """Batches whose first share counts less: fewer targets and mask entries in its first sample, then no target."""
+    """Batches whose first share counts less: fewer targets and mask entries in its first sample, then none in it."""
     # a loss of several means is tried as it is: whether such batches come is not known
     count = counts[0] if len(counts) == 1 else None
     masks = masks_of(batch, () if count is None else (count.place,))
@@ -237,20 +269,23 @@ def _uneven(batch: Any, counts: Sequence[TargetCount]) -> Iterator[Any]:
         return changed
 
     def none(place: str, tensor: Tensor) -> Tensor:
-        if count is None or place != count.place:
+        if place not in (masks if count is None else (count.place,)):
             return tensor
         changed = tensor.clone()
-        changed[: SAMPLES // SHARES] = count.ignored
+        changed[: SAMPLES // SHARES] = 0 if count is None else count.ignored
         return changed
 
     if count is not None or masks:
         yield map_places(batch, fewer)
-    if count is not None:
         yield map_places(batch, none)
 
 
 def _equal(double: Double, trial: Trial, weight: LossWeight | None, reduction: str, loss_fn: LossFn | None) -> bool:
-    """Whether shares with these weights make the batch's loss and gradients."""
+    """Whether shares with these weights make the batch's loss and gradients.
+
+    Raises:
+        InputError: a share that weighs nothing has gradients that are not finite; or ``weight`` gives no numbers.
+    """
     try:
         factors = share_factors(weight, reduction, trial.batch, SHARES)
     except InputError:
@@ -263,13 +298,8 @@ def _equal(double: Double, trial: Trial, weight: LossWeight | None, reduction: s
     if 0.0 in parts:  # nothing counts: its loss may be 0/0, but not the gradients that are summed with others
         rows, place = SAMPLES // SHARES, parts.index(0.0)
         empty = slice_batch(trial.batch, place * rows, (place + 1) * rows)
-        found = run_pass(double, empty, loss_fn, lambda loss: weighted(loss, torch.zeros(())))
-        if not found.is_finite:
-            remedy = (
-                "The gradient of a share in which nothing counts is not finite. Divide by clamp(min=1) in the loss, "
-                "so that it is 0."
-            )
-            raise InputError("loss", "0/0", remedy)
+        if not run_pass(double, empty, loss_fn, lambda loss: weighted(loss, torch.zeros(()))).is_finite:
+            raise InputError("loss", "0/0", EMPTY)
     return True
 
 
