@@ -219,7 +219,7 @@ def _tried_out(
     from galvatron_lite.verify.trial.check import try_model
 
     check_reduction(reduction, weight)
-    options = {"loss_fn": loss_fn, "weight": weight, "reduction": reduction, "init_fn": init_fn}
+    options: dict[str, Any] = {"loss_fn": loss_fn, "weight": weight, "reduction": reduction, "init_fn": init_fn}
     findings: Findings = _agreed(lambda: try_model(model, batch, layers, **options))
     if dist.get_rank() == 0:
         _warn(findings.warnings())

@@ -59,9 +59,11 @@ class SyncedBuffers:
         buffers = self._buffers.get(id(runtime), ())
         for one in buffers:
             one.tensor.copy_(one.before)
-        yield
-        for one in buffers:
-            one.change += one.tensor.double() - one.before.double()
+        try:
+            yield
+        finally:  # a stage that is not the last one ends its forward by an exception
+            for one in buffers:
+                one.change += one.tensor.double() - one.before.double()
 
     @torch.no_grad()
     def finish(self) -> None:

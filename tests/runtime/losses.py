@@ -158,7 +158,9 @@ def differences(kind: str, names: Sequence[str], **options: Any) -> list[str]:
         parallel = auto_parallelize(model, batch, plan=plan_of(name, kind), device="cpu", **options)
         optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
         found = [float(parallel.train_step(batch, optimizer)) for _ in range(STEPS)]
-        lines += [f"{name}: loss {a}, not {b}" for a, b in zip(found, losses, strict=True) if abs(a / b - 1) > TOLERANCE]
+        lines += [
+            f"{name}: loss {a}, not {b}" for a, b in zip(found, losses, strict=True) if abs(a / b - 1) > TOLERANCE
+        ]
         for entry, value in parallel.full_state_dict().items():
             error = float((value - state[entry]).abs().max()) if value.numel() else 0.0
             if not error <= TOLERANCE * float(state[entry].abs().max()) + NOISE:
@@ -176,3 +178,10 @@ def refusal(kind: str, name: str, **options: Any) -> str:
     return ""
 
 
+def planned(kind: str, profile: str) -> tuple[Plan | None, str]:
+    """The plan that is chosen, and its error, if there is none."""
+    model, batch = make(kind)
+    try:
+        return auto_parallelize(model, batch, profile=profile, device="cpu").plan, ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.trace import trace
+from galvatron_lite.profiler.estimate import estimate_profile
+from galvatron_lite.profiler.store import write_profile
 from galvatron_lite.runtime.loss_weight import TargetCount, TargetCounts, share_factors
 from tests.pool import WorkerPool
-from tests.runtime.losses import count_mask, differences, refusal
+from tests.runtime.losses import count_mask, differences, make, planned, refusal
 
 TWO = ("data", "zero1", "zero3", "pipeline")
 FOUR = ("pipeline and data",)
@@ -54,13 +60,33 @@ def test_refused_before_the_first_step(pool: WorkerPool, kind: str, names: tuple
             assert said in message
 
 
+@pytest.mark.parametrize("kind", ["contrastive", "penalty", "buffers", "masked"])
+def test_the_planner_keeps_to_plans_that_train_it_right(pool: WorkerPool, tmp_path: Path, kind: str) -> None:
+    model, batch = make(kind)
+    path = tmp_path / "profile.yaml"
+    write_profile(estimate_profile(trace(model, batch), load_cluster("t4", 2), precision="fp32", name=kind), path)
+    (plan, error), (other, _) = pool.run(2, planned, kind=kind, profile=str(path))
+    assert plan == other
+    if kind == "masked":
+        assert "loss_weight=" in error
+        return
+    strategies = [run.strategy for stage in plan.stages for run in stage.runs]
+    if kind == "contrastive":
+        assert plan.microbatches == 1
+        assert {one.batch_degree for one in strategies} == {1}
+    else:
+        assert {(one.tensor, one.context, one.recompute) for one in strategies} == {(1, 1, Recompute.NONE)}
+    assert kind != "penalty" or len(plan.stages) == 1
+
+
 def test_a_share_in_which_nothing_counts(pool: WorkerPool) -> None:
     (message,) = pool.run(1, refusal, kind="masked 0/0", name="micro-batches", loss_weight=count_mask)
     assert ".clamp(min=1)" in message
 
 
 @pytest.mark.parametrize(
-    ("kind", "names"), [("contrastive", ("tensor",)), ("penalty", ("data", "zero1")), ("tied by hand", ("data", "zero1"))]
+    ("kind", "names"),
+    [("contrastive", ("tensor",)), ("penalty", ("data", "zero1")), ("tied by hand", ("data", "zero1"))],
 )
 def test_plans_that_may_stay(pool: WorkerPool, kind: str, names: tuple[str, ...]) -> None:
     for found in pool.run(2, differences, kind=kind, names=names):

@@ -1,8 +1,8 @@
 """Whether a model's loss and gradients of a batch are those of its shares, found out before the first step.
 
-A small copy of the model is run on the example batch at once, and on shares of it; also on batches made uneven, in which
-targets are ignored and masks are zero. What a loss weight makes equal is trained under every plan. Everything else is an
-error with its remedy, or rules plans out.
+A small copy of the model is run on the example batch at once, and on shares of it; also on batches made uneven, in
+which targets are ignored and masks are zero. What a loss weight makes equal is trained under every plan. Everything
+else is an error with its remedy, or rules plans out.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Findings:
         if self.whole and shares_batch(plan):
             remedy = (
                 "The loss compares samples with one another: that of the batch is no mean of its shares' losses. Give "
-                "a plan that keeps the batch whole (--fix dp=1 --fix microbatches=1), or none, to have one found. If it "
-                "is a mean over samples on your data, pass check=False."
+                "a plan that keeps the batch whole (--fix dp=1 --fix microbatches=1), or none, to have one found. If "
+                "it is a mean over samples on your data, pass check=False."
             )
             raise InputError("loss", f"shared among data ranks or micro-batches (m={plan.microbatches})", remedy)
         if self.buffers and any(one.recompute is not Recompute.NONE for one in strategies):
@@ -207,8 +207,8 @@ WEIGHT = (
 
 
 EMPTY = (
-    "In a share of a batch in which nothing counts, the gradient of this loss is not finite. Divide by .clamp(min=1) of "
-    "the count, so that it is zero."
+    "In a share of a batch in which nothing counts, the gradient of this loss is not finite. Divide by .clamp(min=1) "
+    "of the count, so that it is zero."
 )
 
 

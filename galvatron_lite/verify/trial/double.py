@@ -159,5 +159,3 @@ def masks_of(batch: Any, besides: Sequence[str]) -> list[str]:
         if place not in besides and one.dim() > 0 and one.shape[0] == SAMPLES and prod(one.shape) > SAMPLES - 1
         and (one.dtype is torch.bool or bool(((one == 0) | (one == 1)).all()))
     ]  # fmt: skip
-
-

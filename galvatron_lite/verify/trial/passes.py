@@ -18,7 +18,8 @@ from galvatron_lite.model.discover_blocks import at
 from galvatron_lite.runtime.loss_weight import TargetCount
 from galvatron_lite.verify.trial.double import Double, SkippedError
 
-VALUELESS = ("type_as", Tensor.grad.__get__)
+_GRADIENT: Any = vars(torch._C.TensorBase)["grad"]
+VALUELESS = ("type_as", _GRADIENT.__get__)
 """Functions of a parameter whose tensors do not depend on its values; beside ``new_*`` and ``*_like``."""
 
 
@@ -144,12 +145,12 @@ class Observer(TorchFunctionMode):
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         if function in (F.cross_entropy, F.nll_loss):
-            self._note_mean(function, args, kwargs)
+            self._note_mean(args, kwargs)
         if any(True for _ in tensors_of(result)):
             self._note_reads(function, args, kwargs)
         return result
 
-    def _note_mean(self, function: Any, args: Any, kwargs: Any) -> None:
+    def _note_mean(self, args: Any, kwargs: Any) -> None:
         names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
         said = {**dict(zip(names, args, strict=False)), **kwargs}
         target = said["target"]
