@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from time import monotonic
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from galvatron_lite.verify.trial.double import SAMPLES, Double, SkippedError, ma
 from galvatron_lite.verify.trial.passes import Observer, Pass, counts_of, relative_error, run_pass
 
 SHARES = 2
+ENOUGH = 5.0
+"""Seconds of a trial after which no further batch is begun."""
 TOLERANCE = 2e-3
 """Relative error of a gradient that another order of sums in float32 may make in a copy of a few layers."""
 MEAN, SUM, WHOLE = "weighted mean", "sum", "whole"
@@ -172,7 +175,7 @@ def try_model(
         observer = Observer(double, model)
         whole = run_pass(double, double.batch, loss_fn, observer=observer)
         again = run_pass(double, double.batch, loss_fn, seed=1)
-    except SkippedError as error:
+    except (SkippedError, InputError) as error:
         return Findings(skipped=str(error))
     if again.loss != whole.loss:
         return Findings(skipped="its loss is random, dropout apart")
@@ -188,13 +191,15 @@ def try_model(
                 return replace(findings, weight=None if weight is not None else candidate)
         except InputError as error:
             return replace(findings, unsaid=error)
+    if several := _several(counts):
+        return replace(findings, unsaid=InputError("loss", "several means", several))
     kinds = {_kind(one, sums=reduction != "sum") for one in trials} - {""}
     if kinds == {SUM}:
         remedy = "The loss is a sum over samples: pass loss_reduction='sum'."
         return replace(findings, unsaid=InputError("loss_reduction", reduction, remedy))
     if kinds <= {MEAN, SUM}:
         value = None if weight is None else "that was given"
-        return replace(findings, unsaid=InputError("loss_weight", value, _several(counts) or WEIGHT))
+        return replace(findings, unsaid=InputError("loss_weight", value, WEIGHT))
     return replace(findings, whole=True)
 
 
@@ -234,8 +239,11 @@ class Trial:
 
 def _trials(double: Double, counts: Sequence[TargetCount], whole: Pass, loss_fn: LossFn | None) -> Iterator[Trial]:
     """The example, and batches made uneven of it; those on which the model does not run are left out."""
+    begun = monotonic()
     yield _tried(double, double.batch, whole, loss_fn)
     for batch in _uneven(double.batch, counts):
+        if monotonic() - begun > ENOUGH:
+            return
         try:
             trial = _tried(double, batch, run_pass(double, batch, loss_fn), loss_fn)
         except SkippedError:

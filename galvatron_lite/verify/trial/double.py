@@ -5,19 +5,21 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.balancing import LOGITS
-from galvatron_lite.model.batch import ITEMS, map_tensors, places, sequence_length
+from galvatron_lite.model.batch import ITEMS, call_model, map_tensors, places, resize_batch
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.model.trace_meta import BATCH_NORMS
+from galvatron_lite.model.trace_meta import BATCH_NORMS, meta_copy
 from galvatron_lite.runtime.materialize import Materializer
 from galvatron_lite.units import format_count
 from galvatron_lite.verify.numbers.shrink import cut_for
@@ -28,8 +30,8 @@ KEPT = 2
 """Blocks of each kind."""
 LARGEST = 50_000_000
 """Parameters that are tried, at most."""
-MOST_WORK = 1e11
-"""FLOPs of a forward and backward pass of all samples, at most: a few seconds on one core."""
+MOST_WORK = 3e10
+"""FLOPs of a forward and backward pass of all samples, at most: about a second on one core."""
 NARROW = 2
 """What sizes of a narrow model can be divided by."""
 
@@ -63,14 +65,12 @@ def make_double(
     """
     gone = _left_out(model, layers)
     rest = [one for name, one in model.named_parameters() if not any(name.startswith(f"{path}.") for path in gone)]
-    tokens = SAMPLES * max(sequence_length(batch), 1)
-    matrices = sum(one.numel() for one in rest if one.dim() > 1)
     small = dict(batch) if isinstance(batch, dict) else batch
     if isinstance(small, dict):
         for name in (ITEMS, f"output_{LOGITS}"):
             small.pop(name, None)
-    if sum(one.numel() for one in rest) > LARGEST or 6 * matrices * tokens > MOST_WORK:
-        double, small = _narrow(model, small, rest, tokens)
+    if sum(one.numel() for one in rest) > LARGEST or _work(model, small, gone) > MOST_WORK:
+        double, small = _narrow(model, small, rest)
     else:
         double = _copy(model, gone)
     small = map_tensors(with_samples(map_tensors(small, _on_cpu), SAMPLES), _as_float)
@@ -126,7 +126,14 @@ def _empty(tensor: Tensor) -> Tensor:
     return nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
 
 
-def _narrow(model: nn.Module, batch: Any, rest: Sequence[Tensor], tokens: int) -> tuple[nn.Module, Any]:
+def _work(model: nn.Module, batch: Any, gone: Sequence[str]) -> float:
+    """FLOPs of a forward and backward pass of the copy; 0 where it does not run without values."""
+    with FlopCounterMode(display=False) as counter, suppress(Exception):
+        call_model(dropped(meta_copy(model), gone), resize_batch(batch, SAMPLES))
+    return 3.0 * counter.get_total_flops()
+
+
+def _narrow(model: nn.Module, batch: Any, rest: Sequence[Tensor]) -> tuple[nn.Module, Any]:
     """A narrower model with values of its own, and its batch.
 
     Raises:
@@ -136,7 +143,7 @@ def _narrow(model: nn.Module, batch: Any, rest: Sequence[Tensor], tokens: int) -
         found = narrowed(model, NARROW)
     if found is None:
         items = format_count(sum(one.numel() for one in rest))
-        raise SkippedError(f"{items} parameters on {tokens} tokens, after leaving out equal blocks, take too long")
+        raise SkippedError(f"{items} parameters, equal blocks left out, are too many or take too long on the CPU")
     double, _ = found
     return double, cut_for(batch, double)
 
