@@ -66,7 +66,8 @@ class CyclicModel(Observable, nn.Module):
         layers: of the model, from ``discover_layers``.
         batch: an example batch; needed where layers of different stages read more than what the layer before them made.
         loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``.
-        loss_weight, loss_reduction: as for ``ParallelModel``; batches whose micro-batches weigh unlike are refused.
+        loss_weight: as for ``ParallelModel``.
+        loss_reduction: as for ``ParallelModel``; batches whose micro-batches weigh unlike are refused.
         device: of this rank; its GPU or the CPU if not given.
         precision: ``fp32`` or ``bf16`` compute; the plan's if not given.
         max_grad_norm: refused: no process ever has the whole gradient.

@@ -49,7 +49,8 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         layers: of the model, from ``discover_layers``.
         batch: an example batch; not needed.
         loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``.
-        loss_weight, loss_reduction: as for ``ParallelModel``.
+        loss_weight: as for ``ParallelModel``.
+        loss_reduction: as for ``ParallelModel``.
         device: of this rank; its GPU or the CPU if not given.
         precision: ``fp32``, ``bf16`` or ``fp16`` compute; the plan's if not given. As DeepSpeed does it: parameters are
             of that type, beside float32 master copies.

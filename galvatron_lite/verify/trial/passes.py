@@ -191,9 +191,8 @@ def _entry(target: Tensor, ignored: int, batch: Any) -> tuple[str, int] | None:
     """Which entry of the batch targets are, as it is or without its first token."""
     flat = target.reshape(-1)
     # labels may equal the inputs in an example: an entry that is named so goes first, then the last one
-    entries = sorted(
-        [*places(batch)][::-1], key=lambda entry: not any(word in entry[0] for word in ("label", "target"))
-    )
+    entries = [*places(batch)][::-1]
+    entries.sort(key=lambda entry: not any(word in entry[0] for word in ("label", "target")))
     for place, one in entries:
         if one.is_floating_point() or one.dim() == 0:
             continue
