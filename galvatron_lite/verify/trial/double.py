@@ -130,7 +130,7 @@ def _work(model: nn.Module, batch: Any, gone: Sequence[str]) -> float:
     """FLOPs of a forward and backward pass of the copy; 0 where it does not run without values."""
     with FlopCounterMode(display=False) as counter, suppress(Exception):
         call_model(dropped(meta_copy(model), gone), resize_batch(batch, SAMPLES))
-    return 3.0 * counter.get_total_flops()
+    return 3.0 * float(counter.get_total_flops())
 
 
 def _narrow(model: nn.Module, batch: Any, rest: Sequence[Tensor]) -> tuple[nn.Module, Any]:
