@@ -49,7 +49,9 @@ if TYPE_CHECKING:
     from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
     from galvatron_lite.runtime.engine import ParallelModel
     from galvatron_lite.runtime.inference import InferenceModel
+    from galvatron_lite.runtime.loss_weight import LossWeight
     from galvatron_lite.verify.launched import Verifier
+    from galvatron_lite.verify.trial.check import Findings
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
@@ -85,6 +87,9 @@ def auto_parallelize(
     live: bool = False,
     profile_steps: range | None = None,
     verify: bool = False,
+    loss_weight: LossWeight | None = None,
+    loss_reduction: str = "mean",
+    check: bool = True,
 ) -> ParallelModel | CyclicModel | InferenceModel | DevicesModel | DeepSpeedModel:
     """The model, split over the launched world.
 
@@ -136,6 +141,12 @@ def auto_parallelize(
         verify: whether a fork of rank 0 first does a step of the plan without data, and matches what all ranks send
             (docs/verify.md); it takes seconds to minutes, and rank 0 says what came of it.
         profile_steps: steps of which ``torch.profiler`` makes a trace, into ``log``: ``range(10, 13)``.
+        loss_weight: ``loss_weight(batch)`` of some samples: what their mean loss is a mean over, such as the number of
+            labels that count; found by itself for mean cross-entropies over an entry of the batch
+            (docs/training-loops.md).
+        loss_reduction: ``mean``, or ``sum`` for a loss that is a sum over samples.
+        check: whether rank 0 first tries, on a small copy of the model and in seconds, that the loss and the gradients
+            of the example batch are those of its shares; ``verify`` does so, too.
 
     Returns:
         An object used like the model, with ``train_step(batch, optimizer)``. For inference one that is called like the
@@ -144,7 +155,9 @@ def auto_parallelize(
 
     Raises:
         LaunchError: the world's size is not the plan's, or there is no GPU.
-        InputError: the model, batch or a file cannot be used, or the delay is none of these.
+        InputError: the model, batch or a file cannot be used, or the delay is none of these; or the plan would train
+            the model otherwise than one process does, as far as the loss, parameters that are read outside of their
+            layers and buffers are concerned.
         InfeasibleError: no plan fits the budget.
         VerificationError: ``verify``, and a check failed; on every rank.
     """
@@ -164,6 +177,9 @@ def auto_parallelize(
         _check_unplanned({"fix": fix, "forbid": forbid, "tolerance": tolerance})
     _check_delay(chosen, delay)
     wanted = mode_named(mode or (Mode.TRAINING if chosen is None else chosen.mode))
+    findings = None
+    if wanted is Mode.TRAINING and (check or verify):
+        findings = _tried_out(model, example, layers, loss_fn, loss_weight, loss_reduction, init_fn)
     known = None
     if chosen is None or settings is not None:
         known = _profile(profile, model, example, _goal(loss_fn, wanted, model, example), blocks, precision, folder)
@@ -173,13 +189,20 @@ def auto_parallelize(
         asked: Setup = {"mem": budget, "batch": global_batch or batch_size(example), "gpus": world_size()}
         if backend is not None:
             asked["backend"] = backend
-        pinned: Any = {"forbid": forbid} | ({} if tolerance is None else {"tolerance": tolerance})
-        chosen = _found_plan(source, {**asked, **pinned, **_asked(wanted, delay, texts("fix", fix))}, delay)
+        pinned: Any = {"fix": texts("fix", fix), "forbid": texts("forbid", forbid)}
+        for name, words in ({} if findings is None else findings.pins()).items():
+            pinned[name] = (*pinned[name], *words)
+        pinned |= {} if tolerance is None else {"tolerance": tolerance}
+        chosen = _found_plan(source, {**asked, **pinned, **_asked(wanted, delay, pinned["fix"])}, delay)
         if dist.get_rank() == 0:
             say(f"plan: {plan_line(chosen)}")
-            for note in () if chosen.provenance is None else chosen.provenance.notes:
+            notes = () if chosen.provenance is None else chosen.provenance.notes
+            for note in (*notes, *(() if findings is None else findings.notes())):
                 say(f"note: {note}")
     assert chosen is not None
+    if findings is not None:
+        for each in (chosen,) if phased is None else (phase.plan for phase in phased.phases):
+            findings.check(each)
     _warn(_on_size(chosen, model))
     if verifier is not None:
         verifier.check(chosen)
@@ -187,6 +210,10 @@ def auto_parallelize(
         watch_training(None, seen)
         return _on_devices(model, chosen, layers, example, place)
     asks: dict[str, Any] = {"precision": precision, "init_fn": init_fn, "seed": seed, **_compiling(chosen, compile)}
+    weight = loss_weight if findings is None or loss_weight is not None else findings.weight
+    asks |= {"loss_weight": weight, "loss_reduction": loss_reduction} if wanted is Mode.TRAINING else {}
+    if findings is not None and findings.synced:
+        asks |= _syncing(chosen, findings.synced)
     asks |= {} if expert_capacity is None else _with_capacity(chosen, expert_capacity)
     asks |= _randomness(chosen, randomness)
     asks |= {} if timeout is None else _with_timeout(chosen, timeout)
@@ -197,6 +224,27 @@ def auto_parallelize(
     steer(made, phased, settings, known)
     watch_training(made if wanted is Mode.TRAINING else None, seen, known)
     return made if wanted is Mode.TRAINING else _for_inference(made)
+
+
+def _tried_out(
+    model: nn.Module,
+    batch: Any,
+    layers: Sequence[Layer],
+    loss_fn: LossFn | None,
+    weight: LossWeight | None,
+    reduction: str,
+    init_fn: Callable[[nn.Module], None] | None,
+) -> Findings:
+    """What rank 0 finds out of the loss, on every rank."""
+    from galvatron_lite.runtime.loss_weight import check_reduction
+    from galvatron_lite.verify.trial.check import try_model
+
+    check_reduction(reduction, weight)
+    options: dict[str, Any] = {"loss_fn": loss_fn, "weight": weight, "reduction": reduction, "init_fn": init_fn}
+    findings: Findings = _agreed(lambda: try_model(model, batch, layers, **options))
+    if dist.get_rank() == 0:
+        _warn(findings.warnings())
+    return findings
 
 
 def launched_verifier(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Verifier:
@@ -264,6 +312,15 @@ def _check_unplanned(asked: Mapping[str, Any]) -> None:
     for name, value in asked.items():
         if value not in (None, (), {}, []):
             raise InputError(name, str(value), "The plan is given: leave one of the two out.")
+
+
+def _syncing(plan: Plan, rules: Mapping[str, str]) -> dict[str, Any]:
+    """The option that keeps buffers alike that forward passes update; where what trains has none, a warning."""
+    if plan.cyclic is None and plan.backend is Trainer.GALVATRON and not plan.branches:
+        return {"synced_buffers": rules}
+    if dist.get_rank() == 0:
+        _warn([f"Forward passes update {', '.join(rules)} from the samples: under this plan each rank keeps its own."])
+    return {}
 
 
 def _compiling(plan: Plan, wanted: bool | str) -> dict[str, Any]:
@@ -378,17 +435,19 @@ def _found_plan(profile: Profile, asked: Setup, delay: str | None) -> Plan:
 
 
 def _agreed_plan(profile: Profile, asked: Setup) -> Plan:
-    """Rank 0's plan, on every rank, so that no rank can differ."""
     from galvatron_lite.api import plan as find
 
-    box: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        box = _tried(lambda: find(profile, **asked))
+    plan: Plan = _agreed(lambda: find(profile, **asked))
+    return plan
+
+
+def _agreed(call: Callable[[], Any]) -> Any:
+    """What the call gives on rank 0, or its error, on every rank, so that no rank can differ."""
+    box: list[Any] = _tried(call) if dist.get_rank() == 0 else [None, None]
     dist.broadcast_object_list(box)
     if box[1] is not None:
         raise box[1]
-    plan: Plan = box[0]
-    return plan
+    return box[0]
 
 
 def _tried(call: Callable[[], Any]) -> list[Any]:

@@ -28,6 +28,7 @@ from galvatron_lite.runtime.compiled import check_compile
 from galvatron_lite.runtime.draws import draws_of
 from galvatron_lite.runtime.global_mean import global_mean
 from galvatron_lite.runtime.live.observed import Observable, observed
+from galvatron_lite.runtime.loss_weight import LossWeight, check_reduction
 from galvatron_lite.runtime.mesh import build_meshes
 from galvatron_lite.runtime.optimizer import OptimizerSteps, fused_on_host, split_groups
 from galvatron_lite.runtime.pieces import entries_of
@@ -43,6 +44,7 @@ from galvatron_lite.runtime.step_end import finish_step, reduced
 from galvatron_lite.runtime.stepped import check_gradients, check_no_gradients, stepped_loss
 from galvatron_lite.runtime.switch.origin import origin_of
 from galvatron_lite.runtime.switch.switching import Switching
+from galvatron_lite.runtime.synced_buffers import SyncedBuffers
 from galvatron_lite.runtime.watch.notes import Phase
 from galvatron_lite.runtime.watch.watch import Watch
 from galvatron_lite.runtime.world import pick_device
@@ -64,7 +66,12 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         layers: of the model, from ``discover_layers``.
         batch: an example batch; needed where the plan splits blocks by tensor parallelism, and where layers of
             different pipeline stages read more than what the layer before them made.
-        loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``. The loss must be a mean over samples.
+        loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``.
+        loss_weight: ``loss_weight(batch)`` of some samples: what their mean loss is a mean over, such as the number of
+            labels that count. If not given, the loss is a mean over samples.
+        loss_reduction: ``mean``, or ``sum`` for a loss that is a sum over samples.
+        synced_buffers: buffers that forward passes update from the samples, by name: ``mean`` or ``sum``, what the
+            updates of shares of a batch make together.
         device: of this rank; its GPU or the CPU if not given.
         precision: ``fp32``, ``bf16`` or ``fp16`` compute; the plan's if not given.
         max_grad_norm: clip the gradient to this norm in ``train_step``; None: do not clip.
@@ -102,6 +109,9 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         batch: Any = None,
         *,
         loss_fn: LossFn | None = None,
+        loss_weight: LossWeight | None = None,
+        loss_reduction: str = "mean",
+        synced_buffers: Mapping[str, str] | None = None,
         device: torch.device | str | None = None,
         precision: str | None = None,
         max_grad_norm: float | None = None,
@@ -115,6 +125,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         local_batch: bool = False,
     ) -> None:
         super().__init__()
+        check_reduction(loss_reduction, loss_weight)
         prepare_for_training(model)
         self.device = pick_device() if device is None else torch.device(device)
         self.plan, self.max_grad_norm = plan, max_grad_norm
@@ -131,7 +142,9 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         self.module = model
         self.steering: Steering | None = None
         self.origin.settle()
-        self._calls, self._rows = Calls(self._compute, self.device, loss_fn, draws), 0
+        buffers = SyncedBuffers(synced_buffers or {})
+        self._calls = Calls(self._compute, self.device, loss_fn, draws, loss_weight, loss_reduction, buffers=buffers)
+        self._rows = 0
         self._optimizers, self._turns = OptimizerSteps(self), 1
         self._batches = GlobalBatches(self.device, batch, local_batch)
 
@@ -157,7 +170,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         return [self.module, *self.copies]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The mean loss of a global batch: ``parallel(batch)``, or as the model is called; then ``loss.backward()``.
+        """The loss of a global batch: ``parallel(batch)``, or as the model is called; then ``loss.backward()``.
 
         The value is that of the whole batch on every rank. Where the plan has a pipeline or micro-batches, and
         gradients are wanted, their backward passes are done within the call (``runtime.stepped``).
@@ -174,7 +187,9 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
             raise InputError("plan", f"{len(self.plan.stages)} stages", remedy)
         (part,) = self._parts(batch, 1)
         self._begin()
+        self._calls.buffers.begin(self.runtimes if self.training else (), 1)
         loss = self._local_loss(part)
+        self._calls.buffers.finish()
         for runtime in self.runtimes:
             set_all_reduce(runtime.sharded.replicated, True)
             runtime.reducer.watch(loss, runtime.updates.deliver)
@@ -216,7 +231,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
             max_grad_norm: clip the gradient to this norm; that of the constructor if not given.
 
         Returns:
-            The batch's mean loss, the same on every rank.
+            The batch's loss, the same on every rank.
 
         Raises:
             InputError: the batch cannot be shared evenly, ranks give unlike batches, or the optimizer would not train
@@ -260,13 +275,15 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         """Forward and backward of a global batch, up to reduced gradients (under fp16 scaled ones).
 
         Returns:
-            This rank's part of the loss: the sum over the ranks of the world is the batch's mean loss.
+            This rank's part of the loss: the sum over the ranks of the world is the batch's loss.
         """
         self._begin()
         lifted = 1.0 if self.scaler is None else self.scaler.get_scale()
+        self._calls.buffers.begin(self.runtimes, self.plan.microbatches)
         with holding_copies(self._compute, self.device):
             loss = (self._accumulated if self.runtime.pipeline is None else self._pipelined)(batch, lifted)
         self.watch.at(Phase.GRADIENTS)
+        self._calls.buffers.finish()
         for one in self.runtimes:
             one.reducer.finish()
         if self.runtime.shared is not None:

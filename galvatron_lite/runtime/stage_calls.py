@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,8 +26,10 @@ from galvatron_lite.parallelism.spatial.apply import leaving
 from galvatron_lite.parallelism.vocabulary.logits import whole_logits
 from galvatron_lite.runtime.draws import drawing
 from galvatron_lite.runtime.layout import WHOLE, Split
+from galvatron_lite.runtime.loss_weight import LossWeight, share_factors, weighted
 from galvatron_lite.runtime.precision import compute_context
 from galvatron_lite.runtime.setup import StageRuntime
+from galvatron_lite.runtime.synced_buffers import SyncedBuffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,44 +41,63 @@ class Calls:
         device: of this rank.
         loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``.
         draws: decides random numbers; None: each rank draws for itself.
+        weight: how much the loss of some samples counts; None: as much as that of as many others.
+        reduction: what the loss is over samples, ``mean`` or ``sum``.
+        factors: on the loss of each part, by its identity.
+        buffers: that forward passes update.
     """
 
     compute: torch.dtype | None
     device: torch.device
     loss_fn: LossFn | None
     draws: Draws | None = None
+    weight: LossWeight | None = None
+    reduction: str = "mean"
+    factors: dict[int, Tensor] = field(default_factory=dict)
+    buffers: SyncedBuffers = field(default_factory=lambda: SyncedBuffers({}))
 
     def parts(self, runtime: StageRuntime, batch: Any, rows: int) -> list[Any]:
         """This rank's samples of every micro-batch of so many rows, in the layout of a stage's glue code."""
         traffic, place = runtime.traffic, runtime.meshes.index_in_stage
         ((top, bottom),) = traffic.glue.samples((rows,)).box(place, (rows,)).ranges
         samples = batch_size(batch)
-        starts, batch = range(0, samples, rows), with_share_of_items(batch, (bottom - top) / samples)
+        starts, shares = range(0, samples, rows), traffic.glue.batch
+        factors = None
+        if runtime.is_last:
+            factors = share_factors(self.weight, self.reduction, batch, shares * len(starts))
+        batch = with_share_of_items(batch, (bottom - top) / samples)
         parts = [slice_batch(batch, start + top, start + bottom) for start in starts]
         made = [traffic.cut_batch(part, self.device) for part in parts]
         for part, start in zip(made, starts, strict=True):
             if self.draws is not None:
                 self.draws.note(part, start)
+        if runtime.is_last:
+            self.factors.clear()
+        if factors is not None:
+            mine = factors.float().view(-1, shares)[:, top // (bottom - top)].to(self.device)
+            self.factors.update((id(part), factor) for part, factor in zip(made, mine, strict=True))
         return made
 
     def loss(self, runtime: StageRuntime, part: Any, rows: int) -> Tensor:
-        """The mean loss of this rank's samples; zero where the stage is not the last."""
-        with self._running(runtime, part, rows):
+        """The loss of this rank's samples, times their weight; zero where the stage is not the last."""
+        with self._running(runtime, part, rows), self.buffers.updating(runtime):
             output = call_model(runtime.model, part)
             if not runtime.is_last:
                 return torch.zeros((), device=self.device)
-            return leaving(loss_of(output, part, self.loss_fn), runtime.traffic.border.lines)
+            loss = leaving(loss_of(output, part, self.loss_fn), runtime.traffic.border.lines)
+            return weighted(loss, self.factors.get(id(part)))
 
     def outputs(self, runtime: StageRuntime, part: Any, rows: int) -> tuple[Any, tuple[bool, ...]]:
         """The model's own outputs, whole on every rank of the stage, and of each tensor whether it holds the samples.
 
-        Others (a loss) are means over the ranks' shares of the samples.
+        Others (a loss) are means over the ranks' shares of the samples, scalars with their weights.
         """
         sampled: list[bool] = []
+        factor = self.factors.get(id(part))
 
         def gathered(tensor: Tensor) -> Tensor:
             sampled.append(runtime.traffic.piece(tensor) is not None)
-            return _gathered(runtime, tensor)
+            return _gathered(runtime, tensor, factor)
 
         with self._running(runtime, part, rows):
             found = call_model(runtime.model, part)
@@ -93,13 +114,15 @@ class Calls:
             runtime.traffic.end()
 
 
-def _gathered(runtime: StageRuntime, tensor: Tensor) -> Tensor:
+def _gathered(runtime: StageRuntime, tensor: Tensor, factor: Tensor | None) -> Tensor:
     traffic, group = runtime.traffic, runtime.glue_groups.batch
     piece = traffic.piece(tensor)
     if piece is not None:
         whole = Split(piece.split.devices, (WHOLE,) * len(piece.shape))
         return traffic.mover(piece.tensor, piece.split, whole, piece.shape)
     plain = local_of(whole_logits(tensor))
+    if plain.is_floating_point() and plain.numel() == 1:
+        plain = weighted(plain, factor)
     if group is None or not plain.is_floating_point():
         return plain
     total = plain.clone()

@@ -27,6 +27,7 @@ from galvatron_lite.runtime.cyclic.optimizer import CyclicOptimizer
 from galvatron_lite.runtime.cyclic.setup import Options, set_up
 from galvatron_lite.runtime.cyclic.state import WholeState
 from galvatron_lite.runtime.live.observed import Observable, observed
+from galvatron_lite.runtime.loss_weight import LossWeight, check_even, check_reduction, share_factors
 from galvatron_lite.runtime.peers import ProcessPeers, at_first
 from galvatron_lite.runtime.placement import check_samples
 from galvatron_lite.runtime.precision import compute_dtype
@@ -65,7 +66,9 @@ class CyclicModel(Observable, nn.Module):
         plan: of cyclic data parallelism, for this model and this world.
         layers: of the model, from ``discover_layers``.
         batch: an example batch; needed where layers of different stages read more than what the layer before them made.
-        loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``. The loss must be a mean over samples.
+        loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``.
+        loss_weight: as for ``ParallelModel``.
+        loss_reduction: as for ``ParallelModel``; batches whose micro-batches weigh unlike are refused.
         device: of this rank; its GPU or the CPU if not given.
         precision: ``fp32`` or ``bf16`` compute; the plan's if not given.
         max_grad_norm: refused: no process ever has the whole gradient.
@@ -94,6 +97,8 @@ class CyclicModel(Observable, nn.Module):
         batch: Any = None,
         *,
         loss_fn: LossFn | None = None,
+        loss_weight: LossWeight | None = None,
+        loss_reduction: str = "mean",
         device: torch.device | str | None = None,
         precision: str | None = None,
         max_grad_norm: float | None = None,
@@ -105,7 +110,9 @@ class CyclicModel(Observable, nn.Module):
         super().__init__()
         prepare_for_training(model)
         _refuse_clipping(max_grad_norm)
+        check_reduction(loss_reduction, loss_weight)
         _check_world(plan)
+        self._loss_weight, self._loss_reduction = loss_weight, loss_reduction
         self.device = pick_device() if device is None else torch.device(device)
         self.plan, self.module, self.step = plan, model, 0
         broadcast_values(model, self.device)
@@ -279,6 +286,7 @@ class CyclicModel(Observable, nn.Module):
         samples, count = batch_size(batch), len(self.plan.stages)
         check_samples(samples, self.plan, count)
         rows = samples // count
+        check_even(share_factors(self._loss_weight, self._loss_reduction, batch, count), "cyclic data parallelism")
         return [slice_batch(batch, start, start + rows) for start in range(0, samples, rows)]
 
     def _learned(self) -> Tensor:

@@ -27,6 +27,7 @@ from galvatron_lite.runtime.deepspeed.saving import DeepSpeedSaver
 from galvatron_lite.runtime.deepspeed.settings import check_engine, common_strategy
 from galvatron_lite.runtime.deepspeed.state import full_state_dict, load_full_state_dict
 from galvatron_lite.runtime.live.observed import Observable, observed
+from galvatron_lite.runtime.loss_weight import LossWeight, check_reduction, share_factors, weighted
 from galvatron_lite.runtime.mesh import join_world
 from galvatron_lite.runtime.placement import check_samples, place_layers
 from galvatron_lite.runtime.world import pick_device
@@ -48,7 +49,9 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         plan: for this model and this world, with one ZeRO stage for all layers.
         layers: of the model, from ``discover_layers``.
         batch: an example batch; not needed.
-        loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``. The loss must be a mean over samples.
+        loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``.
+        loss_weight: as for ``ParallelModel``.
+        loss_reduction: as for ``ParallelModel``.
         device: of this rank; its GPU or the CPU if not given.
         precision: ``fp32``, ``bf16`` or ``fp16`` compute; the plan's if not given. As DeepSpeed does it: parameters are
             of that type, beside float32 master copies.
@@ -76,6 +79,8 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         batch: Any = None,  # noqa: ARG002
         *,
         loss_fn: LossFn | None = None,
+        loss_weight: LossWeight | None = None,
+        loss_reduction: str = "mean",
         device: torch.device | str | None = None,
         precision: str | None = None,
         max_grad_norm: float | None = None,
@@ -83,6 +88,8 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        check_reduction(loss_reduction, loss_weight)
+        self._loss_weight, self._loss_reduction, self._factors = loss_weight, loss_reduction, dict[int, Tensor]()
         prepare_for_training(model)
         self.device = pick_device() if device is None else torch.device(device)
         self.plan, self.max_grad_norm, self._loss_fn = check_runs(plan, DEEPSPEED), max_grad_norm, loss_fn
@@ -177,7 +184,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
             max_grad_norm: clip the gradient to this norm; that of the constructor if not given.
 
         Returns:
-            The batch's mean loss, the same on every rank.
+            The batch's loss, the same on every rank.
 
         Raises:
             InputError: the batch cannot be shared evenly, or the optimizer is another one.
@@ -273,14 +280,21 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         check_samples(samples, self.plan, count)
         rows, own = samples // count, samples // (count * ranks)
         starts = (first + dist.get_rank() * own for first in range(0, samples, rows))
-        return [map_tensors(slice_batch(batch, start, start + own), self._placed) for start in starts]
+        factors = share_factors(self._loss_weight, self._loss_reduction, batch, count * ranks)
+        parts = [map_tensors(slice_batch(batch, start, start + own), self._placed) for start in starts]
+        self._factors.clear()
+        if factors is not None:
+            mine = factors.float().view(count, ranks)[:, dist.get_rank()].to(self.device)
+            self._factors.update((id(part), factor) for part, factor in zip(parts, mine, strict=True))
+        return parts
 
     def _placed(self, tensor: Tensor) -> Tensor:
         cast = self._compute if tensor.is_floating_point() else None
         return tensor.to(self.device, cast, non_blocking=True)
 
     def _local_loss(self, part: Any) -> Tensor:
-        return loss_of(call_model(self.engine, part), part, self._loss_fn)
+        loss = loss_of(call_model(self.engine, part), part, self._loss_fn)
+        return weighted(loss, self._factors.get(id(part)))
 
     def _mean(self, loss: Tensor) -> Tensor:
         total = loss.detach().float().clone()

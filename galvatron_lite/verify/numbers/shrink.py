@@ -187,11 +187,11 @@ def _narrow(source: ModelSource, ways: int) -> tuple[nn.Module, Any, LossFn | No
     if found is None:
         raise TooLargeError("The model is not made of a configuration with sizes that could be smaller.")
     small, changes = found
-    batch = example_batch(small) if given is None else _cut(given, small)
+    batch = example_batch(small) if given is None else cut_for(given, small)
     return small, batch, loss_fn, [f"sizes: {', '.join(changes) or 'as they are'}"]
 
 
-def _cut(batch: Any, small: nn.Module) -> Any:
+def cut_for(batch: Any, small: nn.Module) -> Any:
     """A user's batch for a narrower model."""
     config = getattr(small, "config", None)
     before, longest = sequence_length(batch), _longest(small)
@@ -272,7 +272,7 @@ def make_small(source: ModelSource, recipe: Recipe) -> Small:
     small = model if made is None else made[0]
     samples = recipe.plan.global_batch * STEPS
     given = _with_values(source, model, given)
-    cut = given if given is None or made is None else _cut(given, small)
+    cut = given if given is None or made is None else cut_for(given, small)
     example = example_batch(small, samples) if cut is None else with_samples(cut, samples)
     small = calmed(dropped(small, recipe.left_out)).float().train()
     normed, long = has_batch_norms(small), convolves(small)

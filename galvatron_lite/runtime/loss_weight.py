@@ -1,0 +1,162 @@
+"""How much the loss of each share of a batch counts, so that their mean is the loss of the batch.
+
+A mean over samples is the mean of its equal shares' means. One over labels that count, or weighted by class, is not: a
+share's mean counts as much as the labels in it. Every rank sees the global batch, so every rank computes these weights
+for all shares before the step, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.batch import ITEMS, batch_size, places, slice_batch
+
+LossWeight = Callable[[Any], Tensor | float]
+"""``loss_weight(batch)`` of some samples: what their mean loss is a mean over (a number of labels that count)."""
+REDUCTIONS = ("mean", "sum")
+EVEN = 1e-6
+"""Relative difference up to which weights are alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetCount:
+    """What a mean cross-entropy divides by: its targets that are not ignored, each times the weight of its class.
+
+    Attributes:
+        place: of the targets in a batch; see ``model.batch.map_places``.
+        shift: how many tokens at the start of each sample are no target (1: the next token is predicted).
+        ignored: the target that does not count.
+        classes: weight of each class; None: all alike.
+    """
+
+    place: str
+    shift: int
+    ignored: int
+    classes: Tensor | None = None
+
+    def by_sample(self, batch: Any) -> Tensor | None:
+        """The weight of each sample (samples,); None where the batch has no such targets."""
+        targets = dict(places(batch)).get(self.place)
+        if targets is None:
+            return None
+        targets = targets[:, self.shift :] if self.shift else targets
+        counts = targets != self.ignored
+        if self.classes is not None:
+            classes = self.classes.to(targets.device, torch.float64)
+            counts = torch.where(counts, classes[torch.where(counts, targets, 0)], 0.0)
+        return counts.reshape(len(targets), -1).sum(1, dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetCounts:
+    """A loss weight found by itself: a loss made of mean cross-entropies.
+
+    Attributes:
+        counts: of each one with targets, or weights of classes, of its own.
+    """
+
+    counts: tuple[TargetCount, ...]
+
+    def __call__(self, batch: Any) -> Tensor:
+        """The weight of some samples."""
+        return self.of_shares(batch, 1).sum()
+
+    def of_shares(self, batch: Any, shares: int) -> Tensor:
+        """The weights of equal shares of a batch (shares,).
+
+        Raises:
+            InputError: the loss is a sum of means that weigh the shares unlike: no weight of a share serves all.
+        """
+        samples = [one for count in self.counts if (one := count.by_sample(batch)) is not None]
+        if not samples:
+            return torch.ones(shares, dtype=torch.float64)
+        each = [one.reshape(shares, -1).sum(1) for one in samples]
+        relative = [one / one.mean() for one in each]
+        if any(not torch.allclose(one, relative[0], rtol=EVEN, atol=EVEN) for one in relative[1:]):
+            names = ", ".join(count.place.lstrip(".") or "the batch" for count in self.counts)
+            remedy = (
+                f"It is a sum of means over different targets ({names}), which count unlike in the shares of this "
+                "batch. Give every share as many that count, or a plan that keeps the batch whole (data and zero 1, "
+                "one micro-batch)."
+            )
+            raise InputError("loss", "several means", remedy)
+        return each[0]
+
+
+def check_reduction(reduction: str, weight: LossWeight | None) -> None:
+    """Refuse what cannot be said of a loss.
+
+    Raises:
+        InputError: an unknown reduction, or a sum that is weighted.
+    """
+    if reduction not in REDUCTIONS:
+        raise InputError("loss_reduction", reduction, "Give 'mean' or 'sum'.")
+    if reduction == "sum" and weight is not None:
+        raise InputError("loss_weight", "with loss_reduction='sum'", "A sum needs no weight: leave one of them out.")
+
+
+def share_factors(weight: LossWeight | None, reduction: str, batch: Any, shares: int) -> Tensor | None:
+    """What the loss of each share is multiplied by, so that the mean over shares is the loss of the batch.
+
+    Args:
+        weight: of some samples; None: all shares weigh the same.
+        reduction: ``mean`` or ``sum``: what the loss is, over samples.
+        batch: the global one; where it says ``num_items_in_batch``, shares have their part of that already.
+        shares: equal ones, one after the other, over all micro-batches.
+
+    Returns:
+        Of shape (shares,); None: 1 everywhere.
+
+    Raises:
+        InputError: a weight that is negative or no number.
+    """
+    if shares == 1:
+        return None
+    if reduction == "sum":
+        return torch.full((shares,), float(shares))
+    if weight is None or (isinstance(batch, Mapping) and batch.get(ITEMS) is not None):
+        return None
+    weights = weight.of_shares(batch, shares) if isinstance(weight, TargetCounts) else _called(weight, batch, shares)
+    return weights / weights.mean()
+
+
+def _called(weight: LossWeight, batch: Any, shares: int) -> Tensor:
+    rows = batch_size(batch) // shares
+    parts = (slice_batch(batch, start, start + rows) for start in range(0, shares * rows, rows))
+    weights = torch.tensor([float(weight(part)) for part in parts], dtype=torch.float64)
+    if not bool(((weights >= 0) & weights.isfinite()).all()):
+        remedy = "It must give a number of at least 0 for any samples of a batch: what their mean loss is a mean over."
+        raise InputError("loss_weight", weights.tolist(), remedy)
+    return weights
+
+
+def weighted(loss: Tensor, factor: Tensor | None) -> Tensor:
+    """The loss of a share times its factor; of a share in which nothing counts, whose mean is 0/0, zero."""
+    if factor is None:
+        return loss
+    scaled = loss * factor
+    return torch.where(factor == 0, torch.zeros_like(scaled), scaled)
+
+
+def check_even(factors: Tensor | None, trainer: str) -> None:
+    """Refuse shares that weigh unlike, for what trains them all alike.
+
+    Raises:
+        InputError: they do.
+    """
+    if factors is not None and not torch.allclose(factors, torch.ones_like(factors), rtol=EVEN):
+        remedy = (
+            f"Micro-batches weigh the same under {trainer}; in this batch they do not ({_few(factors)}). Give each as "
+            "many labels that count, or a plan of synchronous training."
+        )
+        raise InputError("loss_weight", trainer, remedy)
+
+
+def _few(factors: Tensor) -> str:
+    return ", ".join(f"{float(factor):.3g}" for factor in factors[:4]) + (", ..." if len(factors) > 4 else "")

@@ -1,0 +1,370 @@
+"""Whether a model's loss and gradients of a batch are those of its shares, found out before the first step.
+
+A small copy of the model is run on the example batch at once, and on shares of it; also on batches made uneven, in
+which targets are ignored and masks are zero. What a loss weight makes equal is trained under every plan. Everything
+else is an error with its remedy, or rules plans out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.batch import LossFn, map_places, slice_batch
+from galvatron_lite.model.graph import Layer, Recompute
+from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.loss_weight import LossWeight, TargetCount, TargetCounts, share_factors, weighted
+from galvatron_lite.verify.trial.double import SAMPLES, Double, SkippedError, make_double, masks_of
+from galvatron_lite.verify.trial.passes import Observer, Pass, counts_of, relative_error, run_pass
+
+SHARES = 2
+ENOUGH = 5.0
+"""Seconds of a trial after which no further batch is begun."""
+TOLERANCE = 2e-3
+"""Relative error of a gradient that another order of sums in float32 may make in a copy of a few layers."""
+MEAN, SUM, WHOLE = "weighted mean", "sum", "whole"
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What of a model depends on how a batch is shared.
+
+    Attributes:
+        weight: a loss weight that was found; None: shares weigh the same, or the user gave one.
+        whole: whether the loss is right only for the batch as one: no plan may share it out.
+        outside: parameters that code outside of their layers reads; such a plan has whole parameters.
+        buffers: buffers that a forward pass updates from the batch: ``mean`` or ``sum`` of what shares make of them,
+            or empty where it is neither.
+        skipped: why nothing was found out; empty where it was.
+        unsaid: what has to be said of the loss before a batch can be shared out; None: nothing.
+    """
+
+    weight: LossWeight | None = None
+    whole: bool = False
+    outside: tuple[str, ...] = ()
+    buffers: tuple[tuple[str, str], ...] = ()
+    skipped: str = ""
+    unsaid: InputError | None = None
+
+    def pins(self) -> dict[str, tuple[str, ...]]:
+        """What the planner keeps to: ``fix`` and ``forbid`` of ``galvatron plan``.
+
+        Raises:
+            InputError: something has to be said of the loss first.
+        """
+        if self.unsaid is not None:
+            raise self.unsaid
+        fix = ("dp=1", "microbatches=1") if self.whole else ()
+        forbid = (*(OUTSIDE_NEEDS if self.outside else ()), *(SAMPLES_NEED if self.buffers else ()))
+        return {name: words for name, words in (("fix", fix), ("forbid", forbid)) if words}
+
+    def notes(self) -> list[str]:
+        """What pins are there for, in words."""
+        notes = []
+        if self.whole:
+            notes.append("the loss compares samples with one another: only plans that keep the batch whole (dp 1, one "
+                         "micro-batch) train like one process")  # fmt: skip
+        if self.outside:
+            notes.append(f"code outside of their layers reads {_few(self.outside)}: every device holds all parameters")
+        return notes
+
+    @property
+    def synced(self) -> dict[str, str]:
+        """Rules of the buffers that ranks keep alike."""
+        return {name: rule for name, rule in self.buffers if rule}
+
+    def warnings(self) -> list[str]:
+        """What could not be found out, or cannot be kept right, in words."""
+        lines = []
+        if lone := [name for name, rule in self.buffers if not rule]:
+            lines.append(f"Forward passes update {_few(lone)} from the samples, by neither a mean nor a sum over them: "
+                         "each rank and micro-batch updates its own by its share.")  # fmt: skip
+        if self.skipped:
+            lines.append(f"Whether the loss of a batch is that of its shares was not tried: {self.skipped}. If it is a "
+                         "mean over samples, pass check=False to leave this out.")  # fmt: skip
+        return lines
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan under which the model trains otherwise than in one process.
+
+        Raises:
+            InputError: it shares a batch that must stay whole, or parameters that code outside of their layers reads.
+        """
+        if self.unsaid is not None and shares_batch(plan):
+            raise self.unsaid
+        strategies = [run.strategy for stage in plan.stages for run in stage.runs]
+        if self.whole and shares_batch(plan):
+            remedy = (
+                "The loss compares samples with one another: that of the batch is no mean of its shares' losses. Give "
+                "a plan that keeps the batch whole (--fix dp=1 --fix microbatches=1), or none, to have one found. If "
+                "it is a mean over samples on your data, pass check=False."
+            )
+            raise InputError("loss", f"shared among data ranks or micro-batches (m={plan.microbatches})", remedy)
+        if self.buffers and any(one.recompute is not Recompute.NONE for one in strategies):
+            remedy = (
+                "Forward passes update these buffers, and recomputation would update them again. Give a plan without "
+                "recomputation, or none, to have one found."
+            )
+            raise InputError("buffers", _few([name for name, _ in self.buffers]), remedy)
+        if self.buffers and any(map(_shares_inside, strategies)):
+            remedy = (
+                "Forward passes update these buffers from the samples, of which a rank under this plan has a part of "
+                "each. Give a plan of data parallelism, ZeRO or stages, or none, to have one found."
+            )
+            raise InputError("buffers", _few([name for name, _ in self.buffers]), remedy)
+        if self.outside and (len(plan.stages) > 1 or any(map(_shares_parameters, strategies)) or plan.branches):
+            remedy = (
+                "Code outside of their layers reads these parameters, of which a rank under this plan has a share, or "
+                "none. Give a plan of data parallelism or ZeRO-1 with one stage, or none, to have one found; or move "
+                "what reads them into the optimizer (weight_decay) or into their layers."
+            )
+            raise InputError("parameters", _few(self.outside), remedy)
+
+
+def _shares_inside(one: Strategy) -> bool:
+    return max(one.tensor, one.context, one.spatial, one.slices, one.expert) > 1
+
+
+SAMPLES_NEED = ("recompute", "tensor", "context", "expert", "spatial", "channel", "branches")
+"""Dimensions under which a forward pass updates a buffer twice, or from parts of samples."""
+OUTSIDE_NEEDS = ("pipeline", "zero", "tensor", "context", "expert", "spatial", "channel", "branches")
+"""Dimensions that leave a rank without whole parameters, or count a term of the loss more than once."""
+
+
+def _shares_parameters(one: Strategy) -> bool:
+    return one.zero_stage > 1 or _shares_inside(one)
+
+
+def shares_batch(plan: Plan) -> bool:
+    """Whether a plan works on a batch in more than one share."""
+    degrees = (run.strategy.batch_degree for stage in plan.stages for run in stage.runs)
+    return plan.microbatches > 1 or plan.cyclic is not None or any(degree > 1 for degree in degrees)
+
+
+def try_model(
+    model: nn.Module,
+    batch: Any,
+    layers: Sequence[Layer],
+    *,
+    loss_fn: LossFn | None = None,
+    weight: LossWeight | None = None,
+    reduction: str = "mean",
+    init_fn: Callable[[nn.Module], None] | None = None,
+) -> Findings:
+    """Find out what of a model depends on how a batch is shared.
+
+    Args:
+        model: it is not changed.
+        batch: an example, with values.
+        layers: of the model.
+        loss_fn: see ``model.batch.loss_of``.
+        weight: the user's ``loss_weight``.
+        reduction: the user's ``loss_reduction``.
+        init_fn: initial values of a model on the meta device.
+
+    """
+    try:
+        double = make_double(model, batch, layers, init_fn)
+        observer = Observer(double, model)
+        whole = run_pass(double, double.batch, loss_fn, observer=observer)
+        again = run_pass(double, double.batch, loss_fn, seed=1)
+    except (SkippedError, InputError) as error:
+        return Findings(skipped=str(error))
+    if again.loss != whole.loss:
+        return Findings(skipped="its loss is random, dropout apart")
+    if not whole.is_finite:
+        return Findings(skipped=f"the loss of the example batch, or a gradient of it, is not finite ({whole.loss})")
+    counts = counts_of(observer.seen, double.batch)
+    trials = list(_trials(double, counts, whole, loss_fn))
+    findings = Findings(outside=tuple(observer.seen.outside), buffers=_buffers(model, double, trials[0]))
+    found = TargetCounts(counts) if counts else None
+    for candidate in (weight,) if weight is not None or reduction == "sum" else (found, None):
+        try:
+            if all(_equal(double, one, candidate, reduction, loss_fn) for one in trials):
+                return replace(findings, weight=None if weight is not None else candidate)
+        except InputError as error:
+            return replace(findings, unsaid=error)
+    if several := _several(counts):
+        return replace(findings, unsaid=InputError("loss", "several means", several))
+    kinds = {_kind(one, sums=reduction != "sum") for one in trials} - {""}
+    if kinds == {SUM}:
+        remedy = "The loss is a sum over samples: pass loss_reduction='sum'."
+        return replace(findings, unsaid=InputError("loss_reduction", reduction, remedy))
+    if kinds <= {MEAN, SUM}:
+        value = None if weight is None else "that was given"
+        return replace(findings, unsaid=InputError("loss_weight", value, WEIGHT))
+    return replace(findings, whole=True)
+
+
+WEIGHT = (
+    "The loss is a mean in which samples weigh unlike: over a mask, or with weights of its own. Pass loss_weight=, a "
+    "function of some samples of a batch that gives what their mean is a mean over, such as lambda batch: "
+    'batch["mask"].sum(); or keep the batch whole: a plan with data and zero 1 and one micro-batch. check=False trains '
+    "as if all shares weighed the same."
+)
+
+
+EMPTY = (
+    "In a share of a batch in which nothing counts, the gradient of this loss is not finite. Divide by .clamp(min=1) "
+    "of the count, so that it is zero."
+)
+
+
+def _several(counts: Sequence[TargetCount]) -> str:
+    if len(counts) < 2:
+        return ""
+    names = " and ".join(count.place.lstrip(".") or "the batch" for count in counts)
+    return (
+        f"The loss is a sum of means over different targets ({names}), which count unlike in shares of a batch: no "
+        "weight makes it of its shares' losses. Divide each sum by a number that the batch says, or keep the batch "
+        "whole: a plan with data and zero 1 and one micro-batch."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A batch, at once and in shares."""
+
+    batch: Any
+    whole: Pass
+    shares: tuple[Pass, ...]
+
+
+def _trials(double: Double, counts: Sequence[TargetCount], whole: Pass, loss_fn: LossFn | None) -> Iterator[Trial]:
+    """The example, and batches made uneven of it; those on which the model does not run are left out."""
+    begun = monotonic()
+    yield _tried(double, double.batch, whole, loss_fn)
+    for batch in _uneven(double.batch, counts):
+        if monotonic() - begun > ENOUGH:
+            return
+        try:
+            trial = _tried(double, batch, run_pass(double, batch, loss_fn), loss_fn)
+        except SkippedError:
+            continue
+        if trial.whole.is_finite:
+            yield trial
+
+
+def _tried(double: Double, batch: Any, whole: Pass, loss_fn: LossFn | None) -> Trial:
+    rows = SAMPLES // SHARES
+    parts = [slice_batch(batch, start, start + rows) for start in range(0, SAMPLES, rows)]
+    return Trial(batch, whole, tuple(run_pass(double, part, loss_fn) for part in parts))
+
+
+def _uneven(batch: Any, counts: Sequence[TargetCount]) -> Iterator[Any]:
+    """Batches whose first share counts less: fewer targets and mask entries in its first sample, then none in it."""
+    # a loss of several means is tried as it is: whether such batches come is not known
+    count = counts[0] if len(counts) == 1 else None
+    masks = masks_of(batch, () if count is None else (count.place,))
+
+    def fewer(place: str, tensor: Tensor) -> Tensor:
+        targets = count is not None and place == count.place
+        if not targets and place not in masks:
+            return tensor
+        changed = tensor.clone()
+        value = count.ignored if count is not None and targets else 0
+        if tensor.dim() == 1:
+            changed[0] = value
+        else:
+            changed[0, ..., 1 + (tensor.shape[-1] > 2) :] = value
+        return changed
+
+    def none(place: str, tensor: Tensor) -> Tensor:
+        if place not in (masks if count is None else (count.place,)):
+            return tensor
+        changed = tensor.clone()
+        changed[: SAMPLES // SHARES] = 0 if count is None else count.ignored
+        return changed
+
+    if count is not None or masks:
+        yield map_places(batch, fewer)
+        yield map_places(batch, none)
+
+
+def _equal(double: Double, trial: Trial, weight: LossWeight | None, reduction: str, loss_fn: LossFn | None) -> bool:
+    """Whether shares with these weights make the batch's loss and gradients.
+
+    Raises:
+        InputError: a share that weighs nothing has gradients that are not finite; or ``weight`` gives no numbers.
+    """
+    try:
+        factors = share_factors(weight, reduction, trial.batch, SHARES)
+    except InputError:
+        if isinstance(weight, TargetCounts):
+            return False
+        raise
+    parts = [1 / SHARES] * SHARES if factors is None else [float(factor) / SHARES for factor in factors]
+    if relative_error(trial.whole, trial.shares, parts) > TOLERANCE:
+        return False
+    if 0.0 in parts:  # nothing counts: its loss may be 0/0, but not the gradients that are summed with others
+        rows, place = SAMPLES // SHARES, parts.index(0.0)
+        empty = slice_batch(trial.batch, place * rows, (place + 1) * rows)
+        if not run_pass(double, empty, loss_fn, lambda loss: weighted(loss, torch.zeros(()))).is_finite:
+            raise InputError("loss", "0/0", EMPTY)
+    return True
+
+
+def _kind(trial: Trial, *, sums: bool) -> str:
+    """What the batch's loss is of its shares' losses: their mean (empty), a weighted mean, a sum, or neither."""
+    if not all(share.is_finite for share in trial.shares):
+        return ""
+    if relative_error(trial.whole, trial.shares, [1 / SHARES] * SHARES) <= TOLERANCE:
+        return ""
+    if sums and relative_error(trial.whole, trial.shares, [1.0] * SHARES) <= TOLERANCE:
+        return SUM
+    parts = _fitted(trial)
+    fits = min(parts) > -TOLERANCE and abs(sum(parts) - 1) <= TOLERANCE
+    return MEAN if fits and relative_error(trial.whole, trial.shares, parts) <= 2 * TOLERANCE else WHOLE
+
+
+def _fitted(trial: Trial) -> list[float]:
+    """The weights by which shares' gradients come nearest to the batch's (least squares)."""
+    names = list(trial.whole.gradients)
+
+    def dot(one: Pass, other: Pass) -> float:
+        pairs = ((one.gradients.get(name), other.gradients.get(name)) for name in names)
+        return sum(float((a.double() * b.double()).sum()) for a, b in pairs if a is not None and b is not None)
+
+    products = torch.tensor([[dot(a, b) for b in trial.shares] for a in trial.shares], dtype=torch.float64)
+    wanted = torch.tensor([dot(a, trial.whole) for a in trial.shares], dtype=torch.float64)
+    fitted: list[float] = (torch.linalg.pinv(products, rtol=1e-9) @ wanted).tolist()
+    return fitted
+
+
+def _buffers(model: nn.Module, double: Double, trial: Trial) -> tuple[tuple[str, str], ...]:
+    """Buffers of the user's model that a forward pass updates, and how shares' updates make that of the batch."""
+    initial = dict(double.model.named_buffers())
+    rules: dict[tuple[type, str], str] = {}
+    for name, after in trial.whole.buffers.items():
+        if name not in initial:
+            continue
+        before, parts = initial[name], [share.buffers[name] for share in trial.shares]
+        if all(torch.equal(one, before) for one in (after, *parts)):
+            continue
+        changes = [(one.double() - before.double()) for one in parts]
+        change = after.double() - before.double()
+        path, _, own = name.rpartition(".")
+        mean, total = sum(changes) / len(changes), sum(changes)
+        rule = "mean" if _close(change, mean) else "sum" if _close(change, total) else ""
+        rules[type(double.model.get_submodule(path)), own] = rule
+    return tuple(
+        (f"{path}.{own}".lstrip("."), rules[type(module), own])
+        for path, module in model.named_modules()
+        for own, _ in module.named_buffers(recurse=False)
+        if (type(module), own) in rules
+    )
+
+
+def _close(one: Tensor, other: Tensor | float) -> bool:
+    return bool((one - other).abs().max() <= TOLERANCE * one.abs().max())
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,106 @@
+"""Losses in which samples weigh unlike train as in one process, however a batch is shared, or are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from galvatron_lite.cluster.catalog import load_cluster
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.trace import trace
+from galvatron_lite.profiler.estimate import estimate_profile
+from galvatron_lite.profiler.store import write_profile
+from galvatron_lite.runtime.loss_weight import TargetCount, TargetCounts, share_factors
+from tests.pool import WorkerPool
+from tests.runtime.losses import count_mask, differences, make, planned, refusal
+
+TWO = ("data", "zero1", "zero3", "pipeline")
+FOUR = ("pipeline and data",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "more"),
+    [
+        ("llama", {}, ("context", "tensor")),
+        ("bert", {}, ("tensor",)),
+        ("t5", {}, ()),
+        ("plain", {}, ("tensor",)),
+        ("classes", {}, ()),
+        ("sum", {"loss_reduction": "sum"}, ()),
+        ("masked", {"loss_weight": count_mask}, ()),
+        ("buffers", {}, ()),
+    ],
+)
+def test_as_in_one_process(pool: WorkerPool, kind: str, options: dict[str, Any], more: tuple[str, ...]) -> None:
+    for world, names in ((1, ("micro-batches",)), (2, (*TWO, *more)), (4, FOUR)):
+        for found in pool.run(world, differences, kind=kind, names=names, **options):
+            assert found == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "said"),
+    [
+        ("masked", ("micro-batches", "data", "pipeline"), "loss_weight="),
+        ("buffers", ("tensor",), "Forward passes update"),
+        ("sum", ("micro-batches", "data"), "loss_reduction='sum'"),
+        ("contrastive", ("micro-batches", "data", "pipeline"), "--fix dp=1"),
+        ("penalty", ("zero3", "pipeline", "tensor"), "weight_decay"),
+        ("tied by hand", ("zero3", "pipeline", "tensor"), "outside of their layers"),
+    ],
+)
+def test_refused_before_the_first_step(pool: WorkerPool, kind: str, names: tuple[str, ...], said: str) -> None:
+    for name in names:
+        world = 1 if name == "micro-batches" else 2
+        for message in pool.run(world, refusal, kind=kind, name=name):
+            assert message.startswith("InputError")
+            assert said in message
+
+
+@pytest.mark.parametrize("kind", ["contrastive", "penalty", "buffers", "masked"])
+def test_the_planner_keeps_to_plans_that_train_it_right(pool: WorkerPool, tmp_path: Path, kind: str) -> None:
+    model, batch = make(kind)
+    path = tmp_path / "profile.yaml"
+    write_profile(estimate_profile(trace(model, batch), load_cluster("t4", 2), precision="fp32", name=kind), path)
+    (plan, error), (other, _) = pool.run(2, planned, kind=kind, profile=str(path))
+    assert plan == other
+    if kind == "masked":
+        assert "loss_weight=" in error
+        return
+    strategies = [run.strategy for stage in plan.stages for run in stage.runs]
+    if kind == "contrastive":
+        assert plan.microbatches == 1
+        assert {one.batch_degree for one in strategies} == {1}
+    else:
+        assert {(one.tensor, one.context, one.recompute) for one in strategies} == {(1, 1, Recompute.NONE)}
+    assert kind != "penalty" or len(plan.stages) == 1
+
+
+def test_a_share_in_which_nothing_counts(pool: WorkerPool) -> None:
+    (message,) = pool.run(1, refusal, kind="masked 0/0", name="micro-batches", loss_weight=count_mask)
+    assert ".clamp(min=1)" in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [("contrastive", ("tensor",)), ("penalty", ("data", "zero1")), ("tied by hand", ("data", "zero1"))],
+)
+def test_plans_that_may_stay(pool: WorkerPool, kind: str, names: tuple[str, ...]) -> None:
+    for found in pool.run(2, differences, kind=kind, names=names):
+        assert found == []
+
+
+def test_means_over_different_targets_that_count_unlike() -> None:
+    labels = torch.tensor([[1, -100], [1, 1]])
+    counts = TargetCounts((TargetCount(".a", 0, -100), TargetCount(".b", 0, -100)))
+    assert share_factors(counts, "mean", {"a": labels, "b": labels}, 2) is not None
+    with pytest.raises(InputError, match=r"different targets \(a, b\)"):
+        share_factors(counts, "mean", {"a": labels, "b": labels.abs()}, 2)
+
+
+def test_weights_are_numbers_of_at_least_zero() -> None:
+    with pytest.raises(InputError, match="loss_weight"):
+        share_factors(lambda _: -1.0, "mean", torch.ones(4, 2), 2)
