@@ -19,6 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import PurePath
+from reprlib import Repr
+
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = 400
+_SHORT.maxlong = 60
 
 
 class GalvatronError(Exception):
@@ -26,8 +31,10 @@ class GalvatronError(Exception):
 
 
 def _shown(value: object) -> str:
-    """A value as it was written: paths and choices as their text."""
-    return repr(str(value) if isinstance(value, (PurePath, Enum)) else value)
+    """A value as it was written, shortened: paths and choices as their text."""
+    if type(value) is int and value.bit_length() > 4096:  # longer ones may not be written in decimal
+        return f"an integer of {value.bit_length()} bits"
+    return _SHORT.repr(str(value) if isinstance(value, (PurePath, Enum)) else value)
 
 
 class InputError(GalvatronError, ValueError):

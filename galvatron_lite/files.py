@@ -14,7 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from galvatron_lite import limits
 from galvatron_lite.errors import FileFormatError
+from galvatron_lite.limits import check_plain
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict, TypeAdapter
@@ -60,8 +62,9 @@ def from_data(kind: type[T], data: object, field: str) -> T:
         place = ".".join(str(part) for part in first["loc"]) or "the top level"
         given = first.get("input")
         shown = given if isinstance(given, (str, int, float, bool, type(None))) else type(given).__name__
+        reason = first["msg"].removeprefix("Value error, ")
         raise FileFormatError(
-            f"{field}, {place}", shown, f"{first['msg']} ({error.error_count()} problem(s) in all). Mend or remake it."
+            f"{field}, {place}", shown, f"{reason} ({error.error_count()} problem(s) in all). Mend or remake it."
         ) from error
 
 
@@ -73,18 +76,78 @@ def read_data(path: Path) -> Any:
     """
     import yaml
 
+    text = ""
     try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            return json.loads(text)
-        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        text = _text(path)
+        data = json.loads(text) if path.suffix == ".json" else _yaml(path, text)
     except FileNotFoundError as error:
         raise FileFormatError("file", str(path), "There is no such file.") from error
     except (json.JSONDecodeError, yaml.MarkedYAMLError) as error:
         raise _ill_written(path, text, error) from error
-    except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError, RecursionError) as error:
+    except FileFormatError:
+        raise
+    except Exception as error:  # of constructors too: !!timestamp of no date is an AttributeError
         reason = " ".join(str(error).split())
-        raise FileFormatError("file", str(path), f"It cannot be read ({reason}). Make it anew.") from error
+        raise FileFormatError("file", str(path), f"It cannot be read ({reason[:200]}). Make it anew.") from error
+    return check_plain(data, str(path))
+
+
+def parse_line(line: str | bytes, field: str) -> Any:
+    """The plain data of one line of JSON, such as a log's, whose figures may be NaN or infinite.
+
+    Raises:
+        FileFormatError: it is no JSON, or beyond the limits.
+    """
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise FileFormatError(field, line[:40], f"It is not JSON ({error}): take the line out.") from error
+    return check_plain(data, field, finite=False)
+
+
+def _text(path: Path) -> str:
+    """What a file holds, if it is not too large."""
+    limit = limits.FILE_BYTES if path.suffix == ".json" else limits.YAML_BYTES
+    with path.open("rb") as stream:
+        raw = stream.read(limit + 1)
+    if len(raw) > limit:
+        remedy = "Write it as JSON." if limit < limits.FILE_BYTES else "Make it anew."
+        raise FileFormatError("file", str(path), f"It has more than {limit} bytes. {remedy}")
+    return raw.decode("utf-8")
+
+
+def _yaml(path: Path, text: str) -> Any:
+    """The data of a YAML text, once its depth and what its aliases stand for are known to be small.
+
+    The reader itself recurses in C, and errors and checks walk through every use of an alias.
+    """
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    count, anchors, starts, aliased = 0, dict[str | None, int](), list[tuple[str | None, int]](), 0
+    for event in yaml.parse(text, Loader=loader):
+        if isinstance(event, yaml.CollectionEndEvent):
+            name, before = starts.pop()
+            size = count - before
+        elif isinstance(event, yaml.AliasEvent):
+            size = anchors.get(event.anchor, limits.ALIASED + 1)  # unknown, or still open: it holds itself
+            aliased, name = aliased + size, None
+            count += size
+        elif isinstance(event, yaml.NodeEvent):
+            count, name, size = count + 1, event.anchor, 1
+            if isinstance(event, yaml.CollectionStartEvent):
+                starts.append((name, count - 1))
+                name = None
+        else:
+            continue
+        if name is not None:
+            anchors[name] = size
+        if len(starts) > limits.DEPTH or aliased > limits.ALIASED:
+            line = 1 if event.start_mark is None else event.start_mark.line + 1
+            reason = f"more than {limits.DEPTH} levels" if aliased <= limits.ALIASED else "aliases"
+            remedy = f"Nest at most {limits.DEPTH} levels; aliases (*name) may stand for {limits.ALIASED} values."
+            raise FileFormatError(f"{path}, line {line}", reason, remedy)
+    return yaml.load(text, Loader=loader)
 
 
 def _ill_written(path: Path, text: str, error: Any) -> FileFormatError:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from time import process_time
 
 import pytest
 
@@ -78,3 +79,35 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         write_text(path, "new")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["file.txt"]
+
+
+_BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 40))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", _BOMB), ("a.yaml", "a: &a\n  b: *a"), ("a.yaml", "[" * 50_000), ("a.yaml", "- " * 50_000 + "x"),
+        ("a.yaml", "a: {<<: &a {x: 1}, y: *a, z: [" + "*a," * 20_000 + "]}"), ("a.json", "[" * 50_000),
+        ("a.json", "[" * 200 + "]" * 200), ("a.json", "[" + "1," * 10**6 + "1]"), ("a.json", "[" + " " * 10**8 + "]"),
+        ("a.yaml", "a: " + "1" * 10**7), ("a.json", "1" + "0" * 400), ("a.yaml", "a: 0x" + "f" * 100),
+        ("a.json", "1e400"), ("a.json", "NaN"), ("a.yaml", "a: .inf"), ("a.yaml", "a: 1.0e-300"),
+        ("a.json", '{"a": "\\u0000"}'), ("a.json", '"\\ud800"'), ("a.json", '{"a\\nb": 1}'),
+        ("a.yaml", "a: !!timestamp x"), ("a.yaml", "a: 2001-01-01"), ("a.yaml", "a: !!set {x}"),
+        ("a.yaml", "? [a]\n: b"),
+        ("a.yaml", "a: !!int x"), ("a.yaml", "a: !!binary x"), ("a.yaml", "no: b"),
+    ],
+    ids=lambda text: text[:20],
+)  # fmt: skip
+def test_hostile_files_are_refused_at_once(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    start = process_time()
+    with pytest.raises(FileFormatError, match=name) as raised:
+        read_data(tmp_path / name)
+    assert process_time() - start < 2
+    assert len(str(raised.value)) < 1000
+
+
+def test_aliases_that_stand_for_little_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("base: &b {x: [1, 2]}\nruns: [*b, {<<: *b, y: 3}]")
+    assert read_data(tmp_path / "a.yaml")["runs"] == [{"x": [1, 2]}, {"x": [1, 2], "y": 3}]

@@ -17,6 +17,7 @@ from galvatron_lite.cluster.unlike import check_sizes, slower_levels
 from galvatron_lite.configs_path import config_folder
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import from_data, kind_of, read_data, to_data
+from galvatron_lite.limits import DEVICES, check_range
 from galvatron_lite.units import parse_bytes
 
 ANY = "any"
@@ -78,8 +79,8 @@ def load_cluster(name_or_path: str | Path, gpus: int | None = None) -> Cluster:
         InputError: unknown name, or a number of devices that fills no whole node.
         FileFormatError: a file that does not describe a cluster.
     """
-    if gpus is not None and gpus < 1:
-        raise InputError("--gpus", gpus, "Give 1 or more.")
+    if gpus is not None:
+        check_range("--gpus", gpus, DEVICES)
     path = _find(name_or_path)
     data = read_data(path)
     if not isinstance(data, dict):
@@ -150,9 +151,7 @@ def _unlike(data: dict[str, Any], groups: list[dict[str, Any]], gpus: int | None
 
 
 def _level(given: dict[str, Any], place: str) -> Level:
-    level = from_data(Level, given, place)
-    _check_level(level, f"{place}, level {level.name}")
-    return level
+    return from_data(Level, given, place)
 
 
 def _groups(data: dict[str, Any], field: str) -> list[dict[str, Any]]:
@@ -242,35 +241,13 @@ def _first_devices(groups: list[dict[str, Any]], devices: int, field: str) -> li
 
 
 def _check(cluster: Cluster, field: str) -> None:
-    """Refuse figures no cost can be computed from."""
-    for level in cluster.levels:
-        _check_level(level, f"{field}, level {level.name}")
+    """Refuse figures no cost can be computed from; their ranges are the schema's."""
     figures = {group.device.name: group.device for group in cluster.groups}
     for group in cluster.groups:
         device = group.device
         if device != figures[device.name]:
             raise FileFormatError(f"{field}, groups", device.name, "Give devices of other figures another name.")
-        place = f"{field}, device {device.name}"
-        _positive(f"{place}.memory", device.memory)
-        _positive(f"{place}.memory_bandwidth", device.memory_bandwidth)
-        _positive(f"{place}.units", device.units)
-        if not device.peak:
-            raise FileFormatError(f"{place}.peak", device.peak, "Give FLOP/s for one precision at least.")
-        for precision, flops in device.peak.items():
-            _positive(f"{place}.peak.{precision}", flops)
-
-
-def _check_level(level: Level, place: str) -> None:
-    _positive(f"{place}.bandwidth", level.bandwidth)
-    _positive(f"{place}.lanes", level.lanes)
-    if not 0 <= level.latency < float("inf"):
-        raise FileFormatError(f"{place}.latency", level.latency, "Give seconds, 0 or more.")
-    if not level.contention >= 1:
-        raise FileFormatError(f"{place}.contention", level.contention, "Give a factor of 1 or more.")
-    if not 0 < level.efficiency <= 1:
-        raise FileFormatError(f"{place}.efficiency", level.efficiency, "Give a share above 0 and at most 1.")
-
-
-def _positive(place: str, value: float) -> None:
-    if not 0 < value < float("inf"):
-        raise FileFormatError(place, value, "Give a finite number above 0.")
+        if not device.peak or device.memory < 1:
+            name, value = ("memory", device.memory) if device.peak else ("peak", device.peak)
+            remedy = "Give bytes above 0, and FLOP/s for one precision at least."
+            raise FileFormatError(f"{field}, device {device.name}.{name}", value, remedy)

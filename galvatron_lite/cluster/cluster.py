@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Interval
 
 from galvatron_lite.arrays import IntArray, Whole
 from galvatron_lite.files import STRICT
+from galvatron_lite.limits import Amount, Devices, Factor, Name, Rate, RateOrNone, Seconds, Size
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
@@ -33,16 +36,16 @@ class Device:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: str
-    memory: int
-    memory_bandwidth: float
-    peak: dict[str, float]
-    units: int = 1
-    launch_overhead: float = 0.0
-    context: int = 0
+    name: Name
+    memory: Size
+    memory_bandwidth: Rate
+    peak: dict[str, Rate]
+    units: Devices = 1
+    launch_overhead: Seconds = 0.0
+    context: Size = 0
     source: str = ""
-    host_bandwidth: float = 0.0
-    host_memory_bandwidth: float = 0.0
+    host_bandwidth: RateOrNone = 0.0
+    host_memory_bandwidth: RateOrNone = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +70,18 @@ class Level:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: str
-    size: int
-    bandwidth: float
-    latency: float
-    contention: float = 1.0
-    efficiency: float = 1.0
+    name: Name
+    size: Devices
+    bandwidth: Rate
+    latency: Seconds
+    contention: Factor = 1.0
+    efficiency: Annotated[float, Interval(gt=0, le=1)] = 1.0
     source: str = ""
-    lanes: int = 1
-    half_size: float = 0.0
-    mesh: tuple[tuple[int, float], ...] = ()
-    start: float = 0.0
-    rings: int = 0
+    lanes: Devices = 1
+    half_size: Amount = 0.0
+    mesh: tuple[tuple[Devices, Annotated[float, Interval(gt=0, le=1)]], ...] = ()
+    start: Seconds = 0.0
+    rings: Size = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ class DeviceGroup:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     device: Device
-    count: int
+    count: Devices
     levels: tuple[Level, ...] = ()
 
     def like(self, other: DeviceGroup) -> bool:
@@ -115,7 +118,7 @@ class Cluster:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: str
+    name: Name
     groups: tuple[DeviceGroup, ...]
     levels: tuple[Level, ...]
     fingerprint: dict[str, str] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 from galvatron_lite.arrays import Real
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.files import STRICT
+from galvatron_lite.limits import Seconds, Size
 from galvatron_lite.parallelism.base import Collective
 
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ class Transport:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     direct: bool = True
-    sum_rings: int = 0
+    sum_rings: Size = 0
     staged: tuple[str, ...] = ()
-    message: float = 0.0
+    message: Seconds = 0.0
 
 
 STRAIGHT = Transport()

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from galvatron_lite.arrays import Flag, Real, Whole, where
 from galvatron_lite.files import STRICT
+from galvatron_lite.limits import Extent, Flops, Layers, Name, Precision, Samples, Size
 
 if TYPE_CHECKING:
     import networkx
@@ -66,9 +67,9 @@ class TensorSplit:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    tensor: int = 0
-    sequence: int = 0
-    whole: int = 0
+    tensor: Flops = 0
+    sequence: Flops = 0
+    whole: Flops = 0
 
     def at(self, degree: Whole, sequence_parallel: Flag) -> Real:
         """The figure on one device under tensor parallelism of this degree; an array where there are several."""
@@ -110,21 +111,21 @@ class Operator:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: str
+    name: Name
     kind: OperatorClass
-    shape: tuple[int, ...]
-    count: int
-    flops: int
-    backward_flops: int
-    moved: int
-    backward_moved: int
-    weight_bytes: int = 0
+    shape: tuple[Extent, ...]
+    count: Size
+    flops: Flops
+    backward_flops: Flops
+    moved: Flops
+    backward_moved: Flops
+    weight_bytes: Flops = 0
     sharding: Sharding = Sharding.NONE
     causal: bool = False
     again: bool = False
     precision: str = ""
     channels_last: bool = False
-    statistics: int = 0
+    statistics: Flops = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +133,18 @@ class SplitDims:
     """Extents along which a layer can be split; 0 where it has no such extent."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    sequence: int = 0
-    heads: int = 0
-    kv_heads: int = 0
-    hidden: int = 0
-    ffn_hidden: int = 0
-    vocab: int = 0
-    experts: int = 0
-    in_channels: int = 0
-    out_channels: int = 0
-    depth: int = 0
-    height: int = 0
-    width: int = 0
+    sequence: Size = 0
+    heads: Size = 0
+    kv_heads: Size = 0
+    hidden: Size = 0
+    ffn_hidden: Size = 0
+    vocab: Size = 0
+    experts: Size = 0
+    in_channels: Size = 0
+    out_channels: Size = 0
+    depth: Size = 0
+    height: Size = 0
+    width: Size = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,30 +197,30 @@ class LayerKind:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: str
+    name: Name
     parameters: TensorSplit
     operators: tuple[Operator, ...]
     kept: dict[Recompute, TensorSplit]
     working: TensorSplit
     forward_working: TensorSplit
-    input_bytes: int
-    output_bytes: int
+    input_bytes: Size
+    output_bytes: Size
     dims: SplitDims = SplitDims()
-    buffer_bytes: int = 0
-    tensor_degrees: int = 1
+    buffer_bytes: Size = 0
+    tensor_degrees: Samples = 1
     tensor_reason: str = ""
-    tensor_collectives: int = 0
+    tensor_collectives: Size = 0
     sequence_parallel: bool = False
-    gathered_output_bytes: int = 0
-    loss_bytes: int = 0
-    spared_bytes: int = 0
-    tensor_gathers: int | None = None
-    tensor_scatters: int | None = None
-    regathers: int = 0
-    regathers_recomputed: int = 0
-    expert_parameters: int = 0
-    dispatched_bytes: int = 0
-    unique_copies: int = 0
+    gathered_output_bytes: Size = 0
+    loss_bytes: Size = 0
+    spared_bytes: Size = 0
+    tensor_gathers: Size | None = None
+    tensor_scatters: Size | None = None
+    regathers: Size = 0
+    regathers_recomputed: Size = 0
+    expert_parameters: Size = 0
+    dispatched_bytes: Size = 0
+    unique_copies: Size = 0
     expert_reason: str = ""
 
     @property
@@ -252,8 +253,8 @@ class Layer:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: str
-    kind: str
+    name: Name
+    kind: Name
     role: Role
     modules: tuple[str, ...] = ()
 
@@ -269,9 +270,9 @@ class Tie:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    first: str
-    second: str
-    parameters: int
+    first: Name
+    second: Name
+    parameters: Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,9 +288,9 @@ class Passed:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    producer: str
-    readers: tuple[str, ...]
-    size: int
+    producer: Name
+    readers: tuple[Name, ...]
+    size: Size
     borrowed: bool = False
 
 
@@ -303,8 +304,8 @@ class DeadParameters:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    path: str
-    items: int
+    path: Name
+    items: Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,11 +329,11 @@ class ModelGraph:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: str
-    layers: tuple[Layer, ...]
+    name: Name
+    layers: Annotated[tuple[Layer, ...], Layers]
     kinds: dict[str, LayerKind]
-    sequence: int
-    precision: str
+    sequence: Samples
+    precision: Precision
     tensors: tuple[Passed, ...] = ()
     ties: tuple[Tie, ...] = ()
     source: str = "traced"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import read_data
+from galvatron_lite.limits import LARGEST, check_range
 from galvatron_lite.oracle import closed, table
 from galvatron_lite.oracle.case import Case, Kind
 from galvatron_lite.oracle.chosen import check_text
@@ -125,8 +126,8 @@ def _check(options: Options) -> None:
             shown = ", ".join(value) if isinstance(value, tuple) else value
             raise InputError(name, shown, f"It goes with --formulas {needs}.")
     for name, number in (("--batch", options.batch), ("--samples", options.samples)):
-        if number is not None and number < 1:
-            raise InputError(name, number, "Give 1 or more.")
+        if number is not None:
+            check_range(name, number, LARGEST)
     for name, number in (("--group", options.group), ("--segments", options.segments)):
         if number < 0:
             raise InputError(name, number, "Give 1 or more.")

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Interval
 
 from galvatron_lite.files import STRICT
+from galvatron_lite.limits import Layers, Name, Samples, Seconds, Steps
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
@@ -58,11 +61,11 @@ class OracleLayer:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: str
     op: Op
-    x: tuple[int, ...]
-    y: tuple[int, ...]
-    kernel: tuple[int, ...] = ()
+    x: tuple[Samples, ...]
+    y: tuple[Samples, ...]
+    kernel: tuple[Samples, ...] = ()
     split: tuple[Split, ...] = ()
-    groups: int = 1
+    groups: Samples = 1
 
     @property
     def inputs(self) -> int:
@@ -141,17 +144,17 @@ class Network:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: str
+    name: Name
     source: str
-    samples: int
-    batch: int
-    seconds: float
+    samples: Steps
+    batch: Samples
+    seconds: Annotated[float, Interval(gt=0, le=1e12)]
     seconds_origin: str
     seconds_source: str
-    layers: tuple[OracleLayer, ...]
-    update_seconds: float = 0.0
+    layers: Annotated[tuple[OracleLayer, ...], Layers]
+    update_seconds: Seconds = 0.0
     graph: str = ""
-    item_bytes: int = 4
+    item_bytes: Samples = 4
 
     @cached_property
     def inputs(self) -> int:

@@ -10,6 +10,7 @@ from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import read_data
+from galvatron_lite.limits import SAMPLES, check_range
 from galvatron_lite.plans.notes import plan_notes
 from galvatron_lite.plans.schema import Plan, Proof
 from galvatron_lite.plans.written import plan_from
@@ -56,11 +57,12 @@ def at_batch(plan: Plan, batch: int) -> Plan:
     """
     if batch == plan.global_batch:
         return plan
+    check_range("--batch", batch, SAMPLES)
     if plan.cyclic is not None:
-        if batch < 1 or batch % plan.microbatches:
+        if batch % plan.microbatches:
             raise InputError("--batch", batch, f"The plan has {plan.microbatches} micro-batches: give a multiple.")
         return replace(plan, global_batch=batch)
-    if batch < 1 or batch % plan.microbatch:
+    if batch % plan.microbatch:
         remedy = f"The plan's micro-batches have {plan.microbatch} samples: give a multiple of that."
         raise InputError("--batch", batch, remedy)
     return replace(plan, global_batch=batch, microbatches=batch // plan.microbatch)

@@ -12,6 +12,7 @@ from galvatron_lite.parallelism.cyclic.rules import device_count
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.plans.spelled import spelled_out
+from galvatron_lite.units import ITEM_BYTES
 
 
 def read_plan(path: Path | str) -> Plan:
@@ -80,6 +81,8 @@ def check_plan(plan: Plan, field: str = "plan") -> Plan:
 
 
 def _check_counts(plan: Plan, field: str) -> None:
+    if plan.precision not in ITEM_BYTES:
+        raise InputError(f"{field}, precision", plan.precision, f"Choose one of {', '.join(ITEM_BYTES)}.")
     for name in ("devices", "global_batch", "microbatches"):
         if getattr(plan, name) < 1:
             raise InputError(f"{field}, {name}", getattr(plan, name), "It is at least 1.")

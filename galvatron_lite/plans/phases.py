@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Interval
 
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import STRICT, from_data, kind_of, read_data, write_value
+from galvatron_lite.limits import SAMPLES, Name, Samples, Seconds, Size, Steps
 from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.schema import Plan
 
@@ -31,11 +34,11 @@ class PhaseEntry:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: str
-    steps: int
-    batch: int | tuple[int, ...]
+    name: Name
+    steps: Steps
+    batch: Annotated[int, Interval(le=SAMPLES)] | tuple[Annotated[int, Interval(le=SAMPLES)], ...]
     sequence: int | tuple[int, ...] | None = None
-    profile: str = ""
+    profile: Name = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +85,9 @@ class SwitchCost:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    seconds: float = 0.0
-    received: int = 0
-    moved: int = 0
+    seconds: Seconds = 0.0
+    received: Size = 0
+    moved: Size = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +104,10 @@ class PlannedPhase:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: str
-    first: int
-    steps: int
-    sequence: int
+    name: Name
+    first: Size
+    steps: Steps
+    sequence: Samples
     plan: Plan
     switch: SwitchCost | None = None
 
@@ -130,8 +133,8 @@ class PhasedPlan:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     version: int
     phases: tuple[PlannedPhase, ...]
-    single_seconds: float | None = None
-    always_seconds: float | None = None
+    single_seconds: Seconds | None = None
+    always_seconds: Seconds | None = None
 
     @property
     def seconds(self) -> float:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Interval
 
 from galvatron_lite.files import STRICT
+from galvatron_lite.limits import DEVICES, LAYERS, SAMPLES, Devices, Name, Precision, Seconds, Size
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.pipeline.times import PassOrder
 from galvatron_lite.parallelism.strategy import Strategy
@@ -64,9 +67,9 @@ class LayerRun:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    first: str
-    last: str
-    count: int
+    first: Name
+    last: Name
+    count: Annotated[int, Interval(le=LAYERS)]
     strategy: Strategy
 
 
@@ -148,8 +151,8 @@ class Stage:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     runs: tuple[LayerRun, ...]
     memory: MemoryBreakdown = MemoryBreakdown()
-    microbatch_seconds: float = 0.0
-    device: str = ""
+    microbatch_seconds: Seconds = 0.0
+    device: Name = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +184,13 @@ class BranchPlacement:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: str
-    roots: tuple[str, ...]
-    first: int
-    devices: int
+    name: Name
+    roots: tuple[Name, ...]
+    first: Size
+    devices: Devices
     runs: tuple[LayerRun, ...]
     memory: MemoryBreakdown = MemoryBreakdown()
-    seconds: float = 0.0
+    seconds: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +207,12 @@ class Prediction:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    step_seconds: float
+    step_seconds: Seconds
     time: TimeBreakdown
     samples_per_second: float
     tokens_per_second: float
     mfu: float
-    peak_memory: int
+    peak_memory: Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,19 +257,19 @@ class Provenance:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     galvatron: str
-    profile: str
-    profile_hash: str
+    profile: Name
+    profile_hash: Name
     profile_origin: str
-    cluster: str
+    cluster: Name
     fingerprint: dict[str, str]
-    budget: int
+    budget: Size
     proof: Proof
     gap: float = 0.0
     certificate: str = ""
     budgets: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     interrupted: bool = False
-    parameters: int = 0
+    parameters: Size = 0
 
     def budget_of(self, stage: Stage) -> int:
         """Bytes that a device of a stage may take."""
@@ -303,18 +306,18 @@ class Plan:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     version: int
-    model: str
-    devices: int
-    global_batch: int
-    microbatches: int
+    model: Name
+    devices: Annotated[int, Interval(le=DEVICES)]
+    global_batch: Annotated[int, Interval(le=SAMPLES)]
+    microbatches: Annotated[int, Interval(le=SAMPLES)]
     schedule: Schedule
-    precision: str
+    precision: Precision
     stages: tuple[Stage, ...]
     prediction: Prediction | None = None
     alternatives: tuple[Alternative, ...] = ()
     left_out: tuple[str, ...] = ()
     provenance: Provenance | None = None
-    virtual_stages: int = 1
+    virtual_stages: Annotated[int, Interval(le=SAMPLES)] = 1
     cyclic: Cyclic | None = None
     branches: tuple[BranchPlacement, ...] = ()
     mode: Mode = Mode.TRAINING

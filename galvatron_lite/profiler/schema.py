@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Interval
 
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.cluster.transport import STRAIGHT, Transport
 from galvatron_lite.files import STRICT
+from galvatron_lite.limits import (
+    SAMPLES,
+    Amount,
+    Devices,
+    Factor,
+    Name,
+    Precision,
+    Rate,
+    RateOrNone,
+    Seconds,
+    Share,
+    Size,
+)
 from galvatron_lite.model.graph import ModelGraph, Recompute
 from galvatron_lite.parallelism.base import SPARING, Collective, PictureSplit
 
@@ -41,8 +56,8 @@ class Origin:
     kind: OriginKind
     source: str
     date: str = ""
-    repetitions: int = 0
-    spread: float = 0.0
+    repetitions: Size = 0
+    spread: Amount = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +84,20 @@ class LayerPoint:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    kind: str
-    samples: int | float
-    tensor: int
+    kind: Name
+    samples: Annotated[int | float, Interval(gt=0, le=SAMPLES)]
+    tensor: Devices
     sequence_parallel: bool
     recompute: Recompute
-    forward: float
-    backward: float
-    kept: int
-    working: int
-    forward_working: int
-    spread: float = 0.0
-    expert: int = 1
-    filters: int = 1
-    channels: int = 1
+    forward: Seconds
+    backward: Seconds
+    kept: Size
+    working: Size
+    forward_working: Size
+    spread: Amount = 0.0
+    expert: Devices = 1
+    filters: Devices = 1
+    channels: Devices = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +115,11 @@ class CollectivePoint:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     collective: Collective
-    group: int
-    stride: int
-    siblings: int
-    size: int
-    seconds: float
+    group: Devices
+    stride: Devices
+    siblings: Devices
+    size: Size
+    seconds: Seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +135,12 @@ class CollectiveFit:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     collective: Collective
-    group: int
-    stride: int
-    siblings: int
-    latency: float
-    bandwidth: float
-    residual: float
+    group: Devices
+    stride: Devices
+    siblings: Devices
+    latency: Seconds
+    bandwidth: Rate
+    residual: Amount
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +153,8 @@ class Overlap:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    compute_slowdown: float = 1.0
-    communication_slowdown: float = 1.0
+    compute_slowdown: Factor = 1.0
+    communication_slowdown: Factor = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +171,12 @@ class OptimizerCost:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: str
-    state_bytes: int
-    seconds_per_item: float
-    seconds_per_tensor: float = 0.0
-    working_bytes: float = 0.0
-    working_share: float = 0.0
+    name: Name
+    state_bytes: Size
+    seconds_per_item: Seconds
+    seconds_per_tensor: Seconds = 0.0
+    working_bytes: Amount = 0.0
+    working_share: Amount = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +191,10 @@ class Throughput:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    matmul: float
-    attention: float
-    bandwidth: float
-    launch: float
+    matmul: RateOrNone
+    attention: RateOrNone
+    bandwidth: RateOrNone
+    launch: Seconds
 
 
 BRANCH_HOST = 1.5e-3
@@ -207,16 +222,16 @@ class HostOverhead:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    zero: float = 0.0
-    data: float = 0.0
-    step: float = 0.0
-    pipeline: float = 0.0
-    tensor: float = 0.0
-    tensor_per_byte: float = 0.0
-    gathered_per_byte: float = 0.0
-    microbatch: float = 0.0
-    spatial: float = 0.0
-    branch: float = BRANCH_HOST
+    zero: Seconds = 0.0
+    data: Seconds = 0.0
+    step: Seconds = 0.0
+    pipeline: Seconds = 0.0
+    tensor: Seconds = 0.0
+    tensor_per_byte: Seconds = 0.0
+    gathered_per_byte: Seconds = 0.0
+    microbatch: Seconds = 0.0
+    spatial: Seconds = 0.0
+    branch: Seconds = BRANCH_HOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +244,7 @@ class DeviceFigures:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    device: str
+    device: Name
     layers: tuple[LayerPoint, ...]
     optimizer: OptimizerCost
     overhead: HostOverhead = HostOverhead()
@@ -282,7 +297,7 @@ class Profile:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     version: int
-    name: str
+    name: Name
     graph: ModelGraph
     cluster: Cluster
     origin: Origin
@@ -292,19 +307,19 @@ class Profile:
     collectives: tuple[CollectivePoint, ...] = ()
     fits: tuple[CollectiveFit, ...] = ()
     overlap: Overlap = Overlap()
-    hidden: dict[str, float] = field(default_factory=dict)
+    hidden: dict[str, Share] = field(default_factory=dict)
     overhead: HostOverhead = HostOverhead()
-    straggling: float = 0.0
-    sharing: float = 0.0
+    straggling: Amount = 0.0
+    sharing: Amount = 0.0
     throughput: Throughput | None = None
-    gather_precision: str = "bf16"
-    reduce_precision: str = "fp32"
-    parameter_precision: str = "fp32"
-    bucket_bytes: int = 0
-    passing_bytes: int = 0
-    copied_bytes: int = 0
+    gather_precision: Precision = "bf16"
+    reduce_precision: Precision = "fp32"
+    parameter_precision: Precision = "fp32"
+    bucket_bytes: Size = 0
+    passing_bytes: Size = 0
+    copied_bytes: Size = 0
     accumulates: bool = False
-    shard_share: float = 0.0
+    shard_share: Amount = 0.0
     unbuffered: bool = False
     versions: tuple[tuple[str, str], ...] = ()
     scattered_sends: bool = False

@@ -119,6 +119,17 @@ def check_hardware(profile: Profile, cluster: Cluster) -> list[str]:
 
 
 def _check_whole(profile: Profile, path: Path) -> None:
+    place = {layer.name: number for number, layer in enumerate(profile.graph.layers)}
+    if len(place) < len(profile.graph.layers):
+        raise FileFormatError(f"{path}, graph.layers", len(place), "Give every layer a name of its own.")
+    for tie in profile.graph.ties:
+        if not place.keys() >= {tie.first, tie.second} or tie.first == tie.second:
+            raise FileFormatError(f"{path}, graph.ties", tie.first, "A tie joins two layers of the model by name.")
+    for tensor in profile.graph.tensors:
+        after = place.get(tensor.producer, len(place))
+        if not tensor.readers or any(place.get(reader, -1) <= after for reader in tensor.readers):
+            remedy = "It and its readers are layers of the model, which run after it."
+            raise FileFormatError(f"{path}, graph.tensors", tensor.producer, remedy)
     measured = {point.kind for point in profile.layers}
     for layer in profile.graph.layers:
         if layer.kind not in profile.graph.kinds or layer.kind not in measured:

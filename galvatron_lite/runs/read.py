@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from galvatron_lite.errors import FileFormatError
+from galvatron_lite.files import parse_line
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runs.schema import (
     KINDS,
@@ -147,10 +147,7 @@ def _records(path: Path, adapters: dict[str, TypeAdapter[Any]], torn: list[str])
 def _record(line: bytes, adapters: dict[str, TypeAdapter[Any]], field: str) -> Record:
     from pydantic import ValidationError
 
-    try:
-        data = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise FileFormatError(field, repr(line[:40]), "It is not JSON: take the line out.") from error
+    data = parse_line(line, field)
     kind = data.get("kind") if isinstance(data, dict) else None
     if not isinstance(kind, str) or kind not in adapters:
         raise FileFormatError(f"{field}, kind", kind, f"Give one of {', '.join(adapters)}.")

@@ -23,6 +23,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.graph import Role
 from galvatron_lite.parallelism.recompute.apply import casting_anew
+from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.mesh import Group, Meshes
 from galvatron_lite.runtime.placement import Placed
 
@@ -32,18 +33,28 @@ _ROUNDS = 3
 _FAILED = float("inf")
 
 
-def check_compile(wanted: bool | str) -> str:
+def check_compile(wanted: bool | str, plan: Plan | None = None) -> str:
     """How blocks are compiled: empty (not at all), ``auto``, or the name of a backend of ``torch.compile``.
 
     Raises:
-        InputError: there is no such backend.
+        InputError: there is no such backend; or the plan has tensor parallelism, whose compiled blocks torch before
+            2.12 trains wrong.
     """
+    parts = () if plan is None else (*(one.runs for one in plan.stages), *(one.runs for one in plan.branches))
+    if wanted and any(run.strategy.tensor > 1 for runs in parts for run in runs) and _torch_version() < (2, 12):
+        remedy = f"torch {torch.__version__} trains compiled blocks wrong under tensor parallelism: use 2.12, or False."
+        raise InputError("compile", str(wanted), remedy)
     if isinstance(wanted, bool):
         return DEFAULT if wanted else ""
     known = [AUTO, *torch.compiler.list_backends(exclude_tags=())] if wanted else [""]
     if wanted not in known:
         raise InputError("compile", wanted, f"Give True, False or one of {', '.join(known)}.")
     return wanted
+
+
+def _torch_version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 @dataclass(slots=True)

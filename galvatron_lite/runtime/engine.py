@@ -135,7 +135,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         options = Options(self.device, self._compute, tensor_plans, init_fn, seed, loss_fn, expert_capacity)
         draws = draws_of(randomness, model, plan, layers, batch, seed, compiles=bool(compile))
         groups = ProcessGroups(timeout=timeout)
-        options = replace(options, compile=check_compile(compile), draws=draws, groups=groups)
+        options = replace(options, compile=check_compile(compile, plan), draws=draws, groups=groups)
         self.watch = Watch(self.device, timeout)
         self.origin = origin_of(model, layers, batch, options, precision)
         self.runtime: StageRuntime = self._set_up(model, layers, batch, options)

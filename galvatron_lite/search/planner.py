@@ -22,6 +22,7 @@ from functools import partial
 from galvatron_lite.cluster.budget import Budget, bytes_on
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InfeasibleError, InputError
+from galvatron_lite.limits import SAMPLES, check_range
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.backends import Backend, backend_named, check_mode
 from galvatron_lite.plans.notes import plan_notes
@@ -203,8 +204,7 @@ def request_of(
     profile = session.profile
     if not 1 <= devices <= profile.cluster.devices:
         raise InputError("--gpus", devices, f"The cluster has {profile.cluster.devices}; give 1 to that many.")
-    if global_batch < 1:
-        raise InputError("--batch", global_batch, "Give at least one sample a step.")
+    check_range("--batch", global_batch, SAMPLES)
     if bytes_on(budget, "") < 1:
         raise InputError("--mem", bytes_on(budget, ""), "Give a positive number of bytes.")
     check_pins(profile.graph, fixed)

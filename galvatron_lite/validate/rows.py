@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from galvatron_lite.errors import FileFormatError
+from galvatron_lite.files import parse_line
 from galvatron_lite.validate.ranges import checked
 
 
@@ -162,10 +162,7 @@ def _good(name: str, value: Any) -> bool:
 
 
 def _object(line: str, place: str) -> dict[str, Any]:
-    try:
-        data = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise FileFormatError(place, line[:40], f"It is not JSON ({error}).") from error
+    data = parse_line(line, place)
     if not isinstance(data, dict):
         raise FileFormatError(place, line[:40], "Give one JSON object a line.")
     return data

@@ -59,7 +59,7 @@ def test_gpus_that_fill_no_whole_node_name_the_nearest_counts() -> None:
         load_cluster("a100-80gb", 12)
     with pytest.raises(InputError, match="72 or 144"):
         load_cluster("gb200", 100)
-    with pytest.raises(InputError, match="1 or more"):
+    with pytest.raises(InputError, match="from 1 to"):
         load_cluster("h100", 0)
 
 

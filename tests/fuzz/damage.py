@@ -11,6 +11,7 @@ from typing import Any
 Place = tuple[dict[Any, Any] | list[Any], Any]
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 3, 2**31, 2**63, 2**200, 1e308, -1e-308, 0.5, math.inf, -math.inf, math.nan,
+    1e-90, 1e12, 1e24, 1e30, 2**20, 2**24, 2**53, 2**62,
     "", "x", "1", "-1", "1e9", "nan", "40GB", "\x00", "\ud7ff", "a" * 300, "../../etc/passwd", "__class__", "{{7*7}}",
     "<script>alert(1)</script>", "!!python/object/apply:os.system", [], {}, [[]], [None], {"": None}, {"x": {"y": []}},
 )  # fmt: skip
@@ -38,8 +39,9 @@ def damaged(data: Any, draw: random.Random) -> Any:
 
 
 def _damage(owner: Any, key: Any, draw: random.Random, known: list[Place]) -> None:
-    way = draw.randrange(6)
     value = owner[key]
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    way = 2 if number and draw.random() < 0.6 else draw.randrange(6)
     if way == 0:
         del owner[key]
     elif way == 1:
@@ -47,8 +49,8 @@ def _damage(owner: Any, key: Any, draw: random.Random, known: list[Place]) -> No
         owner[key] = (
             copy.deepcopy(other[there]) if there in other or (isinstance(other, list) and there < len(other)) else None
         )
-    elif way == 2 and isinstance(value, (int, float)) and not isinstance(value, bool):
-        owner[key] = draw.choice([-value, value * 1000, value + 1, value / 3, 0])
+    elif way == 2 and number:
+        owner[key] = draw.choice([-value, value * 1000, value + 1, value / 3, 0, value * 10**9, 1, 2**20, 2**50])
     elif way == 3 and isinstance(owner, dict):
         owner[draw.choice(["x", 7, None, f"{key}s", ""])] = owner.pop(key)
     elif way == 4 and isinstance(value, list) and value:
@@ -76,3 +78,17 @@ def scrambled(text: bytes, draw: random.Random) -> bytes:
         else:
             found[where:where] = found[where : where + draw.randint(1, 80)]
     return bytes(found)
+
+
+def hostile(suffix: str, draw: random.Random) -> str:
+    """A small text that takes long, or much memory, to read without limits."""
+    deep = 10 ** draw.randint(2, 5)
+    texts = ["[" * deep, '{"a":' * deep, "[" + "1," * deep + "1]", '{"version": 1' + "0" * deep + "}"]
+    if suffix == ".yaml":
+        wide = draw.randint(2, 9)
+        bomb = "a0: &a0 [x, x]\n" + "".join(
+            f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * wide)}]\n" for n in range(1, draw.randint(5, 40))
+        )
+        tags = [f"a: !!{tag} x" for tag in ("timestamp", "int", "float", "binary", "set", "omap", "null", "bool")]
+        texts += [bomb, "- " * deep, "a: &a [*a]", "? [a]\n: b", "a: 2001-01-01", "0x" + "f" * deep, *tags]
+    return draw.choice(texts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,3 +107,28 @@ def test_other_hardware_warns(profile: Profile) -> None:
     assert len(warnings) == 1
     assert "CPU model" in warnings[0]
     assert "B" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("graph", "ties", 0, "second"), "nowhere"), (("graph", "precision"), "fp7"), (("gather_precision",), "x"),
+        (("layers", 0, "forward"), float("inf")), (("layers", 0, "samples"), 0), (("layers", 0, "tensor"), 0),
+        (("graph", "kinds", "block", "parameters", "tensor"), -1), (("graph", "layers", 1, "name"), "before"),
+        (("graph", "kinds", "block", "operators", 0, "flops"), 2**63), (("graph", "name"), "a\nb"),
+        (("graph", "layers"), [{"name": f"l{n}", "kind": "block", "role": "block"} for n in range(10_000)]),
+        (("cluster", "levels", 0, "bandwidth"), 0), (("cluster", "groups", 0, "device", "peak", "bf16"), 0),
+        (("hidden",), {"data": 2}), (("optimizer", "seconds_per_item"), -1),
+    ],
+    ids=lambda value: str(value)[:30],
+)  # fmt: skip
+def test_figures_no_computer_has_are_refused_when_read(
+    profile: Profile, tmp_path: Path, place: tuple[str | int, ...], value: object
+) -> None:
+    data = part = json.loads(json.dumps(to_data(profile)))
+    for key in place[:-1]:
+        part = part[key]
+    part[place[-1]] = value
+    write_data(tmp_path / "x.json", data)
+    with pytest.raises(FileFormatError, match=r"x\.json"):
+        read_profile(tmp_path / "x.json")

@@ -15,6 +15,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute, Role
 from galvatron_lite.parallelism.strategy import Offload, Strategy
+from galvatron_lite.plans.schema import LayerRun, Plan, Schedule, Stage
 from galvatron_lite.runtime import compiled
 from galvatron_lite.runtime.compiled import check_compile
 from galvatron_lite.runtime.engine import ParallelModel
@@ -113,6 +114,23 @@ def test_backends_are_checked() -> None:
     assert [check_compile(wanted) for wanted in (False, True, "auto", "eager")] == ["", "inductor", "auto", "eager"]
     with pytest.raises(InputError, match="inductor"):
         check_compile("indcutor")
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cpu", "2.12.0", "2.13.0"])
+@pytest.mark.parametrize("strategy", [Strategy(tensor=2), Strategy(data=2)])
+@pytest.mark.parametrize("wanted", [True, "auto"])
+def test_torch_that_compiles_tensor_parallel_blocks_wrong_is_refused(
+    version: str, strategy: Strategy, wanted: bool | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage((LayerRun("0", "1", 2, strategy),))
+    plan = Plan(1, "net", 2, 4, 1, Schedule.ONE_F_ONE_B, "fp32", (stage,))
+    monkeypatch.setattr(torch, "__version__", version)
+    assert check_compile(False, plan) == ""
+    if version.startswith("2.11") and strategy.tensor > 1:
+        with pytest.raises(InputError, match=r"compile: .*2\.11.*2\.12"):
+            check_compile(wanted, plan)
+    else:
+        assert check_compile(wanted, plan)
 
 
 def test_blocks_that_share_tokens_or_pixels_run_as_they_are() -> None:

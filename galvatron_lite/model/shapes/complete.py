@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from typing import TypeVar
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.limits import LAYERS, SAMPLES, is_name
 from galvatron_lite.model.shapes.fields import (
     ConvNextShape,
     EncoderDecoderShape,
@@ -22,6 +23,10 @@ _MAY_BE_ZERO = {
     "kv_rank", "q_rank", "rope_dim", "value_dim", "predicted", "shared_ffn", "dense_layers", "image_height",
     "image_width",
 }  # fmt: skip
+
+
+_LARGEST = {"layers": LAYERS, "decoder_layers": LAYERS, "depths": LAYERS // 4, "levels": 24, "n_experts": 2**16}
+"""The largest sizes that count layers or halvings."""
 
 
 def complete(shape: Shape) -> Shape:
@@ -57,10 +62,15 @@ def _check_sizes(shape: Shape) -> None:
         value = getattr(shape, item.name)
         sizes = value if isinstance(value, tuple) else (value,)
         low = 0 if item.name in _MAY_BE_ZERO else 1
-        if any(isinstance(size, int) and not isinstance(size, bool) and size < low for size in sizes) or not sizes:
-            raise InputError(
-                item.name, value, f"Give {'numbers' if isinstance(value, tuple) else 'a number'} >= {low}."
-            )
+        high = _LARGEST.get(item.name, SAMPLES)
+        wrong = any(isinstance(size, int) and not isinstance(size, bool) and not low <= size <= high for size in sizes)
+        if wrong or not 0 < len(sizes) <= LAYERS:
+            number = "numbers" if isinstance(value, tuple) else "a number"
+            raise InputError(item.name, value, f"Give {number} from {low} to {high}.")
+    try:
+        is_name(shape.name)
+    except ValueError as error:
+        raise InputError("name", shape.name, f"{error}.") from error
     probability = getattr(shape, "dropout", 0.0)
     if not 0 <= probability < 1:
         raise InputError("dropout", probability, "Give a probability from 0 up to, not including, 1.")

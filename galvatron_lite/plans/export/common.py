@@ -123,8 +123,9 @@ def recomputed(plan: Plan, recompute: Recompute) -> int:
 
 
 def commented(lines: Collection[str]) -> str:
-    """Lines of a file's head, for formats whose comments begin with ``#``."""
-    return "".join(f"# {line}\n" for line in lines)
+    """Lines of a file's head, for formats whose comments begin with ``#``; what does not print is escaped."""
+    escaped = ("".join(each if each.isprintable() else repr(each)[1:-1] for each in line) for line in lines)
+    return "".join(f"# {line}\n" for line in escaped)
 
 
 def head(plan: Plan, tool: str, left_out: Collection[str]) -> str:

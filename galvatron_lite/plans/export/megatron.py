@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from shlex import quote
 
 from galvatron_lite.plans.export.common import Exported, head
 from galvatron_lite.plans.export.megatron_settings import settings_of
@@ -19,7 +20,7 @@ def exported(plan: Plan) -> Exported:
     told = settings_of(plan)
     values = {**told.model, **told.train, **told.ddp, **told.optimizer}
     lines = [line for name, value in values.items() for line in _flag(name, value)]
-    lines += [f"--{told.precision}"] if told.precision != "fp32" else []
+    lines += [quote(f"--{told.precision}")] if told.precision != "fp32" else []
     text = head(plan, "Megatron-LM", told.left_out) + "".join(f"{line}\n" for line in lines)
     return Exported(TOOL, text, told.left_out)
 
@@ -30,6 +31,6 @@ def _flag(name: str, value: object) -> Iterator[str]:
     if value is True:
         yield flag
     elif value is not False:
-        yield f"{flag} '{value}'" if "|" in str(value) else f"{flag} {value}"
+        yield f"{flag} {quote(str(value))}"
     if name == "optimizer_cpu_offload":
         yield "--use-precision-aware-optimizer"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from galvatron_lite.errors import FileFormatError
-from galvatron_lite.files import from_data, to_data
+from galvatron_lite.files import from_data, parse_line, to_data
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.adapt.decide import State, begin, on_done, on_exhausted, on_planned, on_window
 from galvatron_lite.runtime.adapt.planning import Question, answer
@@ -63,12 +63,9 @@ def read_log(path: Path) -> list[Record]:
 
 
 def _record(line: str, field: str) -> Record:
-    try:
-        data = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise FileFormatError(field, line[:40], "It is not JSON: take the line out.") from error
+    data = parse_line(line, field)
     kind = data.get("kind") if isinstance(data, dict) else None
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise FileFormatError(f"{field}, kind", kind, f"Give one of {', '.join(_KINDS)}.")
     record: Record = from_data(_KINDS[kind], data, field)
     version = record.version if isinstance(record, Started) else LOG_VERSION

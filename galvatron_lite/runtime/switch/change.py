@@ -22,6 +22,7 @@ from galvatron_lite.parallelism.backends import check_runs
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.plans.schema import Mode, Plan
 from galvatron_lite.runtime.alike import shares_samples
+from galvatron_lite.runtime.compiled import check_compile
 from galvatron_lite.runtime.mesh import Meshes, build_meshes
 from galvatron_lite.runtime.pieces import Entries, Held, Parallel, held_parameters, held_states
 from galvatron_lite.runtime.setup import Options, Prepared, StageRuntime, build, make_pipeline_groups
@@ -326,6 +327,7 @@ def check_plan(plan: Plan, parallel: Split) -> None:
             remedy = "Plans for training without delayed gradients and branches can be changed; else save and load."
             raise InputError(what, one.model, remedy)
     check_runs(plan)
+    check_compile(parallel.origin.options.compile, plan)
 
 
 def check_idle(parallel: Split, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from galvatron_lite.files import STRICT, from_data
+from galvatron_lite.files import STRICT, from_data, parse_line
 from galvatron_lite.peers.hetu.files import Sizes, read_hardware, read_model
 from galvatron_lite.peers.hetu.model import Engine, HetuHardware, HetuModel
 from galvatron_lite.peers.hetu.strategy import HetuPlan, read_hetu_plan
@@ -107,4 +106,4 @@ def read_searches(path: Path) -> Iterator[RecordedSearch]:
         FileFormatError: a line that is none.
     """
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        yield from_data(RecordedSearch, json.loads(line), f"{path}, line {number}")
+        yield from_data(RecordedSearch, parse_line(line, f"{path}, line {number}"), f"{path}, line {number}")
