@@ -1,0 +1,32 @@
+"""Models drawn at random train like one process or are refused; ``scripts/check_equivalence --cases`` draws more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.equivalence.random_cases import KINDS, Reference, check_case, differences
+from tests.equivalence.random_models import draw_model
+from tests.pool import WorkerPool
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_models_train_like_one_process(pool: WorkerPool, seed: int, kind: str) -> None:
+    result = check_case(pool, seed, kind, seconds=120.0)
+    assert result.verdict in ("equal", "refused"), result
+
+
+def test_the_same_seed_draws_the_same_model() -> None:
+    first, second = draw_model(7), draw_model(7)
+    assert first.traits == second.traits
+    pairs = zip(first.model.parameters(), second.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_a_difference_is_seen() -> None:
+    tensors = {"weight": torch.tensor([1.0, 0.5])}
+    reference = Reference([1.0], tensors, tensors)
+    assert differences(reference, [1.0], tensors, tensors) == []
+    off = {"weight": torch.tensor([1.0, 0.5002])}
+    assert len(differences(reference, [1.0002], off, off)) == 3
