@@ -163,12 +163,19 @@ def train(seed: int, prepared: Prepared) -> tuple[str, str]:
     warnings.simplefilter("ignore")
     drawn = draw_model(seed)
     how: dict[str, Any] = {"plan": prepared.plan} if prepared.profile is None else {"profile": prepared.profile}
+    parallel: Any = None
+    refused: tuple[str, str] | None = None
     try:
-        parallel: Any = auto_parallelize(
+        parallel = auto_parallelize(
             drawn.model, drawn.batches[0], loss_fn=drawn.loss_fn, mem=prepared.mem, device="cpu", **how
         )
     except GalvatronError as error:
-        return refusal(error)
+        refused = refusal(error)
+    refusals: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(refusals, refused)
+    if any(refusals):  # where only some ranks refuse, the others would wait for them in the first step
+        first = next(filter(None, refusals))
+        return first if all(refusals) else ("HANG", f"only ranks {[*map(bool, refusals)]} refuse: {first[1]}")
     optimizer = parallel.optimizer(adamw)
     losses = [float(parallel.train_step(batch, optimizer)) for batch in drawn.batches[:STEPS]]
     state = parallel.full_state_dict()

@@ -17,6 +17,13 @@ def test_random_models_train_like_one_process(pool: WorkerPool, seed: int, kind:
     assert result.verdict in ("equal", "refused"), result
 
 
+def test_a_stage_that_cannot_begin_is_refused_on_every_rank(pool: WorkerPool) -> None:
+    """Two unlike blocks make one layer before an empty one, which a sampled plan gives to the second rank."""
+    result = check_case(pool, 77, "sampled", seconds=120.0)
+    assert result.verdict == "refused", result
+    assert "begin its stage a layer earlier" in result.message
+
+
 def test_the_same_seed_draws_the_same_model() -> None:
     first, second = draw_model(7), draw_model(7)
     assert first.traits == second.traits
