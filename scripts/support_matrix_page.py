@@ -47,12 +47,13 @@ def caption(data: Mapping[str, Any], count: int) -> str:
     )
 
 
-def cell(found: Mapping[str, str] | None) -> str:
+def cell(found: Mapping[str, Any] | None) -> str:
     """The state of a way; nothing where the model has nothing to try it on."""
     if found is None:
         return ""
     sign = SIGNS[found["state"]]
-    return f"{sign}*" if found["state"] == "works" and found["why"] else sign
+    sign = f"{sign}*" if found["state"] == "works" and found["why"] else sign
+    return f"{sign} {found['error']:.0e}" if found.get("error") is not None else sign
 
 
 def reasons(data: Mapping[str, Any]) -> str:

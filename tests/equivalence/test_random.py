@@ -9,8 +9,12 @@ from tests.equivalence.random_cases import KINDS, Reference, check_case, differe
 from tests.equivalence.random_models import draw_model
 from tests.pool import WorkerPool
 
+SEEDS = (0, 9, 361, 1216)
+"""On two and four ranks; the last two have recurrent cells whose activations are offloaded, and a block that runs again
+in the stage that it begins."""
 
-@pytest.mark.parametrize("seed", range(4))
+
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_models_train_like_one_process(pool: WorkerPool, seed: int, kind: str) -> None:
     result = check_case(pool, seed, kind, seconds=120.0)

@@ -83,6 +83,7 @@ class StageModel:
         self._counts: Counter[str] = Counter()
         self._received: Any = None
         self._produced: Any = None
+        self._entered = False
         self._hollow_earlier(layers[:start], device)
         self._hollow_later(layers[stop:])
         replace_forward(model, partial(self._run_to_end, model.forward))
@@ -132,7 +133,7 @@ class StageModel:
             self._begin(None)
 
     def _begin(self, received: Any) -> None:
-        self._received, self._produced = received, None
+        self._received, self._produced, self._entered = received, None, False
         self._counts.clear()
         if self._carrier is not None:
             self._carrier.begin(received)
@@ -199,6 +200,9 @@ class StageModel:
         check_known(path, (args, kwargs))
 
     def _enter(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._entered:  # the block runs again: it is called with what the stage has computed
+            return args, kwargs
+        self._entered = True
         received = self._received if self._carrier is None else self._carrier.entry
         if args:
             return (received, *args[1:]), kwargs
