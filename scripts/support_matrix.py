@@ -168,6 +168,7 @@ def kept(data: Mapping[str, Any], rows: Mapping[str, Row], ways: Sequence[Way]) 
         old = before.get(name, {}).get("ways", {}) if len(ways) < len(WAYS) else {}
         fresh = dict(row) if "ways" not in row else {**row, "ways": {**old, **row["ways"]}}
         before[name] = {**fresh, "date": versions()["date"]}
+    before = {**{name: {} for name in NAMED}, **before}  # those that were not run are told, too
     known = {name: number for number, name in enumerate(known_families())}
     ordered = sorted(before, key=lambda name: known.get(name, len(known)))
     return {"measured": versions(), "families": {name: before[name] for name in ordered}}

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "data" / "support.json"
 PAGE = ROOT / "docs" / "support.md"
 
+NOT_RUN = "not run yet"
 SIGNS = {
     "works": "yes",
     "falls back": "partly",
@@ -39,11 +40,11 @@ def table(data: Mapping[str, Any]) -> str:
 def caption(data: Mapping[str, Any], count: int) -> str:
     """What was run, and when."""
     of = data["measured"]
-    days = sorted({row["date"] for row in data["families"].values()})
+    days = sorted({row["date"] for row in data["families"].values() if "ways" in row})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     return (
         f"{count} families, measured here {when}: torch {of['torch']}, transformers {of['transformers']}, Python "
-        f"{of['python']}, two gloo processes."
+        f"{of['python']}, two gloo processes (auto4: four)."
     )
 
 
@@ -81,7 +82,10 @@ def untried(data: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             *lines,
-            *(f"| {name} | {plain(row.get('refused') or row.get('failed') or '')} |" for name, row in rows.items()),
+            *(
+                f"| {name} | {plain(row.get('refused') or row.get('failed') or 'not run yet')} |"
+                for name, row in rows.items()
+            ),
         ]
     )
 
