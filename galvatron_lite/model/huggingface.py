@@ -155,7 +155,8 @@ def build_model(path: Path) -> nn.Module:
             setattr(config, chance, type(getattr(config, chance))(0))
         if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
-        return _model_class(config, path)(config).train()
+        model: nn.Module = _model_class(config, path)(config)
+        return model.train()
     except InputError:
         raise
     except Exception as error:  # whatever a model's own code says of fields that do not fit one another
