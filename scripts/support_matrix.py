@@ -83,12 +83,13 @@ def judge(make: Callable[[], Family], ways: Sequence[Way]) -> Row:
         outcome = try_way(family, graph, way, reference)
         if outcome.state is not State.NOTHING:
             row["ways"][way.name] = {"state": outcome.state.value, "why": HERE.sub("", outcome.why)}
+            row["ways"][way.name] |= {} if outcome.error is None else {"error": outcome.error}
     return row
 
 
 def in_a_process(make: Callable[[], Family], ways: Sequence[Way]) -> Row:
     """``judge`` in a process of its own, which may die."""
-    seconds = PREPARING + SECONDS * len(ways)
+    seconds = PREPARING + 2 * SECONDS * len(ways)
     found = gather([fork(lambda: judge(make, ways), leads=True)], seconds)
     if isinstance(found, Failure):
         return {"refused" if found.ours else "failed": found.text}
@@ -167,6 +168,7 @@ def kept(data: Mapping[str, Any], rows: Mapping[str, Row], ways: Sequence[Way]) 
         old = before.get(name, {}).get("ways", {}) if len(ways) < len(WAYS) else {}
         fresh = dict(row) if "ways" not in row else {**row, "ways": {**old, **row["ways"]}}
         before[name] = {**fresh, "date": versions()["date"]}
+    before = {**{name: {} for name in NAMED}, **before}  # those that were not run are told, too
     known = {name: number for number, name in enumerate(known_families())}
     ordered = sorted(before, key=lambda name: known.get(name, len(known)))
     return {"measured": versions(), "families": {name: before[name] for name in ordered}}

@@ -1,4 +1,5 @@
-"""Tiny models of the families of transformers, from their own configurations with every size made small."""
+"""Tiny models of the families of transformers, from their own configurations with every size made small, and the vision
+models of our zoo. Every other field keeps its default, but for chances, as nothing may be random."""
 
 from __future__ import annotations
 
@@ -85,12 +86,27 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
 }
 """What the rule for sizes does not find."""
 
+ZOO = (
+    "resnet-mini",
+    "vgg-mini",
+    "alexnet-mini",
+    "regnet-mini",
+    "convnext-mini",
+    "unet-bilinear-mini",
+    "cosmoflow-mini",
+)
+"""Vision models of the zoo, whose batch norms take the statistics of all samples (SyncBatchNorm)."""
+
 NAMED = (
     "llama", "qwen2", "qwen3", "mistral", "mixtral", "gpt2", "bert", "vit", "t5", "qwen2_moe", "gemma", "gemma2",
     "gemma3_text", "phi", "phi3", "gpt_neox", "gptj", "opt", "bloom", "falcon", "stablelm", "olmo", "olmo2", "cohere",
     "granite", "starcoder2", "deepseek_v2", "deepseek_v3", "qwen3_moe", "roberta", "distilbert", "albert", "electra",
     "deberta-v2", "mpnet", "xlm-roberta", "bart", "whisper", "deit", "beit", "swin", "convnext", "clip_vision_model",
-    "clip_text_model", "wav2vec2",
+    "clip_text_model", "wav2vec2", "hubert", "wavlm", "mbart", "m2m_100", "pegasus", "mt5", "blenderbot", "marian",
+    "ernie", "camembert", "roformer", "deberta", "convbert", "fnet", "megatron-bert", "rembert",
+    "codegen", "gpt_bigcode", "mpt", "olmoe", "phimoe", "cohere2", "glm", "helium", "persimmon",
+    "biogpt", "smollm3", "seed_oss", "arcee", "dinov2", "convnextv2", "resnet", "regnet", "swinv2",
+    *(f"zoo:{name}" for name in ZOO),
 )  # fmt: skip
 """Families that are tried first, in this order."""
 
@@ -126,16 +142,44 @@ def build(name: str) -> Family:
     Raises:
         ValueError: transformers has no such type with a loss.
     """
+    if name.startswith("zoo:"):
+        return _of_zoo(name)
     from transformers import AutoConfig, logging
 
     logging.set_verbosity_error()
     config = _shrunken(type(AutoConfig.for_model(name)), name)
     kind = _model_class(name)
     torch.manual_seed(0)
-    model = kind(config).train()
+    model = unsettled(kind(config)).train()
     if "loss" in dir(model):  # a model's own attribute would be taken for its loss
         raise ValueError(f"{name}: the model has an attribute loss")
     return Family(name, model, _batches(model), None if _gives_loss(model) else distance)
+
+
+def unsettled(model: nn.Module) -> nn.Module:
+    """Biases and scales as after some training: updates by Adam of entries that are zero are rounding's to decide."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def _of_zoo(name: str) -> Family:
+    from galvatron_lite.model.zoo import build as build_size
+
+    torch.manual_seed(0)
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(build_size(name.removeprefix("zoo:")))
+    example: Any = model.example_batch
+    model = unsettled(model).train()
+
+    def make(samples: int) -> Any:
+        batch = example(samples)
+        return {
+            key: torch.randn_like(value) if value.is_floating_point() else value[torch.randperm(len(value))]
+            for key, value in batch.items()
+        }
+
+    return Family(name, model, make)
 
 
 def distance(output: Any, _batch: Any) -> Tensor:
@@ -175,7 +219,6 @@ def _shrunken(kind: Any, name: str = "") -> Any:
     if "pad_token_id" in fields:
         tokens["pad_token_id"] = 1 if name in ("roberta", "xlm-roberta", "camembert", "mpnet") else 0
     tokens |= {"decoder_start_token_id": 0} if getattr(plain, "is_encoder_decoder", False) else {}
-    tokens |= {"use_cache": False} if "use_cache" in fields else {}
     return kind(**{**small, **tokens, **parts, **SPECIAL.get(name, {})})
 
 

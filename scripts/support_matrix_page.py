@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "data" / "support.json"
 PAGE = ROOT / "docs" / "support.md"
 
+NOT_RUN = "not run yet"
 SIGNS = {
     "works": "yes",
     "falls back": "partly",
@@ -39,20 +40,21 @@ def table(data: Mapping[str, Any]) -> str:
 def caption(data: Mapping[str, Any], count: int) -> str:
     """What was run, and when."""
     of = data["measured"]
-    days = sorted({row["date"] for row in data["families"].values()})
+    days = sorted({row["date"] for row in data["families"].values() if "ways" in row})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     return (
         f"{count} families, measured here {when}: torch {of['torch']}, transformers {of['transformers']}, Python "
-        f"{of['python']}, two gloo processes."
+        f"{of['python']}, two gloo processes (auto4: four)."
     )
 
 
-def cell(found: Mapping[str, str] | None) -> str:
+def cell(found: Mapping[str, Any] | None) -> str:
     """The state of a way; nothing where the model has nothing to try it on."""
     if found is None:
         return ""
     sign = SIGNS[found["state"]]
-    return f"{sign}*" if found["state"] == "works" and found["why"] else sign
+    sign = f"{sign}*" if found["state"] == "works" and found["why"] else sign
+    return f"{sign} {found['error']:.0e}" if found.get("error") is not None else sign
 
 
 def reasons(data: Mapping[str, Any]) -> str:
@@ -80,7 +82,10 @@ def untried(data: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             *lines,
-            *(f"| {name} | {plain(row.get('refused') or row.get('failed') or '')} |" for name, row in rows.items()),
+            *(
+                f"| {name} | {plain(row.get('refused') or row.get('failed') or 'not run yet')} |"
+                for name, row in rows.items()
+            ),
         ]
     )
 

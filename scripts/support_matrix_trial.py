@@ -1,13 +1,17 @@
-"""A model trained for two steps by one process, and by two in each way: loss and gradients of both steps."""
+"""A model trained for three steps by one process, and by several in each way: losses, gradients and parameters."""
 
 from __future__ import annotations
 
 import copy
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from support_matrix_families import Family
@@ -15,12 +19,17 @@ from support_matrix_ranks import Failure, on_ranks
 from support_matrix_ways import RANKS, SAMPLES, Asked, Way, ask
 from torch import Tensor
 
+from galvatron_lite import auto_parallelize, plan
+from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.model.batch import call_model, loss_of
 from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.profiler import measure
+from galvatron_lite.profiler.store import last_profile, read_profile
+from galvatron_lite.profiler.timing import TimingRule
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.state import full_gradients
 
-RATE, SECONDS = 0.05, 150.0
+RATE, STEPS, SECONDS = 1e-3, 3, 150.0
 RELATIVE, NOISE = 1e-4, 1e-6
 """Largest error of a gradient's entry: so much of the tensor's largest entry, and so much of the largest of all (some
 gradients are zero in exact arithmetic)."""
@@ -43,31 +52,33 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a way, and why."""
+    """What came of a way, why, and the largest error of a loss, gradient or parameter, of its largest entry."""
 
     state: State
     why: str = ""
+    error: float | None = None
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Losses and gradients of two steps."""
+    """Losses and gradients of the steps, and the parameters behind them."""
 
     losses: list[float]
     gradients: list[dict[str, Tensor]]
+    parameters: dict[str, Tensor]
 
 
 def batches_of(family: Family) -> list[Any]:
     """The batches of the steps, always the same."""
     torch.manual_seed(1)
-    return [family.batches(SAMPLES) for _ in range(2)]
+    return [family.batches(SAMPLES) for _ in range(STEPS)]
 
 
 def train_alone(family: Family) -> Reference:
     """Plain PyTorch."""
     model = copy.deepcopy(family.model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-    found = Reference([], [])
+    optimizer = adamw(model.parameters())
+    found = Reference([], [], {})
     for batch in batches_of(family):
         optimizer.zero_grad()
         loss = loss_of(call_model(model, batch), batch, family.loss_fn)
@@ -75,7 +86,13 @@ def train_alone(family: Family) -> Reference:
         found.losses.append(float(loss.detach()))
         found.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
+    found.parameters.update((name, parameter.detach()) for name, parameter in model.named_parameters())
     return found
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer of every trial; under its eps gradients that are rounding alone are no whole updates."""
+    return torch.optim.AdamW(parameters, lr=RATE, eps=1e-6)
 
 
 def rounding(family: Family, reference: Reference) -> list[float]:
@@ -87,6 +104,8 @@ def rounding(family: Family, reference: Reference) -> list[float]:
 
 def try_way(family: Family, graph: ModelGraph, way: Way, reference: Reference) -> Outcome:
     """What comes of one way."""
+    if way.ranks:
+        return _measured(family, way.ranks, reference)
     asked = ask(way, graph)
     if asked.plan is None:
         return Outcome(State.NO, asked.reason) if asked.reason else Outcome(State.NOTHING)
@@ -96,8 +115,46 @@ def try_way(family: Family, graph: ModelGraph, way: Way, reference: Reference) -
     if isinstance(results, Failure):
         ended = State.NO if results.ours else State.LATE if results.late else State.CRASHES
         return Outcome(ended, _refused(asked, results))
-    wrong = next((one for one in results if one), "")
-    return Outcome(State.WRONG, wrong) if wrong else _ran(asked)
+    wrong = next((said for said, _ in results if said), "")
+    return Outcome(State.WRONG, wrong) if wrong else replace(_ran(asked), error=max(error for _, error in results))
+
+
+def _measured(family: Family, ranks: int, reference: Reference) -> Outcome:
+    """What comes of ``auto_parallelize(model, batch, mem=...)``, which measures, under a tight budget."""
+    with tempfile.TemporaryDirectory(prefix="galvatron-support-") as folder:
+        results = on_ranks(ranks, lambda: _train_measured(family, reference, Path(folder)), 2 * SECONDS)
+    if isinstance(results, Failure):
+        ended = State.NO if results.ours else State.LATE if results.late else State.CRASHES
+        return Outcome(ended, results.text)
+    wrong = next((said for said, _ in results if said), "")
+    return Outcome(State.WRONG if wrong else State.WORKS, wrong, max(error for _, error in results))
+
+
+def _train_measured(family: Family, reference: Reference, folder: Path) -> tuple[str, float]:
+    """Measure, choose a budget that the leanest plan keeps and plain data parallelism does not, and train."""
+    warnings.simplefilter("ignore")
+    quick = partial(measure.measure_profile, rule=TimingRule(warmup=1, least=2, most=2, seconds=0.02))
+    batches = batches_of(family)
+    asked: dict[str, Any] = {"loss_fn": family.loss_fn, "device": "cpu", "folder": folder}
+    with patch.object(measure, "measure_profile", quick):
+        auto_parallelize(copy.deepcopy(family.model), batches[0], **asked)
+        box: list[Any] = [_tight(folder, SAMPLES) if torch.distributed.get_rank() == 0 else None]
+        torch.distributed.broadcast_object_list(box)
+        parallel: Any = auto_parallelize(family.model, batches[0], mem=box[0], **asked)
+    return _steps(parallel, batches, reference, ())
+
+
+def _tight(folder: Path, batch: int) -> int:
+    """The middle between what the leanest plan and what plain data parallelism need, in bytes a device."""
+    profile = read_profile(last_profile(folder))
+    dp = {"data": profile.cluster.devices, "zero": 0, "pp": 1, "recompute": "none"}
+    plain = plan(profile, batch=batch, fix=dp, forbid=("offload",), runners_up=0)
+    most = max(stage.memory.total for stage in plain.stages if stage.memory is not None)
+    try:
+        plan(profile, batch=batch, mem=1)
+    except InfeasibleError as error:
+        return (min(error.smallest_budget or 0, most) + most) // 2
+    return most
 
 
 def _refused(asked: Asked, failure: Failure) -> str:
@@ -119,7 +176,7 @@ def _ran(asked: Asked) -> Outcome:
 
 def _train(
     family: Family, graph: ModelGraph, way: Way, asked: Asked, reference: Reference, allowed: Sequence[float]
-) -> str:
+) -> tuple[str, float]:
     """What differs, on every rank alike; nothing where all is well. ``allowed``: of each step in bf16 (``COARSE``)."""
     warnings.simplefilter("ignore")
     batches = batches_of(family)
@@ -127,18 +184,32 @@ def _train(
     parallel = ParallelModel(
         family.model, asked.plan, graph.layers, batches[0], loss_fn=family.loss_fn, device="cpu", **way.options
     )
-    optimizer = parallel.optimizer(torch.optim.SGD, lr=RATE, momentum=0.9)
+    return _steps(parallel, batches, reference, allowed)
+
+
+def _steps(parallel: Any, batches: Sequence[Any], reference: Reference, allowed: Sequence[float]) -> tuple[str, float]:
+    """What differs in the steps, and the largest error."""
+    optimizer, worst = parallel.optimizer(adamw), 0.0
     for number, batch in enumerate(batches):
         loss = _summed(parallel.backward_step(batch))
         gradients = full_gradients(parallel)
         coarse = allowed[number] if allowed else 0.0
         wrong = next(_differences(loss, gradients, reference, number, coarse), "")
         if wrong:
-            return f"step {number + 1}: {wrong}"
+            return f"step {number + 1}: {wrong}", 0.0
+        worst = max(worst, abs(loss - reference.losses[number]) / abs(reference.losses[number]))
         optimizer.step()
         parallel.publish()
         optimizer.zero_grad()
-    return ""
+    state = parallel.full_state_dict()
+    errors = {
+        name: float((state[name].float() - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12))
+        for name, wanted in reference.parameters.items()
+    }
+    largest = max(errors, key=lambda name: errors[name])
+    if not allowed and not errors[largest] <= RELATIVE:
+        return f"parameter {largest} is off by {errors[largest]:.2g} of its largest entry after {STEPS} steps", 0.0
+    return "", max(worst, errors[largest])
 
 
 def _summed(part: Tensor) -> float:

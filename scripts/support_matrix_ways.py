@@ -33,6 +33,7 @@ class Way:
         schedule: of two pipeline stages or more; None: one stage.
         virtual: stages of each process.
         options: of ``ParallelModel``.
+        ranks: of ``auto_parallelize(model, batch, mem=...)``, which chooses the strategies; 0: those of ``strategy``.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Way:
     schedule: Schedule | None = None
     virtual: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 0
 
 
 WAYS = (
@@ -65,6 +67,8 @@ WAYS = (
     Way("filters", "filters2", "channels", "pixels"),
     Way("channels", "channels2", "channels", "pixels"),
     Way("bf16", "data2", options={"precision": "bf16"}),
+    Way("auto", "", ranks=2),
+    Way("auto4", "", ranks=4),
     Way("compile", "data2", options={"compile": "aot_eager"}),
 )
 

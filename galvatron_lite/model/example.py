@@ -11,15 +11,23 @@ if TYPE_CHECKING:
 
 SAMPLES = 8
 _LONGEST = 512
+_SOUND, _SPOKEN = 16000, 16
+"""Samples of a second of sound, and tokens spoken in it."""
 _SIDE = 224
 """Pixels along each side of pictures where a configuration does not say: a network of convolutions takes any."""
 
 
-def example_batch(model: nn.Module, samples: int = SAMPLES) -> Any:
+def example_batch(model: nn.Module, samples: int = SAMPLES, sequence: int | None = None) -> Any:
     """A batch of random inputs for a model of the zoo or of Hugging Face transformers.
 
     A model may offer ``example_batch(samples)`` itself. For transformers models the inputs follow the configuration:
-    token ids with labels for language models, pixel values with labels for image models.
+    token ids with labels for language models, pixel values with labels for image models, sound with labels for those
+    that hear it.
+
+    Args:
+        model: what it is for.
+        samples: of the batch.
+        sequence: tokens a sample of a transformers model; as many as it has positions, 512 at most, if not given.
 
     Raises:
         InputError: the model does not say what it takes.
@@ -28,21 +36,40 @@ def example_batch(model: nn.Module, samples: int = SAMPLES) -> Any:
     if callable(own):
         return own(samples)
     config = getattr(model, "config", None)
+    main = getattr(model, "main_input_name", "input_ids")
+    if main in ("input_features", "input_values"):
+        return _sound(model, main, samples, sequence)
     if hasattr(config, "num_channels"):
         return _images(config, samples)
     if hasattr(config, "vocab_size"):
-        return _tokens(config, samples)
+        return _tokens(config, samples, sequence)
     name = type(model).__name__
     raise InputError("batch", None, f"{name} does not say what it takes. Give an example batch as the second argument.")
 
 
-def _tokens(config: Any, samples: int) -> dict[str, Any]:
+def _tokens(config: Any, samples: int, sequence: int | None) -> dict[str, Any]:
     import torch
 
     longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or _LONGEST
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, config.vocab_size, (samples, min(int(longest), _LONGEST)), generator=generator)
+    length = sequence or min(int(longest), _LONGEST)
+    ids = torch.randint(0, config.vocab_size, (samples, length), generator=generator)
     return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _sound(model: Any, main: str, samples: int, sequence: int | None) -> dict[str, Any]:
+    """Spectra of as many frames as the model has places, or a second of samples; labels of classes or of tokens."""
+    import torch
+
+    config, generator = model.config, torch.Generator().manual_seed(0)
+    frames = 2 * getattr(config, "max_source_positions", _LONGEST)
+    shape = (samples, config.num_mel_bins, frames) if main == "input_features" else (samples, _SOUND)
+    if "Classification" in type(model).__name__:
+        labels = torch.randint(0, config.num_labels, (samples,), generator=generator)
+    else:
+        length = sequence or min(int(getattr(config, "max_target_positions", None) or _SPOKEN), _LONGEST)
+        labels = torch.randint(4, config.vocab_size, (samples, length), generator=generator)
+    return {main: torch.rand(shape, generator=generator), "labels": labels}
 
 
 def _images(config: Any, samples: int) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""Graphs of models by name: those of ``configs/models`` by closed forms, those of the zoo traced. Torch is imported for
-the latter alone."""
+"""Graphs of models by name: those of ``configs/models`` by closed forms, those of the zoo and of transformers traced.
+Torch is imported for the latter alone."""
 
 from __future__ import annotations
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.huggingface import find_config, graph_of_config
 from galvatron_lite.model.shapes import load_model, model_names
 from galvatron_lite.model.zoo import SIZES, build, size_named
 
@@ -13,7 +14,8 @@ def graph_named(name: str, *, sequence: int | None = None, precision: str = "bf1
     """The graph of a model by its name.
 
     Args:
-        name: of ``configs/models`` (``llama2-7b``), the path of such a file, or of the zoo (``gpt-tiny``).
+        name: of ``configs/models`` (``llama2-7b``), the path of such a file, or of the zoo (``gpt-tiny``); or a
+            configuration of transformers: ``config.json``, its folder, or a name in the hub's local cache.
         sequence: tokens a sample; the model's own if not given.
         precision: of compute.
 
@@ -21,6 +23,9 @@ def graph_named(name: str, *, sequence: int | None = None, precision: str = "bf1
         InputError: no such name: tells all.
         FileFormatError: the file cannot be read.
     """
+    config = find_config(name)
+    if config is not None:
+        return graph_of_config(config, sequence=sequence, precision=precision)
     try:
         return load_model(name, sequence=sequence, precision=precision)
     except InputError as error:

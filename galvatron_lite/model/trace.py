@@ -346,6 +346,9 @@ class _Capture:
         plan = figure.plan
         mixture = mixture_figures(modules[0], figure.whole.calls) if layer.role is Role.BLOCK else MixtureFigures()
         dims = split_dims(self.twin, modules, layer.role, operators, self.sequence, entering)
+        returned = [one for call in self.calls[1] if call.path in layer.modules for one in tensors_of(call.output)]
+        if any(tensor.dim() < 2 for tensor in returned):  # a loss beside the picture has no channels to share
+            dims = replace(dims, out_channels=0)
         return LayerKind(
             name=layer.kind,
             parameters=self._parameters(layer, figure.sharded),

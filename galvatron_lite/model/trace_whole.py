@@ -25,6 +25,8 @@ def whole_reason(model: nn.Module, layers: Sequence[Layer], seen: Observation, e
         ends: what the loss is made of.
     """
     places = {path: number for number, layer in enumerate(layers) for path in layer.modules}
+    if len(layers) == 2 and not layers[1].modules:
+        return "no pipeline stages: the model has no repeated blocks, and no module behind its first layer"
     current = 0
     for call in seen.calls:
         own = places.get(call.path, current)

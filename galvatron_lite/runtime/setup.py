@@ -22,7 +22,7 @@ from galvatron_lite.parallelism.draws.modules import Draws
 from galvatron_lite.parallelism.pipeline.deferral import Deferral, defer_weights
 from galvatron_lite.parallelism.pipeline.flow import Flow, flow_of
 from galvatron_lite.parallelism.pipeline.runner import Chunk, Luggage, PipelineRunner
-from galvatron_lite.parallelism.pipeline.stage import StageEnd, StageModel
+from galvatron_lite.parallelism.pipeline.stage import StageEnd, StageModel, check_stages
 from galvatron_lite.parallelism.pipeline.table import pipeline_of
 from galvatron_lite.parallelism.pipeline.tied import (
     COPIES,
@@ -215,6 +215,7 @@ def prepare(
     own = pipeline_of(plan).stages_of(group)
     known = tuple(examine(model, everything, stages[number], batch, options) for number in own)
     flow = known_flow(model, layers, batch, options.loss_fn) if len(stages) > 1 else None
+    check_stages(layers, [[placed.layer.name for placed in stage] for stage in stages], flow)
     return Prepared(plan, layers, stages, ties, known, flow)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.huggingface import build_model, find_config
 from galvatron_lite.model.shapes import (
     ConvNextShape,
     DecoderShape,
@@ -42,12 +43,16 @@ def build_named(name: str, sequence: int | None = None) -> nn.Module:
     """A model by its name.
 
     Args:
-        name: of the zoo (``gpt-tiny``), of ``configs/models`` (``llama3-70b``), or the path of such a YAML file.
-        sequence: tokens a sample; the model's own if not given.
+        name: of the zoo (``gpt-tiny``), of ``configs/models`` (``llama3-70b``), or the path of such a YAML file; or a
+            configuration of transformers, see ``model.huggingface.find_config``.
+        sequence: tokens a sample; the model's own if not given; a transformers model's batch decides it.
 
     Raises:
         InputError: no such name, or a shape that no model here is built of.
     """
+    config = find_config(name)
+    if config is not None:
+        return build_model(config)
     plain = size_named(name)
     if plain is not None and not name.endswith((".yaml", ".yml", ".json")):
         return build(plain, **({} if sequence is None else {"sequence": sequence}))

@@ -70,7 +70,7 @@ def test_the_page_is_that_of_the_data(script: ModuleType) -> None:
     line = next(line for line in text.splitlines() if line.startswith("| llama |"))
     cells = [cell.strip() for cell in line.strip("|").split("|")][1:]
     state = data["families"]["llama"]["ways"]["tensor"]["state"]
-    assert (cells[names.index("tensor")] == "yes") == (state == "works")
+    assert cells[names.index("tensor")].startswith("yes") == (state == "works")
     assert all(f"| {name} |" in text for name in data["families"])
     assert set(script.NAMED) >= {"llama", "qwen2", "qwen3", "mistral", "mixtral", "gpt2", "bert", "vit", "t5"}
 

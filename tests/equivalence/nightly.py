@@ -14,6 +14,7 @@ from galvatron_lite.plans.schema import Plan
 from tests.equivalence.families import APART, FAMILIES, PICTURES
 from tests.equivalence.features import counts
 from tests.equivalence.plans import describe
+from tests.equivalence.random_cases import check_cases
 from tests.equivalence.test_plans import case_of, reference_of, sampled
 from tests.equivalence.training import train_each
 from tests.pool import JobError, WorkerPool
@@ -82,6 +83,9 @@ class Checks:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check the plans; 1 where any trains differently."""
     options, start = _parse(arguments), time.monotonic()
+    if options.cases:
+        results = check_cases(options.cases, options.first_seed, options.record, options.seconds)
+        return int(any(result.verdict not in ("equal", "refused") for result in results))
     asked = {(family, world): _plans(family, world, options) for family in options.families for world in options.worlds}
     checks = Checks(WorkerPool(), options.seconds, options.record, _recorded(options.record))
     print(f"{sum(map(len, asked.values()))} plans", flush=True)
@@ -121,6 +125,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser, every = argparse.ArgumentParser(description=__doc__), (*FAMILIES, *PICTURES, "t5")
     several = ", ".join(f"{count} on {world}" for world, count in SHARE.items())
     parser.add_argument("--plans", type=int, help=f"for every family and world size (default {several})")
+    parser.add_argument("--cases", type=int, help="draw so many models too, instead of the named families")
     parser.add_argument("--families", nargs="+", choices=(*FAMILIES, *PICTURES, *APART), default=every)
     parser.add_argument("--worlds", nargs="+", type=int, choices=tuple(SHARE), default=tuple(SHARE))
     parser.add_argument("--first-seed", type=int, default=1000)

@@ -282,5 +282,13 @@ def test_models_that_cannot_be_cut_are_offered_one_stage(again: bool, said: str)
         _ = request_of(whole, Fixed(pipeline=2)).pipelines
 
 
+def test_a_model_without_blocks_is_offered_one_stage() -> None:
+    model = nn.Bilinear(6, 6, 1)
+    graph = trace(model, (torch.randn(4, 6), torch.randn(4, 6)), loss_fn=lambda output, _: output.mean())
+    assert "no repeated blocks" in graph.whole
+    with pytest.raises(InputError, match="no repeated blocks"):
+        _ = request_of(graph, Fixed(pipeline=2)).pipelines
+
+
 def request_of(graph: ModelGraph, fixed: Fixed) -> Request:
     return Request(graph, 4, 8, 10**9, fixed, (Schedule.GPIPE,), Space(graph, 4))

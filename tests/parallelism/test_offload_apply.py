@@ -86,6 +86,19 @@ def test_weights_stay_and_views_travel_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert traveller.bytes_down == 2 * 8 * (4 + 2 + 4)
 
 
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_pieces_of_a_storage_that_are_written_one_by_one(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    cells, inputs = kind(16, 16, batch_first=True), torch.randn(16, 4, 16)
+    gradients = []
+    for forward in (cells.forward, HostTraveller().carrying(cells)):
+        cells.zero_grad()
+        forward(inputs)[0].square().sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in cells.parameters()])
+    for expected, gradient in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, expected)
+
+
 def test_passes_that_are_never_differentiated_leave_nothing() -> None:
     block, traveller = blocks()[0], HostTraveller()
     hosts: list[weakref.ref[Any]] = []

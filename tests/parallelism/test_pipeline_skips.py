@@ -22,7 +22,7 @@ from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.pipeline.flow import flow_of
-from galvatron_lite.parallelism.pipeline.stage import StageModel
+from galvatron_lite.parallelism.pipeline.stage import StageModel, check_stages
 from galvatron_lite.parallelism.pipeline.tied import find_shared
 from galvatron_lite.parallelism.pipeline.transfer import arrived, differentiable, template_of
 from tests.equivalence.families import build_model, make_batches
@@ -149,8 +149,9 @@ def loss_fn(output: Any, _: Any) -> Tensor:
 def cut_model(model: nn.Module, layers: Layers, cuts: Sequence[int], batch: Batch | None) -> list[StageModel]:
     names = [layer.name for layer in layers]
     flow = None if batch is None else flow_of(model, layers, batch, loss_fn)
-    ends = pairwise([0, *cuts, len(names)])
-    stages = [StageModel(copy.deepcopy(model), layers, names[start:stop], flow=flow) for start, stop in ends]
+    parts = [names[start:stop] for start, stop in pairwise([0, *cuts, len(names)])]
+    check_stages(layers, parts, flow)
+    stages = [StageModel(copy.deepcopy(model), layers, part, flow=flow) for part in parts]
     for stage in stages:
         stage.attach()
     return stages

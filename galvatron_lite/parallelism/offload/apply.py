@@ -48,13 +48,13 @@ class Kept:
     Attributes:
         before: the pass before it; brought up next in backward.
         weights: places of storages that stay on the device.
-        items: by place, bytes and version of their storages; the graph holds them.
+        items: by place, bytes, version and part (``_part``) of their storages; the graph holds them.
         alive: the tensors themselves while forward runs, so that no place is used twice.
     """
 
     before: Kept | None
     weights: frozenset[int]
-    items: WeakValueDictionary[tuple[int, int, int], Item] = field(default_factory=WeakValueDictionary)
+    items: WeakValueDictionary[tuple[int, int, int, int], Item] = field(default_factory=WeakValueDictionary)
     alive: list[Tensor] = field(default_factory=list)
 
 
@@ -102,7 +102,7 @@ class HostTraveller:
         if not _travels(tensor, kept.weights):
             return tensor
         storage = tensor.untyped_storage()
-        place = (id(storage), storage.nbytes(), tensor._version)
+        place = (id(storage), storage.nbytes(), tensor._version, _part(tensor))
         item = kept.items.get(place)
         if item is None:
             item = self._down(_bytes_of(tensor))
@@ -172,6 +172,14 @@ def _places(module: nn.Module) -> frozenset[int]:
     """Storages of the module's own tensors as they are now: torch keeps one Python object for a storage as long as it
     lives. (Pointers to data would do; tensors without data, of dry runs, have none.)"""
     return frozenset(id(one.untyped_storage()) for one in [*module.parameters(), *module.buffers()])
+
+
+def _part(tensor: Tensor) -> int:
+    """Which part of a storage counts its versions by itself; -1: all of it. Gates of a recurrent cell are pieces of one
+    storage (``unsafe_chunk``) that are written to one after another, each with a version of its own."""
+    base = tensor._base if tensor._base is not None else tensor
+    apart = base.numel() * base.element_size() < base.untyped_storage().nbytes()
+    return int(base.storage_offset()) if apart else -1
 
 
 def _travels(tensor: Tensor, weights: frozenset[int]) -> bool:

@@ -74,7 +74,7 @@ class StageModel:
         self.first, self.last = start == 0, stop == len(layers)
         self._units = tuple(units(model, self.layers))
         self._flow, self._sender = flow, layers[start - 1].modules[-1] if start and layers[start - 1].modules else ""
-        self._carrier = _carrier(flow, layers, start, stop)
+        self._carrier = _carrier(flow, start, stop)
         self._enters_at_block = start > 0 and layers[start - 1].role is Role.BEFORE
         self._leaves_at_block = not self.last and self.layers[-1].role is Role.BEFORE
         if flow is not None and self._carrier is not None:
@@ -83,6 +83,7 @@ class StageModel:
         self._counts: Counter[str] = Counter()
         self._received: Any = None
         self._produced: Any = None
+        self._entered = False
         self._hollow_earlier(layers[:start], device)
         self._hollow_later(layers[stop:])
         replace_forward(model, partial(self._run_to_end, model.forward))
@@ -95,7 +96,7 @@ class StageModel:
             check = partial(self._check, path)
             self.model.get_submodule(path).register_forward_pre_hook(check, prepend=True, with_kwargs=True)
         if self._enters_at_block:
-            entry = self.model.get_submodule(_first_module(self.layers[0]))
+            entry = self.model.get_submodule(self.layers[0].modules[0])
             entry.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         if not self.last:
             for path in self._units:
@@ -132,7 +133,7 @@ class StageModel:
             self._begin(None)
 
     def _begin(self, received: Any) -> None:
-        self._received, self._produced = received, None
+        self._received, self._produced, self._entered = received, None, False
         self._counts.clear()
         if self._carrier is not None:
             self._carrier.begin(received)
@@ -199,6 +200,9 @@ class StageModel:
         check_known(path, (args, kwargs))
 
     def _enter(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._entered:  # the block runs again: it is called with what the stage has computed
+            return args, kwargs
+        self._entered = True
         received = self._received if self._carrier is None else self._carrier.entry
         if args:
             return (received, *args[1:]), kwargs
@@ -217,27 +221,36 @@ class StageModel:
             raise StageEnd
 
 
-def _carrier(flow: Flow | None, layers: Sequence[Layer], start: int, stop: int) -> Carrier | None:
+def check_stages(layers: Sequence[Layer], stages: Sequence[Sequence[str]], flow: Flow | None) -> None:
+    """Refuse stages that cannot begin where they do; every rank checks all of them, so that none waits for another.
+
+    Args:
+        layers: of the model.
+        stages: names of the layers of each.
+        flow: which layers read what; None where it is not known.
+
+    Raises:
+        InputError: see ``Flow.check``; or a stage begins at a layer without modules, as a loss that the model computes
+            by itself, behind one that is not a block.
+    """
+    for names in stages[1:]:
+        start = _position(layers, names)
+        if flow is not None:
+            flow.check(start, layers)
+        before = layers[start - 1].role is Role.BEFORE
+        entered = before if flow is None or flow.is_chain else flow.enters(start)
+        if entered and not layers[start].modules:
+            remedy = "No module of the model is it, so nothing can be handed to it: begin its stage a layer earlier."
+            raise InputError("plan, stages", layers[start].name, remedy)
+
+
+def _carrier(flow: Flow | None, start: int, stop: int) -> Carrier | None:
     """What carries outputs of layers between the stages; None in a chain, and where nothing is known."""
     if flow is None:
         return None
-    for cut in {start, stop} - {0, len(layers)}:
-        flow.check(cut, layers)
     if flow.is_chain:
         return None
     return Carrier(flow.crossing(start), flow.crossing(stop), flow.enters(stop))
-
-
-def _first_module(layer: Layer) -> str:
-    """Where what a stage receives enters.
-
-    Raises:
-        InputError: the layer has no module, as a loss that the model computes by itself.
-    """
-    if not layer.modules:
-        remedy = "No module of the model is it, so nothing can be handed to it: begin its stage a layer earlier."
-        raise InputError("plan, stages", layer.name, remedy)
-    return layer.modules[0]
 
 
 def _position(layers: Sequence[Layer], own: Sequence[str]) -> int:
