@@ -2,16 +2,16 @@
 
 The search over everything ends with a time that no plan beats. Plans whose layers change their strategy nowhere within
 a stage (the layers before, among and after the blocks apart) are searched next, for one within the tolerance of that
-time; then those with one change a stage, then with two. These are the same exact search over a smaller space
-(``Request.runs``). Of the plan found, strategies are then put in each other's place while it fits and stays within the
-tolerance, so that few kinds are left.
+time: without a pipeline, then with one stage a group of devices, then any. Then those with one change a stage, then
+with two. These are the same exact search over a smaller space (``Request.runs``). Of the plan found, strategies are put
+in each other's place while it fits and stays within the tolerance, so that few kinds are left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, product
 
 from galvatron_lite.cost.groups import price_stages
 from galvatron_lite.cost.layer import LayerPricer
@@ -19,6 +19,7 @@ from galvatron_lite.cost.layout import layout
 from galvatron_lite.cost.sharing import tied_groups
 from galvatron_lite.cost.step import bound_seconds, straggling
 from galvatron_lite.model.graph import Role
+from galvatron_lite.parallelism.pipeline.schedule import SIMPLE
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.best_first import Found, search
 from galvatron_lite.search.figures import ticks
@@ -47,14 +48,23 @@ def simplest(request: Request, pricer: LayerPricer, found: Found, tolerance: flo
     least = found.partition.time * (1.0 - found.gap)
     limit = max(int(least / (1.0 - tolerance)), found.partition.time)
     best, most = found, most_runs(request, found)
-    for runs in range(1, min(most, _MOST_RUNS + 1)):
-        simple = search(replace(request, runs=runs), pricer, below=limit + 1, slack=SLACK * tolerance, effort=_WORK)
+    for runs, narrower in product(range(1, min(most, _MOST_RUNS) + 1), _narrower(request)):
+        simple = search(replace(narrower, runs=runs), pricer, below=limit + 1, slack=SLACK * tolerance, effort=_WORK)
         if simple is not None:
             best = simple
             break
     best = _merged(request, pricer, best, limit)
     gap = max(1.0 - least / best.partition.time, 0.0)
     return replace(best, gap=gap, others=(best, *(one for one in found.others if one is not found)), stopped=False)
+
+
+def _narrower(request: Request) -> list[Request]:
+    """The request without a pipeline, with schedules of one stage a group of devices, and as it is."""
+    few = tuple(schedule for schedule in request.schedules if schedule in SIMPLE)
+    narrower = [replace(request, schedules=few)] if few and few != request.schedules else []
+    if request.fixed.pipeline is None and "pipeline" not in request.fixed.forbidden:
+        narrower.insert(0, replace(request, fixed=replace(request.fixed, pipeline=1)))
+    return [*narrower, request]
 
 
 def most_runs(request: Request, found: Found) -> int:
@@ -133,7 +143,7 @@ def _priced(request: Request, pricer: LayerPricer, found: Found, own: Sequence[S
     """The plan with other strategies; None where it does not fit, or where the profile has no figures for them."""
     shape, cuts = found.problem.shape, found.partition.cuts
     sizes = [b - a for a, b in pairwise(cuts)]
-    costs = price_stages(pricer, shape, sizes, list(own))
+    costs = price_stages(pricer, shape, sizes, list(own), ordered=False)
     budgets = found.problem.budgets
     if any(cost.memory.total > min(budgets) for cost in costs):
         return None
