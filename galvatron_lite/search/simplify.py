@@ -3,12 +3,13 @@
 The search over everything ends with a time that no plan beats. Plans whose layers change their strategy nowhere within
 a stage (the layers before, among and after the blocks apart) are searched next, for one within the tolerance of that
 time: without a pipeline, then with one stage a group of devices, then any. Then those with one change a stage, then
-with two. These are the same exact search over a smaller space (``Request.runs``). Of the plan found, strategies are put
-in each other's place while it fits and stays within the tolerance, so that few kinds are left.
+with two. These are the same exact search over a smaller space (``Request.runs``). Of the plan found, equal layers
+are put in order and strategies in each other's place while it fits and stays within the tolerance.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise, product
@@ -83,11 +84,9 @@ def _merged(request: Request, pricer: LayerPricer, found: Found, limit: int) -> 
     trials = 0
     while trials < _TRIALS:
         own = [strategy for stage in found.partition.stages for strategy in stage.strategies]
-        options = sorted(_replacements(own), key=lambda option: _changes(option))
+        options = [_sorted(request, found, own), *sorted(_replacements(own), key=_changes)]
         for option in options:
-            if _changes(option) >= _changes(own) or trials >= _TRIALS:
-                return found
-            if not _allowed(request, found, option):
+            if _changes(option) >= _changes(own) or trials >= _TRIALS or not _allowed(request, found, option):
                 continue
             trials += 1
             partition = _priced(request, pricer, found, option)
@@ -102,6 +101,15 @@ def _merged(request: Request, pricer: LayerPricer, found: Found, limit: int) -> 
 def _changes(strategies: Sequence[Strategy]) -> tuple[int, int]:
     """How often neighbours differ, and how many strategies there are."""
     return sum(a != b for a, b in pairwise(strategies)), len(set(strategies))
+
+
+def _sorted(request: Request, found: Found, own: Sequence[Strategy]) -> list[Strategy]:
+    """With equal layers in one stage in the order of their strategies: the one used most first."""
+    used, cuts = Counter(own), found.partition.cuts
+    stages = [stage for stage, (a, b) in enumerate(pairwise(cuts)) for _ in range(a, b)]
+    places = zip(stages, (layer.kind for layer in request.graph.layers), own, strict=True)
+    runs = groupby(places, key=lambda place: place[:2])
+    return [one for _, run in runs for *_, one in sorted(run, key=lambda place: (-used[place[2]], place[2]))]
 
 
 def _replacements(own: Sequence[Strategy]) -> Iterator[list[Strategy]]:
