@@ -140,6 +140,9 @@ def _schedules(request: Request, stages: int) -> list[tuple[Schedule, int]]:
         if not known and request.offers(schedule, stages):
             offered += [(schedule, virtual) for virtual in virtual_stages(request.graph, schedule, stages)]
     pinned = request.fixed.virtual
+    if request.fixed.even:
+        blocks = sum(layer.role is Role.BLOCK for layer in request.graph.layers)
+        offered = [one for one in offered if one[1] == 1 or blocks % (stages * one[1]) == 0]
     return [(schedule, virtual) for schedule, virtual in offered if pinned in (None, virtual)]
 
 
