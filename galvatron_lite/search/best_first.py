@@ -13,6 +13,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.cost.sharing import tied_groups
 from galvatron_lite.cost.stage import Shape
+from galvatron_lite.parallelism.pipeline.schedule import SIMPLE
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.search.bounds.duals import score, scores_of
 from galvatron_lite.search.bounds.refine import Refined, opened, refined
@@ -78,13 +79,16 @@ def search(
         request: what is planned.
         pricer: of the profile.
         progress: see ``find_plan``.
-        exact: False: a good plan, soon, from quick searches of the most promising shapes alone.
+        exact: False: a good plan, soon, from quick searches of the most promising shapes of 1F1B or GPipe alone.
         stoppable: whether Ctrl-C ends the search with the best plan so far; where there is none it is raised.
         known: a plan to begin with: what is found beats it, or it is what the search ends with.
         effort: labels after which an exact search ends; looked at between one exact search of a shape and the next.
         below: picoseconds that a plan must take less than, to be of any use.
         slack: share by which a plan must be quicker than one that is there, to be of any use.
     """
+    few = tuple(schedule for schedule in request.schedules if schedule in SIMPLE)
+    if not exact and few and (request.fixed.virtual or 1) == 1:
+        request = replace(request, schedules=few)
     walk = _Walk([], count(), effort if exact else _QUICK_WORK, exact, known, below=below, slack=slack)
     stopped = False
     try:
