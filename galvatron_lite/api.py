@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     Known = Profile | str | Path | Callable[[int | None], Profile] | None
 
 RUNNERS_UP = 5
+TOLERANCE = 0.01
 
 __all__ = [
     "best_batch",
@@ -63,6 +64,7 @@ class Setup(TypedDict, total=False):
     backend: str
     mode: Mode | str
     allow_delay: bool
+    margin: str | float | None
     progress: Progress | None
 
 
@@ -71,15 +73,18 @@ def plan(
     *,
     certify: bool = False,
     runners_up: int = RUNNERS_UP,
+    tolerance: str | float = TOLERANCE,
     **setup: Unpack[Setup],
 ) -> Plan:
-    """The fastest plan that fits the memory budget.
+    """The simplest of the fastest plans that fit the memory budget.
 
     Args:
         profile: what layers and communication cost, or the file that holds it. With neither a profile nor a model, the
             last profile made in this folder.
-        certify: also solve the problem as an integer programme and compare.
+        certify: also solve the problem as an integer programme and compare; the tolerance is 0 then.
         runners_up: how many other plans to report.
+        tolerance: share of the step time (``1%``, 0.01) that the plan may be from the best possible, so as to have as
+            few runs of strategies as can be; 0: the fastest plan.
         setup: by name:
 
             - ``model``: instead of a profile: a model by name (``gpt3-175b``), YAML file or graph; its costs are
@@ -101,6 +106,8 @@ def plan(
             - ``mode``: what the plan is for: ``training`` (if not given) or ``inference``: forward passes only.
             - ``allow_delay``: whether gradients may be delayed (cyclic data parallelism), which changes the training
               rule; ``fix`` may say which: ``rule=cdp-v1``, ``setting=data``, ``schedule=cyclic``.
+            - ``margin``: share of the budget (``5%``, 0.05) that predictions keep free; if not given, by how far
+              measured memory has been above predictions for such profiles.
             - ``progress``: called with (done, total, label) while the search runs.
 
     Raises:
@@ -108,13 +115,14 @@ def plan(
             precision that the devices have no units for, a pin that cannot be kept.
         InfeasibleError: no plan fits; names the smallest budget that would.
     """
+    from galvatron_lite.questions.arguments import share
     from galvatron_lite.questions.setting import ask, batch_for
 
-    setting, batch, progress = _setting(profile, setup, ("certify", "runners_up"))
+    setting, batch, progress = _setting(profile, setup, ("certify", "runners_up", "tolerance"))
     devices = setting.profile.cluster.devices
     return ask(
         setting, devices, batch_for(devices, batch), certify=certify, runners_up=runners_up, progress=progress,
-        stoppable=True,
+        stoppable=True, tolerance=share("--tolerance", tolerance) or 0.0,
     )  # fmt: skip
 
 
@@ -354,9 +362,11 @@ def _setting(profile: Known, setup: Setup, own: Sequence[str] = ()) -> tuple[Set
     Raises:
         InputError: an argument that there is not, or that cannot be read.
     """
+    from galvatron_lite.calibration.expected import margin_of
+    from galvatron_lite.calibration.store import load_calibration
     from galvatron_lite.cluster.budget import budget_on
     from galvatron_lite.parallelism.backends import backend_named
-    from galvatron_lite.questions.arguments import check_names, memory, mode_named, place, switch, texts, whole
+    from galvatron_lite.questions.arguments import check_names, memory, mode_named, place, share, switch, texts, whole
     from galvatron_lite.questions.backing import check_backend
     from galvatron_lite.questions.counts import first_devices
     from galvatron_lite.questions.pins import Pins, read_pins
@@ -380,7 +390,10 @@ def _setting(profile: Known, setup: Setup, own: Sequence[str] = ()) -> tuple[Set
     source = find if callable(profile) or setup.get("model") is not None else None
     mode = mode_named(setup.get("mode", "training"))
     delay = pins.delay_where(allowed=switch("allow_delay", setup.get("allow_delay", False)))
-    setting = Setting(known, budget, pins, schedules, backend.name, mem, source, mode, delay)
+    margin = share("--margin", setup.get("margin"))
+    if margin is None:
+        margin = margin_of(known.origin.kind.value, load_calibration())
+    setting = Setting(known, budget, pins, schedules, backend.name, mem, source, mode, delay, margin)
     return setting, whole("batch", setup.get("batch")), setup.get("progress")
 
 

@@ -33,3 +33,8 @@ def expected_of(graph: ModelGraph, calibration: Calibration) -> Expected:
     if any(one.kind is OperatorClass.ATTENTION for kind in graph.kinds.values() for one in kind.operators):
         return Expected("language models", known.get("without_family"), "published runs of software not fitted to")
     return Expected("models with neither attention nor pixels", None)
+
+
+def margin_of(kind: str, calibration: Calibration) -> float:
+    """Share of a memory budget that plans keep free, by where their costs come from: ``estimated`` or ``measured``."""
+    return calibration.expected_error.get(f"memory_{kind}", 0.0)

@@ -125,7 +125,8 @@ class Calibration:
         provenance: what the whole was calibrated on, for people.
         expected_error: mean absolute relative error of step times of published runs by what the fit left out:
             ``without_model``, ``without_family`` (and their software); empty where it was not cross-validated. Of image
-            networks, of which nothing is left out, ``images``.
+            networks, of which nothing is left out, ``images``. ``memory_estimated`` and ``memory_measured``: the
+            share of a memory budget to keep free for what measured peaks are above predictions (``memory_margin``).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

@@ -57,6 +57,14 @@ def plan_command(
     certify: Annotated[
         bool, typer.Option("--certify", help="Solve it as an integer programme too, and compare.")
     ] = False,
+    tolerance: Annotated[
+        str,
+        typer.Option("--tolerance", help="How far from the fastest the plan may be, to be simpler; 0: the fastest."),
+    ] = "1%",
+    margin: Annotated[
+        str | None,
+        typer.Option("--margin", help="Share of the budget to keep free; if not given, what predictions are off by."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
     fix: questions.Fix = None,
@@ -117,7 +125,7 @@ def plan_command(
 
     setup: Setup = {
         "mem": mem, "batch": batch, "fix": fix or (), "forbid": forbid or (), "schedules": schedule, "backend": backend,
-        "mode": mode, "allow_delay": allow_delay,
+        "mode": mode, "allow_delay": allow_delay, "margin": margin,
     }  # fmt: skip
     if phases is not None:
         refuse_beside_phases(options.question, certify=certify or None, best=best)
@@ -134,7 +142,7 @@ def plan_command(
     if options.question:
         _answer(options, profile_of, {**setup, "gpus": gpus}, source, output, as_json)
     else:
-        _plan(known, setup, source, output, as_json, certify, best)
+        _plan(known, setup, source, output, as_json, certify, best, tolerance)
 
 
 def _check(options: Options, certify: bool, best: int | None, output: Path | None) -> None:
@@ -183,8 +191,9 @@ def _model(
 
 
 def _plan(
-    known: Profile, setup: Setup, source: str, output: Path | None, as_json: bool, certify: bool, best: int | None
-) -> None:
+    known: Profile, setup: Setup, source: str, output: Path | None, as_json: bool, certify: bool, best: int | None,
+    tolerance: str,
+) -> None:  # fmt: skip
     """The fastest plan."""
     from galvatron_lite import api
     from galvatron_lite.cli.origins import accuracy
@@ -194,7 +203,8 @@ def _plan(
 
     with search_progress(quiet=as_json) as progress:
         asked: Setup = {**setup, "progress": progress}
-        found = api.plan(known, certify=certify, runners_up=api.RUNNERS_UP if best is None else best, **asked)
+        runners_up = api.RUNNERS_UP if best is None else best
+        found = api.plan(known, certify=certify, runners_up=runners_up, tolerance=tolerance, **asked)
     if output is not None:
         write_plan(found, output)
     if as_json:

@@ -77,7 +77,12 @@ def _print_memory(console: Console, plan: Plan) -> None:
     for group in shown:
         console.print(f"  {group_label(group) if group else '…':>{width}} {_bar(plan, provenance, group)}".rstrip())
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory_parts(fullest.memory))
-    console.print(f"  fullest: {parts}\n")
+    console.print(f"  fullest: {parts}")
+    if provenance.margin:
+        console.print(
+            f"  margin: {provenance.margin:.1%} of the budget is kept free, as measured peaks may be above predictions"
+        )
+    console.print()
 
 
 def _bar(plan: Plan, provenance: Provenance, group: range | None) -> str:
@@ -107,6 +112,10 @@ def _print_time(console: Console, plan: Plan, accuracy: str) -> None:
 
 
 def _proof(provenance: Provenance) -> str:
+    from galvatron_lite.plans.schema import Proof
+
+    if provenance.proof is Proof.PROVEN and provenance.gap:
+        return f"within {max(provenance.gap, 1e-4):.2%} of the best possible (proven in the closed form)"
     told = f"at most {max(provenance.gap, 1e-4):.2%}"
     gap = f" ({told} from the best)" if provenance.gap else ""
     if provenance.interrupted:

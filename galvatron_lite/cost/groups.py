@@ -22,7 +22,7 @@ from galvatron_lite.profiler.schema import Profile
 
 
 def price_stages(
-    pricer: LayerPricer, shape: Shape, sizes: Sequence[int], strategies: Sequence[Strategy]
+    pricer: LayerPricer, shape: Shape, sizes: Sequence[int], strategies: Sequence[Strategy], ordered: bool = True
 ) -> list[StageCost]:
     """Costs of all stages, in the order of the model; equal ones are priced once.
 
@@ -31,6 +31,8 @@ def price_stages(
         shape: of the plan.
         sizes: layers of each stage.
         strategies: of all layers of the model.
+        ordered: whether zero-bubble passes are put in order, for the memory that they need then; if not, memory is that
+            of the micro-batches that the schedule allows.
     """
     ends = list(accumulate(sizes))
     ranges = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
@@ -45,7 +47,7 @@ def price_stages(
             beside = inside if shape.virtual == 1 else _places(shape, stage, ranges)
             known[key] = price_chunk(pricer, shape, stage, inside, strategies, beside)
         costs.append(known[key])
-    return _with_memory(pricer, shape, costs)
+    return _with_memory(pricer, shape, costs, ordered)
 
 
 def _passed(graph: ModelGraph, inside: range) -> tuple[object, ...]:
@@ -90,10 +92,10 @@ def _places(shape: Shape, stage: int, ranges: Sequence[range]) -> frozenset[int]
     return frozenset(place for other in own for place in ranges[other])
 
 
-def _with_memory(pricer: LayerPricer, shape: Shape, costs: Sequence[StageCost]) -> list[StageCost]:
+def _with_memory(pricer: LayerPricer, shape: Shape, costs: Sequence[StageCost], ordered: bool) -> list[StageCost]:
     """With the memory of the devices that run each stage."""
     result = list(costs)
-    run = zero_bubble_of(pricer.profile, shape, costs) if shape.schedule in ZERO_BUBBLE else None
+    run = zero_bubble_of(pricer.profile, shape, costs) if ordered and shape.schedule in ZERO_BUBBLE else None
     known: dict[object, MemoryBreakdown] = {}
     for group in range(shape.stages):
         own = _own_stages(shape, group)

@@ -245,14 +245,16 @@ class Provenance:
         cluster: its name.
         fingerprint: of the machine the profile was measured on; empty for data-sheet clusters.
         budget: bytes a device; the least of them where ``budgets`` are unlike.
-        proof: whether the search proved the plan optimal in its space.
-        gap: where it did not: by the closed form of ``cost.schedule`` no plan takes less than (1 - gap) of this one.
+        proof: whether the search proved that no plan of its space is better by more than ``tolerance``.
+        gap: by the closed form of ``cost.schedule`` no plan takes less than (1 - gap) of this one.
         budgets: bytes on each type of device by its name, where they are unlike.
         notes: where a plan that was given is priced otherwise than it says (another batch, model or number of
             devices), and where results under it are not those of one process (``plans.notes``).
         certificate: what an integer programme of the same shape said (``search.ilp``); empty where none was asked.
         interrupted: whether the user stopped the search before its end.
         parameters: items of the model's parameters, by which another width of it is told; 0: not known.
+        tolerance: share of the step time that was given up for a simpler plan at the most.
+        margin: share of the budget that the prediction keeps free.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -270,6 +272,8 @@ class Provenance:
     notes: tuple[str, ...] = ()
     interrupted: bool = False
     parameters: Size = 0
+    tolerance: float = 0.0
+    margin: float = 0.0
 
     def budget_of(self, stage: Stage) -> int:
         """Bytes that a device of a stage may take."""

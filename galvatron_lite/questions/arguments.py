@@ -121,6 +121,24 @@ def seconds(name: str, given: object) -> float | None:
     return number(name, given, parse_seconds)
 
 
+def share(name: str, given: object) -> float | None:
+    """A share from 0 to below 1: a fraction (0.01), or a text (``1%``, ``0.01``); or None.
+
+    Raises:
+        InputError: anything else; names the argument.
+    """
+    if given is None:
+        return None
+    try:
+        text = str(given).strip()
+        found = float(text[:-1]) / 100.0 if text.endswith("%") else float(text)
+    except ValueError:
+        found = -1.0
+    if isinstance(given, bool) or not 0.0 <= found < 1.0:
+        raise InputError(name, given, "Give a share from 0 to below 1: 0.01, or 1%.")
+    return found
+
+
 def size(name: str, given: object) -> int | None:
     """Bytes, of a number or a text such as ``400MB``; or None.
 

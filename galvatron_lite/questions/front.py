@@ -97,4 +97,4 @@ def _looked_at(
         if point.plan is None:
             # The leanest plan lies less than a step below the last one: a search there takes long and tells little.
             return
-        budget = point.peak - step
+        budget = int((point.peak - step) / (1.0 - setting.margin))

@@ -37,6 +37,7 @@ class Setting:
             of one type, and train in a better precision.
         mode: what the plans are for.
         delay: which rules of delayed gradients are allowed; None: none.
+        margin: share of budgets that predictions keep free.
         sessions: what earlier points have priced, by devices.
     """
 
@@ -49,6 +50,7 @@ class Setting:
     source: Callable[[int], Profile] | None = None
     mode: Mode = Mode.TRAINING
     delay: Delay | None = None
+    margin: float = 0.0
     sessions: dict[int, Session] = field(default_factory=dict, compare=False, repr=False)
 
     def session(self, devices: int) -> Session:
@@ -148,6 +150,7 @@ def ask(
     progress: Progress | None = None,
     stoppable: bool = False,
     effort: int = MOST_WORK,
+    tolerance: float = 0.0,
 ) -> Plan:
     """The fastest plan on the first devices of the setting's cluster; see ``search.planner.find_plan``.
 
@@ -172,6 +175,8 @@ def ask(
         effort=effort,
         mode=setting.mode,
         delay=setting.delay,
+        tolerance=tolerance,
+        margin=setting.margin,
     )
 
 

@@ -59,7 +59,7 @@ def _proven(best: Plan, found: Sequence[Plan]) -> Plan:
     least = min(seconds_of(plan) * (1.0 - plan.provenance.gap) for plan in found if plan.provenance is not None)
     gap = max(1.0 - least / seconds_of(best), best.provenance.gap, 0.0)
     stopped = any(plan.provenance.interrupted for plan in found if plan.provenance is not None)
-    proof = Proof.FEASIBLE if gap > 0.0 else best.provenance.proof
+    proof = Proof.FEASIBLE if gap > best.provenance.tolerance else best.provenance.proof
     return replace(best, provenance=replace(best.provenance, gap=gap, proof=proof, interrupted=stopped))
 
 

@@ -128,8 +128,9 @@ def traits(plan: Plan) -> tuple[object, ...]:
     return len(plan.stages), plan.schedule, plan.virtual_stages, plan.microbatches, most, share
 
 
-def quickest(options: Sequence[Finalist]) -> Finalist:
-    """The finalist of least simulated step time among those that fit; the first unless another one is really quicker.
+def quickest(options: Sequence[Finalist], tolerance: float = 0.0) -> Finalist:
+    """The finalist of least simulated step time among those that fit; the first unless another one is
+    quicker by more than the tolerance.
 
     Equal plans differ by a picosecond or so, by which the search rounds.
 
@@ -141,7 +142,7 @@ def quickest(options: Sequence[Finalist]) -> Finalist:
     if not fitting:
         raise _overfull(options[0])
     best = min(fitting, key=lambda option: option.seconds)
-    is_quicker = not options[0].fits or best.seconds < options[0].seconds * (1.0 - _ROUNDING)
+    is_quicker = not options[0].fits or best.seconds < options[0].seconds * (1.0 - max(tolerance, _ROUNDING))
     return best if is_quicker else options[0]
 
 

@@ -13,6 +13,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.cost.sharing import tied_groups
 from galvatron_lite.cost.stage import Shape
+from galvatron_lite.parallelism.pipeline.schedule import SIMPLE
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.search.bounds.duals import score, scores_of
 from galvatron_lite.search.bounds.refine import Refined, opened, refined
@@ -70,6 +71,7 @@ def search(
     known: Found | None = None,
     effort: int = MOST_WORK,
     below: int | None = None,
+    slack: float = 0.0,
 ) -> Found | None:
     """The best plan over all shapes; None where nothing fits.
 
@@ -77,13 +79,17 @@ def search(
         request: what is planned.
         pricer: of the profile.
         progress: see ``find_plan``.
-        exact: False: a good plan, soon, from quick searches of the most promising shapes alone.
+        exact: False: a good plan, soon, from quick searches of the most promising shapes of 1F1B or GPipe alone.
         stoppable: whether Ctrl-C ends the search with the best plan so far; where there is none it is raised.
         known: a plan to begin with: what is found beats it, or it is what the search ends with.
         effort: labels after which an exact search ends; looked at between one exact search of a shape and the next.
         below: picoseconds that a plan must take less than, to be of any use.
+        slack: share by which a plan must be quicker than one that is there, to be of any use.
     """
-    walk = _Walk([], count(), effort if exact else _QUICK_WORK, exact, known, below=below)
+    few = tuple(schedule for schedule in request.schedules if schedule in SIMPLE)
+    if not exact and few and (request.fixed.virtual or 1) == 1:
+        request = replace(request, schedules=few)
+    walk = _Walk([], count(), effort if exact else _QUICK_WORK, exact, known, below=below, slack=slack)
     stopped = False
     try:
         _walk(walk, request, pricer, progress)
@@ -241,7 +247,7 @@ class _Walk:
         heap: (rank, number, node); the rank is the node's bound, or what ``_later`` says.
         order: gives the numbers.
         most_work: labels after which the search ends; an exact one only once there is a plan.
-        exact, below: see ``search``.
+        exact, below, slack: see ``search``.
         best: plan so far.
         work: labels looked at.
         open: a time that no plan beats in the nodes that were looked into but not to the end.
@@ -261,11 +267,14 @@ class _Walk:
     met: dict[tuple[int, Schedule], Found] = field(default_factory=dict)
     edges: dict[tuple[object, ...], float] = field(default_factory=dict)
     below: int | None = None
+    slack: float = 0.0
 
     @property
     def limit(self) -> int | None:
         """What a plan must beat."""
-        return self.below if self.best is None else self.best.partition.time
+        if self.best is None:
+            return self.below
+        return self.best.partition.time - int(self.slack * self.best.partition.time)
 
     def worth(self, bound: float) -> bool:
         """Whether a bound leaves room for a better plan."""
@@ -304,7 +313,7 @@ class _Walk:
             node = heapq.heappop(self.heap)[2]
             if not self.worth(node.bound):
                 continue
-            if self.work < self.most_work or (self.exact and self.best is None):
+            if self.work < self.most_work or (self.exact and self.best is None and self.below is None):
                 self.inside = node
                 return node
             self.open = min(self.open, node.bound)
@@ -325,7 +334,7 @@ class _Walk:
         """The best plan, and how far from the best there is it may be."""
         if self.best is None:
             return None
-        least = self.open
+        least = min(self.open, self.limit or inf) if self.slack else self.open
         if stopped:
             left = [node.bound for _, _, node in self.heap] + ([] if self.inside is None else [self.inside.bound])
             least = min([least, *left])

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from galvatron_lite.cluster.budget import Budget, bytes_on
+from galvatron_lite.cluster.budget import Budget, as_budget, bytes_on
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.limits import SAMPLES, check_range
@@ -41,6 +41,7 @@ from galvatron_lite.search.pins import check_pins, schedules_for
 from galvatron_lite.search.result import provenance
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.shapes import Request
+from galvatron_lite.search.simplify import SLACK, simplest
 from galvatron_lite.search.space import Fixed, reasons
 from galvatron_lite.search.ways import Asked, Delay, with_ways
 
@@ -63,6 +64,8 @@ def find_plan(
     effort: int = MOST_WORK,
     mode: Mode = Mode.TRAINING,
     delay: Delay | None = None,
+    tolerance: float = 0.0,
+    margin: float = 0.0,
 ) -> Plan:
     """The fastest plan that fits the memory budget.
 
@@ -87,6 +90,8 @@ def find_plan(
             gap says how far from the best the plan may be.
         mode: what the plan is for; of forward passes alone its step is one pass of the whole batch.
         delay: which training rules of delayed gradients may be used besides (``search.ways``); None: none.
+        tolerance: share of the step time that the plan may be from the best, so as to be the simplest (``simplify``).
+        margin: share of the budget that predictions keep free.
 
     Raises:
         InputError: a batch or a pinned value that cannot be used, pins that contradict one another, or a known plan of
@@ -100,14 +105,25 @@ def find_plan(
     kept = session or Session(profile, mode)
     if kept.profile is not profile or kept.mode is not mode:
         raise InputError("session", f"{kept.profile.name}, {kept.mode}", f"It is not of {profile.name}, {mode}.")
+    for name, share in (("tolerance", tolerance), ("margin", margin)):
+        if not 0.0 <= share < 1.0:
+            raise InputError(f"--{name}", share, "Give a share from 0 to below 1: 0.01, or 1%.")
     request = request_of(kept, devices, global_batch, budget, fixed or Fixed(), schedules, runner)
-    asked = Asked(kept, request, runner, budget, delay, certify=certify)
+    if margin:
+        request = replace(request, budget=as_budget(budget).scaled(1.0 - margin), margin=margin)
+    asked = Asked(
+        kept, request, runner, request.budget, delay, certify=certify, tolerance=0.0 if certify else tolerance
+    )
     searched = partial(_ordinary, runners_up, progress, stoppable, known, effort)
     looked = partial(with_alike, searched, asked, runners_up)
     plan = with_one_device(with_ways(looked, asked, runners_up, WAYS if runner.beside else ()), asked)
     missing = [line for why in WHY for line in why(asked)]
     trainer = next((one for one in Trainer if one == runner.name), Trainer.GALVATRON)
-    return replace(plan, backend=trainer, left_out=(*plan.left_out, *missing))
+    source = plan.provenance and replace(
+        plan.provenance, budget=bytes_on(budget, ""), budgets=dict(as_budget(budget).own), margin=margin,
+        tolerance=asked.tolerance,
+    )  # fmt: skip
+    return replace(plan, backend=trainer, left_out=(*plan.left_out, *missing), provenance=source)
 
 
 def _ordinary(
@@ -123,9 +139,11 @@ def _ordinary(
     check_batch(request)
     pricer = kept.pricer
     given = given_plans(request, pricer, known)
+    tolerance = asked.tolerance
     looked = partial(
-        search, request, pricer, progress, stoppable=stoppable, known=next(iter(given), None), effort=effort
-    )
+        search, request, pricer, progress, stoppable=stoppable, known=next(iter(given), None), effort=effort,
+        slack=SLACK * tolerance,
+    )  # fmt: skip
     # Quick searches that meet nothing do not show that nothing fits: an exact one goes on to the first plan.
     found = (looked(exact=False) if effort == 0 else None) or looked()
     if found is None:
@@ -134,9 +152,11 @@ def _ordinary(
         error = infeasible(request, pricer)
         more = relief(request, kept, asked.backend.name) if runners_up else ""
         raise InfeasibleError(f"{error} {more}".strip(), error.smallest_budget)
+    if tolerance and effort and not found.stopped:
+        found = simplest(request, pricer, found, tolerance)
     certificate = _certificate(found, progress) if asked.certify and not found.stopped else ""
     options = finalists(request, pricer, found, 0 if found.stopped else runners_up, given)
-    chosen = quickest(options)
+    chosen = quickest(options, tolerance)
     return replace(
         chosen.plan,
         mode=kept.mode,
@@ -148,7 +168,7 @@ def _ordinary(
             *unprofiled(request, pricer),
         ),
         provenance=replace(
-            provenance(profile, asked.budget, _gap(options[0], chosen)),
+            provenance(profile, asked.budget, _gap(options[0], chosen), tolerance),
             certificate=certificate,
             interrupted=found.stopped,
             notes=(

@@ -71,6 +71,12 @@ def is_glued(graph: ModelGraph) -> bool:
     return edges > 1 and any(kind.tensor_degrees > 1 for kind in graph.kinds.values())
 
 
+def part_of(graph: ModelGraph) -> list[int]:
+    """Of each layer: whether it is before, among or after the blocks (0, 1, 2)."""
+    blocks = [place for place, layer in enumerate(graph.layers) if layer.role is Role.BLOCK] or [0, len(graph.layers)]
+    return [(place >= blocks[0]) + (place > blocks[-1]) for place in range(len(graph.layers))]
+
+
 @dataclass(slots=True)
 class Answers:
     """What is known of stages under one shape, whatever else is settled.
@@ -84,6 +90,7 @@ class Answers:
         runs: of equal layers, once known (``alike``).
         sends: by layout at boundaries, stage and bytes of the tensor, ``Problem.send``.
         least_sends: by layout at boundaries, ``Problem.least_sends``.
+        alike_parts: whether all blocks are of one kind, and no more than one layer is before them, and behind them.
     """
 
     tables: dict[tuple[int, object], Table] = field(default_factory=dict)
@@ -94,6 +101,7 @@ class Answers:
     runs: list[tuple[int, int]] = field(default_factory=list)
     sends: dict[tuple[Layout | None, int, int], tuple[int, float]] = field(default_factory=dict)
     least_sends: dict[Layout | None, list[int]] = field(default_factory=dict)
+    alike_parts: bool = True
 
 
 @dataclass(slots=True)
@@ -109,6 +117,7 @@ class Problem:
         budgets: bytes a device, by stage.
         work: labels looked at so far.
         answers: shared by all problems of one shape.
+        runs: of equal strategies that a part of the model may have in a stage; None: any.
     """
 
     graph: ModelGraph
@@ -119,12 +128,16 @@ class Problem:
     budgets: tuple[int, ...]
     work: int = 0
     answers: Answers = field(default_factory=Answers)
+    runs: int | None = None
     _tied: Mapping[int, Strategy] = field(init=False)
     _sharings: dict[tuple[int, int], dict[int, Sharing]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Indexes the tied layers."""
         self._tied = dict(self.choice.tied)
+        if self.runs is not None:
+            kinds = {*zip(part_of(self.graph), (layer.kind for layer in self.graph.layers), strict=True)}
+            self.answers.alike_parts = len(kinds) == len({part for part, _ in kinds})
 
     @property
     def form(self) -> Form:
@@ -144,8 +157,9 @@ class Problem:
     def layer_table(self, stage: int, place: int, inside: range) -> Table:
         """The strategies one layer of a stage may take, and their figures."""
         layer, tied = self.graph.layers[place], self._tied.get(place)
-        # A layer that shares parameters takes what is settled for all of them, be it of no help to this one.
-        offered = self.tables[stage].table if tied is None else self.tables[stage].whole
+        # A layer that shares parameters, or a run, takes what is settled for all of them, be it of no help to this one.
+        free = tied is None and (self.runs is None or self.answers.alike_parts)
+        offered = self.tables[stage].table if free else self.tables[stage].whole
         whole = offered(layer.kind, layer.name, self._sharing(inside).get(place, ALONE))
         ends = (inside.start > 0 and place == inside.start) or (inside.stop < self._end and place == inside.stop - 1)
         wire = self.choice.wire if ends else None
@@ -259,21 +273,24 @@ class Problem:
         tables = [self.layer_table(stage, place, inside) for place in inside]
         if not all(len(table) for table in tables):
             return None
-        known: dict[tuple[int, int, int | None], ChainLayer] = {}
+        known: dict[tuple[int, int, int | None, int], ChainLayer] = {}
+        parts, store = part_of(self.graph), self.tables[stage].store
         layers, sizes = [], self._passed_on(stage, inside)
         for place, before, table in zip(inside, [tables[0], *tables], tables, strict=False):
             # The first layer's moves mean nothing: as the next one's they make it equal to it.
             size = sizes[max(place, inside.start + 1)]
-            key = (id(before), id(table), size)
+            key = (id(before), id(table), size, parts[place])
             if key not in known:
                 move = self.tables[stage].moves(before, table, size)
                 memory = table.held(self.held(stage), self.filled(stage))
-                known[key] = table.chain_layer(memory, self._columns(table, scalar), move)
+                known[key] = table.chain_layer(
+                    memory, self._columns(table, scalar), move, store.numbers(table), parts[place]
+                )
             layers.append(known[key])
         moves = [2 * self.shape.microbatches] if scalar else self._criteria(self.form.parts(1, 1, 0), 0)
         weights = (1,) if scalar else (*(w - r for w, r in zip(self.weights[:-1], self.ramp, strict=True)), 1)
         room = self.room(stage, inside)
-        return Chain(tuple(layers), np.array(moves), np.array(weights), room), tables
+        return Chain(tuple(layers), np.array(moves), np.array(weights), room, self.runs), tables
 
     def _passed_on(self, stage: int, inside: range) -> Sequence[int | None]:
         """Bytes a sample that go to each layer of a stage from the one before it, by place; None: nothing does."""
@@ -392,7 +409,7 @@ class Problem:
                 time = HEAVY * np.maximum(table.ramp(self.form), 0) + table.theta(self.form)
                 known[id(layer)] = replace(layer, time=time[:, None])
             layers.append(known[id(layer)])
-        light = Chain(tuple(layers), HEAVY * 2 + chain.moves, chain.weights, chain.room)
+        light = replace(chain, layers=tuple(layers), moves=HEAVY * 2 + chain.moves)
         net = self._net(stage, inside, light, tables)
         front = net_paths(net, None, widest(light))
         self.work += front.work

@@ -66,7 +66,7 @@ def summary(plan: Plan) -> str:
     return ", ".join([*pipeline, *told, *["…"] * (len(used) > _TOLD), *apart, *more, parts])
 
 
-def provenance(profile: Profile, budget: int | Budget, gap: float) -> Provenance:
+def provenance(profile: Profile, budget: int | Budget, gap: float, tolerance: float = 0.0) -> Provenance:
     """What plans from this profile are made from."""
     from galvatron_lite import __version__
     from galvatron_lite.profiler.store import profile_hash
@@ -80,7 +80,7 @@ def provenance(profile: Profile, budget: int | Budget, gap: float) -> Provenance
         fingerprint=dict(profile.cluster.fingerprint),
         budget=bytes_on(budget, ""),
         budgets=dict(as_budget(budget).own),
-        proof=Proof.FEASIBLE if gap > 0.0 else Proof.PROVEN,
+        proof=Proof.FEASIBLE if gap > tolerance * (1.0 + 1e-6) else Proof.PROVEN,
         gap=gap,
         parameters=profile.graph.parameters,
     )

@@ -66,6 +66,8 @@ class Request:
         space: the strategies to choose from.
         known: figures, remembered for all searches with one space.
         cluster: the devices; None: all alike.
+        runs: see ``Problem``.
+        margin: share of what a device may take that is kept free and not in ``budget``.
     """
 
     graph: ModelGraph
@@ -77,6 +79,8 @@ class Request:
     space: Space
     known: Known = field(default_factory=Known, compare=False)
     cluster: Cluster | None = None
+    runs: int | None = None
+    margin: float = 0.0
 
     @property
     def pipelines(self) -> tuple[int, ...]:
@@ -136,6 +140,9 @@ def _schedules(request: Request, stages: int) -> list[tuple[Schedule, int]]:
         if not known and request.offers(schedule, stages):
             offered += [(schedule, virtual) for virtual in virtual_stages(request.graph, schedule, stages)]
     pinned = request.fixed.virtual
+    if request.fixed.even:
+        blocks = sum(layer.role is Role.BLOCK for layer in request.graph.layers)
+        offered = [one for one in offered if one[1] == 1 or blocks % (stages * one[1]) == 0]
     return [(schedule, virtual) for schedule, virtual in offered if pinned in (None, virtual)]
 
 
@@ -177,7 +184,7 @@ def open_problem(request: Request, pricer: LayerPricer, shape: Shape) -> Problem
         budgets.append(bytes_on(request.budget, "" if own is pricer else own.profile.cluster.device.name))
         every.append(_tables(request, own, shape))
     alike = shape.stages // len(every)
-    return Problem(request.graph, pricer, shape, tuple(every) * alike, OPEN, tuple(budgets) * alike)
+    return Problem(request.graph, pricer, shape, tuple(every) * alike, OPEN, tuple(budgets) * alike, runs=request.runs)
 
 
 def _tables(request: Request, own: LayerPricer, shape: Shape) -> Tables:
@@ -229,7 +236,14 @@ def with_tied(problem: Problem, tied: tuple[tuple[int, Strategy], ...]) -> Probl
 
 def _under(problem: Problem, choice: Choice) -> Problem:
     return Problem(
-        problem.graph, problem.pricer, problem.shape, problem.tables, choice, problem.budgets, answers=problem.answers
+        problem.graph,
+        problem.pricer,
+        problem.shape,
+        problem.tables,
+        choice,
+        problem.budgets,
+        answers=problem.answers,
+        runs=problem.runs,
     )
 
 

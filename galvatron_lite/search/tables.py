@@ -216,11 +216,15 @@ class Table:
             own[:, PREFIX] -= self.figures.late
         return own
 
-    def chain_layer(self, memory: IntArray, columns: Sequence[IntArray], move: IntArray) -> ChainLayer:
+    def chain_layer(
+        self, memory: IntArray, columns: Sequence[IntArray], move: IntArray, numbers: IntArray, part: int
+    ) -> ChainLayer:
         """The layer as the frontier takes it, with memory as ``held`` gives it and these time criteria."""
         rest, prefix, peak, middle, prefetched, pending, updated = memory.T
         time = np.column_stack(list(columns))
-        return ChainLayer(time, rest, prefix, peak, middle, prefetched, pending, updated, move, self.groups)
+        return ChainLayer(
+            time, rest, prefix, peak, middle, prefetched, pending, updated, move, self.groups, numbers, part
+        )
 
 
 @dataclass(slots=True)
@@ -241,6 +245,8 @@ class Store:
     _options: dict[tuple[str, int, Fixed], Options] = field(default_factory=dict)
     _same: dict[tuple[Strategy, ...], Options] = field(default_factory=dict)
     _known: dict[tuple[object, ...], Table] = field(default_factory=dict)
+    _numbers: dict[Strategy, int] = field(default_factory=dict)
+    _numbered: dict[int, IntArray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Remembers what goes between layers."""
@@ -260,6 +266,14 @@ class Store:
             found = self.pricer.profile.graph.exchanges(inside)
             self._exchanges[key] = tuple((a - inside.start, b - inside.start, size) for a, b, size in found)
         return self._exchanges[key]
+
+    def numbers(self, table: Table) -> IntArray:
+        """(S,): a number for each strategy of a table, the same in all tables."""
+        options = table.options
+        if id(options) not in self._numbered:
+            own = [self._numbers.setdefault(strategy, len(self._numbers)) for strategy in options.strategies]
+            self._numbered[id(options)] = np.array(own, dtype=np.int64)
+        return self._numbered[id(options)][table.rows]
 
     def options(self, kind: str, devices: int, fixed: Fixed) -> Options:
         """What a kind of layer may do on a stage of so many devices."""

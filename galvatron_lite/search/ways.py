@@ -45,6 +45,7 @@ class Asked:
         delay: which rules of delayed gradients the user allows; None: none.
         ordinary: the best plan of stages in the model's order; None where none fits.
         certify: whether integer programmes are to say the same as the search.
+        tolerance: see ``find_plan``.
     """
 
     session: Session
@@ -54,6 +55,7 @@ class Asked:
     delay: Delay | None = None
     ordinary: Plan | None = None
     certify: bool = False
+    tolerance: float = 0.0
 
 
 Way = Callable[[Asked], Sequence[Plan]]

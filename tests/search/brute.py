@@ -103,6 +103,7 @@ class Brute:
 
     Attributes:
         profile, devices, batch, schedules, fixed, space: as the search is asked.
+        runs: of equal strategies that a part of the model (before, among, behind the blocks) may have in a stage.
     """
 
     profile: Profile
@@ -111,6 +112,7 @@ class Brute:
     schedules: Sequence[Schedule]
     fixed: Fixed
     space: Space
+    runs: int | None = None
     _stages: dict[tuple[Shape, int, int, int], dict[Key, Options]] = field(default_factory=dict)
     _uniform: dict[Shape, list[BrutePlan]] = field(default_factory=dict)
     _fitting: dict[tuple[Shape, int, int, int, int], dict[Key, Options]] = field(default_factory=dict)
@@ -322,11 +324,23 @@ class Brute:
             wires = {layout(own[place]) for place in ends}
             glue = {layout(own[place - inside.start])[:4] for place in glued}
             tied = [{own[place - inside.start] for place in group} for group in groups]
+            if self.runs is not None and self._runs(inside, own) > self.runs:
+                continue
             if len(wires) <= 1 and len(glue) <= 1 and all(len(one) == 1 for one in tied):
                 same = tuple((group[0], one.pop()) for group, one in zip(self._whole_groups(groups), tied, strict=True))
                 keys.setdefault((wires.pop() if wires else None, same), []).append(column)
         for key, columns in keys.items():
             yield key, grid[:, columns]
+
+    def _runs(self, inside: range, own: list[Strategy]) -> int:
+        """The most runs of any part of the model in a stage."""
+        roles = [self.profile.graph.layers[place].role for place in inside]
+        first = roles.index(Role.BLOCK) if Role.BLOCK in roles else len(roles)
+        parts = [1 if role is Role.BLOCK else 2 * (place > first) for place, role in enumerate(roles)]
+        changes = [a == b and x != y for (a, b), (x, y) in zip(pairwise(parts), pairwise(own), strict=True)]
+        return 1 + max(
+            sum(changed for changed, part in zip(changes, parts, strict=False) if part == k) for k in range(3)
+        )
 
     def _whole_groups(self, groups: list[list[int]]) -> list[list[int]]:
         """The first place of the whole group names it in every stage."""

@@ -137,7 +137,7 @@ def test_a_plan_chosen_for_its_simulation_is_not_called_proven(monkeypatch: pyte
     usual = planner.find_plan(profile, **asked)
     assert usual.provenance is not None
     assert usual.provenance.proof is Proof.PROVEN
-    monkeypatch.setattr(planner, "quickest", lambda options: max(options, key=lambda one: one.found.partition.time))
+    monkeypatch.setattr(planner, "quickest", lambda options, _: max(options, key=lambda one: one.found.partition.time))
     other = planner.find_plan(profile, **asked)
     assert other.provenance is not None
     assert other.provenance.proof is Proof.FEASIBLE

@@ -10,7 +10,7 @@ import pytest
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.backends import GALVATRON
-from galvatron_lite.plans.schema import Plan
+from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.search.best_first import Found, search
 from galvatron_lite.search.even import even_cuts
 from galvatron_lite.search.planner import find_plan, request_of
@@ -54,7 +54,7 @@ def searched(seed: int, fixed: Fixed, budget: int = 10**9) -> tuple[Session, Fou
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_best_even_plan(seed: int) -> None:
-    fixed = Fixed(pipeline=2, microbatches=4, even=True)
+    fixed = Fixed(pipeline=2, microbatches=4, schedule=Schedule.ONE_F_ONE_B, even=True)
     session, found = searched(seed, fixed)
     graph = session.profile.graph
     cuts = even_cuts(graph, 2)

@@ -15,7 +15,7 @@ moment). It is used for the last layers, where the worst moment mostly is; befor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -91,6 +91,8 @@ class Line:
         moves: per place, of one pass; see ``ChainLayer``.
         by: (1 + criteria if several,) how many times a move counts in the weighted time and in each criterion.
         room: bytes.
+        runs: that a part of the model may have; None: any.
+        parts: of each layer.
     """
 
     kinds: tuple[Kind, ...]
@@ -98,6 +100,8 @@ class Line:
     moves: tuple[IntArray, ...]
     by: IntArray
     room: int
+    runs: int | None = None
+    parts: tuple[int, ...] = ()
 
     def at(self, place: int) -> Kind:
         """The kind of the layer at a place."""
@@ -115,7 +119,7 @@ class Line:
             kind if len(own) == len(kind.group) else Kind(kind.segment.take(own))
             for kind, own in zip(self.kinds, rows, strict=True)
         )
-        return Line(kinds, self.kind, self.moves, self.by, self.room)
+        return replace(self, kinds=kinds)
 
 
 def line_of(chain: Chain) -> Line:
@@ -126,7 +130,7 @@ def line_of(chain: Chain) -> Line:
     for place, layer in enumerate(chain.layers):
         groups = layer.move.shape[1] if place else -1
         if (id(layer), groups) not in numbers:
-            own = (_key(layer), groups)
+            own = (_key(layer, chain.runs is not None), groups)
             if own not in numbers:
                 numbers[own] = len(kinds)
                 kinds.append(Kind(single(layer, chain.weights)))
@@ -138,11 +142,23 @@ def line_of(chain: Chain) -> Line:
     for layer in chain.layers:
         same = bool(moves) and moves[-1].shape == layer.move.shape and bool((moves[-1] == layer.move).all())
         moves.append(moves[-1] if same else layer.move)
-    return Line(tuple(kinds), tuple(kind), tuple(moves), by, chain.room)
+    parts = tuple(layer.part for layer in chain.layers)
+    return Line(tuple(kinds), tuple(kind), tuple(moves), by, chain.room, chain.runs, parts)
 
 
-def _key(layer: ChainLayer) -> bytes:
-    names = ("time", "rest", "prefix", "peak", "middle", "prefetched", "pending", "updated", "group")
+def _key(layer: ChainLayer, told: bool) -> bytes:
+    names = (
+        "time",
+        "rest",
+        "prefix",
+        "peak",
+        "middle",
+        "prefetched",
+        "pending",
+        "updated",
+        "group",
+        *(("strategy",) if told else ()),
+    )
     return b"".join(getattr(layer, name).tobytes() for name in names)
 
 

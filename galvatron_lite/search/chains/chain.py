@@ -21,6 +21,8 @@ class ChainLayer:
         rest, prefix, peak, middle, prefetched, pending, updated: (S,) each, see ``cost.memory.MemoryTerms``.
         move: (groups of the layer before, groups); of no meaning in the first layer.
         group: (S,): the choice's group (layout), 0, 1, ...; moves depend on groups only.
+        strategy: (S,): number of the choice's strategy, the same in all layers; None where runs are not counted.
+        part: of the model (before, among or after the blocks); runs of strategies are counted in each.
     """
 
     time: IntArray
@@ -33,11 +35,14 @@ class ChainLayer:
     updated: IntArray
     move: IntArray
     group: IntArray
+    strategy: IntArray | None = None
+    part: int = 0
 
     def only(self, rows: IntArray) -> ChainLayer:
         """The layer with some of its choices."""
         figures = {name: getattr(self, name)[rows] for name in _BY_CHOICE}
-        return replace(self, **figures, group=self.group[rows])
+        strategy = None if self.strategy is None else self.strategy[rows]
+        return replace(self, **figures, group=self.group[rows], strategy=strategy)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,14 +54,16 @@ class Chain:
         moves: (C,) how many times a move counts in each criterion.
         weights: (C,) what turns the criteria into one time.
         room: bytes (M).
+        runs: neighbouring layers of one part and one strategy are a run; how many a part may have; None: any.
     """
 
     layers: tuple[ChainLayer, ...]
     moves: IntArray
     weights: IntArray
     room: int
+    runs: int | None = None
 
     def only(self, rows: Sequence[IntArray]) -> Chain:
         """The chain with some of the choices of each layer."""
         layers = (layer.only(own) for layer, own in zip(self.layers, rows, strict=True))
-        return Chain(tuple(layers), self.moves, self.weights, self.room)
+        return replace(self, layers=tuple(layers))

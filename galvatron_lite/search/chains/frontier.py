@@ -200,9 +200,10 @@ def _timeless(line: Line) -> Line:
     for kind in line.kinds:
         figures = kind.segment.figures[:PARTS].copy()
         figures[[TIME, HEAD, TAIL]] = 0
-        kinds.append(Kind(Segment(1, figures, kind.segment.names)))
+        kinds.append(Kind(Segment(1, figures, kind.segment.names, kind.segment.strategy)))
     still = np.zeros((1, 1), dtype=np.int64)
-    return Line(tuple(kinds), line.kind, (still,) * len(line.moves), np.zeros(1, dtype=np.int64), line.room)
+    by = np.zeros(1, dtype=np.int64)
+    return replace(line, kinds=tuple(kinds), moves=(still,) * len(line.moves), by=by)
 
 
 def _leanest(line: Line, room: int, beam: int | None) -> tuple[int, tuple[int, ...]] | None:

@@ -9,7 +9,15 @@ from numpy.typing import NDArray
 
 from galvatron_lite.search.chains.bounds import Ahead, Bounds, Line, ahead_of
 from galvatron_lite.search.chains.pareto import pareto_rows
-from galvatron_lite.search.chains.runs import Behind, around_run, is_plain, narrowed, run_before, segments_of
+from galvatron_lite.search.chains.runs import (
+    Behind,
+    around_run,
+    equal_segments,
+    is_plain,
+    narrowed,
+    run_before,
+    segments_of,
+)
 from galvatron_lite.search.chains.segments import (
     BOTH,
     FIRST,
@@ -50,6 +58,7 @@ class Step:
         segment: what was put before.
         choice: (n,) of the segment.
         parent: (n,) label of the step before.
+        runs: (n,) of strategies so far in the part of the model that the first layer is in.
     """
 
     figures: IntArray
@@ -57,10 +66,18 @@ class Step:
     segment: Segment
     choice: IntArray
     parent: IntArray
+    runs: IntArray
 
     def take(self, rows: IntArray) -> Step:
         """Some of the labels."""
-        return Step(self.figures[:, rows], self.promise[:, rows], self.segment, self.choice[rows], self.parent[rows])
+        return Step(
+            self.figures[:, rows],
+            self.promise[:, rows],
+            self.segment,
+            self.choice[rows],
+            self.parent[rows],
+            self.runs[rows],
+        )
 
 
 @dataclass(slots=True)
@@ -115,6 +132,8 @@ class Search:
         """What to put before the labels at ``place``, one after the other."""
         one, count = self.line.at(place - 1).segment, run_before(self.line, place)
         alone = self._alone(place)
+        if self.line.runs is not None:
+            return equal_segments(self.line, place, count) if self.line.runs == 1 else [one]
         if count < _RUN or alone & (alone - 1):
             return [one]
         figures = step.figures
@@ -152,7 +171,9 @@ class Search:
         worst = x[REST] + np.maximum(x[INNER], 0)
         rows = [x[TIME], worst, x[REST] + np.maximum(x[FIRST], x[SINGLE]), x[REST], x[UPDATED], x[PENDING], x[HEAD]]
         figures = np.array([*rows, *x[PARTS:]])
-        return self._bounded(place, figures, segment, np.arange(count), np.full(count, -1))
+        return self._bounded(
+            place, figures, segment, np.arange(count), np.full(count, -1), np.ones(count, dtype=np.int64)
+        )
 
     def _extended(self, place: int, segment: Segment, step: Step) -> Step:
         """Every label with every choice of one segment more, as far as the limit lets them."""
@@ -163,14 +184,23 @@ class Search:
         price, early = bounds.prices[best], number >= len(bounds.prices) and place in bounds.inside
         before = (bounds.inside if early else bounds.before)[place][best]
         own = x[TIME] + price * x[REST if early else BOTH] + before[x[HEAD]]
-        values = own[:, None] + move[x[TAIL]] * float(self.line.by[0])
+        scaled = move * float(self.line.by[0])
         reach = old[TIMES] + price * (old[RESTING] if early else np.maximum(old[WORST], old[WAITING]))
         ceiling = bounds.ceiling(self.limit)[best] + price * self.room
-        self.work += values.shape[0] * len(reach)
-        totals = values[:, old[GROUP]] + reach
-        choice, parent = np.nonzero(totals <= ceiling)
+        if self.line.runs is None:
+            totals = (own[:, None] + scaled[x[TAIL]])[:, old[GROUP]] + reach
+            self.work += totals.size
+            choice, parent = np.nonzero(totals <= ceiling)
+            totals, runs = totals[choice, parent], np.ones(len(choice), dtype=np.int64)
+        else:
+            choice, parent, runs = self._pairs(place, segment, step, self.line.runs)
+            self.work += len(choice)
+            totals = own[choice] + scaled[x[TAIL][choice], old[GROUP][parent]] + reach[parent]
+            rows = np.flatnonzero(totals <= ceiling)
+            choice, parent, runs, totals = choice[rows], parent[rows], runs[rows], totals[rows]
         if len(choice) > self._crowd():
-            choice, parent = self._most_promising(totals - price * self.room, choice, parent)
+            rows = self._most_promising(totals - price * self.room)
+            choice, parent, runs = choice[rows], parent[rows], runs[rows]
         x, old = x[:, choice], old[:, parent]
         moved = move[x[TAIL], old[GROUP]]
         new = np.empty((CRITERIA + len(x) - PARTS, len(choice)), dtype=np.int64)
@@ -185,16 +215,33 @@ class Search:
         new[OWED], new[GROUP] = x[PENDING], x[HEAD]
         if len(new) > CRITERIA:
             new[CRITERIA:] = old[CRITERIA:] + x[PARTS:] + moved * self.line.by[1:, None]
-        return self._bounded(place, new, segment, choice, parent)
+        return self._bounded(place, new, segment, choice, parent, runs)
 
-    def _most_promising(self, totals: FloatArray, choice: IntArray, parent: IntArray) -> tuple[IntArray, IntArray]:
+    def _pairs(self, place: int, segment: Segment, step: Step, most: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Choices of a segment to put before the labels, those labels, and the runs that there are then."""
+        line, count, every = self.line, segment.figures.shape[1], len(step.choice)
+        inside = line.parts[place] == line.parts[place + segment.layers]
+        free = np.flatnonzero(step.runs < most) if inside else np.arange(every)
+        choice, parent = np.repeat(np.arange(count), len(free)), np.tile(free, count)
+        if not inside:
+            return choice, parent, np.ones(len(choice), dtype=np.int64)
+        names, before = _strategies(segment), _strategies(step.segment)[step.choice]
+        same = np.full(max(int(names.max()), int(before.max())) + 1, -1)
+        same[names] = np.arange(count)
+        bound = np.flatnonzero((step.runs == most) & (same[before] >= 0))
+        runs = step.runs[parent] + (names[choice] != before[parent])
+        return (
+            np.concatenate((choice, same[before[bound]])),
+            np.concatenate((parent, bound)),
+            np.concatenate((runs, step.runs[bound])),
+        )
+
+    def _most_promising(self, own: FloatArray) -> IntArray:
         """Some times as many pairs as the beam keeps labels, and notes what any other costs at the least."""
-        own = totals[choice, parent]
         order = np.argsort(own, kind="stable")
         count = int(self._crowd())
         self._drop(float(own[order[count]]))
-        rows = np.sort(order[:count])
-        return choice[rows], parent[rows]
+        return np.sort(order[:count])
 
     def _crowd(self) -> float:
         """How many pairs of a label and a choice are looked at."""
@@ -205,7 +252,9 @@ class Search:
     def _drop(self, promise: float) -> None:
         self.dropped = min(self.dropped, promise * (1 - 1e-9) - 1)
 
-    def _bounded(self, place: int, figures: IntArray, segment: Segment, choice: IntArray, parent: IntArray) -> Step:
+    def _bounded(
+        self, place: int, figures: IntArray, segment: Segment, choice: IntArray, parent: IntArray, runs: IntArray
+    ) -> Step:
         """The labels that may be completed within room and limit."""
         bounds, ahead = self.bounds, self.ahead
         peak = np.maximum(figures[WORST], figures[WAITING])
@@ -222,13 +271,13 @@ class Search:
         alive &= figures[OPTIMIZER] <= self.room - ahead.updated_least[place]
         if place == 0:
             alive &= figures[TIMES] <= self.limit
-        return Step(figures, promise, segment, choice, parent).take(np.flatnonzero(alive))
+        return Step(figures, promise, segment, choice, parent, runs).take(np.flatnonzero(alive))
 
     def _thinned(self, place: int, step: Step) -> Step:
         """Without labels that are no better than another one, and without those that the beam drops."""
         if len(step.choice) <= 1:
             return step
-        step = step.take(self._undominated(place, step.figures))
+        step = step.take(self._undominated(place, step))
         return step if self.beam is None else self._narrowed(step, self.beam)
 
     def _narrowed(self, step: Step, count: int) -> Step:
@@ -241,14 +290,18 @@ class Search:
         self._drop(float(promise[order[count]]))
         return step.take(np.sort(order[:count]))
 
-    def _undominated(self, place: int, figures: IntArray) -> IntArray:
+    def _undominated(self, place: int, step: Step) -> IntArray:
         """Places of the labels that no other one equals or beats; at place 0 only their times count."""
+        figures = step.figures
         several = len(figures) > CRITERIA
         times = figures[CRITERIA:] if several else figures[TIMES : TIMES + 1]
         if place == 0:
             return np.sort(pareto_rows(times.T)) if self.fitting else np.arange(figures.shape[1])
         telling = self._telling(place, figures)
-        group = figures[GROUP]
+        limited = self.line.runs is not None
+        group = _strategies(step.segment)[step.choice] if limited else figures[GROUP]
+        if limited:
+            telling.append(step.runs)
         if len(telling) == 1 and not several:
             order = np.lexsort((telling[0], times[0], group))
             ordered = telling[0][order] - group[order] * _FAR
@@ -284,3 +337,9 @@ class Search:
             row = int(step.parent[row])
         time = figures[CRITERIA:] if len(figures) > CRITERIA else figures[:1]
         return tuple(int(value) for value in time), tuple(choices)
+
+
+def _strategies(segment: Segment) -> IntArray:
+    """Numbers of the strategies of a segment's choices, all of whose layers have one."""
+    assert segment.strategy is not None  # others are made only where runs are not counted
+    return segment.strategy

@@ -9,7 +9,7 @@ and rest + prefix are all that counts of a segment.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,7 +102,7 @@ def narrowed(line: Line, place: int, count: int, around: tuple[FloatArray, Float
         return line
     kinds = (*line.kinds, Kind(kind.segment.take(rows)))
     numbers = [*line.kind[: place - count], *([len(line.kinds)] * count), *line.kind[place:]]
-    return Line(kinds, tuple(numbers), line.moves, line.by, line.room)
+    return replace(line, kinds=kinds, kind=tuple(numbers))
 
 
 def segments_of(
@@ -123,6 +123,24 @@ def segments_of(
             segments.append(size)
             left -= size.layers
     return segments + [sizes[-1]] * (left // sizes[-1].layers)
+
+
+def equal_segments(line: Line, place: int, count: int) -> list[Segment]:
+    """The layers of one part in the run of ``count`` layers before ``place`` as segments whose layers all have one
+    strategy, the last layers first."""
+    parts = line.parts[place - count : place]
+    left = next((n for n, part in enumerate(reversed(parts)) if part != parts[-1]), count)
+    size, segments = line.at(place - 1).segment, list[Segment]()
+    move, rows = line.moves[place - 1], np.arange(size.figures.shape[1])
+    while left:
+        if left & 1:
+            segments.append(size)
+        left //= 2
+        if left:
+            x = size.figures
+            joined = join(size, size, rows, rows, move[x[TAIL], x[HEAD]], line.by)
+            size = replace(joined, strategy=size.strategy)
+    return segments
 
 
 def around_run(line: Line, bounds: Bounds, place: int, count: int, behind: Behind) -> tuple[FloatArray, FloatArray]:

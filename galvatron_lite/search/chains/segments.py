@@ -40,6 +40,7 @@ class Segment:
         layers: how many.
         figures: (rows, S), see ``TIME`` and on.
         names: (S,) the choice, of a single layer.
+        strategy: (S,) number of the strategy that all its layers have; None where they may differ.
         halves: the two segments that it is made of, of more layers.
         places: (2, S) the choices of those.
     """
@@ -47,6 +48,7 @@ class Segment:
     layers: int
     figures: IntArray
     names: IntArray | None = None
+    strategy: IntArray | None = None
     halves: tuple[Segment, Segment] | None = None
     places: IntArray | None = None
 
@@ -54,7 +56,8 @@ class Segment:
         """Only some of the choices."""
         names = None if self.names is None else self.names[rows]
         places = None if self.places is None else self.places[:, rows]
-        return Segment(self.layers, self.figures[:, rows], names, self.halves, places)
+        strategy = None if self.strategy is None else self.strategy[rows]
+        return Segment(self.layers, self.figures[:, rows], names, strategy, self.halves, places)
 
     def choices(self, row: int) -> tuple[int, ...]:
         """The choice of each layer."""
@@ -75,7 +78,7 @@ def single(layer: ChainLayer, weights: IntArray) -> Segment:
             layer.prefetched, layer.pending, layer.updated, layer.group, layer.group, *several,
         ]
     )  # fmt: skip
-    return Segment(1, figures, names=np.arange(count))
+    return Segment(1, figures, names=np.arange(count), strategy=layer.strategy)
 
 
 def join(first: Segment, second: Segment, rows: IntArray, others: IntArray, moved: IntArray, by: IntArray) -> Segment:

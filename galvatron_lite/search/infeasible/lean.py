@@ -15,6 +15,7 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count, groupby, product
+from math import ceil
 
 import numpy as np
 
@@ -53,11 +54,12 @@ def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
             f"{request.global_batch}: no way to split its layers divides the batch and has figures in the profile. "
             + (unglued(request) or "Give another batch, other devices, or profile more tensor degrees.")
         )
+    given = _told(request.budget, request.margin)
     return InfeasibleError(
-        f"No plan of {request.graph.name} fits {_told(request.budget)} a device on {request.devices} devices. "
+        f"No plan of {request.graph.name} fits {given} a device on {request.devices} devices. "
         f"{_needed(request, lean, slack)}, with {summary(plan_from(request, lean))}. "
         "What would have to give: more memory a device, more devices, shorter samples, or a smaller model.",
-        max(lean.peaks),
+        ceil(max(lean.peaks) / (1.0 - request.margin)),
     )
 
 
@@ -71,23 +73,26 @@ def plan_from(request: Request, lean: Lean) -> Plan:
     return replace(plan, virtual_stages=shape.virtual)
 
 
-def _told(budget: int | Budget) -> str:
-    own = as_budget(budget).own
+def _told(less: int | Budget, margin: float) -> str:
+    """The budget as it was before a margin was taken off."""
+    budget = as_budget(less).scaled(1.0 / (1.0 - margin)).plus(1) if margin else as_budget(less)
+    own = budget.own
     shares = " and ".join(f"{format_budget(size)} ({name})" for name, size in own)
     return shares or format_budget(bytes_on(budget, ""))
 
 
 def _needed(request: Request, lean: Lean, slack: float) -> str:
     """The smallest budget, or that of each type of device where they have budgets of their own."""
-    share = f", to {slack:.0%}" if slack else ""
+    share = (f", to {slack:.0%}" if slack else "") + (f", {request.margin:.1%} of it free" if request.margin else "")
     own = as_budget(request.budget).own
     if not own:
-        needed = max(lean.peaks)
+        needed = ceil(max(lean.peaks) / (1.0 - request.margin))
         return f"The smallest budget that fits is {format_budget(needed, up=True)} ({needed} bytes{share})"
     pricers = [tables.pricer for tables in lean.problem.tables]
     names = ["" if one is lean.problem.pricer else one.profile.cluster.device.name for one in pricers]
     pairs = list(zip(lean.peaks, names, strict=True))
     needs = {name: max((peak for peak, on in pairs if on in ("", name)), default=0) for name, _ in own}
+    needs = {name: ceil(size / (1.0 - request.margin)) for name, size in needs.items()}
     told = " and ".join(f"{format_budget(size, up=True)} ({name}: {size} bytes{share})" for name, size in needs.items())
     return f"The smallest budgets that fit, in about the proportion of those given, are {told}"
 

@@ -1,0 +1,160 @@
+"""The simplest plan within a tolerance of the best: a choice that gains less than costs can tell is not made.
+
+The search over everything ends with a time that no plan beats. Plans whose layers change their strategy nowhere within
+a stage (the layers before, among and after the blocks apart) are searched next, for one within the tolerance of that
+time: without a pipeline, then with one stage a group of devices, then any. Then those with one change a stage, then
+with two. These are the same exact search over a smaller space (``Request.runs``). Of the plan found, equal layers
+are put in order and strategies in each other's place while it fits and stays within the tolerance.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby, pairwise, product
+
+from galvatron_lite.cost.groups import price_stages
+from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.layout import layout
+from galvatron_lite.cost.sharing import tied_groups
+from galvatron_lite.cost.step import bound_seconds, straggling
+from galvatron_lite.model.graph import Role
+from galvatron_lite.parallelism.pipeline.schedule import SIMPLE
+from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.search.best_first import Found, search
+from galvatron_lite.search.figures import ticks
+from galvatron_lite.search.partition import Partition
+from galvatron_lite.search.problem import StagePlan, is_glued, part_of
+from galvatron_lite.search.shapes import Request
+from galvatron_lite.search.tables import glue_of
+
+SLACK = 0.25
+"""Share of the tolerance that the search over everything may leave open."""
+_MOST_RUNS = 3
+_WORK, _TRIALS = 400_000, 150
+"""Labels that a search for each number of runs may look at, and plans priced to put strategies together; counted, not
+timed, so that results repeat."""
+
+
+def simplest(request: Request, pricer: LayerPricer, found: Found, tolerance: float) -> Found:
+    """The simplest plan that takes at most 1 / (1 - tolerance) of what the best plan takes at the least.
+
+    Args:
+        request: what was planned.
+        pricer: of the profile.
+        found: what the search over everything ended with.
+        tolerance: share of the time.
+    """
+    least = found.partition.time * (1.0 - found.gap)
+    limit = max(int(least / (1.0 - tolerance)), found.partition.time)
+    best, most = found, most_runs(request, found)
+    for runs, narrower in product(range(1, min(most, _MOST_RUNS) + 1), _narrower(request)):
+        simple = search(replace(narrower, runs=runs), pricer, below=limit + 1, slack=SLACK * tolerance, effort=_WORK)
+        if simple is not None:
+            best = simple
+            break
+    best = _merged(request, pricer, best, limit)
+    gap = max(1.0 - least / best.partition.time, 0.0)
+    return replace(best, gap=gap, others=(best, *(one for one in found.others if one is not found)), stopped=False)
+
+
+def _narrower(request: Request) -> list[Request]:
+    """The request without a pipeline, with schedules of one stage a group of devices, and as it is."""
+    few = tuple(schedule for schedule in request.schedules if schedule in SIMPLE)
+    narrower = [replace(request, schedules=few)] if few and few != request.schedules else []
+    if request.fixed.pipeline is None and "pipeline" not in request.fixed.forbidden:
+        narrower.insert(0, replace(request, fixed=replace(request.fixed, pipeline=1)))
+    return [*narrower, request]
+
+
+def most_runs(request: Request, found: Found) -> int:
+    """Of the stages of a plan: the most runs of equal strategies among the layers of one part of the model."""
+    parts = part_of(request.graph)
+    runs = [
+        len(list(groupby(group, lambda pair: pair[1])))
+        for stage, (a, b) in zip(found.partition.stages, pairwise(found.partition.cuts), strict=True)
+        for _, group in groupby(zip(parts[a:b], stage.strategies, strict=True), lambda pair: pair[0])
+    ]
+    return max(runs)
+
+
+def _merged(request: Request, pricer: LayerPricer, found: Found, limit: int) -> Found:
+    """The plan with as few changes of strategy, and as few strategies, as single replacements lead to."""
+    trials = 0
+    while trials < _TRIALS:
+        own = [strategy for stage in found.partition.stages for strategy in stage.strategies]
+        options = [_sorted(request, found, own), *sorted(_replacements(own), key=_changes)]
+        for option in options:
+            if _changes(option) >= _changes(own) or trials >= _TRIALS or not _allowed(request, found, option):
+                continue
+            trials += 1
+            partition = _priced(request, pricer, found, option)
+            if partition is not None and partition.time <= limit:
+                found = replace(found, partition=partition)
+                break
+        else:
+            return found
+    return found
+
+
+def _changes(strategies: Sequence[Strategy]) -> tuple[int, int]:
+    """How often neighbours differ, and how many strategies there are."""
+    return sum(a != b for a, b in pairwise(strategies)), len(set(strategies))
+
+
+def _sorted(request: Request, found: Found, own: Sequence[Strategy]) -> list[Strategy]:
+    """With equal layers in one stage in the order of their strategies: the one used most first."""
+    used, cuts = Counter(own), found.partition.cuts
+    stages = [stage for stage, (a, b) in enumerate(pairwise(cuts)) for _ in range(a, b)]
+    places = zip(stages, (layer.kind for layer in request.graph.layers), own, strict=True)
+    runs = groupby(places, key=lambda place: place[:2])
+    return [one for _, run in runs for *_, one in sorted(run, key=lambda place: (-used[place[2]], place[2]))]
+
+
+def _replacements(own: Sequence[Strategy]) -> Iterator[list[Strategy]]:
+    """With one strategy in the place of another, everywhere and in single runs."""
+    kinds = list(dict.fromkeys(own))
+    for a in kinds:
+        for b in kinds:
+            if a != b:
+                yield [b if one == a else one for one in own]
+    runs = [(strategy, len(list(group))) for strategy, group in groupby(own)]
+    start = 0
+    for number, (_, count) in enumerate(runs):
+        for other in {runs[beside][0] for beside in (number - 1, number + 1) if 0 <= beside < len(runs)}:
+            yield [*own[:start], *([other] * count), *own[start + count :]]
+        start += count
+
+
+def _allowed(request: Request, found: Found, own: Sequence[Strategy]) -> bool:
+    """Whether every layer is offered its strategy, and the rules of ``problem`` hold."""
+    graph, shape = request.graph, found.problem.shape
+    fixed = request.under(shape.schedule) if shape.stages > 1 else request.fixed
+    layers = list(zip(graph.layers, own, strict=True))
+    for kind, name, strategy in {(layer.kind, layer.name if fixed.layers else "", one) for layer, one in layers}:
+        offered = request.space.strategies(kind, shape.stage_devices, fixed.at_layer(name))
+        if strategy not in offered or shape.microbatch % strategy.batch_degree:
+            return False
+    if any(len({own[place] for place in group}) > 1 for group in tied_groups(graph)):
+        return False
+    if shape.virtual > 1:
+        return all(len({one for part, one in zip(part_of(graph), own, strict=True) if part == k}) < 2 for k in range(3))
+    if shape.stages > 1:
+        inner = found.partition.cuts[1:-1]
+        return len({layout(own[place]) for cut in inner for place in (cut - 1, cut)}) == 1
+    edges = {glue_of(layout(one)) for layer, one in layers if layer.role is not Role.BLOCK}
+    return len(edges) < 2 or not is_glued(graph)
+
+
+def _priced(request: Request, pricer: LayerPricer, found: Found, own: Sequence[Strategy]) -> Partition | None:
+    """The plan with other strategies; None where it does not fit, or where the profile has no figures for them."""
+    shape, cuts = found.problem.shape, found.partition.cuts
+    sizes = [b - a for a, b in pairwise(cuts)]
+    costs = price_stages(pricer, shape, sizes, list(own), ordered=False)
+    budgets = found.problem.budgets
+    if any(cost.memory.total > min(budgets) for cost in costs):
+        return None
+    seconds = bound_seconds(pricer.profile, shape, costs) / straggling(pricer.profile, request.devices)
+    stages = tuple(StagePlan((), 0, tuple(own[a:b])) for a, b in pairwise(cuts))
+    return Partition(ticks(seconds - pricer.profile.overhead.step), cuts, stages)
