@@ -21,7 +21,7 @@ _INTERNAL = ("galvatron_lite.", "torch.distributed.")
 
 def intercept_custom_functions() -> None:
     """From now on custom functions ask cut tensors; call it as often as you like."""
-    _SingleLevelFunction.apply = classmethod(_apply_to_cuts)
+    _SingleLevelFunction.apply = classmethod(_apply_to_cuts)  # type: ignore[attr-defined]
 
 
 def _apply_to_cuts(cls: Any, *args: Any, **kwargs: Any) -> Any:
