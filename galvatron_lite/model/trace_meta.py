@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.training_form import prepare_for_training
@@ -34,6 +36,7 @@ def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
         TraceError: the model cannot be copied, or an unknown precision.
     """
     dtype = None if precision is None else dtype_of(precision)
+    _check_hooks(model)
     memo: dict[int, Any] = {}
     for module in model.modules():
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False), *_loose_tensors(module)]:
@@ -46,6 +49,20 @@ def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
         _simplify(module)
     prepare_for_training(twin)
     return twin.train()
+
+
+def _check_hooks(model: nn.Module) -> None:
+    """Refuse weights that old hooks compute, of which torch cannot make copies once they have run.
+
+    Raises:
+        TraceError: there are such.
+    """
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    old = next((type(hook) for hook in hooks if isinstance(hook, (WeightNorm, SpectralNorm))), None)
+    if old is not None:
+        name = old.__module__
+        remedy = f"Use {name.replace('utils.', 'utils.parametrizations.')}, whose modules can be copied."
+        raise TraceError("model", name, remedy)
 
 
 def _simplify(module: nn.Module) -> None:

@@ -28,7 +28,7 @@ from tests.equivalence.training import (
 )
 from tests.pool import WorkerPool
 
-WORLDS = {1: 1, 2: 15, 4: 3}
+WORLDS = {1: 1, 2: 8, 4: 3}
 """Plans a family, by world size."""
 OTHER_WORLDS = {"pictures": {2: 3, 4: 4}, "mixtures": {2: 2, 4: 3, 8: 1}, "encoder-decoder": {2: 1, 4: 2}}
 """The same of groups that take longer."""
@@ -88,8 +88,8 @@ def test_samples_contain_every_dimension_many_times() -> None:
     assert min(found.values()) >= 5, found
 
 
-def test_two_hundred_plans_are_sampled() -> None:
-    assert sum(count * len(GROUPS[group]) for group, _, count in SAMPLED) >= 200
+def test_many_plans_are_sampled() -> None:
+    assert sum(count * len(GROUPS[group]) for group, _, count in SAMPLED) >= 120
     assert {family for group in GROUPS.values() for family in group} == {*FAMILIES, *PICTURES, "t5"}
 
 

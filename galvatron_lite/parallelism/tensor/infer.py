@@ -15,7 +15,7 @@ from galvatron_lite.parallelism.tensor.infer_check import check_ranks, prime_fac
 from galvatron_lite.parallelism.tensor.infer_flow import Candidate, Reference, find_candidates, run_reference
 from galvatron_lite.parallelism.tensor.infer_probe import Probe, ProbeError, describe, find_hidden, make_probe
 from galvatron_lite.parallelism.tensor.infer_sequence import place_gathers
-from galvatron_lite.parallelism.tensor.regions import Region, TensorPlan, is_linear, weight_of
+from galvatron_lite.parallelism.tensor.regions import Region, TensorPlan, holds_weight, is_linear, weight_of
 
 __all__ = ["TensorPlan", "infer_block", "infer_edge"]
 
@@ -80,7 +80,13 @@ def infer_edge(modules: Mapping[str, nn.Module], model: nn.Module | None = None)
 def is_plain_embedding(module: nn.Module) -> bool:
     """Whether the module is an embedding whose lookup can be shared out by rows."""
     plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
-    return plain and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+    return (
+        plain
+        and holds_weight(module)
+        and module.max_norm is None
+        and not module.scale_grad_by_freq
+        and not module.sparse
+    )
 
 
 def _plan(probe: Probe, reference: Reference) -> TensorPlan:

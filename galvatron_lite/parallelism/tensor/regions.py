@@ -130,10 +130,20 @@ class TensorPlan:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the module is a plain linear layer: ``nn.Linear`` or transformers' ``Conv1D``, forward not overridden."""
+    """Whether the module is a plain linear layer: ``nn.Linear`` or transformers' ``Conv1D``, forward not overridden.
+
+    One whose weight is computed from other parameters (``weight_norm``, ``spectral_norm``) is not.
+    """
+    if not holds_weight(module):
+        return False
     if isinstance(module, nn.Linear):
         return type(module).forward is nn.Linear.forward
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
+
+
+def holds_weight(module: nn.Module) -> bool:
+    """Whether a module's weight is a parameter of its own, not computed from others."""
+    return any(name == "weight" for name, _ in module.named_parameters(recurse=False))
 
 
 def output_dim(linear: nn.Module) -> int:
