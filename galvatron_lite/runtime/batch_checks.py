@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -34,10 +35,14 @@ class GlobalBatches:
         device: of this rank.
         example: a batch, as the model takes it; None: not known.
         local: whether each rank gives its own share: the batch is theirs in the order of ranks.
+        timeout: seconds that a rank waits for the others; None: torch's.
     """
 
-    def __init__(self, device: torch.device, example: Any = None, local: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, example: Any = None, local: bool = False, timeout: float | None = None
+    ) -> None:
         self._device, self._local, self._count = device, local, 0
+        self._patience = None if timeout is None else timedelta(seconds=timeout)
         self._places = None if example is None else _shape_of(example)
         self._cpu_group: dist.ProcessGroup | None = None
 
@@ -58,7 +63,7 @@ class GlobalBatches:
             InputError: ranks give batches of unlike shapes, or of unlike contents where they are to give the same; on
                 every rank.
         """
-        if dist.get_world_size() == 1:
+        if dist.get_world_size() == 1 or dist.get_backend() not in ("gloo", "nccl"):  # others run without data
             return batch
         self._compare(batch, group)
         self._count += 1
@@ -68,11 +73,12 @@ class GlobalBatches:
         shapes = [(place, tuple(one.shape), str(one.dtype)) for place, one in places(batch)]
         sums = _checksum(batch) if self._count < COMPARED and not self._local else 0
         own = torch.tensor([zlib.crc32(repr(shapes).encode()), sums])
-        if dist.get_backend() != "gloo" and self._cpu_group is None:
-            # through the CPU: the device is still busy with the last step, which need not be waited for
-            self._cpu_group = dist.new_group(backend="gloo")
+        if self._cpu_group is None:
+            # of its own, so that a rank that does something else meanwhile does not answer; and through the CPU: the
+            # device is still busy with the last step, which need not be waited for
+            self._cpu_group = dist.new_group(backend="gloo", timeout=self._patience, group_desc="batches")
         every = own.new_empty(dist.get_world_size() * len(own))
-        all_gather(every, own, self._cpu_group or group)
+        all_gather(every, own, self._cpu_group)
         signs = [tuple(row) for row in every.view(-1, len(own)).tolist()]
         if len(set(signs)) == 1:
             return

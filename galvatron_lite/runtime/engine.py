@@ -146,7 +146,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         self._calls = Calls(self._compute, self.device, loss_fn, draws, loss_weight, loss_reduction, buffers=buffers)
         self._rows = 0
         self._optimizers, self._turns = OptimizerSteps(self), 1
-        self._batches = GlobalBatches(self.device, batch, local_batch)
+        self._batches = GlobalBatches(self.device, batch, local_batch, timeout)
 
     def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: Options) -> StageRuntime:
         meshes = build_meshes(self.plan, self.device.type, options.groups)
