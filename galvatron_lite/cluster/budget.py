@@ -40,8 +40,8 @@ class Budget:
         return Budget(min(self.least, limit), () if alike else own)
 
     def scaled(self, factor: float) -> Budget:
-        """So many times as much on every device, in whole bytes, rounded down."""
-        return Budget(int(self.least * factor), tuple((name, int(size * factor)) for name, size in self.own))
+        """So many times as much on every device, in whole bytes, rounded down, but not to nothing."""
+        return Budget(max(int(self.least * factor), 1), tuple((n, max(int(size * factor), 1)) for n, size in self.own))
 
     def plus(self, size: int) -> Budget:
         """So many bytes more on every device; negative: less."""

@@ -58,7 +58,8 @@ def setting_of(plan: Plan, profile: Profile) -> Setting:
     cluster = first_devices(profile.cluster, plan.devices)
     known = profile if cluster.devices == profile.cluster.devices else profile.on(cluster)
     budget = Budget(made_from.budget, tuple(made_from.budgets.items()))
-    return Setting(known, budget, backend=plan.backend.value, mode=plan.mode)
+    margin = 0.0 if plan.provenance is None else plan.provenance.margin
+    return Setting(known, budget, backend=plan.backend.value, mode=plan.mode, margin=margin)
 
 
 def front_of(setting: Setting, plan: Plan, seconds: float) -> Front:

@@ -39,7 +39,7 @@ def profile() -> Profile:
 
 @pytest.fixture(scope="module")
 def plan(profile: Profile) -> Plan:
-    return api.plan(profile, mem=BUDGET, batch=4)
+    return api.plan(profile, mem=BUDGET, batch=4, margin=0.0, tolerance=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +58,8 @@ def test_what_ifs_are_plans_by_hand(profile: Profile, told: Explanation) -> None
         "memory_less", "memory_more", "links_cluster", "batch_twice", "batch_half", "node_more",
     }  # fmt: skip
     hands = {
-        "memory_less": api.plan(profile, mem=int(0.9 * BUDGET), batch=4),
-        "memory_more": api.plan(profile, mem=int(1.1 * BUDGET), batch=4),
+        "memory_less": api.plan(profile, mem=int(0.9 * BUDGET), batch=4, margin=0.0, tolerance=0.0),
+        "memory_more": api.plan(profile, mem=int(1.1 * BUDGET), batch=4, margin=0.0, tolerance=0.0),
         "links_cluster": api.plan(with_faster_links(profile, 1), mem=BUDGET, batch=4),
         "batch_twice": api.plan(profile, mem=BUDGET, batch=8),
         "batch_half": api.plan(profile, mem=BUDGET, batch=2),

@@ -15,7 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from galvatron_lite.parallelism.cuts.tensor import cut_tensors
 
-_INTERNAL = ("galvatron_lite.", "torch.distributed.")
+_INTERNAL = ("galvatron_lite.", "torch.")
 """Packages whose functions mean shares where they are given them."""
 
 

@@ -73,6 +73,7 @@ class LayerState:
 
     def __init__(self, module: nn.Module, tracking: tuple[nn.Module, ...] = ()) -> None:
         self._name, self._known, self._overwritten = type(module).__name__, False, frozenset[tuple[str, Any]]()
+        self._repeatable = type(module) in (nn.ReLU, nn.ReLU6)  # of its own result gives the same
         self._changes = True
         self._modules = [
             (path, one, tuple(name for name in vars(one) if not name.startswith("_") and name != "training"))
@@ -94,7 +95,7 @@ class LayerState:
             one.copies = {key: (value._version, value.detach().clone()) for key, value in self._to_copy(one)}
         versions = [(tensor, tensor._version) for tensor in tensors_of(given)]
         output = run(before)
-        if any(tensor._version != version for tensor, version in versions):
+        if not self._repeatable and any(tensor._version != version for tensor, version in versions):
             remedy = "It overwrites a tensor that it is given, and cannot run again on it: plan it without recompute."
             raise InputError("recompute", self._name, remedy)
         if not self._known:
