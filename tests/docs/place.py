@@ -29,6 +29,18 @@ PLANS = {
 }
 """How the ``plan.yaml`` of a page is made, where it is not that of the training script on this process alone."""
 
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+    "max_position_embeddings": 4096,
+}
+"""A configuration as the hub has it."""
+
 
 def galvatron(words: str) -> str:
     """What a command prints, run in this process and in its current folder; with ``galvatron`` or without.
@@ -63,6 +75,8 @@ def make_place(place: Path) -> None:
     shutil.copytree(ROOT / "profiles" / "hetu", place / "profiles" / "hetu")
     (place / "theirs.json").write_text(json.dumps(found("llama2-7b")[0].plan))
     (place / "hosts").write_text("node-a slots=8\nnode-b slots=8\n")
+    (place / "my-llama").mkdir()
+    (place / "my-llama" / "config.json").write_text(json.dumps(LLAMA))
 
 
 def _train(place: Path) -> None:
