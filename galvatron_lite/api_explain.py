@@ -67,6 +67,8 @@ def question_of(
     mem = memory(setup.get("mem", DEFAULT_BUDGET if budget is None else budget.least))
     asked: Setup = {**setup, "model": None, "cluster": None, "gpus": None, "sequence": None, "precision": None}
     asked |= {"mode": given.mode, "mem": mem}
+    if given.provenance is not None:
+        asked.setdefault("margin", given.provenance.margin)
     asked.setdefault("backend", given.backend.value)
     setting, batch, progress = _setting(known, asked, ("what_if", "seconds"))
     if budget is not None:

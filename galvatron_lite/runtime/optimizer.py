@@ -18,6 +18,7 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.gradient_guard import guard_gradients
 from galvatron_lite.runtime.optimizer_check import Build, check_optimizer
 from galvatron_lite.runtime.setup import StageRuntime
+from galvatron_lite.runtime.world import messages_carry_data
 
 PART_OF = "part_of"
 """Option of groups that were cut: the number of the group in the list that was given."""
@@ -108,7 +109,7 @@ class OptimizerSteps:
         parallel = self._parallel()
         while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
             optimizer = inner  # of a wrapper: accelerate's
-        if parallel is None or self._checked.get(optimizer) is parallel.plan:
+        if parallel is None or self._checked.get(optimizer) is parallel.plan or not messages_carry_data():
             return
         owned = [one for runtime in parallel.runtimes for one in runtime.owned]
         refused = _check_parameters(optimizer, [one.updated for one in owned], [one.parameter for one in owned])

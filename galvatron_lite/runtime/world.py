@@ -14,6 +14,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from galvatron_lite.errors import LaunchError
 
+DRY_BACKEND = "galvatron_dry"
+"""Backend of dry runs, whose messages carry no data."""
 SAVER = "galvatron-save"
 """Name of threads that write checkpoints: no process ends before them."""
 
@@ -24,6 +26,11 @@ class Finishing(threading.Thread):
     def finish(self) -> None:
         """End, once all is written."""
         raise NotImplementedError
+
+
+def messages_carry_data() -> bool:
+    """Whether ranks can compare values: not in dry runs."""
+    return dist.get_backend() != DRY_BACKEND
 
 
 def pick_device(name: str = "auto") -> torch.device:

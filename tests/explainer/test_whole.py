@@ -60,9 +60,9 @@ def test_what_ifs_are_plans_by_hand(profile: Profile, told: Explanation) -> None
     hands = {
         "memory_less": api.plan(profile, mem=int(0.9 * BUDGET), batch=4, margin=0.0, tolerance=0.0),
         "memory_more": api.plan(profile, mem=int(1.1 * BUDGET), batch=4, margin=0.0, tolerance=0.0),
-        "links_cluster": api.plan(with_faster_links(profile, 1), mem=BUDGET, batch=4),
-        "batch_twice": api.plan(profile, mem=BUDGET, batch=8),
-        "batch_half": api.plan(profile, mem=BUDGET, batch=2),
+        "links_cluster": api.plan(with_faster_links(profile, 1), mem=BUDGET, batch=4, margin=0.0, tolerance=0.0),
+        "batch_twice": api.plan(profile, mem=BUDGET, batch=8, margin=0.0, tolerance=0.0),
+        "batch_half": api.plan(profile, mem=BUDGET, batch=2, margin=0.0, tolerance=0.0),
     }
     for name, hand in hands.items():
         assert by_name[name].step_seconds == pytest.approx(seconds(hand), rel=1e-12), name
@@ -70,7 +70,7 @@ def test_what_ifs_are_plans_by_hand(profile: Profile, told: Explanation) -> None
     wider = with_one_more(profile)
     assert wider is not None
     assert (wider.cluster.devices, by_name["node_more"].devices, by_name["node_more"].batch) == (3, 3, 6)
-    hand = api.plan(wider, mem=BUDGET, batch=6)
+    hand = api.plan(wider, mem=BUDGET, batch=6, margin=0.0, tolerance=0.0)
     assert by_name["node_more"].step_seconds == pytest.approx(seconds(hand), rel=1e-12)
     assert hand.prediction is not None
     assert by_name["node_more"].gain == pytest.approx(

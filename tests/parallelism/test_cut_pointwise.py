@@ -167,4 +167,4 @@ class Swish(torch.autograd.Function):
 
 def test_functions_of_the_users_own() -> None:
     intercept_custom_functions()  # what they do with a share is not known: they get all of it
-    compare(Swish.apply, [picture(2, 3, 5, 4)], [PIXELS], (3, 2), stays_cut=False)
+    compare(Swish.apply, [picture(2, 3, 5, 4)], [PIXELS], (3, 2), stays_cut=False, gathers=True)

@@ -116,7 +116,7 @@ class Watch:
         """
         self._begin(step, phase)
         try:
-            if self._arrivals is not None and phase is not Phase.FORWARD:
+            if self._arrivals is not None and phase not in (Phase.BATCH, Phase.FORWARD):
                 # others may be in a step, in groups of another time-out
                 self._arrivals.everyone(None)
             yield

@@ -22,10 +22,8 @@ from torch.distributed.tensor import debug
 from torch.futures import Future
 
 from galvatron_lite.errors import LaunchError
+from galvatron_lite.runtime.world import DRY_BACKEND
 from galvatron_lite.verify.schema import NOBODY, During, Kind, Message
-
-BACKEND = "galvatron_dry"
-"""Name under which torch knows these groups."""
 
 EVERYONE = "all ranks"
 """What the group that torch calls ``default_pg`` is for."""
@@ -138,7 +136,7 @@ class DryGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Of the backend."""
-        return BACKEND
+        return DRY_BACKEND
 
     def getGroupName(self) -> str:  # noqa: N802
         """By which functional collectives find the group."""
@@ -346,11 +344,11 @@ def dry_world(rank: int, size: int, log: Log) -> Iterator[None]:
     """
     if dist.is_initialized():
         raise LaunchError("A world of processes runs here already; dry runs need a process of their own.")
-    if not dist.is_backend_available(BACKEND):
-        dist.Backend.register_backend(BACKEND, _made, extended_api=True, devices=["cpu", "cuda"])
+    if not dist.is_backend_available(DRY_BACKEND):
+        dist.Backend.register_backend(DRY_BACKEND, _made, extended_api=True, devices=["cpu", "cuda"])
     before, told = _LOG.set(log), sys.excepthook
     _forget_meshes()
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)  # type: ignore[attr-defined]
+    dist.init_process_group(DRY_BACKEND, store=dist.HashStore(), rank=rank, world_size=size)  # type: ignore[attr-defined]
     try:
         yield
     finally:
