@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from time import time
 from typing import IO, TYPE_CHECKING, ClassVar
 
-from galvatron_lite.errors import FileFormatError
+from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import STRICT
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
 
 _CHUNK = 1 << 20
+_PART = ".part-"
+_DAY = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +121,27 @@ def check_file(path: Path, expected: Content, remedy: str) -> Path:
     return path
 
 
-def begin_folder(place: Path) -> Path:
-    """A new empty folder beside a place, on the same file system; its name begins with a dot."""
+def begin_folder(place: Path, seal: str | None = None) -> Path:
+    """A new empty folder beside a place, on the same file system; its name begins with a dot.
+
+    Args:
+        place: where it goes in the end.
+        seal: name of the file that is written last: what processes that were killed left without it is deleted, if
+            they ran on this machine, or a day ago.
+
+    Raises:
+        InputError: another process of this machine is writing this place.
+    """
     place.parent.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(dir=place.parent, prefix=_prefix(place)))
+    folder = Path(tempfile.mkdtemp(dir=place.parent, prefix=f"{_prefix(place)}{_owner()}"))
+    for other in place.parent.glob(f".*{_PART}*"):
+        writer = _writer(other)
+        if writer is None and seal is not None and not (other / seal).exists():
+            remove_folder(other)
+        elif writer not in (None, 0, os.getpid()) and other.name.startswith(_prefix(place)):
+            remove_folder(folder)
+            raise InputError("folder", place, f"Process {writer} is writing it. Give each job a folder of its own.")
+    return folder
 
 
 def put_in_place(folder: Path, place: Path) -> None:
@@ -139,8 +162,9 @@ def put_in_place(folder: Path, place: Path) -> None:
             before.rename(place)
         raise
     sync_folder(place.parent)
-    for left in place.parent.glob(f"{_prefix(place)}*"):
-        remove_folder(left)
+    for other in place.parent.glob(f"{_prefix(place)}*"):
+        if _writer(other) in (None, os.getpid()):
+            remove_folder(other)
 
 
 def remove_folder(folder: Path) -> None:
@@ -158,7 +182,36 @@ def sync_folder(folder: Path) -> None:
 
 
 def _prefix(place: Path) -> str:
-    return f".{place.name}.part-"
+    return f".{place.name}{_PART}"
+
+
+def _owner() -> str:
+    """This process, as names of folders have it."""
+    return f"{_host()}-{os.getpid()}-{_start(os.getpid())}-"
+
+
+def _host() -> str:
+    return re.sub(r"[^\w.]", "_", socket.gethostname())
+
+
+def _start(process: int) -> str:
+    """When a process began, which tells it from a later one of its number; empty: it is gone, or this is no Linux."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _writer(folder: Path) -> int | None:
+    """The process that may be writing a folder from ``begin_folder``; 0: one of another machine; None: it is gone."""
+    owner = re.fullmatch(r"([\w.]+)-(\d+)-(\d*)-.*", folder.name.rpartition(_PART)[2])
+    if owner is None:
+        return None
+    host, process, start = owner[1], int(owner[2]), owner[3]
+    if host != _host():
+        with suppress(OSError):
+            return 0 if time() - folder.stat().st_mtime < _DAY else None
+    return process if start == _start(process) else None
 
 
 def _checksum(path: Path) -> str:

@@ -51,7 +51,7 @@ def begin(place: Path) -> Path:
     if place.exists() and not (place / META).is_file() and any(place.iterdir()):
         remedy = "It holds something else. Give a folder of this checkpoint alone, as checkpoints/step-100."
         raise InputError("folder", place, remedy)
-    return begin_folder(place)
+    return begin_folder(place, seal=META)
 
 
 def write_own(folder: Path, snapshot: Snapshot, writer: FolderWriter, rank: int) -> dict[str, Content]:
