@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import LayerKind, ModelGraph
+from galvatron_lite.model.graph import LayerKind, ModelGraph, Role
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.registry import CHOSEN
 from galvatron_lite.parallelism.strategy import Strategy
@@ -31,12 +31,14 @@ class Pins:
         microbatch: samples of a micro-batch over all devices of a stage; None: searched.
         device_samples: samples of a micro-batch on one rank that works on whole samples; None: searched.
         delay: what is said of delayed gradients; None: nothing.
+        notes: pins that some blocks do not offer, a line each.
     """
 
     fixed: Fixed = field(default_factory=Fixed)
     microbatch: int | None = None
     device_samples: int | None = None
     delay: Delay | None = None
+    notes: tuple[str, ...] = ()
 
     def delay_where(self, *, allowed: bool) -> Delay | None:
         """Which rules of delayed gradients may be used; None: none.
@@ -146,7 +148,7 @@ def read_pins(fix: Sequence[str], forbid: Sequence[str], graph: ModelGraph) -> P
         layers=(*partly, *((layers, name, value) for (layers, name), value in some.items())),
         forbidden=forbidden,
     )
-    return Pins(fixed, **own)  # type: ignore[arg-type]
+    return Pins(fixed, **own, notes=_unoffered(partly, graph))  # type: ignore[arg-type]
 
 
 def _delay(once: dict[str, object]) -> Delay | None:
@@ -238,6 +240,20 @@ def _offered(
         else:
             partly += [(name, field_name, value) for name in able]
     return tuple(whole), tuple(partly)
+
+
+def _unoffered(partly: Sequence[tuple[str, str, object]], graph: ModelGraph) -> tuple[str, ...]:
+    """Of pins that not all layers offer, the blocks that do not."""
+    lines = []
+    for field_name, value in dict.fromkeys((field_name, value) for _, field_name, value in partly):
+        able = {layer for layer, name, pinned in partly if (name, pinned) == (field_name, value)}
+        unable = [one.name for one in graph.layers if one.role is Role.BLOCK and one.name not in able]
+        if unable:
+            name = next(pin.name for pin in NAMES if pin.field == field_name)
+            lines.append(
+                f"--fix {name}={_shown(value)} is not possible for {_few(unable)}, and holds for the other layers"
+            )
+    return tuple(lines)
 
 
 def _values(kind: LayerKind, field_name: str, value: object) -> set[object]:

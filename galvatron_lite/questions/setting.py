@@ -159,7 +159,7 @@ def ask(
         InfeasibleError: nothing fits.
     """
     session = setting.session(devices)
-    return find_plan(
+    plan = find_plan(
         session.profile,
         devices=devices,
         global_batch=batch,
@@ -178,6 +178,9 @@ def ask(
         tolerance=tolerance,
         margin=setting.margin,
     )
+    if plan.provenance is None or not setting.pins.notes:
+        return plan
+    return replace(plan, provenance=replace(plan.provenance, notes=(*plan.provenance.notes, *setting.pins.notes)))
 
 
 def look(

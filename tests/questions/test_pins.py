@@ -242,3 +242,11 @@ def test_two_pins_of_a_layer_that_name_as_many_layers_are_told_as_they_were_type
         InputError, match=r"--fix: 'l\?1.tensor=4' cannot be used. --fix \*11.tensor=2 asks for another"
     ):
         read_pins(["l?1.tp=4", "*11.tp=2"], [], GRAPH)
+
+
+def test_blocks_that_do_not_offer_a_pin_are_named() -> None:
+    kinds = [make_kind(name, 1, tensor_degrees=degrees) for name, degrees in (("before", 1), ("a", 2), ("b", 1))]
+    graph = make_graph(kinds, ["before", "a", "b", "a"])
+    known = read_pins(["tp=2"], (), graph)
+    assert known.notes == ("--fix tensor=2 is not possible for l2, and holds for the other layers",)
+    assert known.fixed.layers == (("l1", "tensor", 2), ("l3", "tensor", 2))
