@@ -187,7 +187,8 @@ class ProcessMailbox:
 
 def _told(message: Message, what: str) -> str:
     """What was to be done with a message, to be told in an error."""
-    place = f"Worker {message.worker}, stage {message.stage}, training step {message.step}"
+    step = max(message.step, 0)  # the parameters that training begins with are of step -1
+    place = f"Worker {message.worker}, stage {message.stage}, training step {step}"
     return f"{place}: {what.format(_NAMES[message.kind])}"
 
 
