@@ -17,8 +17,10 @@ def test_encoder_decoders_are_measured(pool: WorkerPool, tmp_path: Path, family:
 
 @pytest.mark.parametrize(
     ("family", "world"),
-    [("Llama", 2), ("OPT", 1), ("Adapted", 2)]
-    + [pytest.param(family, 2, marks=pytest.mark.study) for family in ("OPT", "Phi3", "Gemma2", "Qwen3", "T5")],
+    [("OPT", 1), ("Adapted", 2)]
+    + [
+        pytest.param(family, 2, marks=pytest.mark.study) for family in ("Llama", "OPT", "Phi3", "Gemma2", "Qwen3", "T5")
+    ],
 )
 def test_where_memory_is_scarce(pool: WorkerPool, tmp_path: Path, family: str, world: int) -> None:
     for recomputed, wrong in pool.run(world, automatic, family=family, folder=str(tmp_path), tight=True):

@@ -46,8 +46,7 @@ CASES = {
     **{
         f"{name}-{count}-{model}": Case(strategies, model, count)
         for name, strategies in ({name: [one] * 5 for name, one in UNIFORM.items()} | MIXED).items()
-        for count in (1, 2)
-        for model in ("gpt-tiny", "llama-tiny")
+        for count, model in ((2, "gpt-tiny"), (1, "llama-tiny"))
     },
     **{f"clipped-{name}": Case(strategies, max_grad_norm=0.05) for name, strategies in CLIPPED.items()},
     **{f"four-{name}": Case(strategies, microbatches=2, max_grad_norm=0.05) for name, strategies in FOUR.items()},

@@ -23,8 +23,10 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 @pytest.mark.parametrize(
     ("launcher", "who", "kills"),
-    [(GALVATRON, "self", ["forward", "save"]), (TORCHRUN, "join", ["backward"])],
-    ids=["galvatron", "torchrun"],
+    [
+        pytest.param(GALVATRON, "self", ["forward", "save"], id="galvatron"),
+        pytest.param(TORCHRUN, "join", ["backward"], id="torchrun", marks=pytest.mark.study),
+    ],
 )
 def test_ranks_that_are_started_again(tmp_path: Path, launcher: list[str], who: str, kills: list[str]) -> None:
     folder, steps = str(tmp_path / "checkpoints"), 4
@@ -45,7 +47,9 @@ def test_ranks_that_are_started_again(tmp_path: Path, launcher: list[str], who: 
 
 
 @pytest.mark.parametrize(
-    ("world", "where"), [(2, "backward"), (2, "optimizer"), (4, "forward"), (4, "optimizer"), (4, "save")]
+    ("world", "where"),
+    [(2, "backward"), (4, "save")]
+    + [pytest.param(*case, marks=pytest.mark.study) for case in ((2, "optimizer"), (4, "forward"), (4, "optimizer"))],
 )
 def test_as_many_ranks_go_on_and_then_fewer(pool: WorkerPool, tmp_path: Path, world: int, where: str) -> None:
     """Fewer ranks have another plan."""
