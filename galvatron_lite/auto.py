@@ -192,6 +192,9 @@ def auto_parallelize(
         pinned: Any = {"fix": texts("fix", fix), "forbid": texts("forbid", forbid)}
         for name, words in ({} if findings is None else findings.pins()).items():
             pinned[name] = (*pinned[name], *words)
+        if settings is not None:
+            kept = (*settings.fix, *pinned["fix"]), (*settings.forbid, *pinned["forbid"])
+            settings = replace(settings, fix=kept[0], forbid=kept[1])
         pinned |= {} if tolerance is None else {"tolerance": tolerance}
         chosen = _found_plan(source, {**asked, **pinned, **_asked(wanted, delay, pinned["fix"])}, delay)
         if dist.get_rank() == 0:
@@ -221,6 +224,8 @@ def auto_parallelize(
     randomness_before.restore()  # as if nothing had been measured or traced
     with file_named(plan):
         made = _kind_of(chosen)(model, chosen, layers, example, loss_fn=loss_fn, device=place, **asks)
+    if findings is not None:
+        made.plan_check = findings.check
     steer(made, phased, settings, known)
     watch_training(made if wanted is Mode.TRAINING else None, seen, known)
     return made if wanted is Mode.TRAINING else _for_inference(made)

@@ -92,6 +92,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         scaler: scales the loss under fp16; None in other precisions.
         origin: what the model was before it was split.
         steering: what changes the plan between steps (phases, adapting); None: nothing does.
+        plan_check: raises ``InputError`` for a plan that would train otherwise than one process; None: any may.
         runtime: what this rank's stage is made of, the first where it has several.
         copies: the model's structure once more for each other stage.
         watch: knows where this rank is in its step, and why a step fails.
@@ -141,6 +142,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         self.runtime: StageRuntime = self._set_up(model, layers, batch, options)
         self.module = model
         self.steering: Steering | None = None
+        self.plan_check: Callable[[Plan], None] | None = None
         self.origin.settle()
         buffers = SyncedBuffers(synced_buffers or {})
         self._calls = Calls(self._compute, self.device, loss_fn, draws, loss_weight, loss_reduction, buffers=buffers)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - PyTorch's own convention
 
 from galvatron_lite import auto_parallelize
+from galvatron_lite.errors import InputError
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
@@ -175,6 +176,17 @@ def refusal(kind: str, name: str, **options: Any) -> str:
         auto_parallelize(model, batch, plan=plan_of(name, kind), device="cpu", **options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def switch_refusal(kind: str, first: str, other: str) -> str:
+    """The error with which a model goes on under the plan it has; empty: it went over."""
+    model, batch = make(kind)
+    parallel = auto_parallelize(model, batch, plan=plan_of(first, kind), device="cpu")
+    try:
+        parallel.switch(plan_of(other, kind), parallel.optimizer(torch.optim.SGD, lr=0.1))
+    except InputError as error:
+        return str(error)
     return ""
 
 

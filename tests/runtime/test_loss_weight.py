@@ -16,7 +16,7 @@ from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.store import write_profile
 from galvatron_lite.runtime.loss_weight import TargetCount, TargetCounts, share_factors
 from tests.pool import WorkerPool
-from tests.runtime.losses import count_mask, differences, make, planned, refusal
+from tests.runtime.losses import count_mask, differences, make, planned, refusal, switch_refusal
 
 TWO = ("data", "zero1", "zero3", "pipeline")
 FOUR = ("pipeline and data",)
@@ -58,6 +58,11 @@ def test_refused_before_the_first_step(pool: WorkerPool, kind: str, names: tuple
         for message in pool.run(world, refusal, kind=kind, name=name):
             assert message.startswith("InputError")
             assert said in message
+
+
+def test_no_switch_to_a_plan_that_trains_otherwise(pool: WorkerPool) -> None:
+    for message in pool.run(2, switch_refusal, kind="contrastive", first="tensor", other="data"):
+        assert "compares samples" in message
 
 
 @pytest.mark.parametrize("kind", ["contrastive", "penalty", "buffers", "masked"])

@@ -112,7 +112,7 @@ def _again(records: Sequence[Record]) -> Iterator[Decision]:
         if isinstance(record, Seen):
             state, decision = on_window(state, record.window)
         elif isinstance(record, Planned):
-            made = answer(Question(state.profile, state.corrections, state.plan, state.settings.mem))
+            made = answer(Question(state.profile, state.corrections, state.plan, state.settings))
             state, decision = on_planned(state, record.step, made.plan, made.error)
             wanted = made.plan
         elif isinstance(record, Exhausted):

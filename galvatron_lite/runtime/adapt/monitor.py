@@ -259,7 +259,7 @@ class _Mind:
     @property
     def _question(self) -> Question:
         state = self.state
-        return Question(state.profile, state.corrections, state.plan, state.settings.mem)
+        return Question(state.profile, state.corrections, state.plan, state.settings)
 
     def _ask(self) -> None:
         if self.state.settings.planner is Planner.PROCESS:

@@ -19,10 +19,10 @@ from galvatron_lite.parallelism.backends import check_runs
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import data_hash
+from galvatron_lite.questions.pins import read_pins
 from galvatron_lite.runtime.adapt.correct import corrected, corrected_budget
-from galvatron_lite.runtime.adapt.schema import Corrections
+from galvatron_lite.runtime.adapt.schema import Adapt, Corrections
 from galvatron_lite.search.planner import find_plan
-from galvatron_lite.search.space import Fixed
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
@@ -37,15 +37,15 @@ class Question:
     Attributes:
         profile: as it was made.
         corrections: of it.
-        plan: under way, of the devices and the batch.
-        mem: budget a device.
+        plan: under way, of the devices and the batch; its tolerance and margin hold for the next one.
+        settings: the budget and the pins.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     profile: Profile
     corrections: Corrections
     plan: Plan
-    mem: str | int
+    settings: Adapt
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +59,23 @@ class Answer:
 
 def answer(question: Question) -> Answer:
     """Look for a plan; the present one is among those compared."""
+    plan, settings = question.plan, question.settings
     known = corrected(question.profile, question.corrections)
     budget = corrected_budget(
-        budget_on(question.profile.cluster, question.mem or DEFAULT_BUDGET), question.corrections.memory
+        budget_on(question.profile.cluster, settings.mem or DEFAULT_BUDGET), question.corrections.memory
     )
-    plan = question.plan
     try:
+        pins = read_pins(settings.fix, (*settings.forbid, "branches"), known.graph)
         found = find_plan(
             known,
             devices=plan.devices,
             global_batch=plan.global_batch,
             budget=budget,
-            fixed=Fixed(forbidden=("branches",)),
+            fixed=pins.at(plan.devices, plan.global_batch),
             runners_up=0,
             stoppable=False,
+            tolerance=0.0 if plan.provenance is None else plan.provenance.tolerance,
+            margin=0.0 if plan.provenance is None else plan.provenance.margin,
             known=(plain(plan),),
         )
         return Answer(check_runs(found))

@@ -37,6 +37,8 @@ class Adapt:
         steps: of the whole run; a switch must pay back before they end. None: not known.
         horizon: steps ahead in which a switch must pay back where ``steps`` is not given.
         mem: budget a device of new plans, as for ``galvatron plan``; empty: that of the first plan, or 95 %.
+        fix: what every new plan keeps to, as for ``galvatron plan``; ``auto_parallelize`` adds its own.
+        forbid: dimensions that no new plan uses; likewise.
         log: file that decisions are written to, a JSON line each, and that a run started again learns from; empty:
             none.
         planner: where plans are made: in a ``process`` beside rank 0, or ``inline``, while all ranks wait.
@@ -52,6 +54,8 @@ class Adapt:
     steps: int | None = None
     horizon: int = 1000
     mem: str | int = ""
+    fix: tuple[str, ...] = ()
+    forbid: tuple[str, ...] = ()
     log: str = ""
     planner: Planner = Planner.PROCESS
 

@@ -58,6 +58,7 @@ class Split(Parallel, Protocol):
     plan: Plan
     device: torch.device
     origin: Origin
+    plan_check: Callable[[Plan], None] | None
 
     def adopt(self, plan: Plan, runtimes: Sequence[StageRuntime], options: Options) -> None:
         """Be split by another plan from now on."""
@@ -263,6 +264,8 @@ class Change:
     def _checked(self) -> tuple[Described, dict[str, Told]]:
         parallel = self._parallel
         check_plan(self._plan, parallel)
+        if parallel.plan_check is not None:
+            parallel.plan_check(self._plan)
         check_idle(parallel, self._optimizer, self._scheduler)
         for module in (one for runtime in parallel.runtimes for one in runtime.sharded.zero_modules):
             module.reshard()

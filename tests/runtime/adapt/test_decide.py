@@ -68,7 +68,7 @@ def train(
             assert state.former is not None
             state = switched(state.former)
         if decision.action is Action.PLAN:
-            found = answer(Question(state.profile, state.corrections, state.plan, state.settings.mem))
+            found = answer(Question(state.profile, state.corrections, state.plan, state.settings))
             records.append(Planned(step, found.plan, found.error))
             state, decision = decided(on_planned(state, step, found.plan, found.error))
             if decision.action is Action.SWITCH:
@@ -115,9 +115,19 @@ def test_a_link_that_comes_and_goes_does_not_make_plans_flap() -> None:
     assert actions(records) == []
 
 
+def test_new_plans_keep_what_is_pinned() -> None:
+    first = started(SETTINGS)
+    free = answer(Question(first.profile, SLOW, first.plan, Adapt(mem="95%"))).plan
+    kept = answer(Question(first.profile, SLOW, first.plan, Adapt(mem="95%", fix=("pp=1", "zero=3")))).plan
+    assert free is not None
+    assert kept is not None
+    assert {run.strategy.zero_stage for stage in free.stages for run in stage.runs} != {3}
+    assert {run.strategy.zero_stage for stage in kept.stages for run in stage.runs} == {3}
+
+
 def test_a_plan_that_disappoints_is_left_for_good() -> None:
     first = started(SETTINGS)
-    found = answer(Question(first.profile, SLOW, first.plan, "95%")).plan
+    found = answer(Question(first.profile, SLOW, first.plan, Adapt(mem="95%"))).plan
     assert found is not None
     state, records = train(first, [SLOW] * 14, slower=frozenset({plan_name(found)}))
     taken = actions(records)
@@ -150,7 +160,7 @@ def test_memory_that_ran_out_makes_a_plan_that_takes_less() -> None:
     assert first.plan.prediction is not None
     peak = first.plan.prediction.peak_memory
     state = on_exhausted(begin(first), factor=1.05 * 0.95 * 2**30 / peak)
-    found = answer(Question(profile, state.corrections, state.plan, state.settings.mem))
+    found = answer(Question(profile, state.corrections, state.plan, state.settings))
     state, decision = on_planned(state, 10, found.plan, found.error)
     assert decision.action is Action.SWITCH
     assert found.plan is not None
@@ -214,5 +224,5 @@ def test_logs_that_are_none_are_refused(tmp_path: Path, line: str) -> None:
 
 def test_the_planning_process_says_what_this_one_does() -> None:
     profile = wide_profile()
-    question = Question(profile, SLOW, fastest(profile), "95%")
+    question = Question(profile, SLOW, fastest(profile), Adapt(mem="95%"))
     assert PlanningProcess(question).answer() == answer(question)
