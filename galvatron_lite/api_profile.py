@@ -204,6 +204,7 @@ def _measure(
 ) -> Profile:
     from galvatron_lite.model.example import example_batch
     from galvatron_lite.profiler.measure import measure_profile
+    from galvatron_lite.runtime.branches.measure import branch_seconds
 
     return measure_profile(
         model,
@@ -215,4 +216,5 @@ def _measure(
         folder=folder,
         max_samples=max_samples,
         progress=progress,
+        branch_seconds=branch_seconds,
     )

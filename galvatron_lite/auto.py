@@ -23,9 +23,9 @@ from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.forward import gives_loss, mean_of_outputs
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.parallelism.backends import check_runs
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
 from galvatron_lite.plans.describe import plan_line
+from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.io import check_plan, file_named, read_plan
 from galvatron_lite.plans.notes import other_size
 from galvatron_lite.plans.schema import Mode, Plan, Trainer
@@ -35,8 +35,8 @@ from galvatron_lite.runtime.batch_checks import GlobalBatches
 from galvatron_lite.runtime.live.options import seen_of
 from galvatron_lite.runtime.live.watching import watch_training
 from galvatron_lite.runtime.switch.randomness import RandomStates
-from galvatron_lite.runtime.world import join, pick_device, world_size
 from galvatron_lite.saying import say
+from galvatron_lite.world import join, pick_device, world_size
 
 if TYPE_CHECKING:
     from galvatron_lite.api import Setup
@@ -484,6 +484,7 @@ def _profile(
     from galvatron_lite.profiler.notice import notices
     from galvatron_lite.profiler.schema import Profile
     from galvatron_lite.profiler.store import read_profile
+    from galvatron_lite.runtime.branches.measure import branch_seconds
 
     if profile is not None:
         known = profile if isinstance(profile, Profile) else read_profile(Path(profile))
@@ -497,7 +498,7 @@ def _profile(
     how = "measuring it briefly, as one device leaves little to choose" if alone else "measuring"
     measured = measure_profile(
         model, batch, loss_fn=loss_fn, blocks=blocks, precision=precision, name=profile_name(model), folder=folder,
-        remember=False, brief=alone,
+        remember=False, brief=alone, graph=graph, branch_seconds=branch_seconds,
         progress=notices(f"no profile of this model on {world_size()} process(es) in {folder}/ yet; {how}"),
     )  # fmt: skip
     if dist.get_rank() == 0:

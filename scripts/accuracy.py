@@ -20,8 +20,8 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import last_profile, read_profile
-from galvatron_lite.runtime.world import join, leave, rank
 from galvatron_lite.units import format_bytes, format_seconds
+from galvatron_lite.world import join, leave, rank
 from measured import Measured, measure, peak_of
 from quickstart_model import BATCH, CONFIG, make
 

@@ -18,7 +18,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import last_profile, read_profile
-from galvatron_lite.runtime.world import join, leave, rank
+from galvatron_lite.world import join, leave, rank
 from measured import measure, peak_of
 from train_convnext_model import BATCH, make
 

@@ -28,8 +28,8 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.memory import track_peak
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import last_profile, read_profile
-from galvatron_lite.runtime.world import join, leave, rank, world_size
 from galvatron_lite.units import format_bytes, format_seconds
+from galvatron_lite.world import join, leave, rank, world_size
 from measured import Measured, highest, spread_of
 
 WARM_UP = 3

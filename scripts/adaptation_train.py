@@ -17,8 +17,8 @@ from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.runtime.adapt.monitor import Monitor
 from galvatron_lite.runtime.adapt.schema import Adapt
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.world import leave
 from galvatron_lite.search.planner import find_plan
+from galvatron_lite.world import leave
 
 WINDOW = 8
 SETTINGS = Adapt(window=WINDOW, warm_up=2, threshold=0.25, cool_down=5 * WINDOW, steps=5000)

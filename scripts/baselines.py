@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from galvatron_lite import auto_parallelize
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
-from galvatron_lite.runtime.world import join, leave, rank
+from galvatron_lite.world import join, leave, rank
 from measured import spread_of, step_seconds
 from quickstart_model import BATCH, CONFIG, batches, make
 

@@ -26,9 +26,9 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.profiler.measure import measure_profile
 from galvatron_lite.profiler.timing import TimingRule
-from galvatron_lite.runtime.world import join, leave, rank
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.result import runs_of, summary
+from galvatron_lite.world import join, leave, rank
 from measured import spread_of, step_seconds
 
 LEARNING_RATE = 1e-3

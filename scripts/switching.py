@@ -17,7 +17,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.switch.live import Switched
-from galvatron_lite.runtime.world import join, leave, pick_device
+from galvatron_lite.world import join, leave, pick_device
 from quickstart_model import BATCH, make
 
 LEARNING_RATE = 1e-3

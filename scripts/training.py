@@ -14,7 +14,7 @@ from torch import nn
 from galvatron_lite import auto_parallelize
 from galvatron_lite.files import write_text
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.world import leave, rank
+from galvatron_lite.world import leave, rank
 from measured import measure, peak_of
 
 LAST = 10

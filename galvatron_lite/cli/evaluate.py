@@ -70,7 +70,7 @@ def _print(found: Plan, known: Profile, as_json: bool) -> None:
 def _runs(found: Plan) -> str:
     """Whether ``auto_parallelize`` trains with a plan, and why not."""
     from galvatron_lite.errors import InputError
-    from galvatron_lite.parallelism.backends import check_runs
+    from galvatron_lite.plans.execution import check_runs
 
     try:
         check_runs(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from math import prod
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -15,6 +16,17 @@ from galvatron_lite.limits import Amount, Devices, Factor, Name, Rate, RateOrNon
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
+
+
+class Collective(StrEnum):
+    """Kinds of communication."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    BROADCAST = "broadcast"
+    SEND_RECV = "send_recv"
 
 
 @dataclass(frozen=True, slots=True)

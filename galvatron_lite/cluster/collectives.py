@@ -18,9 +18,8 @@ from functools import lru_cache, reduce
 from math import ceil, log2, prod
 
 from galvatron_lite.arrays import Real, largest, least
-from galvatron_lite.cluster.cluster import Cluster, Level, RankGroup
+from galvatron_lite.cluster.cluster import Cluster, Collective, Level, RankGroup
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.base import Collective
 
 TREE_EFFICIENCY = 0.92
 """Share of the ring's bandwidth that NCCL's tree reaches (``ncclTopoTuneModel`` in NCCL's tuning.cc)."""

@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from galvatron_lite.arrays import Real
-from galvatron_lite.cluster.cluster import Cluster
+from galvatron_lite.cluster.cluster import Cluster, Collective
 from galvatron_lite.files import STRICT
 from galvatron_lite.limits import Seconds, Size
-from galvatron_lite.parallelism.base import Collective
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict

@@ -13,10 +13,10 @@ from typing import TypeVar
 import numpy as np
 
 from galvatron_lite.arrays import IntArray, Real, where
-from galvatron_lite.cluster.cluster import Apart, RankGroup
+from galvatron_lite.cluster.cluster import Apart, Collective, RankGroup
 from galvatron_lite.cluster.collectives import Line, collective_lines, seconds_on
 from galvatron_lite.cluster.transport import as_driven, staged_seconds
-from galvatron_lite.parallelism.base import Collective, Communication
+from galvatron_lite.parallelism.base import Communication
 from galvatron_lite.parallelism.ranks import told_apart
 from galvatron_lite.profiler.schema import CollectiveFit, Overlap, Profile
 

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cost.cyclic_stages import StageFigures, stage_figures
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.step import straggling, strategies_of
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.base import Collective, Communication
+from galvatron_lite.parallelism.base import Communication
 from galvatron_lite.parallelism.base import Moment as When
 from galvatron_lite.parallelism.cyclic.holdings import Holding, beside, holdings
 from galvatron_lite.parallelism.cyclic.messages import Kind, Message

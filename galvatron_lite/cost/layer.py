@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from galvatron_lite.arrays import BoolArray, FloatArray, IntArray, Real, Whole, is_option, largest, up, where
-from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cost.communication import Links
 from galvatron_lite.cost.copies import copied_bytes
 from galvatron_lite.cost.forward_only import passes_with_moves, without_gradients
@@ -22,7 +22,7 @@ from galvatron_lite.cost.layout import Layout, exchanging, layout, received
 from galvatron_lite.cost.overlap import Exposed, exposed_by
 from galvatron_lite.cost.points import Curves, LayerFigures, PointKey, code_of, figures_at, index_points, points_of
 from galvatron_lite.model.graph import LayerKind, Recompute
-from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment
+from galvatron_lite.parallelism.base import Communication, DimensionContext, LayerWork, Moment
 from galvatron_lite.parallelism.offload.cost import HostItem, HostTraffic, host_traffic
 from galvatron_lite.parallelism.ranks import Either, rank_group
 from galvatron_lite.parallelism.registry import DIMENSIONS

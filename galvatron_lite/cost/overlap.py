@@ -31,9 +31,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from galvatron_lite.arrays import Real
+from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.cost.communication import together
 from galvatron_lite.cost.points import LayerFigures
-from galvatron_lite.parallelism.base import Collective, Communication, Moment
+from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.profiler.schema import Overlap
 
 GATHER = "gather"

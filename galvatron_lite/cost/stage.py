@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from galvatron_lite.arrays import Real, largest, least
+from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.cost.forward_only import passes_with_moves
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, Sharing
 from galvatron_lite.cost.memory import group_memory
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, Sharding
-from galvatron_lite.parallelism.base import Collective, Communication, Moment
+from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.pipeline.cost import (
     NAME,
     boundary_bytes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from galvatron_lite.cluster.probe import HIDDEN_LOCAL
-from galvatron_lite.runtime.world import join, pick_device
+from galvatron_lite.world import join, pick_device
 
 _SEEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "GROUP_WORLD_SIZE")
 """Variables by which libraries see torchrun's world."""

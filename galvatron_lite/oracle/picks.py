@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cost.layer import LAYOUT, LayerPricer
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.oracle.case import Kind
 from galvatron_lite.oracle.chosen import SLICES, Chosen, allowed, eased, family_of, inside, options, plain
 from galvatron_lite.oracle.question import Question
-from galvatron_lite.parallelism.base import Collective, Communication, Moment
+from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.channel.each import each_divides
 from galvatron_lite.parallelism.strategy import Strategy
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from galvatron_lite.arrays import Flag, IntArray, Real, Whole, never
-from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.files import STRICT
 from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.parallelism.strategies import Strategies
@@ -21,17 +21,6 @@ from galvatron_lite.parallelism.strategy import Strategy
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
-
-
-class Collective(StrEnum):
-    """Kinds of communication."""
-
-    ALL_REDUCE = "all_reduce"
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_TO_ALL = "all_to_all"
-    BROADCAST = "broadcast"
-    SEND_RECV = "send_recv"
 
 
 class Moment(StrEnum):

@@ -11,7 +11,10 @@ from annotated_types import Interval
 
 from galvatron_lite.files import STRICT
 from galvatron_lite.limits import DEVICES, LAYERS, SAMPLES, Devices, Name, Precision, Seconds, Size
+from galvatron_lite.parallelism.backends import Mode as Mode
+from galvatron_lite.parallelism.backends import Trainer as Trainer
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
+from galvatron_lite.parallelism.pipeline.schedule import Schedule as Schedule
 from galvatron_lite.parallelism.pipeline.times import PassOrder
 from galvatron_lite.parallelism.strategy import Strategy
 
@@ -19,32 +22,6 @@ if TYPE_CHECKING:
     from pydantic import ConfigDict
 
 PLAN_VERSION = 1
-
-
-class Schedule(StrEnum):
-    """Order of micro-batches in a pipeline."""
-
-    GPIPE = "gpipe"
-    ONE_F_ONE_B = "1f1b"
-    INTERLEAVED = "interleaved-1f1b"
-    ZERO_BUBBLE_1P = "zb-1p"
-    ZERO_BUBBLE_2P = "zb-2p"
-    ZERO_BUBBLE_V = "zb-v"
-    CYCLIC = "cyclic"
-
-
-class Mode(StrEnum):
-    """What a plan is for."""
-
-    TRAINING = "training"
-    INFERENCE = "inference"
-
-
-class Trainer(StrEnum):
-    """What trains by a plan."""
-
-    GALVATRON = "galvatron"
-    DEEPSPEED = "deepspeed"
 
 
 class Proof(StrEnum):

@@ -14,8 +14,8 @@ from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.profiler.schema import OriginKind, Profile
 from galvatron_lite.profiler.store import check_hardware, data_hash, last_profile, read_profile
-from galvatron_lite.runtime.world import world_size
 from galvatron_lite.saying import say
+from galvatron_lite.world import world_size
 
 
 def profile_name(model: nn.Module) -> str:

@@ -15,18 +15,19 @@ from galvatron_lite.cluster.probe import probe
 from galvatron_lite.files import to_data
 from galvatron_lite.model.batch import LossFn, batch_size
 from galvatron_lite.model.discover_blocks import BlockNames
+from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.trace import trace
 from galvatron_lite.model.trace_meta import precision_of
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.profiler.measure_assemble import assemble, software
-from galvatron_lite.profiler.measure_bench import LayerBench
+from galvatron_lite.profiler.measure_bench import BranchTimer, LayerBench
 from galvatron_lite.profiler.measure_scope import Scope, make_tasks
 from galvatron_lite.profiler.measure_tasks import Progress, agree, first_rank, run_tasks
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import data_hash, journal_path, save_profile, unwritable
 from galvatron_lite.profiler.store_journal import Journal
 from galvatron_lite.profiler.timing import BRIEF_RULE, DEFAULT_RULE, TimingRule
-from galvatron_lite.runtime.world import join, pick_device
+from galvatron_lite.world import join, pick_device
 
 USUAL_SAMPLES = 16
 """Most samples on one device that are measured unless asked for more; beyond them time grows in a straight line."""
@@ -50,6 +51,8 @@ def measure_profile(
     device: str = "auto",
     rule: TimingRule = DEFAULT_RULE,
     brief: bool = False,
+    graph: ModelGraph | None = None,
+    branch_seconds: BranchTimer | None = None,
 ) -> Profile:
     """Measure what a model's layers and this world's links cost, and write it down.
 
@@ -74,6 +77,8 @@ def measure_profile(
         rule: how long to time one point.
         brief: measure for plans of one device: the fewest and the most samples, each point for a moment, and no
             shares of pixels.
+        graph: of the model, where it was traced already.
+        branch_seconds: measures what a call of a branch with devices of its own costs; data sheets' if not given.
 
     Returns:
         The profile, the same on every rank.
@@ -85,7 +90,8 @@ def measure_profile(
     if "RANK" in os.environ:
         join(place)
     whole = model if isinstance(model, nn.Module) else model()
-    graph = trace(whole, batch, loss_fn=loss_fn, blocks=blocks, precision=precision)
+    if graph is None:
+        graph = trace(whole, batch, loss_fn=loss_fn, blocks=blocks, precision=precision)
     machine = agree(cluster or probe(_world(), place.type))
     counts = sample_counts(max_samples or min(batch_size(batch), USUAL_SAMPLES))
     rule = BRIEF_RULE if brief and rule is DEFAULT_RULE else rule
@@ -100,7 +106,7 @@ def measure_profile(
         rule=rule,
         whole=brief,
     )
-    tasks = make_tasks(scope, LayerBench(whole, graph, batch, loss_fn, place, rule))
+    tasks = make_tasks(scope, LayerBench(whole, graph, batch, loss_fn, place, rule, branch_seconds))
     title, root = name or graph.name, Path(folder)
     if (refused := agree(unwritable(root) if first_rank() else None)) is not None:
         raise refused

@@ -10,9 +10,8 @@ from statistics import median
 import torch
 
 from galvatron_lite import __version__
-from galvatron_lite.cluster.cluster import Cluster
+from galvatron_lite.cluster.cluster import Cluster, Collective
 from galvatron_lite.files import from_data
-from galvatron_lite.parallelism.base import Collective
 from galvatron_lite.profiler.fit import fit_collectives
 from galvatron_lite.profiler.measure_hardware import with_throughput
 from galvatron_lite.profiler.measure_scope import EDGES, Scope, layer_key, layer_settings

@@ -7,21 +7,22 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import LossFn, batch_size, map_tensors, move_batch
+from galvatron_lite.model.block_calls import block_calls
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.branch.find import find_regions
 from galvatron_lite.parallelism.channel.infer import infer_channels
+from galvatron_lite.parallelism.precision import compute_dtype
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
-from galvatron_lite.profiler.measure_branches import branch_seconds
 from galvatron_lite.profiler.measure_edges import EdgeInput, measure_edges
 from galvatron_lite.profiler.measure_layers import LayerSetting, measure_block
 from galvatron_lite.profiler.measure_overhead import measure_overhead
@@ -30,10 +31,10 @@ from galvatron_lite.profiler.measure_waiting import Waiting, measure_waiting
 from galvatron_lite.profiler.schema import HostOverhead, LayerPoint
 from galvatron_lite.profiler.segments import BlockCall, Skeleton, copy_block, make_skeleton, record_calls
 from galvatron_lite.profiler.timing import DEFAULT_RULE, TimingRule, launched
-from galvatron_lite.runtime.block_calls import block_calls
-from galvatron_lite.runtime.precision import compute_dtype
 
 _EDGES = (Role.BEFORE, Role.AFTER)
+
+BranchTimer: TypeAlias = Callable[[torch.device, TimingRule], float]
 
 
 @dataclass(slots=True)
@@ -47,6 +48,7 @@ class LayerBench:
         loss_fn: see ``model.batch.loss_of``.
         device: where to measure.
         rule: how long to time one point.
+        branch_seconds: measures what a call of a branch costs the host; None: nothing does.
     """
 
     model: nn.Module
@@ -55,6 +57,7 @@ class LayerBench:
     loss_fn: LossFn | None
     device: torch.device
     rule: TimingRule = DEFAULT_RULE
+    branch_seconds: BranchTimer | None = None
     _skeleton: Skeleton | None = None
     _blocks: dict[str, nn.Module] = field(default_factory=dict)
     _plans: dict[str, TensorPlan] = field(default_factory=dict)
@@ -118,8 +121,8 @@ class LayerBench:
         if kind is not None:
             block, call = self._blocks[kind], self._calls_at(1)[kind]
             found = measure_overhead(block, call, self.graph.kinds[kind], self.batch, self.device, self.rule)
-        if launched() and find_regions(self.graph):
-            found = replace(found, branch=branch_seconds(self.device, self.rule))
+        if self.branch_seconds is not None and launched() and find_regions(self.graph):
+            found = replace(found, branch=self.branch_seconds(self.device, self.rule))
         return found
 
     def measure_waiting(self, most: int) -> Waiting:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron_lite.parallelism.base import Collective
+from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.parallelism.collectives import all_gather, reduce_scatter
 from galvatron_lite.profiler.schema import CollectivePoint
 from galvatron_lite.profiler.timing import DEFAULT_RULE, Across, TimingRule, time_call

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_tensors, tensors_of
+from galvatron_lite.parallelism.precision import compute_context, compute_dtype, holding_copies, narrow_norms
 from galvatron_lite.profiler.measure_layers import (
     LayerSetting,
     SegmentMemory,
@@ -37,8 +38,6 @@ from galvatron_lite.profiler.segments import (
     passed_on,
 )
 from galvatron_lite.profiler.timing import DEFAULT_RULE, Lap, Timing, TimingRule, time_laps
-from galvatron_lite.runtime.norms import narrow_norms
-from galvatron_lite.runtime.precision import compute_context, compute_dtype, holding_copies
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,13 @@ from torch import Tensor, nn
 from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.channel.infer import infer_channels
+from galvatron_lite.parallelism.precision import (
+    compute_context,
+    compute_dtype,
+    holding_copies,
+    narrow_experts,
+    narrow_norms,
+)
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.parallelism.spatial.grids import Grid
 from galvatron_lite.parallelism.tensor.apply import shard_layer
@@ -24,9 +31,6 @@ from galvatron_lite.profiler.memory import Phase, storage_bytes, track_peak
 from galvatron_lite.profiler.schema import LayerPoint
 from galvatron_lite.profiler.segments import BlockCall, hidden_state, leaf_of
 from galvatron_lite.profiler.timing import DEFAULT_RULE, Lap, Timing, TimingRule, time_laps
-from galvatron_lite.runtime.norms import narrow_norms
-from galvatron_lite.runtime.precision import compute_context, compute_dtype, holding_copies
-from galvatron_lite.runtime.stacked_experts import narrow_experts
 
 _MOST_COPIES = 4
 _CPU_ROOM = 2**29

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from galvatron_lite.cluster.cluster import Cluster
+from galvatron_lite.cluster.cluster import Cluster, Collective
 from galvatron_lite.files import to_data
 from galvatron_lite.model.graph import ModelGraph, Role
-from galvatron_lite.parallelism.base import Collective
 from galvatron_lite.profiler.measure_bench import LayerBench
 from galvatron_lite.profiler.measure_collectives import GroupShape, group_shapes, make_group, measure_collective
 from galvatron_lite.profiler.measure_hardware import measure_throughput

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Interval
 
-from galvatron_lite.cluster.cluster import Cluster
+from galvatron_lite.cluster.cluster import Cluster, Collective
 from galvatron_lite.cluster.transport import STRAIGHT, Transport
 from galvatron_lite.files import STRICT
 from galvatron_lite.limits import (
@@ -25,7 +25,7 @@ from galvatron_lite.limits import (
     Size,
 )
 from galvatron_lite.model.graph import ModelGraph, Recompute
-from galvatron_lite.parallelism.base import SPARING, Collective, PictureSplit
+from galvatron_lite.parallelism.base import SPARING, PictureSplit
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict

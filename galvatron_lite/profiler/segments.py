@@ -20,7 +20,7 @@ from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import call_model, map_tensors, tensors_of
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.training_form import prepare_for_training
-from galvatron_lite.runtime.precision import compute_context
+from galvatron_lite.parallelism.precision import compute_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def record_calls(
         skeleton: of the model.
         blocks: one block of each kind, on the skeleton's device.
         batch: on the same device.
-        compute: dtype of compute, see ``runtime.precision``; floating arguments of blocks are cast to it.
+        compute: dtype of compute, see ``parallelism.precision``; floating arguments of blocks are cast to it.
 
     Raises:
         TraceError: a block is never called, or a block fails.

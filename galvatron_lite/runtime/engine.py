@@ -15,6 +15,7 @@ from galvatron_lite.errors import InputError, NonFiniteLossError
 from galvatron_lite.model.batch import LossFn, batch_of_call, batch_size
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.training_form import prepare_for_training
+from galvatron_lite.parallelism.precision import compute_dtype, holding_copies
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.zero.apply import set_all_reduce
@@ -34,7 +35,6 @@ from galvatron_lite.runtime.optimizer import OptimizerSteps, fused_on_host, spli
 from galvatron_lite.runtime.pieces import entries_of
 from galvatron_lite.runtime.pipelined import output_count, pipelined_outputs, pipelined_step
 from galvatron_lite.runtime.placement import check_samples
-from galvatron_lite.runtime.precision import compute_dtype, holding_copies
 from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.setup import Options, StageRuntime, set_up
 from galvatron_lite.runtime.stage_calls import Calls
@@ -47,7 +47,7 @@ from galvatron_lite.runtime.switch.switching import Switching
 from galvatron_lite.runtime.synced_buffers import SyncedBuffers
 from galvatron_lite.runtime.watch.notes import Phase
 from galvatron_lite.runtime.watch.watch import Watch
-from galvatron_lite.runtime.world import pick_device
+from galvatron_lite.world import pick_device
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 

@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_lite.errors import InputError, LaunchError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.pipeline.table import pipeline_of
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.plans.execution import pipeline_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.expert_groups import ExpertGroups, expert_groups, expert_keys
-from galvatron_lite.runtime.world import join
+from galvatron_lite.world import join
 
 Group = dist.ProcessGroup | None
 Ranks = tuple[int, ...]

@@ -18,7 +18,7 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.gradient_guard import guard_gradients
 from galvatron_lite.runtime.optimizer_check import Build, check_optimizer
 from galvatron_lite.runtime.setup import StageRuntime
-from galvatron_lite.runtime.world import messages_carry_data
+from galvatron_lite.world import messages_carry_data
 
 PART_OF = "part_of"
 """Option of groups that were cut: the number of the group in the list that was given."""

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import LossFn
+from galvatron_lite.model.block_calls import check_folded, sample_arguments
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.cuts.custom_functions import intercept_custom_functions
 from galvatron_lite.parallelism.cyclic.stages import structure_of
@@ -23,7 +24,6 @@ from galvatron_lite.parallelism.pipeline.deferral import Deferral, defer_weights
 from galvatron_lite.parallelism.pipeline.flow import Flow, flow_of
 from galvatron_lite.parallelism.pipeline.runner import Chunk, Luggage, PipelineRunner
 from galvatron_lite.parallelism.pipeline.stage import StageEnd, StageModel, check_stages
-from galvatron_lite.parallelism.pipeline.table import pipeline_of
 from galvatron_lite.parallelism.pipeline.tied import (
     COPIES,
     SharedCopies,
@@ -37,12 +37,13 @@ from galvatron_lite.parallelism.pipeline.tied import (
     untie,
 )
 from galvatron_lite.parallelism.pipeline.transfer import pipeline_groups, place_groups
+from galvatron_lite.parallelism.precision import narrow_experts, narrow_norms
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
+from galvatron_lite.plans.execution import pipeline_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.alike import broadcast_values, share_random_state, shares_samples
-from galvatron_lite.runtime.block_calls import check_folded, sample_arguments
 from galvatron_lite.runtime.border import border_of, rules_under
 from galvatron_lite.runtime.channel_plans import channel_plans
 from galvatron_lite.runtime.compiled import compile_blocks
@@ -51,7 +52,6 @@ from galvatron_lite.runtime.hooks import install_hooks
 from galvatron_lite.runtime.layout import Layout
 from galvatron_lite.runtime.materialize import Materializer
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
-from galvatron_lite.runtime.norms import narrow_norms
 from galvatron_lite.runtime.placement import Placed, Stages, glue_layout, glue_of, place_layers
 from galvatron_lite.runtime.redistribute import Mover
 from galvatron_lite.runtime.router_losses import check_router_losses, install_router_losses
@@ -63,7 +63,6 @@ from galvatron_lite.runtime.sharding import (
     reduced_parameters,
     shard_stage,
 )
-from galvatron_lite.runtime.stacked_experts import narrow_experts
 from galvatron_lite.runtime.tensor_plans import tensor_plans
 from galvatron_lite.runtime.traffic import Traffic
 from galvatron_lite.runtime.updates import Updates

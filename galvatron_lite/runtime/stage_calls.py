@@ -22,12 +22,12 @@ from galvatron_lite.model.batch import (
 )
 from galvatron_lite.parallelism.cuts.tensor import local_of
 from galvatron_lite.parallelism.draws.modules import Draws
+from galvatron_lite.parallelism.precision import compute_context
 from galvatron_lite.parallelism.spatial.apply import leaving
 from galvatron_lite.parallelism.vocabulary.logits import whole_logits
 from galvatron_lite.runtime.draws import drawing
 from galvatron_lite.runtime.layout import WHOLE, Split
 from galvatron_lite.runtime.loss_weight import LossWeight, share_factors, weighted
-from galvatron_lite.runtime.precision import compute_context
 from galvatron_lite.runtime.setup import StageRuntime
 from galvatron_lite.runtime.synced_buffers import SyncedBuffers
 

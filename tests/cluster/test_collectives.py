@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level, RankGroup
+from galvatron_lite.cluster.cluster import Cluster, Collective, Device, DeviceGroup, Level, RankGroup
 from galvatron_lite.cluster.collectives import TREE_EFFICIENCY, collective_seconds, hops_of, ring_pass, tree_all_reduce
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.base import Collective
 
 ALPHA, BETA = 2e-6, 100e9
 NET_ALPHA, NET_BETA = 8e-6, 40e9

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from galvatron_lite.calibration.schema import Calibration, LinkConstants
 from galvatron_lite.calibration.store import load_calibration
 from galvatron_lite.cluster.catalog import device_named, load_cluster
-from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cluster.collectives import collective_seconds
 from galvatron_lite.cluster.link_types import LINKS
 from galvatron_lite.cluster.links import (
@@ -22,7 +22,6 @@ from galvatron_lite.cluster.links import (
     link_named,
 )
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.base import Collective
 
 
 @pytest.mark.parametrize(

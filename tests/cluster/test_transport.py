@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level, RankGroup
+from galvatron_lite.cluster.cluster import Cluster, Collective, Device, DeviceGroup, Level, RankGroup
 from galvatron_lite.cluster.collectives import collective_seconds
 from galvatron_lite.cluster.transport import STRAIGHT, Transport, as_driven, staged_seconds
 from galvatron_lite.cost.communication import Links
 from galvatron_lite.model.shapes import load_model
-from galvatron_lite.parallelism.base import Collective, Communication, Moment
+from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.profiler.estimate import estimate_profile
 
 DEVICE = Device("V", 16_000_000_000, 9e11, {"fp32": 1e13}, host_bandwidth=16e9)

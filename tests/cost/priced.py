@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
+from galvatron_lite.cluster.cluster import Cluster, Collective, Device, DeviceGroup, Level
 from galvatron_lite.cost.layer import ALONE, Sharing
 from galvatron_lite.model.graph import (
     LayerKind,
@@ -16,7 +16,6 @@ from galvatron_lite.model.graph import (
     SplitDims,
     TensorSplit,
 )
-from galvatron_lite.parallelism.base import Collective
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
 from galvatron_lite.profiler.schema import (

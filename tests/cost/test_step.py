@@ -8,7 +8,7 @@ from math import log2
 
 import pytest
 
-from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cost.communication import Links, together
 from galvatron_lite.cost.groups import price_stages
 from galvatron_lite.cost.layer import LayerPricer
@@ -19,7 +19,7 @@ from galvatron_lite.cost.stage import Shape, transfer_seconds
 from galvatron_lite.cost.step import device_memory, predict, shape_of, straggling, strategies_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Collective, Communication, Moment
+from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.pipeline.cost import stride_between
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Schedule

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.runtime.cyclic.model import CyclicModel
-from galvatron_lite.runtime.world import join
+from galvatron_lite.world import join
 from tests.docs.pages import text_of
 from tests.parallelism.cyclic.models import blocks_case, make_batches, make_plan
 

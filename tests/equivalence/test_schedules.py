@@ -16,11 +16,11 @@ import torch.distributed as dist
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import call_model, tensors_of
 from galvatron_lite.model.graph import Recompute, Role
-from galvatron_lite.parallelism.backends import check_runs
 from galvatron_lite.parallelism.pipeline.runner import PipelineRunner
 from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, Action, Pass
-from galvatron_lite.parallelism.pipeline.table import actions_of, pipeline_of
+from galvatron_lite.parallelism.pipeline.table import actions_of
 from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.plans.execution import check_runs, pipeline_of
 from galvatron_lite.plans.schema import Plan, Schedule
 from tests.equivalence.families import build_model, make_batches
 from tests.equivalence.plans import write_plan

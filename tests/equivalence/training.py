@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from galvatron_lite.model.batch import call_model, loss_of
+from galvatron_lite.model.block_calls import sample_arguments
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.pipeline.apply import find_shared
 from galvatron_lite.parallelism.pipeline.flow import Flow
@@ -21,7 +22,6 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime import setup
-from galvatron_lite.runtime.block_calls import sample_arguments
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.placement import Placed
 from galvatron_lite.runtime.sharding import Owned

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, SplitDims, TensorSplit
 from galvatron_lite.model.shapes.registry import load_model
-from galvatron_lite.parallelism.base import Collective, Moment
+from galvatron_lite.parallelism.base import Moment
 from galvatron_lite.parallelism.channel.cost import ChannelDimension
 from galvatron_lite.parallelism.channel.parts import Part, divides, parts_of
 from galvatron_lite.parallelism.channel.sliced import sliced_kind

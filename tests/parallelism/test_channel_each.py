@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass
 from galvatron_lite.model.shapes import load_model
-from galvatron_lite.parallelism.base import Collective, Communication, DimensionContext, LayerWork, Moment, PictureSplit
+from galvatron_lite.parallelism.base import Communication, DimensionContext, LayerWork, Moment, PictureSplit
 from galvatron_lite.parallelism.channel.cost import ChannelDimension
 from galvatron_lite.parallelism.channel.each import each_divides
 from galvatron_lite.parallelism.channel.sliced import sliced_kind

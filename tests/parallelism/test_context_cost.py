@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, SplitDims
-from galvatron_lite.parallelism.base import Collective, Communication, Moment
+from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.context.cost import key_value_items
 from galvatron_lite.parallelism.strategy import Strategy
 from tests.factories import make_kind

@@ -7,9 +7,9 @@ from functools import reduce
 
 import pytest
 
-from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.base import Collective, DimensionContext, LayerWork, Moment
+from galvatron_lite.parallelism.base import DimensionContext, LayerWork, Moment
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, in_flight
 from galvatron_lite.parallelism.registry import DIMENSIONS

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import SplitDims, TensorSplit
-from galvatron_lite.parallelism.base import Collective, Moment
+from galvatron_lite.parallelism.base import Moment
 from galvatron_lite.parallelism.expert.cost import ExpertDimension, reached
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.strategies import strategies_for

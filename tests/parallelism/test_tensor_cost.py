@@ -8,8 +8,9 @@ from functools import reduce
 
 import pytest
 
+from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, SplitDims, TensorSplit
-from galvatron_lite.parallelism.base import Collective, DimensionContext, LayerWork, Moment
+from galvatron_lite.parallelism.base import DimensionContext, LayerWork, Moment
 from galvatron_lite.parallelism.registry import DIMENSIONS
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.cost import ASYNC

@@ -7,10 +7,9 @@ from statistics import median
 import pytest
 
 from galvatron_lite.cluster.catalog import load_cluster
-from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cluster.collectives import collective_seconds
 from galvatron_lite.model.graph import Operator, OperatorClass
-from galvatron_lite.parallelism.base import Collective
 from galvatron_lite.profiler.roofline import machine_of, operator_seconds
 
 SEQUENCE, DEGREE = 2048, 8

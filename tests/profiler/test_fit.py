@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from galvatron_lite.parallelism.base import Collective
+from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.profiler.fit import fit_collectives, fit_line
 from galvatron_lite.profiler.schema import CollectivePoint
 

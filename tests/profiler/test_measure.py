@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.graph import Recompute, Role
-from galvatron_lite.parallelism.base import Collective
 from galvatron_lite.profiler import measure_bench
 from galvatron_lite.profiler.measure import machine_name, measure_profile, sample_counts
 from galvatron_lite.profiler.measure_hardware import measure_throughput

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from galvatron_lite.parallelism.base import Collective
+from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.profiler.measure_collectives import (
     group_shapes,
     make_group,

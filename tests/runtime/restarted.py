@@ -18,7 +18,7 @@ import torch.distributed as dist
 from galvatron_lite import folders
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.world import join, leave
+from galvatron_lite.world import join, leave
 from tests.runtime.fault_jobs import DATA, ZERO, at_fault, killed, make_batch, make_run
 
 PLANS = {

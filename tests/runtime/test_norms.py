@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from galvatron_lite.runtime.norms import narrow_norms
+from galvatron_lite.parallelism.precision import narrow_norms
 
 WIDTH = 16
 

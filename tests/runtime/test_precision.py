@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from galvatron_lite.runtime.precision import compute_context, holding_copies
+from galvatron_lite.parallelism.precision import compute_context, holding_copies
 
 CPU = torch.device("cpu")
 

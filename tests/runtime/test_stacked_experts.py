@@ -15,9 +15,8 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.zoo import build
 from galvatron_lite.model.zoo.moe import Experts
 from galvatron_lite.parallelism.expert.find import find_mixtures
+from galvatron_lite.parallelism.precision import holding_copies, narrow_experts
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
-from galvatron_lite.runtime.precision import holding_copies
-from galvatron_lite.runtime.stacked_experts import narrow_experts
 
 CPU = torch.device("cpu")
 

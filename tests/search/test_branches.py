@@ -15,10 +15,11 @@ from galvatron_lite.cost.forward_only import for_inference
 from galvatron_lite.cost.plan import evaluate as price
 from galvatron_lite.errors import GalvatronError, InfeasibleError, InputError
 from galvatron_lite.model.graph import Passed
-from galvatron_lite.parallelism.backends import GALVATRON, check_runs, in_mode
+from galvatron_lite.parallelism.backends import GALVATRON, in_mode
 from galvatron_lite.parallelism.branch.assign import Option, exact, places
 from galvatron_lite.parallelism.branch.find import find_regions
 from galvatron_lite.parallelism.strategy import Strategy, Strided
+from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, Mode, Plan, Proof, Schedule, Stage
 from galvatron_lite.profiler.schema import HostOverhead, Profile
 from galvatron_lite.search.branches import branch_plans, may_branch

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from galvatron_lite.model.graph import Role
 from galvatron_lite.model.shapes import load_model
-from galvatron_lite.parallelism.backends import GALVATRON, check_runs
+from galvatron_lite.parallelism.backends import GALVATRON
 from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE
 from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.plans.strategy_text import parse_strategy

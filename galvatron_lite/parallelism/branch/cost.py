@@ -22,9 +22,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.parallelism.base import Collective, Communication, Moment
+from galvatron_lite.parallelism.base import Communication, Moment
 
 NAME = "branch"
 

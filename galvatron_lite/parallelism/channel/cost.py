@@ -26,18 +26,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from galvatron_lite.arrays import Flag, Real, never, where
-from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind
-from galvatron_lite.parallelism.base import (
-    Chosen,
-    Collective,
-    Communication,
-    DimensionContext,
-    LayerWork,
-    Moment,
-    Room,
-    sent,
-)
+from galvatron_lite.parallelism.base import Chosen, Communication, DimensionContext, LayerWork, Moment, Room, sent
 from galvatron_lite.parallelism.channel.each import each_sizes
 from galvatron_lite.parallelism.channel.gathers import gathered_items, joined_items, pixel_norms
 from galvatron_lite.parallelism.channel.parts import (

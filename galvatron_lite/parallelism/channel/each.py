@@ -11,8 +11,9 @@ pictures, on every device. Of a picture x that enters a convolution and y that l
 
 from __future__ import annotations
 
+from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass
-from galvatron_lite.parallelism.base import Collective, Moment
+from galvatron_lite.parallelism.base import Moment
 from galvatron_lite.parallelism.channel.parts import Part, Parts, takes_gradient
 from galvatron_lite.parallelism.pictures import channels_of, is_picture, items_of
 

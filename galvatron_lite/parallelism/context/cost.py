@@ -21,18 +21,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from galvatron_lite.arrays import Real, Whole, largest, never, opposite
-from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind, OperatorClass
-from galvatron_lite.parallelism.base import (
-    Chosen,
-    Collective,
-    Communication,
-    DimensionContext,
-    LayerWork,
-    Moment,
-    Room,
-    sent,
-)
+from galvatron_lite.parallelism.base import Chosen, Communication, DimensionContext, LayerWork, Moment, Room, sent
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either, context_group
 

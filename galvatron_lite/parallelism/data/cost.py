@@ -8,10 +8,10 @@ from functools import reduce
 from operator import or_
 
 from galvatron_lite.arrays import Flag, where
+from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.base import (
     Chosen,
-    Collective,
     Communication,
     DimensionContext,
     LayerWork,

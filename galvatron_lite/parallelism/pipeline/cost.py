@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from galvatron_lite.cluster.cluster import RankGroup
-from galvatron_lite.parallelism.base import Collective, Communication, Moment
-from galvatron_lite.parallelism.pipeline.schedule import SIMPLE, Moments, moments_of, stage_actions
+from galvatron_lite.cluster.cluster import Collective, RankGroup
+from galvatron_lite.parallelism.base import Communication, Moment
+from galvatron_lite.parallelism.pipeline.schedule import SIMPLE, Moments, Schedule, moments_of, stage_actions
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import Schedule
 
 NAME = "pipeline"
 

@@ -9,11 +9,22 @@ from functools import lru_cache
 from operator import le
 from typing import TypeAlias
 
-from galvatron_lite.plans.schema import Schedule
-
 Moments: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 """Backward passes of a group: the chunk it is of, and the micro-batches of every chunk that the group holds then (the
 one of the pass included)."""
+
+
+class Schedule(StrEnum):
+    """Order of micro-batches in a pipeline."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved-1f1b"
+    ZERO_BUBBLE_1P = "zb-1p"
+    ZERO_BUBBLE_2P = "zb-2p"
+    ZERO_BUBBLE_V = "zb-v"
+    CYCLIC = "cyclic"
+
 
 ZERO_BUBBLE = (Schedule.ZERO_BUBBLE_1P, Schedule.ZERO_BUBBLE_2P, Schedule.ZERO_BUBBLE_V)
 """Schedules that split backward into the gradient of the input and that of the weights."""

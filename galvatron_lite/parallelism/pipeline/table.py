@@ -16,13 +16,13 @@ from galvatron_lite.parallelism.pipeline.schedule import (
     Action,
     Course,
     Pass,
+    Schedule,
     group_of,
     stage_actions,
     stage_at,
 )
 from galvatron_lite.parallelism.pipeline.times import PassOrder, even_order
 from galvatron_lite.parallelism.pipeline.zero_bubble import zero_bubble_actions
-from galvatron_lite.plans.schema import Plan, Schedule
 
 Table = tuple[tuple[Action, ...], ...]
 """By group of devices: its passes, in order."""
@@ -225,8 +225,3 @@ def _taken(course: Course, group: int, action: Action, links: dict[Link, deque[A
     while link.popleft() != action:
         pass
     return True
-
-
-def pipeline_of(plan: Plan) -> Pipeline:
-    """How the stages of a plan are spread, and in which order they work."""
-    return Pipeline(plan.schedule, plan.pipeline, plan.virtual_stages, plan.order)

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.parallelism.pipeline.schedule import Schedule
 from galvatron_lite.parallelism.pipeline.table import Pipeline
 from galvatron_lite.parallelism.pipeline.transfer import place_groups
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import Schedule
 
 COPIES = "shared parameters"
 """Purpose of the process groups of copies."""

@@ -15,9 +15,8 @@ from functools import lru_cache
 from heapq import heappop, heappush
 from math import inf
 
-from galvatron_lite.parallelism.pipeline.schedule import Action, Course, Pass, group_of, stage_at
+from galvatron_lite.parallelism.pipeline.schedule import Action, Course, Pass, Schedule, group_of, stage_at
 from galvatron_lite.parallelism.pipeline.times import PassOrder, StageTimes
-from galvatron_lite.plans.schema import Schedule
 
 _ROUNDS = 4
 """Rounds of ``groups`` micro-batches that are simulated; from then on every group is busy without a gap."""

@@ -17,17 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from galvatron_lite.arrays import is_option, never, where
+from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute
-from galvatron_lite.parallelism.base import (
-    Chosen,
-    Collective,
-    Communication,
-    DimensionContext,
-    LayerWork,
-    Moment,
-    Room,
-    sent,
-)
+from galvatron_lite.parallelism.base import Chosen, Communication, DimensionContext, LayerWork, Moment, Room, sent
 from galvatron_lite.parallelism.context.cost import ULYSSES
 from galvatron_lite.parallelism.ranks import Either
 from galvatron_lite.parallelism.tensor.cost import copying

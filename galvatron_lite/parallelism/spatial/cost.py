@@ -25,12 +25,11 @@ from operator import attrgetter
 import numpy as np
 
 from galvatron_lite.arrays import Flag, IntArray, Real, Whole, is_option, never, up, where
-from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.model.sides import SIDES
 from galvatron_lite.parallelism.base import (
     Chosen,
-    Collective,
     Communication,
     DimensionContext,
     LayerWork,

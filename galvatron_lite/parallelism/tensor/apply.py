@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.autocast import autocast_dtype
 from galvatron_lite.parallelism.expert.slices import sum_slices
+from galvatron_lite.parallelism.precision import autocast_dtype
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.functions import (
     copy_to_group,

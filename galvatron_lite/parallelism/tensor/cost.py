@@ -19,18 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from galvatron_lite.arrays import Flag, Real, Whole, is_option, largest, never, opposite, up, where
-from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind, Recompute, TensorSplit
-from galvatron_lite.parallelism.base import (
-    Chosen,
-    Collective,
-    Communication,
-    DimensionContext,
-    LayerWork,
-    Moment,
-    Room,
-    sent,
-)
+from galvatron_lite.parallelism.base import Chosen, Communication, DimensionContext, LayerWork, Moment, Room, sent
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either, tensor_group
 

@@ -16,11 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from galvatron_lite.arrays import Flag, Real, Whole, never, opposite, where
-from galvatron_lite.cluster.cluster import RankGroup
+from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.base import (
     Chosen,
-    Collective,
     Communication,
     DimensionContext,
     LayerWork,

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
-from galvatron_lite.parallelism.base import Collective
+from galvatron_lite.cluster.cluster import Cluster, Collective, Device, DeviceGroup, Level
 from galvatron_lite.peers.hetu.model import CONTEXT_MB, HetuHardware, Line, Table
 from galvatron_lite.profiler.schema import CollectiveFit, CollectivePoint
 

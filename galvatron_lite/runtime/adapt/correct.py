@@ -15,13 +15,13 @@ from math import prod
 from statistics import median
 
 from galvatron_lite.cluster.budget import Budget, as_budget
-from galvatron_lite.cluster.cluster import Cluster, DeviceGroup, RankGroup
+from galvatron_lite.cluster.cluster import Cluster, Collective, DeviceGroup, RankGroup
 from galvatron_lite.cluster.collectives import hops_of
 from galvatron_lite.cost.communication import Links
 from galvatron_lite.cost.forward_only import for_mode
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.model.graph import Role
-from galvatron_lite.parallelism.base import Collective, Communication, Moment
+from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import CollectiveFit, CollectivePoint, DeviceFigures, LayerPoint, Profile
 from galvatron_lite.runtime.adapt.schema import Corrections, LayerGroup, LinkFactor, LinkPoint, Window

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on, bytes_on
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import read_data
-from galvatron_lite.parallelism.backends import check_runs
+from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.phases import PhasedPlan, check_phased, is_phased, read_phased_plan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile

@@ -60,7 +60,7 @@ from galvatron_lite.runtime.peers import ProcessPeers, at_first, together
 from galvatron_lite.runtime.pieces import Parallel, held_buffers, held_parameters, held_states
 from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.steering import Steering
-from galvatron_lite.runtime.world import SAVER
+from galvatron_lite.world import SAVER
 
 TIMEOUT = 1800.0
 """Seconds after which a rank that shows nothing is an error: a slow disk is none."""

@@ -18,6 +18,7 @@ from galvatron_lite.parallelism.cyclic.mailbox import ProcessMailbox
 from galvatron_lite.parallelism.cyclic.messages import Kind
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.states import OptimizerFactory, SchedulerFactory
+from galvatron_lite.parallelism.precision import compute_dtype
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.alike import broadcast_values, first_seed
 from galvatron_lite.runtime.cyclic.checkpoint import Keeper
@@ -30,8 +31,7 @@ from galvatron_lite.runtime.live.observed import Observable, observed
 from galvatron_lite.runtime.loss_weight import LossWeight, check_even, check_reduction, share_factors
 from galvatron_lite.runtime.peers import ProcessPeers, at_first
 from galvatron_lite.runtime.placement import check_samples
-from galvatron_lite.runtime.precision import compute_dtype
-from galvatron_lite.runtime.world import pick_device
+from galvatron_lite.world import pick_device
 
 KINDS: Mapping[CyclicSetting, tuple[Kind, ...]] = {
     CyclicSetting.SINGLE: (),

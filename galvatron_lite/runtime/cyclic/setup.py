@@ -20,11 +20,11 @@ from galvatron_lite.parallelism.cyclic.stages import StagePart, check_untied, cu
 from galvatron_lite.parallelism.cyclic.states import StageStates
 from galvatron_lite.parallelism.cyclic.travelling import TravellingStates
 from galvatron_lite.parallelism.cyclic.zero import ZeroExecutor
+from galvatron_lite.parallelism.precision import compute_context
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.materialize import Materializer
 from galvatron_lite.runtime.placement import Placed, place_layers
-from galvatron_lite.runtime.precision import compute_context
 from galvatron_lite.runtime.setup import known_flow
 
 

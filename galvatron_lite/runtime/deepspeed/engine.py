@@ -15,7 +15,8 @@ from galvatron_lite.model.batch import LossFn, batch_of_call, batch_size, call_m
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.model.training_form import prepare_for_training
-from galvatron_lite.parallelism.backends import DEEPSPEED, check_runs
+from galvatron_lite.parallelism.backends import DEEPSPEED
+from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.export.deepspeed_config import DeepSpeedConfig, config_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.checkpoint.asked import Saver
@@ -30,7 +31,7 @@ from galvatron_lite.runtime.live.observed import Observable, observed
 from galvatron_lite.runtime.loss_weight import LossWeight, check_reduction, share_factors, weighted
 from galvatron_lite.runtime.mesh import join_world
 from galvatron_lite.runtime.placement import check_samples, place_layers
-from galvatron_lite.runtime.world import pick_device
+from galvatron_lite.world import pick_device
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 OptimizerFactory = Callable[..., torch.optim.Optimizer]

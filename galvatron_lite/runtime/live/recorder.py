@@ -11,7 +11,7 @@ from time import sleep
 from typing import Protocol
 
 from galvatron_lite.runs.schema import Record
-from galvatron_lite.runtime.world import Finishing
+from galvatron_lite.world import Finishing
 
 PAUSE = 0.1
 """Seconds in which what comes is taken together."""

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError, LaunchError
-from galvatron_lite.parallelism.backends import check_runs
 from galvatron_lite.parallelism.process_groups import ProcessGroups
+from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.schema import Mode, Plan
 from galvatron_lite.runtime.alike import shares_samples
 from galvatron_lite.runtime.compiled import check_compile

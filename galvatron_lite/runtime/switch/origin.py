@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from galvatron_lite.model.graph import Layer
+from galvatron_lite.parallelism.precision import compute_dtype
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.placement import place_layers
-from galvatron_lite.runtime.precision import compute_dtype
 from galvatron_lite.runtime.setup import Options, Prepared, prepare
 from galvatron_lite.runtime.switch.structure import Structure
 

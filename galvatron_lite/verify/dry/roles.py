@@ -9,10 +9,10 @@ from math import lcm
 from torch import Tensor
 
 from galvatron_lite.model.graph import Role as LayerRole
-from galvatron_lite.parallelism.pipeline.table import pipeline_of
 from galvatron_lite.parallelism.ranks import expert_slices, expert_spread_of
 from galvatron_lite.parallelism.strategy import Strategy, Strided
 from galvatron_lite.parallelism.zero.cut import cut_dim
+from galvatron_lite.plans.execution import pipeline_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.verify.dry.repeat import UnlikeError
 from galvatron_lite.verify.dry.step import DryRunError, Subject, dry_run

@@ -22,8 +22,8 @@ from torch.distributed.tensor import debug
 from torch.futures import Future
 
 from galvatron_lite.errors import LaunchError
-from galvatron_lite.runtime.world import DRY_BACKEND
 from galvatron_lite.verify.schema import NOBODY, During, Kind, Message
+from galvatron_lite.world import DRY_BACKEND
 
 EVERYONE = "all ranks"
 """What the group that torch calls ``default_pg`` is for."""

@@ -8,10 +8,11 @@ from math import prod
 
 import numpy as np
 
+from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.layout import layout, received
 from galvatron_lite.model.graph import Layer, Recompute, Role
-from galvatron_lite.parallelism.base import Collective, Communication, Moment
+from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.verify.faithful.layers import Planned

@@ -15,8 +15,8 @@ from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Recompute, Role
 from galvatron_lite.model.trace import trace
-from galvatron_lite.parallelism.backends import check_runs
 from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.placement import place_layers

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from galvatron_lite.parallelism.base import Collective, Communication, Moment
+from galvatron_lite.cluster.cluster import Collective
+from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.branch.cost import Border, Site, border_of, buffer_bytes, moves
 from galvatron_lite.parallelism.branch.parts import part_of, trunk_of
 from tests.branchy import plain_profile, towers

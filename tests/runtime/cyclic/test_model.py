@@ -22,7 +22,7 @@ from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.cyclic.model import CyclicModel
-from galvatron_lite.runtime.world import join
+from galvatron_lite.world import join
 from tests.cyclic_reference import train_reference
 from tests.parallelism.cyclic.models import Blocks, blocks_case, make_batches, make_plan, split
 

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.parallelism.base import Collective
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.profiler.measure_collectives import prepare

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from galvatron_lite.profiler.measure_branches import branch_seconds
 from galvatron_lite.profiler.schema import HostOverhead
 from galvatron_lite.profiler.timing import TimingRule
+from galvatron_lite.runtime.branches.measure import branch_seconds
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.ways import seconds_of
 from tests.branchy import plain_profile
