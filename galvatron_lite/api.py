@@ -362,8 +362,7 @@ def _setting(profile: Known, setup: Setup, own: Sequence[str] = ()) -> tuple[Set
     Raises:
         InputError: an argument that there is not, or that cannot be read.
     """
-    from galvatron_lite.calibration.expected import margin_of
-    from galvatron_lite.calibration.store import load_calibration
+    from galvatron_lite.calibration.store import load_calibration, margin_of
     from galvatron_lite.cluster.budget import budget_on
     from galvatron_lite.parallelism.backends import backend_named
     from galvatron_lite.questions.arguments import check_names, memory, mode_named, place, share, switch, texts, whole

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
-from galvatron_lite.validate.plot_scales import Scale, decades, rounded
-from galvatron_lite.validate.plot_style import colour, mark, shapes, style, text
+from galvatron_lite.analysis.svg import Scale, colour, decades, mark, rounded, shapes, style, text
 
 Points = Sequence[tuple[float, float]]
 """Size and CPU seconds."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import median
 
-from galvatron_lite.calibration.expected import Expected, expected_of
-from galvatron_lite.calibration.store import DEFAULT, entry_for, load_calibration
+from galvatron_lite.calibration.store import DEFAULT, Expected, entry_for, expected_of, load_calibration
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.explainer.schema import Constants, Trust
 from galvatron_lite.profiler.schema import OriginKind, Profile

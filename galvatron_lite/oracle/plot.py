@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from math import ceil
 from xml.sax.saxutils import escape
 
+from galvatron_lite.analysis.svg import COLOURS, Scale, colour, decades, mark, shapes, style, text
 from galvatron_lite.oracle.rows import Forecast, Line, Row
 from galvatron_lite.units import format_bytes, format_duration
-from galvatron_lite.validate.plot_scales import Scale, decades
-from galvatron_lite.validate.plot_style import COLOURS, colour, mark, shapes, style, text
 
 _WIDTH, _MARGIN = 1040, 24
 _LEFT, _RIGHT, _TOP, _DEEP = 84, 736, 84, 300

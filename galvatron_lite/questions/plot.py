@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
+from galvatron_lite.analysis.svg import Scale, style, text
 from galvatron_lite.questions.answers import Answer, said
 from galvatron_lite.questions.batches import BestBatch
 from galvatron_lite.questions.cheapest import Cheapest
 from galvatron_lite.questions.fewest import Fewest
 from galvatron_lite.units import format_bytes, format_count, format_duration, format_seconds
-from galvatron_lite.validate.plot_scales import Scale
-from galvatron_lite.validate.plot_style import style, text
 
 _WIDTH, _HEIGHT = 640, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 88, 616, 58, 348

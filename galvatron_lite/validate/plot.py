@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median, quantiles
 from xml.sax.saxutils import escape
 
-from galvatron_lite.validate.outcome import Predicted
-from galvatron_lite.validate.plot_scales import Scale, decades, rounded
-from galvatron_lite.validate.plot_style import KINDS, colour, mark, shapes, style, text
+from galvatron_lite.analysis.svg import KINDS, Scale, colour, decades, mark, rounded, shapes, style, text
+from galvatron_lite.validate.results import Judged, Predicted
 from galvatron_lite.validate.rows import PublishedRun
-from galvatron_lite.validate.scores import Judged
 
 BANDS = (0.25, 0.10)
 """Relative errors that the bands show, widest first."""

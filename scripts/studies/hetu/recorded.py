@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from galvatron_lite.files import STRICT, from_data, parse_line
@@ -14,6 +12,9 @@ from galvatron_lite.peers.hetu.strategy import HetuPlan, read_hetu_plan
 from studies.hetu.formulas import Rules, usable_mb
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
     from pydantic import ConfigDict
 
 
