@@ -1,4 +1,4 @@
-"""Calibrated constants: what a device type, a link type and a software stack reach in practice. No torch here.
+"""Calibrated constants: what a device type, a link type and a software stack reach in practice.
 
 Nothing here may depend on which published run, family of runs or model is predicted.
 """

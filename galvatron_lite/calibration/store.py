@@ -1,4 +1,4 @@
-"""Calibrated constants on disk (``configs/calibration``) and by name. No torch here.
+"""Calibrated constants on disk (``configs/calibration``) and by name.
 
 One file a kind of constants; the format is described in ``configs/calibration/README.md``.
 """

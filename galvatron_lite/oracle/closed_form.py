@@ -1,4 +1,4 @@
-"""The closed forms of ParaDL (Kahira et al. 2021, arXiv:2104.09075, table 3), an epoch each. Pure. No torch here.
+"""The closed forms of ParaDL (Kahira et al. 2021, arXiv:2104.09075, table 3), an epoch each. Pure.
 
 D samples, B a batch, p devices, I = D / B iterations, delta bytes an item; sums are over layers.
 

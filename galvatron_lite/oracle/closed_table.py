@@ -1,4 +1,4 @@
-"""The table of the closed forms: every strategy over numbers of devices, with how far each scales. No torch here.
+"""The table of the closed forms: every strategy over numbers of devices, with how far each scales.
 
 Limits: Kahira et al. 2021 (arXiv:2104.09075), table 3, last column.
 """

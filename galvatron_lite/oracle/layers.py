@@ -1,7 +1,8 @@
-"""A network as the closed forms of ParaDL see it: layers with input, output and weight items. No torch here.
+"""A network as ParaDL's closed forms see it: layers with input, output and weight items.
 
 Kahira et al. 2021 (arXiv:2104.09075), section 3: x_l, y_l and w_l are items of one sample. Their released oracle
-(github.com/TruongThaoNguyen/paraDL-analysis) has one measured time for a whole sample and shares it out by FLOPs.
+(github.com/TruongThaoNguyen/paraDL-analysis) has one measured time of a whole sample and divides it by FLOPs. For
+other convolutional networks the table is made from the planner's graph, with estimated seconds.
 """
 
 from __future__ import annotations

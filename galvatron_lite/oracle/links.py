@@ -1,4 +1,4 @@
-"""The links of a cluster as the closed forms see them: a start-up time and a bandwidth by devices. No torch here.
+"""The links of a cluster as the closed forms see them: a start-up time and a bandwidth by devices.
 
 Kahira et al. 2021 (arXiv:2104.09075), section 3.1: Hockney's model with ring collectives. alpha is the summed latency
 of the way, 1 / beta the bandwidth of its slowest link, of the worst pair on the ring.

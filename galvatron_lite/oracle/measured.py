@@ -1,4 +1,4 @@
-"""Measured epochs and iterations, and how near either kind of formulas comes to them. No torch here.
+"""Measured epochs and iterations, and how near either kind of formulas comes to them.
 
 Accuracy is 1 - |predicted - measured| / measured, as Kahira et al. 2021 (arXiv:2104.09075, section 5) have it.
 """

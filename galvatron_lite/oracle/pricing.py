@@ -1,4 +1,8 @@
-"""A model's costs on a cluster of any number of devices, from data sheets. No torch here."""
+"""One strategy on a number of devices, priced by the planner's cost model from data sheets.
+
+Compute is at the shape that a device works on, communication that compute hides costs nothing, and memory is the
+worst moment of a step.
+"""
 
 from __future__ import annotations
 

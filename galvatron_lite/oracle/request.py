@@ -65,7 +65,6 @@ def network_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in (profile_folder("paradl") / "models").glob("*.yaml")))
 
 
-@cache
 def network_named(name_or_path: str) -> Network:
     """A table of layers by name (``resnet50``) or from a file."""
     path = Path(name_or_path)
@@ -76,7 +75,12 @@ def network_named(name_or_path: str) -> Network:
         close = get_close_matches(name_or_path, names, n=3)
         hint = f"Did you mean {' or '.join(close)}? " if close else ""
         raise InputError("model", name_or_path, f"{hint}Tables of layers: {', '.join(names)}.")
-    return read_value(Network, profile_folder("paradl") / "models" / f"{name_or_path}.yaml")
+    return _shipped_network(name_or_path)
+
+
+@cache
+def _shipped_network(name: str) -> Network:
+    return read_value(Network, profile_folder("paradl") / "models" / f"{name}.yaml")
 
 
 @cache

@@ -1,4 +1,9 @@
-"""What both kinds of formulas answer: one strategy on one number of devices. No torch here."""
+"""The table that both kinds of formulas fill, and the limits and bottlenecks read from it.
+
+Kahira et al. 2021 (arXiv:2104.09075, section 5.3 and table 4 of the report): (L) is a limit of the strategy itself,
+(B) a bottleneck of software or machine. Each is a share of the epoch, or of what it is measured by, reported from the
+number of devices at which it passes its threshold.
+"""
 
 from __future__ import annotations
 

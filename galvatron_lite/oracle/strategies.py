@@ -1,4 +1,9 @@
-"""What the planner's cost model is asked of one row. No torch here."""
+"""The strategy of every layer for one of the oracle's words or for a strategy in full.
+
+A layer that cannot be split that many ways is split as far as it can be; the rest of its group takes other samples,
+and where the batch has too few, every device of the group works through all of them. Of several ways to split the
+layers, those that together cost least are chosen, with the cost of changing layouts between them.
+"""
 
 from __future__ import annotations
 

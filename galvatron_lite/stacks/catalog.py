@@ -1,4 +1,8 @@
-"""Training frameworks as the cost model sees them, and the names that publications give them."""
+"""Training frameworks by name: what they decide that costs depend on.
+
+The facts are those of a framework's defaults and published recipes; what a single run says of itself (attention
+kernel, recomputation, precision) goes before them. Calibrated constants are kept apart (``calibration``).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A software stack as the cost model sees it. No torch here."""
+"""A software stack as the cost model sees it, and what several frameworks have in common."""
 
 from __future__ import annotations
 

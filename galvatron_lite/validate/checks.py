@@ -1,4 +1,8 @@
-"""The machine a published run trains on: from a row's words to a cluster."""
+"""Which fields of a published run decide its cost, whether they are understood, and what is assumed for the others.
+
+An unknown precision, recomputation or schedule leaves the run unscored; so do degrees that its model cannot be split
+by. Unknown software, links and machines count as the default, which ``assumptions`` lists.
+"""
 
 from __future__ import annotations
 

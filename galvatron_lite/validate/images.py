@@ -1,7 +1,4 @@
-"""Published runs of image networks as graphs: layer by layer where the name tells the network, else from totals.
-
-No torch here.
-"""
+"""Published runs of image networks as graphs: layer by layer where the name tells the network, else from totals."""
 
 from __future__ import annotations
 

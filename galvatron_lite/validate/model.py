@@ -1,4 +1,4 @@
-"""What public models are that a run names but does not describe in full: figures of their ``config.json``."""
+"""The model a published run trains: from a row's figures to a shape."""
 
 from __future__ import annotations
 

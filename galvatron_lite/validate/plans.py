@@ -1,4 +1,9 @@
-"""Reads what published runs say in words: precision, recomputation, schedule, how memory was measured."""
+"""The plan a published run trains with: from a row's degrees and words to stages and strategies.
+
+What a run does not state: no recomputation; ZeRO as its framework has it; one sample a micro-batch under a pipeline
+(or as its framework splits the batch), else the samples that one accumulation step leaves; 1F1B; blocks spread evenly
+over the pipeline; spread experts not sliced (``--expert-tensor-parallel-size 1``, as in Megatron-Core's recipes).
+"""
 
 from __future__ import annotations
 

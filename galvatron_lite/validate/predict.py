@@ -1,4 +1,4 @@
-"""Peak memory as a published run measured it: which devices it speaks of, and what it counts."""
+"""Predicts published runs by the planner's own path: graph, profile, plan, cost; and reads what they measured."""
 
 from __future__ import annotations
 

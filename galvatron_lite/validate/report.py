@@ -1,4 +1,4 @@
-"""What the columns of the scores mean; printed by ``galvatron validate --help``."""
+"""Scores of published runs as tables and as data, with notes on rows that are not scored and units that look wrong."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the fields of a published run may hold: kinds, ranges of numbers, words. No torch here.
+"""Published training runs as a file holds them, one JSON object a line, and the values their fields may have.
 
-The upper bounds lie far beyond any machine or model there is; they keep one mistyped row from costing hours.
+The upper bounds lie far beyond any machine or model; they keep a mistyped row from costing hours.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from galvatron_lite.analysis.pins import read_pins
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InfeasibleError, InputError
@@ -16,7 +17,6 @@ from galvatron_lite.parallelism.registry import REFUSING
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.estimate import estimate_profile
-from galvatron_lite.questions.pins import read_pins
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.space import reasons
 from tests.parallelism.test_spatial_cost import CHANNELS, HEIGHT, WIDTH, convolved, stack
