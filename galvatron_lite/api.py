@@ -340,7 +340,7 @@ def evaluate(
         InputError: a file, layer or number that cannot be used; names it. A plan for another number of devices than
             ``gpus``, or for more than there are.
     """
-    from galvatron_lite.peers.given import check_devices, priced, read_any_plan
+    from galvatron_lite.peers.plan_files import check_devices, priced, read_any_plan
     from galvatron_lite.plans.schema import Plan
 
     known = find_profile(profile, model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision)

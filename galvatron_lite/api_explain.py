@@ -59,7 +59,7 @@ def question_of(
     from galvatron_lite.analysis.arguments import memory
     from galvatron_lite.api import _setting
     from galvatron_lite.api_sources import budget_of, given_plan
-    from galvatron_lite.peers.given import priced
+    from galvatron_lite.peers.plan_files import priced
     from galvatron_lite.search.ways import Delay
 
     given, known = given_plan(plan, profile, setup)

@@ -17,7 +17,7 @@ from torch import nn
 from galvatron_lite.analysis.arguments import mode_named, texts
 from galvatron_lite.errors import InputError
 from galvatron_lite.launch.commands import PLAN_VARIABLE
-from galvatron_lite.launch.told import listen
+from galvatron_lite.launch.error_reports import listen
 from galvatron_lite.model.batch import batch_size
 from galvatron_lite.model.dead import dead_note
 from galvatron_lite.model.discover import discover_layers

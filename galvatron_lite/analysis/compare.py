@@ -10,7 +10,7 @@ from galvatron_lite.analysis.explanation import Buys, Compared, Comparison, Laye
 from galvatron_lite.analysis.step_time import account, explained_in_parts, taken_apart
 from galvatron_lite.cost.forward_only import for_mode
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.peers.given import priced
+from galvatron_lite.peers.plan_files import priced
 from galvatron_lite.plans.describe import headline
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile

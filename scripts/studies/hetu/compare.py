@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from galvatron_lite.peers.hetu.strategy import HetuPlan
+    from galvatron_lite.peers.hetu.plan import HetuPlan
     from galvatron_lite.profiler.schema import Profile
     from studies.hetu.recorded import RecordedSearch
 

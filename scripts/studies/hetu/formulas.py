@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.peers.hetu.model import CONTEXT_MB, EdgeMemory, Engine, HetuHardware, HetuModel
-from galvatron_lite.peers.hetu.strategy import DataType, HetuPlan, HetuStrategy
+from galvatron_lite.peers.hetu.plan import DataType, HetuPlan, HetuStrategy
 from studies.hetu.formulas_layer import in_flight, layer_mb, layer_ms, samples, states_ratio
 
 if TYPE_CHECKING:

@@ -19,10 +19,8 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.peers.hetu.layers import block_name
-from galvatron_lite.peers.hetu.model import Engine, HetuHardware, HetuModel
-from galvatron_lite.peers.hetu.plan import our_strategy
-from galvatron_lite.peers.hetu.strategy import DataType, HetuPlan, HetuStrategy
+from galvatron_lite.peers.hetu.model import Engine, HetuHardware, HetuModel, block_name
+from galvatron_lite.peers.hetu.plan import DataType, HetuPlan, HetuStrategy, our_strategy
 from studies.hetu.formulas import buffer_mb, edges_mb, price
 from studies.hetu.formulas_layer import layer_mb, layer_ms
 from studies.hetu.fronts import Front, beside, front_of

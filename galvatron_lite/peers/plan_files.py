@@ -29,14 +29,10 @@ def read_any_plan(path: Path, profile: Profile, batch: int | None = None) -> Pla
         path: YAML or JSON.
         profile: of the model.
         batch: samples a step, for files of another planner that do not say.
-
-    Raises:
-        InputError: a file, key, layer or number that cannot be used.
     """
     data = read_data(path)
     if isinstance(data, Mapping) and ("tp_sizes_enc" in data or "global_tp_deg" in data):
-        from galvatron_lite.peers.hetu.plan import to_plan
-        from galvatron_lite.peers.hetu.strategy import read_hetu_plan
+        from galvatron_lite.peers.hetu.plan import read_hetu_plan, to_plan
 
         return to_plan(read_hetu_plan(data, str(path), profile.cluster.devices, batch or 0), profile)
     try:
@@ -50,11 +46,7 @@ def read_any_plan(path: Path, profile: Profile, batch: int | None = None) -> Pla
 
 
 def at_batch(plan: Plan, batch: int) -> Plan:
-    """The plan at another number of samples a step: as many micro-batches of the same size as make it up.
-
-    Raises:
-        InputError: they do not.
-    """
+    """The plan at another number of samples a step: as many micro-batches of the same size as make it up."""
     if batch == plan.global_batch:
         return plan
     check_range("--batch", batch, SAMPLES)
@@ -75,9 +67,6 @@ def check_devices(plan: Plan, profile: Profile, gpus: int | None = None) -> None
         plan: what is to be priced.
         profile: with the cluster.
         gpus: how many the user said the plan runs on; None: nothing said.
-
-    Raises:
-        InputError: another number was said, or the cluster has fewer.
     """
     if gpus is not None and gpus != plan.devices:
         raise InputError("--gpus", gpus, f"The plan is for {plan.devices} devices: plan anew for {gpus}.")
@@ -115,9 +104,6 @@ def priced(plan: Plan, profile: Profile, mem: str | int | None = None, batch: in
         profile: what layers and communication cost.
         mem: budget a device to compare its memory with: a size, a share, or bytes; 95 % of its memory if not given.
         batch: samples a step, where they are to be others than the plan's.
-
-    Raises:
-        InputError: the plan does not fit the profile's model or cluster, or its numbers do not divide.
     """
     check_devices(plan, profile)
     at = plan if batch is None else at_batch(plan, batch)
