@@ -15,18 +15,15 @@ from galvatron_lite.cluster.budget import DEFAULT_BUDGET
 from galvatron_lite.errors import InputError
 
 if TYPE_CHECKING:
+    from galvatron_lite.analysis.setting import Setting
+    from galvatron_lite.analysis.sweeps import BestBatch, Cheapest, Fewest, Front
     from galvatron_lite.cluster.cluster import Cluster
     from galvatron_lite.model.graph import ModelGraph
     from galvatron_lite.plans.phases import Phase, PhasedPlan
     from galvatron_lite.plans.schema import Mode, Plan, Schedule
     from galvatron_lite.profiler.schema import Profile
-    from galvatron_lite.questions.batches import BestBatch
-    from galvatron_lite.questions.cheapest import Cheapest
-    from galvatron_lite.questions.fewest import Fewest
-    from galvatron_lite.questions.front import Front
-    from galvatron_lite.questions.pins import Pins
-    from galvatron_lite.questions.setting import Setting
     from galvatron_lite.search.phases import PhaseCase
+    from galvatron_lite.search.user_pins import Pins
 
     Known = Profile | str | Path | Callable[[int | None], Profile] | None
 
@@ -98,7 +95,7 @@ def plan(
             - ``sequence``: tokens a sample, for a model by name.
             - ``precision``: of compute, for a model by name; the best that the devices train in if not given: bf16,
               else fp16, else fp32.
-            - ``fix``: what is not left to the search: ``pp=4``, ``layers.3.recompute=full`` (``questions.pins``);
+            - ``fix``: what is not left to the search: ``pp=4``, ``layers.3.recompute=full`` (``search.user_pins``);
               one, a list, or a mapping: ``{"pp": 4}``.
             - ``forbid``: dimensions that no layer may use: ``tp``, ``pipeline``; one or a list.
             - ``schedules``: of the pipeline, to choose from.
@@ -115,8 +112,8 @@ def plan(
             precision that the devices have no units for, a pin that cannot be kept.
         InfeasibleError: no plan fits; names the smallest budget that would.
     """
-    from galvatron_lite.questions.arguments import share
-    from galvatron_lite.questions.setting import ask, batch_for
+    from galvatron_lite.analysis.arguments import share
+    from galvatron_lite.analysis.setting import ask, batch_for
 
     setting, batch, progress = _setting(profile, setup, ("certify", "runners_up", "tolerance"))
     devices = setting.profile.cluster.devices
@@ -127,7 +124,7 @@ def plan(
 
 
 def best_batch(profile: Known = None, *, max_batch: int | None = None, **setup: Unpack[Setup]) -> BestBatch:
-    """The batch of the greatest throughput; see ``questions.batches``.
+    """The batch of the greatest throughput; see ``analysis.sweeps``.
 
     Args:
         profile: see ``plan``; also a function that gives the profile of so many devices (None: of all).
@@ -138,13 +135,13 @@ def best_batch(profile: Known = None, *, max_batch: int | None = None, **setup: 
         InputError: see ``plan``; a batch is given.
         InfeasibleError: no batch has a plan that fits.
     """
-    from galvatron_lite.questions import batches
-    from galvatron_lite.questions.arguments import whole
+    from galvatron_lite.analysis import sweeps
+    from galvatron_lite.analysis.arguments import whole
 
     setting, batch, progress = _setting(profile, setup, ("max_batch",))
     if batch is not None:
         raise InputError("--batch", batch, "The best one is looked for; --max-batch limits it.")
-    return batches.best_batch(setting, whole("max_batch", max_batch), progress)
+    return sweeps.best_batch(setting, whole("max_batch", max_batch), progress)
 
 
 def fewest_devices(
@@ -155,7 +152,7 @@ def fewest_devices(
     tokens: float | str | None = None,
     **setup: Unpack[Setup],
 ) -> Fewest:
-    """The fewest devices that reach a step time or a throughput, or that fit the model; see ``questions.fewest``.
+    """The fewest devices that reach a step time or a throughput, or that fit the model; see ``analysis.sweeps``.
 
     Args:
         profile: see ``best_batch``.
@@ -167,19 +164,19 @@ def fewest_devices(
     Raises:
         InputError: see ``plan``; more than one target.
     """
-    from galvatron_lite.questions import fewest
-    from galvatron_lite.questions.arguments import number, seconds
+    from galvatron_lite.analysis import sweeps
+    from galvatron_lite.analysis.arguments import number, seconds
 
     wanted = {
-        fewest.Goal.STEP: seconds("step", step),
-        fewest.Goal.SAMPLES: number("samples", samples),
-        fewest.Goal.TOKENS: number("tokens", tokens),
+        sweeps.Goal.STEP: seconds("step", step),
+        sweeps.Goal.SAMPLES: number("samples", samples),
+        sweeps.Goal.TOKENS: number("tokens", tokens),
     }
-    targets = [fewest.Target(goal, value) for goal, value in wanted.items() if value is not None]
+    targets = [sweeps.Target(goal, value) for goal, value in wanted.items() if value is not None]
     if len(targets) > 1:
         raise InputError("target", ", ".join(one.goal for one in targets), "Give one of them.")
     setting, batch, progress = _setting(profile, setup, ("step", "samples", "tokens"))
-    return fewest.fewest_devices(setting, targets[0] if targets else fewest.Target(fewest.Goal.FIT), batch, progress)
+    return sweeps.fewest_devices(setting, targets[0] if targets else sweeps.Target(sweeps.Goal.FIT), batch, progress)
 
 
 def cheapest(
@@ -192,7 +189,7 @@ def cheapest(
     within: float | str | None = None,
     **setup: Unpack[Setup],
 ) -> Cheapest:
-    """What a run costs by the number of devices, and the cheapest; see ``questions.cheapest``.
+    """What a run costs by the number of devices, and the cheapest; see ``analysis.sweeps``.
 
     Args:
         profile: see ``best_batch``.
@@ -207,20 +204,20 @@ def cheapest(
         InputError: see ``plan``; more than one size of the run.
         InfeasibleError: no number of devices has a plan that fits.
     """
-    from galvatron_lite.questions import cheapest as asked
-    from galvatron_lite.questions.arguments import number, seconds
+    from galvatron_lite.analysis import sweeps
+    from galvatron_lite.analysis.arguments import number, seconds
 
     if samples is tokens is steps is None:
-        tokens = asked.MILLION
+        tokens = sweeps.MILLION
     names = ("price", "samples", "tokens", "steps", "within")
     setting, batch, progress = _setting(profile, setup, names)
-    run = asked.Run(number("samples", samples), number("tokens", tokens), number("steps", steps))
+    run = sweeps.Run(number("samples", samples), number("tokens", tokens), number("steps", steps))
     cost, deadline = number("price", price) or 0.0, seconds("within", within)
-    return asked.cheapest(setting, run, cost, batch=batch, deadline=deadline, progress=progress)
+    return sweeps.cheapest(setting, run, cost, batch=batch, deadline=deadline, progress=progress)
 
 
 def pareto_front(profile: Known = None, *, memory_step: int | str | None = None, **setup: Unpack[Setup]) -> Front:
-    """The fastest plan for every budget from ``mem`` down; see ``questions.front``.
+    """The fastest plan for every budget from ``mem`` down; see ``analysis.sweeps``.
 
     Args:
         profile: see ``best_batch``.
@@ -231,11 +228,11 @@ def pareto_front(profile: Known = None, *, memory_step: int | str | None = None,
         InputError: see ``plan``.
         InfeasibleError: no plan fits.
     """
-    from galvatron_lite.questions import front
-    from galvatron_lite.questions.arguments import size
+    from galvatron_lite.analysis import sweeps
+    from galvatron_lite.analysis.arguments import size
 
     setting, batch, progress = _setting(profile, setup, ("memory_step",))
-    return front.pareto_front(setting, batch, step=size("memory_step", memory_step), progress=progress)
+    return sweeps.pareto_front(setting, batch, step=size("memory_step", memory_step), progress=progress)
 
 
 def plan_phases(
@@ -301,7 +298,7 @@ def _phase_profile(
 
 def _phase_case(phase: Phase, known: Profile, setup: Setup) -> PhaseCase:
     """A phase with the fastest plan for it alone."""
-    from galvatron_lite.questions.setting import ask
+    from galvatron_lite.analysis.setting import ask
     from galvatron_lite.search.phases import PhaseCase
 
     asked: Setup = {**setup, "model": None, "cluster": None, "gpus": None, "sequence": None, "precision": None}
@@ -343,7 +340,7 @@ def evaluate(
         InputError: a file, layer or number that cannot be used; names it. A plan for another number of devices than
             ``gpus``, or for more than there are.
     """
-    from galvatron_lite.peers.given import check_devices, priced, read_any_plan
+    from galvatron_lite.peers.plan_files import check_devices, priced, read_any_plan
     from galvatron_lite.plans.schema import Plan
 
     known = find_profile(profile, model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision)
@@ -362,16 +359,13 @@ def _setting(profile: Known, setup: Setup, own: Sequence[str] = ()) -> tuple[Set
     Raises:
         InputError: an argument that there is not, or that cannot be read.
     """
-    from galvatron_lite.calibration.expected import margin_of
-    from galvatron_lite.calibration.store import load_calibration
+    from galvatron_lite.analysis.arguments import check_names, memory, mode_named, place, share, switch, texts, whole
+    from galvatron_lite.analysis.setting import Setting, first_devices
+    from galvatron_lite.calibration.store import load_calibration, margin_of
     from galvatron_lite.cluster.budget import budget_on
     from galvatron_lite.parallelism.backends import backend_named
-    from galvatron_lite.questions.arguments import check_names, memory, mode_named, place, share, switch, texts, whole
-    from galvatron_lite.questions.backing import check_backend
-    from galvatron_lite.questions.counts import first_devices
-    from galvatron_lite.questions.pins import Pins, read_pins
-    from galvatron_lite.questions.schedules import schedules_named
-    from galvatron_lite.questions.setting import Setting
+    from galvatron_lite.search.pin_names import check_backend, schedules_named
+    from galvatron_lite.search.user_pins import Pins, read_pins
 
     check_names(setup, ("profile", *Setup.__annotations__, *own))
     for name in ("model", "cluster", "precision"):
@@ -399,7 +393,7 @@ def _setting(profile: Known, setup: Setup, own: Sequence[str] = ()) -> tuple[Set
 
 def _profile(profile: Known, setup: Setup, devices: int | None) -> Profile:
     """What a question is asked of, on so many devices."""
-    from galvatron_lite.questions.arguments import whole
+    from galvatron_lite.analysis.arguments import whole
 
     if callable(profile):
         return profile(devices)

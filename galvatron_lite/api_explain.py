@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Unpack
 from galvatron_lite.cluster.budget import DEFAULT_BUDGET
 
 if TYPE_CHECKING:
+    from galvatron_lite.analysis.explanation import Comparison, Explanation
+    from galvatron_lite.analysis.setting import Setting
     from galvatron_lite.api import Progress, Setup
-    from galvatron_lite.explainer.schema import Comparison, Explanation
     from galvatron_lite.plans.schema import Plan
     from galvatron_lite.profiler.schema import Profile
-    from galvatron_lite.questions.setting import Setting
 
 SECONDS = 120.0
 """For planning anew, where nobody says."""
@@ -42,7 +42,7 @@ def explain(
     Raises:
         InputError: a file, layer or number that cannot be used; no profile that the plan was made from.
     """
-    from galvatron_lite.explainer.whole import explain_plan
+    from galvatron_lite.analysis.explain import explain_plan
 
     setting, done, progress = question_of(plan, profile, setup)
     return explain_plan(setting, done, what_if=what_if, seconds=seconds, progress=progress)
@@ -56,10 +56,10 @@ def question_of(
     Raises:
         InputError: a file, layer or number that cannot be used; no profile that the plan was made from.
     """
+    from galvatron_lite.analysis.arguments import memory
     from galvatron_lite.api import _setting
     from galvatron_lite.api_sources import budget_of, given_plan
-    from galvatron_lite.peers.given import priced
-    from galvatron_lite.questions.arguments import memory
+    from galvatron_lite.peers.plan_files import priced
     from galvatron_lite.search.ways import Delay
 
     given, known = given_plan(plan, profile, setup)
@@ -94,9 +94,9 @@ def compare(
     Raises:
         InputError: fewer than two plans, one that is not of the profile's model, a file that cannot be used.
     """
+    from galvatron_lite.analysis.arguments import memory
+    from galvatron_lite.analysis.compare import compare_plans
     from galvatron_lite.api_sources import given_plans
-    from galvatron_lite.explainer.compare import compare_plans
-    from galvatron_lite.questions.arguments import memory
 
     named, known = given_plans(plans, profile, setup)
     return compare_plans(named, known, memory(setup["mem"]) if "mem" in setup else None)

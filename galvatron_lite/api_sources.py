@@ -12,7 +12,7 @@ from galvatron_lite.api_profile import PROFILES, find_profile
 from galvatron_lite.cluster.budget import Budget
 from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.files import read_data
-from galvatron_lite.peers.given import check_devices, read_any_plan
+from galvatron_lite.peers.plan_files import check_devices, read_any_plan
 from galvatron_lite.plans.io import read_plan
 from galvatron_lite.plans.phases import is_phased
 from galvatron_lite.plans.schema import Plan, Provenance

@@ -14,9 +14,10 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from galvatron_lite.analysis.arguments import mode_named, texts
 from galvatron_lite.errors import InputError
 from galvatron_lite.launch.commands import PLAN_VARIABLE
-from galvatron_lite.launch.told import listen
+from galvatron_lite.launch.error_reports import listen
 from galvatron_lite.model.batch import batch_size
 from galvatron_lite.model.dead import dead_note
 from galvatron_lite.model.discover import discover_layers
@@ -29,7 +30,6 @@ from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.io import check_plan, file_named, read_plan
 from galvatron_lite.plans.notes import other_size
 from galvatron_lite.plans.schema import Mode, Plan, Trainer
-from galvatron_lite.questions.arguments import mode_named, texts
 from galvatron_lite.runtime.adapt.door import learnt, opened, planned_from, settings_of, steer
 from galvatron_lite.runtime.batch_checks import GlobalBatches
 from galvatron_lite.runtime.live.options import seen_of

@@ -15,19 +15,26 @@ from dataclasses import replace
 from time import monotonic
 
 import numpy as np
-from calibrate_options import check_places, parsed, wanted_runs
-from calibrate_report import changes_table, expected_error, families_of_grade_a, scores_file, scores_table, with_origins
-from calibrate_rows import Fold, Rows, Workers, judged_again, model_folds, model_of, rows_of, workers
 from rich.console import Console
 
 from galvatron_lite.calibration.schema import Calibration
-from galvatron_lite.calibration.stages import Mask, Setup, Staged, calibrated, setup_of
 from galvatron_lite.calibration.store import load_calibration, write_calibration
 from galvatron_lite.cli.progress import progress_bar
 from galvatron_lite.configs_path import config_folder
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.stacks.catalog import match_stack
-from galvatron_lite.validate.scores import Judged
+from galvatron_lite.validate.results import Judged
+from studies.calibration.options import check_places, parsed, wanted_runs
+from studies.calibration.report import (
+    changes_table,
+    expected_error,
+    families_of_grade_a,
+    scores_file,
+    scores_table,
+    with_origins,
+)
+from studies.calibration.rows import Fold, Rows, Workers, judged_again, model_folds, model_of, rows_of, workers
+from studies.calibration.stages import Mask, Setup, Staged, calibrated, setup_of
 
 MODEL_FOLDS = 12
 """Fits that leave models out."""

@@ -14,7 +14,7 @@ from cyclic_study_tables import runs_of
 from cyclic_study_tasks import MICRO_BATCHES, Task, tasks
 from cyclic_study_train import POINT, RULES
 
-from galvatron_lite.validate.plot_style import colour, style, text
+from galvatron_lite.analysis.svg import caption, colour, style
 
 _SIDE, _HIGH, _LEFT, _TOP, _ACROSS, _DOWN = 360, 210, 64, 84, 90, 320
 _WIDTH, _HEIGHT = 2 * _SIDE + _LEFT + _ACROSS + 24, _TOP + _DOWN + _HIGH + 104
@@ -74,10 +74,10 @@ def figure(found: Study) -> str:
             f'<desc id="figure-words">{escape(" ".join(_told(panel) for panel in panels))}</desc>',
             style(),
             '<rect class="paper" width="100%" height="100%"/>',
-            text(
+            caption(
                 _LEFT, 26, f"Cyclic data parallelism, {MICRO_BATCHES} workers", more=' font-size="15" font-weight="600"'
             ),
-            text(_LEFT, 46, f"measured {found.date} on one core; bands: all seeds", kind="soft"),
+            caption(_LEFT, 46, f"measured {found.date} on one core; bands: all seeds", kind="soft"),
             *(part for place, panel in enumerate(panels) for part in _panel(panel, place)),
             "</svg>\n",
         ]
@@ -131,15 +131,15 @@ def _panel(panel: Panel, place: int) -> list[str]:
     highest = max(y for _, y in points) * 1.05
     upwards = _linear(highest, top + _HIGH, top)
     parts = [
-        text(left, top - 10, panel.title),
+        caption(left, top - 10, panel.title),
         f'<path class="grid" d="M{left} {top}H{left + _SIDE}V{top + _HIGH}H{left}z"/>',
     ]
     for value in ticks(highest):
         parts.append(f'<path class="grid" d="M{left} {upwards(value):.1f}H{left + _SIDE}"/>')
-        parts.append(text(left - 7, upwards(value) + 4, f"{value:g}", "end", "soft"))
+        parts.append(caption(left - 7, upwards(value) + 4, f"{value:g}", "end", "soft"))
     for value in ticks(max(x for x, _ in points)):
-        parts.append(text(across(value), top + _HIGH + 17, f"{value:g}", "middle", "soft"))
-    parts.append(text(left + _SIDE / 2, top + _HIGH + 35, panel.across, "middle"))
+        parts.append(caption(across(value), top + _HIGH + 17, f"{value:g}", "middle", "soft"))
+    parts.append(caption(left + _SIDE / 2, top + _HIGH + 35, panel.across, "middle"))
     for line in panel.lines:
         parts += _line(line, across, upwards)
     return parts + _legend(panel, left, top + _HIGH + 54)
@@ -168,7 +168,7 @@ def _legend(panel: Panel, left: float, y: float) -> list[str]:
         if x + wide > left + _SIDE:
             x, y = left + 4, y + 16
         parts.append(_stroke(line.place, f"M{x:.1f} {y - 4:.1f}h20"))
-        parts.append(text(x + 25, y, line.name))
+        parts.append(caption(x + 25, y, line.name))
         x += wide
     return parts
 

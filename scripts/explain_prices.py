@@ -23,11 +23,10 @@ from rich.progress import track
 from rich.table import Table
 
 from galvatron_lite import api
+from galvatron_lite.analysis.what_ifs import Clock, price_of_memory
 from galvatron_lite.api_explain import question_of
 from galvatron_lite.cluster.budget import Budget
 from galvatron_lite.errors import GalvatronError, InfeasibleError
-from galvatron_lite.explainer.asking import Clock
-from galvatron_lite.explainer.price import price_of_memory
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
@@ -186,7 +185,7 @@ def outcome_of(case: Case, made: Plan) -> Outcome | None:
 
 def planned(case: Case, budget: int) -> Plan:
     """The fastest plan within a budget, which may be more than a device has."""
-    from galvatron_lite.questions.setting import Setting, ask
+    from galvatron_lite.analysis.setting import Setting, ask
 
     known = api.find_profile(model=case.model, cluster=case.cluster, gpus=case.devices)
     return ask(Setting(known, budget), case.devices, case.batch, runners_up=api.RUNNERS_UP)

@@ -16,8 +16,8 @@ import numpy as np
 
 from galvatron_lite.calibration.store import load_calibration
 from galvatron_lite.files import read_data, write_data
+from galvatron_lite.validate.predict import validate_runs
 from galvatron_lite.validate.rows import read_runs
-from galvatron_lite.validate.run import validate_runs
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTANTS = ROOT / "configs" / "calibration" / "stacks.json"

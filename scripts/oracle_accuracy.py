@@ -17,9 +17,9 @@ from rich.table import Table
 from galvatron_lite.calibration.store import load_calibration
 from galvatron_lite.files import write_text
 from galvatron_lite.oracle.measured import check_rows, measured_rows, rankings
+from galvatron_lite.validate.predict import validate_runs
+from galvatron_lite.validate.results import Judged
 from galvatron_lite.validate.rows import PublishedRun, read_runs
-from galvatron_lite.validate.run import validate_runs
-from galvatron_lite.validate.scores import Judged
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "oracle-accuracy.md"
 FAMILIES = ("paradl", "torchgpipe", "dle-cnn")

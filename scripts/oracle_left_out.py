@@ -17,8 +17,8 @@ from rich.console import Console
 
 from galvatron_lite.calibration.schema import Calibration
 from galvatron_lite.calibration.store import load_calibration
+from galvatron_lite.validate.predict import validate_runs
 from galvatron_lite.validate.rows import read_runs
-from galvatron_lite.validate.run import validate_runs
 
 RUNS = Path(__file__).resolve().parent.parent / "profiles" / "published" / "runs.jsonl"
 STACKS = ("tensorflow", "mxnet", "paddle", "pytorch-ddp")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
-from galvatron_lite.validate.plot_scales import Scale, decades, rounded
-from galvatron_lite.validate.plot_style import colour, mark, shapes, style, text
+from galvatron_lite.analysis.svg import Scale, caption, colour, decades, mark, rounded, shapes, style
 
 Points = Sequence[tuple[float, float]]
 """Size and CPU seconds."""
@@ -30,8 +29,8 @@ def figure(layers: Mapping[str, Points], gpus: Mapping[str, Points]) -> str:
             f'<desc id="figure-words">{escape("; ".join(_told(layers, gpus)))}</desc>',
             style() + shapes(),
             '<rect class="paper" width="100%" height="100%"/>',
-            text(_LEFT, 26, "How long a search takes", more=' font-size="15" font-weight="600"'),
-            text(
+            caption(_LEFT, 26, "How long a search takes", more=' font-size="15" font-weight="600"'),
+            caption(
                 _LEFT,
                 46,
                 "CPU seconds on one core of a warm process, the profile ready; both axes logarithmic",
@@ -62,14 +61,14 @@ def _plane(series: Mapping[str, Points], first: int, left: float, upwards: Scale
     for value in decades(upwards.low, upwards.high):
         y = upwards.at(value)
         lines.append(f'<path class="grid" d="M{left} {y:.1f}H{left + _SIDE}"/>')
-        lines.append(text(left - 7, y + 4, f"{value:g} s", "end", "soft"))
+        lines.append(caption(left - 7, y + 4, f"{value:g} s", "end", "soft"))
     kept: list[float] = []
     for size in sizes:
         x = across.at(size)
         if not kept or x - kept[-1] >= 38:
             kept.append(x)
-            lines.append(text(x, bottom + 18, f"{size:,g}", "middle", "soft"))
-    lines.append(text(left + _SIDE / 2, bottom + 38, name, "middle"))
+            lines.append(caption(x, bottom + 18, f"{size:,g}", "middle", "soft"))
+    lines.append(caption(left + _SIDE / 2, bottom + 38, name, "middle"))
     for place, points in enumerate(series.values(), first):
         places = [(across.at(size), upwards.at(seconds)) for size, seconds in points]
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
@@ -81,4 +80,4 @@ def _plane(series: Mapping[str, Points], first: int, left: float, upwards: Scale
 
 def _legend(place: int, name: str) -> str:
     x, y = _LEFT + (place % 2) * (_SIDE + _BETWEEN), _TOP + _HIGH + 62 + _ROW * (place // 2)
-    return f'<g class="c{colour(place)}">{mark(place, x, y - 4)}</g>' + text(x + 12, y, name)
+    return f'<g class="c{colour(place)}">{mark(place, x, y - 4)}</g>' + caption(x + 12, y, name)

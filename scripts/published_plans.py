@@ -30,10 +30,10 @@ from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.result import summary
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.space import Fixed
-from galvatron_lite.validate.outcome import Skipped
+from galvatron_lite.validate.checks import not_understood
 from galvatron_lite.validate.predict import Remembered, Understood, understand, wanted_points
+from galvatron_lite.validate.results import Skipped
 from galvatron_lite.validate.rows import PublishedRun, read_runs
-from galvatron_lite.validate.understood import not_understood
 
 RUNS = Path(__file__).parents[1] / "profiles" / "published" / "runs.jsonl"
 FAMILIES = (

@@ -43,7 +43,7 @@ def test_planner_modules_do_not_import_torch() -> None:
         "files = [path.relative_to(root.parent).with_suffix('') for path in sorted(root.rglob('*.py'))]\n"
         "names = ['.'.join(path.parts).removesuffix('.__init__') for path in files]\n"
         "clean = ('cluster', 'cost', 'search', 'plans', 'cli', 'model.graph', 'model.shapes', 'profiler.schema',"
-        " 'profiler.estimate', 'profiler.store', 'parallelism.base', 'parallelism.registry', 'api', 'questions',"
+        " 'profiler.estimate', 'profiler.store', 'parallelism.base', 'parallelism.registry', 'api', 'analysis',"
         " 'peers', 'explainer')\n"
         "for n in names:\n"
         "    if n.removeprefix('galvatron_lite.').startswith(clean) or n.endswith('.cost'):\n"

@@ -1,4 +1,4 @@
-"""Calibrated constants on disk (``configs/calibration``) and by name. No torch here.
+"""Calibrated constants on disk (``configs/calibration``) and by name.
 
 One file a kind of constants; the format is described in ``configs/calibration/README.md``.
 """
@@ -15,6 +15,7 @@ from galvatron_lite.cluster.cluster import Device
 from galvatron_lite.configs_path import config_folder
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import STRICT, from_data, read_data, to_data, write_data
+from galvatron_lite.model.graph import ModelGraph, OperatorClass
 
 KINDS: dict[str, type[Any]] = {"devices": DeviceConstants, "links": LinkConstants, "stacks": StackConstants}
 """The files of a calibration folder and what each one's entries are."""
@@ -54,9 +55,6 @@ def load_calibration(path: Path | None = None) -> Calibration:
     Args:
         path: folder with ``devices.json``, ``links.json`` and ``stacks.json``; None: the one that ships with the
             package.
-
-    Raises:
-        FileFormatError: a file is missing, or an entry is not as its kind wants it.
     """
     return _load((path or config_folder("calibration")).resolve())
 
@@ -128,9 +126,6 @@ def entry_for(calibration: Calibration, kind: str, name: str, fallback: str = DE
         kind: ``devices``, ``links`` or ``stacks``.
         name: of a device, link type or stack.
         fallback: the entry for a name that none fits.
-
-    Raises:
-        InputError: no such kind.
     """
     if kind not in KINDS:
         raise InputError("kind of constants", kind, f"Known: {', '.join(KINDS)}.")
@@ -157,3 +152,29 @@ def constants_for_link(calibration: Calibration, name: str) -> LinkConstants:
 def constants_for_stack(calibration: Calibration, name: str) -> StackConstants:
     """The constants of a software stack, by the longest entry its name begins with, else the entry ``default``."""
     return calibration.stacks[entry_for(calibration, "stacks", name)]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The error of estimated step times."""
+
+    models: str  # the kind of model that it was found of
+    error: float | None  # mean absolute relative error; None where none was measured
+    source: str = ""  # what it was found on
+
+
+def expected_of(graph: ModelGraph, calibration: Calibration) -> Expected:
+    """The error of models like this one: with pixels, with attention and no pixels, or others, of which no published
+    run is scored."""
+    known = calibration.expected_error
+    if any(kind.dims.height for kind in graph.kinds.values()):
+        source = "published runs, by some of which constants of convolutions were chosen"
+        return Expected("image networks", known.get("images"), source)
+    if any(one.kind is OperatorClass.ATTENTION for kind in graph.kinds.values() for one in kind.operators):
+        return Expected("language models", known.get("without_family"), "published runs of software not fitted to")
+    return Expected("models with neither attention nor pixels", None)
+
+
+def margin_of(kind: str, calibration: Calibration) -> float:
+    """Share of a memory budget that plans keep free, by where their costs come from: ``estimated`` or ``measured``."""
+    return calibration.expected_error.get(f"memory_{kind}", 0.0)

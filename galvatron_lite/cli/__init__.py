@@ -26,8 +26,8 @@ from galvatron_lite.cli.report import report_command
 from galvatron_lite.cli.validate import validate_command
 from galvatron_lite.cli.verify import verify_command
 from galvatron_lite.errors import GalvatronError
-from galvatron_lite.launch.told import keep
-from galvatron_lite.validate.legend import EPILOG
+from galvatron_lite.launch.error_reports import keep
+from galvatron_lite.validate.report import EPILOG
 
 _CLOSED_PIPE = 128 + 13
 """Exit status of a program that SIGPIPE ended."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from galvatron_lite.questions.answers import Answer, Said
+    from galvatron_lite.analysis.answers import Answer, Said
 
 
 def print_answer(answer: Answer, source: str, accuracy: str) -> None:
@@ -20,8 +20,8 @@ def print_answer(answer: Answer, source: str, accuracy: str) -> None:
     """
     from rich.table import Table
 
+    from galvatron_lite.analysis.answers import said
     from galvatron_lite.cli.console import wide_console
-    from galvatron_lite.questions.answers import said
 
     told = said(answer)
     console = wide_console()
@@ -44,7 +44,7 @@ def print_answer_json(answer: Answer) -> None:
 
     import typer
 
-    from galvatron_lite.questions.data import as_data
+    from galvatron_lite.analysis.answers import as_data
 
     typer.echo(json.dumps(as_data(answer), allow_nan=False))
 
@@ -76,10 +76,10 @@ def check_folder(option: str, path: Path | None) -> None:
 
 def write_answer(answer: Answer, output: Path | None, plot: Path | None) -> None:
     """Write the plan of an answer, and its figure."""
+    from galvatron_lite.analysis.answers import said
+    from galvatron_lite.analysis.sweep_figure import figure
     from galvatron_lite.files import write_text
     from galvatron_lite.plans.io import write_plan
-    from galvatron_lite.questions.answers import said
-    from galvatron_lite.questions.plot import figure
 
     chosen = said(answer).chosen
     if output is not None and chosen is not None and chosen.plan is not None:
@@ -94,8 +94,8 @@ def require_answer(answer: Answer) -> None:
     Raises:
         InfeasibleError: there is no answer, and nothing is left to look at.
     """
+    from galvatron_lite.analysis.answers import said
     from galvatron_lite.errors import InfeasibleError
-    from galvatron_lite.questions.answers import said
 
     told = said(answer)
     if _failed(answer, told):
@@ -104,6 +104,6 @@ def require_answer(answer: Answer) -> None:
 
 def _failed(answer: Answer, told: Said) -> bool:
     """Whether everything was looked at and nothing is enough."""
-    from galvatron_lite.questions.front import Front
+    from galvatron_lite.analysis.sweeps import Front
 
     return told.chosen is None and answer.complete and not isinstance(answer, Front)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from galvatron_lite.analysis.explanation import Compared, Comparison
     from galvatron_lite.api import Setup
-    from galvatron_lite.explainer.schema import Compared, Comparison
 
 
 def compare_command(

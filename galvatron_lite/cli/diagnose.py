@@ -51,7 +51,7 @@ def diagnose_command(
 
 
 def _update(known: Profile, source: Source, path: Path) -> tuple[str, ...]:
-    from galvatron_lite.diagnose.update import updated
+    from galvatron_lite.diagnose.diagnosis import updated
     from galvatron_lite.profiler.store import write_profile
 
     made, said = updated(known, source)

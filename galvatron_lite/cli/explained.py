@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from galvatron_lite.explainer.schema import TimeClass
+from galvatron_lite.analysis.explanation import TimeClass
 from galvatron_lite.units import format_budget, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from galvatron_lite.explainer.schema import Explanation, MemoryPrice, Neighbour, RunChoice, TimeAccount, Trust
+    from galvatron_lite.analysis.explanation import Explanation, MemoryPrice, Neighbour, RunChoice, TimeAccount, Trust
 
 _SHOWN_RUNS = 8
 """Runs of layers that are shown with their neighbours; of more the ones that take most of the step."""

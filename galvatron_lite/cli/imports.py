@@ -44,8 +44,7 @@ def profile_import_command(
 
     from galvatron_lite.cli.tables import print_profile
     from galvatron_lite.files import to_data
-    from galvatron_lite.peers.hetu.profile import import_profile
-    from galvatron_lite.peers.hetu.sizes import sizes_for
+    from galvatron_lite.peers.hetu.profile import import_profile, sizes_for
     from galvatron_lite.profiler.store import save_profile, write_profile
     from galvatron_lite.units import parse_bytes
 
@@ -79,9 +78,8 @@ def plan_import_command(
     """Turn another planner's plan into ours."""
     from galvatron_lite.errors import InputError
     from galvatron_lite.files import read_data
-    from galvatron_lite.peers.given import priced
-    from galvatron_lite.peers.hetu.plan import to_plan
-    from galvatron_lite.peers.hetu.strategy import read_hetu_plan
+    from galvatron_lite.peers.hetu.plan import read_hetu_plan, to_plan
+    from galvatron_lite.peers.plan_files import priced
     from galvatron_lite.plans.describe import headline
     from galvatron_lite.plans.io import write_plan
     from galvatron_lite.profiler.store import read_profile
@@ -109,7 +107,7 @@ def plan_export_command(
 ) -> None:
     """Turn a plan of ours into another planner's, where its files can say it."""
     from galvatron_lite.files import write_data
-    from galvatron_lite.peers.hetu.export import exported
+    from galvatron_lite.peers.hetu.plan import exported
     from galvatron_lite.plans.io import read_plan
 
     _check_peer(peer, "--to")

@@ -67,9 +67,9 @@ def oracle_command(
     if check:
         _check(as_json)
         return
+    from galvatron_lite.analysis.svg import check_target
     from galvatron_lite.errors import InputError
-    from galvatron_lite.oracle.asked import Options, counts_of, forecast
-    from galvatron_lite.validate.target import check_target
+    from galvatron_lite.oracle.request import Options, counts_of, forecast
 
     if model is None:
         raise InputError("model", None, "Name one, such as resnet50; or give --check alone.")
@@ -98,7 +98,7 @@ def _draw(found: Forecast, path: Path) -> None:
 def _print(found: Forecast, as_json: bool) -> None:
     import json
 
-    from galvatron_lite.oracle.data import as_data
+    from galvatron_lite.oracle.measured import as_data
 
     if as_json:
         typer.echo(json.dumps(as_data(found), allow_nan=False))
@@ -175,8 +175,7 @@ def _seconds(value: float) -> str:
 def _print_findings(found: Forecast) -> None:
     from rich.console import Console
 
-    from galvatron_lite.oracle.bottlenecks import findings
-    from galvatron_lite.oracle.rows import gpus
+    from galvatron_lite.oracle.rows import findings, gpus
 
     console = Console(markup=False, highlight=False, soft_wrap=True)
     console.print("Limits (L) and bottlenecks (B)", style="bold")
@@ -195,8 +194,7 @@ def _print_findings(found: Forecast) -> None:
 def _check(as_json: bool) -> None:
     import json
 
-    from galvatron_lite.oracle.data import checks_data
-    from galvatron_lite.oracle.measured import check_rows, measured_rows
+    from galvatron_lite.oracle.measured import check_rows, checks_data, measured_rows
 
     checks = check_rows(measured_rows())
     if as_json:

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
 
 def accuracy(known: Profile) -> str:
     """How far off estimated costs of this kind of model are, as published runs tell; nothing of measured ones."""
-    from galvatron_lite.calibration.expected import expected_of
-    from galvatron_lite.calibration.store import load_calibration
+    from galvatron_lite.calibration.store import expected_of, load_calibration
     from galvatron_lite.profiler.schema import OriginKind
 
     if known.origin.kind is not OriginKind.ESTIMATED:

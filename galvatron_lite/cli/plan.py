@@ -151,9 +151,9 @@ def _check(options: Options, certify: bool, best: int | None, output: Path | Non
     Raises:
         InputError: names the first.
     """
+    from galvatron_lite.analysis.svg import check_target
     from galvatron_lite.cli.answers import check_output
     from galvatron_lite.errors import InputError
-    from galvatron_lite.validate.target import check_target
 
     question = options.question
     check_output(output, question)

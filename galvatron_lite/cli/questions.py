@@ -11,9 +11,9 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from galvatron_lite.analysis.answers import Answer
     from galvatron_lite.api import Setup
     from galvatron_lite.profiler.schema import Profile
-    from galvatron_lite.questions.answers import Answer
 
 ASK = "Other questions (one at a time)"
 KEEP = "What is not left to the search"

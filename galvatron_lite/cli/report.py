@@ -10,7 +10,7 @@ import typer
 from galvatron_lite.cli import priced
 
 if TYPE_CHECKING:
-    from galvatron_lite.report.gathered import Shown, Source
+    from galvatron_lite.analysis.report.gather import Shown, Source
 
 
 def report_command(
@@ -40,8 +40,8 @@ def report_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
     """Show plans as one HTML file: layers, every pass of a step, memory, devices, other plans. Opens offline."""
+    from galvatron_lite.analysis.report.gather import Source
     from galvatron_lite.cli.answers import check_folder
-    from galvatron_lite.report.gathered import Source
 
     check_folder("-o", output)
     check_folder("--trace", trace)
@@ -52,8 +52,7 @@ def report_command(
 
 
 def _gathered(plans: list[Path], source: Source, run: Path | None, search: float) -> list[Shown]:
-    from galvatron_lite.report.asked import with_answers
-    from galvatron_lite.report.gathered import check_priced, gather, with_run
+    from galvatron_lite.analysis.report.gather import check_priced, gather, with_answers, with_run
     from galvatron_lite.runs.read import read_run
 
     measured = None if run is None else read_run(run)
@@ -65,10 +64,10 @@ def _gathered(plans: list[Path], source: Source, run: Path | None, search: float
 
 def _written(shown: list[Shown], output: Path | None, trace: Path | None) -> list[Path]:
     """The files, written: the trace alone where no page is asked for."""
+    from galvatron_lite.analysis.report.page import page
+    from galvatron_lite.analysis.report.timeline_data import write_trace
     from galvatron_lite.errors import InputError
     from galvatron_lite.files import write_text
-    from galvatron_lite.report.page import page
-    from galvatron_lite.report.trace import write_trace
 
     written = []
     if trace is not None:

@@ -10,8 +10,8 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Callable, Sized
 
+    from galvatron_lite.validate.results import Judged
     from galvatron_lite.validate.rows import PublishedRun
-    from galvatron_lite.validate.scores import Judged
 
 _GROUPINGS = ("family", "framework", "gpu", "model", "arch", "precision", "quality")
 
@@ -39,11 +39,11 @@ def validate_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:
     """Predict every published run with the planner's cost model and say how far off it is."""
+    from galvatron_lite.analysis.svg import check_target
     from galvatron_lite.calibration.store import load_calibration
     from galvatron_lite.cli.progress import progress_bar
-    from galvatron_lite.validate.notes import implausible, read_file
-    from galvatron_lite.validate.run import validate_runs
-    from galvatron_lite.validate.target import check_target
+    from galvatron_lite.validate.predict import validate_runs
+    from galvatron_lite.validate.report import implausible, read_file
 
     key = _grouping(by)
     if plot is not None:
@@ -66,9 +66,8 @@ def validate_command(
 def _print_json(judged: list[Judged], key: Callable[[PublishedRun], str], worst: int, notes: list[str]) -> None:
     import json
 
-    from galvatron_lite.validate.notes import assumed, unscored
-    from galvatron_lite.validate.report import as_data
-    from galvatron_lite.validate.scores import macros, score_families
+    from galvatron_lite.validate.report import as_data, assumed, unscored
+    from galvatron_lite.validate.results import macros, score_families
 
     data = as_data(score_families(judged, key), macros(judged, key), judged, worst)
     more = {"unscored": unscored(judged), "assumed": assumed(judged), "notes": notes}
@@ -78,9 +77,8 @@ def _print_json(judged: list[Judged], key: Callable[[PublishedRun], str], worst:
 def _print_lines(
     judged: list[Judged], by: str, key: Callable[[PublishedRun], str], worst: int, skipped: int, notes: list[str]
 ) -> None:
-    from galvatron_lite.validate.notes import passed_over, unscored_rows
-    from galvatron_lite.validate.report import print_scores, print_worst
-    from galvatron_lite.validate.scores import macros, score_families
+    from galvatron_lite.validate.report import passed_over, print_scores, print_worst, unscored_rows
+    from galvatron_lite.validate.results import macros, score_families
 
     print_scores(score_families(judged, key), macros(judged, key), by)
     for line in (*notes, *passed_over(judged), *unscored_rows(judged, skipped)):

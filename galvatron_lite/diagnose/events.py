@@ -6,12 +6,69 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, TypeGuard
 
 from galvatron_lite.errors import FileFormatError
+
+Stretch = tuple[float, float]
+
+
+class Cover:
+    """The union of some stretches: disjoint and in order.
+
+    Args:
+        stretches: (start, end), in any order.
+    """
+
+    __slots__ = ("_ends", "_starts", "_sums")
+
+    def __init__(self, stretches: Iterable[Stretch]) -> None:
+        merged: list[list[float]] = []
+        for start, end in sorted(stretches):
+            if merged and start <= merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], end)
+            else:
+                merged.append([start, end])
+        self._starts, self._ends = [one[0] for one in merged], [one[1] for one in merged]
+        self._sums = [0.0, *accumulate(end - start for start, end in merged)]
+
+    @property
+    def stretches(self) -> Sequence[Stretch]:
+        """Of the union."""
+        return list(zip(self._starts, self._ends, strict=True))
+
+    def inside(self, start: float, end: float) -> float:
+        """How much of a stretch is covered."""
+        return max(self._until(end) - self._until(start), 0.0)
+
+    def minus(self, other: Cover) -> Cover:
+        """What of this is not covered by another one."""
+        left: list[Stretch] = []
+        for start, end in self.stretches:
+            place = start
+            first = bisect_right(other._ends, start)
+            for hole, back in zip(other._starts[first:], other._ends[first:], strict=True):
+                if hole >= end:
+                    break
+                if hole > place:
+                    left.append((place, hole))
+                place = max(place, back)
+            if place < end:
+                left.append((place, end))
+        return Cover(left)
+
+    def _until(self, moment: float) -> float:
+        """How much lies before a moment."""
+        place = bisect_left(self._starts, moment)
+        if place == 0:
+            return 0.0
+        return self._sums[place] - max(self._ends[place - 1] - moment, 0.0)
+
 
 MOST_BYTES = 8 * 2**30
 """Of text, unpacked."""
@@ -24,49 +81,29 @@ _FEWER = "Trace fewer steps (profile_steps=range(10, 12))."
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that took time.
+    """Something that took time."""
 
-    Attributes:
-        name: of the operation or range.
-        category: what kind of event it is.
-        thread: where it ran.
-        start, end: seconds.
-        sequence: number of the node of the autograd graph; -1: none.
-        external: number that joins a kernel with the operation that launched it; -1: none.
-        group: of ranks, of a collective, as far as the trace tells.
-    """
-
-    name: str
-    category: str
-    thread: str
-    start: float
+    name: str  # of the operation or range
+    category: str  # what kind of event it is
+    thread: str  # where it ran
+    start: float  # start, end: seconds
     end: float
-    sequence: int = -1
-    external: int = -1
-    group: str = ""
+    sequence: int = -1  # number of the node of the autograd graph; -1: none
+    external: int = -1  # number that joins a kernel with the operation that launched it; -1: none
+    group: str = ""  # of ranks, of a collective, as far as the trace tells
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A file.
+    """A file."""
 
-    Attributes:
-        path: of it.
-        events: in the order they began; longer ones first.
-        about: the other values of the file, by key.
-    """
-
-    path: Path
-    events: tuple[Event, ...]
-    about: Mapping[str, Any]
+    path: Path  # of it
+    events: tuple[Event, ...]  # in the order they began; longer ones first
+    about: Mapping[str, Any]  # the other values of the file, by key
 
 
 def read_trace(path: Path) -> Trace:
-    """The events of a trace that are of use (operations, ranges, kernels), and what else it says of itself.
-
-    Raises:
-        FileFormatError: no such file, no trace, too long, or an event that is none; says where.
-    """
+    """The events of a trace that are of use (operations, ranges, kernels), and what else it says of itself."""
     about: dict[str, Any] = {}
     events: list[Event] = []
     try:
@@ -176,11 +213,7 @@ def _items(text: _Text) -> Iterator[Any]:
 
 
 def _event(value: Any, path: Path) -> Event | None:
-    """An event that is of use; None: one that is not.
-
-    Raises:
-        FileFormatError: it has no name, or no time.
-    """
+    """An event that is of use; None: one that is not."""
     if not isinstance(value, dict):
         raise FileFormatError(f"{path}, traceEvents", type(value).__name__, "An event is an object.")
     category = value.get("cat")

@@ -1,10 +1,12 @@
-"""What each group of devices was predicted to do in a step, cut as measurements are. No torch here."""
+"""Step times by rank in one form, from logs and from the prediction, so that both can be compared."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import accumulate
+from statistics import median
 
 from galvatron_lite.cost.forward_only import for_mode
 from galvatron_lite.cost.groups import price_stages
@@ -16,50 +18,113 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.plans.schema import LayerRun, Plan
 from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.runs.read import Run
+from galvatron_lite.runs.schema import Part, RankRecord
+
+
+class Where(StrEnum):
+    """Where in a step communication is waited for."""
+
+    LAYERS = "inside layers"
+    GRADIENTS = "sums of gradients"
+    CHECK = "the check behind every step"
+    OPTIMIZER = "handing out updated parameters"
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """Seconds of a mean step on a rank; they add up to ``seconds``."""
+
+    rank: int  # in the world
+    seconds: float  # of a step
+    steps: int  # that the figures are of
+    # by layer; of a trace without communication, of a log with it
+    forward: Mapping[str, float] = field(default_factory=dict)
+    # the same; of a log under an empty name alone, for all layers together
+    backward: Mapping[str, float] = field(default_factory=dict)
+    # that nothing hides, by where it is and its kind (``all_reduce``)
+    communication: Mapping[tuple[Where, str], float] = field(default_factory=dict)
+    optimizer: float = 0.0  # the update
+    waiting: float = 0.0  # for other stages of a pipeline
+    other: float = 0.0  # all else: host work, what is outside layers, an idle device
+    between: float = 0.0  # seconds between steps, not part of ``seconds``
+    traced: bool = False  # whether it is from a trace
+    # what a trace calls the groups of ranks, by kind of communication
+    groups: Mapping[str, str] = field(default_factory=dict)
+    layered: bool = True  # whether forward passes were told apart by layer
+    parted: bool = True  # whether the parts of a step were told apart
+
+    def exposed(self, where: Where) -> float:
+        """Seconds of communication of all kinds at a place."""
+        return sum(seconds for (place, _), seconds in self.communication.items() if place is where)
+
+    def kinds(self, where: Where) -> dict[str, float]:
+        """Seconds by kind at a place, the longest first."""
+        found = {kind: seconds for (place, kind), seconds in self.communication.items() if place is where}
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def times_logged(run: Run) -> list[RankTimes]:
+    """What a run's log tells of each rank, under the plan that was last in force.
+
+    Forward passes of blocks are told apart, each of them with its communication; backward is one figure.
+    """
+    passes = run.plan.microbatches
+    return [_of_rank(records, passes) for records in run.ranks if records]
+
+
+def _of_rank(records: Sequence[RankRecord], passes: int) -> RankTimes:
+    known = [record for record in records if record.steps]
+
+    def mean(figure: Callable[[RankRecord], float]) -> float:
+        """Median over records: a slow moment of the machine is not the run."""
+        return median(figure(record) for record in known) if known else 0.0
+
+    seconds = {part: mean(lambda record, part=part: record.parts.get(part, 0.0)) for part in Part}  # type: ignore[misc]
+    names = dict.fromkeys(name for record in known for name in record.layers)
+    layers = {
+        name: passes * median(record.layers[name] for record in known if name in record.layers) for name in names
+    }  # fmt: skip
+    blocks = sum(layers.values())
+    forward = {**layers, "": max(seconds[Part.FORWARD] - blocks, 0.0)} if layers else {"": seconds[Part.FORWARD]}
+    communication = {
+        (Where.GRADIENTS, ""): seconds[Part.GRADIENTS],
+        (Where.CHECK, ""): seconds[Part.CHECK],
+    }
+    whole = mean(lambda record: record.seconds)
+    parted = any(record.parts.keys() - {Part.OTHER} for record in known)
+    backward = {"": seconds[Part.BACKWARD] + seconds[Part.WEIGHT]}
+    return RankTimes(
+        records[0].rank, whole, sum(record.steps for record in known), forward, backward,
+        {key: own for key, own in communication.items() if own}, seconds[Part.OPTIMIZER], seconds[Part.WAITING],
+        seconds[Part.OTHER], mean(lambda record: record.between), layered=bool(layers), parted=parted,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class LayersExpected:
-    """A run of layers of one strategy; seconds a step on one device.
+    """A run of layers of one strategy; seconds a step on one device."""
 
-    Attributes:
-        run: of the plan.
-        stage: it is of.
-        names: of its layers.
-        kinds: of its layers, in the same order.
-        forward, backward: compute; ``backward`` with what is computed again.
-        forward_communication, backward_communication: that compute does not hide.
-    """
-
-    run: LayerRun
-    stage: int
-    names: tuple[str, ...]
-    kinds: tuple[str, ...]
-    forward: float
+    run: LayerRun  # of the plan
+    stage: int  # it is of
+    names: tuple[str, ...]  # of its layers
+    kinds: tuple[str, ...]  # of its layers, in the same order
+    forward: float  # forward, backward: compute; ``backward`` with what is computed again
     backward: float
-    forward_communication: float
+    forward_communication: float  # forward_communication, backward_communication: that compute does not hide
     backward_communication: float
 
 
 @dataclass(frozen=True, slots=True)
 class GroupExpected:
-    """The devices of one place in the pipeline; seconds a step.
+    """The devices of one place in the pipeline; seconds a step."""
 
-    Attributes:
-        ranks: of the world.
-        layers: that they run.
-        gradients: communication once a step that nothing hides.
-        optimizer: the update.
-        other: fixed host time.
-        waiting: for other groups.
-    """
-
-    ranks: range
-    layers: tuple[LayersExpected, ...]
-    gradients: float
-    optimizer: float
-    other: float
-    waiting: float
+    ranks: range  # of the world
+    layers: tuple[LayersExpected, ...]  # that they run
+    gradients: float  # communication once a step that nothing hides
+    optimizer: float  # the update
+    other: float  # fixed host time
+    waiting: float  # for other groups
 
     @property
     def inside(self) -> float:
@@ -69,17 +134,11 @@ class GroupExpected:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A plan as its profile prices it.
+    """A plan as its profile prices it."""
 
-    Attributes:
-        plan: priced.
-        seconds: of a step.
-        groups: of devices.
-    """
-
-    plan: Plan
-    seconds: float
-    groups: tuple[GroupExpected, ...]
+    plan: Plan  # priced
+    seconds: float  # of a step
+    groups: tuple[GroupExpected, ...]  # of devices
 
     def group_of(self, rank: int) -> GroupExpected:
         """The group that a rank is of."""
@@ -87,11 +146,7 @@ class Expected:
 
 
 def expect(profile: Profile, plan: Plan) -> Expected:
-    """What a plan in stages is predicted to do.
-
-    Raises:
-        InputError: the plan is cyclic, has branches of their own devices, or is of another model than the profile.
-    """
+    """What a plan in stages is predicted to do."""
     if plan.cyclic is not None or plan.branches:
         remedy = "What a step's time goes to is only told apart for plans in stages; look at the steps' times alone."
         raise InputError("plan", "cyclic" if plan.cyclic is not None else "branches", remedy)

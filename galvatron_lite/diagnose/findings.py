@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import median, median_low
 
-from galvatron_lite.diagnose.expected import Expected, GroupExpected, LayersExpected
-from galvatron_lite.diagnose.times import RankTimes, Where
+from galvatron_lite.diagnose.expected import Expected, GroupExpected, LayersExpected, RankTimes, Where
 
 _SHARE = 0.02
 """Of the predicted step: what a cause must cost to be named."""
@@ -41,26 +40,16 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One cause.
+    """One cause."""
 
-    Attributes:
-        cause: what kind of one.
-        where: which layers, collective, or part, in words.
-        seconds: a step, that it takes longer than predicted; negative: shorter.
-        measured, predicted: seconds a step.
-        ranks: where; empty: on all.
-        stage: of a pipeline; -1: all, or there is one only.
-        advice: what to do; empty where it is quicker than predicted.
-    """
-
-    cause: Cause
-    where: str
-    seconds: float
-    measured: float
+    cause: Cause  # what kind of one
+    where: str  # which layers, collective, or part, in words
+    seconds: float  # a step, that it takes longer than predicted; negative: shorter
+    measured: float  # measured, predicted: seconds a step
     predicted: float
-    advice: str
-    ranks: tuple[int, ...] = ()
-    stage: int = -1
+    advice: str  # what to do; empty where it is quicker than predicted
+    ranks: tuple[int, ...] = ()  # where; empty: on all
+    stage: int = -1  # of a pipeline; -1: all, or there is one only
 
 
 def findings(times: Sequence[RankTimes], expected: Expected, backend: str = NCCL) -> list[Finding]:

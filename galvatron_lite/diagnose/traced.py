@@ -12,12 +12,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from galvatron_lite.diagnose.events import Event, Trace
-from galvatron_lite.diagnose.intervals import Cover
-from galvatron_lite.diagnose.times import RankTimes, Where
+from galvatron_lite.diagnose.events import Cover, Event, Trace
+from galvatron_lite.diagnose.expected import RankTimes, Where
 from galvatron_lite.errors import FileFormatError
-from galvatron_lite.runs.schema import Part
-from galvatron_lite.runs.trace_names import LAYER, METADATA, PART, STEP
+from galvatron_lite.runs.schema import LAYER, METADATA, PART, STEP, Part
 
 _USERS_STEP = "ProfilerStep#"
 _NODE = "autograd::engine::evaluate_function: "
@@ -35,11 +33,7 @@ FORWARD, BACKWARD = True, False
 
 
 def rank_of(trace: Trace) -> int:
-    """The rank that made a trace.
-
-    Raises:
-        FileFormatError: it does not say.
-    """
+    """The rank that made a trace."""
     for key in (METADATA, "distributedInfo"):
         told = trace.about.get(key)
         rank = told.get("rank") if isinstance(told, dict) else None
@@ -56,11 +50,7 @@ def digest_in(trace: Trace) -> str:
 
 
 def times_of(trace: Trace) -> RankTimes:
-    """What the steps of a trace went to, on its rank.
-
-    Raises:
-        FileFormatError: it has no events.
-    """
+    """What the steps of a trace went to, on its rank."""
     steps = _steps(trace)
     return _Reading(trace, steps).times()
 

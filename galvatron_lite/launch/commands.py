@@ -1,12 +1,77 @@
-"""The exact commands that start a job, as lists of words. Nothing is run here."""
+"""The nodes of a job and the exact commands that start it, as lists of words. Nothing runs here."""
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from galvatron_lite.errors import InputError, LaunchError
+
+_LINE = re.compile(r"(?P<name>[\w.@\[\]-]+)(\s+slots\s*=\s*(?P<slots>\d+))?(\s+max[_-]slots\s*=\s*\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A node."""
+
+    name: str  # as ssh knows it
+    slots: int  # processes it may run
+
+
+def read_hostfile(path: Path) -> tuple[Host, ...]:
+    """The hosts of a file with a line ``NAME slots=N`` each, as DeepSpeed and MPI read it; else one slot."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError("--hostfile", str(path), f"It cannot be read ({error}).") from error
+    hosts = [
+        _host(text, f"--hostfile {path}, line {number}")
+        for number, line in enumerate(lines, start=1)
+        if (text := line.split("#")[0].strip())
+    ]
+    names = [host.name for host in hosts]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise InputError(f"--hostfile {path}", twice, "Name each host once, with all its slots.")
+    if not hosts:
+        raise InputError("--hostfile", str(path), "It names no host: write a line `NAME slots=N` for each.")
+    return tuple(hosts)
+
+
+def _host(text: str, field: str) -> Host:
+    found = _LINE.fullmatch(text)
+    slots = 0 if found is None else int(found["slots"] or 1)
+    if found is None or not slots:
+        raise InputError(field, text, "Write `NAME slots=N`.")
+    return Host(found["name"], slots)
+
+
+def chosen(hosts: tuple[Host, ...], devices: int) -> tuple[Host, ...]:
+    """The first hosts that have so many slots together, all of them used."""
+    taken: list[Host] = []
+    for host in hosts:
+        if sum(one.slots for one in taken) < devices:
+            taken.append(host)
+    total = sum(host.slots for host in taken)
+    if total < devices:
+        raise LaunchError(f"{devices} processes are to be started, but the hosts have {total} slots. Add hosts.")
+    unlike = next((host for host in taken if host.slots != taken[0].slots), None)
+    if unlike is not None:
+        raise LaunchError(
+            f"Host {unlike.name} has {unlike.slots} slots, {taken[0].name} has {taken[0].slots}. A plan's ranks are "
+            "counted in nodes of equal size: give every host the same number of slots."
+        )
+    if total != devices:
+        raise LaunchError(
+            f"{devices} processes do not fill {len(taken)} hosts of {taken[0].slots} slots. Give other slots, or make "
+            f"a plan for {total} devices."
+        )
+    return tuple(taken)
+
 
 PLAN_VARIABLE = "GALVATRON_PLAN"
 """Environment variable by which ``auto_parallelize`` finds the plan that a job was launched with."""
@@ -19,27 +84,16 @@ _HEAD = 'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to start.
+    """What to start."""
 
-    Attributes:
-        program: the script and its arguments; ``-m MODULE`` and arguments for a module.
-        devices: processes in all.
-        nodes: how many nodes they are spread over evenly.
-        environment: variables that every process is given.
-        port: of the first node, where processes meet.
-        restarts: how often a job whose process died starts again.
-        python: the interpreter.
-        folder: where the program runs.
-    """
-
-    program: tuple[str, ...]
-    devices: int
-    nodes: int = 1
-    environment: Mapping[str, str] = field(default_factory=dict)
-    port: int = PORT
-    restarts: int = 0
-    python: str = sys.executable
-    folder: str = field(default_factory=lambda: str(Path.cwd()))
+    program: tuple[str, ...]  # the script and its arguments; ``-m MODULE`` and arguments for a module
+    devices: int  # processes in all
+    nodes: int = 1  # how many nodes they are spread over evenly
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables that every process is given
+    port: int = PORT  # of the first node, where processes meet
+    restarts: int = 0  # how often a job whose process died starts again
+    python: str = sys.executable  # the interpreter
+    folder: str = field(default_factory=lambda: str(Path.cwd()))  # where the program runs
 
     @property
     def each(self) -> int:

@@ -1,25 +1,213 @@
-"""A job from what was asked: its plan, where it runs, the checks before it starts, and its start."""
+"""A job: what was asked for, the checks on each node before it starts, its processes, and their end when one fails."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from galvatron_lite.errors import InputError
-from galvatron_lite.files import read_data
+from galvatron_lite.errors import InputError, LaunchError
+from galvatron_lite.files import from_data, read_data, to_data
 from galvatron_lite.launch import commands
-from galvatron_lite.launch.check import check_nodes, plan_digest, read_reports
-from galvatron_lite.launch.commands import PLAN_VARIABLE, Job
-from galvatron_lite.launch.hosts import Host, chosen, read_hostfile
-from galvatron_lite.launch.run import output_of, run_all
-from galvatron_lite.launch.told import FOLDER_VARIABLE, last_words
+from galvatron_lite.launch.commands import PLAN_VARIABLE, Host, Job, chosen, read_hostfile
+from galvatron_lite.launch.error_reports import FOLDER_VARIABLE, last_words
 from galvatron_lite.plans.io import read_plan
 from galvatron_lite.plans.phases import is_phased, read_phased_plan
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.units import format_bytes
+
+_LOOK = 0.2
+"""Seconds between looks at what runs."""
+_GRACE = 10.0
+"""Seconds that what is told to end has to do so."""
+
+
+def run_all(commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> int:
+    """Run commands side by side, their output going where this process' goes.
+
+    When one fails, or this process is interrupted, the others are ended.
+
+    Returns:
+        The first exit status that is not 0; 0 where all went well.
+    """
+    started = [_start(command, environment) for command in commands]
+    try:
+        while any(one.poll() is None for one in started) and not _failed(started):
+            time.sleep(_LOOK)
+    finally:
+        _end([one for one in started if one.poll() is None])
+    return _failed(started)
+
+
+def output_of(commands: Sequence[Sequence[str]], environment: Mapping[str, str], timeout: float) -> str:
+    """What commands print, run side by side."""
+    started = [_start(command, environment, subprocess.PIPE) for command in commands]
+    deadline = time.monotonic() + timeout
+    try:
+        said = [one.communicate(timeout=max(0.1, deadline - time.monotonic()))[0] for one in started]
+    except subprocess.TimeoutExpired as error:
+        remedy = "See that the node can be reached, or give it longer (--timeout)."
+        raise LaunchError(f"No answer in {timeout:g} s: {_name(error.cmd)}. {remedy}") from error
+    finally:
+        _end([one for one in started if one.poll() is None])
+    for one, text in zip(started, said, strict=True):
+        if one.returncode:
+            raise LaunchError(f"{_name(one.args)} ended with status {one.returncode}:\n{text.strip()[-2000:]}")
+    return "\n".join(said)
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str], output: int | None = None) -> subprocess.Popen[str]:
+    errors = None if output is None else subprocess.STDOUT
+    try:
+        return subprocess.Popen(
+            list(command), env={**os.environ, **environment}, stdout=output, stderr=errors, text=True,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except FileNotFoundError as error:
+        raise LaunchError(f"There is no program {command[0]!r} here. Install it, or launch another way.") from error
+
+
+def _failed(started: Sequence[subprocess.Popen[str]]) -> int:
+    """The first exit status that tells of a failure; a signal's as shells give it."""
+    codes = [one.returncode for one in started if one.returncode]
+    return (codes[0] if codes[0] > 0 else 128 - codes[0]) if codes else 0
+
+
+def _end(running: Sequence[subprocess.Popen[str]]) -> None:
+    for one in running:
+        one.terminate()
+    deadline = time.monotonic() + _GRACE
+    for one in running:
+        try:
+            one.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            one.kill()
+            one.wait()
+
+
+def _name(command: object) -> str:
+    words = command if isinstance(command, (list, tuple)) else [command]
+    return " ".join(str(word) for word in words)[:200]
+
+
+PACKAGES = ("galvatron_lite", "torch", "deepspeed")
+MARK = "galvatron-node: "
+"""Begins the line that holds a report, whatever else a login or a scheduler prints."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """What a node has."""
+
+    host: str  # its name
+    plan: str  # SHA-256 of the plan file, empty where there is no such file
+    versions: dict[str, str] = field(default_factory=dict)  # of Python and of packages that must be alike
+    devices: int = 0  # GPUs; 0 where there are none
+    device_memory: int = 0  # bytes of the smallest GPU
+    host_memory: int = 0  # bytes of free host memory; 0 where it is not known
+
+
+def report(plan: Path | None) -> NodeReport:
+    """What this node has."""
+    devices, memory = _gpus()
+    return NodeReport(socket.gethostname(), plan_digest(plan), _versions(), devices, memory, _free_memory())
+
+
+def plan_digest(plan: Path | None) -> str:
+    """SHA-256 of a plan file; empty where there is no such file."""
+    return hashlib.sha256(plan.read_bytes()).hexdigest() if plan is not None and plan.is_file() else ""
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def _gpus() -> tuple[int, int]:
+    """How many GPUs torch sees, and the memory of the smallest."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0, 0
+    sizes = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
+    return len(sizes), min(sizes)
+
+
+def _free_memory() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
+    return sizes.get("MemAvailable", 0)
+
+
+def read_reports(output: str) -> list[NodeReport]:
+    """The reports among the lines that nodes printed."""
+    lines = [line.split(MARK, 1)[1] for line in output.splitlines() if MARK in line]
+    return [from_data(NodeReport, json.loads(line), "a node's report") for line in lines]
+
+
+def check_nodes(reports: Sequence[NodeReport], nodes: int, each: int, plan_hash: str, needed: int) -> None:
+    """Refuse nodes that do not go together.
+
+    Args:
+        reports: one a node.
+        nodes: how many there should be.
+        each: processes of a node.
+        plan_hash: of the plan file where the job is launched; empty: without a plan.
+        needed: bytes that a device of the plan takes; 0: not known.
+    """
+    wrong = [] if len(reports) == nodes else [f"{len(reports)} of {nodes} nodes answered."]
+    for one in reports:
+        wrong += [f"{one.host}: {what}" for what in _problems(one, reports[0], each, plan_hash, needed)]
+    if wrong:
+        raise LaunchError("The nodes are not ready:\n  " + "\n  ".join(wrong))
+
+
+def _problems(one: NodeReport, first: NodeReport, each: int, plan_hash: str, needed: int) -> list[str]:
+    found = []
+    if one.plan != plan_hash:
+        what = "does not have the plan file" if not one.plan else "has another plan file"
+        found.append(f"{what}: copy it to the same path on every node, or use a shared file system.")
+    for name, version in first.versions.items():
+        own = one.versions.get(name, "missing")
+        if own != version:
+            found.append(f"has {name} {own}, {first.host} has {version}: install the same everywhere.")
+    if one.devices and one.devices < each:
+        found.append(f"has {one.devices} GPUs for {each} processes: launch {one.devices} a node.")
+    return [*found, *_memory(one, each, needed)]
+
+
+def _memory(one: NodeReport, each: int, needed: int) -> list[str]:
+    if one.devices and needed > one.device_memory:
+        return [f"a GPU has {format_bytes(one.device_memory)}, the plan takes {format_bytes(needed)}: plan with --mem."]
+    if not one.devices and one.host_memory and needed * each > one.host_memory:
+        free, wanted = format_bytes(one.host_memory), format_bytes(needed * each)
+        return [f"{free} of memory are free, {each} processes of the plan take {wanted}: plan with a smaller --mem."]
+    return []
+
+
+if __name__ == "__main__":
+    print(MARK + json.dumps(to_data(report(Path(sys.argv[1]) if len(sys.argv) > 1 else None))), flush=True)
+    # CUDA's and gloo's threads have nothing to say
+    os._exit(0)
 
 
 class Through(StrEnum):
@@ -33,23 +221,14 @@ class Through(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A job and the way it is started.
+    """A job and the way it is started."""
 
-    Attributes:
-        job: what to start.
-        through: how.
-        hosts: of ``ssh``.
-        options: for srun.
-        plan: the plan file, absolute; None without one.
-        needed: bytes a device of the plan takes; 0: not known.
-    """
-
-    job: Job
+    job: Job  # what to start
     through: Through
-    hosts: tuple[Host, ...] = ()
-    options: tuple[str, ...] = ()
-    plan: Path | None = None
-    needed: int = 0
+    hosts: tuple[Host, ...] = ()  # of ``ssh``
+    options: tuple[str, ...] = ()  # for srun
+    plan: Path | None = None  # the plan file, absolute; None without one
+    needed: int = 0  # bytes a device of the plan takes; 0: not known
 
     def commands(self) -> list[list[str]]:
         """What is run from here, side by side."""
@@ -64,11 +243,7 @@ class Launch:
         return [commands.over_ssh(self.job, commands.on_host(self.job, at, first), host.name) for at, host in each]
 
     def check(self, timeout: float) -> None:
-        """See that all nodes have what the job needs; Ray starts workers where it likes, and is not asked.
-
-        Raises:
-            LaunchError: names each node, what is wrong with it, and what to do.
-        """
+        """See that all nodes have what the job needs; Ray starts workers where it likes, and is not asked."""
         if self.through is Through.RAY:
             return
         own = plan_digest(self.plan)
@@ -78,7 +253,7 @@ class Launch:
     def _asking(self) -> list[list[str]]:
         """What makes each node tell what it has."""
         plan = [] if self.plan is None else [str(self.plan)]
-        ask = [self.job.python, "-m", "galvatron_lite.launch.check", *plan]
+        ask = [self.job.python, "-m", "galvatron_lite.launch.jobs", *plan]
         if self.through is Through.SLURM:
             return [[*commands.slurm_tasks(self.job, self.options), *ask]]
         if self.through is Through.SSH:
@@ -108,13 +283,7 @@ class Asked:
 
 
 def launch_of(asked: Asked) -> Launch:
-    """What to start for what was asked.
-
-    Raises:
-        InputError: neither a plan nor a number of processes, or two that contradict each other; a file that cannot be
-            read.
-        LaunchError: the hosts do not have the processes.
-    """
+    """What to start for what was asked."""
     devices, needed = _size(asked)
     through = _through(asked)
     hosts = chosen(_hosts(asked), devices) if through is Through.SSH else ()

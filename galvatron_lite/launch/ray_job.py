@@ -18,11 +18,7 @@ from galvatron_lite.launch.commands import PLAN_VARIABLE, THREADS
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Start the workers and wait for them.
-
-    Raises:
-        LaunchError: Ray Train is not installed.
-    """
+    """Start the workers and wait for them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--each", type=int, required=True, help="workers of a node")

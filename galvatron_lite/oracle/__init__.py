@@ -1,1 +1,1 @@
-"""The oracle: what data, spatial, pipeline, filter and channel parallelism cost as devices are added. No torch here."""
+"""The oracle: what data, spatial, pipeline, filter and channel parallelism cost as devices are added."""

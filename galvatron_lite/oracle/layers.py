@@ -1,11 +1,13 @@
-"""A network as the closed forms of ParaDL see it: layers with input, output and weight items. No torch here.
+"""A network as ParaDL's closed forms see it: layers with input, output and weight items.
 
 Kahira et al. 2021 (arXiv:2104.09075), section 3: x_l, y_l and w_l are items of one sample. Their released oracle
-(github.com/TruongThaoNguyen/paraDL-analysis) has one measured time for a whole sample and shares it out by FLOPs.
+(github.com/TruongThaoNguyen/paraDL-analysis) has one measured time of a whole sample and divides it by FLOPs. For
+other convolutional networks the table is made from the planner's graph, with estimated seconds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -14,8 +16,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Interval
 
+from galvatron_lite.errors import InputError
 from galvatron_lite.files import STRICT
 from galvatron_lite.limits import Layers, Name, Samples, Seconds, Steps
+from galvatron_lite.model.graph import LayerKind, ModelGraph, Operator, OperatorClass
+from galvatron_lite.model.sides import sides_of
+from galvatron_lite.parallelism.pictures import channels_of, is_picture
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
@@ -46,26 +52,16 @@ REUSED = (Op.RELU, Op.NORM)
 
 @dataclass(frozen=True, slots=True)
 class OracleLayer:
-    """One layer.
-
-    Attributes:
-        name: for people.
-        op: what it does.
-        x: extents of the input of one sample, channels first.
-        y: extents of the output.
-        kernel: of a window; of a fully connected layer the input's extents without channels.
-        split: strategies that split it.
-        groups: of a convolution.
-    """
+    """One layer."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: str
-    op: Op
-    x: tuple[Samples, ...]
-    y: tuple[Samples, ...]
-    kernel: tuple[Samples, ...] = ()
-    split: tuple[Split, ...] = ()
-    groups: Samples = 1
+    name: str  # for people
+    op: Op  # what it does
+    x: tuple[Samples, ...]  # extents of the input of one sample, channels first
+    y: tuple[Samples, ...]  # extents of the output
+    kernel: tuple[Samples, ...] = ()  # of a window; of a fully connected layer the input's extents without channels
+    split: tuple[Split, ...] = ()  # strategies that split it
+    groups: Samples = 1  # of a convolution
 
     @property
     def inputs(self) -> int:
@@ -127,34 +123,20 @@ class OracleLayer:
 
 @dataclass(frozen=True)
 class Network:
-    """A network and the data set it is trained on.
-
-    Attributes:
-        name: of the model.
-        source: where the layers come from.
-        samples: of the data set (D).
-        batch: samples of a replica where none are asked for.
-        seconds: of forward and backward of one sample.
-        seconds_origin: ``measured`` or ``estimated``.
-        seconds_source: from what.
-        layers: in the order they run.
-        update_seconds: of one weight update of the whole network (WU); 0 where ``seconds`` hold it.
-        graph: name of the planner's model of the same network.
-        item_bytes: bytes of an item (delta).
-    """
+    """A network and the data set it is trained on."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: Name
-    source: str
-    samples: Steps
-    batch: Samples
-    seconds: Annotated[float, Interval(gt=0, le=1e12)]
-    seconds_origin: str
-    seconds_source: str
-    layers: Annotated[tuple[OracleLayer, ...], Layers]
-    update_seconds: Seconds = 0.0
-    graph: str = ""
-    item_bytes: Samples = 4
+    name: Name  # of the model
+    source: str  # where the layers come from
+    samples: Steps  # of the data set (D)
+    batch: Samples  # samples of a replica where none are asked for
+    seconds: Annotated[float, Interval(gt=0, le=1e12)]  # of forward and backward of one sample
+    seconds_origin: str  # ``measured`` or ``estimated``
+    seconds_source: str  # from what
+    layers: Annotated[tuple[OracleLayer, ...], Layers]  # in the order they run
+    update_seconds: Seconds = 0.0  # of one weight update of the whole network (WU); 0 where ``seconds`` hold it
+    graph: str = ""  # name of the planner's model of the same network
+    item_bytes: Samples = 4  # bytes of an item (delta)
 
     @cached_property
     def inputs(self) -> int:
@@ -191,3 +173,76 @@ class Network:
     def split_by(self, split: Split) -> tuple[OracleLayer, ...]:
         """Layers that a strategy splits."""
         return tuple(layer for layer in self.layers if split in layer.split)
+
+
+_ADDS = ("residual", "add", "concat")
+_ELEMENTWISE = ("relu", "act", "gelu", "swish", "silu", "sigmoid")
+
+
+def network_of(graph: ModelGraph, seconds: float, source: str, samples: int, batch: int) -> Network:
+    """The table of a model.
+
+    Args:
+        graph: the model.
+        seconds: of forward and backward of one sample.
+        source: what ``seconds`` come from.
+        samples: of an epoch.
+        batch: samples of a replica.
+    """
+    for kind in graph.kinds.values():
+        if kind.dims.sequence > 1 or any(one.kind is OperatorClass.ATTENTION for one in kind.operators):
+            remedy = "The closed forms are of convolutional networks; leave --formulas paradl out."
+            raise InputError("model", graph.name, remedy)
+    layers = tuple(
+        one
+        for layer in graph.layers
+        for operator in graph.kind_of(layer).operators
+        for one in _layers(layer.name, graph.kind_of(layer), operator)
+    )
+    return Network(
+        graph.name, f"the planner's model of {graph.name}", samples, batch, seconds, "estimated", source, layers,
+        graph=graph.name, item_bytes=2 if graph.precision in ("fp16", "bf16") else 4,
+    )  # fmt: skip
+
+
+def _layers(name: str, kind: LayerKind, one: Operator) -> Iterator[OracleLayer]:
+    """As many layers as an operator has calls."""
+    for number in range(max(one.count, 1)):
+        suffix = f".{number}" if one.count > 1 else ""
+        yield _layer(f"{name}.{one.name}{suffix}", kind, one)
+
+
+def _layer(name: str, kind: LayerKind, one: Operator) -> OracleLayer:
+    """One call of an operator."""
+    if one.kind is OperatorClass.MATMUL:
+        return _linear(name, kind, one)
+    sides = sides_of(one)
+    if not sides:
+        return OracleLayer(name, _element_op(one), (one.shape[0],), (one.shape[0],))
+    before, after = tuple(side.extent for side in sides), tuple(side.output for side in sides)
+    kernel = tuple(side.kernel for side in sides)
+    shared = (Split.SPATIAL,) if prod(before) > 1 else ()
+    if one.kind is not OperatorClass.CONVOLUTION:
+        channels = one.shape[1]
+        return OracleLayer(name, Op.POOL, (channels, *before), (channels, *after), kernel, shared)
+    inputs, outputs, groups = channels_of(one)
+    return OracleLayer(
+        name, Op.CONV, (inputs, *before), (outputs, *after), kernel, (Split.FILTER, *shared), groups
+    )  # fmt: skip
+
+
+def _linear(name: str, kind: LayerKind, one: Operator) -> OracleLayer:
+    """A matmul over every pixel is a convolution of one pixel's window; over one row it is fully connected."""
+    rows, inner, columns = one.shape
+    if rows > 1 and is_picture(kind) and one.weight_bytes:
+        return OracleLayer(name, Op.CONV, (inner, rows), (columns, rows), (1,), (Split.FILTER, Split.SPATIAL))
+    return OracleLayer(name, Op.FC, (inner, rows), (columns, rows), (1,))
+
+
+def _element_op(one: Operator) -> Op:
+    if one.weight_bytes:
+        return Op.NORM
+    last = one.name.rsplit(".", 1)[-1]
+    if any(word in last for word in _ADDS):
+        return Op.ADD
+    return Op.RELU if any(word in last for word in _ELEMENTWISE) else Op.OTHER

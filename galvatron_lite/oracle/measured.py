@@ -1,4 +1,4 @@
-"""Measured epochs and iterations, and how near either kind of formulas comes to them. No torch here.
+"""Measured epochs and iterations, and how near either kind of formulas comes to them.
 
 Accuracy is 1 - |predicted - measured| / measured, as Kahira et al. 2021 (arXiv:2104.09075, section 5) have it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,19 +15,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from galvatron_lite.configs_path import profile_folder
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.files import STRICT, from_data, read_data
-from galvatron_lite.oracle.case import Case, Kind
-from galvatron_lite.oracle.formulas import estimate
-from galvatron_lite.oracle.machine import Machine, machine_of
-from galvatron_lite.oracle.models import graph_named
-from galvatron_lite.oracle.network import wires_of
-from galvatron_lite.oracle.priced import row_of
-from galvatron_lite.oracle.question import Question
-from galvatron_lite.oracle.rows import iterations_of
-from galvatron_lite.oracle.shipped import fabric_named, network_named
+from galvatron_lite.oracle.closed_form import Case, Kind, estimate
+from galvatron_lite.oracle.links import wires_of
+from galvatron_lite.oracle.pricing import Machine, machine_of, row_of
+from galvatron_lite.oracle.request import fabric_named, graph_named, network_named
+from galvatron_lite.oracle.rows import Forecast, Line, Row, findings, iterations_of
+from galvatron_lite.oracle.strategies import Question
 from galvatron_lite.stacks.catalog import match_stack
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
+
 
 CLUSTER, PRECISION = "abci", "fp32"
 FRAMEWORKS = {"report": "Chainer/ChainerMN, layer-wise collectives by NCCL", "logs": "Chainer/ChainerMN"}
@@ -36,48 +34,30 @@ FRAMEWORKS = {"report": "Chainer/ChainerMN, layer-wise collectives by NCCL", "lo
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One measured row.
-
-    Attributes:
-        origin: ``report`` or ``logs``.
-        model: a table of layers.
-        strategy: how it was split.
-        devices: how many.
-        batch: samples of a replica.
-        per: what ``seconds`` are of: an epoch or an iteration.
-        seconds: measured.
-        compute, communication: what the report says they are made of; 0 where it does not.
-        projected: what the authors' oracle said; 0 where it is not printed.
-        note: what to know of it.
-    """
+    """One measured row."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    origin: str
-    model: str
-    strategy: Kind
+    origin: str  # ``report`` or ``logs``
+    model: str  # a table of layers
+    strategy: Kind  # how it was split
     devices: int
-    batch: int
-    per: str
-    seconds: float
-    compute: float = 0.0
+    batch: int  # samples of a replica
+    per: str  # what ``seconds`` are of: an epoch or an iteration
+    seconds: float  # measured
+    compute: float = 0.0  # compute, communication: what the report says they are made of; 0 where it does not
     communication: float = 0.0
-    projected: float = 0.0
-    note: str = ""
+    projected: float = 0.0  # what the authors' oracle said; 0 where it is not printed
+    note: str = ""  # what to know of it
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A measured row and what the formulas say.
+    """A measured row and what the formulas say."""
 
-    Attributes:
-        row: the measured one.
-        predicted: seconds by formulas (``paradl``, ``galvatron``, ``published``), None where there is no figure.
-        problems: why there is none.
-    """
-
-    row: Measured
+    row: Measured  # the measured one
+    # seconds by formulas (``paradl``, ``galvatron``, ``published``), None where there is no figure
     predicted: dict[str, float | None]
-    problems: dict[str, str] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)  # why there is none
 
     def accuracy(self, formulas: str) -> float | None:
         """1 - |error| / measured; None without a prediction."""
@@ -154,11 +134,7 @@ def closed_seconds(row: Measured) -> float:
 
 
 def priced_seconds(row: Measured, machine: Machine | str) -> float:
-    """What the planner's cost model says of a row.
-
-    Raises:
-        GalvatronError: the model or the strategy cannot be priced.
-    """
+    """What the planner's cost model says of a row."""
     if isinstance(machine, str):
         raise GalvatronError(machine)
     samples = network_named(row.model).samples
@@ -170,17 +146,11 @@ def priced_seconds(row: Measured, machine: Machine | str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How near some rows are predicted.
+    """How near some rows are predicted."""
 
-    Attributes:
-        name: which rows.
-        rows: how many.
-        accuracy: mean by formulas; None where none of the rows has a prediction.
-    """
-
-    name: str
+    name: str  # which rows
     rows: int
-    accuracy: dict[str, float | None]
+    accuracy: dict[str, float | None]  # mean by formulas; None where none of the rows has a prediction
 
 
 def scores(checks: Sequence[Check], key: Callable[[Measured], str]) -> tuple[Score, ...]:
@@ -201,19 +171,12 @@ def mean_accuracy(checks: Iterable[Check], formulas: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Strategies of one model on one number of devices, from the same source, fastest first.
+    """Strategies of one model on one number of devices, from the same source, fastest first."""
 
-    Attributes:
-        name: of the group.
-        measured: their order.
-        predicted: by formulas; without those that have no prediction.
-        right: by formulas, whether no pair is the wrong way round (equal predictions are not wrong).
-    """
-
-    name: str
-    measured: tuple[str, ...]
-    predicted: dict[str, tuple[str, ...]]
-    right: dict[str, bool]
+    name: str  # of the group
+    measured: tuple[str, ...]  # their order
+    predicted: dict[str, tuple[str, ...]]  # by formulas; without those that have no prediction
+    right: dict[str, bool]  # by formulas, whether no pair is the wrong way round (equal predictions are not wrong)
 
 
 def rankings(checks: Sequence[Check]) -> tuple[Ranking, ...]:
@@ -249,3 +212,82 @@ def _epoch(row: Measured, seconds: float) -> float:
         return seconds
     question = Question(row.strategy, row.devices, row.batch, 1)
     return seconds * iterations_of(network_named(row.model).samples, question.global_batch)
+
+
+DIGITS = 12
+"""Significant digits of a figure: those that the released oracle prints."""
+
+
+def rounded(value: Any) -> Any:
+    """Plain data with every figure rounded to ``DIGITS``."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {name: rounded(item) for name, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _plain(value: dict[str, Any]) -> dict[str, Any]:
+    """A mapping with every figure rounded."""
+    return {name: rounded(item) for name, item in value.items()}
+
+
+def as_data(forecast: Forecast) -> dict[str, Any]:
+    """The forecast and its bottlenecks; seconds and bytes."""
+    return {
+        "model": forecast.model,
+        "cluster": forecast.cluster,
+        "formulas": forecast.formulas,
+        "samples": forecast.samples,
+        "origin": forecast.origin,
+        "notes": list(forecast.notes),
+        "strategies": [_line(line) for line in forecast.lines],
+        "bottlenecks": [rounded(asdict(one) | {"sort": one.sort.value}) for one in findings(forecast)],
+    }
+
+
+def _line(line: Line) -> dict[str, Any]:
+    return {"strategy": line.strategy, "limit": asdict(line.limit), "rows": [_row(row) for row in line.rows]}
+
+
+def _row(row: Row) -> dict[str, Any]:
+    told: dict[str, Any] = {"gpus": row.devices, "batch": row.batch}
+    if row.problem:
+        return told | {"problem": row.problem}
+    return told | _plain(
+        {
+            "iterations": row.iterations,
+            "compute": row.compute,
+            "communication": row.moved.total,
+            "communication_parts": asdict(row.moved),
+            "congestion": row.congested,
+            "weight_update": row.update,
+            "waiting": row.waiting,
+            "other": row.other,
+            "epoch": row.epoch,
+            "iteration": row.iteration,
+            "memory": row.memory,
+            "capacity": row.capacity,
+            "fits": row.fits,
+            "largest_batch": row.largest or None,
+        }
+    )
+
+
+def checks_data(checks: tuple[Check, ...]) -> dict[str, Any]:
+    """Measured rows, what is predicted of them, and how near that is."""
+    rows = [
+        asdict(check.row)
+        | {"strategy": check.row.strategy.value}
+        | {"predicted": check.predicted, "accuracy": {way: check.accuracy(way) for way in FORMULAS}}
+        | {"problems": check.problems}
+        for check in checks
+    ]
+    by = scores(checks, lambda row: f"{row.origin}: {row.strategy.value} {row.model}")
+    return {
+        "rows": rounded(rows),
+        "scores": [rounded(asdict(score)) for score in by],
+        "mean": {way: rounded(mean_accuracy(checks, way)) for way in FORMULAS},
+        "rankings": [asdict(one) for one in rankings(checks)],
+        "software": software_notes(),
+    }

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from math import ceil
 from xml.sax.saxutils import escape
 
+from galvatron_lite.analysis.svg import COLOURS, Scale, caption, colour, decades, mark, shapes, style
 from galvatron_lite.oracle.rows import Forecast, Line, Row
 from galvatron_lite.units import format_bytes, format_duration
-from galvatron_lite.validate.plot_scales import Scale, decades
-from galvatron_lite.validate.plot_style import COLOURS, colour, mark, shapes, style, text
 
 _WIDTH, _MARGIN = 1040, 24
 _LEFT, _RIGHT, _TOP, _DEEP = 84, 736, 84, 300
@@ -47,8 +46,8 @@ def figure(forecast: Forecast) -> str:
             f'<desc id="figure-words">{escape(_words(lines))}</desc>',
             style() + shapes(),
             '<rect class="paper" width="100%" height="100%"/>',
-            text(_MARGIN, 30, title, more=' font-size="15" font-weight="600"'),
-            text(_MARGIN, 50, _origin(forecast), kind="soft"),
+            caption(_MARGIN, 30, title, more=' font-size="15" font-weight="600"'),
+            caption(_MARGIN, 50, _origin(forecast), kind="soft"),
             *_epochs(lines),
             *_legend(),
             *(part for place, line in enumerate(lines) for part in _panel(line, place)),
@@ -81,11 +80,11 @@ def _epochs(lines: Sequence[Line]) -> Iterator[str]:
     yield f'<path class="grid" d="M{_LEFT} {_TOP}V{_DEEP}H{_RIGHT}"/>'
     for value in decades(up.low, up.high):
         yield f'<path class="grid" d="M{_LEFT} {up.at(value):.1f}H{_RIGHT}"/>'
-        yield text(_LEFT - 8, up.at(value) + 4, _seconds(value), "end", "soft")
+        yield caption(_LEFT - 8, up.at(value) + 4, _seconds(value), "end", "soft")
     for count in sorted({row.devices for row in rows}):
-        yield text(across.at(count), _DEEP + 18, f"{count:,}", "middle", "soft")
-    yield text((_LEFT + _RIGHT) / 2, _DEEP + 38, "GPUs", "middle")
-    yield text(_LEFT - 8, _TOP - 12, "epoch", "end")
+        yield caption(across.at(count), _DEEP + 18, f"{count:,}", "middle", "soft")
+    yield caption((_LEFT + _RIGHT) / 2, _DEEP + 38, "GPUs", "middle")
+    yield caption(_LEFT - 8, _TOP - 12, "epoch", "end")
     names = _apart([(up.at(line.known[-1].epoch), place) for place, line in enumerate(lines)], 17)
     for place, line in enumerate(lines):
         yield from _curve(line, place, across, up, names[place])
@@ -104,7 +103,7 @@ def _curve(line: Line, place: int, across: Scale, up: Scale, name: float) -> Ite
     yield f'<path class="grid" d="M{x + 6:.1f} {y:.1f}L{_RIGHT + 26} {name:.1f}"/>'
     yield f'<g class="c{colour(place)}">{_sign(place, _RIGHT + 36, name)}</g>'
     last = line.known[-1]
-    yield text(_RIGHT + 46, name + 4, f"{line.strategy}, {format_duration(last.epoch)} on {last.devices:,}")
+    yield caption(_RIGHT + 46, name + 4, f"{line.strategy}, {format_duration(last.epoch)} on {last.devices:,}")
 
 
 def _sign(place: int, x: float, y: float) -> str:
@@ -138,17 +137,17 @@ def _apart(places: Sequence[tuple[float, int]], least: float) -> dict[int, float
 def _legend() -> Iterator[str]:
     """What the colours of the bars mean."""
     x, y = float(_MARGIN), _FIRST - 28.0
-    yield text(x, y, "Of an epoch:", more=' font-weight="600"')
+    yield caption(x, y, "Of an epoch:", more=' font-weight="600"')
     x += 96
     for name, number in PARTS:
         yield f'<rect class="c{number}" x="{x:.0f}" y="{y - 10:.0f}" width="11" height="11" rx="2"/>'
-        yield text(x + 17, y, name)
+        yield caption(x + 17, y, name)
         x += 40 + 6.6 * len(name)
-    yield text(x + 16, y, "Memory of a GPU:", more=' font-weight="600"')
+    yield caption(x + 16, y, "Memory of a GPU:", more=' font-weight="600"')
     x += 148
     for name, number in (("fits", 3), ("does not fit", 4)):
         yield f'<rect class="c{number}" x="{x:.0f}" y="{y - 10:.0f}" width="11" height="11" rx="2"/>'
-        yield text(x + 17, y, name)
+        yield caption(x + 17, y, name)
         x += 40 + 6.6 * len(name)
 
 
@@ -170,7 +169,7 @@ def _panel(line: Line, place: int) -> Iterator[str]:
     step = (width - 30) / max(len(line.rows), 1)
     here = _Place(left + 30, top + 18, min(step * 0.76, 34), step)
     yield f'<g class="c{colour(place)}">{_sign(place, left + 5, top - 4)}</g>'
-    yield text(left + 15, top, line.strategy, more=' font-weight="600"')
+    yield caption(left + 15, top, line.strategy, more=' font-weight="600"')
     yield from _shares(line, here)
     yield from _memories(line, here)
     yield from _counts(line, here)
@@ -180,7 +179,7 @@ def _shares(line: Line, here: _Place) -> Iterator[str]:
     for share in (0, 0.5, 1):
         y = here.y + _BARS * (1 - share)
         yield f'<path class="grid" d="M{here.x:.1f} {y:.1f}h{here.step * len(line.rows):.1f}"/>'
-        yield text(here.x - 5, y + 4, f"{share:.0%}", "end", "soft", ' font-size="10"')
+        yield caption(here.x - 5, y + 4, f"{share:.0%}", "end", "soft", ' font-size="10"')
     for number, row in enumerate(line.rows):
         if not row.problem:
             yield from _bar(row, here.x + number * here.step + (here.step - here.wide) / 2, here)
@@ -222,9 +221,9 @@ def _memories(line: Line, here: _Place) -> Iterator[str]:
     yield f'<path class="grid" d="M{here.x:.1f} {base:.1f}H{end:.1f}"/>'
     yield f'<path class="one" stroke-dasharray="4 3" d="M{here.x:.1f} {y:.1f}H{end:.1f}"/>'
     above = base - _MEMORY - 5
-    yield text(end, above, f"GPU: {format_bytes(capacity)}", "end", "soft", ' font-size="10"')
+    yield caption(end, above, f"GPU: {format_bytes(capacity)}", "end", "soft", ' font-size="10"')
     fullest = max(known, key=lambda row: row.memory)
-    yield text(here.x, above, f"peak {format_bytes(fullest.memory)}", "start", "soft", ' font-size="10"')
+    yield caption(here.x, above, f"peak {format_bytes(fullest.memory)}", "start", "soft", ' font-size="10"')
 
 
 def _counts(line: Line, here: _Place) -> Iterator[str]:
@@ -234,11 +233,11 @@ def _counts(line: Line, here: _Place) -> Iterator[str]:
     for number, row in enumerate(line.rows):
         if number % every == 0 or (number == len(line.rows) - 1 and number % every > every / 2):
             x = here.x + (number + 0.5) * here.step
-            yield text(x, y, f"{row.devices:,}", "middle", "soft", ' font-size="10"')
+            yield caption(x, y, f"{row.devices:,}", "middle", "soft", ' font-size="10"')
     missing = [number for number, row in enumerate(line.rows) if row.problem]
     if missing and missing[-1] - missing[0] == len(missing) - 1:
         x = here.x + (missing[0] + len(missing) / 2) * here.step
         beyond = line.rows[missing[0]].problem.startswith("beyond")
         words = f"{line.limit.devices:,} at most" if beyond and line.limit.devices else "cannot run"
         if len(missing) * here.step > 60:
-            yield text(x, here.y + _BARS / 2, words, "middle", "soft", ' font-size="11"')
+            yield caption(x, here.y + _BARS / 2, words, "middle", "soft", ' font-size="11"')

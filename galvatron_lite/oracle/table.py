@@ -6,15 +6,13 @@ A strategy scales as far as some layer can still be split among all devices of a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from galvatron_lite.model.graph import LayerKind, OperatorClass
-from galvatron_lite.oracle.case import HYBRIDS, Kind
-from galvatron_lite.oracle.chosen import degree_of, options
-from galvatron_lite.oracle.machine import Machine
-from galvatron_lite.oracle.priced import row_of
-from galvatron_lite.oracle.question import Question
+from galvatron_lite.oracle.closed_form import HYBRIDS, Kind
+from galvatron_lite.oracle.pricing import Machine, row_of
 from galvatron_lite.oracle.rows import Forecast, Limit, Line, Row, beyond
+from galvatron_lite.oracle.strategies import Question, degree_of, options
 from galvatron_lite.parallelism.strategy import Strategy
 
 MOST = 4096
@@ -23,44 +21,27 @@ SHARING = (Kind.SPATIAL, Kind.FILTER, Kind.CHANNEL, *HYBRIDS)
 """Words for devices that share layers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a table is asked for.
-
-    Attributes:
-        question: of whose strategy and devices there are several.
-        kinds: the oracle's words.
-        strategies: texts, each of every layer.
-        counts: numbers of devices, ascending.
-    """
-
-    question: Question
-    kinds: tuple[Kind, ...]
-    strategies: tuple[Strategy, ...]
-    counts: tuple[int, ...]
-
-
-def forecast(machine: Machine, wanted: Wanted) -> Forecast:
+def forecast(
+    machine: Machine, question: Question, words: Sequence[Kind], strategies: Sequence[Strategy], counts: Sequence[int]
+) -> Forecast:
     """The table; words that the model does not allow are left out, with a note."""
-    question, graph = wanted.question, machine.graph
-    kinds = [kind for kind in wanted.kinds if allows(machine, kind)]
-    lines = [_kind_line(machine, replace(question, kind=kind), wanted.counts) for kind in kinds]
-    lines += [_text_line(machine, replace(question, strategy=one), wanted.counts) for one in wanted.strategies]
-    notes = (f"{graph.precision}, {question.batch} samples a replica", *_left_out(graph.name, wanted.kinds, kinds))
-    origin = f"{machine.profile.origin.kind.value}: {machine.profile.origin.source}"
+    graph = machine.graph
+    kinds = [kind for kind in words if allows(machine, kind)]
+    lines = [_kind_line(machine, replace(question, kind=kind), counts) for kind in kinds]
+    lines += [_text_line(machine, replace(question, strategy=strategy), counts) for strategy in strategies]
+    notes = [f"{graph.precision}, {question.batch} samples a replica"]
+    if missing := ", ".join(kind.value for kind in words if kind not in kinds):
+        notes.append(f"left out, as no layer of {graph.name} can be split so: {missing}")
+    origin = machine.profile.origin
     return Forecast(
-        graph.name, machine.profile.cluster.name, "galvatron", question.samples, origin, notes, tuple(lines)
-    )
+        graph.name, machine.profile.cluster.name, "galvatron", question.samples,
+        f"{origin.kind.value}: {origin.source}", tuple(notes), tuple(lines),
+    )  # fmt: skip
 
 
 def allows(machine: Machine, kind: Kind) -> bool:
     """Whether some layer of the model can be split as a word says."""
     return kind in (Kind.SERIAL, Kind.DATA, Kind.PIPELINE, Kind.LAYER) or _ways(machine, kind) > 1
-
-
-def _left_out(name: str, asked: Sequence[Kind], told: Sequence[Kind]) -> tuple[str, ...]:
-    missing = ", ".join(kind.value for kind in asked if kind not in told)
-    return (f"left out, as no layer of {name} can be split so: {missing}",) if missing else ()
 
 
 def _kind_line(machine: Machine, question: Question, counts: Sequence[int]) -> Line:

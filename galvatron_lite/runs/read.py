@@ -37,27 +37,16 @@ PROFILE = "profile.yaml"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a folder tells of a run.
+    """What a folder tells of a run."""
 
-    Attributes:
-        folder: it.
-        starts: of the run, and of each time it went on behind a stop.
-        steps: each once, in order: where a resumed run trained steps again, the later ones.
-        plans: changes of plan since the last start.
-        ranks: records of each rank under the plan that was last in force.
-        ends: how it ended, each time that it could tell.
-        torn: files whose last line is cut off: the process, or its machine, was killed.
-        traces: of the profiler.
-    """
-
-    folder: Path
-    starts: tuple[RunHeader, ...]
-    steps: tuple[StepRecord, ...] = ()
-    plans: tuple[PlanRecord, ...] = ()
-    ranks: tuple[tuple[RankRecord, ...], ...] = ()
-    ends: tuple[EndRecord, ...] = ()
-    torn: tuple[str, ...] = ()
-    traces: tuple[Path, ...] = ()
+    folder: Path  # it
+    starts: tuple[RunHeader, ...]  # of the run, and of each time it went on behind a stop
+    steps: tuple[StepRecord, ...] = ()  # each once, in order: where a resumed run trained steps again, the later ones
+    plans: tuple[PlanRecord, ...] = ()  # changes of plan since the last start
+    ranks: tuple[tuple[RankRecord, ...], ...] = ()  # records of each rank under the plan that was last in force
+    ends: tuple[EndRecord, ...] = ()  # how it ended, each time that it could tell
+    torn: tuple[str, ...] = ()  # files whose last line is cut off: the process, or its machine, was killed
+    traces: tuple[Path, ...] = ()  # of the profiler
 
     @property
     def header(self) -> RunHeader:
@@ -86,11 +75,7 @@ def is_run(folder: Path) -> bool:
 
 
 def read_run(folder: Path) -> Run:
-    """What a folder tells of a run.
-
-    Raises:
-        FileFormatError: no such folder, nothing of a run in it, or a line that is no record; names file and line.
-    """
+    """What a folder tells of a run."""
     files = _files(folder)
     adapters = _adapters()
     torn: list[str] = []

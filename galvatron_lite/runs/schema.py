@@ -11,8 +11,10 @@ run that goes on behind a stop, in the same folder, begins files of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, cast
 
 from annotated_types import Ge
@@ -22,6 +24,7 @@ from galvatron_lite.plans.schema import Plan
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
+
 
 RUN_VERSION = 1
 FINITE = cast("ConfigDict", {**STRICT, "allow_inf_nan": False})
@@ -49,131 +52,81 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunDevice:
-    """A rank and what it runs on.
-
-    Attributes:
-        rank: in the world.
-        host: name of its machine.
-        name: of the device (``NVIDIA A100-SXM4-80GB``), or ``cpu``.
-        stage: its group of devices in the pipeline.
-        memory: bytes of the device; 0: not known.
-        baseline: bytes that the process took before the first step, where ``RankRecord.resident`` is all that is known.
-    """
+    """A rank and what it runs on."""
 
     __pydantic_config__: ClassVar[ConfigDict] = FINITE
-    rank: Count
-    host: str
-    name: str
-    stage: Count = 0
-    memory: Count = 0
+    rank: Count  # in the world
+    host: str  # name of its machine
+    name: str  # of the device (``NVIDIA A100-SXM4-80GB``), or ``cpu``
+    stage: Count = 0  # its group of devices in the pipeline
+    memory: Count = 0  # bytes of the device; 0: not known
+    # bytes that the process took before the first step, where ``RankRecord.resident`` is all that is known
     baseline: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RunHeader:
-    """What a run began with, or went on with. Its prediction is the plan's.
-
-    Attributes:
-        version: of this schema.
-        plan: under which it trains, with its prediction.
-        digest: of the plan, the same for the same plan.
-        time: when it began, seconds since 1970 (UTC).
-        devices: what the ranks run on.
-        versions: of galvatron, torch, Python and, where there is one, CUDA.
-        step: steps that were trained before.
-        model: what trains: ``ParallelModel``, ``CyclicModel``, ``DeepSpeedModel``, ``BranchedModel``.
-    """
+    """What a run began with, or went on with. Its prediction is the plan's."""
 
     __pydantic_config__: ClassVar[ConfigDict] = FINITE
-    version: Count
-    plan: Plan
-    digest: str
-    time: Seconds
-    devices: tuple[RunDevice, ...] = ()
-    versions: dict[str, str] = field(default_factory=dict)
-    step: Count = 0
-    model: str = ""
+    version: Count  # of this schema
+    plan: Plan  # under which it trains, with its prediction
+    digest: str  # of the plan, the same for the same plan
+    time: Seconds  # when it began, seconds since 1970 (UTC)
+    devices: tuple[RunDevice, ...] = ()  # what the ranks run on
+    versions: dict[str, str] = field(default_factory=dict)  # of galvatron, torch, Python and, where there is one, CUDA
+    step: Count = 0  # steps that were trained before
+    model: str = ""  # what trains: ``ParallelModel``, ``CyclicModel``, ``DeepSpeedModel``, ``BranchedModel``
     kind: Literal["header"] = "header"
 
 
 @dataclass(frozen=True, slots=True)
 class RankHeader:
-    """A rank begins to train, goes on, or trains under another plan from here.
-
-    Attributes:
-        version: of this schema.
-        rank: in the world.
-        digest: of the plan.
-        time: seconds since 1970 (UTC).
-        step: steps that were trained before.
-    """
+    """A rank begins to train, goes on, or trains under another plan from here."""
 
     __pydantic_config__: ClassVar[ConfigDict] = FINITE
-    version: Count
-    rank: Count
-    digest: str
-    time: Seconds
-    step: Count = 0
+    version: Count  # of this schema
+    rank: Count  # in the world
+    digest: str  # of the plan
+    time: Seconds  # seconds since 1970 (UTC)
+    step: Count = 0  # steps that were trained before
     kind: Literal["begin"] = "begin"
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A step, as rank 0 saw it; all ranks take part in it, so that it takes about as long on all.
-
-    Attributes:
-        step: its number, 0 first; goes on where a run is resumed.
-        time: when it ended, seconds since 1970 (UTC).
-        seconds: that it took.
-        between: seconds since the step before it: data, printing, saving; not in ``seconds``.
-        samples: of the global batch.
-        tokens: of it; the samples where the model has none.
-        loss: mean of the batch; None: not finite, or not known.
-        memory: peak bytes of the fullest rank so far, as far as rank 0 knows; 0: not known.
-        profiled: whether the profiler ran, which makes it slower.
-    """
+    """A step, as rank 0 saw it; all ranks take part in it, so that it takes about as long on all."""
 
     __pydantic_config__: ClassVar[ConfigDict] = FINITE
-    step: Count
-    time: Seconds
-    seconds: Seconds
-    between: Seconds = 0.0
-    samples: Count = 0
-    tokens: Count = 0
-    loss: float | None = None
-    memory: Count = 0
-    profiled: bool = False
+    step: Count  # its number, 0 first; goes on where a run is resumed
+    time: Seconds  # when it ended, seconds since 1970 (UTC)
+    seconds: Seconds  # that it took
+    between: Seconds = 0.0  # seconds since the step before it: data, printing, saving; not in ``seconds``
+    samples: Count = 0  # of the global batch
+    tokens: Count = 0  # of it; the samples where the model has none
+    loss: float | None = None  # mean of the batch; None: not finite, or not known
+    memory: Count = 0  # peak bytes of the fullest rank so far, as far as rank 0 knows; 0: not known
+    profiled: bool = False  # whether the profiler ran, which makes it slower
     kind: Literal["step"] = "step"
 
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """Some consecutive steps on one rank.
-
-    Attributes:
-        rank: in the world.
-        step: the last of them.
-        steps: how many.
-        seconds: mean of a step; those of steps that were profiled or changed the plan are left out.
-        between: mean seconds before a step.
-        parts: mean seconds of a step, by where they went.
-        layers: seconds of one forward pass of a block, median, by its name; empty where they were not timed.
-        memory: peak bytes in tensors since the plan began, as the device's allocator tells; 0: it does not (CPUs).
-        reserved: peak bytes that the allocator held.
-        resident: peak bytes of the process in the host's memory.
-    """
+    """Some consecutive steps on one rank."""
 
     __pydantic_config__: ClassVar[ConfigDict] = FINITE
-    rank: Count
-    step: Count
+    rank: Count  # in the world
+    step: Count  # the last of them
     steps: Count
-    seconds: Seconds
-    between: Seconds = 0.0
-    parts: dict[Part, Seconds] = field(default_factory=dict)
+    seconds: Seconds  # mean of a step; those of steps that were profiled or changed the plan are left out
+    between: Seconds = 0.0  # mean seconds before a step
+    parts: dict[Part, Seconds] = field(default_factory=dict)  # mean seconds of a step, by where they went
+    # seconds of one forward pass of a block, median, by its name; empty where they were not timed
     layers: dict[str, Seconds] = field(default_factory=dict)
+    # peak bytes in tensors since the plan began, as the device's allocator tells; 0: it does not (CPUs)
     memory: Count = 0
-    reserved: Count = 0
-    resident: Count = 0
+    reserved: Count = 0  # peak bytes that the allocator held
+    resident: Count = 0  # peak bytes of the process in the host's memory
     kind: Literal["rank"] = "rank"
 
 
@@ -206,3 +159,60 @@ KINDS: dict[str, type[Record]] = {
     "header": RunHeader, "begin": RankHeader, "step": StepRecord, "rank": RankRecord, "plan": PlanRecord,
     "end": EndRecord,
 }  # fmt: skip
+
+
+RECENT = 20
+"""Steps that a figure is of, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Figures of some steps, or of a prediction; 0 where one is not known."""
+
+    seconds: float = 0.0  # of a step
+    samples: float = 0.0  # a second, with what lies between steps
+    tokens: float = 0.0  # a second; 0 where the model has none
+    mfu: float = 0.0  # model FLOPs utilisation, 0..1
+    memory: int = 0  # bytes on the fullest device, without its driver's context
+
+
+def predicted(plan: Plan) -> Figures:
+    """What a plan is predicted to do; nothing of one written by hand."""
+    found = plan.prediction
+    if found is None:
+        return Figures()
+    tokens = found.tokens_per_second if found.tokens_per_second != found.samples_per_second else 0.0
+    memory = max((stage.memory.total - stage.memory.context for stage in plan.stages), default=0)
+    return Figures(found.step_seconds, found.samples_per_second, tokens, found.mfu, max(memory, 0))
+
+
+def measured(steps: Sequence[StepRecord], plan: Plan) -> Figures:
+    """What the last of some steps came to: medians, so that single slow ones do not count.
+
+    MFU counts the FLOPs that the plan was made for: those of its prediction, a sample.
+    """
+    recent = [step for step in steps if not step.profiled][-RECENT:]
+    if not recent:
+        return Figures()
+    seconds, period = median(step.seconds for step in recent), median(step.seconds + step.between for step in recent)
+    samples = median(step.samples for step in recent) / period if period else 0.0
+    tokens = median(step.tokens for step in recent) / period if period else 0.0
+    wanted = predicted(plan)
+    mfu = wanted.mfu * samples / wanted.samples if wanted.samples else 0.0
+    return Figures(seconds, samples, tokens if wanted.tokens else 0.0, mfu, recent[-1].memory)
+
+
+def tokens_of_sample(plan: Plan) -> float:
+    """Tokens of a sample that a plan was made for; 1 where the model has none, or nothing was predicted."""
+    found = plan.prediction
+    return 1.0 if found is None or not found.samples_per_second else found.tokens_per_second / found.samples_per_second
+
+
+STEP = "galvatron.step "
+"""Before the number of a step."""
+PART = "galvatron.part "
+"""Before a part of a step (``Part``)."""
+LAYER = "galvatron.layer "
+"""Before the name of a layer: around its forward pass, and again where it is computed again in backward."""
+METADATA = "galvatron"
+"""Key of what a trace says of the run: rank, stage, layers, plan."""

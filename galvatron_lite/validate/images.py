@@ -1,7 +1,4 @@
-"""Published runs of image networks as graphs: layer by layer where the name tells the network, else from totals.
-
-No torch here.
-"""
+"""Published runs of image networks as graphs: layer by layer where the name tells the network, else from totals."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from galvatron_lite.model.shapes.images.summary import ImageTotals, summary_grap
 from galvatron_lite.model.shapes.registry import build_graph, load_model
 from galvatron_lite.stacks.schema import Stack
 from galvatron_lite.units import ITEM_BYTES
-from galvatron_lite.validate.outcome import Skipped
+from galvatron_lite.validate.results import Skipped
 from galvatron_lite.validate.rows import PublishedRun
 
 _TOTALS = re.compile(r"fwd gmacs ([\d.]+), m-activations ([\d.]+)")

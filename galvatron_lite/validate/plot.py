@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median, quantiles
 from xml.sax.saxutils import escape
 
-from galvatron_lite.validate.outcome import Predicted
-from galvatron_lite.validate.plot_scales import Scale, decades, rounded
-from galvatron_lite.validate.plot_style import KINDS, colour, mark, shapes, style, text
+from galvatron_lite.analysis.svg import KINDS, Scale, caption, colour, decades, mark, rounded, shapes, style
+from galvatron_lite.validate.results import Judged, Predicted
 from galvatron_lite.validate.rows import PublishedRun
-from galvatron_lite.validate.scores import Judged
 
 BANDS = (0.25, 0.10)
 """Relative errors that the bands show, widest first."""
@@ -98,9 +96,9 @@ def _words(series: Mapping[str, Sequence[Point]]) -> list[str]:
 def _heading(series: Mapping[str, Sequence[Point]]) -> list[str]:
     bold = ' font-size="15" font-weight="600"'
     return [
-        text(_LEFT, 26, "Predicted against measured seconds a training step", more=bold),
-        text(_LEFT, 46, _summary(series), kind="soft"),
-        text(_LEFT, 64, "bands: 10 % and 25 % either way; ticks at an edge lie beyond it", kind="soft"),
+        caption(_LEFT, 26, "Predicted against measured seconds a training step", more=bold),
+        caption(_LEFT, 46, _summary(series), kind="soft"),
+        caption(_LEFT, 64, "bands: 10 % and 25 % either way; ticks at an edge lie beyond it", kind="soft"),
     ]
 
 
@@ -141,12 +139,12 @@ def _grid(across: Scale, upwards: Scale) -> list[str]:
     for value in decades(across.low, across.high):
         x, y, name = across.at(value), upwards.at(value), f"{value:,g}"
         lines.append(f'<path class="grid" d="M{x:.1f} {_TOP}V{bottom}M{_LEFT} {y:.1f}H{right}"/>')
-        lines += [text(x, bottom + 18, name, "middle", "soft"), text(_LEFT - 7, y + 4, name, "end", "soft")]
+        lines += [caption(x, bottom + 18, name, "middle", "soft"), caption(_LEFT - 7, y + 4, name, "end", "soft")]
     turned = f' transform="rotate(-90 18 {_TOP + _SIDE / 2})"'
     return [
         *lines,
-        text(_LEFT + _SIDE / 2, bottom + 40, "measured, seconds a step", "middle"),
-        text(18, _TOP + _SIDE / 2, "predicted, seconds a step", "middle", more=turned),
+        caption(_LEFT + _SIDE / 2, bottom + 40, "measured, seconds a step", "middle"),
+        caption(18, _TOP + _SIDE / 2, "predicted, seconds a step", "middle", more=turned),
     ]
 
 
@@ -154,9 +152,9 @@ def _rows(series: Mapping[str, Sequence[Point]]) -> list[str]:
     """The legend, with each family's errors."""
     scale, bottom = Scale(0.5, 2.0, _TICKS, _TICKS + _WIDTH), _TOP + _ROW * len(series)
     lines = [
-        text(_NAMES + 12, _TOP - 10, "family (runs)", kind="soft"),
-        text(_TICKS + _WIDTH / 2, _TOP - 10, "predicted / measured", "middle", "soft"),
-        text(_FIGURES, _TOP - 10, "median error", "end", "soft"),
+        caption(_NAMES + 12, _TOP - 10, "family (runs)", kind="soft"),
+        caption(_TICKS + _WIDTH / 2, _TOP - 10, "predicted / measured", "middle", "soft"),
+        caption(_FIGURES, _TOP - 10, "median error", "end", "soft"),
     ]
     for error, kind in zip(BANDS, ("far", "near"), strict=True):
         left, right = scale.at(1 - error), scale.at(1 + error)
@@ -164,7 +162,7 @@ def _rows(series: Mapping[str, Sequence[Point]]) -> list[str]:
     for value, name in ((0.5, "½"), (0.75, "−25 %"), (1.0, "1"), (1.25, "+25 %"), (2.0, "2")):
         x = scale.at(value)
         lines.append(f'<path class="{"one" if value == 1 else "grid"}" d="M{x:.1f} {_TOP}V{bottom}"/>')
-        lines.append(text(x, bottom + 16, name, "middle", "soft"))
+        lines.append(caption(x, bottom + 16, name, "middle", "soft"))
     for place, (name, points) in enumerate(series.items()):
         lines += _row(place, name, points, scale)
     return lines
@@ -179,11 +177,11 @@ def _row(place: int, name: str, points: Sequence[Point], scale: Scale) -> list[s
     big = f'transform="translate({_NAMES + 2} {top + 8.5}) scale(1.4)"'
     return [
         f'<g class="c{colour(place)}" {big}>{mark(place, 0, 0)}</g>',
-        text(_NAMES + 12, base, f"{name} ({len(points)})"),
+        caption(_NAMES + 12, base, f"{name} ({len(points)})"),
         f'<path class="t{colour(place)}" stroke-opacity="{0.3 if len(points) > _CROWDED else 0.6}" d="{ticks}"/>',
         f'<path class="one" stroke-width="1.2" d="M{left:.1f} {top + 14}H{right:.1f}"/>',
         f'<path class="one" stroke-width="2.5" d="M{middle:.1f} {top + 2}v12.5"/>',
-        text(_FIGURES, base, _error(points), "end"),
+        caption(_FIGURES, base, _error(points), "end"),
     ]
 
 

@@ -1,33 +1,118 @@
-"""Predicts a published run through the path that the planner takes: graph, profile, plan, cost."""
+"""Predicts published runs by the planner's own path: graph, profile, plan, cost; and reads what they measured."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
 from galvatron_lite.calibration.schema import Calibration
-from galvatron_lite.cluster.cluster import Cluster
+from galvatron_lite.cluster.cluster import Cluster, Device
+from galvatron_lite.cost.groups import busy_seconds
 from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.memory import reserved
 from galvatron_lite.cost.plan import price_plan
+from galvatron_lite.cost.step import straggling
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.shapes import Shape, build_graph
-from galvatron_lite.plans.schema import Plan, Prediction
+from galvatron_lite.oracle.closed_form import Kind
+from galvatron_lite.oracle.pricing import Laid, laid_out, profile_on
+from galvatron_lite.oracle.strategies import Question
+from galvatron_lite.parallelism.pictures import is_picture
+from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, TimeBreakdown
 from galvatron_lite.profiler.estimate import estimate_profile
-from galvatron_lite.stacks.schema import Stack
+from galvatron_lite.stacks.schema import Stack, workspace_bytes
 from galvatron_lite.units import ITEM_BYTES
-from galvatron_lite.validate.clusters import cluster_of
+from galvatron_lite.validate.checks import cluster_of, not_understood
 from galvatron_lite.validate.fitting import fitting
 from galvatron_lite.validate.images import image_model
-from galvatron_lite.validate.memory import peak_of
-from galvatron_lite.validate.models import shape_of
-from galvatron_lite.validate.outcome import Predicted, Skipped
-from galvatron_lite.validate.plans import plan_of
+from galvatron_lite.validate.model import shape_of
+from galvatron_lite.validate.plans import Batch, batch_of, compute_precision, plan_of
+from galvatron_lite.validate.results import Judged, Measured, Predicted, Skipped, judge
 from galvatron_lite.validate.rows import PublishedRun
-from galvatron_lite.validate.said import compute_precision
-from galvatron_lite.validate.shared import predict_shared, shares_samples
 from galvatron_lite.validate.software import stack_of
-from galvatron_lite.validate.understood import not_understood
+
+
+def peak_of(run: PublishedRun, stack: Stack, plan: Plan, device: Device) -> tuple[MemoryBreakdown, int]:
+    """The stage that a run speaks of, and the bytes that it would have measured there.
+
+    The last rank's stage, all devices together, or the fullest stage. What is counted: what ``nvidia-smi`` shows, what
+    PyTorch reserved, or (where nothing is said) what it allocated, libraries' workspaces included.
+
+    Args:
+        run: what was published.
+        stack: its software.
+        plan: priced.
+        device: of its cluster.
+    """
+    memories = [stage.memory for stage in plan.stages[-plan.pipeline :]]
+    workspaces = workspace_bytes(stack, device)
+
+    def counted(memory: MemoryBreakdown) -> int:
+        if "nvidia-smi" in run.said:
+            return reserved(memory, device.memory)
+        if stack.reports_reserved:
+            return reserved(memory, device.memory) - memory.context + workspaces
+        return memory.total - memory.context + workspaces
+
+    fullest = max(memories, key=counted)
+    if "last rank" in run.said:
+        return memories[-1], counted(memories[-1])
+    if "sum over all gpus" in run.said:
+        return fullest, sum(counted(memory) for memory in memories) * plan.stage_devices
+    return fullest, counted(fullest)
+
+
+def shares_samples(run: PublishedRun) -> bool:
+    """Whether several devices work on the pixels or the channels of one sample."""
+    return (run.spatial or 1) > 1 or (run.filter or 1) > 1
+
+
+def question_of(run: PublishedRun) -> Question | Skipped:
+    """What a run asks of the oracle: samples are of a group's, as ``micro_batch`` is where devices share them."""
+    pixels, filters = run.spatial or 1, run.filter or 1
+    group, devices = pixels * filters, run.n_gpus or 0
+    if min(pixels, filters) > 1:
+        return Skipped("pixels and filters shared at once", f"spatial: {pixels}, filter: {filters}.")
+    if (run.tp or 1) * (run.pp or 1) * (run.cp or 1) > 1 or devices % group:
+        return Skipped("degrees do not multiply to the number of GPUs", f"groups of {group}, n_gpus: {devices}.")
+    groups = devices // group
+    batch = run.micro_batch or (run.global_batch or 0) // groups
+    if not batch or (run.global_batch or batch * groups) != batch * groups or (run.grad_accum or 1) != 1:
+        return Skipped("batch does not divide", f"micro_batch: {run.micro_batch}, global_batch: {run.global_batch}.")
+    alone, beside = (Kind.SPATIAL, Kind.DATA_SPATIAL) if pixels > 1 else (Kind.FILTER, Kind.DATA_FILTER)
+    return Question(alone if groups == 1 else beside, devices, batch, batch * groups, group)
+
+
+def predict_shared(
+    run: PublishedRun, graph: ModelGraph, cluster: Cluster, stack: Stack, precision: str, calibration: Calibration
+) -> Predicted | Skipped:
+    """Step time and peak memory of such a run."""
+    if not any(is_picture(kind) for kind in graph.kinds.values()):
+        return Skipped("spatial or filter parallelism", "spatial, filter: the model does not work on pictures.")
+    question = question_of(run)
+    if isinstance(question, Skipped):
+        return question
+    pricer = LayerPricer(profile_on(graph, cluster, precision, question.batch, stack, calibration))
+    laid = laid_out(pricer, question)
+    (seconds,) = busy_seconds(pricer.profile, laid.shape, laid.costs)
+    (cost,) = laid.costs
+    host = pricer.profile.overhead.step
+    whole = (seconds + cost.step + host) * straggling(pricer.profile, question.devices)
+    memory, device = cost.memory, cluster.device
+    counted = memory.total - memory.context + workspace_bytes(stack, device)
+    return Predicted(whole, counted, memory.total, device.memory, _parts(laid, whole), memory)
+
+
+def _parts(laid: Laid, seconds: float) -> TimeBreakdown:
+    layers = laid.costs[0].layers
+    forward, backward, again, update = (
+        sum(getattr(one, name) for one in layers) for name in ("forward", "backward", "recompute", "update")
+    )
+    left = seconds - forward - backward - again - update - laid.moved.total
+    return TimeBreakdown(forward, backward, again, laid.moved.total, 0.0, update, left)
+
 
 MOST_PASSES = 1_000_000
 """Micro-batches of a step times stages of its pipeline that are gone through; more cost minutes a row."""
@@ -47,21 +132,13 @@ class Remembered:
 
 @dataclass(frozen=True, slots=True)
 class Understood:
-    """A published run in our words.
+    """A published run in our words."""
 
-    Attributes:
-        graph: what is trained.
-        cluster: where.
-        stack: with which software.
-        precision: of compute.
-        plan: how, priced.
-    """
-
-    graph: ModelGraph
-    cluster: Cluster
-    stack: Stack
-    precision: str
-    plan: Plan
+    graph: ModelGraph  # what is trained
+    cluster: Cluster  # where
+    stack: Stack  # with which software
+    precision: str  # of compute
+    plan: Plan  # how, priced
 
     @property
     def prediction(self) -> Prediction:
@@ -107,11 +184,7 @@ def _shared(run: PublishedRun, calibration: Calibration, memory: Remembered) -> 
 
 
 def understand(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Understood | Skipped:
-    """What a run trains, where, with which software and by which plan; or why it cannot be represented.
-
-    Raises:
-        InputError: the plan cannot be run on this model.
-    """
+    """What a run trains, where, with which software and by which plan; or why it cannot be represented."""
     cluster = _cluster(run, calibration, memory)
     if isinstance(cluster, Skipped):
         return cluster
@@ -242,3 +315,61 @@ def _outcome(run: PublishedRun, understood: Understood) -> Predicted:
 def _short(error: GalvatronError) -> str:
     field_name = getattr(error, "field", "")
     return f"does not fit: {field_name}" if field_name else str(error)
+
+
+Progress = Callable[[int, int, str], None]
+
+
+def validate_runs(
+    runs: Sequence[PublishedRun], calibration: Calibration, progress: Progress | None = None
+) -> list[Judged]:
+    """Every run with its prediction, in order.
+
+    Args:
+        runs: what was published.
+        calibration: constants.
+        progress: called with (done, total, label) after each run.
+    """
+    memory = Remembered()
+    judged = []
+    for number, run in enumerate(runs, 1):
+        judged.append(judge_run(run, calibration, memory))
+        if progress is not None:
+            progress(number, len(runs), run.family)
+    return judged
+
+
+def judge_run(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Judged:
+    """One run with its prediction; those of grade C are not predicted."""
+    if run.quality == "C" and run.problem is None:
+        return Judged(run, None, Skipped("grade C is not scored", "quality: 'C'."))
+    outcome, batch = predict_run(run, calibration, memory), batch_of(run)
+    if isinstance(outcome, Skipped):
+        return Judged(run, None, outcome)
+    if isinstance(batch, Skipped):
+        return Judged(run, None, batch)
+    return judge(run, measured_of(run, batch), outcome)
+
+
+_GIB = 2**30
+_GB = 10**9
+
+
+def measured_of(run: PublishedRun, batch: Batch) -> Measured:
+    """Step time as it is printed, else from tokens or samples a second; peak memory in bytes.
+
+    Memory is printed in GiB under either name by PyTorch and nvidia-smi; rows that say they were converted are in GB.
+    """
+    memory = run.peak_mem_gb
+    unit = _GB if "gib->gb" in run.said or "x1.0737" in run.said else _GIB
+    return Measured(_seconds(run, batch), None if memory is None else round(memory * unit))
+
+
+def _seconds(run: PublishedRun, batch: Batch) -> float | None:
+    if run.iter_time_s is not None and run.global_batch is not None:
+        return run.iter_time_s if run.iter_time_s > 0 else None
+    if run.tokens_per_s_per_gpu and run.seq_len and run.n_gpus:
+        return batch.size * run.seq_len / (run.tokens_per_s_per_gpu * run.n_gpus)
+    if run.samples_per_s:
+        return batch.size / run.samples_per_s
+    return None

@@ -1,19 +1,141 @@
-"""Scores of published runs for people and for programmes."""
+"""Scores of published runs as tables and as data, with notes on rows that are not scored and units that look wrong."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
 from math import log
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from galvatron_lite.validate.legend import POINTER
-from galvatron_lite.validate.outcome import Predicted
-from galvatron_lite.validate.scores import Judged, Scores
-from galvatron_lite.validate.understood import assumptions
+from galvatron_lite.validate.checks import assumptions, taken_otherwise
+from galvatron_lite.validate.results import Judged, Predicted, Scores, Skipped
+from galvatron_lite.validate.rows import KINDS, NOT_USED, PublishedRun, parse_lines, read_lines, readable
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+LEGEND = (
+    "time %: mean of |predicted / measured - 1| of step times; median: of the same; bias: mean with sign (+: too slow)",
+    "memory %, bias: the same of peak memory; over: runs that ran but are predicted not to fit their device",
+    "rank: Spearman's correlation of predicted and measured times; in groups: among plans of one model, machine, batch",
+    "regret %: by how much the plan predicted fastest in such a group is slower than its best; worst: of any group",
+)
+"""A line for each group of columns."""
+
+EPILOG = "Columns. " + ". ".join(LEGEND) + ". Exit status: 0, or 1 where nothing is scored or a value is wrong."
+"""What stands below the options."""
+
+POINTER = "What the columns mean: galvatron validate --help"
+
+
+IMPLAUSIBLE = 20.0
+"""Factor between prediction and measurement beyond which a unit is the likelier reason."""
+
+FAILED = "ran out of memory, so that there is no figure"
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RunFile:
+    """A file of runs."""
+
+    runs: tuple[PublishedRun, ...]  # in order
+    # about the file as a whole, for people: lines that hold no run, names that repeat, fields passed over
+    notes: tuple[str, ...]
+
+
+def read_file(path: Path) -> RunFile:
+    """All runs of a file (``-``: standard input), and what is odd about it; see ``rows.read_runs``."""
+    runs: list[PublishedRun] = []
+    passed: Counter[str] = Counter()
+    broken = []
+    for number, data in parse_lines(read_lines(path), str(path)):
+        if isinstance(data, PublishedRun):
+            broken.append(str(number))
+            runs.append(data)
+        else:
+            passed.update(data.keys() - KINDS.keys())
+            runs.append(readable(data, number, str(path)))
+    return RunFile(tuple(runs), (*_broken(broken), *_repeated(runs), *_passed(passed)))
+
+
+def _broken(lines: Sequence[str]) -> list[str]:
+    return [f"lines that are no JSON object, each counted as a row not scored: {_some(lines)}"] if lines else []
+
+
+def _repeated(runs: Iterable[PublishedRun]) -> list[str]:
+    names = [name for name, count in Counter(run.run_id for run in runs).items() if count > 1]
+    return [f"run_id given more than once, all of them counted: {_some(names)}"] if names else []
+
+
+def _passed(fields: Mapping[str, int]) -> list[str]:
+    """Fields that nothing reads, with the known name that each may have been meant as."""
+    said = []
+    for name in sorted(fields.keys() - set(NOT_USED)):
+        near = get_close_matches(name.lower(), KINDS, 1, 0.75)
+        said.append(f"{name} (meant {near[0]}?)" if near else name)
+    return [f"fields passed over: {_some(said)}"] if said else []
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(name[:60] for name in names[:_SHOWN]) + more
+
+
+def implausible(judged: Iterable[Judged]) -> list[str]:
+    """A hint about units where predictions are off by more than ``IMPLAUSIBLE`` times."""
+    odd = [one for one in judged if any(_far(ratio) for ratio in (one.time, one.memory))]
+    if not odd:
+        return []
+    names = _some([one.run.run_id for one in odd])
+    units = "iter_time_s is in seconds, peak_mem_gb in GiB, throughputs a second"
+    return [f"off by more than {IMPLAUSIBLE:.0f} times, check the units ({units}): {names}"]
+
+
+def _far(ratio: float | None) -> bool:
+    return ratio is not None and not 1 / IMPLAUSIBLE <= ratio <= IMPLAUSIBLE
+
+
+def unscored(judged: Iterable[Judged]) -> list[dict[str, object]]:
+    """Every row that is not scored, in order: ``run_id``, ``line``, ``reason``, ``detail``."""
+    return [
+        {"run_id": one.run.run_id, "line": one.run.line, "reason": reason, "detail": detail}
+        for one in judged
+        if not one.scored
+        for reason, detail in [_why(one)]
+    ]
+
+
+def _why(one: Judged) -> tuple[str, str]:
+    if isinstance(one.outcome, Skipped):
+        return one.outcome.reason, one.outcome.detail
+    return FAILED, "oom: True, and neither time nor memory measured."
+
+
+def unscored_rows(judged: Iterable[Judged], count: int) -> list[str]:
+    """Lines for people on the first rows that are not scored."""
+    # Of those that were graded so on purpose nothing can be mended: they come last.
+    rows = sorted(unscored(judged), key=lambda row: "grade C" in str(row["reason"]))
+    lines = [f"not scored: line {row['line']}, {row['run_id']}: {row['reason']}. {row['detail']}" for row in rows]
+    more = f"... and {len(rows) - count} more not scored (--skipped N, --json)"
+    return [*lines[:count], more] if len(rows) > count else lines
+
+
+def assumed(judged: Iterable[Judged]) -> dict[str, int]:
+    """What was taken for scored rows without their saying so, with the number of rows, most frequent first."""
+    return dict(Counter(text for one in judged if one.scored for text in assumptions(one.run)).most_common())
+
+
+def passed_over(judged: Iterable[Judged]) -> list[str]:
+    """Lines for people: what scored rows state and is passed over, most frequent first."""
+    every = Counter(text for one in judged if one.scored for text in taken_otherwise(one.run)).most_common()
+    lines = [f"{text} ({count} row{'s' * (count > 1)})" for text, count in every[:_SHOWN]]
+    return [*lines, *([f"... and {len(every) - _SHOWN} more such (--json)"] if len(every) > _SHOWN else [])]
+
 
 Mean = Mapping[str, float | int | None]
 """Figures averaged over families."""

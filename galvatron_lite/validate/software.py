@@ -10,9 +10,8 @@ from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.stacks.schema import Stack, StateLayout
 from galvatron_lite.units import ITEM_BYTES
-from galvatron_lite.validate.plans import gathers_once
+from galvatron_lite.validate.plans import gathers_once, whole_argument
 from galvatron_lite.validate.rows import PublishedRun
-from galvatron_lite.validate.said import whole_argument
 
 _OPTIMIZERS = (
     ("momentum", "sgd"),

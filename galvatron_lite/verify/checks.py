@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from galvatron_lite import __version__
+from galvatron_lite.analysis.report.gather import profile_of
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.files import from_data, to_data
 from galvatron_lite.model.discover import discover_layers
@@ -16,7 +17,6 @@ from galvatron_lite.plans.schema import Mode, Plan, Trainer
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import data_hash
 from galvatron_lite.profiler.store_journal import Journal
-from galvatron_lite.report.gathered import profile_of
 from galvatron_lite.verify.dry.mode import DryRunError
 from galvatron_lite.verify.dry.names import named_for
 from galvatron_lite.verify.dry.roles import run_roles

@@ -198,7 +198,7 @@ def test_an_interrupt_before_a_first_plan_says_so(
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("galvatron_lite.questions.setting.find_plan", stop)
+    monkeypatch.setattr("galvatron_lite.analysis.setting.find_plan", stop)
     assert run(monkeypatch, *SMALL, *question) == 130
     told = capsys.readouterr()
     assert told.err == "galvatron: Interrupted before a first plan was found.\n"
@@ -213,7 +213,7 @@ def test_an_interrupted_plan_says_how_far_it_may_be_from_the_best(
         assert plan.provenance is not None
         return replace(plan, provenance=replace(plan.provenance, proof=Proof.FEASIBLE, gap=0.25, interrupted=True))
 
-    monkeypatch.setattr("galvatron_lite.questions.setting.find_plan", stopped)
+    monkeypatch.setattr("galvatron_lite.analysis.setting.find_plan", stopped)
     assert run(monkeypatch, *SMALL) == 0
     assert "search: interrupted; feasible, at most 25.0% from the best" in capsys.readouterr().out
 

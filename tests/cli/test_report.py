@@ -112,8 +112,8 @@ def test_a_folder_that_is_not_there_is_not_made(place: Path, monkeypatch: pytest
 
 def test_a_profile_among_the_kept_ones_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from galvatron_lite import api
+    from galvatron_lite.analysis.report.gather import Source, gather
     from galvatron_lite.profiler.store import write_profile
-    from galvatron_lite.report.gathered import Source, gather
 
     known = replace(api.find_profile(model="bert-large", cluster="rtx-titan", gpus=2), name="kept")
     monkeypatch.chdir(tmp_path)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from galvatron_lite.analysis.setting import first_devices
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cluster.cluster import Cluster, DeviceGroup, Level
 from galvatron_lite.cost.groups import price_stages
@@ -21,7 +22,6 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import DeviceFigures, Profile
-from galvatron_lite.questions.counts import first_devices
 from galvatron_lite.search.result import plan_of
 from tests.factories import random_profile
 

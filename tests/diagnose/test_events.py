@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.diagnose import events
-from galvatron_lite.diagnose.events import read_trace
-from galvatron_lite.diagnose.intervals import Cover
-from galvatron_lite.diagnose.times import Where
+from galvatron_lite.diagnose.events import Cover, read_trace
+from galvatron_lite.diagnose.expected import Where
 from galvatron_lite.diagnose.traced import kind_of, rank_of, times_of
 from galvatron_lite.errors import FileFormatError
 

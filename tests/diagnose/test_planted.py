@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from galvatron_lite.diagnose.diagnosis import Diagnosis, _of_run, diagnose, find_known_profile, open_source
+from galvatron_lite.diagnose.diagnosis import Diagnosis, _of_run, diagnose, find_known_profile, open_source, updated
 from galvatron_lite.diagnose.findings import Cause, Finding
-from galvatron_lite.diagnose.update import updated
 from galvatron_lite.profiler.schema import OriginKind
 from galvatron_lite.runs.read import read_run
 from tests.diagnose.jobs import BLOCKS, MORE, plant_all, plant_in_a_stage

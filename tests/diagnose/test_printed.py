@@ -9,9 +9,8 @@ import pytest
 
 from galvatron_lite.cli.diagnose import _print
 from galvatron_lite.diagnose.diagnosis import Diagnosis, MemoryRow, Source, _backend, _untraced
-from galvatron_lite.diagnose.expected import expect
+from galvatron_lite.diagnose.expected import RankTimes, Where, expect
 from galvatron_lite.diagnose.findings import GLOO, NCCL, Cause, Finding, _of_links, findings, rank_words
-from galvatron_lite.diagnose.times import RankTimes, Where
 from galvatron_lite.runs.read import Run
 from galvatron_lite.runs.schema import RunHeader, StepRecord
 from tests.diagnose.jobs import known_profile, plan_of

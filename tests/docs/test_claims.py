@@ -6,18 +6,16 @@ from dataclasses import fields
 
 import pytest
 
-from galvatron_lite.calibration.fit import ENOUGH
 from galvatron_lite.cli.validate import _GROUPINGS
 from galvatron_lite.cluster.collectives import TREE_EFFICIENCY
 from galvatron_lite.cost.memory import UNUSED_SHARE
 from galvatron_lite.plans.schema import MemoryBreakdown, Schedule, TimeBreakdown
 from galvatron_lite.profiler import estimate_efficiency as constants
-from galvatron_lite.validate.notes import unscored
-from galvatron_lite.validate.outcome import Measured, Predicted, Skipped
-from galvatron_lite.validate.ranges import REAL, WHOLE
-from galvatron_lite.validate.report import worst_data
-from galvatron_lite.validate.scores import Judged, Scores, judge
-from galvatron_lite.validate.understood import FRAMEWORKS
+from galvatron_lite.validate.checks import FRAMEWORKS
+from galvatron_lite.validate.report import unscored, worst_data
+from galvatron_lite.validate.results import Judged, Measured, Predicted, Scores, Skipped, judge
+from galvatron_lite.validate.rows import REAL, WHOLE
+from studies.calibration.fit import ENOUGH
 
 from ..validate.runs import GPT
 from .pages import ROOT, script_source, text_of

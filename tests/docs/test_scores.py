@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from galvatron_lite.calibration.store import load_calibration
-from galvatron_lite.validate.outcome import Skipped
-from galvatron_lite.validate.scores import Judged, macro, score_families
+from galvatron_lite.validate.results import Judged, Skipped, macro, score_families
 
 from .pages import ROOT, text_of
 

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from galvatron_lite.analysis.explain import WORTH, bounds
+from galvatron_lite.analysis.explanation import Bound, Constraint, TimeAccount, TimeClass, TimePart, WhatIf
+from galvatron_lite.analysis.step_time import BUBBLE, account, memory_of
+from galvatron_lite.analysis.what_ifs import NOT_TRIED
 from galvatron_lite.cluster.budget import Budget
-from galvatron_lite.explainer.asking import NOT_TRIED
-from galvatron_lite.explainer.bounds import WORTH, bounds
-from galvatron_lite.explainer.memory import memory_of
-from galvatron_lite.explainer.schema import Bound, Constraint, TimeAccount, TimeClass, TimePart, WhatIf
-from galvatron_lite.explainer.time import BUBBLE, account
 from galvatron_lite.search.result import summary
 from tests.explainer.test_time import random_plan
 
@@ -45,7 +44,7 @@ def test_without_what_ifs_the_dearest_comes_first() -> None:
 
 
 def test_what_was_not_tried_is_said_and_compute_gets_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("galvatron_lite.explainer.bounds._balance", lambda priced: iter(()))
+    monkeypatch.setattr("galvatron_lite.analysis.explain._balance", lambda priced: iter(()))
     untried = (
         WhatIf("links_node", "links twice as fast", 4, 8, why=NOT_TRIED),
         WhatIf("batch_twice", "twice the batch", 4, 16, why=NOT_TRIED),

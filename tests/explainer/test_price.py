@@ -8,18 +8,17 @@ from itertools import product
 
 import pytest
 
+from galvatron_lite.analysis.setting import Setting, ask
+from galvatron_lite.analysis.what_ifs import Clock, added_bytes, price_of_memory, with_less, with_stairs
 from galvatron_lite.cluster.budget import Budget
 from galvatron_lite.cost.step import price_staged
 from galvatron_lite.errors import InputError
-from galvatron_lite.explainer.asking import Clock
-from galvatron_lite.explainer.price import added_bytes, price_of_memory, with_less, with_stairs
 from galvatron_lite.parallelism.backends import backend_named
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.questions.pins import Pins
-from galvatron_lite.questions.setting import Setting, ask
 from galvatron_lite.search.result import plan_of
 from galvatron_lite.search.space import UNPINNED, Fixed
+from galvatron_lite.search.user_pins import Pins
 from tests.factories import random_profile
 
 STAGES = Pins(fixed=Fixed(forbidden=("pipeline",)))

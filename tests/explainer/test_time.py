@@ -6,10 +6,9 @@ from math import fsum
 
 import pytest
 
+from galvatron_lite.analysis.explanation import TimeClass
+from galvatron_lite.analysis.step_time import BUBBLE, SLOWEST, Priced, account, taken_apart
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.explainer.priced import Priced, taken_apart
-from galvatron_lite.explainer.schema import TimeClass
-from galvatron_lite.explainer.time import BUBBLE, SLOWEST, account
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from galvatron_lite import api, api_explain
+from galvatron_lite.analysis.explanation import Constraint, Explanation, TimeClass
+from galvatron_lite.analysis.what_ifs import with_faster_links, with_one_more
 from galvatron_lite.cluster.cluster import DeviceGroup, Level
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InputError
-from galvatron_lite.explainer.changed import with_faster_links, with_one_more
-from galvatron_lite.explainer.schema import Constraint, Explanation, TimeClass
 from galvatron_lite.files import from_data, to_data
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.plans.schema import LayerRun, Plan

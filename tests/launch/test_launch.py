@@ -17,10 +17,8 @@ from typer.testing import CliRunner
 from galvatron_lite.cli import app
 from galvatron_lite.errors import GalvatronError, InputError, LaunchError
 from galvatron_lite.files import to_data
-from galvatron_lite.launch.check import MARK, NodeReport, check_nodes, read_reports, report
-from galvatron_lite.launch.commands import PLAN_VARIABLE, THREADS
-from galvatron_lite.launch.hosts import Host, chosen, read_hostfile
-from galvatron_lite.launch.jobs import Asked, Through, launch_of
+from galvatron_lite.launch.commands import PLAN_VARIABLE, THREADS, Host, chosen, read_hostfile
+from galvatron_lite.launch.jobs import MARK, Asked, NodeReport, Through, check_nodes, launch_of, read_reports, report
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from galvatron_lite.errors import GalvatronError, InputError, PeerError
-from galvatron_lite.launch.told import FOLDER_VARIABLE, last_words, listen
+from galvatron_lite.launch.error_reports import FOLDER_VARIABLE, last_words, listen
 
 PEER = PeerError("Rank 0 waited in vain.", ranks=(1,), operation="forward")
 WRONG = InputError("mem", "lots", "Give 40GB.")

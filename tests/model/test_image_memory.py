@@ -21,7 +21,7 @@ from galvatron_lite.model.shapes.images.network import Network
 from galvatron_lite.model.shapes.images.partition import partitioned
 from galvatron_lite.model.shapes.images.residual import Residual, residual_graph
 from galvatron_lite.model.shapes.images.summary import ImageTotals, summary_graph
-from galvatron_lite.stacks.facts import EAGER_KERNELS
+from galvatron_lite.stacks.schema import EAGER_KERNELS
 
 SAMPLES = 2
 SIDE = 64

@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 
 from galvatron_lite.cli import app
 from galvatron_lite.errors import InputError
-from galvatron_lite.oracle.asked import Options, counts_of, forecast, kinds_of
-from galvatron_lite.oracle.case import Kind
-from galvatron_lite.oracle.shipped import network_names
+from galvatron_lite.oracle.closed_form import Kind
+from galvatron_lite.oracle.request import Options, counts_of, forecast, kinds_of, network_names
 
 
 def asked(line: str) -> Any:

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from galvatron_lite.oracle.bottlenecks import CAUSES, Finding, Sort, findings
-from galvatron_lite.oracle.case import Moved
-from galvatron_lite.oracle.rows import Forecast, Limit, Line, Loudest, Row
+from galvatron_lite.oracle.closed_form import Moved
+from galvatron_lite.oracle.rows import CAUSES, Finding, Forecast, Limit, Line, Loudest, Row, Sort, findings
 
 GOOD = Row("any", 2, 64, 10, compute=100.0, memory=10.0, capacity=20.0)
 

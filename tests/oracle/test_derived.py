@@ -4,10 +4,8 @@ import pytest
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph, OperatorClass
-from galvatron_lite.oracle.derived import network_of
-from galvatron_lite.oracle.layers import Network, Op, Split
-from galvatron_lite.oracle.models import graph_named
-from galvatron_lite.oracle.shipped import network_named, network_names
+from galvatron_lite.oracle.layers import Network, Op, Split, network_of
+from galvatron_lite.oracle.request import graph_named, network_named, network_names
 
 
 def table(graph: ModelGraph) -> Network:

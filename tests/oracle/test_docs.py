@@ -8,12 +8,13 @@ import pytest
 from typer.testing import CliRunner
 
 from galvatron_lite.cli import app
-from galvatron_lite.oracle.bottlenecks import CAUSES, SPLIT_THRESHOLD, Sort
+from galvatron_lite.oracle.closed_form import Quirk
 from galvatron_lite.oracle.measured import measured_rows
-from galvatron_lite.oracle.quirks import Quirk
-from galvatron_lite.oracle.shipped import fabric_named, printed
+from galvatron_lite.oracle.request import fabric_named
+from galvatron_lite.oracle.rows import CAUSES, SPLIT_THRESHOLD, Sort
 
 from ..docs.pages import commands, text_of
+from .printed import printed
 
 PAGE = text_of("docs/oracle.md")
 COMMANDS = sorted(set(commands(PAGE)) - {"galvatron plan --model"})

@@ -10,13 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.oracle.case import Case, Kind
-from galvatron_lite.oracle.formulas import estimate
+from galvatron_lite.oracle.closed_form import Case, Kind, Quirk, balanced, estimate, least_runs, quirks_named
 from galvatron_lite.oracle.layers import Network, Op, OracleLayer, Split
-from galvatron_lite.oracle.network import Link, Wires, all_gather, all_reduce
-from galvatron_lite.oracle.quirks import Quirk, quirks_named
-from galvatron_lite.oracle.shipped import network_named
-from galvatron_lite.oracle.stages import balanced, least_runs
+from galvatron_lite.oracle.links import Link, Wires, all_gather, all_reduce
+from galvatron_lite.oracle.request import network_named
 
 BOTH = (Split.FILTER, Split.SPATIAL)
 FIRST = OracleLayer("first", Op.CONV, (2, 8, 8), (4, 8, 8), (3, 3), BOTH)  # 72 weights, 128 in, 256 out

@@ -2,12 +2,12 @@
 
 import pytest
 
-from galvatron_lite.oracle.case import Case, Kind
-from galvatron_lite.oracle.formulas import estimate, largest_batch
+from galvatron_lite.oracle.closed_form import Case, Kind, estimate, largest_batch, quirks_named
 from galvatron_lite.oracle.layers import Split
-from galvatron_lite.oracle.network import wires_of
-from galvatron_lite.oracle.quirks import quirks_named
-from galvatron_lite.oracle.shipped import Printed, fabric_named, network_named, printed
+from galvatron_lite.oracle.links import wires_of
+from galvatron_lite.oracle.request import fabric_named, network_named
+
+from .printed import Printed, printed
 
 ABCI = fabric_named("abci")
 LINES = [(one, devices) for one in printed() for devices in one.rows]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from galvatron_lite.oracle.case import Kind
+from galvatron_lite.oracle.closed_form import Kind
 from galvatron_lite.oracle.measured import Check, Measured, check_rows, mean_accuracy, measured_rows, rankings, scores
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.errors import InputError
-from galvatron_lite.oracle.network import wires_of, wires_of_cluster
-from galvatron_lite.oracle.shipped import fabric_named
+from galvatron_lite.oracle.links import wires_of, wires_of_cluster
+from galvatron_lite.oracle.request import fabric_named
 
 ABCI = fabric_named("abci")
 assert ABCI is not None

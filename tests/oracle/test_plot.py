@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from galvatron_lite.oracle.case import Moved
+from galvatron_lite.oracle.closed_form import Moved
 from galvatron_lite.oracle.plot import _BARS, figure
+from galvatron_lite.oracle.request import network_named
 from galvatron_lite.oracle.rows import Forecast, Limit, Line, Row
-from galvatron_lite.oracle.shipped import network_named
 
 SVG = "{http://www.w3.org/2000/svg}"
 

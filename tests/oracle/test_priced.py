@@ -9,15 +9,22 @@ import pytest
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.oracle.case import Kind
-from galvatron_lite.oracle.chosen import Chosen, allowed, degree_of, legal, options
-from galvatron_lite.oracle.machine import Machine, machine_of
-from galvatron_lite.oracle.models import graph_named
-from galvatron_lite.oracle.picks import move_seconds, picked, ways_of
-from galvatron_lite.oracle.priced import row_of
-from galvatron_lite.oracle.question import Question
+from galvatron_lite.oracle.closed_form import Kind
+from galvatron_lite.oracle.pricing import Machine, machine_of, row_of
+from galvatron_lite.oracle.request import graph_named
 from galvatron_lite.oracle.rows import Row
-from galvatron_lite.oracle.table import Wanted, forecast, limit_of
+from galvatron_lite.oracle.strategies import (
+    Chosen,
+    Question,
+    allowed,
+    degree_of,
+    legal,
+    move_seconds,
+    options,
+    picked,
+    ways_of,
+)
+from galvatron_lite.oracle.table import forecast, limit_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.plans.strategy_text import parse_strategy
@@ -102,7 +109,7 @@ def test_layers_are_split_so_that_all_together_cost_least() -> None:
 
 def test_a_pipeline_is_the_plan_of_its_stages(machine: Machine) -> None:
     row = row_of(machine, Question(Kind.PIPELINE, 4, BATCH, SAMPLES, segments=8))
-    from galvatron_lite.oracle.stages import least_runs
+    from galvatron_lite.oracle.closed_form import least_runs
 
     graph, profile = machine.graph, machine.pricer(4).profile
     costs = [machine.pricer(4).price(layer.kind, Strategy(), 2, 4) for layer in graph.layers]
@@ -149,7 +156,7 @@ def test_a_given_strategy(machine: Machine) -> None:
 def test_table_of_words_and_texts(machine: Machine) -> None:
     question = Question(Kind.SERIAL, 1, BATCH, SAMPLES)
     texts = (parse_strategy("data2 spatial2x1"),)
-    found = forecast(machine, Wanted(question, (Kind.DATA, Kind.FILTER), texts, (1, 4, 6, 64)))
+    found = forecast(machine, question, (Kind.DATA, Kind.FILTER), texts, (1, 4, 6, 64))
     data, filters, text = found.lines
     assert [row.devices for row in data.known] == [1, 4, 64]  # no half node: 6 says why
     assert "fills whole ones" in data.rows[2].problem
@@ -169,9 +176,7 @@ def test_limits(machine: Machine) -> None:
     assert most(Kind.PIPELINE) == len(machine.graph.layers)
     assert most(Kind.FILTER) == 64
     assert most(Kind.DATA_FILTER) == SAMPLES // BATCH * 4
-    rows = (
-        forecast(machine, Wanted(Question(Kind.SERIAL, 1, BATCH, SAMPLES), (Kind.PIPELINE,), (), (32,))).lines[0].rows
-    )
+    rows = forecast(machine, Question(Kind.SERIAL, 1, BATCH, SAMPLES), (Kind.PIPELINE,), (), (32,)).lines[0].rows
     assert rows[0].problem == "beyond its limit of 18 GPUs"
 
 

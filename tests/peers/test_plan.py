@@ -8,9 +8,8 @@ import pytest
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.peers.hetu.plan import from_plan, to_plan
+from galvatron_lite.peers.hetu.plan import DataType, HetuStrategy, from_plan, read_hetu_plan, to_plan, write_hetu_plan
 from galvatron_lite.peers.hetu.profile import to_profile
-from galvatron_lite.peers.hetu.strategy import DataType, HetuStrategy, read_hetu_plan, write_hetu_plan
 from galvatron_lite.plans.schema import Schedule
 from tests.studies.hetu.cases import FOUND, found
 

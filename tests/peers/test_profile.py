@@ -9,9 +9,8 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.peers.hetu.plan import to_plan
+from galvatron_lite.peers.hetu.plan import DataType, HetuPlan, HetuStrategy, to_plan
 from galvatron_lite.peers.hetu.profile import to_profile
-from galvatron_lite.peers.hetu.strategy import DataType, HetuPlan, HetuStrategy
 from galvatron_lite.profiler.store import read_profile, write_profile
 from studies.hetu.formulas import price
 from studies.hetu.formulas_layer import layer_ms

@@ -10,7 +10,7 @@ from torch import nn
 from galvatron_lite.api import plan
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.trace import trace
-from galvatron_lite.oracle.models import graph_named
+from galvatron_lite.oracle.request import graph_named
 from galvatron_lite.plans.notes import other_size
 from galvatron_lite.plans.schema import PLAN_VERSION, Plan, Proof, Provenance, Schedule
 from galvatron_lite.profiler.schema import Origin, OriginKind

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from galvatron_lite.analysis.setting import Setting
 from galvatron_lite.cluster.cluster import DeviceGroup, Level
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.questions.setting import Setting
 from galvatron_lite.search.planner import find_plan
 from tests.factories import random_profile
 

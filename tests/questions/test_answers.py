@@ -10,14 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from galvatron_lite.questions.answers import Answer, said
-from galvatron_lite.questions.batches import best_batch
-from galvatron_lite.questions.cheapest import Run, cheapest
-from galvatron_lite.questions.data import as_data
-from galvatron_lite.questions.fewest import Goal, Target, fewest_devices
-from galvatron_lite.questions.front import pareto_front
-from galvatron_lite.questions.plot import figure
-from galvatron_lite.questions.setting import Point, Points, gathered, require_plan
+from galvatron_lite.analysis.answers import Answer, as_data, said
+from galvatron_lite.analysis.setting import Point, Points, gathered, require_plan
+from galvatron_lite.analysis.sweep_figure import figure
+from galvatron_lite.analysis.sweeps import Goal, Run, Target, best_batch, cheapest, fewest_devices, pareto_front
 from tests.questions.cases import asked, small
 
 SETTING = small(1)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from galvatron_lite.analysis.sweeps import batches, best_batch, ceiling
 from galvatron_lite.errors import InfeasibleError, InputError
-from galvatron_lite.questions.batches import batches, best_batch, ceiling
 from tests.questions.cases import asked, seconds_of, small
 
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from galvatron_lite.analysis.sweeps import device_seconds, least_seconds
 from galvatron_lite.api import find_profile
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.profiler.schema import LayerPoint, OptimizerCost, Overlap
-from galvatron_lite.questions.bounds import device_seconds, least_seconds
 from galvatron_lite.search.planner import find_plan
 from tests.factories import make_cluster, make_graph, make_kind, make_profile
 from tests.questions.cases import asked, seconds_of, small

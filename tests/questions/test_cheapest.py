@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from galvatron_lite.analysis.sweeps import Run, cheapest
 from galvatron_lite.errors import InfeasibleError, InputError
-from galvatron_lite.questions.cheapest import Run, cheapest
 from tests.questions.cases import asked, seconds_of, small
 
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from galvatron_lite.analysis.setting import device_counts, even_counts, first_devices
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
 from galvatron_lite.errors import InputError
-from galvatron_lite.questions.counts import device_counts, even_counts, first_devices
 
 
 @pytest.mark.parametrize("name", ["a100-80gb", "h100", "t4"])

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from galvatron_lite.analysis.setting import device_counts
+from galvatron_lite.analysis.sweeps import Goal, Target, fewest_devices
 from galvatron_lite.errors import InputError
-from galvatron_lite.questions.counts import device_counts
-from galvatron_lite.questions.fewest import Goal, Target, fewest_devices
 from tests.questions.cases import asked, seconds_of, small
 
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from galvatron_lite.analysis.sweeps import pareto_front
 from galvatron_lite.errors import InfeasibleError, InputError
-from galvatron_lite.questions.front import pareto_front
 from tests.questions.cases import asked, peak_of, seconds_of, small
 
 

@@ -7,11 +7,10 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.questions.pin_names import FORBIDDEN, NAMES
-from galvatron_lite.questions.pins import NOTHING, Pins, read_pins
-from galvatron_lite.questions.schedules import schedules_named
+from galvatron_lite.search.pin_names import FORBIDDEN, NAMES, schedules_named
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.space import STRATEGY_FIELDS, Fixed
+from galvatron_lite.search.user_pins import NOTHING, Pins, read_pins
 from tests.factories import make_graph, make_kind
 from tests.questions.cases import small
 

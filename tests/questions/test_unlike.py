@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from galvatron_lite import api
+from galvatron_lite.analysis.sweeps import Front
 from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.model.shapes import build_graph, shape_from_flags
-from galvatron_lite.questions.front import Front
 
 MIXED: dict[str, Any] = {"model": "gpt2", "cluster": "a100-v100", "sequence": 128, "forbid": ("tensor", "recompute")}
 

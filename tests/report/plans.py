@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from galvatron_lite.analysis.report.gather import Shown, with_timeline
+from galvatron_lite.analysis.report.page import page
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Alternative, Plan, Proof, Provenance, Schedule
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.report.gathered import Shown, with_timeline
-from galvatron_lite.report.page import page
 from galvatron_lite.search.result import plan_of
 from tests.factories import random_profile
 

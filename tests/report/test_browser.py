@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from galvatron_lite.analysis.report.page import page
 from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.report.page import page
 from tests.report.browser import Browser, missing
 from tests.report.plans import hostile, large_page, small, written
 

@@ -13,17 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from galvatron_lite.analysis.report.gather import Shown, with_timeline
+from galvatron_lite.analysis.report.page import page
+from galvatron_lite.analysis.report.plan_figures import dimensions_of, looks_of, maps_of
+from galvatron_lite.analysis.report.timeline_data import KINDS, packed
+from galvatron_lite.analysis.svg import byte_words, change, marks, percent, second_words
 from galvatron_lite.cost.timeline import Timeline
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Cyclic, Schedule
-from galvatron_lite.report.cluster_map import dimensions_of, maps_of
-from galvatron_lite.report.gathered import Shown, with_timeline
-from galvatron_lite.report.looks import looks_of
-from galvatron_lite.report.packed import KINDS, packed
-from galvatron_lite.report.page import page
-from galvatron_lite.report.scales import byte_words, change, marks, percent, second_words
 from tests.report.plans import HOSTILE, hostile, large, large_page, small
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -226,7 +225,7 @@ def test_figures_are_written_for_people() -> None:
 
 
 def test_the_templates_are_in_the_package() -> None:
-    import galvatron_lite.report
+    import galvatron_lite.analysis.report
 
-    folder = Path(galvatron_lite.report.__file__).parent / "templates"
+    folder = Path(galvatron_lite.analysis.report.__file__).parent / "templates"
     assert {path.name for path in folder.iterdir()} == {"report.html", "report.css", "report.js"}

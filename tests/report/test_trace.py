@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from galvatron_lite.analysis.report.timeline_data import COMMUNICATION, COMPUTE, trace_events, write_trace
 from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.report.trace import COMMUNICATION, COMPUTE, trace_events, write_trace
 from tests.report.plans import HOSTILE, small
 
 NEEDED = {

@@ -7,7 +7,7 @@ import pytest
 from galvatron_lite.cluster.catalog import match_device
 from galvatron_lite.cluster.cluster import Device
 from galvatron_lite.stacks.catalog import match_stack
-from galvatron_lite.stacks.workspaces import workspace_bytes
+from galvatron_lite.stacks.schema import workspace_bytes
 
 MIB = 2**20
 

@@ -10,10 +10,10 @@ from galvatron_lite.model.shapes import DecoderShape, build_graph
 from galvatron_lite.plans.schema import Plan, Prediction, Stage, TimeBreakdown
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.validate.fitting import fitting, leaves_recompute_open, recomputing
-from galvatron_lite.validate.models import shape_of
-from galvatron_lite.validate.outcome import Predicted, Skipped
+from galvatron_lite.validate.model import shape_of
 from galvatron_lite.validate.plans import plan_of
 from galvatron_lite.validate.predict import Remembered, predict_run
+from galvatron_lite.validate.results import Predicted, Skipped
 from galvatron_lite.validate.rows import PublishedRun
 from galvatron_lite.validate.software import folds_experts
 

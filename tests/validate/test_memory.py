@@ -7,8 +7,8 @@ import pytest
 from galvatron_lite.calibration.store import load_calibration
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.stacks.schema import Stack
-from galvatron_lite.validate.outcome import Predicted
 from galvatron_lite.validate.predict import Remembered, predict_run
+from galvatron_lite.validate.results import Predicted
 from galvatron_lite.validate.rows import PublishedRun
 
 from .runs import gpt

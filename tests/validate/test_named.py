@@ -4,9 +4,8 @@ import pytest
 
 from galvatron_lite.model.shapes import build_graph
 from galvatron_lite.stacks.catalog import match_stack
-from galvatron_lite.validate.models import shape_of
-from galvatron_lite.validate.named import named_figures
-from galvatron_lite.validate.outcome import Skipped
+from galvatron_lite.validate.model import named_figures, shape_of
+from galvatron_lite.validate.results import Skipped
 
 from .runs import gpt
 

@@ -8,8 +8,8 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.shapes import DecoderShape, build_graph
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.stacks.catalog import match_stack
-from galvatron_lite.validate.outcome import Skipped
 from galvatron_lite.validate.plans import Batch, batch_of, by_work, even, plan_of
+from galvatron_lite.validate.results import Skipped
 from galvatron_lite.validate.rows import PublishedRun
 
 from .runs import gpt

@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from galvatron_lite.analysis.svg import COLOURS, KINDS, SHAPES, Scale, colour, decades, rounded, shape
 from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
-from galvatron_lite.validate.outcome import Measured, Predicted, Skipped
 from galvatron_lite.validate.plot import OTHERS, scatter
-from galvatron_lite.validate.plot_scales import Scale, decades, rounded
-from galvatron_lite.validate.plot_style import COLOURS, KINDS, SHAPES, colour, shape
-from galvatron_lite.validate.scores import Judged, judge
+from galvatron_lite.validate.results import Judged, Measured, Predicted, Skipped, judge
 
 from .runs import gpt
 

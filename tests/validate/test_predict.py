@@ -10,15 +10,13 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes import DecoderShape, MoeShape, build_graph
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.stacks.catalog import DEFAULT, STACKS, match_stack
-from galvatron_lite.validate.clusters import cluster_of
-from galvatron_lite.validate.models import dense_layers, shape_of
-from galvatron_lite.validate.outcome import Predicted, Skipped
+from galvatron_lite.validate.checks import cluster_of
+from galvatron_lite.validate.model import dense_layers, shape_of
 from galvatron_lite.validate.plans import plan_of
-from galvatron_lite.validate.predict import Remembered, predict_run, wanted_points
+from galvatron_lite.validate.predict import Remembered, predict_run, validate_runs, wanted_points
 from galvatron_lite.validate.report import as_data, worst_lines, worst_runs
+from galvatron_lite.validate.results import Predicted, Skipped, macros, score_families
 from galvatron_lite.validate.rows import PublishedRun
-from galvatron_lite.validate.run import validate_runs
-from galvatron_lite.validate.scores import macros, score_families
 from galvatron_lite.validate.software import optimizer_of, stack_of
 
 from .runs import gpt

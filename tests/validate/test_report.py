@@ -3,10 +3,8 @@
 import pytest
 
 from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
-from galvatron_lite.validate.legend import LEGEND
-from galvatron_lite.validate.outcome import Measured, Predicted, Skipped
-from galvatron_lite.validate.report import print_scores, unscored_lines, worst_data, worst_lines
-from galvatron_lite.validate.scores import Judged, judge, macros, score_families
+from galvatron_lite.validate.report import LEGEND, print_scores, unscored_lines, worst_data, worst_lines
+from galvatron_lite.validate.results import Judged, Measured, Predicted, Skipped, judge, macros, score_families
 
 from .runs import gpt
 

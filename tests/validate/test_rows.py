@@ -4,8 +4,7 @@ from pathlib import Path
 import pytest
 
 from galvatron_lite.errors import FileFormatError
-from galvatron_lite.validate.ranges import REAL, WHOLE
-from galvatron_lite.validate.rows import KINDS, parse_runs, read_runs, run_from_data
+from galvatron_lite.validate.rows import KINDS, REAL, WHOLE, parse_runs, read_runs, run_from_data
 
 LEAST = {"family": "f", "run_id": "r", "framework": "x"}
 

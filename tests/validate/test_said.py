@@ -3,8 +3,8 @@ import pytest
 from galvatron_lite.cluster.catalog import device_named
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.validate.clusters import device_of
-from galvatron_lite.validate.said import argument, compute_precision, recompute_of, schedule_of, whole_argument
+from galvatron_lite.validate.checks import device_of
+from galvatron_lite.validate.plans import argument, compute_precision, recompute_of, schedule_of, whole_argument
 
 A100, V100 = device_named("A100"), device_named("V100")
 

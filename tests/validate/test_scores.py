@@ -9,10 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
-from galvatron_lite.validate.measured import measured_of
-from galvatron_lite.validate.outcome import Measured, Predicted, Skipped
 from galvatron_lite.validate.plans import Batch
-from galvatron_lite.validate.scores import Judged, judge, macro, macros, ranks, regret, score, score_families, spearman
+from galvatron_lite.validate.predict import measured_of
+from galvatron_lite.validate.results import (
+    Judged,
+    Measured,
+    Predicted,
+    Skipped,
+    judge,
+    macro,
+    macros,
+    ranks,
+    regret,
+    score,
+    score_families,
+    spearman,
+)
 
 from .runs import gpt
 

@@ -7,16 +7,14 @@ from dataclasses import replace
 import pytest
 
 from galvatron_lite.calibration.store import load_calibration
-from galvatron_lite.oracle.case import Kind
-from galvatron_lite.oracle.machine import machine_of
-from galvatron_lite.oracle.models import graph_named
-from galvatron_lite.oracle.priced import row_of
-from galvatron_lite.oracle.question import Question
+from galvatron_lite.oracle.closed_form import Kind
+from galvatron_lite.oracle.pricing import machine_of, row_of
+from galvatron_lite.oracle.request import graph_named
+from galvatron_lite.oracle.strategies import Question
 from galvatron_lite.stacks.catalog import match_stack
-from galvatron_lite.validate.outcome import Predicted, Skipped
-from galvatron_lite.validate.predict import Remembered, predict_run
+from galvatron_lite.validate.predict import Remembered, predict_run, question_of
+from galvatron_lite.validate.results import Predicted, Skipped
 from galvatron_lite.validate.rows import PublishedRun
-from galvatron_lite.validate.shared import question_of
 
 RUN = PublishedRun(
     family="made-up", run_id="made-up-1", framework="Chainer/ChainerMN", model="resnet50", arch="cnn", image_size=224,

@@ -7,11 +7,17 @@ import pytest
 
 from galvatron_lite.calibration.store import load_calibration
 from galvatron_lite.stacks.catalog import DEFAULT, match_stack
-from galvatron_lite.validate.clusters import unknown_device
-from galvatron_lite.validate.outcome import Predicted, Skipped
+from galvatron_lite.validate.checks import (
+    FRAMEWORKS,
+    assumptions,
+    link_known,
+    not_understood,
+    taken_otherwise,
+    unknown_device,
+)
 from galvatron_lite.validate.predict import Remembered, predict_run
+from galvatron_lite.validate.results import Predicted, Skipped
 from galvatron_lite.validate.rows import read_runs
-from galvatron_lite.validate.understood import FRAMEWORKS, assumptions, link_known, not_understood, taken_otherwise
 
 from .runs import gpt
 

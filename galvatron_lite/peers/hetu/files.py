@@ -29,17 +29,11 @@ BATCH_POINTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the profile files do not hold of one layer type.
+    """What the profile files do not hold of one layer type."""
 
-    Attributes:
-        layers: how many of it the model has.
-        hidden: its hidden size.
-        sequence: tokens a sample; 0: the one that was profiled.
-    """
-
-    layers: int
-    hidden: int
-    sequence: int = 0
+    layers: int  # how many of it the model has
+    hidden: int  # its hidden size
+    sequence: int = 0  # tokens a sample; 0: the one that was profiled
 
 
 def read_model(
@@ -57,9 +51,6 @@ def read_model(
         mode: ``static``, ``batch`` or ``sequence``; by what the files hold if empty, as its engine would be told.
         sequence_parallel: which of the memory file's two kinds of entries is wanted, where it holds both.
         engine: whose rule for activations of embedding and head at lengths that were not profiled.
-
-    Raises:
-        InputError: a file or key that is missing or not a number; names file, key and remedy.
     """
     time_path, memory_path = (_only(folder, f"{kind}_profiling_*.json") for kind in ("computation", "memory"))
     times, memory = _entries(time_path), _entries(memory_path)
@@ -84,9 +75,6 @@ def read_hardware(folder: Path, nodes: int, gpus: int) -> HetuHardware:
     """A cluster's profile from a folder of ``hardware_configs``.
 
     The latency tables of one node stand in where there are none of several: its tensor groups lie within a node.
-
-    Raises:
-        InputError: a file or key that is missing or not a number.
     """
     shape = f"{nodes}nodes_{gpus}gpus_per_node.json"
     reduce_path, send_path = folder / f"allreduce_bandwidth_{shape}", folder / f"p2p_bandwidth_{shape}"

@@ -1,10 +1,21 @@
-"""What Hetu-Galvatron's profile files say, in its own units: MB are 2^20 bytes, times milliseconds, links GB/s."""
+"""A model's profile of Hetu-Galvatron as our model graph and layer points; MB are 2^20 bytes, times milliseconds.
+
+Its facts are carried over as they are: backward takes twice forward, checkpointed three times; a checkpointed layer
+needs no more than its input while it is computed again; a transformer layer's tensor group gathers or scatters its
+boundary tensor six times a micro-batch (v2.4.0: four times), half of them in forward, which here are regions that end
+(``LayerKind.tensor_scatters``); embedding and head have half of their common time each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from math import ceil
+
+from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Recompute, Role, SplitDims, TensorSplit
+from galvatron_lite.profiler.schema import LayerPoint
+from galvatron_lite.units import ITEM_BYTES
 
 CONTEXT_MB = 1024
 """What Hetu-Galvatron counts for the driver's context."""
@@ -33,62 +44,39 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class LayerType:
-    """One type of layer.
+    """One type of layer."""
 
-    Attributes:
-        layers: how many of it the model has.
-        hidden, sequence: sizes of its boundary tensor.
-        parameters: MB in fp32.
-        activation: MB a sample on one device, by tensor (or Ulysses) degree.
-        checkpoint: MB a sample that a checkpointed layer keeps, on a device that holds whole samples.
-        forward: milliseconds by samples on the device.
-    """
-
-    layers: int
-    hidden: int
+    layers: int  # how many of it the model has
+    hidden: int  # hidden, sequence: sizes of its boundary tensor
     sequence: int
-    parameters: float
-    activation: Mapping[int, float]
-    checkpoint: float
-    forward: Line
+    parameters: float  # MB in fp32
+    activation: Mapping[int, float]  # MB a sample on one device, by tensor (or Ulysses) degree
+    checkpoint: float  # MB a sample that a checkpointed layer keeps, on a device that holds whole samples
+    forward: Line  # milliseconds by samples on the device
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeMemory:
-    """MB of embedding and head.
+    """MB of embedding and head."""
 
-    Attributes:
-        states: parameters, gradients and optimizer, by tensor degree of the vocabulary.
-        activation: a sample, by tensor (or Ulysses) degree.
-    """
-
-    states: Mapping[int, float]
-    activation: Mapping[int, float]
+    states: Mapping[int, float]  # parameters, gradients and optimizer, by tensor degree of the vocabulary
+    activation: Mapping[int, float]  # a sample, by tensor (or Ulysses) degree
 
 
 @dataclass(frozen=True, slots=True)
 class HetuModel:
-    """A model's profile.
+    """A model's profile."""
 
-    Attributes:
-        name: for people.
-        types: its layer types, in the order the model runs.
-        whole, first, last: memory of embedding and head, in one stage, or in the first and last of several.
-        edges: forward milliseconds of embedding and head together, by samples on the device.
-        precision: of compute (``bf16``, ``fp32``).
-        sequence_parallel: whether tensor groups share the tokens between matmuls.
-        source: where it was read.
-    """
-
-    name: str
-    types: tuple[LayerType, ...]
+    name: str  # for people
+    types: tuple[LayerType, ...]  # its layer types, in the order the model runs
+    # whole, first, last: memory of embedding and head, in one stage, or in the first and last of several
     whole: EdgeMemory
     first: EdgeMemory
     last: EdgeMemory
-    edges: Line
-    precision: str = "bf16"
-    sequence_parallel: bool = True
-    source: str = ""
+    edges: Line  # forward milliseconds of embedding and head together, by samples on the device
+    precision: str = "bf16"  # of compute (``bf16``, ``fp32``)
+    sequence_parallel: bool = True  # whether tensor groups share the tokens between matmuls
+    source: str = ""  # where it was read
 
     @property
     def mixed(self) -> bool:
@@ -123,27 +111,18 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class HetuHardware:
-    """A cluster's profile.
+    """A cluster's profile."""
 
-    Attributes:
-        nodes, gpus: nodes, and GPUs of each.
-        near, far: bus bandwidth in GB/s of all-reduces, by ranks that are neighbours or lie apart.
-        send: GB/s between stages, by pipeline degree.
-        overlap: factor on compute and on communication while both run.
-        gather: all-gather (or reduce-scatter) by ranks: half of the all-reduce that was measured.
-        exchange: all-to-all by ranks.
-        source: where it was read.
-    """
-
-    nodes: int
+    nodes: int  # nodes, gpus: nodes, and GPUs of each
     gpus: int
+    # near, far: bus bandwidth in GB/s of all-reduces, by ranks that are neighbours or lie apart
     near: Mapping[int, float]
     far: Mapping[int, float]
-    send: Mapping[int, float]
-    overlap: float
-    gather: Mapping[int, Table]
-    exchange: Mapping[int, Table]
-    source: str = ""
+    send: Mapping[int, float]  # GB/s between stages, by pipeline degree
+    overlap: float  # factor on compute and on communication while both run
+    gather: Mapping[int, Table]  # all-gather (or reduce-scatter) by ranks: half of the all-reduce that was measured
+    exchange: Mapping[int, Table]  # all-to-all by ranks
+    source: str = ""  # where it was read
 
     @property
     def devices(self) -> int:
@@ -156,3 +135,163 @@ class HetuHardware:
             return 0.0
         far = apart and ranks in self.far
         return 1.0 / (self.far if far else self.near)[ranks]
+
+
+MB = 2**20
+STATE_BYTES = 16
+"""Bytes of states for one parameter item that its memory figures hold: fp32 or half precision, Adam."""
+SAMPLES = (1, 64)
+"""Samples of the points that stand for its straight lines."""
+ENDS = {Engine.MAIN: 3, Engine.V240: 2}
+"""Collectives of the boundary tensor in one forward pass of a layer."""
+
+
+def to_graph(model: HetuModel, engine: Engine = Engine.MAIN, *, single: bool = False) -> ModelGraph:
+    """The model: an embedding, every layer, a head; ``single``: with what these two take in one stage."""
+    item = ITEM_BYTES[model.precision]
+    first, last = _edges(model, single)
+    kinds = {"embed": _edge_kind("embed", first, model, item), "head": _edge_kind("head", last, model, item)}
+    layers = [Layer("embed", "embed", Role.BEFORE)]
+    for place, kind in enumerate(model.types):
+        name = block_name(model, place)
+        kinds[name] = _block_kind(name, kind, model, item, engine)
+        taken = len(layers) - 1
+        layers += [Layer(f"layers.{number}", name, Role.BLOCK) for number in range(taken, taken + kind.layers)]
+    layers.append(Layer("head", "head", Role.AFTER))
+    notes = ("As its cost model has it, a checkpointed layer is computed again without working memory.",)
+    return ModelGraph(
+        model.name, tuple(layers), kinds, max(kind.sequence for kind in model.types), model.precision,
+        source=f"Hetu-Galvatron: {model.source}", notes=notes,
+    )  # fmt: skip
+
+
+def block_name(model: HetuModel, place: int) -> str:
+    """Key of a layer type's kind."""
+    return "block" if len(model.types) == 1 else f"block{place}"
+
+
+def to_points(model: HetuModel, *, single: bool = False) -> tuple[LayerPoint, ...]:
+    """Points of every kind at every tensor degree that was profiled; ``single`` as in ``to_graph``."""
+    half, (first, last) = Line(model.edges.slope / 2, model.edges.start / 2), _edges(model, single)
+    points = [*_edge_points("embed", first, half, model), *_edge_points("head", last, half, model)]
+    for place, kind in enumerate(model.types):
+        points += _block_points(block_name(model, place), kind, model)
+    return tuple(points)
+
+
+def _edges(model: HetuModel, single: bool) -> tuple[EdgeMemory, EdgeMemory]:
+    """Memory of embedding and head: in stages of their own, or what the two take in one, in the same proportion."""
+    if not single:
+        return model.first, model.last
+    pairs = (model.first, model.last)
+    return _share(model.whole, *pairs), _share(model.whole, *reversed(pairs))
+
+
+def _share(whole: EdgeMemory, own: EdgeMemory, other: EdgeMemory) -> EdgeMemory:
+    """The part of the whole that belongs to one of two."""
+    states, activation = (
+        {
+            degree: figure * mine[degree] / (mine[degree] + rest[degree])
+            for degree, figure in total.items()
+            if degree in mine and degree in rest
+        }
+        for total, mine, rest in (
+            (whole.states, own.states, other.states),
+            (whole.activation, own.activation, other.activation),
+        )
+    )
+    return EdgeMemory(states, activation)
+
+
+def _block_kind(name: str, kind: LayerType, model: HetuModel, item: int, engine: Engine) -> LayerKind:
+    degree, boundary = max(kind.activation), kind.sequence * kind.hidden * item
+    kept = {
+        Recompute.NONE: TensorSplit(tensor=ceil(kind.activation[1] * MB)),
+        Recompute.FULL: TensorSplit(sequence=ceil(kind.checkpoint * MB)),
+    }
+    return LayerKind(
+        name=name,
+        parameters=TensorSplit(tensor=round(kind.parameters * MB / ITEM_BYTES["fp32"])),
+        operators=(),
+        kept=kept,
+        working=TensorSplit(),
+        forward_working=TensorSplit(),
+        input_bytes=boundary,
+        output_bytes=boundary,
+        dims=SplitDims(sequence=kind.sequence, heads=degree, kv_heads=degree, hidden=kind.hidden),
+        tensor_degrees=degree,
+        tensor_collectives=2 * ENDS[engine],
+        sequence_parallel=model.sequence_parallel,
+        tensor_gathers=0,
+        tensor_scatters=ENDS[engine],
+    )
+
+
+def _edge_kind(name: str, memory: EdgeMemory, model: HetuModel, item: int) -> LayerKind:
+    """Embedding or head; its formulas count one collective of the boundary tensor that waits."""
+    ends = model.types[0] if name == "embed" else model.types[-1]
+    boundary = ends.sequence * ends.hidden * item
+    return LayerKind(
+        name=name,
+        parameters=_edge_parameters(memory.states),
+        operators=(),
+        kept={Recompute.NONE: TensorSplit(tensor=ceil(memory.activation[1] * MB))},
+        working=TensorSplit(),
+        forward_working=TensorSplit(),
+        input_bytes=boundary,
+        output_bytes=boundary,
+        dims=SplitDims(sequence=ends.sequence, hidden=ends.hidden),
+        tensor_degrees=max(memory.activation),
+        tensor_collectives=2,
+        sequence_parallel=model.sequence_parallel,
+        tensor_gathers=1,
+        tensor_scatters=0,
+    )
+
+
+def _edge_parameters(states: Mapping[int, float]) -> TensorSplit:
+    """Parameter items in a part that tensor parallelism divides and one that it does not.
+
+    The two add up to what one device holds whole; of all such splits this one has the least squares at other degrees.
+    """
+    total = states[1]
+    gaps = [(1 - 1 / degree, figure - total / degree) for degree, figure in states.items() if degree > 1]
+    weight = sum(share * share for share, _ in gaps)
+    whole = sum(share * gap for share, gap in gaps) / weight if weight else 0.0
+    whole = min(max(whole, 0.0), total)
+    return TensorSplit(tensor=round((total - whole) * MB / STATE_BYTES), whole=round(whole * MB / STATE_BYTES))
+
+
+def _block_points(name: str, kind: LayerType, model: HetuModel) -> Iterator[LayerPoint]:
+    for degree, figure in sorted(kind.activation.items()):
+        kept = {
+            Recompute.NONE: figure,
+            Recompute.FULL: kind.checkpoint / (degree if model.sequence_parallel else 1),
+        }
+        buffer = _buffer(kind, model) if degree > 1 else 0.0
+        for choice, size in kept.items():
+            yield from _points(name, degree, choice, kind.forward, size, buffer, model)
+
+
+def _buffer(kind: LayerType, model: HetuModel) -> float:
+    """MB a sample of the tokens that a tensor group gathers."""
+    item = ITEM_BYTES[model.precision]
+    return kind.sequence * kind.hidden * item / MB if model.sequence_parallel else 0.0
+
+
+def _edge_points(name: str, memory: EdgeMemory, line: Line, model: HetuModel) -> Iterator[LayerPoint]:
+    for degree, figure in sorted(memory.activation.items()):
+        yield from _points(name, degree, Recompute.NONE, line, figure, 0.0, model)
+
+
+def _points(
+    name: str, degree: int, choice: Recompute, line: Line, kept: float, buffer: float, model: HetuModel
+) -> Iterator[LayerPoint]:
+    """Points on the straight lines of one choice; ``kept`` and ``buffer`` in MB a sample."""
+    for samples in SAMPLES:
+        forward = max(line.at(samples / degree), 0.0) / 1000
+        held = ceil(kept * samples * MB)
+        working = held + ceil(buffer * samples * MB)
+        times = 3 if choice is Recompute.FULL else 2
+        shared = degree > 1 and model.sequence_parallel
+        yield LayerPoint(name, samples, degree, shared, choice, forward, times * forward, held, working, working)

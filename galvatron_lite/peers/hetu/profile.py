@@ -1,16 +1,140 @@
-"""Hetu-Galvatron's profiles as ours, so that our planner plans on the very same measurements."""
+"""Hetu-Galvatron's profiles as ours, so that our planner plans on the same measurements.
+
+Its bandwidths are bus bandwidths: it divides MB (2^20 bytes) by GB/s and takes the quotient for milliseconds. An
+all-reduce of S over n ranks takes 2 (n - 1) / n S / B. What tensor groups gather or scatter comes from tables of
+neighbouring ranks, all else from the bus bandwidth.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
-from galvatron_lite.peers.hetu.files import Sizes, read_hardware, read_model
-from galvatron_lite.peers.hetu.layers import to_graph, to_points
-from galvatron_lite.peers.hetu.links import to_cluster, to_collectives, to_fits
-from galvatron_lite.peers.hetu.model import BIAS, Engine, HetuHardware, HetuModel
-from galvatron_lite.profiler.schema import PROFILE_VERSION, OptimizerCost, Origin, OriginKind, Overlap, Profile
+from galvatron_lite.cluster.cluster import Cluster, Collective, Device, DeviceGroup, Level
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Role
+from galvatron_lite.peers.hetu.files import LAYER_TIME, Sizes, read_hardware, read_model
+from galvatron_lite.peers.hetu.model import (
+    BIAS,
+    CONTEXT_MB,
+    Engine,
+    HetuHardware,
+    HetuModel,
+    Line,
+    Table,
+    to_graph,
+    to_points,
+)
+from galvatron_lite.profiler.schema import (
+    PROFILE_VERSION,
+    CollectiveFit,
+    CollectivePoint,
+    OptimizerCost,
+    Origin,
+    OriginKind,
+    Overlap,
+    Profile,
+)
 from galvatron_lite.units import ITEM_BYTES
+
+MB = 2**20
+PER_MS = MB * 1000
+"""Bytes a second of one MB a millisecond."""
+EXCHANGES = 2
+"""All-to-alls of the whole boundary tensor that its formulas count in one forward pass."""
+
+
+def to_cluster(hardware: HetuHardware, precision: str, memory: int) -> Cluster:
+    """The devices, which its files say nothing of but their number, in nodes.
+
+    Args:
+        hardware: its profile.
+        precision: of compute, so that the devices have it.
+        memory: bytes of one device.
+    """
+    device = Device("gpu", memory, 1.0, {precision: 1.0}, context=CONTEXT_MB * MB, source=hardware.source)
+    levels = [Level("node", hardware.gpus, hardware.near[hardware.gpus] * PER_MS, 0.0, source="measured")]
+    if hardware.nodes > 1:
+        bandwidth = hardware.near[hardware.devices] * PER_MS
+        levels.append(Level("cluster", hardware.nodes, bandwidth, 0.0, source="measured"))
+    name = f"{hardware.nodes}x{hardware.gpus}"
+    return Cluster(name, (DeviceGroup(device, hardware.devices),), tuple(levels), {"profiled-by": "Hetu-Galvatron"})
+
+
+def to_fits(hardware: HetuHardware) -> tuple[CollectiveFit, ...]:
+    """A straight line for every collective and shape of group."""
+    return tuple(fit for ranks, stride in _groups(hardware) for fit in _fits(hardware, ranks, stride))
+
+
+def to_collectives(hardware: HetuHardware) -> tuple[CollectivePoint, ...]:
+    """The points of the latency tables, for groups of neighbours."""
+    return tuple(
+        point
+        for ranks, stride in _groups(hardware)
+        if stride == 1
+        for kind, table, share, scale in _tables(hardware, ranks)
+        for point in _points(hardware, kind, ranks, table, share, scale)
+    )
+
+
+def _groups(hardware: HetuHardware) -> Iterator[tuple[int, int]]:
+    """Ranks and stride of groups in powers of two."""
+    ranks = 2
+    while ranks <= hardware.devices:
+        stride = 1
+        while ranks * stride <= hardware.devices:
+            yield ranks, stride
+            stride *= 2
+        ranks *= 2
+
+
+def _tables(hardware: HetuHardware, ranks: int) -> Iterator[tuple[Collective, Table, float, float]]:
+    """Collectives with their table, and what a size and a time in it count for one of our calls.
+
+    Its formulas look all-to-alls up by the whole boundary tensor and count two a pass; ours are four a pass, of what
+    one rank holds.
+    """
+    if ranks in hardware.gather:
+        yield Collective.ALL_GATHER, hardware.gather[ranks], 1.0, 1.0
+        yield Collective.REDUCE_SCATTER, hardware.gather[ranks], 1.0, 1.0
+    if ranks in hardware.exchange:
+        yield Collective.ALL_TO_ALL, hardware.exchange[ranks], 1 / ranks, EXCHANGES / 4
+
+
+def _points(
+    hardware: HetuHardware, kind: Collective, ranks: int, table: Table, share: float, scale: float
+) -> Iterator[CollectivePoint]:
+    for size, milliseconds in sorted(table.points.items()):
+        yield CollectivePoint(
+            kind, ranks, 1, hardware.devices // ranks, round(size * MB * share), milliseconds / 1000 * scale
+        )
+
+
+def _fits(hardware: HetuHardware, ranks: int, stride: int) -> Iterator[CollectiveFit]:
+    siblings = hardware.devices // ranks
+    bus = PER_MS / hardware.ms_per_mb(ranks, apart=stride > 1)
+    rounds = ranks / (ranks - 1)
+    yield CollectiveFit(Collective.ALL_REDUCE, ranks, stride, siblings, 0.0, bus * rounds / 2, 0.0)
+    known = (
+        {kind: (table, share, scale) for kind, table, share, scale in _tables(hardware, ranks)} if stride == 1 else {}
+    )
+    for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL):
+        if kind in known:
+            table, share, scale = known[kind]
+            yield _line_fit(kind, ranks, siblings, table.line, share, scale)
+        else:
+            yield CollectiveFit(kind, ranks, stride, siblings, 0.0, bus * rounds, 0.0)
+    if ranks == 2:
+        speed = hardware.send.get(hardware.devices // stride, min(hardware.send.values()))
+        yield CollectiveFit(Collective.SEND_RECV, 2, stride, siblings, 0.0, speed * PER_MS, 0.0)
+
+
+def _line_fit(kind: Collective, ranks: int, siblings: int, line: Line, share: float, scale: float) -> CollectiveFit:
+    latency = max(line.start, 0.0) / 1000 * scale
+    return CollectiveFit(kind, ranks, 1, siblings, latency, PER_MS * share / (line.slope * scale), 0.0)
+
 
 DEVICE_MEMORY = 80 * 2**30
 """Bytes of a device where nobody says: the GPUs its shipped profiles were made on."""
@@ -81,11 +205,90 @@ def import_profile(
             ``hardware_configs`` if not given.
         engine: whose communication counts.
         memory: bytes of one device.
-
-    Raises:
-        InputError: a file or key that is missing or not a number.
     """
     places = (folder, folder / "hardware", folder.parent / "hardware", folder.parent / "hardware_configs")
     found = hardware or next((place for place in places if any(place.glob("allreduce_bandwidth_*.json"))), folder)
     model = read_model(folder, sizes, engine=engine)
     return to_profile(model, read_hardware(found, nodes, gpus), engine, memory)
+
+
+ASK = "Give --layers and --hidden, one number for each layer type, joined by commas (24,24)."
+WHERE = (
+    "They are in the model's configuration, for each part in turn (encoder, decoder; stages of pictures): "
+    "num_layers or depths, and hidden_size or d_model (doubled in every next stage of a Swin)."
+)
+SEARCHES = "searches.jsonl"
+"""Recorded searches, a line of JSON each, beside the folders of profiles, where there are any."""
+
+
+def sizes_for(folder: Path, layers: str = "", hidden: str = "", sequence: str = "") -> list[Sizes]:
+    """What ``import_profile`` needs of each layer type.
+
+    Args:
+        folder: of the profile; where neither layers nor hidden are given, its name is looked up among our models.
+        layers, hidden: numbers joined by commas, one for each layer type.
+        sequence: the same; the length that was profiled if not given.
+    """
+    lengths = _numbers(sequence, "--seq") if sequence else []
+    if not layers and not hidden:
+        known = _known(folder)
+        return [Sizes(count, wide, lengths[place] if place < len(lengths) else 0)
+                for place, (count, wide) in enumerate(known)]  # fmt: skip
+    counts, widths = _numbers(layers, "--layers"), _numbers(hidden, "--hidden")
+    lengths = lengths or [0] * len(counts)
+    for option, numbers in (("--hidden", widths), ("--seq", lengths)):
+        if len(numbers) != len(counts):
+            raise InputError(option, ",".join(map(str, numbers)), f"--layers has {len(counts)} layer types.")
+    return [Sizes(*one) for one in zip(counts, widths, lengths, strict=True)]
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise InputError(option, text or None, ASK)
+    return numbers
+
+
+def _known(folder: Path) -> list[tuple[int, int]]:
+    """(layers, hidden) of each layer type of the model of ours that is called like the profile."""
+    from galvatron_lite.model.shapes import load_model
+
+    name = _model_name(folder)
+    try:
+        graph = load_model(name.lower())
+    except InputError:
+        raise InputError("model", name, f"It is none of the shipped ones. {_ask(folder, name)}") from None
+    blocks = [layer.kind for layer in graph.layers if layer.role is Role.BLOCK]
+    found = [(len(list(same)), graph.kinds[kind].dims.hidden) for kind, same in groupby(blocks)]
+    if len(found) != _profiled_types(folder):
+        unlike = f"The profile has {_profiled_types(folder)} layer types, ours {len(found)}."
+        raise InputError("model", name, f"{unlike} {_ask(folder, name)}")
+    return found
+
+
+def _ask(folder: Path, name: str) -> str:
+    """What to give: the numbers of a search recorded beside the profile, or where people find them."""
+    path = folder.parent / SEARCHES
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else ()
+    layers = next((search["layers"] for search in map(json.loads, lines) if search["model"] == name), None)
+    if layers is None:
+        return f"{ASK} {WHERE}"
+    counts, widths = (",".join(str(one[place]) for one in layers) for place in (0, 1))
+    return f"Give --layers {counts} --hidden {widths}: those of the searches in {path}."
+
+
+def _model_name(folder: Path) -> str:
+    """The model's name in that of its computation profile."""
+    paths = sorted(folder.glob("computation_profiling_*.json"))
+    if not paths:
+        raise InputError(str(folder), "computation_profiling_*.json", "There is no such file; give the model's folder.")
+    return paths[0].stem.removeprefix("computation_profiling_").split("_", 1)[-1].removesuffix("_all")
+
+
+def _profiled_types(folder: Path) -> int:
+    path = sorted(folder.glob("computation_profiling_*.json"))[0]
+    found = (LAYER_TIME.match(key) for key in json.loads(path.read_text(encoding="utf-8")))
+    return len({hit[1] for hit in found if hit})

@@ -19,10 +19,10 @@ from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import data_hash
-from galvatron_lite.questions.pins import read_pins
 from galvatron_lite.runtime.adapt.correct import corrected, corrected_budget
 from galvatron_lite.runtime.adapt.schema import Adapt, Corrections
 from galvatron_lite.search.planner import find_plan
+from galvatron_lite.search.user_pins import read_pins
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from galvatron_lite.errors import LaunchError
-from galvatron_lite.launch.hosts import Host, read_hostfile
+from galvatron_lite.launch.commands import Host, read_hostfile
 from galvatron_lite.plans.schema import Plan
 
 

@@ -8,8 +8,7 @@ from time import monotonic
 from typing import Any
 
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runs.figures import measured, predicted
-from galvatron_lite.runs.schema import PlanRecord, Record, StepRecord
+from galvatron_lite.runs.schema import PlanRecord, Record, StepRecord, measured, predicted
 
 FOLDER = "tensorboard"
 _PAUSE = 1.0

@@ -9,8 +9,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runs.figures import RECENT, Figures, measured, predicted
-from galvatron_lite.runs.schema import PlanRecord, Record, StepRecord
+from galvatron_lite.runs.schema import RECENT, Figures, PlanRecord, Record, StepRecord, measured, predicted
 from galvatron_lite.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:

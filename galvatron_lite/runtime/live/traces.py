@@ -16,7 +16,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from galvatron_lite.runs.read import TRACES
-from galvatron_lite.runs.trace_names import LAYER, METADATA, PART, STEP
+from galvatron_lite.runs.schema import LAYER, METADATA, PART, STEP
 from galvatron_lite.runtime.live.clock import StepClock
 
 

@@ -20,7 +20,6 @@ from galvatron_lite.files import to_data
 from galvatron_lite.model.batch import batch_of_call, batch_size
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.store import data_hash
-from galvatron_lite.runs.figures import tokens_of_sample
 from galvatron_lite.runs.schema import (
     RUN_VERSION,
     EndRecord,
@@ -30,6 +29,7 @@ from galvatron_lite.runs.schema import (
     RankRecord,
     Record,
     StepRecord,
+    tokens_of_sample,
 )
 from galvatron_lite.runtime.live.clock import Scalar, StepClock, Taken
 from galvatron_lite.runtime.watch.notes import Phase

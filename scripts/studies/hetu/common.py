@@ -7,15 +7,18 @@ both, no selective recomputation, no offload, no placement; and what a recorded 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from galvatron_lite.model.graph import Recompute, Tie
 from galvatron_lite.parallelism.backends import Backend
 from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
 from galvatron_lite.peers.hetu.model import Engine
 from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.space import Fixed
-from studies.hetu.recorded import RecordedSearch
+
+if TYPE_CHECKING:
+    from galvatron_lite.profiler.schema import Profile
+    from studies.hetu.recorded import RecordedSearch
 
 DEGREES = (1, 2, 4, 8)
 """Of its tensor and Ulysses groups."""

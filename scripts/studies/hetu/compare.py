@@ -13,12 +13,11 @@ counts: no buffers of ZeRO, and embedding and head as they were measured in one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import product
-from pathlib import Path
 from time import process_time
+from typing import TYPE_CHECKING
 
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import price_plan
@@ -26,17 +25,22 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.backends import ANY
 from galvatron_lite.peers.hetu.plan import from_plan, to_plan
 from galvatron_lite.peers.hetu.profile import to_profile
-from galvatron_lite.peers.hetu.strategy import HetuPlan
 from galvatron_lite.plans.schema import Plan, Schedule
-from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.best_first import plain, search
 from galvatron_lite.search.planner import find_plan, request_of
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.space import Fixed
 from studies.hetu.common import backend_of, pins_of, with_edges_alike
 from studies.hetu.formulas import price
-from studies.hetu.recorded import RecordedSearch
 from studies.hetu.search import PeerSearch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from galvatron_lite.peers.hetu.plan import HetuPlan
+    from galvatron_lite.profiler.schema import Profile
+    from studies.hetu.recorded import RecordedSearch
 
 MB = 2**20
 SHARES = (1.0, 0.5, 0.0)

@@ -14,14 +14,17 @@ moves between unlike layers are not in it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import TYPE_CHECKING
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.peers.hetu.model import CONTEXT_MB, EdgeMemory, Engine, HetuHardware, HetuModel
-from galvatron_lite.peers.hetu.strategy import DataType, HetuPlan, HetuStrategy
+from galvatron_lite.peers.hetu.plan import DataType, HetuPlan, HetuStrategy
 from studies.hetu.formulas_layer import in_flight, layer_mb, layer_ms, samples, states_ratio
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 RESERVE_ABOVE_MB, RESERVE = 20 * 1024, 0.2
 """Budgets above keep a share back for PyTorch's allocator."""

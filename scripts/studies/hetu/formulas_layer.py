@@ -15,7 +15,7 @@ gradients are summed over the replicas alone; samples are not rounded down.
 from __future__ import annotations
 
 from galvatron_lite.peers.hetu.model import BIAS, Engine, HetuHardware, HetuModel, LayerType
-from galvatron_lite.peers.hetu.strategy import DataType, HetuPlan, HetuStrategy
+from galvatron_lite.peers.hetu.plan import DataType, HetuPlan, HetuStrategy
 
 
 def samples(plan: HetuPlan, strategy: HetuStrategy, engine: Engine) -> float:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from galvatron_lite.files import STRICT, from_data, parse_line
 from galvatron_lite.peers.hetu.files import Sizes, read_hardware, read_model
 from galvatron_lite.peers.hetu.model import Engine, HetuHardware, HetuModel
-from galvatron_lite.peers.hetu.strategy import HetuPlan, read_hetu_plan
+from galvatron_lite.peers.hetu.plan import HetuPlan, read_hetu_plan
 from studies.hetu.formulas import Rules, usable_mb
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
     from pydantic import ConfigDict
 
 

@@ -13,21 +13,23 @@ gradients out. Its own engine minimises r, gradients in every micro-batch, and s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import ceil
+from typing import TYPE_CHECKING
 
-from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.peers.hetu.layers import block_name
-from galvatron_lite.peers.hetu.model import Engine, HetuHardware, HetuModel
-from galvatron_lite.peers.hetu.plan import our_strategy
-from galvatron_lite.peers.hetu.strategy import DataType, HetuPlan, HetuStrategy
+from galvatron_lite.peers.hetu.model import Engine, HetuHardware, HetuModel, block_name
+from galvatron_lite.peers.hetu.plan import DataType, HetuPlan, HetuStrategy, our_strategy
 from studies.hetu.formulas import buffer_mb, edges_mb, price
 from studies.hetu.formulas_layer import layer_mb, layer_ms
 from studies.hetu.fronts import Front, beside, front_of
-from studies.hetu.recorded import RecordedSearch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from galvatron_lite.cost.layer import LayerPricer
+    from studies.hetu.recorded import RecordedSearch
 
 WEIGHTS = (1.0, 0.0)
 MOST = (0, 1, 2, 4, 8)

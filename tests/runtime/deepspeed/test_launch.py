@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from galvatron_lite.errors import LaunchError
-from galvatron_lite.launch.hosts import read_hostfile
+from galvatron_lite.launch.commands import read_hostfile
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.deepspeed.launch import launch_command
 from tests.docs.pages import ROOT, text_of

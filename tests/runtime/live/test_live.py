@@ -13,9 +13,8 @@ import pytest
 from rich.console import Console
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.runs.figures import measured, predicted
 from galvatron_lite.runs.read import read_run
-from galvatron_lite.runs.schema import Part, PlanRecord, Record, StepRecord
+from galvatron_lite.runs.schema import Part, PlanRecord, Record, StepRecord, measured, predicted
 from galvatron_lite.runtime.live import board
 from galvatron_lite.runtime.live.files import LineFiles
 from galvatron_lite.runtime.live.options import seen_of

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.peers.hetu.strategy import DataType
+from galvatron_lite.peers.hetu.plan import DataType
 from studies.hetu.formulas import iteration, memory_mb, price, step_ms, usable_mb
 from studies.hetu.formulas_layer import overlapped
 

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.peers.hetu.plan import from_plan
+from galvatron_lite.peers.hetu.plan import HetuPlan, from_plan
 from galvatron_lite.peers.hetu.profile import to_profile
-from galvatron_lite.peers.hetu.strategy import HetuPlan
 from studies.hetu.compare import How, bench_for, choose, compare
 from studies.hetu.formulas import price
 from studies.hetu.fronts import beside, front_of

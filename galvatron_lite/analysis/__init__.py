@@ -1,0 +1,1 @@
+"""What plans and their predictions say: explanations, comparisons, sweeps, reports, figures."""

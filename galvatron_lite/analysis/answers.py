@@ -1,0 +1,317 @@
+"""Answers of sweeps as rows of a table, as a sentence, and as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+from typing import Any
+
+from galvatron_lite.analysis.setting import Point
+from galvatron_lite.analysis.sweeps import SATURATED, BestBatch, Cheapest, Fewest, Front, Goal, RunCost, Target
+from galvatron_lite.files import to_data
+from galvatron_lite.plans.schema import Proof
+from galvatron_lite.search.result import summary
+from galvatron_lite.units import format_budget, format_bytes, format_count, format_duration, format_seconds
+
+Answer = BestBatch | Fewest | Cheapest | Front
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """An answer for people."""
+
+    columns: tuple[str, ...]  # heads of the table
+    rows: tuple[tuple[str, ...], ...]  # cells
+    sentence: str  # the answer itself
+    notes: tuple[str, ...]  # what it is exact over, and what was left out
+    chosen: Point | None = None  # the point that is the answer; None where there is none, or more than one
+
+
+@singledispatch
+def said(answer: Answer) -> Said:
+    """An answer for people."""
+    raise TypeError(type(answer).__name__)
+
+
+@said.register
+def _(answer: BestBatch) -> Said:
+    best, enough = answer.best, answer.saturated
+    top = 1.0 if best is None else best.rate
+    rows = tuple(
+        (str(p.batch), *_speed(p), f"{p.rate / top:.1%}", *_plan(p))
+        if p.plan is not None
+        else (str(p.batch), "", "", "", "", why(p))
+        for p in answer.points
+    )
+    sentence = ""
+    if best is not None and enough is not None:
+        sentence = f"Best batch: {best.batch} samples a step, {format_count(best.rate)} samples/s."
+        if enough.batch < best.batch:
+            share = f"{enough.rate / best.rate:.1%}"
+            sentence += f" It saturates at {enough.batch}: {share} of that (within {SATURATED:.0%})."
+        if best == answer.points[-1]:
+            sentence += " That is the largest looked at: a larger one may be better."
+    limit = f"; compute alone allows {format_count(answer.ceiling)} samples/s" * (answer.ceiling < float("inf"))
+    notes = (
+        f"Looked at: divisors of the devices, and 2^a and 3 * 2^a samples a device, up to "
+        f"{answer.points[-1].batch} (--max-batch for others){limit}.",
+        *_unfinished(answer.complete),
+    )
+    return Said(("batch", "step", "samples/s", "of best", "memory", "plan"), rows, sentence, notes, best)
+
+
+@said.register
+def _(answer: Fewest) -> Said:
+    rows = tuple(
+        (_span(run, "devices"), str(run[0].batch) if len({p.batch for p in run}) == 1 else "",
+         *_speed(run[0], answer.target.goal),
+         *(_plan(run[0]) if run[0].plan is not None else ("", why(run[-1]))))
+        for run in _runs(answer.points)
+    )  # fmt: skip
+    chosen = answer.answer
+    if chosen is not None:
+        reached = _reach(answer.target, chosen.devices > 1)
+        sentence = (
+            f"Fewest: {_gpus(chosen.devices)} {reached}: {format_seconds(chosen.seconds)} a step of {chosen.batch}, "
+            f"{_pace(chosen, answer.target.goal)}."
+        )
+    else:
+        sentence = missed(answer)
+    notes = ("Looked at: every number of GPUs to a node, then whole nodes, up to the answer.",)
+    columns = ("GPUs", "batch", "step", _unit(answer.target.goal), "memory", "plan")
+    return Said(columns, rows, sentence, (*notes, *_unfinished(answer.complete)), chosen)
+
+
+@said.register
+def _(answer: Cheapest) -> Said:
+    kept = {cost.point.devices for cost in answer.frontier}
+    rows = [
+        (
+            cost.point.devices,
+            (str(cost.point.devices), str(cost.point.batch), _money(cost.cost), format_duration(cost.seconds),
+             _hours(cost.device_hours), format_seconds(cost.point.seconds), _mark(answer, cost, kept)),
+        )
+        for cost in answer.costs
+    ]  # fmt: skip
+    rows += [(p.devices, (str(p.devices), str(p.batch), "", "", "", "", why(p))) for p in answer.missing]
+    columns = ("GPUs", "batch", "cost", "time", "GPU-hours", "step", "")
+    notes = (
+        f"Looked at: 1, 2, 3, 4, 6, 8 … GPUs and nodes (2^a and 3 * 2^a), up to {rows and max(rows)[0]} GPUs "
+        f"(--gpus), at {answer.price:g} a GPU-hour. Frontier: no other is both cheaper and quicker.",
+        *_unfinished(answer.complete),
+    )
+    chosen = answer.answer
+    return Said(
+        columns,
+        tuple(row for _, row in sorted(rows)),
+        _cheapest(answer),
+        notes,
+        None if chosen is None else chosen.point,
+    )
+
+
+@said.register
+def _(answer: Front) -> Said:
+    top = answer.points[0].seconds if answer.points else 1.0
+    certain = all(proven(p) for p in answer.points)
+    rows = tuple(
+        (format_bytes(p.peak), format_seconds(p.seconds), f"{p.seconds / top - 1:+.0%}", _summary(p),
+         *(() if certain else ("yes" if proven(p) else _gap(p),)))
+        for p in answer.points
+    )  # fmt: skip
+    columns = ("memory", "step", "slower by", "plan", *(() if certain else ("proven",)))
+    least = "" if answer.least is None else f" No plan fits less than about {format_budget(answer.least, up=True)}."
+    sentence = f"{len(answer.points)} plans of which none is beaten in both time and memory.{least}"
+    notes = (
+        f"Each is the fastest within its memory. Budgets less than {format_bytes(answer.step)} below a plan's memory "
+        "were not looked at (--memory-step).",
+        *_unfinished(answer.complete),
+    )
+    return Said(columns, rows, sentence, notes)
+
+
+def why(point: Point) -> str:
+    """Why a point has no plan, in short."""
+    if point.needs is not None:
+        return f"does not fit: needs {format_budget(point.needs, up=True)} a GPU"
+    return point.reason.rpartition("cannot be used. ")[2].partition(". ")[0].rstrip(".")
+
+
+def missed(answer: Fewest) -> str:
+    """That no number of devices is enough, and what comes nearest."""
+    most = answer.points[-1].devices if answer.points else 0
+    planned = [point for point in answer.points if point.plan is not None]
+    nearest = ""
+    if planned:
+        best = max(planned, key=lambda p: p.rate) if answer.target.goal in _RATES else min(planned, key=_seconds)
+        nearest = (
+            f" The nearest: {format_seconds(best.seconds)} a step, {_pace(best, answer.target.goal)}, on "
+            f"{_gpus(best.devices)}."
+        )
+    elif answer.points:
+        nearest = f" On {_gpus(most)}: {why(answer.points[-1])}."
+    return f"No number of GPUs up to {most} {_reach(answer.target, False)}.{nearest} Try more --gpus."
+
+
+_RATES = (Goal.SAMPLES, Goal.TOKENS)
+
+
+def _seconds(point: Point) -> float:
+    return point.seconds
+
+
+def _reach(target: Target, many: bool) -> str:
+    s = "" if many else "s"
+    words = {
+        Goal.FIT: f"fit{s} the model",
+        Goal.STEP: f"take{s} at most {format_seconds(target.value)} a step",
+        Goal.SAMPLES: f"train{s} {format_count(target.value)} samples/s",
+        Goal.TOKENS: f"train{s} {format_count(target.value)} tokens/s",
+    }
+    return words[target.goal]
+
+
+def _cheapest(answer: Cheapest) -> str:
+    best = answer.answer
+    if best is not None:
+        return (
+            f"Cheapest: {_gpus(best.point.devices)}: {_money(best.cost)} and {format_duration(best.seconds)} for "
+            f"{_run(answer)}."
+        )
+    quickest = min(answer.costs, key=lambda cost: cost.seconds)
+    return (
+        f"No number of GPUs ends within {format_duration(answer.deadline or 0.0)}: the quickest, "
+        f"{_gpus(quickest.point.devices)}, takes {format_duration(quickest.seconds)}. Try more --gpus."
+    )
+
+
+def _run(answer: Cheapest) -> str:
+    run = answer.run
+    size, unit = next((s, u) for s, u in ((run.steps, "steps"), (run.samples, "samples"), (run.tokens, "tokens")) if s)
+    return f"{format_count(size)} {unit}"
+
+
+def _mark(answer: Cheapest, cost: RunCost, kept: set[int]) -> str:
+    if answer.answer is not None and cost.point.devices == answer.answer.point.devices:
+        return "cheapest"
+    late = answer.deadline is not None and cost.seconds > answer.deadline
+    return "too late" if late else "frontier" if cost.point.devices in kept else ""
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.1f}" if hours >= 10 else f"{hours:.2g}"
+
+
+def _money(cost: float) -> str:
+    return f"{cost:,.0f}" if cost >= 1000 else f"{cost:.3g}"
+
+
+def _gpus(devices: int) -> str:
+    return f"{devices} GPU{'s' * (devices > 1)}"
+
+
+def _speed(point: Point, goal: Goal = Goal.SAMPLES) -> tuple[str, str]:
+    if point.plan is None:
+        return "", ""
+    return format_seconds(point.seconds), _pace(point, goal).partition(" ")[0]
+
+
+def _unit(goal: Goal) -> str:
+    return "tokens/s" if goal is Goal.TOKENS else "samples/s"
+
+
+def _pace(point: Point, goal: Goal) -> str:
+    """The throughput in what the target is told in."""
+    tokens = 0.0 if point.prediction is None else point.prediction.tokens_per_second
+    return f"{format_count(tokens if goal is Goal.TOKENS else point.rate)} {_unit(goal)}"
+
+
+def _plan(point: Point) -> tuple[str, str]:
+    return format_bytes(point.peak), _summary(point)
+
+
+def _summary(point: Point) -> str:
+    return "" if point.plan is None else summary(point.plan)
+
+
+def proven(point: Point) -> bool:
+    """Whether the search proved that a point's plan is the fastest."""
+    source = None if point.plan is None else point.plan.provenance
+    return source is not None and source.proof is Proof.PROVEN
+
+
+def _gap(point: Point) -> str:
+    source = None if point.plan is None else point.plan.provenance
+    return "no" if source is None else f"to {source.gap:.1%}"
+
+
+def _unfinished(complete: bool) -> tuple[str, ...]:
+    return () if complete else ("Interrupted: this is what was found so far; what was not looked at may be better.",)
+
+
+def _runs(points: Sequence[Point]) -> list[list[Point]]:
+    """Neighbours that are too few by their compute alone make one row."""
+    runs: list[list[Point]] = []
+    for point in points:
+        if runs and _alike(runs[-1][-1]) and _alike(point):
+            runs[-1].append(point)
+        else:
+            runs.append([point])
+    return runs
+
+
+def _alike(point: Point) -> bool:
+    return point.plan is None and point.needs is None and point.reason.startswith("too few")
+
+
+def _span(run: Sequence[Point], name: str) -> str:
+    first, last = getattr(run[0], name), getattr(run[-1], name)
+    return str(first) if first == last else f"{first} … {last}"
+
+
+def as_data(answer: Answer) -> dict[str, Any]:
+    """An answer as plain data for JSON: seconds, bytes, samples; the plan of the answer under ``plan``."""
+    chosen = said(answer).chosen
+    data: dict[str, Any] = {"question": _QUESTIONS[type(answer)], "complete": answer.complete}
+    if isinstance(answer, Cheapest):
+        data["points"] = [_cost_data(cost) for cost in answer.costs] + [point_data(p) for p in answer.missing]
+        data["frontier"] = [cost.point.devices for cost in answer.frontier]
+        data |= {"price": answer.price, "within": answer.deadline}
+        data["answer"] = None if answer.answer is None else _cost_data(answer.answer)
+    else:
+        data["points"] = [point_data(point) for point in answer.points]
+    if isinstance(answer, BestBatch):
+        data["saturated"] = None if answer.saturated is None else answer.saturated.batch
+        data["ceiling"] = answer.ceiling if answer.ceiling < float("inf") else None
+    if isinstance(answer, Fewest):
+        data["target"] = {"goal": answer.target.goal.value, "value": answer.target.value}
+    if isinstance(answer, Front):
+        data |= {"step": answer.step, "least": answer.least}
+    elif not isinstance(answer, Cheapest):
+        data["answer"] = None if chosen is None else point_data(chosen)
+    if not isinstance(answer, Front):
+        data["plan"] = None if chosen is None or chosen.plan is None else to_data(chosen.plan)
+    return data
+
+
+_QUESTIONS = {BestBatch: "best_batch", Fewest: "fewest_devices", Cheapest: "cheapest", Front: "pareto_front"}
+
+
+def point_data(point: Point) -> dict[str, Any]:
+    """A point as plain data; one without a plan has its reason."""
+    data: dict[str, Any] = {"devices": point.devices, "batch": point.batch, "budget": point.budget}
+    if point.plan is None or point.prediction is None:
+        return data | {"reason": point.reason, "needs": point.needs}
+    return data | {
+        "step_seconds": point.seconds,
+        "samples_per_second": point.rate,
+        "tokens_per_second": point.prediction.tokens_per_second,
+        "peak_memory": point.peak,
+        "proven": proven(point),
+        "plan": summary(point.plan),
+    }
+
+
+def _cost_data(cost: RunCost) -> dict[str, Any]:
+    return point_data(cost.point) | {"run_seconds": cost.seconds, "device_hours": cost.device_hours, "cost": cost.cost}

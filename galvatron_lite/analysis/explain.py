@@ -1,0 +1,391 @@
+"""Why a plan is as it is: time, memory, choices, what binds, prices and what-ifs in one explanation.
+
+Bounds in seconds come from planning again (``what_ifs``). Without it, a bound lists what is exposed, which is the
+most that could be saved, and the neighbours that would be quicker and do not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from statistics import median
+
+from galvatron_lite.analysis.explanation import (
+    Bound,
+    Constants,
+    Constraint,
+    Explanation,
+    MemoryPrice,
+    Neighbour,
+    RunChoice,
+    RunnerUp,
+    StageMemory,
+    TimeAccount,
+    TimeClass,
+    Trust,
+    WhatIf,
+)
+from galvatron_lite.analysis.neighbours import choices, runners_up
+from galvatron_lite.analysis.setting import Setting
+from galvatron_lite.analysis.step_time import BUBBLE, Priced, account, explained_in_parts, memory_of, taken_apart
+from galvatron_lite.analysis.what_ifs import (
+    Clock,
+    OutOfTimeError,
+    Progress,
+    in_its_shape,
+    price_of_memory,
+    what_ifs,
+    with_less,
+    with_stairs,
+)
+from galvatron_lite.calibration.store import DEFAULT, Expected, entry_for, expected_of, load_calibration
+from galvatron_lite.cluster.budget import Budget, as_budget
+from galvatron_lite.cluster.cluster import Cluster
+from galvatron_lite.cost.timeline import untimed
+from galvatron_lite.errors import InfeasibleError, InputError
+from galvatron_lite.parallelism.backends import Backend, backend_named
+from galvatron_lite.plans.describe import headline
+from galvatron_lite.plans.schema import Plan, Prediction
+from galvatron_lite.profiler.schema import OriginKind, Profile
+from galvatron_lite.search.planner import request_of
+from galvatron_lite.search.result import summary
+from galvatron_lite.search.shapes import Request
+from galvatron_lite.units import format_budget, format_bytes, format_seconds
+
+
+def trust_in(profile: Profile) -> Trust:
+    """How sure what is predicted from a profile is."""
+    origin, links = profile.origin, profile.communication_origin
+    estimated = origin.kind is OriginKind.ESTIMATED
+    expected = expected_of(profile.graph, load_calibration())
+    error = expected.error if estimated else None
+    residuals = [fit.residual for fit in profile.fits]
+    return Trust(
+        layers=origin.kind.value,
+        layers_source=", ".join(filter(None, (origin.source, origin.date))),
+        communication=links.kind.value,
+        communication_source=", ".join(filter(None, (links.source, links.date))),
+        spread=origin.spread,
+        links_residual=median(residuals) if residuals else None,
+        constants=tuple(_constants(profile.cluster)) if estimated else (),
+        error=error,
+        error_of="" if error is None else f"step times of {expected.models} ({expected.source}; galvatron validate)",
+        missing=tuple(_missing(estimated, expected)),
+    )
+
+
+def _constants(cluster: Cluster) -> Iterator[Constants]:
+    """What the constants of the cluster's devices were fitted to."""
+    calibration = load_calibration()
+    names = [entry_for(calibration, "devices", group.device.name, DEFAULT) for group in cluster.types]
+    for name in dict.fromkeys(names):
+        origin = calibration.origins.get(f"devices/{name}")
+        if origin is not None:
+            yield Constants(f"devices/{name}", origin.rows, origin.residual, origin.source)
+
+
+def _missing(estimated: bool, expected: Expected) -> list[str]:
+    said = []
+    if not estimated:
+        said.append(
+            "no error is kept with a measured profile (`galvatron validate` measures that of estimates): train some "
+            "steps and hold them against the prediction"
+        )
+    elif expected.error is None:
+        said.append(f"the error of estimated step times was not measured for {expected.models}")
+    said.append("prices and what-ifs are differences of two predictions; their error is not measured")
+    return said
+
+
+WORTH = 0.01
+"""Share of a step that a constraint must cost to be called one."""
+
+
+def bounds(
+    priced: Priced,
+    time: TimeAccount,
+    runs: Sequence[RunChoice],
+    memory: Sequence[StageMemory],
+    price: MemoryPrice | None,
+    what_ifs: Sequence[WhatIf],
+) -> tuple[Bound, ...]:
+    """Every constraint that is known of, those that bind first, the dearest of them first."""
+    found = [
+        _memory(memory, price, runs),
+        *_links(time, what_ifs, summary(priced.plan)),
+        *_batch(time, what_ifs),
+        *_balance(priced),
+    ]
+    if not any(bound.binds for bound in found):
+        found.append(_compute(time, price, what_ifs))
+    return tuple(sorted(found, key=lambda bound: (not bound.binds, -(bound.seconds or 0.0))))
+
+
+def _compute(time: TimeAccount, price: MemoryPrice | None, what_ifs: Sequence[WhatIf]) -> Bound:
+    """What is left where nothing else binds; not known to bind where something else was not tried."""
+    share = f"compute: {time.seconds_of(TimeClass.COMPUTE) / time.step_seconds:.0%} of the step"
+    names = [one.change for one in what_ifs if one.gain is None and _asked_of(one)]
+    open_ones = ["more memory"] * (price is None) + (names if what_ifs else ["quicker links", "a larger batch"])
+    if not open_ones:
+        return Bound(Constraint.COMPUTE, f"{share}, and nothing above binds", None, True)
+    return Bound(
+        Constraint.COMPUTE, f"{share}; whether anything binds is not known: {_not_tried(open_ones)}", None, False
+    )
+
+
+def _asked_of(one: WhatIf) -> bool:
+    """Whether a constraint is told by it."""
+    return one.name.startswith("links_") or one.name == "batch_twice"
+
+
+def fullest(memory: Sequence[StageMemory], price: MemoryPrice | None = None) -> StageMemory:
+    """The group whose memory binds: of those that a quicker plan needs more in, else of all, that which is fullest."""
+    wanted = [own for own in memory if price is not None and own.group in price.wanted_groups]
+    return max(wanted or memory, key=lambda own: own.used_bytes / max(own.budget_bytes, 1))
+
+
+def _memory(memory: Sequence[StageMemory], price: MemoryPrice | None, runs: Sequence[RunChoice]) -> Bound:
+    full = fullest(memory, price)
+    where = f"stage {', '.join(map(str, full.stages))}" if len(memory) > 1 else "every device"
+    when = f", at its worst in {full.moment}" if full.moment else ""
+    told = f"memory of {where}: {format_bytes(full.used_bytes)} of {format_bytes(full.budget_bytes)}{when}"
+    if price is None:
+        quicker = _quicker(runs)
+        worth = "" if quicker is None else f"; {quicker.strategy} would be quicker there and does not fit"
+        return Bound(Constraint.MEMORY, told + worth, None, quicker is not None)
+    saved = price.step_seconds - price.then_step_seconds
+    among = " with this pipeline and these micro-batches" if price.same_shape else ""
+    worth = f"; {format_budget(price.added_bytes)} more on every device saves {format_seconds(saved)} a step{among}"
+    if saved <= 0:
+        worth = f"; {format_budget(price.added_bytes)} more on every device saves nothing{among}"
+    return Bound(Constraint.MEMORY, told + worth, saved, saved > 0)
+
+
+def _quicker(runs: Sequence[RunChoice]) -> Neighbour | None:
+    """The quickest neighbour that is quicker than what was chosen, and does not fit."""
+    every = [one for run in runs for one in run.neighbours if one.added_step_seconds < 0 and not one.fits]
+    return min(every, key=lambda one: one.added_step_seconds, default=None)
+
+
+def _not_tried(names: Sequence[str]) -> str:
+    return f"{', '.join(names)} {'were' if len(names) > 1 else 'was'} not tried"
+
+
+def _links(time: TimeAccount, what_ifs: Sequence[WhatIf], now: str) -> Iterator[Bound]:
+    """``now``: the plan in words."""
+    parts = [part for part in time.parts if part.what is TimeClass.COMMUNICATION]
+    exposed = sum(part.seconds for part in parts)
+    kinds = ", ".join(f"{part.name} {format_seconds(part.seconds)}" for part in parts if part.seconds > 0)
+    told = f"communication that is not hidden: {format_seconds(exposed)} of the step" + (f" ({kinds})" if kinds else "")
+    asked = [one for one in what_ifs if one.name.startswith("links_")]
+    tried = [one for one in asked if one.gain is not None]
+    if not tried:
+        yield _at_most(Constraint.LINK, told, exposed, time, [one.change for one in asked])
+    for place, one in enumerate(tried):
+        seconds = _saved(time, one)
+        text = f"{one.change}: {_gained(seconds, one, now)}"
+        binds = seconds > WORTH * time.step_seconds
+        yield Bound(Constraint.LINK, f"{told}; {text}" if place == 0 else text, seconds, binds)
+
+
+def _batch(time: TimeAccount, what_ifs: Sequence[WhatIf]) -> Iterator[Bound]:
+    bubble = sum(part.seconds for part in time.parts if part.name == BUBBLE)
+    waits = f"waiting for other stages takes {format_seconds(bubble)} of the step" if bubble else ""
+    asked = [one for one in what_ifs if one.name == "batch_twice"]
+    for one in asked:
+        if one.gain is not None:
+            seconds = _saved(time, one)
+            text = "; ".join(filter(None, (f"the batch: {one.change} gives {one.gain:+.1%} samples/s", waits)))
+            yield Bound(Constraint.BATCH, text, seconds, seconds > WORTH * time.step_seconds)
+            return
+    if waits:
+        yield _at_most(Constraint.BATCH, f"the batch: {waits}", bubble, time, [one.change for one in asked])
+
+
+def _at_most(what: Constraint, told: str, seconds: float, time: TimeAccount, asked: Sequence[str]) -> Bound:
+    """A constraint of which only what it costs at most is known, as nothing was planned anew without it."""
+    binds = seconds > WORTH * time.step_seconds
+    tried = f"; {_not_tried(asked)}" if asked else ""
+    return Bound(what, f"{told}{', the most that could be saved' if binds else ''}{tried}", seconds, binds)
+
+
+def _saved(time: TimeAccount, one: WhatIf) -> float:
+    """Seconds of a step of the same samples."""
+    return time.step_seconds * (1.0 - 1.0 / (1.0 + one.gain)) if one.gain is not None else 0.0
+
+
+def _gained(seconds: float, one: WhatIf, now: str) -> str:
+    if seconds <= 0:
+        return "saves nothing"
+    other = ", by going over to another plan" if one.summary != now else ""
+    return f"saves {format_seconds(seconds)} a step ({one.gain:+.1%} samples/s){other}"
+
+
+def _balance(priced: Priced) -> Iterator[Bound]:
+    """How much longer the busiest group works than all do on average: layers are whole, and stages are of them."""
+    if priced.shape.stages == 1:
+        return
+    work = [
+        priced.shape.microbatches * sum(cost.times.total for cost in own) + sum(cost.step for cost in own)
+        for own in priced.groups
+    ]
+    longer = max(work) - sum(work) / len(work)
+    text = (
+        f"layers do not divide evenly: the devices of stage {', '.join(map(str, priced.stages_of(priced.busiest)))} "
+        f"work {format_seconds(longer)} a step longer than those of all stages on average"
+    )
+    yield Bound(Constraint.BALANCE, text, longer, longer > WORTH * priced.prediction.step_seconds)
+
+
+SECONDS = 120.0
+"""For planning anew, where nobody says."""
+MOST_ASKED = 24
+"""Searches that an explanation makes, about."""
+_NOT_WANTED = "prices by planning anew, runner-ups and what-ifs: not asked for (--no-what-if)"
+
+
+@dataclass(slots=True)
+class _Anew:
+    """What planning anew told."""
+
+    price: MemoryPrice | None = None
+    what_ifs: tuple[WhatIf, ...] = ()
+    runners_up: tuple[RunnerUp, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+
+def explain_plan(
+    setting: Setting,
+    plan: Plan,
+    *,
+    what_if: bool = True,
+    seconds: float | None = SECONDS,
+    progress: Progress | None = None,
+) -> Explanation:
+    """Why a plan is as it is.
+
+    Args:
+        setting: what the plan was chosen from; its budget is the plan's.
+        plan: with its prediction, priced with the setting's profile.
+        what_if: whether to plan anew for prices, runner-ups and what-ifs; else the price is among plans of the plan's
+            own pipeline and micro-batches.
+        seconds: for planning anew; what there was no time for is said. None: no end.
+        progress: called with (done, in all, what is looked at).
+    """
+    budget = as_budget(setting.budget_at(plan.devices))
+    clock = Clock(seconds, progress, MOST_ASKED)
+    priced = taken_apart(setting.session(plan.devices).pricer, plan) if explained_in_parts(plan) else None
+    anew = _anew(setting, plan, budget, clock, what_if=what_if)
+    return _put_together(setting, plan, budget, priced, anew)
+
+
+def _put_together(setting: Setting, plan: Plan, budget: Budget, priced: Priced | None, anew: _Anew) -> Explanation:
+    prediction = _prediction(plan)
+    session, backend = setting.session(plan.devices), backend_named(setting.backend)
+    time = memory = runs = bound = None
+    if priced is not None:
+        time, memory = account(priced), memory_of(priced, budget)
+        runs = choices(priced, session.space(backend)[0], lambda other: _fits(other, budget))
+        bound = bounds(priced, time, runs, memory, anew.price, anew.what_ifs)
+    price = anew.price
+    return Explanation(
+        model=plan.model,
+        headline=headline(plan),
+        profile=session.profile.name,
+        devices=plan.devices,
+        batch=plan.global_batch,
+        microbatches=plan.microbatches,
+        step_seconds=prediction.step_seconds,
+        samples_per_second=prediction.samples_per_second,
+        best_step_seconds=None if price is None or price.same_shape else price.step_seconds,
+        time=time,
+        runs=runs or (),
+        memory=memory or _plain_memory(plan, budget),
+        bounds=bound or (),
+        price=price,
+        runners_up=anew.runners_up,
+        what_ifs=anew.what_ifs,
+        trust=trust_in(session.profile),
+        left_out=(*_unsaid(plan), *anew.left_out),
+        notes=plan.provenance.notes if plan.provenance else (),
+    )
+
+
+def _prediction(plan: Plan) -> Prediction:
+    if plan.prediction is None:
+        raise InputError("plan", plan.model, "It has no prediction: price it first (galvatron evaluate).")
+    return plan.prediction
+
+
+def _fits(plan: Plan, budget: Budget) -> bool:
+    return all(stage.memory.total <= budget.of(stage.device) for stage in plan.stages)
+
+
+def _plain_memory(plan: Plan, budget: Budget) -> tuple[StageMemory, ...]:
+    """Memory of the stages of a plan that is not taken apart: no moment is known."""
+    return tuple(
+        StageMemory(number, (number,), stage.memory.total, budget.of(stage.device), "", "", -1, stage.memory)
+        for number, stage in enumerate(plan.stages)
+    )
+
+
+def _unsaid(plan: Plan) -> list[str]:
+    """What is not said of plans of its kind."""
+    said = []
+    if plan.branches:
+        said.append("time by part, runs of layers and bounds: branches on devices of their own are priced as regions")
+    if plan.cyclic is not None:
+        said.append("time by part, runs of layers and bounds: passes of delayed gradients go round, and are priced so")
+    if explained_in_parts(plan) and untimed(plan):
+        said.append(f"the moment of the worst memory: {untimed(plan)}")
+    return said
+
+
+def _anew(setting: Setting, plan: Plan, budget: Budget, clock: Clock, *, what_if: bool) -> _Anew:
+    """What planning anew tells, as far as the time goes."""
+    if not what_if:
+        told = _Anew(left_out=(_NOT_WANTED,))
+        if explained_in_parts(plan):
+            told.price, left = _price(setting, plan, budget, clock, same_shape=True)
+            told.left_out += left
+            if told.price is not None:
+                told.price = with_stairs(told.price, in_its_shape(setting, plan), clock, plan, budget)
+        return told
+    told = _Anew()
+    told.price, left = _price(setting, plan, budget, clock, same_shape=False)
+    rate = _rate(plan, told.price)
+    told.what_ifs = what_ifs(setting, clock, plan, budget, rate)
+    said = ""
+    if explained_in_parts(plan):
+        session, backend = setting.session(plan.devices), backend_named(setting.backend)
+        request = _request(setting, plan, budget, backend)
+        told.runners_up, said = runners_up(session, request, clock, plan)
+    else:
+        said = "runner-ups by dimension: they are looked for among plans of stages alone"
+    if told.price is not None:
+        told.price = with_stairs(with_less(told.price, setting, clock, plan, budget), setting, clock, plan, budget)
+    told.left_out = (*left, *filter(None, (said,)))
+    return told
+
+
+def _request(setting: Setting, plan: Plan, budget: Budget, backend: Backend) -> Request:
+    session = setting.session(plan.devices)
+    fixed = setting.pins.at(plan.devices, plan.global_batch)
+    return request_of(session, plan.devices, plan.global_batch, budget, fixed, setting.schedules, backend)
+
+
+def _rate(plan: Plan, price: MemoryPrice | None) -> float:
+    """Samples a second of the fastest plan now, or of the plan where that is not known."""
+    seconds = _prediction(plan).step_seconds if price is None else price.step_seconds
+    return plan.global_batch / seconds if seconds else inf
+
+
+def _price(
+    setting: Setting, plan: Plan, budget: Budget, clock: Clock, *, same_shape: bool
+) -> tuple[MemoryPrice | None, tuple[str, ...]]:
+    """The price of memory, or why there is none."""
+    try:
+        return price_of_memory(setting, clock, plan, budget, same_shape=same_shape), ()
+    except (OutOfTimeError, InfeasibleError, InputError) as error:
+        return None, (f"the price of memory: {error}",)

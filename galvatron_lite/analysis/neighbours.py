@@ -1,0 +1,373 @@
+"""What else a plan could do: each run of layers otherwise in one dimension, and the best plan that chooses otherwise.
+
+For neighbours everything else stays equal: the plan is priced again with the run (in every stage that has it, and the
+layers that share its parameters) under the other strategy. Runners-up come from quick searches of the same space with
+one choice pinned, so they are not proven; those in a plan's file come from such searches too
+(``search.alternatives``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import groupby
+
+from galvatron_lite.analysis.explanation import Neighbour, RunChoice, RunnerUp
+from galvatron_lite.analysis.step_time import Priced
+from galvatron_lite.analysis.what_ifs import Clock, OutOfTimeError, peak_of, seconds_of
+from galvatron_lite.cost.layout import layout
+from galvatron_lite.cost.sharing import tied_groups
+from galvatron_lite.cost.step import price_staged
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import ModelGraph, Recompute, Role
+from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
+from galvatron_lite.plans.schema import LayerRun, Plan, Schedule, Stage
+from galvatron_lite.search.alternatives import UNBOUNDED
+from galvatron_lite.search.best_first import finished, search
+from galvatron_lite.search.problem import is_glued
+from galvatron_lite.search.result import runs_of, summary
+from galvatron_lite.search.session import Session
+from galvatron_lite.search.shapes import Request
+from galvatron_lite.search.space import UNPINNED, Fixed, Space, microbatch_counts
+from galvatron_lite.search.tables import glue_of
+
+
+def keeps_rules(graph: ModelGraph, stages: Sequence[range], strategies: Sequence[Strategy]) -> bool:
+    """Whether the layers at the model's ends, or at the boundaries of stages, are laid out alike as they must be.
+
+    Args:
+        graph: the model.
+        stages: places of the layers of each.
+        strategies: of every layer.
+    """
+    if len(stages) > 1:
+        cuts = [inside.start for inside in stages[1:]]
+        return len({layout(strategies[place]) for cut in cuts for place in (cut - 1, cut)}) <= 1
+    edges = [one for layer, one in zip(graph.layers, strategies, strict=True) if layer.role is not Role.BLOCK]
+    return not is_glued(graph) or len({glue_of(layout(one)) for one in edges}) <= 1
+
+
+_BATCH = ("data", "zero", "zero_stage")
+_NAMES = tuple(item.name for item in fields(Strategy))
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A dimension as a reader knows it."""
+
+    name: str  # of it
+    own: tuple[str, ...]  # fields of ``Strategy`` that it sets
+    degree: Callable[[Strategy], int] | None  # into how many parts it splits; None where it splits nothing
+    used: Callable[[Strategy], bool]  # whether a strategy uses it
+    gives: bool = False  # whether devices that it does not take work on other samples
+    between: tuple[str, ...] = ()  # fields that may follow: what makes no sense without it
+
+
+AXES = (
+    Axis(
+        "tensor", ("tensor",), lambda s: s.tensor, lambda s: s.tensor > 1, True, ("sequence_parallel", "expert_tensor")
+    ),
+    Axis("sequence", ("sequence_parallel",), None, lambda s: s.sequence_parallel),
+    Axis("context", ("context",), lambda s: s.context, lambda s: s.context > 1, True, ("ulysses", "strided")),
+    Axis("ulysses", ("ulysses",), None, lambda s: s.ulysses),
+    Axis("expert", ("expert", "expert_tensor"), lambda s: s.expert, lambda s: s.expert > 1),
+    Axis("zero", ("zero", "zero_stage", "data"), lambda s: s.zero, lambda s: s.zero_stage > 0),
+    Axis("spatial", ("depth", "height", "width"), lambda s: s.spatial, lambda s: s.spatial > 1, True),
+    Axis("filters", ("filters",), lambda s: s.filters, lambda s: s.filters > 1, True),
+    Axis("channels", ("channels",), lambda s: s.channels, lambda s: s.channels > 1, True),
+    Axis("recompute", ("recompute",), None, lambda s: s.recompute is not Recompute.NONE),
+    Axis("offload", ("offload",), None, lambda s: s.offload is not Offload.NONE),
+    Axis("placement", ("strided",), None, lambda s: s.strided is not Strided.NONE),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A strategy next to another one."""
+
+    axis: Axis  # in which they differ
+    strategy: Strategy  # the other
+    off: bool  # whether it does without the axis, which the first one uses
+
+
+def steps_from(chosen: Strategy, offered: Iterable[Strategy]) -> Iterator[Step]:
+    """The strategies next to the chosen one among those that are offered.
+
+    Along a dimension that splits: no use of it, and the next degrees below and above; where fewer devices share a
+    sample, more samples are worked on at once, in the way the chosen strategy splits the batch. Along any other: all.
+    """
+    every = [one for one in offered if one != chosen]
+    for axis in AXES:
+        found = [one for one in every if _differs_only_in(axis, chosen, one)]
+        for one in found if axis.degree is None else _next(axis, chosen, found):
+            yield Step(axis, one, axis.used(chosen) and not axis.used(one))
+
+
+def _differs_only_in(axis: Axis, chosen: Strategy, other: Strategy) -> bool:
+    changed = {name for name in _NAMES if getattr(chosen, name) != getattr(other, name)}
+    if not changed & set(axis.own):
+        return False
+    if axis.name == "zero":
+        return changed <= set(axis.own) and chosen.batch_degree == other.batch_degree
+    allowed = {*axis.own, *(_BATCH if axis.gives else ())}
+    if not (axis.used(chosen) and axis.used(other)):
+        allowed |= set(axis.between)
+    return changed <= allowed and (not axis.gives or _batch_alike(chosen, other))
+
+
+def _batch_alike(chosen: Strategy, other: Strategy) -> bool:
+    """Whether two strategies of unlike batch degrees split the batch in the same way; any way where one does not."""
+    if chosen.batch_degree == 1 or other.batch_degree == 1:
+        return True
+    if chosen.zero_stage != other.zero_stage:
+        return False
+    return chosen.data == other.data if chosen.zero > 1 else other.zero == 1
+
+
+def _next(axis: Axis, chosen: Strategy, found: Sequence[Strategy]) -> list[Strategy]:
+    """Those without the axis, those of the same degree, and those of the nearest degrees on either side."""
+    assert axis.degree is not None
+    here, degrees = axis.degree(chosen), {axis.degree(one) for one in found}
+    below, above = max((d for d in degrees if d < here), default=0), min((d for d in degrees if d > here), default=0)
+    return [one for one in found if axis.degree(one) in (here, below, above) or not axis.used(one)]
+
+
+Fits = Callable[[Plan], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """Runs that do the same."""
+
+    stages: tuple[int, ...]  # that hold them
+    runs: tuple[LayerRun, ...]  # one of each stage
+    places: tuple[int, ...]  # of all their layers
+
+
+def choices(priced: Priced, space: Space, fits: Fits) -> tuple[RunChoice, ...]:
+    """Every run of layers, those of several stages that do the same together, in the order of the model.
+
+    Args:
+        priced: the plan.
+        space: what layers may do.
+        fits: whether a priced plan is within the budget.
+    """
+    return tuple(_choice(priced, alike, space, fits) for alike in _alike(priced))
+
+
+def _alike(priced: Priced) -> list[_Alike]:
+    graph = priced.pricer.profile.graph
+    found: dict[object, list[tuple[int, LayerRun, range]]] = {}
+    for number, stage in enumerate(priced.plan.stages):
+        start = priced.ranges[number].start
+        for run in stage.runs:
+            places = range(start, start + run.count)
+            key = (run.strategy, frozenset(graph.layers[place].kind for place in places))
+            found.setdefault(key, []).append((number, run, places))
+            start = places.stop
+    return [
+        _Alike(
+            tuple(dict.fromkeys(number for number, _, _ in own)),
+            tuple(run for _, run, _ in own),
+            tuple(place for _, _, places in own for place in places),
+        )
+        for own in found.values()
+    ]
+
+
+def _choice(priced: Priced, alike: _Alike, space: Space, fits: Fits) -> RunChoice:
+    layers, first, last = priced.pricer.profile.graph.layers, alike.runs[0], alike.runs[-1]
+    kinds = tuple(dict.fromkeys(layers[place].kind for place in alike.places))
+    return RunChoice(
+        stages=alike.stages,
+        first=first.first,
+        last=last.last,
+        layers=len(alike.places),
+        kinds=kinds,
+        strategy=str(first.strategy),
+        step_seconds=_seconds(priced, alike),
+        neighbours=tuple(_neighbours(priced, alike, _offered(space, kinds, priced.shape.stage_devices), fits)),
+    )
+
+
+def _seconds(priced: Priced, alike: _Alike) -> float:
+    """Of a step, mean over the stages."""
+    total, times = 0.0, priced.shape.microbatches
+    for stage in alike.stages:
+        for place, cost in zip(priced.ranges[stage], priced.stages[stage].layers, strict=True):
+            if place in alike.places:
+                total += times * (cost.forward_seconds + cost.backward_seconds) + cost.step_seconds
+    return total / len(alike.stages)
+
+
+def _offered(space: Space, kinds: Sequence[str], devices: int) -> list[Strategy]:
+    """What all kinds may do."""
+    every = [space.strategies(kind, devices, UNPINNED) for kind in kinds]
+    others = [set(own) for own in every[1:]]
+    return [one for one in every[0] if all(one in own for own in others)]
+
+
+def _neighbours(priced: Priced, alike: _Alike, offered: Sequence[Strategy], fits: Fits) -> Iterator[Neighbour]:
+    """The neighbours; of those of a dimension and degree the quickest that fits, or the leanest."""
+    chosen = alike.runs[0].strategy
+    places = _tied(priced, alike.places)
+    by_axis = groupby(steps_from(chosen, offered), key=lambda step: step.axis.name)
+    for _, steps in by_axis:
+        told: dict[object, Neighbour] = {}
+        for step in steps:
+            other = _neighbour(priced, alike, places, step, fits)
+            degree = None if step.axis.degree is None else step.axis.degree(step.strategy)
+            key = (degree, step.strategy.zero_stage) if step.axis.name == "zero" else degree or step.strategy
+            if other is not None and (key not in told or _rank(other) < _rank(told[key])):
+                told[key] = other
+        yield from sorted(told.values(), key=lambda other: (not other.off, other.added_step_seconds))
+
+
+def _rank(other: Neighbour) -> tuple[bool, float]:
+    return not other.fits, other.added_step_seconds if other.fits else other.added_bytes
+
+
+def _tied(priced: Priced, places: Sequence[int]) -> frozenset[int]:
+    """Layers and those that share their parameters, which have one strategy."""
+    own = set(places)
+    return frozenset(own.union(*(group for group in tied_groups(priced.pricer.profile.graph) if own & set(group))))
+
+
+def _neighbour(priced: Priced, alike: _Alike, places: frozenset[int], step: Step, fits: Fits) -> Neighbour | None:
+    """The plan with the step taken, priced; None where nothing could run or price it."""
+    changed = [step.strategy if place in places else own for place, own in enumerate(priced.strategies)]
+    graph = priced.pricer.profile.graph
+    if keeps_rules(graph, priced.ranges, priced.strategies) and not keeps_rules(graph, priced.ranges, changed):
+        return None
+    try:
+        other = price_staged(priced.pricer, with_strategies(priced, changed))
+    except InputError:
+        return None
+    before, after = (max(plan.stages[stage].memory.total for stage in alike.stages) for plan in (priced.plan, other))
+    assert other.prediction is not None
+    added = other.prediction.step_seconds - priced.prediction.step_seconds
+    return Neighbour(step.axis.name, str(step.strategy), step.off, added, after - before, fits(other))
+
+
+def with_strategies(priced: Priced, strategies: Sequence[Strategy]) -> Plan:
+    """The plan with other strategies of the model's layers, without its prediction."""
+    layers = priced.pricer.profile.graph.layers
+    stages: list[Stage] = []
+    for inside, stage in zip(priced.ranges, priced.plan.stages, strict=True):
+        own = slice(inside.start, inside.stop)
+        stages.append(replace(stage, runs=runs_of(layers[own], strategies[own])))
+    return replace(priced.plan, stages=tuple(stages), prediction=None)
+
+
+Pinned = tuple[str, str, str, Fixed]
+"""Dimension, what the plan chooses, what is chosen instead, and the pins for it."""
+
+
+def runners_up(session: Session, request: Request, clock: Clock, plan: Plan) -> tuple[tuple[RunnerUp, ...], str]:
+    """The quickest plan met in each dimension, and what was not looked at, for people; empty: nothing.
+
+    Args:
+        session: of the profile.
+        request: what the plan is chosen from; nothing is pinned in it.
+        clock: time for it.
+        plan: with its prediction.
+    """
+    found: dict[str, RunnerUp] = {}
+    pins = list(_others(request, plan))
+    for number, pinned in enumerate(pins):
+        try:
+            clock.begin(f"another {pinned[0]}")
+        except OutOfTimeError as error:
+            left = ", ".join(dict.fromkeys(f"{name} {instead}" for name, _, instead, _ in pins[number:]))
+            return tuple(found.values()), f"runner-ups of {left}: {error}"
+        other = _best(session, request, plan, pinned)
+        if other is not None and (pinned[0] not in found or _runner_rank(other) < _runner_rank(found[pinned[0]])):
+            found[pinned[0]] = other
+    return tuple(found.values()), ""
+
+
+def _runner_rank(other: RunnerUp) -> tuple[bool, float]:
+    return not other.fits, other.step_seconds
+
+
+def _best(session: Session, request: Request, plan: Plan, pinned: Pinned) -> RunnerUp | None:
+    name, chosen, instead, fixed = pinned
+    try:
+        fitting = search(replace(request, fixed=fixed), session.pricer, exact=False)
+        other = fitting or search(replace(request, fixed=fixed, budget=UNBOUNDED), session.pricer, exact=False)
+    except InputError:
+        return None
+    if other is None:
+        return None
+    done = finished(request, session.pricer, other)
+    added, fits = seconds_of(done) - seconds_of(plan), fitting is not None
+    return RunnerUp(name, chosen, instead, summary(done), seconds_of(done), added, peak_of(done), fits)
+
+
+def _others(request: Request, plan: Plan) -> Iterator[Pinned]:
+    """What is chosen otherwise, dimension by dimension."""
+    degrees, here = request.pipelines, plan.pipeline
+    for degree in _beside(degrees, here):
+        yield "pipeline", str(here), str(degree), Fixed(pipeline=degree)
+    for count in _beside(microbatch_counts(request.global_batch, Fixed()), plan.microbatches):
+        yield "micro-batches", str(plan.microbatches), str(count), Fixed(pipeline=here, microbatches=count)
+    if here > 1:
+        for schedule in request.schedules:
+            if schedule is not plan.schedule and schedule is not Schedule.CYCLIC:
+                yield "schedule", plan.schedule.value, schedule.value, Fixed(pipeline=here, schedule=schedule)
+    most = most_used(plan)
+    for axis in AXES:
+        yield from _along(axis, request, plan, most)
+
+
+def _beside(values: tuple[int, ...], here: int) -> tuple[int, ...]:
+    """The values next to one."""
+    return (*[one for one in values if one < here][-1:], *[one for one in values if one > here][:1])
+
+
+def most_used(plan: Plan) -> Strategy:
+    """The strategy of most layers."""
+    used = Counter[Strategy]()
+    for run in (run for stage in plan.stages for run in stage.runs):
+        used[run.strategy] += run.count
+    return min(used, key=lambda strategy: (-used[strategy], str(strategy)))
+
+
+def _along(axis: Axis, request: Request, plan: Plan, most: Strategy) -> Iterator[Pinned]:
+    devices = request.devices // plan.pipeline
+    for chosen, instead, pins in _values(axis, most, plan, devices):
+        free = Fixed(pipeline=plan.pipeline if axis.degree is None else None)
+        kinds = sorted({layer.kind for layer in request.graph.layers})
+        offering = [kind for kind in kinds if request.space.offers(kind, devices, replace(free, strategy=pins))]
+        if len(offering) == len(kinds):
+            yield axis.name, chosen, instead, replace(free, strategy=pins)
+        elif offering:
+            own = tuple((layer.name, *pin) for layer in request.graph.layers if layer.kind in offering for pin in pins)
+            yield axis.name, chosen, instead, replace(free, layers=own)
+
+
+def _values(
+    axis: Axis, most: Strategy, plan: Plan, devices: int
+) -> Iterator[tuple[str, str, tuple[tuple[str, object], ...]]]:
+    """What most layers do in a dimension, what they might do, and the fields of ``Strategy`` that say so."""
+    if axis.name == "recompute":
+        used = {run.strategy.recompute for stage in plan.stages for run in stage.runs}
+        here = "some layers" if len(used) > 1 else most.recompute.value
+        for choice in (Recompute.NONE, Recompute.FULL):
+            if used != {choice}:
+                yield here, choice.value, (("recompute", choice),)
+    elif axis.name == "zero":
+        for stage in range(4):
+            if stage != most.zero_stage:
+                yield f"stage {most.zero_stage}", f"stage {stage}", (("zero_stage", stage),)
+    elif axis.name == "offload":
+        if axis.used(most):
+            yield most.offload.value, "none", (("offload", Offload.NONE),)
+    elif axis.name in ("tensor", "context"):
+        degree = getattr(most, axis.name)
+        for other in _beside(divisors(devices), degree):
+            yield str(degree), str(other), ((axis.name, other),)
+    elif axis.used(most) and len(axis.own) == 1:
+        yield "yes", "no", ((axis.own[0], getattr(Strategy(), axis.own[0])),)

@@ -1,0 +1,215 @@
+"""What a report shows of a plan: prediction, timeline, explanation, front and a run; and what it leaves out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from galvatron_lite.errors import FileFormatError, GalvatronError, InputError
+
+if TYPE_CHECKING:
+    from galvatron_lite.analysis.explanation import Explanation
+    from galvatron_lite.analysis.setting import Setting
+    from galvatron_lite.analysis.sweeps import Front
+    from galvatron_lite.cost.timeline import Timeline
+    from galvatron_lite.plans.schema import Plan
+    from galvatron_lite.profiler.schema import Profile
+    from galvatron_lite.runs.read import Run
+
+
+NO_PROFILE = (
+    "The timeline, memory over time, the cluster's nodes and the front need what the plan was priced with: give "
+    "--profile FILE, or --model and --cluster."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What plans are priced with, as a command line gives it; see ``api.plan``."""
+
+    profile: Path | None = None  # file
+    model: str | None = None  # model, cluster, gpus, sequence, precision, mem, batch: as for ``galvatron evaluate``
+    cluster: str | None = None
+    gpus: int | None = None
+    sequence: int | None = None
+    precision: str | None = None
+    mem: str | None = None
+    batch: int | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether it says what to price with."""
+        return self.profile is not None or self.model is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A plan and all that is known of it."""
+
+    name: str  # of its file
+    plan: Plan  # with its prediction, where it could be priced
+    profile: Profile | None = None  # what it is priced with; None where that is not known
+    timeline: Timeline | None = None  # of a step; None where there is none
+    front: Front | None = None  # memory against time; None where it was not looked for
+    explanation: Explanation | None = None  # why it is as it is; None where it was not asked for
+    run: Run | None = None  # what was measured; None where no run is given
+    missing: tuple[str, ...] = field(default=())  # what is not shown, and why, a sentence each
+
+    def budget_of(self, stage: int) -> int:
+        """Bytes that a device of a stage may take; 0: not known."""
+        made_from = self.plan.provenance
+        return 0 if made_from is None else made_from.budget_of(self.plan.stages[stage])
+
+
+def gather(path: Path, source: Source) -> Shown:
+    """A plan from its file, priced, with the timeline of its step.
+
+    Args:
+        path: of a plan.
+        source: what to price with. Where it does not say, what the plan says it was made from is looked for: the last
+            profile made here, those in ``profiles/``, or an estimate of its model on its cluster.
+    """
+    known, plan = _priced(path, source)
+    if known is None:
+        return Shown(path.name, plan, missing=(NO_PROFILE,))
+    return with_timeline(Shown(path.name, plan, known))
+
+
+def with_timeline(shown: Shown) -> Shown:
+    """With the timeline of its step, or why it has none."""
+    from galvatron_lite.cost.timeline import timeline, untimed
+
+    if shown.profile is None:
+        return shown
+    why = untimed(shown.plan)
+    if why:
+        return replace(shown, missing=(*shown.missing, why))
+    return replace(shown, timeline=timeline(shown.profile, shown.plan))
+
+
+def _priced(path: Path, source: Source) -> tuple[Profile | None, Plan]:
+    from galvatron_lite import api
+    from galvatron_lite.plans.io import read_plan
+    from galvatron_lite.profiler.store import profile_hash
+
+    if source.given:
+        known = api.find_profile(
+            source.profile, model=source.model, cluster=source.cluster, gpus=source.gpus, sequence=source.sequence,
+            precision=source.precision,
+        )  # fmt: skip
+        own = _own_plan(path)
+        same = own is not None and own.provenance is not None and own.provenance.profile_hash == profile_hash(known)
+        if own is not None and same and source.mem is None and source.batch is None:
+            return known, own
+        return known, api.evaluate(path, known, mem=source.mem, batch=source.batch)
+    plan = read_plan(path)
+    return profile_of(plan), plan
+
+
+def _own_plan(path: Path) -> Plan | None:
+    """A plan of ours; None for other files that can be priced."""
+    from galvatron_lite.plans.io import read_plan
+
+    try:
+        return read_plan(path)
+    except FileFormatError:
+        return None
+
+
+def profile_of(plan: Plan) -> Profile | None:
+    """The very profile that a plan says it was made from, found as ``explain`` finds it; None where it is not here."""
+    from galvatron_lite import api_sources
+
+    try:
+        return api_sources.profile_of(plan)
+    except (GalvatronError, OSError):
+        return None
+
+
+def with_run(shown: Shown, run: Run) -> Shown:
+    """With what was measured, and a word where the run was of another plan."""
+    if _bare(run.plan) == _bare(shown.plan):
+        return replace(shown, run=run)
+    said = f"The run in {run.folder} was last under another plan than this one: what was measured is of that plan."
+    return replace(shown, run=run, missing=(*shown.missing, said))
+
+
+def _bare(plan: Plan) -> Plan:
+    """What a plan does, without what it was predicted to cost and made from."""
+    from galvatron_lite.plans.schema import MemoryBreakdown
+
+    stages = tuple(replace(one, memory=MemoryBreakdown(), microbatch_seconds=0.0, device="") for one in plan.stages)
+    return replace(plan, stages=stages, prediction=None, provenance=None, alternatives=(), left_out=(), order=None)
+
+
+def check_priced(shown: Shown) -> Shown:
+    """The same."""
+    if shown.plan.prediction is None:
+        raise InputError(
+            "plan", shown.name,
+            "It has no prediction: give --profile FILE, or --model and --cluster, to price it with.",
+        )  # fmt: skip
+    return shown
+
+
+STEPS = 16
+"""Budgets of the front differ by such a part of the whole at the least."""
+NO_FRONT = "The front of memory against time was not found within its time: --search gives it more."
+
+
+def with_answers(shown: Shown, seconds: float) -> Shown:
+    """With an explanation and the front, as far as they are found in time.
+
+    Args:
+        shown: with its profile; else nothing is looked for.
+        seconds: for both, half for each; what the first does not need is the second's.
+    """
+    from galvatron_lite.analysis.explain import explain_plan
+
+    if shown.profile is None or shown.plan.provenance is None:
+        return shown
+    setting = setting_of(shown.plan, shown.profile)
+    begun = monotonic()
+    explained = replace(shown, explanation=explain_plan(setting, shown.plan, seconds=seconds / 2))
+    if shown.plan.cyclic is not None or shown.plan.branches:
+        return explained
+    try:
+        return replace(explained, front=front_of(setting, shown.plan, seconds - (monotonic() - begun)))
+    except (GalvatronError, KeyboardInterrupt):
+        return replace(explained, missing=(*shown.missing, NO_FRONT))
+
+
+def setting_of(plan: Plan, profile: Profile) -> Setting:
+    """What a plan was chosen from: its devices, its budget, what trains by it.
+
+    Args:
+        plan: with its provenance.
+        profile: that it is priced with.
+    """
+    from galvatron_lite.analysis.setting import Setting, first_devices
+    from galvatron_lite.cluster.budget import Budget
+
+    made_from = plan.provenance
+    assert made_from is not None
+    cluster = first_devices(profile.cluster, plan.devices)
+    known = profile if cluster.devices == profile.cluster.devices else profile.on(cluster)
+    budget = Budget(made_from.budget, tuple(made_from.budgets.items()))
+    margin = 0.0 if plan.provenance is None else plan.provenance.margin
+    return Setting(known, budget, backend=plan.backend.value, mode=plan.mode, margin=margin)
+
+
+def front_of(setting: Setting, plan: Plan, seconds: float) -> Front:
+    """The front from the plan's budget down, for its devices and batch."""
+    from galvatron_lite.analysis.sweeps import pareto_front
+    from galvatron_lite.cluster.budget import Budget
+
+    end = monotonic() + max(seconds, 0.0)
+
+    def look(*_: object) -> None:
+        if monotonic() > end:
+            raise KeyboardInterrupt  # as Ctrl-C does: what was found so far is kept
+
+    most = setting.budget.most if isinstance(setting.budget, Budget) else setting.budget
+    return pareto_front(setting, plan.global_batch, step=max(most // STEPS, 1), progress=look, searching=look)

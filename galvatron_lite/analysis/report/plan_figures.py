@@ -1,0 +1,299 @@
+"""Figures of a plan: its layers by strategy, and the groups of devices of each dimension.
+
+A strategy has a letter, a hue by what it splits most, and a pattern by what it recomputes. The hues are those of
+M. Okabe and K. Ito, "Color Universal Design" (jfly.uni-koeln.de/color), which people with any colour vision tell apart;
+letters and patterns say the same without colour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from markupsafe import Markup
+
+from galvatron_lite.analysis.svg import boxes, element, figure, rectangle, text
+from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.sides import SIDES
+from galvatron_lite.parallelism.ranks import expert_slices, strides_of
+from galvatron_lite.parallelism.strategy import Offload, Strategy
+from galvatron_lite.plans.schema import LayerRun, Plan
+
+SHADES = 4
+"""Of each hue."""
+_DIMENSIONS = ("tensor", "context", "expert", "spatial", "slices", "batch_degree")
+HUES = ("whole", *_DIMENSIONS)
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a strategy is drawn."""
+
+    letter: str  # of the legend
+    fill: str  # class of the style sheet
+    pattern: str  # name of a pattern that lies over it; empty for none
+    strategy: str  # short name
+    words: str  # the same in words
+    layers: int  # how many layers of all plans do so
+
+
+def looks_of(plans: Sequence[Plan]) -> dict[Strategy, Look]:
+    """The look of every strategy of some plans, in the order in which they are met."""
+    counts: dict[Strategy, int] = {}
+    for strategy, count in (pair for plan in plans for pair in _runs(plan)):
+        counts[strategy] = counts.get(strategy, 0) + count
+    shades: dict[str, int] = {}
+    found = {}
+    for place, (strategy, count) in enumerate(counts.items()):
+        hue = hue_of(strategy)
+        shade = shades.get(hue, 0) % SHADES
+        shades[hue] = shades.get(hue, 0) + 1
+        fill = f"hue-{hue.removesuffix('_degree')}-{shade}"
+        found[strategy] = Look(_letter(place), fill, _pattern(strategy), str(strategy), in_words(strategy), count)
+    return found
+
+
+def _runs(plan: Plan) -> Iterable[tuple[Strategy, int]]:
+    parts = [stage.runs for stage in plan.stages] + [branch.runs for branch in plan.branches]
+    yield from ((run.strategy, run.count) for runs in parts for run in runs)
+
+
+def hue_of(strategy: Strategy) -> str:
+    """The dimension that a strategy splits most; of equal ones the first of ``HUES``."""
+    degrees = {name: int(getattr(strategy, name)) for name in _DIMENSIONS}
+    most = max(degrees.values())
+    return "whole" if most == 1 else next(name for name, degree in degrees.items() if degree == most)
+
+
+def _pattern(strategy: Strategy) -> str:
+    if strategy.offload is not Offload.NONE:
+        return "dots"
+    return {Recompute.NONE: "", Recompute.SELECTIVE: "sparse", Recompute.FULL: "dense"}[strategy.recompute]
+
+
+def in_words(strategy: Strategy) -> str:
+    """What a strategy does, as a sentence would say it."""
+    zero = {1: "optimizer states", 2: "optimizer states and gradients", 3: "all states"}
+    parts = [
+        (strategy.data > 1, f"{strategy.data} replicas"),
+        (strategy.zero > 1 or strategy.zero_stage > 0,
+         f"{zero.get(strategy.zero_stage, 'states')} shared by {strategy.state_shards}"),
+        (strategy.context > 1, f"tokens shared by {strategy.context}" + (" (heads exchanged)" * strategy.ulysses)),
+        (strategy.expert > 1, f"experts spread {strategy.expert} ways"),
+        (strategy.tensor > 1,
+         f"matmuls shared by {strategy.tensor}" + (", tokens between them too" * strategy.sequence_parallel)),
+        (strategy.spatial > 1, f"pixels shared by {strategy.spatial}"),
+        (strategy.filters > 1, f"output channels shared by {strategy.filters}"),
+        (strategy.channels > 1, f"input channels shared by {strategy.channels}"),
+        (strategy.recompute is Recompute.FULL, "computed again in backward"),
+        (strategy.recompute is Recompute.SELECTIVE, "what is cheap is computed again in backward"),
+        (strategy.offload is not Offload.NONE, f"{strategy.offload.value} in host memory"
+         if strategy.offload is not Offload.ALL else "states and activations in host memory"),
+    ]  # fmt: skip
+    return "; ".join(words for holds, words in parts if holds) or "nothing is split"
+
+
+def _letter(place: int) -> str:
+    """``A`` … ``Z``, then ``A2`` …"""
+    turn, letter = divmod(place, len(_LETTERS))
+    return _LETTERS[letter] + (str(turn + 1) if turn else "")
+
+
+WIDTH, _HEIGHT, _GAP = 1000.0, 30.0, 4.0
+_LETTER, _LABEL = 13.0, 26.0
+"""The least width that a letter, or the number of a stage, is written into."""
+Part = tuple[str, Sequence[LayerRun]]
+
+
+def layer_strip(plan: Plan, looks: Mapping[Strategy, Look]) -> Markup:
+    """The layers of a plan, first to last; of branches on devices of their own each one behind the other layers."""
+    parts = parts_of(plan)
+    gap = min(_GAP, WIDTH / (4 * len(parts)))
+    layers = sum(run.count for _, runs in parts for run in runs)
+    each = (WIDTH - gap * (len(parts) - 1)) / max(layers, 1)
+    drawn: list[Markup] = []
+    place = 0.0
+    for name, runs in parts:
+        width = each * sum(run.count for run in runs)
+        drawn += _part(name, runs, looks, place, each, width)
+        place += width + gap
+    label = (
+        f"{layers} layers of {plan.model} in {len(parts)} parts, coloured by strategy; the table below says the same."
+    )
+    return figure(WIDTH, _HEIGHT + 18, label, *drawn, class_="strip")
+
+
+def parts_of(plan: Plan) -> list[Part]:
+    """Stages, then branches, with their names."""
+    found: list[Part] = [(str(number), stage.runs) for number, stage in enumerate(plan.stages)]
+    return found + [(branch.name, branch.runs) for branch in plan.branches]
+
+
+def _part(
+    name: str, runs: Sequence[LayerRun], looks: Mapping[Strategy, Look], place: float, each: float, whole: float
+) -> list[Markup]:
+    drawn = []
+    if whole >= _LABEL:
+        drawn.append(text(place, 11, f"stage {name}" if whole >= 3 * _LABEL and name.isdigit() else name))
+    for run in runs:
+        drawn += _run(name, run, looks[run.strategy], place, each * run.count)
+        place += each * run.count
+    return drawn
+
+
+def _run(name: str, run: LayerRun, look: Look, place: float, width: float) -> list[Markup]:
+    """A run of layers, its pattern over it, its letter in the middle."""
+    layers = run.first if run.count == 1 else f"{run.first} … {run.last} ({run.count} layers)"
+    title = f"{name}: {layers}: {look.letter}, {look.strategy}: {look.words}"
+    drawn = [rectangle(place, 18, width, _HEIGHT, f"cell {look.fill}", title)]
+    if look.pattern:
+        drawn.append(element("rect", x=place, y=18, width=width, height=_HEIGHT, fill=f"url(#{look.pattern})",
+                             pointer_events="none"))  # fmt: skip
+    if width >= _LETTER * max(len(look.letter), 1):
+        drawn.append(
+            text(place + width / 2, 18 + _HEIGHT / 2 + 5, look.letter, anchor="middle", class_=f"on-{look.fill}")
+        )
+    return drawn
+
+
+MAP_WIDTH = 1000.0
+MAP_HUES = 6
+"""Colours of groups; the seventh has that of the first."""
+_MOST = 1024
+"""Devices that are drawn."""
+_WRITTEN = 256
+"""Of no more devices the number of the group is written into each."""
+_NAMED = 4
+"""Groups that are named in a sentence."""
+GroupOf = Callable[[int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Map:
+    """The groups of one dimension."""
+
+    name: str  # of the dimension
+    layers: str  # for which it holds
+    size: int  # devices of a group
+    count: int  # how many groups
+    words: str  # the first groups by their ranks, and how far they reach
+    picture: Markup  # every device with the number of its group
+
+
+def maps_of(plan: Plan, node: int) -> list[Map]:
+    """A map of the pipeline's groups, and of every dimension that the plan's most frequent strategies use.
+
+    Args:
+        plan: in stages.
+        node: devices of a node.
+    """
+    found = []
+    if plan.pipeline > 1:
+        size = plan.stage_devices
+        found.append(_map("pipeline stages", "all layers", plan.devices, node, lambda rank: rank // size))
+    known: set[str] = set()
+    for strategy, layers in _frequent(plan):
+        for name, degree, stride in dimensions_of(strategy):
+            if name not in known:
+                known.add(name)
+                group_of = _grouping(degree, stride, strategy.devices)
+                found.append(_map(name, layers, plan.devices, node, group_of))
+    return found
+
+
+def _frequent(plan: Plan) -> list[tuple[Strategy, str]]:
+    """Strategies, those of most layers first, and which layers have them."""
+    counts: dict[Strategy, int] = {}
+    for run in (run for stage in plan.stages for run in stage.runs):
+        counts[run.strategy] = counts.get(run.strategy, 0) + run.count
+    layers = sum(counts.values())
+    order = sorted(counts, key=lambda strategy: -counts[strategy])
+    return [(strategy, f"{counts[strategy]} of {layers} layers: {strategy}") for strategy in order]
+
+
+def dimensions_of(strategy: Strategy) -> list[tuple[str, int, int]]:
+    """Dimensions that split a layer: name, degree, and ranks from one member to the next."""
+    strides = strides_of(strategy)
+    found = [(name, int(getattr(strategy, name)), int(strides[name])) for name in ("data", "zero", "context", "tensor")]
+    found.append(("expert", strategy.expert, int(expert_slices(strategy))))
+    inner = strategy.slices
+    for side in reversed(SIDES):
+        found.append((side, int(getattr(strategy, side)), inner))
+        inner *= int(getattr(strategy, side))
+    found += [("filters", strategy.filters, strategy.channels), ("channels", strategy.channels, 1)]
+    return [one for one in found if one[1] > 1]
+
+
+def _grouping(degree: int, stride: int, stage: int) -> GroupOf:
+    """The least rank of a rank's group."""
+
+    def group_of(rank: int) -> int:
+        return rank - (rank % stage) // stride % degree * stride
+
+    return group_of
+
+
+def _map(name: str, layers: str, devices: int, node: int, group_of: GroupOf) -> Map:
+    numbers: dict[int, int] = {}
+    places = [numbers.setdefault(group_of(rank), len(numbers)) for rank in range(devices)]
+    members: list[list[int]] = [[] for _ in numbers]
+    for rank, number in enumerate(places):
+        members[number].append(rank)
+    words = f"{_said(members)}; {_reach(members, node)}"
+    return Map(name, layers, len(members[0]), len(members), words, _picture(name, places, node))
+
+
+def _said(members: Sequence[Sequence[int]]) -> str:
+    shown = [f"{number}: {_ranks(ranks)}" for number, ranks in enumerate(members[:_NAMED])]
+    return "; ".join(shown) + (f"; … {len(members) - _NAMED} more" if len(members) > _NAMED else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``0–7``; ``0, 4, 8, 12``; of many the first ones."""
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]}–{ranks[-1]}"
+    return ", ".join(map(str, ranks[:8])) + (f", … {ranks[-1]}" if len(ranks) > 8 else "")
+
+
+def _reach(members: Sequence[Sequence[int]], node: int) -> str:
+    nodes = {len({rank // node for rank in ranks}) for ranks in members}
+    if nodes == {1}:
+        return "each within a node"
+    return f"each over {max(nodes)} nodes" if len(nodes) == 1 else f"each over {min(nodes)} to {max(nodes)} nodes"
+
+
+def _picture(name: str, places: Sequence[int], node: int) -> Markup:
+    """Nodes in rows, a square for each device."""
+    shown = places[:_MOST]
+    cell = 22.0 if len(shown) <= 64 else 17.0 if len(shown) <= _WRITTEN else 8.0
+    width = cell * min(node, 16) + 10
+    each, lines = max(int(MAP_WIDTH // width), 1), -(-min(node, len(shown)) // 16)
+    tall = lines * cell + 20
+    squares: dict[int, list[tuple[float, float, float, float]]] = {}
+    words, drawn = [], []
+    for rank, number in enumerate(shown):
+        place, inside = divmod(rank, node)
+        x, y = place % each * width + inside % 16 * cell, place // each * tall + 14 + inside // 16 * cell
+        squares.setdefault(number % MAP_HUES, []).append((x, y, cell - 2, cell - 2))
+        if len(shown) <= _WRITTEN:
+            words.append(
+                text(
+                    x + cell / 2 - 1,
+                    y + cell / 2 + 3,
+                    str(number),
+                    anchor="middle",
+                    class_=f"on-group-{number % MAP_HUES}",
+                )
+            )
+        if inside == 0 and cell > 8:
+            drawn.append(text(x, y - 3, f"node {place}"))
+    paths = [element("path", d=boxes(own), class_=f"group-{hue}") for hue, own in sorted(squares.items())]
+    nodes = ceil(len(shown) / node)
+    rows, columns = ceil(nodes / each), min(nodes, each)
+    label = f"{len(shown)} of {len(places)} devices by their {name} group; the sentence beside it says the same."
+    return element(
+        "svg", *paths, *words, *drawn, viewBox=f"0 0 {columns * width:.0f} {rows * tall:.0f}", role="img",
+        aria_label=label, style=f"max-width:{columns * width:.0f}px", class_="map",
+    )  # fmt: skip

@@ -1,0 +1,270 @@
+"""Figures of memory against step time, and of what a run measured beside what was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
+from statistics import mean, median
+
+from markupsafe import Markup
+
+from galvatron_lite.analysis.svg import (
+    byte_marks,
+    byte_words,
+    element,
+    figure,
+    marks,
+    path,
+    percent,
+    second_words,
+    text,
+)
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runs.read import Run
+from galvatron_lite.runs.schema import StepRecord
+from galvatron_lite.units import format_bytes, format_count, format_seconds
+
+WIDTH, HEIGHT = 640.0, 330.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 20.0, 16.0, 46.0
+_FAR = 1.6, 2.5
+"""Factors on the budget and on the plan's step time beyond which others are left to the table."""
+_SIZES = {"front": 4.0, "plan": 7.0, "other": 4.0, "overfull": 4.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A plan in the figure."""
+
+    memory: int  # bytes on its fullest device
+    seconds: float  # of a step
+    kind: str  # ``plan``, ``front``, ``other`` (a runner-up that fits) or ``overfull``
+    words: str  # told where the reader points at it, and in the table
+
+
+def front_figure(shown: Sequence[Mark], budget: int) -> Markup:
+    """The figure; marks far beyond the others are left to the table.
+
+    Args:
+        shown: at least one, the plan.
+        budget: bytes a device may take; 0: not known.
+    """
+    near = near_marks(shown, budget)
+    most = 1.1 * max(budget, *(mark.memory for mark in near))
+    quick, slow = _range([mark.seconds for mark in near])
+    across, up = (WIDTH - _LEFT - _RIGHT) / most, (HEIGHT - _TOP - _BOTTOM) / (slow - quick)
+    low = HEIGHT - _BOTTOM
+
+    def at(mark: Mark) -> tuple[float, float]:
+        return _LEFT + mark.memory * across, low - (mark.seconds - quick) * up
+
+    line = [at(mark) for mark in sorted(near, key=lambda mark: -mark.memory) if mark.kind in ("front", "plan")]
+    drawn = [element("path", d=path(_stairs(line)), class_="front-line")] if len(line) > 1 else []
+    if budget:
+        x = _LEFT + budget * across
+        drawn += [element("path", d=f"M{x:.1f} {_TOP}V{low}", class_="limit"),
+                  text(x - 5, _TOP + 10, "budget", anchor="end", class_="limit-word")]  # fmt: skip
+    order = sorted(near, key=lambda mark: mark.kind == "plan")
+    drawn += [_mark(mark, *at(mark)) for mark in order]
+    label = f"Step time against memory of {len(near)} plans; the table beside it says the same."
+    return figure(WIDTH, HEIGHT, label, *_axes(most, (quick, slow), across, up), *drawn)
+
+
+def near_marks(shown: Sequence[Mark], budget: int) -> list[Mark]:
+    """Those that do not take so much that the others could not be told apart."""
+    plan = next(mark for mark in shown if mark.kind == "plan")
+    return [
+        mark for mark in shown
+        if mark.kind in ("plan", "front")
+        or (mark.memory <= _FAR[0] * max(budget, plan.memory) and mark.seconds <= _FAR[1] * plan.seconds)
+    ]  # fmt: skip
+
+
+def _range(seconds: Sequence[float]) -> tuple[float, float]:
+    """Where the axis of seconds begins and ends: at 0 where plans take very unlike times."""
+    least, most = min(seconds), max(seconds)
+    if least < most / 2:
+        return 0.0, 1.12 * most
+    room = max(most - least, 0.05 * most)
+    return max(least - 0.35 * room, 0.0), most + 0.2 * room
+
+
+def _mark(mark: Mark, x: float, y: float) -> Markup:
+    """Round for plans that fit, a ring for runners-up, a cross for what does not fit, a square for the plan."""
+    title = element("title", f"{mark.words}: {format_seconds(mark.seconds)}, {format_bytes(mark.memory)}")
+    size = _SIZES[mark.kind]
+    if mark.kind == "overfull":
+        return element("path", title, d=f"M{x - size:.1f} {y - size:.1f}l8 8m0-8l-8 8", class_="mark-overfull")
+    if mark.kind == "plan":
+        return element("rect", title, x=x - size, y=y - size, width=2 * size, height=2 * size, class_="mark-plan")
+    return element("circle", title, cx=x, cy=y, r=size, class_=f"mark-{mark.kind}")
+
+
+def _stairs(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """From each plan to the next with less memory: it is the fastest down to there."""
+    found = points[:1]
+    for (_, above), (x, y) in pairwise(points):
+        found += [(x, above), (x, y)]
+    return found
+
+
+def _axes(most: float, between: tuple[float, float], across: float, up: float) -> list[Markup]:
+    drawn, low = [], HEIGHT - _BOTTOM
+    sizes = byte_marks(most, 5)
+    for value, word in zip(sizes, byte_words(sizes), strict=True):
+        drawn.append(text(_LEFT + value * across, low + 16, word, anchor="middle"))
+    unit = marks(between[1] - between[0], 5)[1]
+    seconds = [unit * number for number in range(ceil(between[0] / unit - 1e-9), int(between[1] / unit) + 1)]
+    for value, word in zip(seconds, second_words(seconds), strict=True):
+        y = low - (value - between[0]) * up
+        drawn += [element("path", d=f"M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}", class_="grid"),
+                  text(_LEFT - 6, y + 4, word, anchor="end")]  # fmt: skip
+    middle = _LEFT + (WIDTH - _LEFT - _RIGHT) / 2
+    return [*drawn, text(middle, HEIGHT - 8, "memory of the fullest device", anchor="middle", class_="axis-word"),
+            text(_LEFT, 10, "step time", anchor="end", class_="axis-word")]  # fmt: skip
+
+
+RUN_WIDTH, RUN_HEIGHT = 640.0, 220.0
+_RUN_LEFT, _RUN_RIGHT, _RUN_TOP, _RUN_BOTTOM = 70.0, 14.0, 14.0, 30.0
+_POINTS = 400
+_LENGTH, _SIZE = ("too long", "too short"), ("too high", "too low")
+_PARTS = {
+    "gradients": "gradients: sums over ranks", "check": "check: loss and gradient norm of all ranks",
+    "waiting": "waiting for other stages", "other": "in none of these",
+}  # fmt: skip
+"""Parts of a step whose names do not say what they are."""
+_WARM = 3
+"""Steps at the beginning that are not counted where there are more than twice as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A figure, measured and predicted."""
+
+    name: str  # of what
+    measured: str  # measured, predicted: in words
+    predicted: str
+    # how far the prediction is from what was measured, as a share of that, and to which side; empty where one is not
+    # known
+    off: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a run measured."""
+
+    words: str  # of which steps it is
+    rows: tuple[Beside, ...]  # figures
+    picture: Markup  # step times
+    parts: tuple[Beside, ...]  # where the time went, by rank: name and words
+
+
+def measured(run: Run, plan: Plan) -> Measured | None:
+    """What a run measured under its last plan; None where it has no steps.
+
+    Args:
+        run: of training.
+        plan: with its prediction.
+    """
+    steps = counted(run.own_steps)
+    if not steps or plan.prediction is None:
+        return None
+    words = (
+        f"{len(steps)} steps, {steps[0].step} to {steps[-1].step}, under the plan that was last in force, of run "
+        f"{run.folder.name}. Medians; the first steps and those that were profiled are left out."
+    )
+    return Measured(
+        words, tuple(_rows(run, plan, steps)), _picture(steps, plan.prediction.step_seconds), _parts(run, plan)
+    )
+
+
+def counted(steps: Sequence[StepRecord]) -> list[StepRecord]:
+    """Steps that were not profiled, without the first ones where there are enough."""
+    plain = [step for step in steps if not step.profiled]
+    return plain[_WARM:] if len(plain) > 2 * _WARM else plain
+
+
+def _rows(run: Run, plan: Plan, steps: Sequence[StepRecord]) -> list[Beside]:
+    assert plan.prediction is not None
+    seconds = median(step.seconds for step in steps)
+    rate = median(step.samples / step.seconds for step in steps if step.seconds)
+    tokens = median(step.tokens / step.seconds for step in steps if step.seconds)
+    memory = max((record.memory for records in run.ranks for record in records), default=0)
+    memory = memory or max(step.memory for step in steps)
+    said = plan.prediction
+    rows = [
+        _beside("step time", seconds, said.step_seconds, format_seconds, _LENGTH),
+        _beside("samples a second", rate, said.samples_per_second, format_count),
+        _beside("tokens a second", tokens, said.tokens_per_second, format_count),
+        _beside("MFU", said.mfu * said.step_seconds / seconds, said.mfu, lambda value: f"{100 * value:.1f} %"),
+    ]
+    if memory:
+        rows.append(_beside("peak memory of a device", memory, said.peak_memory, format_bytes))
+    return rows
+
+
+def _beside(
+    name: str, found: float, said: float, write: Callable[[float], str], sides: tuple[str, str] = _SIZE
+) -> Beside:
+    return Beside(name, write(found), write(said), _off(said, found, sides))
+
+
+def _off(said: float, found: float, sides: tuple[str, str]) -> str:
+    """In words: of a rate and of a time the same error has unlike signs."""
+    if not said or not found:
+        return ""
+    share = said / found - 1.0
+    return f"{percent(abs(share))} {sides[share < 0]}"
+
+
+def _parts(run: Run, plan: Plan) -> tuple[Beside, ...]:
+    """Where the time went on the rank that waited least, beside the parts of the prediction it can be held against."""
+    last = [records[-1] for records in run.ranks if records and records[-1].parts]
+    if not last or plan.prediction is None:
+        return ()
+    names = sorted({part for record in last for part in record.parts})
+    time = plan.prediction.time
+    said = {
+        "forward": time.forward, "backward": time.backward + time.recompute, "waiting": time.pipeline,
+        "optimizer": time.optimizer,
+    }  # fmt: skip
+    rows = []
+    for name in names:
+        found = mean(record.parts.get(name, 0.0) for record in last)
+        own = said.get(name.value)
+        rows.append(
+            Beside(_PARTS.get(name.value, name.value), format_seconds(found),
+                   "" if own is None else format_seconds(own), _off(own or 0.0, found, _LENGTH))
+        )  # fmt: skip
+    return tuple(rows)
+
+
+def _picture(steps: Sequence[StepRecord], predicted: float) -> Markup:
+    """Step times, a line, and the prediction."""
+    every = -(-len(steps) // _POINTS)
+    means = [steps[at : at + every] for at in range(0, len(steps), every)]
+    points = [(mean(step.step for step in own), mean(step.seconds for step in own)) for own in means]
+    top = 1.15 * max(predicted, *(seconds for _, seconds in points))
+    low = RUN_HEIGHT - _RUN_BOTTOM
+    first, last = points[0][0], points[-1][0]
+    across = (RUN_WIDTH - _RUN_LEFT - _RUN_RIGHT) / max(last - first, 1.0)
+    up = (low - _RUN_TOP) / top
+    places = [(_RUN_LEFT + (at - first) * across, low - seconds * up) for at, seconds in points]
+    drawn: list[Markup] = []
+    values = marks(top, 4)
+    for value, word in zip(values, second_words(values), strict=True):
+        y = low - value * up
+        drawn += [element("path", d=f"M{_RUN_LEFT} {y:.1f}H{RUN_WIDTH - _RUN_RIGHT}", class_="grid"),
+                  text(_RUN_LEFT - 6, y + 4, word, anchor="end")]  # fmt: skip
+    y = low - predicted * up
+    drawn += [
+        element("path", d=f"M{_RUN_LEFT} {y:.1f}H{RUN_WIDTH - _RUN_RIGHT}", class_="limit"),
+        text(RUN_WIDTH - _RUN_RIGHT, y + 13, "predicted", anchor="end", class_="limit-word"),
+        element("path", d=path(places), class_="measured-line"),
+        text(_RUN_LEFT, RUN_HEIGHT - 8, f"step {steps[0].step}"),
+        text(RUN_WIDTH - _RUN_RIGHT, RUN_HEIGHT - 8, f"step {steps[-1].step}", anchor="end"),
+    ]
+    return figure(
+        RUN_WIDTH, RUN_HEIGHT, f"Seconds of {len(steps)} steps, beside the predicted {predicted:.3g} s.", *drawn
+    )

@@ -1,0 +1,402 @@
+"""Where the time of a step goes and when memory is fullest; the parts of the time add up to the predicted step.
+
+The account is of the busiest group of devices, as in ``cost.step.breakdown``: compute, exposed communication,
+updates, host work, and waiting for other stages or for the slowest of many devices. ``cost.overlap`` gives what all
+communication of a layer adds to its compute. Here blocking communication is listed by cause, and what overlap leaves
+exposed is divided in proportion to the seconds that could have been hidden, as nothing tells which of several
+concurrent messages waited. Where layers were measured as a whole, rooflines divide their time into classes of
+operation.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+
+from galvatron_lite.analysis.explanation import StageMemory, TimeAccount, TimeClass, TimePart
+from galvatron_lite.calibration.store import constants_for_device, load_calibration
+from galvatron_lite.cluster.budget import Budget
+from galvatron_lite.cost.communication import together
+from galvatron_lite.cost.groups import busy_seconds, groups_of, price_stages
+from galvatron_lite.cost.groups import hidden_share as hidden_sends
+from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, Sharing
+from galvatron_lite.cost.overlap import GATHER, hidden_share, moment_of
+from galvatron_lite.cost.sharing import sharing_of
+from galvatron_lite.cost.stage import Shape, StageCost
+from galvatron_lite.cost.step import price_staged, shape_of, straggling, strategies_of
+from galvatron_lite.cost.timeline import GroupTimeline, timeline, untimed
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import LayerKind, OperatorClass
+from galvatron_lite.parallelism.base import Communication, Moment
+from galvatron_lite.parallelism.channel.sliced import sliced_kind
+from galvatron_lite.parallelism.pipeline.cost import NAME as PIPELINE
+from galvatron_lite.parallelism.pipeline.schedule import Pass, group_of, stage_at
+from galvatron_lite.parallelism.spatial.cost import samples_of
+from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.plans.schema import Plan, Prediction, Schedule
+from galvatron_lite.profiler.estimate import stack_constants
+from galvatron_lite.profiler.roofline import Machine, machine_of, operator_seconds
+from galvatron_lite.profiler.schema import OriginKind
+from galvatron_lite.stacks.catalog import GALVATRON
+
+
+def explained_in_parts(plan: Plan) -> bool:
+    """Whether a plan is one of stages in the model's order, the only kind whose price is taken apart."""
+    return not plan.branches and plan.cyclic is None
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A plan in stages and its price."""
+
+    pricer: LayerPricer  # of the profile, in the plan's mode
+    plan: Plan  # with its prediction
+    prediction: Prediction  # the plan's
+    strategies: tuple[Strategy, ...]  # of every layer of the model
+    shape: Shape  # what the plan chooses once
+    stages: tuple[StageCost, ...]  # the cost of each, in the order of the model
+
+    @cached_property
+    def groups(self) -> list[list[StageCost]]:
+        """The stages that each group of devices runs."""
+        return groups_of(self.shape, self.stages)
+
+    @cached_property
+    def ranges(self) -> tuple[range, ...]:
+        """Places in the model of the layers of each stage."""
+        ends = list(accumulate(sum(run.count for run in stage.runs) for stage in self.plan.stages))
+        return tuple(range(start, end) for start, end in zip([0, *ends], ends, strict=False))
+
+    @cached_property
+    def ends(self) -> tuple[float, ...]:
+        """Seconds from the step's beginning to the end of each group's last backward."""
+        return busy_seconds(self.pricer.profile, self.shape, self.stages)
+
+    @cached_property
+    def busiest(self) -> int:
+        """Number of the group of devices that works longest, whose time ``TimeBreakdown`` is of."""
+
+        def work(group: int) -> tuple[float, float]:
+            own = self.groups[group]
+            return sum(cost.times.total for cost in own), sum(cost.step for cost in own)
+
+        return max(range(self.shape.stages), key=work)
+
+    def stages_of(self, group: int) -> tuple[int, ...]:
+        """Numbers of the stages that a group of devices runs, in the order of its chunks."""
+        return tuple(
+            stage_at(self.shape.schedule, self.shape.stages, group, chunk) for chunk in range(self.shape.virtual)
+        )
+
+    def group_of(self, stage: int) -> int:
+        """Number of the group of devices that runs a stage."""
+        return group_of(self.shape.schedule, self.shape.stages, stage)
+
+    def pricer_of(self, stage: int) -> LayerPricer:
+        """The pricer of a stage's devices."""
+        return self.pricer.of_group(self.shape.stage_devices, self.group_of(stage))
+
+    def sharing_at(self, stage: int) -> dict[int, Sharing]:
+        """What sharing parameters means for the layers of a stage, by place; absent: nothing."""
+        beside = {place for own in self.stages_of(self.group_of(stage)) for place in self.ranges[own]}
+        return sharing_of(self.pricer.profile.graph, beside)
+
+    def sharing_of_layer(self, stage: int, place: int) -> Sharing:
+        """The same of one layer."""
+        return self.sharing_at(stage).get(place, ALONE)
+
+
+def taken_apart(pricer: LayerPricer, plan: Plan) -> Priced:
+    """A plan in stages, priced."""
+    done = price_staged(pricer, plan)
+    strategies = tuple(strategies_of(plan, pricer.profile))
+    shape = shape_of(plan, strategies)
+    sizes = [sum(run.count for run in stage.runs) for stage in plan.stages]
+    stages = tuple(price_stages(pricer, shape, sizes, strategies))
+    assert done.prediction is not None
+    return Priced(pricer, done, done.prediction, strategies, shape, stages)
+
+
+FORWARD, BACKWARD, STEP = Moment.FORWARD.value, Moment.BACKWARD.value, Moment.STEP.value
+
+
+@dataclass(frozen=True, slots=True)
+class Caused:
+    """Seconds of one layer's communication of one cause."""
+
+    microbatch: float = 0.0  # exposed, every micro-batch, both passes
+    step: float = 0.0  # exposed, once a step
+    microbatch_all: float = 0.0  # microbatch_all, step_all: exposed or not
+    step_all: float = 0.0
+
+
+def caused_by(
+    pricer: LayerPricer, kind: str, strategy: Strategy, microbatch: int, cost: LayerCost
+) -> dict[str, Caused]:
+    """Communication of a layer by cause: what the dimensions say. Copies to host memory and shared parameters are left
+    out.
+
+    Args:
+        pricer: of the layer's devices.
+        kind: of layer.
+        strategy: of it.
+        microbatch: samples of one over the stage.
+        cost: the layer's.
+    """
+    sent = pricer.work(pricer.profile.graph.kinds[kind], strategy, microbatch).communications
+    timed = [(one, float(seconds)) for one, seconds in zip(sent, pricer.links.timed(sent), strict=True)]
+    exposed = _exposed(timed, cost.forward, cost.backward + cost.recompute, pricer)
+    whole: dict[tuple[str, bool], float] = defaultdict(float)
+    for one, seconds in timed:
+        whole[one.cause, one.moment is Moment.STEP] += seconds
+    return {
+        cause: Caused(exposed[cause, False], exposed[cause, True], whole[cause, False], whole[cause, True])
+        for cause in dict.fromkeys(one.cause for one in sent)
+    }
+
+
+def _exposed(
+    timed: Sequence[tuple[Communication, float]], forward: float, backward: float, pricer: LayerPricer
+) -> Mapping[tuple[str, bool], float]:
+    """Exposed seconds by (cause, whether once a step)."""
+    hidden, overlap = pricer.profile.hidden, pricer.profile.overlap
+    found: dict[tuple[str, bool], float] = defaultdict(float)
+    hiding: dict[str, dict[str, float]] = {moment: defaultdict(float) for moment in (FORWARD, BACKWARD, STEP, GATHER)}
+    for one, seconds in timed:
+        share, moment = hidden_share(one, hidden), moment_of(one)
+        hiding[moment][one.cause] += share * seconds
+        found[one.cause, moment in (STEP, GATHER)] += (1.0 - share) * seconds
+    sums = {moment: sum(by_cause.values()) for moment, by_cause in hiding.items()}
+    ahead = together(forward, sums[FORWARD], overlap)
+    back = together(backward, sums[BACKWARD], overlap)
+    added = {
+        FORWARD: ahead - forward,
+        BACKWARD: back - backward,
+        STEP: together(backward, sums[BACKWARD] + sums[STEP], overlap) - back,
+        GATHER: together(forward, sums[FORWARD] + sums[GATHER], overlap) - ahead,
+    }
+    for moment, by_cause in hiding.items():
+        for cause, seconds in by_cause.items():
+            if sums[moment]:
+                found[cause, moment in (STEP, GATHER)] += float(added[moment]) * seconds / sums[moment]
+    return found
+
+
+NAMES = {
+    OperatorClass.MATMUL: "matmul",
+    OperatorClass.ATTENTION: "attention",
+    OperatorClass.CONVOLUTION: "convolution",
+    OperatorClass.MEMORY: "memory-bound",
+}
+OTHER = "other"
+Shares = Mapping[str, float]
+"""Share of a pass's compute by class of operation; they add up to 1."""
+
+
+@dataclass(slots=True)
+class Operations:
+    """Shares of the classes of operation of layers on the devices of a pricer; answers are remembered."""
+
+    pricer: LayerPricer  # of the layers' devices
+    _known: dict[tuple[str, Strategy, int], tuple[Shares, Shares]] = field(default_factory=dict)
+    _machines: list[Machine] = field(default_factory=list)
+
+    @property
+    def origin(self) -> str:
+        """How seconds by class of operation are known."""
+        return "estimated" if self.pricer.profile.origin.kind is OriginKind.ESTIMATED else "shared out"
+
+    def shares(self, kind: str, strategy: Strategy, microbatch: int) -> tuple[Shares, Shares]:
+        """Shares of forward and of backward of a layer of a kind."""
+        key = (kind, strategy, microbatch)
+        if key not in self._known:
+            self._known[key] = self._new(self.pricer.profile.graph.kinds[kind], strategy, microbatch)
+        return self._known[key]
+
+    def _new(self, kind: LayerKind, strategy: Strategy, microbatch: int) -> tuple[Shares, Shares]:
+        samples = float(samples_of(kind, strategy, microbatch))
+        seconds: tuple[dict[str, float], dict[str, float]] = (defaultdict(float), defaultdict(float))
+        machine = self._machine()
+        if machine is None:
+            return {OTHER: 1.0}, {OTHER: 1.0}
+        for operator in _sliced(kind, strategy).operators:
+            own = operator_seconds(
+                machine, operator, samples, strategy.tensor, strategy.sequence_parallel, strategy.expert
+            )
+            seconds[0][NAMES[operator.kind]] += own.forward
+            seconds[1][NAMES[operator.kind]] += own.backward
+        return _shares(seconds[0]), _shares(seconds[1])
+
+    def _machine(self) -> Machine | None:
+        """The device at the model's precision; None where the data sheet has no figures for it."""
+        if not self._machines:
+            profile, calibration = self.pricer.profile, load_calibration()
+            device = profile.cluster.device
+            host, reached = stack_constants(GALVATRON, calibration), constants_for_device(calibration, device)
+            try:
+                self._machines.append(machine_of(device, profile.graph.precision, reached, host))
+            except InputError:
+                return None
+        return self._machines[0]
+
+
+def _sliced(kind: LayerKind, strategy: Strategy) -> LayerKind:
+    for by in ("filters", "channels"):
+        if getattr(strategy, by) > 1:
+            return sliced_kind(kind, by, getattr(strategy, by))
+    return kind
+
+
+def _shares(seconds: Mapping[str, float]) -> Shares:
+    whole = sum(seconds.values())
+    return {name: own / whole for name, own in seconds.items() if own} if whole else {OTHER: 1.0}
+
+
+REDISTRIBUTION, SHARED, OFFLOAD = "redistribution", "shared parameters", "host memory"
+BUBBLE, SLOWEST = "other stages (bubble)", "the slowest of many devices"
+_ROUNDING = 1e-9
+"""Share of a step below which what is left over is rounding."""
+
+Key = tuple[TimeClass, str]
+Item = tuple[Key, float, float]
+"""What it is, seconds of the step, and those of communication that run behind compute."""
+
+
+def account(priced: Priced) -> TimeAccount:
+    """Where the time of a plan's step goes."""
+    group = priced.busiest
+    operations = Operations(priced.pricer_of(priced.stages_of(group)[0]))
+    sums: dict[Key, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for stage in priced.stages_of(group):
+        for key, seconds, hidden in _stage(priced, stage, operations):
+            sums[key][0] += seconds
+            sums[key][1] += hidden
+    for key, seconds in _waiting(priced, sum(own for own, _ in sums.values())):
+        sums[key][0] += seconds
+    parts = [TimePart(*key, seconds, max(hidden, 0.0)) for key, (seconds, hidden) in sums.items()]
+    least = _ROUNDING * priced.prediction.step_seconds
+    shown = sorted((part for part in parts if part.seconds > 0 or part.hidden_seconds > least), key=_largest_first)
+    return TimeAccount(priced.prediction.step_seconds, group, tuple(shown), operations.origin)
+
+
+def _largest_first(part: TimePart) -> tuple[float, str]:
+    return -part.seconds, part.name
+
+
+def _waiting(priced: Priced, own: float) -> Iterator[tuple[Key, float]]:
+    """What of the step is neither work nor communication of the busiest group: host work once a step, and waiting."""
+    profile, seconds = priced.pricer.profile, priced.prediction.step_seconds
+    alone = seconds / straggling(profile, priced.plan.devices)
+    yield (TimeClass.HOST, "once a step"), profile.overhead.step
+    left = alone - profile.overhead.step - own
+    if left > _ROUNDING * seconds:
+        yield (TimeClass.WAITING, BUBBLE if len(priced.groups) > 1 else SLOWEST), left
+    if seconds - alone > _ROUNDING * seconds:
+        yield (TimeClass.WAITING, SLOWEST), seconds - alone
+
+
+def _stage(priced: Priced, stage: int, operations: Operations) -> Iterator[Item]:
+    """What a stage takes of a step."""
+    cost, times = priced.stages[stage], priced.shape.microbatches
+    for place, layer in zip(priced.ranges[stage], cost.layers, strict=True):
+        yield from _compute(priced, place, layer, operations)
+        yield from _communication(priced, stage, place, layer)
+        yield (TimeClass.OPTIMIZER, "update"), layer.update, 0.0
+        yield (TimeClass.HOST, "layers"), times * layer.host + layer.step_host, 0.0
+    yield (TimeClass.COMMUNICATION, REDISTRIBUTION), times * cost.moving, 0.0
+    sends = times * (cost.times.send_forward + cost.times.send_backward)
+    hidden = hidden_sends(priced.pricer.profile)
+    yield (TimeClass.COMMUNICATION, PIPELINE), (1.0 - hidden) * sends, hidden * sends
+    handing = _handing_over(priced, stage)
+    yield (TimeClass.HOST, "sends and receives"), times * handing, 0.0
+    yield (TimeClass.HOST, "micro-batches"), times * max(_between(cost) - handing, 0.0), 0.0
+
+
+def _handing_over(priced: Priced, stage: int) -> float:
+    """The host's fixed seconds a micro-batch for what a stage sends to and receives from its neighbours."""
+    inside, last = priced.ranges[stage], len(priced.strategies)
+    neighbours = (inside.start > 0) + (inside.stop < last)
+    return 2 * neighbours * priced.pricer_of(stage).profile.overhead.pipeline
+
+
+def _between(cost: StageCost) -> float:
+    """Host seconds a micro-batch that belong to no layer."""
+    layers = sum(layer.forward_seconds + layer.backward_seconds for layer in cost.layers)
+    return max(float(cost.times.forward + cost.times.backward - layers - cost.moving), 0.0)
+
+
+def _compute(priced: Priced, place: int, layer: LayerCost, operations: Operations) -> Iterator[Item]:
+    times, kind = priced.shape.microbatches, priced.pricer.profile.graph.layers[place].kind
+    forward, backward = operations.shares(kind, priced.strategies[place], priced.shape.microbatch)
+    for name, share in forward.items():
+        yield (TimeClass.COMPUTE, name), times * share * layer.forward, 0.0
+    for name, share in backward.items():
+        yield (TimeClass.COMPUTE, name), times * share * layer.backward, 0.0
+    yield (TimeClass.RECOMPUTE, "computing again"), times * layer.recompute, 0.0
+
+
+def _communication(priced: Priced, stage: int, place: int, layer: LayerCost) -> Iterator[Item]:
+    """Communication of a layer by cause; what no dimension sends is of shared parameters, or goes to host memory."""
+    times, kind = priced.shape.microbatches, priced.pricer.profile.graph.layers[place].kind
+    strategy, size = priced.strategies[place], priced.shape.microbatch
+    told = 0.0
+    for cause, own in caused_by(priced.pricer_of(stage), kind, strategy, size, layer).items():
+        exposed = times * own.microbatch + own.step
+        told += exposed
+        yield (TimeClass.COMMUNICATION, cause), exposed, times * own.microbatch_all + own.step_all - exposed
+    left = times * (layer.forward_exposed + layer.backward_exposed) + layer.step_exposed - told
+    tied = priced.sharing_of_layer(stage, place).exchanged > 0 and priced.shape.stages > 1
+    if abs(left) > _ROUNDING * told or not told:
+        yield (TimeClass.COMMUNICATION, SHARED if tied and not strategy.offloads_activations else OFFLOAD), left, 0.0
+
+
+MOST_PASSES = 4096
+"""Passes of a step above which the moment is looked for in a step of fewer micro-batches, where it is the same one."""
+_SETTLED = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
+"""Schedules that hold as many micro-batches at once in a long step as in one of a few rounds."""
+_WORDS = {Pass.FORWARD: "forward", Pass.BACKWARD: "backward", Pass.WEIGHT: "gradients of weights"}
+
+
+def memory_of(priced: Priced, budget: Budget) -> tuple[StageMemory, ...]:
+    """Memory of each group of devices at its worst moment.
+
+    Args:
+        priced: the plan.
+        budget: a device.
+    """
+    plan = priced.plan
+    timed: Sequence[GroupTimeline | None] = [None] * plan.pipeline
+    if not untimed(plan):
+        timed = timeline(priced.pricer.profile, _shorter(plan)).groups
+    return tuple(_group(priced, number, own, budget) for number, own in enumerate(timed))
+
+
+def _shorter(plan: Plan) -> Plan:
+    """The plan with fewer micro-batches of the same size, where that moves no peak of memory."""
+    fewest = 3 * len(plan.stages)
+    if plan.schedule not in _SETTLED or 2 * len(plan.stages) * plan.microbatches <= MOST_PASSES:
+        return plan
+    count = min(-(-fewest // plan.pipeline) * plan.pipeline, plan.microbatches)
+    return replace(plan, microbatches=count, global_batch=count * plan.microbatch)
+
+
+def _group(priced: Priced, number: int, timed: GroupTimeline | None, budget: Budget) -> StageMemory:
+    stages = priced.stages_of(number)
+    stage = priced.plan.stages[stages[0]]
+    moment, layer, microbatch = "", "", -1
+    if timed is not None:
+        moment, layer, microbatch = _moment(timed)
+    return StageMemory(
+        number, stages, stage.memory.total, budget.of(stage.device), moment, layer, microbatch, stage.memory
+    )
+
+
+def _moment(timed: GroupTimeline) -> tuple[str, str, int]:
+    peak = timed.peak
+    if peak.place < 0:
+        return "the optimizer's update", "", -1
+    one = timed.passes[peak.place]
+    return f"{_WORDS[one.what]} of micro-batch {one.microbatch} in {peak.layer}", peak.layer, one.microbatch

@@ -1,0 +1,424 @@
+"""Plans over many budgets, batches and numbers of devices: best batch, fewest devices, cheapest run, Pareto front.
+
+A bound saves searches: a layer under tensor degree t on x samples takes t devices f(x) + b(x) seconds, so a sample
+takes at least min t (f(x) + b(x)) / x device-seconds, whatever the plan. The cost model draws straight lines between
+the points of a profile (``cost.points``), so the quotient is least at a point or at the greatest number of samples.
+Recomputation, communication, host work, updates and waiting only add to it, and the busiest device is no less busy
+than the mean.
+
+The front uses the epsilon constraint (Haimes, Lasdon and Wismer 1971): find the fastest plan within a budget, set the
+budget below its peak, repeat until nothing fits. A plan of peak p within budget B is the fastest for every budget
+from p to B. Budgets go down by a least step, or a model whose plans differ by bytes would take thousands of searches;
+with a step of 1 byte no plan is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from galvatron_lite.analysis.setting import (
+    Point,
+    Points,
+    Progress,
+    Setting,
+    batch_for,
+    device_counts,
+    even,
+    even_counts,
+    gathered,
+    look,
+    require_plan,
+)
+from galvatron_lite.cluster.budget import as_budget, bytes_on
+from galvatron_lite.cost.points import PointKey, figures_at, index_points, slices_of
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.profiler.schema import LayerPoint, Profile
+from galvatron_lite.units import format_bytes, format_seconds
+
+
+def least_seconds(profile: Profile, devices: int, batch: int) -> float:
+    """Seconds of a step that no plan for so many devices and samples beats; 0 where the devices are not all alike."""
+    return batch * device_seconds(profile, batch) / devices
+
+
+def device_seconds(profile: Profile, batch: int) -> float:
+    """Device-seconds that no plan needs less of for one sample of a batch."""
+    if len(profile.cluster.groups) > 1:
+        return 0.0
+    known = index_points(profile.layers)
+    kinds = {kind: _least(kind, known, batch) for kind in {layer.kind for layer in profile.graph.layers}}
+    return sum(kinds[layer.kind] for layer in profile.graph.layers)
+
+
+def _least(kind: str, known: dict[PointKey, tuple[LayerPoint, ...]], batch: int) -> float:
+    own = [(slices_of(key), points) for key, points in known.items() if key[0] == kind]
+    return min((slices * _quotient(points, batch) for slices, points in own), default=0.0)
+
+
+def _quotient(points: tuple[LayerPoint, ...], batch: int) -> float:
+    """Least seconds a sample on one device that works on at most the whole batch at once."""
+    sizes = [batch, *(point.samples for point in points if point.samples < batch)]
+    figures = [(figures_at(points, size), size) for size in sizes]
+    return float(min((figure.forward + figure.backward) / size for figure, size in figures))
+
+
+MOST_SAMPLES_PER_DEVICE = 64
+"""Samples a device up to which batches are looked at where nothing else is said."""
+SATURATED = 0.01
+"""Share of the best throughput by which the batch that saturates may fall behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class BestBatch:
+    """The answer."""
+
+    points: tuple[Point, ...]  # of the batches, ascending; those that cannot beat the best have no plan, and say so
+    best: Point | None  # of the greatest throughput; of several the least batch
+    saturated: Point | None  # the least batch whose throughput is within 1 % of the best
+    # samples a second that no batch of those looked at exceeds: compute without any loss; infinite where it is not
+    # known
+    ceiling: float
+    complete: bool  # whether every batch was looked at
+
+
+def best_batch(setting: Setting, most: int | None = None, progress: Progress | None = None) -> BestBatch:
+    """The batch of the greatest throughput among ``batches(devices, most)``: exact over that set.
+
+    A batch whose compute alone, shared without loss, would be slower than the best found is not searched.
+
+    Args:
+        setting: what the batches share.
+        most: samples a step up to which batches are looked at; 64 a device if not given.
+        progress: called with (batches done, batches in all, what is being looked at).
+    """
+    devices = setting.profile.cluster.devices
+    wanted = batches(devices, MOST_SAMPLES_PER_DEVICE * devices if most is None else most)
+    setting.budget_at(devices)  # a budget that cannot be had is the user's error, not a batch's
+    seen = gathered(_batch_points(setting, wanted, progress))
+    require_plan(seen)
+    return _answer(setting, wanted, seen)
+
+
+def batches(devices: int, most: int) -> tuple[int, ...]:
+    """Batches that divide well: divisors of the devices, then 2^a and 3 * 2^a a device, up to ``most``; ascending."""
+    if most < 1:
+        raise InputError("--max-batch", most, "Give 1 or more samples a step.")
+    multiples = (devices * factor for factor in range(1, most // devices + 1) if even(factor))
+    return tuple(sorted({*(part for part in divisors(devices) if part <= most), *multiples}))
+
+
+def _batch_points(setting: Setting, wanted: tuple[int, ...], progress: Progress | None) -> Iterator[Point]:
+    """The largest batches first: they are mostly the fastest, so that bounds rule small ones out."""
+    devices, best = setting.profile.cluster.devices, 0.0
+    for number, batch in enumerate(reversed(wanted)):
+        if progress is not None:
+            progress(number, len(wanted), f"batch {batch}")
+        if ceiling(setting, batch) <= best:
+            yield Point(
+                devices,
+                batch,
+                bytes_on(setting.budget, ""),
+                reason="cannot beat the best: its compute alone takes longer",
+            )
+            continue
+        point = look(setting, devices, batch)
+        best = max(best, point.rate)
+        yield point
+
+
+def ceiling(setting: Setting, batch: int) -> float:
+    """Samples a second that no plan of a batch exceeds."""
+    least = least_seconds(setting.profile, setting.profile.cluster.devices, batch)
+    return batch / least if least > 0 else float("inf")
+
+
+def _answer(setting: Setting, wanted: tuple[int, ...], seen: Points) -> BestBatch:
+    points = tuple(sorted(seen.points, key=lambda point: point.batch))
+    planned = [point for point in points if point.plan is not None]
+    best = max(planned, key=lambda point: point.rate, default=None)
+    enough = 0.0 if best is None else (1 - SATURATED) * best.rate
+    saturated = next((point for point in planned if point.rate >= enough), None)
+    limit = max(ceiling(setting, batch) for batch in wanted)
+    return BestBatch(points, best, saturated, limit, seen.complete)
+
+
+class Goal(StrEnum):
+    """What must be reached."""
+
+    FIT = "fit"
+    STEP = "step"
+    SAMPLES = "samples"
+    TOKENS = "tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the devices must reach."""
+
+    goal: Goal  # of which kind
+    value: float = 0.0  # seconds a step at most, or samples or tokens a second at least; not used by ``fit``
+
+    def seconds(self, batch: int, sequence: int) -> float:
+        """Seconds of a step that are few enough."""
+        if self.goal is Goal.FIT:
+            return float("inf")
+        work = {Goal.SAMPLES: batch, Goal.TOKENS: batch * sequence}
+        return work[self.goal] / self.value if self.goal in work else self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Fewest:
+    """The answer."""
+
+    target: Target  # what must be reached
+    # of the numbers of devices up to the answer, ascending; those that cannot reach it by their compute alone have no
+    # plan, and say so
+    points: tuple[Point, ...]
+    answer: Point | None  # of the fewest devices; None where no number that was looked at is enough
+    complete: bool  # whether every number up to the answer was looked at
+
+
+def fewest_devices(
+    setting: Setting, target: Target, batch: int | None = None, progress: Progress | None = None
+) -> Fewest:
+    """The fewest devices of the setting's cluster that reach a target: 1 to a node, then whole nodes.
+
+    More devices are not always faster (a batch divides badly among 7), so that every number up to the answer is looked
+    at, but for those whose compute alone, shared without loss, takes longer than the target.
+
+    Args:
+        setting: its profile has the largest number of devices.
+        target: what must be reached.
+        batch: samples a step; 8 a device if not given.
+        progress: called with (numbers done, numbers in all, what is being looked at).
+    """
+    if target.goal is not Goal.FIT and not 0 < target.value < float("inf"):
+        raise InputError(target.goal.value, target.value, "Give a number above 0.")
+    if target.goal is Goal.STEP and batch is None:
+        raise InputError("--batch", None, "The seconds of a step depend on the samples in it: say how many.")
+    seen = gathered(_device_points(setting, target, batch, progress))
+    last = seen.points[-1] if seen.points else None
+    reached = last is not None and last.plan is not None and _met(setting, target, last)
+    return Fewest(target, seen.points, last if reached else None, seen.complete)
+
+
+def _device_points(setting: Setting, target: Target, batch: int | None, progress: Progress | None) -> Iterator[Point]:
+    counts = device_counts(setting.profile.cluster)
+    for number, devices in enumerate(counts):
+        if progress is not None:
+            progress(number, len(counts), f"{devices} GPUs")
+        samples = batch_for(devices, batch)
+        point = _bounded(setting, target, devices, samples) or look(setting, devices, samples)
+        yield point
+        if point.plan is not None and _met(setting, target, point):
+            return
+
+
+def _bounded(setting: Setting, target: Target, devices: int, batch: int) -> Point | None:
+    """A point without a plan where compute alone takes too long; None where it may be enough."""
+    least = least_seconds(setting.profile, devices, batch)
+    if least <= target.seconds(batch, setting.profile.graph.sequence):
+        return None
+    budget = bytes_on(setting.budget, "")
+    return Point(devices, batch, budget, reason=f"too few: compute alone takes {format_seconds(least)} a step")
+
+
+def _met(setting: Setting, target: Target, point: Point) -> bool:
+    return point.seconds <= target.seconds(point.batch, setting.profile.graph.sequence)
+
+
+HOUR = 3600.0
+MILLION = 1e6
+"""Tokens that a run trains where nothing is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How much is trained; just one of the fields is given."""
+
+    samples: float | None = None  # in all
+    tokens: float | None = None  # in all
+    steps: float | None = None  # optimizer steps, of one batch for all numbers of devices
+
+    def of(self, batch: int, sequence: int) -> float:
+        """Steps of a batch that the run takes, in fractions."""
+        if self.steps is not None:
+            return self.steps
+        return (self.samples if self.samples is not None else (self.tokens or 0.0) / sequence) / batch
+
+
+@dataclass(frozen=True, slots=True)
+class RunCost:
+    """A run on some devices."""
+
+    point: Point  # the devices and their plan
+    seconds: float  # of the whole run
+    device_hours: float  # paid for
+    cost: float  # in the price's currency
+
+
+@dataclass(frozen=True, slots=True)
+class Cheapest:
+    """The answer."""
+
+    run: Run  # how much is trained
+    price: float  # of a device for an hour
+    costs: tuple[RunCost, ...]  # by number of devices, ascending
+    missing: tuple[Point, ...]  # points without a plan; they say why
+    frontier: tuple[RunCost, ...]  # those that none beats in both cost and time, the cheapest first
+    answer: RunCost | None  # the cheapest within the deadline; None where none is
+    deadline: float | None  # seconds; None: any time will do
+    complete: bool  # whether every number of devices was looked at
+
+
+def cheapest(
+    setting: Setting,
+    run: Run,
+    price: float,
+    *,
+    batch: int | None = None,
+    deadline: float | None = None,
+    progress: Progress | None = None,
+) -> Cheapest:
+    """Cost and time of a run on each number of devices of ``counts.even_counts``; exact over that set.
+
+    Args:
+        setting: its profile has the largest number of devices.
+        run: how much is trained.
+        price: of a device for an hour, in any currency.
+        batch: samples a step; 8 a device if not given.
+        deadline: seconds in which the run must end.
+        progress: called with (numbers done, numbers in all, what is being looked at).
+    """
+    _check(run, price, batch, deadline)
+    seen = gathered(_cost_points(setting, batch, progress))
+    require_plan(seen)
+    sequence = setting.profile.graph.sequence
+    costs = tuple(_cost(run, price, point, sequence) for point in seen.points if point.plan is not None)
+    within = [cost for cost in costs if deadline is None or cost.seconds <= deadline]
+    return Cheapest(
+        run=run,
+        price=price,
+        costs=costs,
+        missing=tuple(point for point in seen.points if point.plan is None),
+        frontier=frontier(costs),
+        answer=min(within, key=_rank, default=None),
+        deadline=deadline,
+        complete=seen.complete,
+    )
+
+
+def frontier(costs: tuple[RunCost, ...]) -> tuple[RunCost, ...]:
+    """The runs that no other one beats in both cost and time, the cheapest first."""
+    kept: list[RunCost] = []
+    for cost in sorted(costs, key=_rank):
+        if not kept or cost.seconds < kept[-1].seconds:
+            kept.append(cost)
+    return tuple(kept)
+
+
+def _rank(cost: RunCost) -> tuple[float, float, int]:
+    return cost.cost, cost.seconds, cost.point.devices
+
+
+def _check(run: Run, price: float, batch: int | None, deadline: float | None) -> None:
+    given = {"samples": run.samples, "tokens": run.tokens, "steps": run.steps}
+    told = {name: value for name, value in given.items() if value is not None}
+    if len(told) != 1:
+        raise InputError("run", told, "Give just one of samples, tokens and steps.")
+    for name, value in (*told.items(), ("--price", price), ("--within", deadline)):
+        if value is not None and not 0 < value < float("inf"):
+            raise InputError(name, value, "Give a number above 0.")
+    if run.steps is not None and batch is None:
+        raise InputError("--batch", None, "What a step trains depends on the samples in it: say how many.")
+
+
+def _cost_points(setting: Setting, batch: int | None, progress: Progress | None) -> Iterator[Point]:
+    counts = even_counts(setting.profile.cluster)
+    for number, devices in enumerate(counts):
+        if progress is not None:
+            progress(number, len(counts), f"{devices} GPUs")
+        yield look(setting, devices, batch_for(devices, batch))
+
+
+def _cost(run: Run, price: float, point: Point, sequence: int) -> RunCost:
+    seconds = run.of(point.batch, sequence) * point.seconds
+    hours = seconds * point.devices / HOUR
+    return RunCost(point, seconds, hours, hours * price)
+
+
+STEPS = 32
+"""Least step of the budget, as a part of the whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """The answer."""
+
+    # plans of which none beats another in both time and memory, the fastest first; the budget of a point is the
+    # largest for which its plan was found to be the fastest
+    points: tuple[Point, ...]
+    step: int  # bytes; budgets of less than this below a point's peak were not looked at
+    # bytes a device that the leanest plan needs, as the search names it; None where that is not known
+    least: int | None
+    complete: bool  # whether it goes down to the least
+
+
+def pareto_front(
+    setting: Setting,
+    batch: int | None = None,
+    *,
+    step: int | None = None,
+    progress: Progress | None = None,
+    searching: Progress | None = None,
+) -> Front:
+    """The time-memory front from the setting's budget down.
+
+    Args:
+        setting: its budget is the largest.
+        batch: samples a step; 8 a device if not given.
+        step: bytes by which a budget is less than the peak before it at the least; 1/32 of the budget if not given.
+        progress: called with (per cent of the budget done, 100, what is being looked at).
+        searching: called with (done, total, label) while each plan is searched for; KeyboardInterrupt ends the front
+            with what was found.
+    """
+    gap = max(as_budget(setting.budget_at(setting.profile.cluster.devices)).most // STEPS, 1) if step is None else step
+    if gap < 1:
+        raise InputError("step", gap, "Give 1 byte or more.")
+    seen = gathered(_budget_points(setting, batch, gap, progress, searching))
+    require_plan(seen)
+    least = next((point.needs for point in seen.points if point.plan is None), None)
+    planned = [point for point in seen.points if point.plan is not None]
+    return Front(undominated(planned), gap, least, seen.complete)
+
+
+def undominated(points: list[Point]) -> tuple[Point, ...]:
+    """The points that no other one beats in both time and memory, the fastest first.
+
+    Budgets go down in the closed form of the schedule; the simulated times that are told may differ a little.
+    """
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.seconds, point.peak)):
+        if not kept or point.peak < kept[-1].peak:
+            kept.append(point)
+    return tuple(kept)
+
+
+def _budget_points(
+    setting: Setting, batch: int | None, step: int, progress: Progress | None, searching: Progress | None
+) -> Iterator[Point]:
+    devices = setting.profile.cluster.devices
+    samples, whole = batch_for(devices, batch), as_budget(setting.budget_at(devices))
+    budget = whole.most
+    while budget >= 1:
+        if progress is not None:
+            progress(100 - 100 * budget // whole.most, 100, format_bytes(budget))
+        point = look(setting, devices, samples, whole.within(budget), searching)
+        yield replace(point, budget=budget)
+        if point.plan is None:
+            # The leanest plan lies less than a step below the last one: a search there takes long and tells little.
+            return
+        budget = int((point.peak - step) / (1.0 - setting.margin))

@@ -1,0 +1,366 @@
+"""Planning again, within a time limit: the price of memory, and the best plan after a change of memory, links or batch.
+
+Plans are discrete, so step time is a staircase over the budget and a price is a difference: of the fastest plan
+within the budget and the fastest within a larger one. The stairs between are found from above, as in
+``sweeps.pareto_front``. Where a proof takes long the search ends before it, and the gap is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from time import monotonic
+
+from galvatron_lite.analysis.explanation import MemoryPrice, MemoryStep, WhatIf
+from galvatron_lite.analysis.setting import Setting, ask
+from galvatron_lite.cluster.budget import Budget
+from galvatron_lite.cluster.catalog import load_cluster
+from galvatron_lite.cluster.cluster import Cluster, Level
+from galvatron_lite.errors import GalvatronError, InfeasibleError, InputError
+from galvatron_lite.parallelism.pipeline.schedule import group_of
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.profiler.estimate import estimate_profile
+from galvatron_lite.profiler.schema import CollectiveFit, CollectivePoint, OriginKind, Profile
+from galvatron_lite.search.best_first import MOST_WORK
+from galvatron_lite.search.result import summary
+from galvatron_lite.search.user_pins import Pins
+from galvatron_lite.units import format_budget
+
+RUNNERS_UP = 5
+"""Of every plan made here: as many as ``galvatron plan`` shows, since the quickest of all is the plan."""
+NOT_TRIED = "not tried: the time for it was over"
+QUICK = 200_000
+"""Labels of a search that need not be proven (``search.best_first``): a second or two where a proof takes ten. Most
+models need fewer for a proof."""
+Progress = Callable[[int, int, str], None]
+
+
+class OutOfTimeError(GalvatronError):
+    """A search was left because the time given for all of them was over."""
+
+
+@dataclass(slots=True)
+class Clock:
+    """Time for planning anew."""
+
+    seconds: float | None = None  # in all; None: no end
+    progress: Progress | None = None  # told what is looked at; None: nobody
+    total: int = 0  # how many things are to be looked at
+    done: int = 0  # how many have been
+    _begun: float = field(default_factory=monotonic)
+
+    @property
+    def over(self) -> bool:
+        """Whether the time is over."""
+        return self.seconds is not None and monotonic() - self._begun >= self.seconds
+
+    def begin(self, label: str) -> None:
+        """Say what is looked at next."""
+        if self.over:
+            raise OutOfTimeError(NOT_TRIED)
+        if self.progress is not None:
+            self.progress(min(self.done, self.total), self.total, label)
+        self.done += 1
+
+    def look(self, *_: object) -> None:
+        """What a search calls as it goes on."""
+        if self.over:
+            raise OutOfTimeError(NOT_TRIED)
+
+
+def plan_anew(
+    setting: Setting,
+    clock: Clock,
+    devices: int,
+    batch: int,
+    budget: int | Budget | None = None,
+    effort: int = MOST_WORK,
+) -> Plan:
+    """The fastest plan, as ``galvatron plan`` finds it, or as near to it as so many labels come."""
+    return ask(setting, devices, batch, budget=budget, runners_up=RUNNERS_UP, progress=clock.look, effort=effort)
+
+
+def seconds_of(plan: Plan) -> float:
+    """Predicted, of a step; infinite without a prediction."""
+    return float("inf") if plan.prediction is None else plan.prediction.step_seconds
+
+
+def peak_of(plan: Plan) -> int:
+    """Predicted bytes on the fullest device; 0 without a prediction."""
+    return 0 if plan.prediction is None else plan.prediction.peak_memory
+
+
+def gap_of(plan: Plan) -> float:
+    """How far from the fastest the plan may be, as a share; 0 where it is proven."""
+    return 0.0 if plan.provenance is None else plan.provenance.gap
+
+
+def with_faster_links(profile: Profile, place: int, factor: float = 2.0) -> Profile:
+    """The profile of a cluster whose links of one level carry more bytes a second; latencies stay.
+
+    Measured collectives that go over that level take the latency of the straight line that was fitted to them, and the
+    rest of their seconds by the factor less; where there is no line, the cluster's levels stand for them.
+
+    Args:
+        profile: of the cluster as it is.
+        place: of the level, 0 innermost.
+        factor: on its bandwidth.
+    """
+    cluster = profile.cluster
+    groups = tuple(replace(group, levels=_faster(group.levels, place, factor)) for group in cluster.groups)
+    faster = replace(cluster, levels=_faster(cluster.levels, place, factor), groups=groups)
+    fits = tuple(_fit(fit, factor) if _level_of(cluster, fit) == place else fit for fit in profile.fits)
+    points = (_point(point, profile, factor) if _level_of(cluster, point) == place else point
+              for point in profile.collectives)  # fmt: skip
+    kept = tuple(point for point in points if point is not None)
+    return replace(profile.on(faster), fits=fits, collectives=kept)
+
+
+def _faster(levels: Sequence[Level], place: int, factor: float) -> tuple[Level, ...]:
+    return tuple(
+        replace(level, bandwidth=level.bandwidth * factor) if number == place else level
+        for number, level in enumerate(levels)
+    )
+
+
+def _level_of(cluster: Cluster, measured: CollectiveFit | CollectivePoint) -> int:
+    """Place of the level that a group reaches over."""
+    reach, inside = (measured.group - 1) * measured.stride, 1
+    for place, level in enumerate(cluster.levels):
+        inside *= level.size
+        if reach < inside:
+            return place
+    return len(cluster.levels) - 1
+
+
+def _fit(fit: CollectiveFit, factor: float) -> CollectiveFit:
+    return replace(fit, bandwidth=fit.bandwidth * factor)
+
+
+def _point(point: CollectivePoint, profile: Profile, factor: float) -> CollectivePoint | None:
+    key = (point.collective, point.group, point.stride, point.siblings)
+    for fit in profile.fits:
+        if (fit.collective, fit.group, fit.stride, fit.siblings) == key:
+            latency = min(fit.latency, point.seconds)
+            return replace(point, seconds=latency + (point.seconds - latency) / factor)
+    return None
+
+
+def with_one_more(profile: Profile) -> Profile | None:
+    """The profile of a cluster with one member more at its outermost level (one node); None where nothing says how it
+    would be joined. Estimated layers are estimated anew, measured ones stay."""
+    cluster = _larger(profile.cluster)
+    if cluster is None:
+        return None
+    if profile.origin.kind is not OriginKind.ESTIMATED:
+        return profile.on(cluster)
+    anew = estimate_profile(profile.graph, cluster, precision=profile.graph.precision, name=profile.name)
+    return replace(anew, origin=profile.origin)
+
+
+def _larger(cluster: Cluster) -> Cluster | None:
+    if not cluster.alike or len(cluster.groups) != 1:
+        return None
+    *inner, outer = cluster.levels
+    if inner:
+        count = cluster.devices // outer.size * (outer.size + 1)
+        levels = (*inner, replace(outer, size=outer.size + 1))
+        return replace(cluster, levels=levels, groups=(replace(cluster.groups[0], count=count),))
+    return _from_catalog(cluster)
+
+
+def _from_catalog(cluster: Cluster) -> Cluster | None:
+    """Two nodes like the one there is, joined as its data sheet says."""
+    try:
+        larger = load_cluster(cluster.name, 2 * cluster.devices)
+    except GalvatronError:
+        return None
+    same = larger.groups[0].device == cluster.device and larger.levels[0] == cluster.levels[0]
+    return larger if same and len(larger.levels) > 1 else None
+
+
+GIB = 2**30
+SHARE = 8
+"""A price is of 1 GiB, or of this part of the budget where that is less: a model that takes 100 MB is another one with
+1 GiB more."""
+MOST_STAIRS = 4
+"""Plans between the two budgets that are looked for."""
+
+
+def added_bytes(budget: Budget) -> int:
+    """The memory whose price is told."""
+    return min(GIB, max(budget.least // SHARE, 1))
+
+
+def in_its_shape(setting: Setting, plan: Plan) -> Setting:
+    """The same question, asked of the plan's own pipeline, micro-batches and schedule alone: soon answered."""
+    pipelined = plan.pipeline > 1
+    fixed = replace(
+        setting.pins.fixed,
+        pipeline=plan.pipeline,
+        microbatches=plan.microbatches,
+        schedule=plan.schedule if pipelined else None,
+        virtual=plan.virtual_stages if pipelined else None,
+    )
+    return replace(setting, pins=Pins(fixed=fixed), schedules=(plan.schedule,) if pipelined else setting.schedules)
+
+
+def price_of_memory(
+    setting: Setting,
+    clock: Clock,
+    plan: Plan,
+    budget: Budget,
+    added: int | None = None,
+    *,
+    same_shape: bool = False,
+) -> MemoryPrice:
+    """The price of memory on every device, without the stairs between.
+
+    Args:
+        setting: what the plan is chosen from.
+        clock: time for it.
+        plan: for its devices and batch.
+        budget: a device.
+        added: bytes; ``added_bytes`` if not given.
+        same_shape: whether plans of the plan's own pipeline, micro-batches and schedule alone are looked at, which
+            takes less time and tells the least that memory is worth.
+    """
+    size = added_bytes(budget) if added is None else added
+    setting = in_its_shape(setting, plan) if same_shape else setting
+    clock.begin("the fastest plan within the budget")
+    now = plan_anew(setting, clock, plan.devices, plan.global_batch, budget)
+    clock.begin(f"{format_budget(size)} more on every device")
+    then = plan_anew(setting, clock, plan.devices, plan.global_batch, budget.plus(size))
+    quicker = then if seconds_of(then) < seconds_of(now) else now
+    saved = seconds_of(now) - seconds_of(quicker)
+    return MemoryPrice(
+        budget_bytes=budget.least,
+        added_bytes=size,
+        step_seconds=seconds_of(now),
+        then_step_seconds=seconds_of(quicker),
+        seconds_per_gib=saved / (size / GIB),
+        steps=_told([quicker] if quicker is not now else [], budget),
+        wanted_groups=_over(quicker, budget) if quicker.pipeline == plan.pipeline else (),
+        proven=gap_of(now) == gap_of(then) == 0.0,
+        gap=max(gap_of(now), gap_of(then)),
+        same_shape=same_shape,
+    )
+
+
+def with_less(price: MemoryPrice, setting: Setting, clock: Clock, plan: Plan, budget: Budget) -> MemoryPrice:
+    """The price with what as much memory less would cost; as it is where the time is over."""
+    size = price.added_bytes
+    try:
+        clock.begin(f"{format_budget(size)} less on every device")
+        lean = plan_anew(setting, clock, plan.devices, plan.global_batch, budget.plus(-size))
+    except OutOfTimeError:
+        return price
+    except InfeasibleError:
+        return replace(price, less_bytes=size)
+    return replace(price, less_bytes=size, less_step_seconds=max(seconds_of(lean), price.step_seconds))
+
+
+def with_stairs(price: MemoryPrice, setting: Setting, clock: Clock, plan: Plan, budget: Budget) -> MemoryPrice:
+    """The price with the fastest plans between the two budgets, the leanest first; fewer where the time is over."""
+    found: list[MemoryStep] = list(price.steps)
+    alike = not budget.own  # budgets of unlike devices have no one order
+    while alike and found and len(found) <= MOST_STAIRS and found[0].budget_bytes - 1 > budget.least:
+        try:
+            clock.begin("where it gets quicker")
+            lean = plan_anew(setting, clock, plan.devices, plan.global_batch, Budget(found[0].budget_bytes - 1))
+        except (OutOfTimeError, InfeasibleError):
+            break
+        if seconds_of(lean) >= price.step_seconds:
+            break
+        found = [*_told([lean], budget), *found]
+    return replace(price, steps=tuple(found))
+
+
+def _told(plans: Sequence[Plan], budget: Budget) -> tuple[MemoryStep, ...]:
+    return tuple(MemoryStep(max(peak_of(one), budget.least), seconds_of(one), summary(one)) for one in plans)
+
+
+def _over(plan: Plan, budget: Budget) -> tuple[int, ...]:
+    """Groups of devices that need more than the budget."""
+    full = [number for number, stage in enumerate(plan.stages) if stage.memory.total > budget.of(stage.device)]
+    return tuple(dict.fromkeys(group_of(plan.schedule, plan.pipeline, number) for number in full))
+
+
+MEMORY_CHANGE = 0.1
+"""Of memory, more or less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change and how to ask for it."""
+
+    name: str  # name, change: see ``WhatIf``
+    change: str
+    batch: int  # samples a step
+    budget: Budget  # a device; None: the plan's
+    # makes that of the changed cluster; None: as it is. It gives None where nothing says what it would be
+    profile: Callable[[Profile], Profile | None] | None = None
+
+
+def changes(setting: Setting, plan: Plan, budget: Budget) -> Iterator[Change]:
+    """What is tried, the most asked-for first."""
+    batch, cluster = plan.global_batch, setting.profile.cluster
+    yield Change("memory_less", "10 % less memory on every device", batch, budget.scaled(1 - MEMORY_CHANGE))
+    yield Change("memory_more", "10 % more memory on every device", batch, budget.scaled(1 + MEMORY_CHANGE))
+    for place, level in reversed(list(enumerate(cluster.levels))):
+        if level.size > 1:
+            text = f"links of each {level.name} twice as fast"
+            yield Change(f"links_{level.name}", text, batch, budget, _links_faster(place))
+    yield Change("batch_twice", "twice the batch", 2 * batch, budget)
+    if batch % 2 == 0:
+        yield Change("batch_half", "half the batch", batch // 2, budget)
+    yield Change("node_more", "one node more, as many samples a device", batch, budget, with_one_more)
+
+
+def _links_faster(place: int) -> Callable[[Profile], Profile]:
+    return lambda profile: with_faster_links(profile, place)
+
+
+def what_ifs(setting: Setting, clock: Clock, plan: Plan, budget: Budget, rate: float) -> tuple[WhatIf, ...]:
+    """What each change would give.
+
+    Args:
+        setting: what the plan is chosen from.
+        clock: time for it.
+        plan: for its devices and batch.
+        budget: a device.
+        rate: samples a second of the fastest plan now.
+    """
+    return tuple(_what_if(setting, clock, plan, change, rate) for change in changes(setting, plan, budget))
+
+
+def _what_if(setting: Setting, clock: Clock, plan: Plan, change: Change, rate: float) -> WhatIf:
+    told = WhatIf(change.name, change.change, plan.devices, change.batch)
+    try:
+        clock.begin(change.change)
+        asked = _changed(setting, plan, change)
+        if asked is None:
+            return replace(told, why="nothing says how it would be joined")
+        other, devices, batch = asked
+        told = replace(told, devices=devices, batch=batch)
+        found = plan_anew(other, clock, devices, batch, change.budget, QUICK)
+    except (OutOfTimeError, InfeasibleError, InputError) as error:
+        return replace(told, why=str(error))
+    assert found.prediction is not None
+    per_second = found.prediction.samples_per_second
+    return replace(
+        told, step_seconds=found.prediction.step_seconds, samples_per_second=per_second, gain=per_second / rate - 1.0,
+        summary=summary(found), peak_bytes=found.prediction.peak_memory, gap=gap_of(found),
+    )  # fmt: skip
+
+
+def _changed(setting: Setting, plan: Plan, change: Change) -> tuple[Setting, int, int] | None:
+    """The question after a change: setting, devices, batch; None where there is no profile for it."""
+    if change.profile is None:
+        return setting, plan.devices, change.batch
+    profile = change.profile(setting.session(plan.devices).profile)
+    if profile is None:
+        return None
+    devices = profile.cluster.devices
+    batch = change.batch * devices // plan.devices if devices > plan.devices else change.batch
+    return replace(setting, profile=profile, source=None, memory=None, sessions={}), devices, batch

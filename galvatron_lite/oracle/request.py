@@ -1,0 +1,225 @@
+"""Requests to ``galvatron oracle``: models, clusters, numbers of devices and strategies, and the forecast for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+
+from galvatron_lite.api_profile import precision_on
+from galvatron_lite.cluster.catalog import load_cluster
+from galvatron_lite.configs_path import profile_folder
+from galvatron_lite.errors import InputError
+from galvatron_lite.files import read_data, read_value
+from galvatron_lite.limits import LARGEST, check_range
+from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.shapes import build_graph, load_model, load_shape, model_names
+from galvatron_lite.model.shapes.images.names import builder_of, canonical, shape_of_name
+from galvatron_lite.model.shapes.sizes import not_square, sides_of, sizes_of
+from galvatron_lite.oracle import closed_table, table
+from galvatron_lite.oracle.closed_form import Case, Kind, quirks_named
+from galvatron_lite.oracle.layers import Network, network_of
+from galvatron_lite.oracle.links import Fabric, wires_of, wires_of_cluster
+from galvatron_lite.oracle.pricing import machine_of, row_of
+from galvatron_lite.oracle.rows import Forecast
+from galvatron_lite.oracle.strategies import Question, check_text
+from galvatron_lite.plans.strategy_text import parse_strategy
+from galvatron_lite.units import activation_bytes
+
+SIDE, CLASSES = 224, 1000
+"""Pixels of a picture's side and classes of networks known by name only."""
+
+
+def graph_named(name: str, precision: str, image: str | None = None) -> ModelGraph:
+    """The planner's model of a name or file: shipped ones, then image networks by their published names.
+
+    Args:
+        name: ``resnet50``, ``vgg16``, ``regnety_032``, or the path of a model file.
+        precision: of activations and compute.
+        image: pixels of a picture, ``224`` or ``512x1024``; None: the model's own.
+    """
+    plain = canonical(name)
+    if Path(name).suffix in (".yaml", ".yml", ".json") or name in model_names():
+        sizes = sizes_of(load_shape(name), name, image) if image else None
+        return load_model(name, overrides=sizes, precision=precision)
+    height, width = sides_of(image) if image else (SIDE, SIDE)
+    shape = shape_of_name(plain, height)
+    if shape is None and (builder := builder_of(plain)) is not None:
+        if height != width:
+            raise not_square(name, image or "")
+        return builder(height, CLASSES, precision, activation_bytes(precision))
+    if shape is None:
+        known = ", ".join(model_names())
+        remedy = f"Shipped models: {known}; image networks by name, such as vgg16, resnet152, regnety_032; or a file."
+        raise InputError("model", name, remedy)
+    if height != width:
+        raise not_square(name, image or "")
+    return build_graph(shape, precision=precision)
+
+
+def network_names() -> tuple[str, ...]:
+    """Names of the networks with a table of layers."""
+    return tuple(sorted(path.stem for path in (profile_folder("paradl") / "models").glob("*.yaml")))
+
+
+def network_named(name_or_path: str) -> Network:
+    """A table of layers by name (``resnet50``) or from a file."""
+    path = Path(name_or_path)
+    if path.suffix in (".yaml", ".yml", ".json"):
+        return read_value(Network, path)
+    names = network_names()
+    if name_or_path not in names:
+        close = get_close_matches(name_or_path, names, n=3)
+        hint = f"Did you mean {' or '.join(close)}? " if close else ""
+        raise InputError("model", name_or_path, f"{hint}Tables of layers: {', '.join(names)}.")
+    return _shipped_network(name_or_path)
+
+
+@cache
+def _shipped_network(name: str) -> Network:
+    return read_value(Network, profile_folder("paradl") / "models" / f"{name}.yaml")
+
+
+@cache
+def fabric_named(name: str) -> Fabric | None:
+    """The closed forms' links of a cluster by its name; None where no file describes them."""
+    path = profile_folder("paradl") / "networks" / f"{name}.yaml"
+    return read_value(Fabric, path) if path.is_file() else None
+
+
+FORMULAS = ("galvatron", "paradl")
+WORDS = tuple(kind for kind in closed_table.KINDS if kind is not Kind.LAYER)
+"""Strategies that are told where none are asked for."""
+SAMPLES, BATCH = 1_280_000, 32
+"""Samples of an epoch (ImageNet, as the paper counts it) and of a replica, where nothing else is said."""
+_RANGE = re.compile(r"^(\d+)\.\.(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Everything that can be asked for beside the model and the cluster."""
+
+    counts: tuple[int, ...]  # numbers of devices
+    formulas: str = "galvatron"  # ``galvatron`` or ``paradl``
+    strategies: tuple[str, ...] = ()  # the oracle's words; none: ``WORDS``
+    texts: tuple[str, ...] = ()  # strategies in full, of the default formulas only
+    batch: int | None = None  # samples of a replica
+    samples: int | None = None  # of an epoch
+    group: int = 0  # devices of a group of a hybrid; 0: of a node
+    segments: int = 0  # of a pipeline
+    precision: str | None = None  # of compute, of the default formulas
+    image: str | None = None  # pixels of a picture, of models of the planner
+    network: str | None = None  # setting of the links, of the closed forms
+    quirks: tuple[str, ...] = ()  # of the closed forms
+    contention: bool = True  # of the closed forms
+
+
+def counts_of(text: str) -> tuple[int, ...]:
+    """Numbers of devices: ``64``, ``4,8,12``, or ``1..1024``, which goes on by doubling, to its end."""
+    counts: list[int] = []
+    for part in text.replace(" ", "").split(","):
+        if found := _RANGE.match(part):
+            low, high = int(found[1]), int(found[2])
+            counts += [low * 2**power for power in range(high.bit_length()) if low and low * 2**power <= high]
+            counts += [high] if 0 < low <= high else []
+        elif part.isdecimal() and int(part):
+            counts.append(int(part))
+    if not counts or not all(_RANGE.match(part) or part.isdecimal() for part in text.replace(" ", "").split(",")):
+        raise InputError("--gpus", text, "Give a number, several (4,8,12) or a range that doubles (1..1024).")
+    return tuple(sorted(set(counts)))
+
+
+def kinds_of(names: Sequence[str]) -> tuple[Kind, ...]:
+    """The oracle's words."""
+    known = {kind.value: kind for kind in Kind}
+    for name in names:
+        if name not in known:
+            raise InputError("--strategies", name, f"Give some of {', '.join(known)}; --strategy takes any other.")
+    return tuple(known[name] for name in dict.fromkeys(names)) or WORDS
+
+
+def forecast(model: str, cluster: str, options: Options) -> Forecast:
+    """The table that is asked for."""
+    _check(options)
+    return _closed(model, cluster, options) if options.formulas == "paradl" else _priced(model, cluster, options)
+
+
+def _check(options: Options) -> None:
+    """Whether the options go together."""
+    if options.formulas not in FORMULAS:
+        raise InputError("--formulas", options.formulas, f"Give {' or '.join(FORMULAS)}.")
+    closed_only = {"--network": options.network, "--quirk": options.quirks, "--no-contention": not options.contention}
+    priced_only = {"--strategy": options.texts, "--precision": options.precision}
+    other, needs = (priced_only, "galvatron (the default)") if options.formulas == "paradl" else (closed_only, "paradl")
+    for name, value in other.items():
+        if value:
+            shown = ", ".join(value) if isinstance(value, tuple) else value
+            raise InputError(name, shown, f"It goes with --formulas {needs}.")
+    for name, number in (("--batch", options.batch), ("--samples", options.samples)):
+        if number is not None:
+            check_range(name, number, LARGEST)
+    for name, number in (("--group", options.group), ("--segments", options.segments)):
+        if number < 0:
+            raise InputError(name, number, "Give 1 or more.")
+
+
+def _closed(model: str, cluster: str, options: Options) -> Forecast:
+    network = _layer_table(model, cluster, options)
+    fabric = fabric_named(cluster)
+    if fabric is not None:
+        wires = wires_of(fabric, options.network)
+    else:
+        wires = wires_of_cluster(load_cluster(cluster, max(options.counts)), options.network)
+    case = Case(
+        network, wires, Kind.SERIAL, 1, options.batch or network.batch, options.group or wires.node, options.segments,
+        options.contention, quirks_named(options.quirks),
+    )  # fmt: skip
+    return closed_table.forecast(case, kinds_of(options.strategies), options.counts)
+
+
+def _layer_table(model: str, cluster: str, options: Options) -> Network:
+    """The table of layers: a shipped one, a file's, or made from the planner's model."""
+    shipped = model in network_names() and options.image is None
+    if shipped or (model.endswith((".yaml", ".yml", ".json")) and _holds_layers(model)):
+        network = network_named(model)
+        return network if options.samples is None else replace(network, samples=options.samples)
+    samples, batch = options.samples or SAMPLES, options.batch or BATCH
+    machine = machine_of(graph_named(model, "fp32", options.image), cluster, 1, "fp32", batch)
+    row = row_of(machine, Question(Kind.SERIAL, 1, batch, samples))
+    source = f"{machine.profile.origin.source}, {batch} samples at a time, by the planner's cost model"
+    return network_of(machine.graph, row.compute / samples, source, samples, batch)
+
+
+def _holds_layers(path: str) -> bool:
+    """Whether a file is a table of layers, not a model of the planner."""
+    data = read_data(Path(path))
+    return isinstance(data, dict) and "seconds_source" in data
+
+
+def _priced(model: str, cluster: str, options: Options) -> Forecast:
+    kinds = kinds_of(options.strategies) if options.strategies or not options.texts else ()
+    strategies = tuple(parse_strategy(text, "--strategy") for text in options.texts)
+    shipped = network_named(model) if model in network_names() else None
+    batch = options.batch or (shipped.batch if shipped else BATCH)
+    samples = options.samples or (shipped.samples if shipped else SAMPLES)
+    most = max(options.counts)
+    precision = precision_on(cluster, options.precision, most)
+    graph = graph_named(shipped.graph if shipped else model, precision, options.image)
+    for strategy in strategies:
+        check_text(strategy, graph.kinds)
+        unit = strategy.devices
+        if all(count % unit for count in options.counts):
+            counts = ", ".join(f"{count:,}" for count in options.counts)
+            raise InputError("--gpus", counts, f"{strategy} takes {unit:,} devices or a multiple: give --gpus {unit}.")
+    machine = machine_of(graph, cluster, most, precision, batch)
+    for kind in kinds if options.strategies else ():
+        if not table.allows(machine, kind):
+            words = ", ".join(word.value for word in WORDS if table.allows(machine, word))
+            remedy = f"No layer of {graph.name} can be split so; it allows {words}, and --strategy any other."
+            raise InputError("--strategies", kind.value, remedy)
+    node = machine.profile.cluster.levels[0].size
+    question = Question(Kind.SERIAL, 1, batch, samples, options.group or node, options.segments)
+    return table.forecast(machine, question, kinds, strategies, options.counts)

@@ -1,0 +1,256 @@
+"""The strategy of every layer for one of the oracle's words or for a strategy in full.
+
+A layer that cannot be split that many ways is split as far as it can be; the rest of its group takes other samples,
+and where the batch has too few, every device of the group works through all of them. Of several ways to split the
+layers, those that together cost least are chosen, with the cost of changing layouts between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from galvatron_lite.cluster.cluster import Collective, RankGroup
+from galvatron_lite.cost.layer import LAYOUT, LayerPricer
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import LayerKind, Recompute
+from galvatron_lite.oracle.closed_form import HYBRIDS, Kind
+from galvatron_lite.parallelism.base import Communication, Moment
+from galvatron_lite.parallelism.channel.each import each_divides
+from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
+from galvatron_lite.search.strategies import Narrowed, strategies_for
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One row that is asked for."""
+
+    kind: Kind  # how the model is split
+    devices: int
+    batch: int  # samples of a replica: see ``oracle.case.Case``
+    samples: int  # of an epoch
+    group: int = 4  # devices of a group of a hybrid
+    segments: int = 0  # micro-batches of a pipeline; 0: as many as stages
+    strategy: Strategy | None = None  # of every layer, in place of ``kind``'s
+    name: str = ""  # of the row
+
+    @property
+    def width(self) -> int:
+        """Devices of a group."""
+        if self.strategy is not None:
+            return self.devices // self.strategy.batch_degree
+        if self.kind in HYBRIDS:
+            return min(self.group, self.devices)
+        return 1 if self.kind in (Kind.DATA, Kind.SERIAL) else self.devices
+
+    @property
+    def replicas(self) -> int:
+        """Groups that take samples of their own."""
+        return self.devices // self.width
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of an iteration."""
+        return self.batch * self.replicas
+
+
+_PLAIN: dict[str, tuple[object, ...]] = {
+    "zero": (1,),
+    "zero_stage": (0,),
+    "tensor": (1,),
+    "sequence_parallel": (False,),
+    "recompute": (Recompute.NONE,),
+    "context": (1,),
+    "expert": (1,),
+    "expert_tensor": (0,),
+    "ulysses": (False,),
+    "offload": (Offload.NONE,),
+    "strided": (Strided.NONE,),
+}
+_PIXELS = ("depth", "height", "width")
+SLICES = {Kind.FILTER: "filters", Kind.DATA_FILTER: "filters", Kind.CHANNEL: "channels"}
+"""Fields of ``Strategy`` by the oracle's words for sharing channels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What one kind of layer does."""
+
+    strategy: Strategy  # over all devices
+    alike: int = 1  # devices of its group that all do the same work; 1 where each has work of its own
+
+
+def degree_of(kind: Kind, strategy: Strategy) -> int:
+    """Ways that a strategy splits a layer as the oracle's word says."""
+    return strategy.slices if kind in SLICES else strategy.spatial
+
+
+def options(layer: LayerKind, kind: Kind, group: int, batch: int) -> list[Strategy]:
+    """Strategies of a group for a kind of layer, those first that split it most ways; none where the batch is small.
+
+    Args:
+        layer: kind of layer.
+        kind: the oracle's word.
+        group: devices.
+        batch: samples of the group.
+    """
+    wanted = dict(_PLAIN)
+    own = (SLICES[kind],) if kind in SLICES else _PIXELS
+    wanted |= {name: (1,) for name in ("filters", "channels", *_PIXELS) if name not in own}
+    found = strategies_for(layer, group, narrowed=Narrowed(wanted))
+    legal = [one for one in found if batch % one.data == 0]
+    most = max((degree_of(kind, one) for one in legal), default=0)
+    return [one for one in legal if degree_of(kind, one) == most]
+
+
+def inside(layer: LayerKind, outer: Strategy, own: Strategy) -> Strategy:
+    """A group's strategy within the replicas, shards and recomputation of another, where the layer offers that."""
+    again = outer.recompute if outer.recompute in layer.kept else Recompute.NONE
+    return replace(own, data=own.data * outer.data, zero=outer.zero, zero_stage=outer.zero_stage, recompute=again)
+
+
+def eased(layer: LayerKind, strategy: Strategy) -> Strategy | None:
+    """The strategy, where the layer allows it; else without what edges of a model do without; None where neither."""
+    plain_tokens, kept = {"sequence_parallel": False}, {"recompute": Recompute.NONE}
+    for changes in ({}, kept, plain_tokens, kept | plain_tokens):
+        easier = replace(strategy, **changes)
+        if legal(layer, easier):
+            return easier
+    return None
+
+
+def legal(layer: LayerKind, strategy: Strategy) -> bool:
+    """Whether a kind of layer can be split as a strategy says; how many replicas there are does not matter."""
+    inner = replace(strategy, data=1)
+    values: dict[str, tuple[object, ...]] = {item.name: (getattr(inner, item.name),) for item in fields(inner)}
+    return inner in strategies_for(layer, inner.devices, narrowed=Narrowed(values))
+
+
+def family_of(strategy: Strategy) -> Kind | None:
+    """The oracle's word for how a strategy splits convolutions; None where it does not."""
+    if strategy.spatial > 1:
+        return Kind.SPATIAL
+    if strategy.slices > 1:
+        return Kind.FILTER if strategy.filters > 1 else Kind.CHANNEL
+    return None
+
+
+def plain(strategy: Strategy) -> Strategy:
+    """The strategy with replicas in place of the devices that share convolutions."""
+    shared = strategy.spatial * strategy.slices
+    return replace(strategy, data=strategy.data * shared, depth=1, height=1, width=1, filters=1, channels=1)
+
+
+def check_text(strategy: Strategy, kinds: Mapping[str, LayerKind]) -> None:
+    """Whether any layer of a model can be split as a strategy says."""
+    if any(eased(kind, strategy) for kind in kinds.values()):
+        return
+    ways = {name: allowed(kind) for name, kind in kinds.items()}
+    said = "; ".join(f"{name}: {found}" for name, found in ways.items() if found)
+    raise InputError("--strategy", str(strategy), f"No layer can be split so. They allow {said or 'no such split'}.")
+
+
+def allowed(layer: LayerKind) -> str:
+    """The most ways that a kind of layer can be split, for people; empty where it cannot be."""
+    found = dict.fromkeys(("tensor", "height", "width", "filters", "channels"), 1)
+    for group in (2, 3, 4, 8, 16, 32, 64):
+        for one in strategies_for(layer, group, narrowed=Narrowed({**_PLAIN, "tensor": (1, group), "data": (1,)})):
+            found = {name: max(most, getattr(one, name)) for name, most in found.items()}
+    return ", ".join(f"{name} up to {most}" for name, most in found.items() if most > 1)
+
+
+Way = tuple[float, Chosen]
+"""Seconds of a step in a layer, and what it does."""
+
+
+def picked(pricer: LayerPricer, question: Question) -> list[Chosen]:
+    """What every layer does: the shortest way through all choices, tensors that go to the next layer counted.
+
+    Tensors that pass over layers are not: they are few, and priced once all is chosen.
+    """
+    graph = pricer.profile.graph
+    ways = {name: ways_of(pricer, question, name) for name in graph.kinds}
+    sizes = {right: size for left, right, size in graph.exchanges(range(len(graph.layers))) if right == left + 1}
+    ends: list[tuple[float, tuple[Chosen, ...]]] = [(0.0, ())]
+    for place, layer in enumerate(graph.layers):
+        ends = [_arrived(pricer, question, sizes.get(place, 0), ends, way) for way in ways[layer.kind]]
+    return list(min(ends, key=lambda end: end[0])[1])
+
+
+def _arrived(
+    pricer: LayerPricer, question: Question, size: int, ends: Sequence[tuple[float, tuple[Chosen, ...]]], way: Way
+) -> tuple[float, tuple[Chosen, ...]]:
+    """The shortest way that ends in a choice."""
+    seconds, chosen = way
+    found = [
+        (before + (move_seconds(pricer, question, size, passed[-1], chosen) if passed else 0.0), passed)
+        for before, passed in ends
+    ]
+    before, passed = min(found, key=lambda pair: pair[0])
+    return before + seconds, (*passed, chosen)
+
+
+def ways_of(pricer: LayerPricer, question: Question, name: str) -> list[Way]:
+    """What a kind of layer may do: all of the ways to split it the most."""
+    if question.strategy is not None:
+        return _given(pricer, question, name, question.strategy)
+    if question.width == 1:
+        return [(0.0, Chosen(Strategy(data=question.devices)))]
+    return _widest(pricer, question, name, question.kind, Strategy(data=question.replicas), question.width)
+
+
+def _given(pricer: LayerPricer, question: Question, name: str, strategy: Strategy) -> list[Way]:
+    """A strategy that is given, where the layer allows it; else as much of it as it does."""
+    layer, family = pricer.profile.graph.kinds[name], family_of(strategy)
+    easier = eased(layer, strategy)
+    if easier is not None:
+        return [(0.0, Chosen(easier))]
+    if family is None or strategy.tensor * strategy.context > 1:
+        raise InputError("--strategy", str(strategy), f"{name} allows {allowed(layer) or 'replicas only'}.")
+    outer = replace(plain(strategy), data=strategy.data)
+    return _widest(pricer, question, name, family, outer, strategy.spatial * strategy.slices)
+
+
+def _widest(pricer: LayerPricer, question: Question, name: str, kind: Kind, outer: Strategy, group: int) -> list[Way]:
+    """The ways to split a layer the most among a group, inside replicas; alike where there is none."""
+    layer = pricer.profile.graph.kinds[name]
+    found = [
+        (cost.forward_seconds + cost.backward_seconds + cost.step_seconds, Chosen(one))
+        for option in _options(pricer, layer, kind, group, question.batch)
+        for one in (inside(layer, outer, option),)
+        if (cost := pricer.price(name, one, question.global_batch, 1)) is not None
+    ]
+    return found or [(0.0, Chosen(inside(layer, outer, Strategy(data=group)), alike=group))]
+
+
+def _options(pricer: LayerPricer, layer: LayerKind, kind: Kind, group: int, batch: int) -> list[Strategy]:
+    """A group's strategies; software that brings pictures together behind every convolution has one only."""
+    if kind not in SLICES or not pricer.profile.pictures.gathers_each:
+        return options(layer, kind, group, batch)
+    by = SLICES[kind]
+    own = Strategy(filters=group) if by == "filters" else Strategy(channels=group)
+    return [own] if each_divides(layer, by, group) else []
+
+
+def moving_seconds(pricer: LayerPricer, question: Question, chosen: Sequence[Chosen]) -> float:
+    """Seconds of a step in which tensors change their layout between layers, both ways."""
+    graph = pricer.profile.graph
+    return sum(
+        move_seconds(pricer, question, size, chosen[left], chosen[right])
+        for left, right, size in graph.exchanges(range(len(graph.layers)))
+    )
+
+
+def move_seconds(pricer: LayerPricer, question: Question, size: int, left: Chosen, right: Chosen) -> float:
+    """Seconds to bring a tensor of so many bytes a sample from one layer's layout to another's, and its gradient back.
+
+    Where a group works alike on one side, it gathers the tensor or its gradient; the other way each keeps its part.
+    """
+    if left == right or not size:
+        return 0.0
+    if left.alike == right.alike == 1:
+        return 2 * pricer.redistribution(size, question.global_batch, left.strategy, right.strategy)
+    ranks = RankGroup(question.width, 1, question.replicas)
+    size *= question.batch
+    whole = Communication(Collective.ALL_GATHER, size, ranks, Moment.FORWARD, overlaps=False, cause=LAYOUT)
+    return float(pricer.links.seconds(whole))

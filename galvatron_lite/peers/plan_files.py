@@ -1,0 +1,114 @@
+"""Prices plans that somebody gives: ours, written by hand, or of another planner. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on
+from galvatron_lite.cost.plan import evaluate
+from galvatron_lite.errors import InputError
+from galvatron_lite.files import read_data
+from galvatron_lite.limits import SAMPLES, check_range
+from galvatron_lite.plans.notes import plan_notes
+from galvatron_lite.plans.schema import Plan, Proof
+from galvatron_lite.plans.written import plan_from
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.profiler.unsure import spread_note
+from galvatron_lite.search.result import provenance
+
+UNNAMED = "hetu"
+"""Model of a plan of Hetu-Galvatron's that was read without a profile: its files do not name one."""
+
+
+def read_any_plan(path: Path, profile: Profile, batch: int | None = None) -> Plan:
+    """A plan from a file: ours, one written by hand (``plans.written``), or Hetu-Galvatron's.
+
+    Args:
+        path: YAML or JSON.
+        profile: of the model.
+        batch: samples a step, for files of another planner that do not say.
+    """
+    data = read_data(path)
+    if isinstance(data, Mapping) and ("tp_sizes_enc" in data or "global_tp_deg" in data):
+        from galvatron_lite.peers.hetu.plan import read_hetu_plan, to_plan
+
+        return to_plan(read_hetu_plan(data, str(path), profile.cluster.devices, batch or 0), profile)
+    try:
+        return plan_from(data, profile.graph, str(path))
+    except InputError as error:
+        said = data.get("model") if isinstance(data, Mapping) else None
+        if said in (None, profile.graph.name):
+            raise
+        other = f"The plan is of {said}, and is to be priced for {profile.graph.name}."
+        raise InputError(error.field, error.value, f"{error.remedy} {other}") from error
+
+
+def at_batch(plan: Plan, batch: int) -> Plan:
+    """The plan at another number of samples a step: as many micro-batches of the same size as make it up."""
+    if batch == plan.global_batch:
+        return plan
+    check_range("--batch", batch, SAMPLES)
+    if plan.cyclic is not None:
+        if batch % plan.microbatches:
+            raise InputError("--batch", batch, f"The plan has {plan.microbatches} micro-batches: give a multiple.")
+        return replace(plan, global_batch=batch)
+    if batch % plan.microbatch:
+        remedy = f"The plan's micro-batches have {plan.microbatch} samples: give a multiple of that."
+        raise InputError("--batch", batch, remedy)
+    return replace(plan, global_batch=batch, microbatches=batch // plan.microbatch)
+
+
+def check_devices(plan: Plan, profile: Profile, gpus: int | None = None) -> None:
+    """Whether a cluster has the devices that a plan is made for.
+
+    Args:
+        plan: what is to be priced.
+        profile: with the cluster.
+        gpus: how many the user said the plan runs on; None: nothing said.
+    """
+    if gpus is not None and gpus != plan.devices:
+        raise InputError("--gpus", gpus, f"The plan is for {plan.devices} devices: plan anew for {gpus}.")
+    if plan.devices > profile.cluster.devices:
+        remedy = f"Cluster {profile.cluster.name} has {profile.cluster.devices}."
+        raise InputError("plan, devices", plan.devices, remedy)
+
+
+def notes_of(given: Plan, at: Plan, profile: Profile) -> tuple[str, ...]:
+    """Where a plan is priced otherwise than it says, a line each.
+
+    Args:
+        given: as its file says.
+        at: the same plan at the batch it is priced with.
+        profile: what it is priced with.
+    """
+    graph, cluster = profile.graph, profile.cluster
+    said = (
+        (given.global_batch != at.global_batch,
+         f"the plan is of batch {given.global_batch} in {given.microbatches} micro-batches, "
+         f"priced at {at.global_batch} in {at.microbatches}"),
+        (given.model not in (graph.name, UNNAMED), f"the plan is of {given.model}, priced for {graph.name}"),
+        (given.precision != graph.precision, f"the plan is in {given.precision}, priced in {graph.precision}"),
+        (given.devices < cluster.devices,
+         f"the plan takes {given.devices} of the {cluster.devices} devices of {cluster.name}"),
+    )  # fmt: skip
+    return tuple(line for holds, line in said if holds)
+
+
+def priced(plan: Plan, profile: Profile, mem: str | int | None = None, batch: int | None = None) -> Plan:
+    """The plan with its prediction, and what it was priced with.
+
+    Args:
+        plan: for the profile's model and at most its devices.
+        profile: what layers and communication cost.
+        mem: budget a device to compare its memory with: a size, a share, or bytes; 95 % of its memory if not given.
+        batch: samples a step, where they are to be others than the plan's.
+    """
+    check_devices(plan, profile)
+    at = plan if batch is None else at_batch(plan, batch)
+    budget = budget_on(profile.cluster, DEFAULT_BUDGET if mem is None else mem)
+    done = evaluate(profile, replace(at, model=profile.graph.name, precision=profile.graph.precision))
+    notes = (*notes_of(plan, at, profile), *plan_notes(profile.graph, done), *spread_note(profile.origin))
+    made_from = replace(provenance(profile, budget, 0.0), proof=Proof.GIVEN, notes=notes)
+    return replace(done, provenance=made_from, alternatives=(), left_out=())

@@ -1,1 +1,0 @@
-"""``galvatron report``: one HTML file that shows plans, and the trace of a step. No torch here."""

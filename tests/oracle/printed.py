@@ -1,0 +1,44 @@
+"""Figures that the released ParaDL oracle printed (``profiles/paradl/golden.yaml``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from galvatron_lite.configs_path import profile_folder
+from galvatron_lite.files import STRICT, from_data, read_data
+from galvatron_lite.oracle.closed_form import Case, Kind, quirks_named
+from galvatron_lite.oracle.layers import Network
+from galvatron_lite.oracle.links import Fabric, wires_of
+
+if TYPE_CHECKING:
+    from pydantic import ConfigDict
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """Figures that the released oracle printed."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    model: str  # name of a table of layers
+    strategy: Kind  # how it was split
+    batch: int  # see ``Case``
+    source: str  # the log
+    # by devices: seconds of compute and communication an epoch, bytes a device
+    rows: dict[int, tuple[float, float, float]]
+    network: str = ""  # setting of the links; empty for the default
+    contention: bool = True  # see ``Case``
+    quirks: tuple[str, ...] = ()  # what the code did otherwise
+
+    def case(self, network: Network, fabric: Fabric, devices: int) -> Case:
+        """The question whose answer was printed."""
+        return Case(
+            network, wires_of(fabric, self.network or None), self.strategy, devices, self.batch,
+            contention=self.contention, quirks=quirks_named(self.quirks),
+        )  # fmt: skip
+
+
+def printed() -> tuple[Printed, ...]:
+    """All of them."""
+    path = profile_folder("paradl") / "golden.yaml"
+    return tuple(from_data(Printed, data, f"{path}, {number}") for number, data in enumerate(read_data(path)))
