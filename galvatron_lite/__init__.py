@@ -18,8 +18,7 @@ if TYPE_CHECKING:
         plan,
         profile,
     )
-    from galvatron_lite.api_explain import compare, explain
-    from galvatron_lite.api_verify import verify_plan
+    from galvatron_lite.api_plans import compare, explain, verify_plan
     from galvatron_lite.auto import auto_parallelize
     from galvatron_lite.cluster.cluster import Cluster
     from galvatron_lite.frameworks.one_process import as_one_process
@@ -42,16 +41,16 @@ _HOMES = {
     "auto_parallelize": "galvatron_lite.auto",
     "best_batch": "galvatron_lite.api",
     "cheapest": "galvatron_lite.api",
-    "compare": "galvatron_lite.api_explain",
+    "compare": "galvatron_lite.api_plans",
     "evaluate": "galvatron_lite.api",
-    "explain": "galvatron_lite.api_explain",
+    "explain": "galvatron_lite.api_plans",
     "fewest_devices": "galvatron_lite.api",
     "pareto_front": "galvatron_lite.api",
     "plan": "galvatron_lite.api",
     "profile": "galvatron_lite.api",
     "read_plan": "galvatron_lite.plans.io",
     "same_randomness": "galvatron_lite.parallelism.draws.modules",
-    "verify_plan": "galvatron_lite.api_verify",
+    "verify_plan": "galvatron_lite.api_plans",
 }
 
 __all__ = [

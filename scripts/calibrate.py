@@ -19,7 +19,7 @@ from rich.console import Console
 
 from galvatron_lite.calibration.schema import Calibration
 from galvatron_lite.calibration.store import load_calibration, write_calibration
-from galvatron_lite.cli.progress import progress_bar
+from galvatron_lite.cli.terminal import progress_bar
 from galvatron_lite.configs_path import config_folder
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.stacks.catalog import match_stack

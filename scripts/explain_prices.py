@@ -24,7 +24,7 @@ from rich.table import Table
 
 from galvatron_lite import api
 from galvatron_lite.analysis.what_ifs import Clock, price_of_memory
-from galvatron_lite.api_explain import question_of
+from galvatron_lite.api_plans import question_of
 from galvatron_lite.cluster.budget import Budget
 from galvatron_lite.errors import GalvatronError, InfeasibleError
 from galvatron_lite.plans.io import write_plan

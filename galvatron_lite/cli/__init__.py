@@ -16,18 +16,16 @@ from galvatron_lite.cli.compare import compare_command
 from galvatron_lite.cli.diagnose import diagnose_command
 from galvatron_lite.cli.evaluate import evaluate_command
 from galvatron_lite.cli.explain import explain_command
-from galvatron_lite.cli.export import export_command
-from galvatron_lite.cli.imports import plan_export_command, plan_import_command, profile_import_command
+from galvatron_lite.cli.export import export_command, plan_export_command, plan_import_command, profile_import_command
 from galvatron_lite.cli.launch import SETTINGS, launch_command
 from galvatron_lite.cli.oracle import oracle_command
 from galvatron_lite.cli.plan import plan_app
 from galvatron_lite.cli.profile import profile_command
 from galvatron_lite.cli.report import report_command
-from galvatron_lite.cli.validate import validate_command
+from galvatron_lite.cli.validate import EPILOG, validate_command
 from galvatron_lite.cli.verify import verify_command
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.launch.error_reports import keep
-from galvatron_lite.validate.report import EPILOG
 
 _CLOSED_PIPE = 128 + 13
 """Exit status of a program that SIGPIPE ended."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from galvatron_lite.cli import priced
+from galvatron_lite.cli import options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,11 +25,11 @@ def compare_command(
     profile: Annotated[
         Path | None, typer.Option("--profile", help="Profile to price all with; the one the plans name if not given.")
     ] = None,
-    model: priced.Model = None,
-    cluster: priced.Cluster = None,
+    model: options.Model = None,
+    cluster: options.Cluster = None,
     gpus: Annotated[int | None, typer.Option("--gpus", help="Devices of the cluster, with --model.")] = None,
-    sequence: priced.Sequence = None,
-    precision: priced.Precision = None,
+    sequence: options.Sequence = None,
+    precision: options.Precision = None,
     mem: Annotated[
         str | None, typer.Option("--mem", help="Budget a device: 40GB, 40GiB or 80%; the first plan's if not given.")
     ] = None,
@@ -38,12 +38,12 @@ def compare_command(
     """Hold plans of one model side by side, all priced with the same profile."""
     import json
 
-    from galvatron_lite import api_explain
+    from galvatron_lite import api_plans
     from galvatron_lite.files import to_data
 
     setup = {"model": model, "cluster": cluster, "gpus": gpus, "sequence": sequence, "precision": precision, "mem": mem}
     asked: Setup = {name: value for name, value in setup.items() if value is not None}  # type: ignore[assignment]
-    told = api_explain.compare(list(plans), profile, **asked)
+    told = api_plans.compare(list(plans), profile, **asked)
     if as_json:
         typer.echo(json.dumps(to_data(told)))
     else:
@@ -54,7 +54,7 @@ def print_comparison(told: Comparison) -> None:
     """Plans side by side: their figures, the layers they do otherwise, what each buys over the first."""
     from rich.table import Table
 
-    from galvatron_lite.cli.console import wide_console
+    from galvatron_lite.cli.terminal import wide_console
 
     console = wide_console()
     console.print(f"{told.model}, all priced with {told.basis}", style="bold")

@@ -30,7 +30,7 @@ def diagnose_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Say where a run and its prediction part ways: layers, collectives, stages, ranks, the host; what to do."""
-    from galvatron_lite.cli.answers import check_folder
+    from galvatron_lite.cli.tables import check_folder
     from galvatron_lite.diagnose.diagnosis import diagnose, find_known_profile, open_source
     from galvatron_lite.plans.io import read_plan
     from galvatron_lite.profiler.store import read_profile

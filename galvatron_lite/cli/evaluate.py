@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from galvatron_lite.cli import priced
+from galvatron_lite.cli import options
 
 if TYPE_CHECKING:
     from galvatron_lite.plans.schema import Plan
@@ -21,16 +21,16 @@ def evaluate_command(
     profile: Annotated[
         Path | None, typer.Option("--profile", help="Profile to price with; the last one made here if not given.")
     ] = None,
-    model: priced.Model = None,
-    cluster: priced.Cluster = None,
+    model: options.Model = None,
+    cluster: options.Cluster = None,
     gpus: Annotated[
         int | None, typer.Option("--gpus", help="Devices, which must be the plan's; the whole cluster if not given.")
     ] = None,
     batch: Annotated[
         int | None, typer.Option("--batch", help="Samples a step; the plan's if not given, else in its micro-batches.")
     ] = None,
-    sequence: priced.Sequence = None,
-    precision: priced.Precision = None,
+    sequence: options.Sequence = None,
+    precision: options.Precision = None,
     mem: Annotated[
         str | None,
         typer.Option("--mem", help="Budget a device to hold it against: 40GB, 40GiB or 80%; 95% if not given."),
@@ -54,8 +54,7 @@ def evaluate_command(
 def _print(found: Plan, known: Profile, as_json: bool) -> None:
     import json
 
-    from galvatron_lite.cli.origins import accuracy
-    from galvatron_lite.cli.tables import print_plan
+    from galvatron_lite.cli.tables import accuracy, print_plan
     from galvatron_lite.files import to_data
     from galvatron_lite.plans.describe import fits_line
 

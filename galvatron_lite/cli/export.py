@@ -1,4 +1,4 @@
-"""``galvatron export``: a plan as other tools read it."""
+"""``galvatron export``, ``plan import``, ``plan export`` and ``profile import``: other tools' files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from galvatron_lite.peers.hetu.model import Engine
     from galvatron_lite.plans.export.common import Exported
 
 
@@ -43,3 +44,125 @@ def _print_json(made: Exported, output: Path | None) -> None:
 
     where = None if output is None else str(output)
     typer.echo(json.dumps({"tool": made.tool, "file": where, "text": made.text, "left_out": list(made.left_out)}))
+
+
+PEERS = ("hetu",)
+
+From = Annotated[str, typer.Option("--from", help="Whose files: hetu (Hetu-Galvatron).")]
+EngineName = Annotated[str, typer.Option("--engine", help="Whose communication counts: main or v2.4.0.")]
+
+
+def profile_import_command(
+    folder: Annotated[Path, typer.Argument(help="Folder with a model's computation and memory profile.")],
+    peer: From,
+    hardware: Annotated[
+        Path | None, typer.Option("--hardware", help="Folder of the hardware profile; looked for nearby if not given.")
+    ] = None,
+    nodes: Annotated[int, typer.Option("--nodes", help="Nodes of the cluster.", min=1)] = 1,
+    gpus: Annotated[int, typer.Option("--gpus-per-node", help="GPUs of each node.", min=1)] = 8,
+    layers: Annotated[
+        str, typer.Option("--layers", help="Layers of each layer type (24,24); not needed for a model that ships.")
+    ] = "",
+    hidden: Annotated[str, typer.Option("--hidden", help="Hidden size of each layer type.")] = "",
+    sequence: Annotated[
+        str, typer.Option("--seq", help="Tokens a sample of each layer type; the least profiled if not given.")
+    ] = "",
+    engine: EngineName = "main",
+    memory: Annotated[str, typer.Option("--device-memory", help="Of one GPU, which the files do not say.")] = "80GiB",
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write it here; else among the profiles, as the last one.")
+    ] = None,
+    profiles: Annotated[Path, typer.Option("--folder", help="Where profiles are kept.")] = Path("profiles"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
+) -> None:
+    """Make a profile of another planner's measurements, so that both plan on the very same ones."""
+    import json
+
+    from galvatron_lite.cli.tables import print_profile
+    from galvatron_lite.files import to_data
+    from galvatron_lite.peers.hetu.profile import import_profile, sizes_for
+    from galvatron_lite.profiler.store import save_profile, write_profile
+    from galvatron_lite.units import parse_bytes
+
+    _check_peer(peer)
+    sizes = sizes_for(folder, layers, hidden, sequence)
+    room = parse_bytes(memory, "--device-memory")
+    made = import_profile(folder, sizes, nodes, gpus, hardware, _engine(engine), room)
+    if output is None:
+        where = save_profile(made, profiles, f"{made.cluster.name}-hetu")
+    else:
+        where = output
+        write_profile(made, output)
+    if as_json:
+        typer.echo(json.dumps(to_data(made)))
+    else:
+        print_profile(made, str(where))
+        if output is None:
+            typer.echo("It is the last profile made here: galvatron plan and evaluate take it where none is named.")
+
+
+def plan_import_command(
+    path: Annotated[Path, typer.Argument(help="The plan's JSON file (galvatron_config_*.json).")],
+    peer: From,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="Profile of the model, to name its layers and to price it.")
+    ] = None,
+    gpus: Annotated[int, typer.Option("--gpus", help="GPUs, for files without world_size.")] = 0,
+    batch: Annotated[int, typer.Option("--batch", help="Samples a step, for files without global_bsz.")] = 0,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Write the plan to this file.")] = Path("plan.yaml"),
+) -> None:
+    """Turn another planner's plan into ours."""
+    from galvatron_lite.errors import InputError
+    from galvatron_lite.files import read_data
+    from galvatron_lite.peers.hetu.plan import read_hetu_plan, to_plan
+    from galvatron_lite.peers.plan_files import priced
+    from galvatron_lite.plans.describe import headline
+    from galvatron_lite.plans.io import write_plan
+    from galvatron_lite.profiler.store import read_profile
+
+    _check_peer(peer)
+    known = None if profile is None else read_profile(profile)
+    data = read_data(path)
+    if not isinstance(data, dict):
+        raise InputError(str(path), type(data).__name__, "It must hold a JSON object.")
+    devices = gpus or (known.cluster.devices if known else 0)
+    theirs = read_hetu_plan(data, str(path), devices, batch)
+    for option, said, has in (("--gpus", gpus, theirs.devices), ("--batch", batch, theirs.batch)):
+        if said not in (0, has):
+            raise InputError(option, said, f"The file says {has}: leave it out.")
+    made = to_plan(theirs, known)
+    made = made if known is None else priced(made, known)
+    write_plan(made, output)
+    typer.echo(f"{headline(made)}\nWritten to {output}.")
+
+
+def plan_export_command(
+    path: Annotated[Path, typer.Argument(help="A plan file of ours.")],
+    peer: Annotated[str, typer.Option("--to", help="For whom: hetu (Hetu-Galvatron).")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Write the JSON to this file.")],
+) -> None:
+    """Turn a plan of ours into another planner's, where its files can say it."""
+    from galvatron_lite.files import write_data
+    from galvatron_lite.peers.hetu.plan import exported
+    from galvatron_lite.plans.io import read_plan
+
+    _check_peer(peer, "--to")
+    write_data(output, exported(read_plan(path)))
+    typer.echo(f"Written to {output}.")
+
+
+def _check_peer(peer: str, option: str = "--from") -> None:
+    from galvatron_lite.errors import InputError
+
+    if peer not in PEERS:
+        raise InputError(option, peer, f"Give one of {', '.join(PEERS)}.")
+
+
+def _engine(name: str) -> Engine:
+    from galvatron_lite.errors import InputError
+    from galvatron_lite.peers.hetu.model import Engine
+
+    known = {"main": Engine.MAIN, "v2.4.0": Engine.V240}
+    if name not in known:
+        raise InputError("--engine", name, f"Give one of {', '.join(known)}.")
+    return known[name]

@@ -1,4 +1,4 @@
-"""``galvatron plan``: the fastest plan that fits, and the other questions one can ask of the planner."""
+"""``galvatron plan``: the fastest plan that fits, and the other questions to the planner."""
 
 from __future__ import annotations
 
@@ -8,16 +8,113 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from galvatron_lite.cli import questions, shapes
+from galvatron_lite.cli import options as opts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from galvatron_lite.api import Setup
-    from galvatron_lite.cli.questions import Options
+    from galvatron_lite.cli.options import Options
     from galvatron_lite.model.graph import ModelGraph
+    from galvatron_lite.plans.phases import PhasedPlan, PlannedPhase
     from galvatron_lite.plans.schema import Plan
     from galvatron_lite.profiler.schema import Profile
+
+
+def refuse_beside_phases(question: str, **options: object) -> None:
+    """Refuse options that are of a single plan."""
+    from galvatron_lite.errors import InputError
+
+    for name, value in {**({question: True} if question else {}), **options}.items():
+        if value is not None:
+            raise InputError(f"--{name.replace('_', '-')}", value, "It is not for a run in phases: leave out --phases.")
+
+
+def plan_in_phases(
+    path: Path, profile_at: Callable[[int | None], Profile], setup: Setup, output: Path | None, as_json: bool
+) -> None:
+    """Plan the phases of a file, print and write the answer.
+
+    Args:
+        path: of the phases.
+        profile_at: the profile of so many tokens a sample.
+        setup: of the plans.
+        output: where to write the plan in phases.
+        as_json: whether to print it as JSON.
+    """
+    import json
+
+    import typer
+
+    from galvatron_lite import api
+    from galvatron_lite.cli.terminal import search_progress
+    from galvatron_lite.files import to_data
+    from galvatron_lite.plans.phases import write_phased_plan
+
+    with search_progress(quiet=as_json) as progress:
+        asked: Setup = {**setup, "progress": progress}
+        found = api.plan_phases(path, profile_at, **asked)
+    if output is not None:
+        write_phased_plan(found, output)
+    if as_json:
+        typer.echo(json.dumps(to_data(found) | {"seconds": found.seconds}))
+        return
+    _print(found)
+    if output is not None:
+        typer.echo(f"Written to {output}.")
+
+
+def _print(found: PhasedPlan) -> None:
+    from rich.table import Table
+
+    from galvatron_lite.cli.terminal import wide_console
+    from galvatron_lite.search.result import summary
+    from galvatron_lite.units import format_duration
+
+    console = wide_console()
+    first = found.phases[0].plan
+    of = first.provenance.profile_origin if first.provenance else "unknown"
+    console.print(f"{first.model} on {first.devices} devices in {len(found.phases)} phases", style="bold")
+    console.print(f"Costs {of}; switches estimated.\n")
+    names = ("phase", "steps", "batch", "sequence", "step", "memory", "takes")
+    table = Table(*names, box=None, pad_edge=False, header_style="bold")
+    for phase in found.phases:
+        table.add_row(*_row(phase))
+    console.print(table)
+    console.print()
+    for phase in found.phases:
+        console.print(f"{phase.name}: {summary(phase.plan)}{_change(phase)}")
+    console.print(f"\nThe run: {format_duration(found.seconds)}{_beside(found)}.")
+
+
+def _row(phase: PlannedPhase) -> tuple[str, ...]:
+    from galvatron_lite.units import format_bytes, format_count, format_duration, format_seconds
+
+    prediction = phase.plan.prediction
+    step, peak = (0.0, 0) if prediction is None else (prediction.step_seconds, prediction.peak_memory)
+    counts = (format_count(phase.steps), str(phase.plan.global_batch), str(phase.sequence))
+    return (phase.name, *counts, format_seconds(step), format_bytes(peak), format_duration(phase.seconds))
+
+
+def _change(phase: PlannedPhase) -> str:
+    """The switch before a phase, in words; empty where there is none."""
+    from galvatron_lite.units import format_bytes, format_seconds
+
+    switch = phase.switch
+    if switch is None:
+        return ""
+    return f" (after a switch of {format_seconds(switch.seconds)}, {format_bytes(switch.received)} to each device)"
+
+
+def _beside(found: PhasedPlan) -> str:
+    """How that compares with never switching, and with always."""
+    from galvatron_lite.units import format_duration
+
+    single, always = found.single_seconds, found.always_seconds
+    one = "no one plan fits all phases" if single is None else f"{format_duration(single)} under one plan throughout"
+    every = "" if always is None else f", {format_duration(always)} with the fastest plan in every phase"
+    return f" ({one}{every})"
 
 
 plan_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -67,54 +164,53 @@ def plan_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
-    fix: questions.Fix = None,
-    forbid: questions.Forbid = None,
-    schedule: questions.Schedule = None,
-    backend: questions.Backend = "galvatron",
-    mode: questions.Mode = "training",
-    allow_delay: questions.AllowDelay = False,
-    best_batch: questions.BestBatch = False,
-    max_batch: questions.MaxBatch = None,
-    fewest: questions.Fewest = False,
-    step: questions.Step = None,
-    rate: questions.Rate = None,
-    tokens: questions.Tokens = None,
-    price: questions.Price = None,
-    tokens_total: questions.TokensTotal = None,
-    samples_total: questions.SamplesTotal = None,
-    steps: questions.Steps = None,
-    within: questions.Within = None,
-    pareto: questions.Pareto = False,
-    memory_step: questions.MemoryStep = None,
-    plot: questions.Plot = None,
-    phases: questions.Phases = None,
-    layers: shapes.Layers = None,
-    hidden: shapes.Hidden = None,
-    heads: shapes.Heads = None,
-    kv_heads: shapes.KvHeads = None,
-    ffn: shapes.Ffn = None,
-    vocab: shapes.Vocab = None,
-    gated: shapes.Gated = False,
-    tied: shapes.Tied = False,
-    arch: shapes.Arch = None,
-    experts: shapes.Experts = None,
-    topk: shapes.Topk = None,
+    fix: opts.Fix = None,
+    forbid: opts.Forbid = None,
+    schedule: opts.Schedule = None,
+    backend: opts.Backend = "galvatron",
+    mode: opts.Mode = "training",
+    allow_delay: opts.AllowDelay = False,
+    best_batch: opts.BestBatch = False,
+    max_batch: opts.MaxBatch = None,
+    fewest: opts.Fewest = False,
+    step: opts.Step = None,
+    rate: opts.Rate = None,
+    tokens: opts.Tokens = None,
+    price: opts.Price = None,
+    tokens_total: opts.TokensTotal = None,
+    samples_total: opts.SamplesTotal = None,
+    steps: opts.Steps = None,
+    within: opts.Within = None,
+    pareto: opts.Pareto = False,
+    memory_step: opts.MemoryStep = None,
+    plot: opts.Plot = None,
+    phases: opts.Phases = None,
+    layers: opts.Layers = None,
+    hidden: opts.Hidden = None,
+    heads: opts.Heads = None,
+    kv_heads: opts.KvHeads = None,
+    ffn: opts.Ffn = None,
+    vocab: opts.Vocab = None,
+    gated: opts.Gated = False,
+    tied: opts.Tied = False,
+    arch: opts.Arch = None,
+    experts: opts.Experts = None,
+    topk: opts.Topk = None,
 ) -> None:
     """Choose how every layer is split, so that a step is as fast as the memory budget allows."""
     if context.invoked_subcommand is not None:
         return
     from galvatron_lite import api
-    from galvatron_lite.cli.phases import plan_in_phases, refuse_beside_phases
-    from galvatron_lite.cli.progress import interruptible
+    from galvatron_lite.cli.terminal import interruptible
 
-    options = questions.Options(
+    options = opts.Options(
         best_batch, max_batch, fewest, step, rate, tokens, price, tokens_total, samples_total, steps, within, pareto,
         memory_step, plot,
     )  # fmt: skip
     _check(options, certify, best, output)
     shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "vocab": vocab}
     kind = {"gated_mlp": gated, "tied_embeddings": tied, "arch": arch, "experts": experts, "topk": topk}
-    flags = shapes.given(**shape, **kind)
+    flags = opts.given(**shape, **kind)
 
     @cache
     def profile_of(devices: int | None, tokens: int | None = sequence) -> Profile:
@@ -146,13 +242,9 @@ def plan_command(
 
 
 def _check(options: Options, certify: bool, best: int | None, output: Path | None) -> None:
-    """Refuse options that do not go together, and files that cannot be written, before anything is searched.
-
-    Raises:
-        InputError: names the first.
-    """
+    """Refuse options that do not go together, and files that cannot be written, before anything is searched."""
     from galvatron_lite.analysis.svg import check_target
-    from galvatron_lite.cli.answers import check_output
+    from galvatron_lite.cli.tables import check_output
     from galvatron_lite.errors import InputError
 
     question = options.question
@@ -173,21 +265,17 @@ def _model(
     precision: str | None,
     gpus: int | None,
 ) -> ModelGraph | str | None:
-    """The model by its name, with pictures of a size where one is given, or by the shape that flags give.
-
-    Raises:
-        InputError: both, or a size for what takes no pictures.
-    """
+    """The model by its name, with pictures of a size where one is given, or by the shape that flags give."""
     from galvatron_lite import api
     from galvatron_lite.errors import InputError
 
     if image is not None:
-        return shapes.pictured(model, image, api.precision_on(cluster, precision, gpus))
+        return opts.pictured(model, image, api.precision_on(cluster, precision, gpus))
     if not flags:
         return model
     if model is not None:
         raise InputError("--model", model, f"Give a model or its shape (--{', --'.join(flags)}), not both.")
-    return shapes.graph(flags | shapes.given(seq=sequence), api.precision_on(cluster, precision, gpus))
+    return opts.graph(flags | opts.given(seq=sequence), api.precision_on(cluster, precision, gpus))
 
 
 def _plan(
@@ -196,9 +284,8 @@ def _plan(
 ) -> None:  # fmt: skip
     """The fastest plan."""
     from galvatron_lite import api
-    from galvatron_lite.cli.origins import accuracy
-    from galvatron_lite.cli.progress import search_progress
-    from galvatron_lite.cli.tables import print_plan
+    from galvatron_lite.cli.tables import accuracy, print_plan
+    from galvatron_lite.cli.terminal import search_progress
     from galvatron_lite.plans.io import write_plan
 
     with search_progress(quiet=as_json) as progress:
@@ -225,9 +312,8 @@ def _answer(
     as_json: bool,
 ) -> None:
     """The answer to another question."""
-    from galvatron_lite.cli.answers import print_answer, print_answer_json, require_answer, write_answer
-    from galvatron_lite.cli.origins import accuracy
-    from galvatron_lite.cli.progress import search_progress
+    from galvatron_lite.cli.tables import accuracy, print_answer, print_answer_json, require_answer, write_answer
+    from galvatron_lite.cli.terminal import search_progress
 
     with search_progress(quiet=as_json) as progress:
         found = options.ask(profile_of, {**setup, "progress": progress})

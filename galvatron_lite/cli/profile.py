@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import runpy
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from galvatron_lite.errors import InputError
+
 if TYPE_CHECKING:
     from galvatron_lite.profiler.schema import Profile
+
+
+def find_factory(target: str) -> Callable[[], Any]:
+    """The function that ``FILE.py:FACTORY`` names."""
+    file, _, name = target.rpartition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise InputError("MODEL", target, f"There is no file {file}.")
+    sys.path.insert(0, str(path.resolve().parent))
+    factory: Callable[[], Any] | None = runpy.run_path(str(path), run_name="galvatron_model").get(name)
+    if not callable(factory):
+        raise InputError("MODEL", target, f"{file} has no function {name!r}.")
+    return factory
+
+
+def load_factory(target: str) -> tuple[Any, Any, Any]:
+    """Call the factory that ``FILE.py:FACTORY`` names.
+
+    Returns:
+        The model, its example batch and its ``loss_fn(output, batch)``; None for what the factory did not return.
+    """
+    made = find_factory(target)()
+    model, batch, loss_fn = (*made, None, None)[:3] if isinstance(made, tuple) else (made, None, None)
+    if not hasattr(model, "named_modules"):
+        name = target.rpartition(":")[2]
+        raise InputError("MODEL", target, f"{name} returned {type(model).__name__}, not an nn.Module.")
+    return model, batch, loss_fn
 
 
 def profile_command(
@@ -41,7 +72,7 @@ def profile_command(
     # memory tracking makes the allocator warn of every tensor that is older than it; nothing a user can act on
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from galvatron_lite import api
-    from galvatron_lite.cli.progress import progress_bar
+    from galvatron_lite.cli.terminal import progress_bar
     from galvatron_lite.profiler.store import last_profile
 
     target, batch, loss_fn = _target(model, estimate, sequence)
@@ -78,8 +109,6 @@ def interruptible() -> Iterator[None]:
 
 def _target(model: str, estimate: bool, sequence: int | None) -> tuple[Any, Any, Any]:
     if ".py:" in model:
-        from galvatron_lite.cli.factory import load_factory
-
         return load_factory(model)
     if estimate:
         return model, None, None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from galvatron_lite.cli import priced
+from galvatron_lite.cli import options
 
 if TYPE_CHECKING:
     from galvatron_lite.analysis.report.gather import Shown, Source
@@ -28,12 +28,12 @@ def report_command(
     profile: Annotated[
         Path | None, typer.Option("--profile", help="What the plans are priced with; that of the plan if found here.")
     ] = None,
-    model: priced.Model = None,
-    cluster: priced.Cluster = None,
+    model: options.Model = None,
+    cluster: options.Cluster = None,
     gpus: Annotated[int | None, typer.Option("--gpus", help="Devices of the cluster; all if not given.")] = None,
     batch: Annotated[int | None, typer.Option("--batch", help="Samples a step; the plan's if not given.")] = None,
-    sequence: priced.Sequence = None,
-    precision: priced.Precision = None,
+    sequence: options.Sequence = None,
+    precision: options.Precision = None,
     mem: Annotated[
         str | None, typer.Option("--mem", help="Budget a device: 40GB, 40GiB or 80%; the plan's if not given.")
     ] = None,
@@ -41,7 +41,7 @@ def report_command(
 ) -> None:
     """Show plans as one HTML file: layers, every pass of a step, memory, devices, other plans. Opens offline."""
     from galvatron_lite.analysis.report.gather import Source
-    from galvatron_lite.cli.answers import check_folder
+    from galvatron_lite.cli.tables import check_folder
 
     check_folder("-o", output)
     check_folder("--trace", trace)

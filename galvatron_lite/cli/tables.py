@@ -1,9 +1,12 @@
-"""Tables for the terminal."""
+"""Plans, profiles and answers as tables for the terminal."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from galvatron_lite.parallelism.branch.find import Branch, Region, find_regions
 from galvatron_lite.plans.describe import (
     branch_rows,
     fullest_of,
@@ -18,10 +21,169 @@ from galvatron_lite.plans.describe import (
 from galvatron_lite.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
+    from galvatron_lite.analysis.answers import Answer, Said
     from galvatron_lite.plans.schema import Plan, Provenance
-    from galvatron_lite.profiler.schema import Profile
+    from galvatron_lite.profiler.schema import LayerPoint, Profile
+
+
+def accuracy(known: Profile) -> str:
+    """How far off estimated costs of this kind of model are, as published runs tell; nothing of measured ones."""
+    from galvatron_lite.calibration.store import expected_of, load_calibration
+    from galvatron_lite.profiler.schema import OriginKind
+
+    if known.origin.kind is not OriginKind.ESTIMATED:
+        return ""
+    found = expected_of(known.graph, load_calibration())
+    if found.error is None:
+        return f"estimated from data sheets; the error of such step times was not measured for {found.models}"
+    return f"estimated step times of {found.models} are off by {found.error:.0%} on average ({found.source})"
+
+
+@dataclass(frozen=True, slots=True)
+class BranchFigures:
+    """What a branch takes on one device, its layers one after another."""
+
+    branch: Branch  # of the model
+    parameters: int  # items
+    # forward and backward of one sample; None where the profile has no figures of some layer
+    seconds: tuple[float, float] | None
+
+
+def shown_point(profile: Profile, kind: str) -> LayerPoint | None:
+    """The figures of a kind of layer that tables show: of the fewest whole samples, not split; None: there are none."""
+    points = [entry for entry in profile.layers if entry.kind == kind]
+    return next((entry for entry in points if entry.samples >= 1), next(iter(points), None))
+
+
+def figures_of(profile: Profile, region: Region) -> Iterator[BranchFigures]:
+    """Of every branch of a region."""
+    graph = profile.graph
+    for branch in region.branches:
+        kinds = [graph.kind_of(layer) for layer in graph.layers if layer.name in branch.layers]
+        points = [shown_point(profile, kind.name) for kind in kinds]
+        known = [point for point in points if point is not None and point.samples == 1]
+        seconds = sum(point.forward for point in known), sum(point.backward for point in known)
+        items = sum(kind.parameters.total for kind in kinds)
+        yield BranchFigures(branch, items, seconds if len(known) == len(points) else None)
+
+
+def print_branches(console: Console, profile: Profile) -> None:
+    """The branches of a model, for one sample on one device, and what they could gain; nothing where it has none."""
+    from rich.table import Table
+
+    regions = find_regions(profile.graph)
+    if not regions:
+        return
+    titles = ("branch", "layers", "parameters", "forward", "backward", "reads", "gives")
+    table = Table(*titles, box=None, pad_edge=False, header_style="bold")
+    for one in (one for region in regions for one in figures_of(profile, region)):
+        times = [format_seconds(time) for time in one.seconds or ()] or ["", ""]
+        traffic = format_bytes(one.branch.input_bytes), format_bytes(one.branch.output_bytes)
+        items = format_count(one.parameters)
+        table.add_row(one.branch.name, str(len(one.branch.layers)), items, *times, *traffic)
+    console.print(table)
+    for region in regions:
+        names, gain = ", ".join(branch.name for branch in region.branches), best_gain(profile, region)
+        at_most = f": at the same time at most {gain:.2f}x as fast as one after the other" if gain else ""
+        console.print(f"Independent of one another: {names}{at_most}.")
+
+
+def best_gain(profile: Profile, region: Region) -> float:
+    """The sum of its branches' times, of one sample, over the longest; 0 where it is not known."""
+    own = [one.seconds for one in figures_of(profile, region)]
+    times = [sum(seconds) for seconds in own if seconds is not None]
+    return sum(times) / max(times) if len(times) == len(own) and max(times) > 0 else 0.0
+
+
+def print_answer(answer: Answer, source: str, accuracy: str) -> None:
+    """The table of an answer, the answer in a sentence, and what it is exact over.
+
+    Args:
+        answer: to a question.
+        source: what its costs come from.
+        accuracy: how far off they may be; nothing is said where it is empty.
+    """
+    from rich.table import Table
+
+    from galvatron_lite.analysis.answers import said
+    from galvatron_lite.cli.terminal import wide_console
+
+    told = said(answer)
+    console = wide_console()
+    console.print(f"From {source}.\n")
+    table = Table(*told.columns, box=None, pad_edge=False, header_style="bold")
+    for row in told.rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print()
+    if not _failed(answer, told):
+        console.print(told.sentence, style="bold")
+    for note in (*told.notes, accuracy):
+        if note:
+            console.print(note)
+
+
+def print_answer_json(answer: Answer) -> None:
+    """The same for programmes."""
+    import json
+
+    import typer
+
+    from galvatron_lite.analysis.answers import as_data
+
+    typer.echo(json.dumps(as_data(answer), allow_nan=False))
+
+
+def check_output(output: Path | None, question: str) -> None:
+    """Whether an answer can be written as a plan."""
+    from galvatron_lite.errors import InputError
+
+    if output is not None and question == "pareto":
+        raise InputError("-o", str(output), "--pareto has many plans: take one by its memory: --mem, without --pareto.")
+    check_folder("-o", output)
+
+
+def check_folder(option: str, path: Path | None) -> None:
+    """Whether there is a folder to write a file to."""
+    from galvatron_lite.errors import InputError
+
+    if path is not None and not path.parent.is_dir():
+        raise InputError(option, str(path), f"There is no folder {path.parent}: make it first.")
+
+
+def write_answer(answer: Answer, output: Path | None, plot: Path | None) -> None:
+    """Write the plan of an answer, and its figure."""
+    from galvatron_lite.analysis.answers import said
+    from galvatron_lite.analysis.sweep_figure import figure
+    from galvatron_lite.files import write_text
+    from galvatron_lite.plans.io import write_plan
+
+    chosen = said(answer).chosen
+    if output is not None and chosen is not None and chosen.plan is not None:
+        write_plan(chosen.plan, output)
+    if plot is not None:
+        write_text(plot, figure(answer))
+
+
+def require_answer(answer: Answer) -> None:
+    """Where no number of GPUs is enough, that is an error, once what was found has been shown."""
+    from galvatron_lite.analysis.answers import said
+    from galvatron_lite.errors import InfeasibleError
+
+    told = said(answer)
+    if _failed(answer, told):
+        raise InfeasibleError(told.sentence)
+
+
+def _failed(answer: Answer, told: Said) -> bool:
+    """Whether everything was looked at and nothing is enough."""
+    from galvatron_lite.analysis.sweeps import Front
+
+    return told.chosen is None and answer.complete and not isinstance(answer, Front)
 
 
 def print_plan(plan: Plan, source: str, accuracy: str = "") -> None:
@@ -32,7 +194,7 @@ def print_plan(plan: Plan, source: str, accuracy: str = "") -> None:
         source: what its costs come from.
         accuracy: how far off they may be; nothing is said where it is empty.
     """
-    from galvatron_lite.cli.console import wide_console
+    from galvatron_lite.cli.terminal import wide_console
 
     console = wide_console()
     console.print(headline(plan), style="bold")
@@ -154,8 +316,7 @@ def print_profile(profile: Profile, where: str) -> None:
     """A profile in short: the machine, each kind of layer, branches, the links, the fits' residuals."""
     from rich.table import Table
 
-    from galvatron_lite.cli.branches import print_branches, shown_point
-    from galvatron_lite.cli.console import wide_console
+    from galvatron_lite.cli.terminal import wide_console
 
     console = wide_console()
     graph, origin = profile.graph, profile.origin

@@ -8,12 +8,33 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sized
+    from collections.abc import Callable, Mapping, Sequence, Sized
 
-    from galvatron_lite.validate.results import Judged
+    from galvatron_lite.validate.results import Judged, Mean, Scores
     from galvatron_lite.validate.rows import PublishedRun
 
 _GROUPINGS = ("family", "framework", "gpu", "model", "arch", "precision", "quality")
+
+
+LEGEND = (
+    "time %: mean of |predicted / measured - 1| of step times; median: of the same; bias: mean with sign (+: too slow)",
+    "memory %, bias: the same of peak memory; over: runs that ran but are predicted not to fit their device",
+    "rank: Spearman's correlation of predicted and measured times; in groups: among plans of one model, machine, batch",
+    "regret %: by how much the plan predicted fastest in such a group is slower than its best; worst: of any group",
+)
+"""A line for each group of columns."""
+
+EPILOG = "Columns. " + ". ".join(LEGEND) + ". Exit status: 0, or 1 where nothing is scored or a value is wrong."
+"""What stands below the options."""
+
+POINTER = "What the columns mean: galvatron validate --help"
+
+_COLUMNS = (
+    ("time %", "time_mape"), ("median", "time_median"), ("bias", "time_bias"), ("memory %", "memory_mape"),
+    ("bias", "memory_bias"), ("rank", "spearman"), ("in groups", "group_spearman"), ("regret %", "regret"),
+    ("worst", "regret_max"),
+)  # fmt: skip
+_CORRELATIONS = ("spearman", "group_spearman")
 
 
 def validate_command(
@@ -41,7 +62,7 @@ def validate_command(
     """Predict every published run with the planner's cost model and say how far off it is."""
     from galvatron_lite.analysis.svg import check_target
     from galvatron_lite.calibration.store import load_calibration
-    from galvatron_lite.cli.progress import progress_bar
+    from galvatron_lite.cli.terminal import progress_bar
     from galvatron_lite.validate.predict import validate_runs
     from galvatron_lite.validate.report import implausible, read_file
 
@@ -77,7 +98,7 @@ def _print_json(judged: list[Judged], key: Callable[[PublishedRun], str], worst:
 def _print_lines(
     judged: list[Judged], by: str, key: Callable[[PublishedRun], str], worst: int, skipped: int, notes: list[str]
 ) -> None:
-    from galvatron_lite.validate.report import passed_over, print_scores, print_worst, unscored_rows
+    from galvatron_lite.validate.report import passed_over, unscored_rows
     from galvatron_lite.validate.results import macros, score_families
 
     print_scores(score_families(judged, key), macros(judged, key), by)
@@ -87,11 +108,7 @@ def _print_lines(
 
 
 def _draw(path: Path, judged: list[Judged], key: Callable[[PublishedRun], str]) -> None:
-    """The figure.
-
-    Raises:
-        InputError: there is nothing to draw.
-    """
+    """The figure."""
     from galvatron_lite.errors import InputError
     from galvatron_lite.files import write_text
     from galvatron_lite.validate.plot import scatter
@@ -102,11 +119,7 @@ def _draw(path: Path, judged: list[Judged], key: Callable[[PublishedRun], str]) 
 
 
 def _at_least_one(rows: Sized, path: str, remedy: str) -> None:
-    """Refuses a file that leaves nothing.
-
-    Raises:
-        InputError: no rows.
-    """
+    """Refuses a file that leaves nothing."""
     from galvatron_lite.errors import InputError
 
     if not len(rows):
@@ -122,11 +135,7 @@ def _grouping(by: str) -> Callable[[PublishedRun], str]:
 
 
 def _chosen(every: tuple[PublishedRun, ...], families: list[str], quality: str | None) -> list[PublishedRun]:
-    """The runs asked for.
-
-    Raises:
-        InputError: a family that the file does not hold, or an unknown grade.
-    """
+    """The runs asked for."""
     from galvatron_lite.errors import InputError
 
     known = list(dict.fromkeys(run.family for run in every))
@@ -151,3 +160,52 @@ def _sparing(move: Callable[[int, int, str], None]) -> Callable[[int, int, str],
             move(done, total, label)
 
     return progress
+
+
+def print_scores(scores: Mapping[str, Scores], means: Mapping[str, Mean], by: str) -> None:
+    """A table of families with the means below, what was not scored and why, and where the columns are explained."""
+    from rich.table import Table
+
+    from galvatron_lite.cli.terminal import wide_console
+    from galvatron_lite.validate.report import unscored_lines
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column(by, no_wrap=True)
+    for title in ("rows", "scored", *(title for title, _ in _COLUMNS), "over"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for name, family in scores.items():
+        figures = [_number(getattr(family, field), field) for _, field in _COLUMNS]
+        table.add_row(name, str(family.rows), str(family.scored), *figures, str(family.overflowing or ""))
+    table.add_section()
+    # Means over one family are that family's own figures.
+    for name, mean in means.items() if len(scores) > 1 else ():
+        figures = [_number(mean.get(field), field) for _, field in _COLUMNS]
+        totals = [str(mean.get(field, 0)) for field in ("rows", "scored")]
+        table.add_row(name.replace("_", " "), *totals, *figures, str(mean.get("overflowing", 0)))
+    console = wide_console()
+    console.print(table, "")
+    missing = unscored_lines(scores)
+    for line in (*missing, *([""] if missing else []), POINTER):
+        console.print(line, style="dim")
+
+
+def _number(value: float | int | None, field: str) -> str:
+    """Percentages with one digit after the point, correlations with two; never a minus before nought."""
+    if value is None:
+        return ""
+    digits = 2 if field in _CORRELATIONS else 1
+    return f"{round(value, digits) + 0.0:.{digits}f}"
+
+
+def print_worst(judged: Sequence[Judged], count: int) -> None:
+    """The runs predicted worst, with where their predicted time and memory go."""
+    if not count:
+        return
+    from galvatron_lite.cli.terminal import wide_console
+    from galvatron_lite.validate.report import worst_lines, worst_runs
+
+    console = wide_console()
+    console.print("")
+    for one in worst_runs(judged, count):
+        for line in worst_lines(one):
+            console.print(line)

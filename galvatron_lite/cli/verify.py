@@ -1,16 +1,141 @@
-"""``galvatron verify``: whether a plan does what it says, found out without its cluster."""
+"""``galvatron verify``: whether a plan does what it says, tested without its cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from galvatron_lite.units import format_bytes, format_count
+
 if TYPE_CHECKING:
-    from galvatron_lite.verify.schema import Verification
+    from rich.console import Console
+
+    from galvatron_lite.plans.schema import MemoryBreakdown, Plan
+    from galvatron_lite.verify.schema import Message, RoleRun, Verification
+
+
+_STYLES = {"passed": "green", "differs": "yellow", "failed": "bold red", "skipped": "yellow"}
+
+
+def print_verification(found: Verification, plan: Plan, moments: bool) -> None:
+    """A verdict for each check, then memory and messages of the role that needs most memory.
+
+    Args:
+        found: what to print.
+        plan: that was verified; its prediction stands beside.
+        moments: whether memory is shown moment by moment.
+    """
+    from galvatron_lite.cli.terminal import wide_console
+
+    console = wide_console()
+    _verdicts(console, found)
+    if not found.roles:
+        return
+    role = max(found.roles, key=lambda run: run.peak.total)
+    _memory(console, role, plan)
+    _messages(console, role)
+    if moments:
+        _moments(console, role)
+
+
+def _verdicts(console: Console, found: Verification) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("check", "verdict", "", box=None, pad_edge=False, header_style="bold")
+    for check in found.checks:
+        table.add_row(Text(check.name), Text(check.verdict.value, style=_STYLES[check.verdict.value]), Text(check.said))
+    console.print(table)
+    for check in found.checks:
+        if check.details:
+            console.print(f"\n{check.name}", style="bold")
+            for line in check.details:
+                console.print(f"  {line}")
+
+
+def predicted_memory(plan: Plan, group: int) -> MemoryBreakdown | None:
+    """What the plan says that a group of devices needs; None where it says nothing."""
+    from galvatron_lite.parallelism.pipeline.schedule import group_of
+
+    if plan.prediction is None:
+        return None
+    own = [
+        stage.memory
+        for number, stage in enumerate(plan.stages)
+        if group_of(plan.schedule, plan.pipeline, number) == group
+    ]
+    return max(own, key=lambda memory: memory.total)
+
+
+def _memory(console: Console, role: RoleRun, plan: Plan) -> None:
+    from rich.table import Table
+
+    predicted = predicted_memory(plan, role.stage)
+    table = Table("memory at its worst", "dry run", "predicted", box=None, pad_edge=False, header_style="bold")
+    names = [one.name for one in fields(role.peak) if one.name != "context"]
+    for name in names:
+        own, other = getattr(role.peak, name), None if predicted is None else getattr(predicted, name)
+        if own or other:
+            table.add_row(name, format_bytes(own), "" if other is None else format_bytes(other))
+    whole = None if predicted is None else predicted.total - predicted.context
+    off = "" if not whole else f" ({(role.peak.total - role.peak.context) / whole - 1:+.1%})"
+    total = format_bytes(role.peak.total - role.peak.context) + off
+    table.add_row("together", total, "" if whole is None else format_bytes(whole))
+    console.print(f"\nThe fullest of {_roles(role)}", style="bold")
+    console.print(table)
+
+
+def _arriving(one: Message) -> int:
+    """Bytes of what this rank is sent; of another message nothing, where it gives nothing."""
+    from galvatron_lite.verify.schema import Kind
+
+    bits = "".join(filter(str.isdigit, one.dtype))
+    return prod(one.shape) * (int(bits) // 8 if bits else 1) if one.kind is Kind.RECEIVE else 0
+
+
+def _roles(role: RoleRun) -> str:
+    played = f"rank {role.rank}" if len(role.ranks) == 1 else f"rank {role.rank} (and {len(role.ranks) - 1} like it)"
+    return f"all roles: {played}, stage {role.stage}" + (f", {role.role}" if role.role else "")
+
+
+def _messages(console: Console, role: RoleRun) -> None:
+    """Messages of a step, by kind and purpose."""
+    from rich.table import Table
+
+    from galvatron_lite.verify.schema import During
+
+    sums: dict[tuple[str, str, int], tuple[int, int]] = {}
+    for one in role.messages:
+        if one.phase is not During.SETUP:
+            key = one.kind.value, one.purpose, len(one.ranks)
+            count, size = sums.get(key, (0, 0))
+            sums[key] = count + 1, size + (one.bytes or _arriving(one))
+    if not sums:
+        console.print("\nIt sends nothing in a step.")
+        return
+    table = Table("messages a step", "for", "ranks", "count", "bytes", box=None, pad_edge=False, header_style="bold")
+    for (kind, purpose, ranks), (count, size) in sorted(sums.items(), key=lambda item: -item[1][1]):
+        table.add_row(kind, purpose, str(ranks), format_count(count), format_bytes(size))
+    console.print()
+    console.print(table)
+
+
+def _moments(console: Console, role: RoleRun) -> None:
+    from rich.table import Table
+
+    table = Table("phase", "micro-batch", "layer", "memory", "activations", box=None, header_style="bold")
+    for one in role.samples:
+        number = str(one.microbatch) if one.microbatch >= 0 else ""
+        sizes = format_bytes(one.memory.total), format_bytes(one.memory.activations)
+        table.add_row(one.phase.value, number, one.layer, *sizes)
+    console.print()
+    console.print(table)
 
 
 def verify_command(
@@ -45,9 +170,8 @@ def verify_command(
 
     # processes of our own and tensors without storages make torch warn of what nobody here can act on
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from galvatron_lite.api_verify import verify_plan
-    from galvatron_lite.cli.progress import progress_bar
-    from galvatron_lite.cli.verify_tables import print_verification
+    from galvatron_lite.api_plans import verify_plan
+    from galvatron_lite.cli.terminal import progress_bar
     from galvatron_lite.plans.io import read_plan
     from galvatron_lite.verify.asked import Checks, checks_named
 
@@ -80,7 +204,7 @@ def _target(model: str | None) -> Any:
     """A name, or the function that ``FILE.py:FACTORY`` names."""
     if model is None or ".py:" not in model:
         return model
-    from galvatron_lite.cli.factory import find_factory
+    from galvatron_lite.cli.profile import find_factory
 
     return find_factory(model)
 

@@ -1,4 +1,4 @@
-"""Scores of published runs as tables and as data, with notes on rows that are not scored and units that look wrong."""
+"""Scores of published runs as lines and as data, with notes on rows that are not scored and units that look wrong."""
 
 from __future__ import annotations
 
@@ -8,29 +8,10 @@ from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from math import log
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from galvatron_lite.validate.checks import assumptions, taken_otherwise
-from galvatron_lite.validate.results import Judged, Predicted, Scores, Skipped
+from galvatron_lite.validate.results import Judged, Mean, Predicted, Scores, Skipped
 from galvatron_lite.validate.rows import KINDS, NOT_USED, PublishedRun, parse_lines, read_lines, readable
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-
-LEGEND = (
-    "time %: mean of |predicted / measured - 1| of step times; median: of the same; bias: mean with sign (+: too slow)",
-    "memory %, bias: the same of peak memory; over: runs that ran but are predicted not to fit their device",
-    "rank: Spearman's correlation of predicted and measured times; in groups: among plans of one model, machine, batch",
-    "regret %: by how much the plan predicted fastest in such a group is slower than its best; worst: of any group",
-)
-"""A line for each group of columns."""
-
-EPILOG = "Columns. " + ". ".join(LEGEND) + ". Exit status: 0, or 1 where nothing is scored or a value is wrong."
-"""What stands below the options."""
-
-POINTER = "What the columns mean: galvatron validate --help"
-
 
 IMPLAUSIBLE = 20.0
 """Factor between prediction and measurement beyond which a unit is the likelier reason."""
@@ -137,17 +118,7 @@ def passed_over(judged: Iterable[Judged]) -> list[str]:
     return [*lines, *([f"... and {len(every) - _SHOWN} more such (--json)"] if len(every) > _SHOWN else [])]
 
 
-Mean = Mapping[str, float | int | None]
-"""Figures averaged over families."""
-
 _GIB = 2**30
-_WIDE = 200
-_COLUMNS = (
-    ("time %", "time_mape"), ("median", "time_median"), ("bias", "time_bias"), ("memory %", "memory_mape"),
-    ("bias", "memory_bias"), ("rank", "spearman"), ("in groups", "group_spearman"), ("regret %", "regret"),
-    ("worst", "regret_max"),
-)  # fmt: skip
-_CORRELATIONS = ("spearman", "group_spearman")
 
 
 def as_data(
@@ -192,30 +163,6 @@ def worst_data(one: Judged) -> dict[str, object]:
     }
 
 
-def print_scores(scores: Mapping[str, Scores], means: Mapping[str, Mean], by: str) -> None:
-    """A table of families with the means below, what was not scored and why, and where the columns are explained."""
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column(by, no_wrap=True)
-    for title in ("rows", "scored", *(title for title, _ in _COLUMNS), "over"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for name, family in scores.items():
-        figures = [_number(getattr(family, field), field) for _, field in _COLUMNS]
-        table.add_row(name, str(family.rows), str(family.scored), *figures, str(family.overflowing or ""))
-    table.add_section()
-    # Means over one family are that family's own figures.
-    for name, mean in means.items() if len(scores) > 1 else ():
-        figures = [_number(mean.get(field), field) for _, field in _COLUMNS]
-        totals = [str(mean.get(field, 0)) for field in ("rows", "scored")]
-        table.add_row(name.replace("_", " "), *totals, *figures, str(mean.get("overflowing", 0)))
-    console = _console()
-    console.print(table, "")
-    missing = unscored_lines(scores)
-    for line in (*missing, *([""] if missing else []), POINTER):
-        console.print(line, style="dim")
-
-
 def unscored_lines(scores: Mapping[str, Scores]) -> list[str]:
     """A line for each family with rows that are not scored: how many, and why."""
     lines = []
@@ -227,33 +174,6 @@ def unscored_lines(scores: Mapping[str, Scores]) -> list[str]:
             said = "; ".join(f"{reason} ({count})" for reason, count in reasons.items())
             lines.append(f"{name}: {family.rows - family.scored} of {family.rows} not scored: {said}")
     return lines
-
-
-def _console() -> Console:
-    """Lines are cut nowhere: files and pipes get whole rows."""
-    from rich.console import Console
-
-    console = Console(markup=False, highlight=False, soft_wrap=True)
-    return console if console.is_terminal else Console(markup=False, highlight=False, soft_wrap=True, width=_WIDE)
-
-
-def _number(value: float | int | None, field: str) -> str:
-    """Percentages with one digit after the point, correlations with two; never a minus before nought."""
-    if value is None:
-        return ""
-    digits = 2 if field in _CORRELATIONS else 1
-    return f"{round(value, digits) + 0.0:.{digits}f}"
-
-
-def print_worst(judged: Sequence[Judged], count: int) -> None:
-    """The runs predicted worst, with where their predicted time and memory go."""
-    if not count:
-        return
-    console = _console()
-    console.print("")
-    for one in worst_runs(judged, count):
-        for line in worst_lines(one):
-            console.print(line)
 
 
 def worst_lines(one: Judged) -> list[str]:

@@ -8,7 +8,7 @@ of the run predicted fastest over the best measured time, less one.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean, median
 
@@ -111,6 +111,9 @@ class Scores:
     oom: int = 0  # oom, oom_foreseen: runs that ran out of memory, and of which that is predicted
     oom_foreseen: int = 0
 
+
+Mean = Mapping[str, float | int | None]
+"""Figures averaged over families."""
 
 AVERAGED = (
     "time_mape", "time_median", "time_bias", "memory_mape", "memory_bias", "spearman", "regret", "regret_max",

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from galvatron_lite.cli.branches import best_gain, figures_of, print_branches
-from galvatron_lite.cli.tables import print_profile
+from galvatron_lite.cli.tables import best_gain, figures_of, print_branches, print_profile
 from galvatron_lite.parallelism.branch.find import find_regions
 from galvatron_lite.profiler.schema import Profile
 from tests.branchy import plain_profile

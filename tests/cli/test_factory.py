@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from galvatron_lite.cli.factory import load_factory
+from galvatron_lite.cli.profile import load_factory
 from galvatron_lite.errors import InputError
 
 SOURCE = """

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from galvatron_lite.cli import main, progress
+from galvatron_lite.cli import main, terminal
 from galvatron_lite.plans.io import read_plan
 from galvatron_lite.plans.schema import Plan, Proof
 from galvatron_lite.search.planner import find_plan
@@ -183,9 +183,9 @@ def test_a_profile_keeps_its_precision_and_its_samples(
 def test_a_bar_is_shown_only_after_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[float] = []
     clock = [0.0]
-    monkeypatch.setattr(progress, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(terminal, "monotonic", lambda: clock[0])
     monkeypatch.setattr("rich.progress.Progress.start", lambda bar: started.append(clock[0]))
-    with progress.progress_bar("Searching") as move:
+    with terminal.progress_bar("Searching") as move:
         for clock[0] in (0.5, 1.9, 2.1):
             move(1, 2, "something")
     assert started == [2.1]

@@ -58,7 +58,7 @@ def test_what_fails_is_told_and_is_the_exit_status(folder: Path, monkeypatch: py
     def failing(*_: object, **__: object) -> Verification:
         return Verification((Check("order", Verdict.FAILED, "Rank 1 [of 2] waits.", ("a line",)),))
 
-    monkeypatch.setattr("galvatron_lite.api_verify.verify_plan", failing)
+    monkeypatch.setattr("galvatron_lite.api_plans.verify_plan", failing)
     done = verify("--model", "train.py:make_model")
     assert done.exit_code == 1
     assert "failed" in done.output

@@ -6,7 +6,7 @@ from math import fsum
 
 import pytest
 
-from galvatron_lite import api, api_explain
+from galvatron_lite import api, api_plans
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.strategy import Strategy
@@ -33,7 +33,7 @@ def test_plans_are_priced_on_one_basis_and_it_is_said(profile: Profile) -> None:
         profile, name="slower", layers=tuple(replace(one, forward=2 * one.forward) for one in profile.layers)
     )
     theirs = api.evaluate(sharded, slower, mem=2**20)
-    told = api_explain.compare({"data": data, "theirs": theirs}, profile, mem=2**20)
+    told = api_plans.compare({"data": data, "theirs": theirs}, profile, mem=2**20)
     for one, plan in zip(told.plans, (data, sharded), strict=True):
         priced = evaluate(profile, plan)
         assert priced.prediction is not None
@@ -51,11 +51,11 @@ def test_plans_are_priced_on_one_basis_and_it_is_said(profile: Profile) -> None:
 
 def test_only_layers_that_differ_are_told(profile: Profile) -> None:
     data, tensor = Strategy(data=2), Strategy(zero=2, zero_stage=1)
-    told = api_explain.compare([made(profile, *[data] * 4), made(profile, data, tensor, tensor, data)], profile)
+    told = api_plans.compare([made(profile, *[data] * 4), made(profile, data, tensor, tensor, data)], profile)
     assert [(one.first, one.last, one.count, one.strategies) for one in told.layers] == [
         ("l1", "l2", 2, ("data2", "zero1x2"))
     ]
-    alike = api_explain.compare([made(profile, *[data] * 4), made(profile, *[data] * 4)], profile)
+    alike = api_plans.compare([made(profile, *[data] * 4), made(profile, *[data] * 4)], profile)
     assert alike.layers == ()
     assert alike.buys[0].added_step_seconds == alike.buys[0].added_bytes == 0
     assert alike.buys[0].said == "takes the same time and memory"
@@ -64,7 +64,7 @@ def test_only_layers_that_differ_are_told(profile: Profile) -> None:
 def test_what_one_buys_over_the_other(profile: Profile) -> None:
     whole = Strategy()
     first, second = made(profile, *[Strategy(data=2)] * 4), made(profile, *[whole] * 4, cuts=(0, 2, 4))
-    told = api_explain.compare([first, second], profile)
+    told = api_plans.compare([first, second], profile)
     a, b = told.plans
     assert told.buys[0].added_step_seconds == b.step_seconds - a.step_seconds
     assert told.buys[0].added_bytes == b.peak_bytes - a.peak_bytes
@@ -76,14 +76,14 @@ def test_what_one_buys_over_the_other(profile: Profile) -> None:
 def test_other_batches_are_said(profile: Profile) -> None:
     plan = made(profile, *[Strategy(data=2)] * 4)
     other = replace(plan, global_batch=8, microbatches=4)
-    told = api_explain.compare([plan, other], profile)
+    told = api_plans.compare([plan, other], profile)
     assert any("unlike batches (4, 8)" in note for note in told.notes)
 
 
 def test_other_groups_of_devices_are_said(profile: Profile) -> None:
     """The parts are those of the busiest stage: the one with three of the four layers."""
     late, early = (made(profile, *[Strategy()] * 4, cuts=(0, cut, 4)) for cut in (1, 3))
-    told = api_explain.compare({"late": late, "early": early}, profile)
+    told = api_plans.compare({"late": late, "early": early}, profile)
     groups = [one.parts.group for one in told.plans if one.parts is not None]
     said = [note for note in told.notes if "work longest" in note]
     assert len(set(groups)) == 2
@@ -91,11 +91,11 @@ def test_other_groups_of_devices_are_said(profile: Profile) -> None:
         "the parts of a step are those of the devices that work longest: "
         f"group {groups[0]} of late, group {groups[1]} of early"
     ]
-    assert not any("work longest" in note for note in api_explain.compare([late, late], profile).notes)
+    assert not any("work longest" in note for note in api_plans.compare([late, late], profile).notes)
 
 
 def test_one_plan_is_no_comparison(profile: Profile) -> None:
     with pytest.raises(InputError, match="two or more"):
-        api_explain.compare([made(profile, *[Strategy(data=2)] * 4)], profile)
+        api_plans.compare([made(profile, *[Strategy(data=2)] * 4)], profile)
     with pytest.raises(InputError, match="names no profile"):
-        api_explain.compare([made(profile, *[Strategy(data=2)] * 4)] * 2)
+        api_plans.compare([made(profile, *[Strategy(data=2)] * 4)] * 2)

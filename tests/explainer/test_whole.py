@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from galvatron_lite import api, api_explain
+from galvatron_lite import api, api_plans
 from galvatron_lite.analysis.explanation import Constraint, Explanation, TimeClass
 from galvatron_lite.analysis.what_ifs import with_faster_links, with_one_more
 from galvatron_lite.cluster.cluster import DeviceGroup, Level
@@ -44,7 +44,7 @@ def plan(profile: Profile) -> Plan:
 
 @pytest.fixture(scope="module")
 def told(profile: Profile, plan: Plan) -> Explanation:
-    return api_explain.explain(plan, profile)
+    return api_plans.explain(plan, profile)
 
 
 def seconds(plan: Plan) -> float:
@@ -127,7 +127,7 @@ def test_an_explanation_can_be_written_and_read(told: Explanation) -> None:
 
 
 def test_without_what_ifs_the_price_is_of_the_plans_own_shape(profile: Profile, plan: Plan) -> None:
-    quick = api_explain.explain(plan, profile, what_if=False)
+    quick = api_plans.explain(plan, profile, what_if=False)
     assert quick.what_ifs == quick.runners_up == ()
     assert quick.best_step_seconds is None
     assert quick.price is not None
@@ -136,7 +136,7 @@ def test_without_what_ifs_the_price_is_of_the_plans_own_shape(profile: Profile, 
 
 
 def test_what_there_was_no_time_for_is_said(profile: Profile, plan: Plan) -> None:
-    hurried = api_explain.explain(plan, profile, seconds=0.0)
+    hurried = api_plans.explain(plan, profile, seconds=0.0)
     assert hurried.price is None
     assert all("not tried" in one.why and one.step_seconds is None for one in hurried.what_ifs)
     assert sum("not tried" in line for line in hurried.left_out) == 2
@@ -154,7 +154,7 @@ def test_runner_ups_choose_otherwise(plan: Plan, told: Explanation) -> None:
 
 def test_inference_has_no_moment_and_says_so(profile: Profile) -> None:
     plan = api.plan(profile, mem=BUDGET, batch=4, mode="inference")
-    told = api_explain.explain(plan, profile, what_if=False)
+    told = api_plans.explain(plan, profile, what_if=False)
     assert told.time is not None
     assert all(not one.moment for one in told.memory)
     assert any("Inference" in line for line in told.left_out)
@@ -162,7 +162,7 @@ def test_inference_has_no_moment_and_says_so(profile: Profile) -> None:
 
 def test_delayed_gradients_are_not_taken_apart_and_that_is_said(profile: Profile) -> None:
     plan = api.plan(profile, mem=2**30, batch=4, allow_delay=True, fix={"schedule": "cyclic"})
-    told = api_explain.explain(plan, profile, what_if=False)
+    told = api_plans.explain(plan, profile, what_if=False)
     assert told.time is None
     assert told.runs == ()
     assert any("go round" in line for line in told.left_out)
@@ -170,7 +170,7 @@ def test_delayed_gradients_are_not_taken_apart_and_that_is_said(profile: Profile
 
 
 def test_a_plan_finds_the_profile_it_was_made_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from galvatron_lite.api_sources import profile_of
+    from galvatron_lite.api_plans import profile_of
 
     monkeypatch.chdir(tmp_path)
     known = api.find_profile(model="bert-large", cluster="rtx-titan", gpus=2)

@@ -2,8 +2,9 @@
 
 import pytest
 
+from galvatron_lite.cli.validate import LEGEND, print_scores
 from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
-from galvatron_lite.validate.report import LEGEND, print_scores, unscored_lines, worst_data, worst_lines
+from galvatron_lite.validate.report import unscored_lines, worst_data, worst_lines
 from galvatron_lite.validate.results import Judged, Measured, Predicted, Skipped, judge, macros, score_families
 
 from .runs import gpt

@@ -120,10 +120,10 @@ def _own_plan(path: Path) -> Plan | None:
 
 def profile_of(plan: Plan) -> Profile | None:
     """The very profile that a plan says it was made from, found as ``explain`` finds it; None where it is not here."""
-    from galvatron_lite import api_sources
+    from galvatron_lite import api_plans
 
     try:
-        return api_sources.profile_of(plan)
+        return api_plans.profile_of(plan)
     except (GalvatronError, OSError):
         return None
 

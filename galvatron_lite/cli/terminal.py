@@ -1,10 +1,30 @@
-"""Progress bars: for what takes two seconds or more; where there is no terminal, lines where they are asked for."""
+"""The terminal: how wide tables are, and progress bars for what takes two seconds or more."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+WIDE = 200
+"""Most columns of a table in a file or pipe; narrower ones take what they need. ``COLUMNS`` sets another number."""
+
+
+def wide_console() -> Console:
+    """A console without markup, on standard output."""
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        return Console(markup=False, highlight=False, soft_wrap=True, width=WIDE)
+    return console
+
 
 PATIENCE = 2.0
 """Seconds before a bar is shown."""

@@ -1,0 +1,356 @@
+"""Functions on plans that exist: ``explain``, ``compare`` and ``verify_plan``, and what a plan was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from galvatron_lite.api_profile import PROFILES, find_profile
+from galvatron_lite.cluster.budget import DEFAULT_BUDGET, Budget
+from galvatron_lite.errors import GalvatronError, InputError
+from galvatron_lite.files import read_data
+from galvatron_lite.peers.plan_files import check_devices, read_any_plan
+from galvatron_lite.plans.io import read_plan
+from galvatron_lite.plans.phases import is_phased
+from galvatron_lite.plans.schema import Plan, Provenance
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.profiler.store import profile_hash, read_profile
+from galvatron_lite.verify.asked import Checks, checks_named
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from galvatron_lite.analysis.explanation import Comparison, Explanation
+    from galvatron_lite.analysis.setting import Setting
+    from galvatron_lite.api import Progress, Setup
+    from galvatron_lite.verify.schema import Verification
+    from galvatron_lite.verify.source import ModelSource
+
+
+_SEQUENCES = (None, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+"""Tokens a sample that are tried where a plan's model by name was planned at a length of its own."""
+
+
+def profile_of(plan: Plan | None) -> Profile:
+    """The profile that a plan says it was made from: the last one made here, one in ``profiles/``, or the estimate of
+    its model by name on its cluster by name; taken only where its digest is the plan's.
+
+    Raises:
+        InputError: the plan names none, or none that is here is the one.
+    """
+    made_from = None if plan is None else plan.provenance
+    if plan is None or made_from is None:
+        remedy = "The plan names no profile: give --profile FILE, or --model and --cluster."
+        raise InputError("--profile", None, remedy)
+    for known in (_last(), *_kept(made_from), *_estimates(plan, made_from)):
+        if known is not None and profile_hash(known) == made_from.profile_hash:
+            return known
+    remedy = (
+        f"The plan was made from {made_from.profile} ({made_from.profile_origin}), which is not here as it was then: "
+        "give --profile FILE, or --model and --cluster."
+    )
+    raise InputError("--profile", None, remedy)
+
+
+def _last() -> Profile | None:
+    try:
+        return find_profile()
+    except GalvatronError:
+        return None
+
+
+def _kept(made_from: Provenance) -> Iterator[Profile]:
+    """Profiles whose files are named like the one it was made from, in the folder of profiles."""
+    for path in sorted(PROFILES.glob(f"*/{Path(made_from.profile).name}*.yaml")):
+        try:
+            yield read_profile(path)
+        except GalvatronError:
+            continue
+
+
+def _estimates(plan: Plan, made_from: Provenance) -> Iterator[Profile]:
+    """Estimates of the model by name, at the usual lengths of samples."""
+    if not made_from.profile_origin.startswith("estimated"):
+        return
+    for sequence in _SEQUENCES:
+        try:
+            yield find_profile(
+                model=plan.model, cluster=made_from.cluster, gpus=plan.devices, sequence=sequence,
+                precision=plan.precision,
+            )  # fmt: skip
+        except GalvatronError:
+            return
+
+
+def budget_of(plan: Plan) -> Budget | None:
+    """The budget that a plan says it was made within; None where it says none."""
+    made_from = plan.provenance
+    if made_from is None or not made_from.budget:
+        return None
+    return Budget(made_from.budget, tuple(made_from.budgets.items()))
+
+
+Given = Plan | str | Path
+
+
+def given_plan(plan: Given, profile: Profile | str | Path | None, setup: Setup) -> tuple[Plan, Profile]:
+    """A plan, and what it is priced with.
+
+    Args:
+        plan: or its file.
+        profile: or its file; None: see ``setup``, else what the plan says.
+        setup: ``model``, ``cluster``, ``gpus``, ``sequence`` and ``precision`` of ``plan``.
+
+    Raises:
+        InputError: a file that cannot be used, one of phases, no profile, or a plan for other devices.
+    """
+    known = _known([plan], profile, setup)
+    given = plan if isinstance(plan, Plan) else _read(Path(plan), known, setup.get("batch"))
+    check_devices(given, known, setup.get("gpus"))
+    return given, known
+
+
+def given_plans(
+    plans: Sequence[Given] | Mapping[str, Given], profile: Profile | str | Path | None, setup: Setup
+) -> tuple[dict[str, Plan], Profile]:
+    """Plans by name, and what all of them are priced with; see ``given_plan``.
+
+    Raises:
+        InputError: fewer than two, and as ``given_plan``.
+    """
+    named = dict(plans) if isinstance(plans, Mapping) else dict(zip(_names(plans), plans, strict=True))
+    if len(named) < 2:
+        raise InputError("plans", len(named), "Give two or more to compare.")
+    known = _known(list(named.values()), profile, setup)
+    given = {
+        name: plan if isinstance(plan, Plan) else _read(Path(plan), known, setup.get("batch"))
+        for name, plan in named.items()
+    }
+    for plan in given.values():
+        check_devices(plan, known)
+    return given, known
+
+
+def _names(plans: Sequence[Given]) -> list[str]:
+    """Of each its file without what all have in common, or its place; all unlike."""
+    names = [f"plan {place}" if isinstance(plan, Plan) else Path(plan).stem for place, plan in enumerate(plans, 1)]
+    if len(set(names)) == len(names):
+        return names
+    whole = [name if isinstance(plan, Plan) else str(plan) for name, plan in zip(names, plans, strict=True)]
+    return whole if len(set(whole)) == len(whole) else [f"{name} ({place})" for place, name in enumerate(whole, 1)]
+
+
+def _known(plans: Sequence[Given], profile: Profile | str | Path | None, setup: Setup) -> Profile:
+    """The profile that is given, else that of the first plan that says what it was made from."""
+    if profile is not None or setup.get("model") is not None:
+        return find_profile(
+            profile, model=setup.get("model"), cluster=setup.get("cluster"), gpus=setup.get("gpus"),
+            sequence=setup.get("sequence"), precision=setup.get("precision"),
+        )  # fmt: skip
+    made = [plan if isinstance(plan, Plan) else _planned(Path(plan)) for plan in plans]
+    return profile_of(next((plan for plan in made if plan is not None and plan.provenance), None))
+
+
+def _planned(path: Path) -> Plan | None:
+    """A plan of ours from a file; None where it is written by hand or of others, which name no profile."""
+    _refuse_phases(path)
+    with suppress(GalvatronError):
+        return read_plan(path)
+    return None
+
+
+def _read(path: Path, known: Profile, batch: int | None) -> Plan:
+    _refuse_phases(path)
+    return read_any_plan(path, known, batch)
+
+
+def _refuse_phases(path: Path) -> None:
+    if is_phased(read_data(path)):
+        remedy = (
+            "It holds the plans of several phases: explain one at a time, planned with the phase's batch and --seq."
+        )
+        raise InputError("plan", str(path), remedy)
+
+
+SECONDS = 120.0
+"""For planning anew, where nobody says."""
+
+
+def explain(
+    plan: Plan | str | Path,
+    profile: Profile | str | Path | None = None,
+    *,
+    what_if: bool = True,
+    seconds: float | None = SECONDS,
+    **setup: Unpack[Setup],
+) -> Explanation:
+    """Why a plan is as it is: what each choice buys, what binds, where the time goes, what would change it.
+
+    Args:
+        plan: a plan, or a file: ours, one written by hand, or Hetu-Galvatron's.
+        profile: what it is priced with; with neither a profile nor a model, what the plan says it was made from, as far
+            as that is here.
+        what_if: whether to plan anew for the price of memory, runner-ups and what-ifs.
+        seconds: for planning anew; what there was no time for is said. None: no end.
+        setup: see ``plan``: what the plan was asked for with, where that was more than a budget and a batch. ``mem`` is
+            the plan's own budget if not given.
+
+    Raises:
+        InputError: a file, layer or number that cannot be used; no profile that the plan was made from.
+    """
+    from galvatron_lite.analysis.explain import explain_plan
+
+    setting, done, progress = question_of(plan, profile, setup)
+    return explain_plan(setting, done, what_if=what_if, seconds=seconds, progress=progress)
+
+
+def question_of(
+    plan: Plan | str | Path, profile: Profile | str | Path | None, setup: Setup
+) -> tuple[Setting, Plan, Progress | None]:
+    """What a plan is the answer to, the plan with its prediction, and who is told of progress; see ``explain``.
+
+    Raises:
+        InputError: a file, layer or number that cannot be used; no profile that the plan was made from.
+    """
+    from galvatron_lite.analysis.arguments import memory
+    from galvatron_lite.api import _setting
+    from galvatron_lite.peers.plan_files import priced
+    from galvatron_lite.search.ways import Delay
+
+    given, known = given_plan(plan, profile, setup)
+    budget = None if "mem" in setup else budget_of(given)
+    mem = memory(setup.get("mem", DEFAULT_BUDGET if budget is None else budget.least))
+    asked: Setup = {**setup, "model": None, "cluster": None, "gpus": None, "sequence": None, "precision": None}
+    asked |= {"mode": given.mode, "mem": mem}
+    asked.setdefault("backend", given.backend.value)
+    if given.provenance is not None:
+        asked.setdefault("margin", given.provenance.margin)
+    setting, batch, progress = _setting(known, asked, ("what_if", "seconds"))
+    if budget is not None:
+        setting = replace(setting, budget=budget, memory=None)
+    if given.cyclic is not None and setting.delay is None:
+        setting = replace(setting, delay=Delay())
+    return setting, priced(given, known, mem, batch), progress
+
+
+def compare(
+    plans: Sequence[Plan | str | Path] | Mapping[str, Plan | str | Path],
+    profile: Profile | str | Path | None = None,
+    **setup: Unpack[Setup],
+) -> Comparison:
+    """Plans of one model side by side, all priced with the same profile.
+
+    Args:
+        plans: two or more, or files; named by their files, by their place, or by the keys of a mapping.
+        profile: what all are priced with; with neither a profile nor a model, what the first of them that names one was
+            made from, as far as that is here.
+        setup: ``model``, ``cluster``, ``gpus``, ``sequence``, ``precision`` and ``mem`` as for ``plan``.
+
+    Raises:
+        InputError: fewer than two plans, one that is not of the profile's model, a file that cannot be used.
+    """
+    from galvatron_lite.analysis.arguments import memory
+    from galvatron_lite.analysis.compare import compare_plans
+
+    named, known = given_plans(plans, profile, setup)
+    return compare_plans(named, known, memory(setup["mem"]) if "mem" in setup else None)
+
+
+def verify_plan(
+    plan: Plan | str | Path,
+    model: nn.Module | Callable[[], Any] | str | None = None,
+    batch: Any = None,
+    *,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    sequence: int | None = None,
+    checks: str | Sequence[str] = tuple(Checks),
+    processes: int | None = None,
+    progress: Progress | None = None,
+    journal: Path | None = None,
+    identity: str = "",
+    profile: Profile | str | Path | None = None,
+) -> Verification:
+    """Whether a plan does what it says; no GPU and no cluster are needed.
+
+    Args:
+        plan: a plan, or its file.
+        model: that it is for: a module, a function that returns the model, (model, batch) or (model, batch, loss_fn),
+            or a name (``gpt-tiny``, ``llama3-70b``); that in the plan's sources if not given.
+        batch: an example batch, for a module.
+        loss_fn: ``loss_fn(output, batch)``, for a module whose output is not or does not hold its loss.
+        sequence: tokens a sample, for a model by name.
+        checks: ``dry``: one rank of each role does a whole step without data; what it sends is matched across all
+            ranks, and its memory is told beside the prediction. ``numbers``: a small model is trained under a small
+            plan of the same kind on processes of this machine, and compared with one process.
+        processes: the most that ``numbers`` may start; if not given 4, or 8 where 4 have no room for all that the plan
+            uses.
+        progress: called with (done, total, label).
+        journal: file that keeps what is done until all is, so that a run that was interrupted can go on from there.
+        identity: tells one model from others of its name, for the journal.
+        profile: that communication is priced with, or its file; the one that the plan was made from if not given, where
+            it is found.
+
+    Raises:
+        InputError: a plan that cannot be read or is not for the model, an unknown check.
+    """
+    from galvatron_lite.plans.io import check_plan, read_plan
+    from galvatron_lite.plans.schema import Plan
+    from galvatron_lite.profiler.schema import Profile
+    from galvatron_lite.profiler.store import read_profile
+    from galvatron_lite.verify.run import run_checks
+
+    given = check_plan(plan) if isinstance(plan, Plan) else read_plan(Path(plan))
+    wanted = checks_named(checks)
+    if processes is not None and processes < 2:
+        raise InputError("--processes", processes, "At least 2 are needed to split anything.")
+    source = find_source(given, model, batch, loss_fn, sequence)
+    known = profile if profile is None or isinstance(profile, Profile) else read_profile(Path(profile))
+    return run_checks(
+        source, given, wanted, processes=processes, progress=progress or (lambda *_: None), journal=journal,
+        identity=identity, profile=known,
+    )  # fmt: skip
+
+
+def find_source(plan: Plan, model: Any, batch: Any, loss_fn: Any, sequence: int | None) -> ModelSource:
+    """Where the model of a plan comes from; see ``verify_plan``.
+
+    Raises:
+        InputError: no model is known by the names in the plan.
+    """
+    from galvatron_lite.verify.source import given_source, module_source, named_source
+
+    if isinstance(model, str):
+        if model.endswith(".py"):
+            raise InputError("--model", model, f"Name the function that makes it, too: {model}:FUNCTION.")
+        _check_name(model)
+        return named_source(model, sequence)
+    if callable(getattr(model, "named_modules", None)):
+        return module_source(model, batch, loss_fn)
+    if callable(model):
+        return given_source(model)
+    made_from = plan.provenance
+    for name in (plan.model, made_from.profile if made_from is not None else ""):
+        if _is_known(name):
+            return named_source(name, sequence)
+    remedy = f"The plan is for {plan.model}, which is no model known here: --model NAME or SCRIPT.py:FACTORY."
+    raise InputError("--model", None, remedy)
+
+
+def _is_known(name: str) -> bool:
+    try:
+        _check_name(name)
+    except InputError:
+        return False
+    return True
+
+
+def _check_name(name: str) -> None:
+    """Raise InputError where there is no model of a name."""
+    from galvatron_lite.model.shapes import load_shape
+    from galvatron_lite.model.zoo import size_named
+
+    if size_named(name) is None:
+        load_shape(name)
