@@ -1,31 +1,27 @@
-"""The entry points as functions: ``profile``, ``plan``, and the other questions one can ask of the planner
-(``best_batch``, ``fewest_devices``, ``cheapest``, ``pareto_front``). ``auto_parallelize`` is in ``auto.py``, which
-needs torch; planning never imports it.
+"""The entry points as functions: ``plan``, the sweeps (``best_batch``, ``fewest_devices``, ``cheapest``,
+``pareto_front``), ``plan_phases`` and ``evaluate``. ``auto_parallelize`` is in ``auto.py``, which needs torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Unpack
 
+from galvatron_lite.analysis import sweeps
+from galvatron_lite.analysis.setting import ask, batch_for
 from galvatron_lite.api_profile import find_profile, precision_on, profile
-from galvatron_lite.cluster.budget import DEFAULT_BUDGET
 from galvatron_lite.errors import InputError
+from galvatron_lite.peers.plan_files import check_devices, priced, read_any_plan
+from galvatron_lite.plans.phases import Phase, PhasedPlan, read_phases
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.request import PlanArguments, PlanRequest, ProfileSource, integer, number, seconds, share, size
+from galvatron_lite.search import phases as phase_search
 
 if TYPE_CHECKING:
-    from galvatron_lite.analysis.setting import Setting
-    from galvatron_lite.analysis.sweeps import BestBatch, Cheapest, Fewest, Front
     from galvatron_lite.cluster.cluster import Cluster
     from galvatron_lite.model.graph import ModelGraph
-    from galvatron_lite.plans.phases import Phase, PhasedPlan
-    from galvatron_lite.plans.schema import Mode, Plan, Schedule
     from galvatron_lite.profiler.schema import Profile
-    from galvatron_lite.search.phases import PhaseCase
-    from galvatron_lite.search.user_pins import Pins
-
-    Known = Profile | str | Path | Callable[[int | None], Profile] | None
 
 RUNNERS_UP = 5
 TOLERANCE = 0.01
@@ -42,28 +38,6 @@ __all__ = [
     "profile",
 ]
 
-Progress = Callable[[int, int, str], None]
-
-
-class Setup(TypedDict, total=False):
-    """What every question may be told besides the profile; see ``plan``."""
-
-    model: ModelGraph | str | Path | None
-    cluster: Cluster | str | Path | None
-    gpus: int | None
-    mem: str | int | float
-    batch: int | None
-    sequence: int | None
-    precision: str | None
-    fix: str | Sequence[str] | Mapping[str, object] | Pins
-    forbid: str | Sequence[str]
-    schedules: str | Sequence[Schedule | str] | None
-    backend: str
-    mode: Mode | str
-    allow_delay: bool
-    margin: str | float | None
-    progress: Progress | None
-
 
 def plan(
     profile: Profile | str | Path | None = None,
@@ -71,7 +45,7 @@ def plan(
     certify: bool = False,
     runners_up: int = RUNNERS_UP,
     tolerance: str | float = TOLERANCE,
-    **setup: Unpack[Setup],
+    **setup: Unpack[PlanArguments],
 ) -> Plan:
     """The simplest of the fastest plans that fit the memory budget.
 
@@ -112,18 +86,19 @@ def plan(
             precision that the devices have no units for, a pin that cannot be kept.
         InfeasibleError: no plan fits; names the smallest budget that would.
     """
-    from galvatron_lite.analysis.arguments import share
-    from galvatron_lite.analysis.setting import ask, batch_for
-
-    setting, batch, progress = _setting(profile, setup, ("certify", "runners_up", "tolerance"))
+    request = PlanRequest.parse(profile, setup, ("certify", "runners_up", "tolerance"))
+    setting = request.resolve()
     devices = setting.profile.cluster.devices
     return ask(
-        setting, devices, batch_for(devices, batch), certify=certify, runners_up=runners_up, progress=progress,
+        setting, devices, batch_for(devices, request.batch), certify=certify, runners_up=runners_up,
+        progress=request.progress,
         stoppable=True, tolerance=share("--tolerance", tolerance) or 0.0,
     )  # fmt: skip
 
 
-def best_batch(profile: Known = None, *, max_batch: int | None = None, **setup: Unpack[Setup]) -> BestBatch:
+def best_batch(
+    profile: ProfileSource = None, *, max_batch: int | None = None, **setup: Unpack[PlanArguments]
+) -> sweeps.BestBatch:
     """The batch of the greatest throughput; see ``analysis.sweeps``.
 
     Args:
@@ -135,23 +110,20 @@ def best_batch(profile: Known = None, *, max_batch: int | None = None, **setup: 
         InputError: see ``plan``; a batch is given.
         InfeasibleError: no batch has a plan that fits.
     """
-    from galvatron_lite.analysis import sweeps
-    from galvatron_lite.analysis.arguments import whole
-
-    setting, batch, progress = _setting(profile, setup, ("max_batch",))
-    if batch is not None:
-        raise InputError("--batch", batch, "The best one is looked for; --max-batch limits it.")
-    return sweeps.best_batch(setting, whole("max_batch", max_batch), progress)
+    request = PlanRequest.parse(profile, setup, ("max_batch",))
+    if request.batch is not None:
+        raise InputError("--batch", request.batch, "The best one is looked for; --max-batch limits it.")
+    return sweeps.best_batch(request.resolve(), integer("max_batch", max_batch), request.progress)
 
 
 def fewest_devices(
-    profile: Known = None,
+    profile: ProfileSource = None,
     *,
     step: float | str | None = None,
     samples: float | str | None = None,
     tokens: float | str | None = None,
-    **setup: Unpack[Setup],
-) -> Fewest:
+    **setup: Unpack[PlanArguments],
+) -> sweeps.Fewest:
     """The fewest devices that reach a step time or a throughput, or that fit the model; see ``analysis.sweeps``.
 
     Args:
@@ -164,8 +136,6 @@ def fewest_devices(
     Raises:
         InputError: see ``plan``; more than one target.
     """
-    from galvatron_lite.analysis import sweeps
-    from galvatron_lite.analysis.arguments import number, seconds
 
     wanted = {
         sweeps.Goal.STEP: seconds("step", step),
@@ -175,20 +145,21 @@ def fewest_devices(
     targets = [sweeps.Target(goal, value) for goal, value in wanted.items() if value is not None]
     if len(targets) > 1:
         raise InputError("target", ", ".join(one.goal for one in targets), "Give one of them.")
-    setting, batch, progress = _setting(profile, setup, ("step", "samples", "tokens"))
-    return sweeps.fewest_devices(setting, targets[0] if targets else sweeps.Target(sweeps.Goal.FIT), batch, progress)
+    request = PlanRequest.parse(profile, setup, ("step", "samples", "tokens"))
+    target = targets[0] if targets else sweeps.Target(sweeps.Goal.FIT)
+    return sweeps.fewest_devices(request.resolve(), target, request.batch, request.progress)
 
 
 def cheapest(
-    profile: Known = None,
+    profile: ProfileSource = None,
     *,
     price: float | str,
     samples: float | str | None = None,
     tokens: float | str | None = None,
     steps: float | str | None = None,
     within: float | str | None = None,
-    **setup: Unpack[Setup],
-) -> Cheapest:
+    **setup: Unpack[PlanArguments],
+) -> sweeps.Cheapest:
     """What a run costs by the number of devices, and the cheapest; see ``analysis.sweeps``.
 
     Args:
@@ -204,19 +175,21 @@ def cheapest(
         InputError: see ``plan``; more than one size of the run.
         InfeasibleError: no number of devices has a plan that fits.
     """
-    from galvatron_lite.analysis import sweeps
-    from galvatron_lite.analysis.arguments import number, seconds
 
     if samples is tokens is steps is None:
         tokens = sweeps.MILLION
     names = ("price", "samples", "tokens", "steps", "within")
-    setting, batch, progress = _setting(profile, setup, names)
+    request = PlanRequest.parse(profile, setup, names)
     run = sweeps.Run(number("samples", samples), number("tokens", tokens), number("steps", steps))
     cost, deadline = number("price", price) or 0.0, seconds("within", within)
-    return sweeps.cheapest(setting, run, cost, batch=batch, deadline=deadline, progress=progress)
+    return sweeps.cheapest(
+        request.resolve(), run, cost, batch=request.batch, deadline=deadline, progress=request.progress
+    )
 
 
-def pareto_front(profile: Known = None, *, memory_step: int | str | None = None, **setup: Unpack[Setup]) -> Front:
+def pareto_front(
+    profile: ProfileSource = None, *, memory_step: int | str | None = None, **setup: Unpack[PlanArguments]
+) -> sweeps.Front:
     """The fastest plan for every budget from ``mem`` down; see ``analysis.sweeps``.
 
     Args:
@@ -228,17 +201,15 @@ def pareto_front(profile: Known = None, *, memory_step: int | str | None = None,
         InputError: see ``plan``.
         InfeasibleError: no plan fits.
     """
-    from galvatron_lite.analysis import sweeps
-    from galvatron_lite.analysis.arguments import size
-
-    setting, batch, progress = _setting(profile, setup, ("memory_step",))
-    return sweeps.pareto_front(setting, batch, step=size("memory_step", memory_step), progress=progress)
+    request = PlanRequest.parse(profile, setup, ("memory_step",))
+    step = size("memory_step", memory_step)
+    return sweeps.pareto_front(request.resolve(), request.batch, step=step, progress=request.progress)
 
 
 def plan_phases(
     phases: Sequence[Phase] | str | Path,
     profile: Profile | str | Path | Callable[[int | None], Profile] | None = None,
-    **setup: Unpack[Setup],
+    **setup: Unpack[PlanArguments],
 ) -> PhasedPlan:
     """The plan of every phase of a run, the cost of switching counted; see ``search.phases``.
 
@@ -254,8 +225,6 @@ def plan_phases(
         InputError: see ``plan``; a phase whose sequence the profile is not of.
         InfeasibleError: a phase without a plan that fits.
     """
-    from galvatron_lite.plans.phases import read_phases
-    from galvatron_lite.search import phases as search
 
     if setup.get("batch") is not None:
         raise InputError("--batch", setup.get("batch"), "The phases have their own.")
@@ -263,12 +232,14 @@ def plan_phases(
     if not given:
         raise InputError("phases", "none", "Give at least one phase.")
     forbid = setup.get("forbid", ())
-    asked: Setup = {**setup, "forbid": (*([forbid] if isinstance(forbid, str) else forbid), "branches")}
-    return search.plan_phases([_phase_case(phase, _phase_profile(phase, profile, setup), asked) for phase in given])
+    asked: PlanArguments = {**setup, "forbid": (*([forbid] if isinstance(forbid, str) else forbid), "branches")}
+    return phase_search.plan_phases(
+        [_phase_case(phase, _phase_profile(phase, profile, setup), asked) for phase in given]
+    )
 
 
 def _phase_profile(
-    phase: Phase, profile: Profile | str | Path | Callable[[int | None], Profile] | None, setup: Setup
+    phase: Phase, profile: Profile | str | Path | Callable[[int | None], Profile] | None, setup: PlanArguments
 ) -> Profile:
     """What a phase is planned from.
 
@@ -296,16 +267,14 @@ def _phase_profile(
     return known
 
 
-def _phase_case(phase: Phase, known: Profile, setup: Setup) -> PhaseCase:
+def _phase_case(phase: Phase, known: Profile, setup: PlanArguments) -> phase_search.PhaseCase:
     """A phase with the fastest plan for it alone."""
-    from galvatron_lite.analysis.setting import ask
-    from galvatron_lite.search.phases import PhaseCase
 
-    asked: Setup = {**setup, "model": None, "cluster": None, "gpus": None, "sequence": None, "precision": None}
-    setting, _, progress = _setting(known, asked, ())
-    devices = known.cluster.devices
-    best = ask(setting, devices, phase.batch, progress=progress)
-    return PhaseCase(phase, setting.session(devices), setting.budget_at(devices), best)
+    asked: PlanArguments = {**setup, "model": None, "cluster": None, "gpus": None, "sequence": None, "precision": None}
+    request = PlanRequest.parse(known, asked)
+    setting, devices = request.resolve(), known.cluster.devices
+    best = ask(setting, devices, phase.batch, progress=request.progress)
+    return phase_search.PhaseCase(phase, setting.session(devices), setting.budget_at(devices), best)
 
 
 def evaluate(
@@ -340,64 +309,8 @@ def evaluate(
         InputError: a file, layer or number that cannot be used; names it. A plan for another number of devices than
             ``gpus``, or for more than there are.
     """
-    from galvatron_lite.peers.plan_files import check_devices, priced, read_any_plan
-    from galvatron_lite.plans.schema import Plan
 
     known = find_profile(profile, model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision)
     given = plan if isinstance(plan, Plan) else read_any_plan(Path(plan), known, batch)
     check_devices(given, known, gpus)
     return priced(given, known, mem, batch)
-
-
-def _setting(profile: Known, setup: Setup, own: Sequence[str] = ()) -> tuple[Setting, int | None, Progress | None]:
-    """What the points of a question share, the batch where one is given, and who is told of progress.
-
-    Args:
-        profile, setup: see ``plan``.
-        own: arguments that the question has besides these.
-
-    Raises:
-        InputError: an argument that there is not, or that cannot be read.
-    """
-    from galvatron_lite.analysis.arguments import check_names, memory, mode_named, place, share, switch, texts, whole
-    from galvatron_lite.analysis.setting import Setting, first_devices
-    from galvatron_lite.calibration.store import load_calibration, margin_of
-    from galvatron_lite.cluster.budget import budget_on
-    from galvatron_lite.parallelism.backends import backend_named
-    from galvatron_lite.search.pin_names import check_backend, schedules_named
-    from galvatron_lite.search.user_pins import Pins, read_pins
-
-    check_names(setup, ("profile", *Setup.__annotations__, *own))
-    for name in ("model", "cluster", "precision"):
-        place(name, setup.get(name))
-    find = partial(_profile, profile, setup)
-    known = find(whole("gpus", setup.get("gpus")))
-    fix, forbid = setup.get("fix", ()), texts("forbid", setup.get("forbid"))
-    pinned = () if isinstance(fix, Pins) else texts("fix", fix)
-    orders = texts("schedules", setup.get("schedules"))
-    backend = backend_named(setup.get("backend", "galvatron"))
-    pins = fix if isinstance(fix, Pins) else read_pins(pinned, forbid, known.graph)
-    schedules = schedules_named(orders, pins.fixed.schedule)
-    check_backend(pinned, orders, backend)
-    mem = memory(setup.get("mem", DEFAULT_BUDGET))
-    budget = budget_on(first_devices(known.cluster, 1), mem)
-    source = find if callable(profile) or setup.get("model") is not None else None
-    mode = mode_named(setup.get("mode", "training"))
-    delay = pins.delay_where(allowed=switch("allow_delay", setup.get("allow_delay", False)))
-    margin = share("--margin", setup.get("margin"))
-    if margin is None:
-        margin = margin_of(known.origin.kind.value, load_calibration())
-    setting = Setting(known, budget, pins, schedules, backend.name, mem, source, mode, delay, margin)
-    return setting, whole("batch", setup.get("batch")), setup.get("progress")
-
-
-def _profile(profile: Known, setup: Setup, devices: int | None) -> Profile:
-    """What a question is asked of, on so many devices."""
-    from galvatron_lite.analysis.arguments import whole
-
-    if callable(profile):
-        return profile(devices)
-    return find_profile(
-        profile, model=setup.get("model"), cluster=setup.get("cluster"), gpus=devices,
-        sequence=whole("sequence", setup.get("sequence")), precision=setup.get("precision"),
-    )  # fmt: skip

@@ -18,6 +18,7 @@ from galvatron_lite.plans.phases import is_phased
 from galvatron_lite.plans.schema import Plan, Provenance
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import profile_hash, read_profile
+from galvatron_lite.request import PlanArguments, PlanRequest, Progress, memory_budget
 from galvatron_lite.verify.asked import Checks, checks_named
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
     from galvatron_lite.analysis.explanation import Comparison, Explanation
     from galvatron_lite.analysis.setting import Setting
-    from galvatron_lite.api import Progress, Setup
     from galvatron_lite.verify.schema import Verification
     from galvatron_lite.verify.source import ModelSource
 
@@ -96,7 +96,7 @@ def budget_of(plan: Plan) -> Budget | None:
 Given = Plan | str | Path
 
 
-def given_plan(plan: Given, profile: Profile | str | Path | None, setup: Setup) -> tuple[Plan, Profile]:
+def given_plan(plan: Given, profile: Profile | str | Path | None, setup: PlanArguments) -> tuple[Plan, Profile]:
     """A plan, and what it is priced with.
 
     Args:
@@ -114,7 +114,7 @@ def given_plan(plan: Given, profile: Profile | str | Path | None, setup: Setup) 
 
 
 def given_plans(
-    plans: Sequence[Given] | Mapping[str, Given], profile: Profile | str | Path | None, setup: Setup
+    plans: Sequence[Given] | Mapping[str, Given], profile: Profile | str | Path | None, setup: PlanArguments
 ) -> tuple[dict[str, Plan], Profile]:
     """Plans by name, and what all of them are priced with; see ``given_plan``.
 
@@ -143,7 +143,7 @@ def _names(plans: Sequence[Given]) -> list[str]:
     return whole if len(set(whole)) == len(whole) else [f"{name} ({place})" for place, name in enumerate(whole, 1)]
 
 
-def _known(plans: Sequence[Given], profile: Profile | str | Path | None, setup: Setup) -> Profile:
+def _known(plans: Sequence[Given], profile: Profile | str | Path | None, setup: PlanArguments) -> Profile:
     """The profile that is given, else that of the first plan that says what it was made from."""
     if profile is not None or setup.get("model") is not None:
         return find_profile(
@@ -185,7 +185,7 @@ def explain(
     *,
     what_if: bool = True,
     seconds: float | None = SECONDS,
-    **setup: Unpack[Setup],
+    **setup: Unpack[PlanArguments],
 ) -> Explanation:
     """Why a plan is as it is: what each choice buys, what binds, where the time goes, what would change it.
 
@@ -208,38 +208,37 @@ def explain(
 
 
 def question_of(
-    plan: Plan | str | Path, profile: Profile | str | Path | None, setup: Setup
+    plan: Plan | str | Path, profile: Profile | str | Path | None, setup: PlanArguments
 ) -> tuple[Setting, Plan, Progress | None]:
     """What a plan is the answer to, the plan with its prediction, and who is told of progress; see ``explain``.
 
     Raises:
         InputError: a file, layer or number that cannot be used; no profile that the plan was made from.
     """
-    from galvatron_lite.analysis.arguments import memory
-    from galvatron_lite.api import _setting
     from galvatron_lite.peers.plan_files import priced
     from galvatron_lite.search.ways import Delay
 
     given, known = given_plan(plan, profile, setup)
     budget = None if "mem" in setup else budget_of(given)
-    mem = memory(setup.get("mem", DEFAULT_BUDGET if budget is None else budget.least))
-    asked: Setup = {**setup, "model": None, "cluster": None, "gpus": None, "sequence": None, "precision": None}
+    mem = memory_budget(setup.get("mem", DEFAULT_BUDGET if budget is None else budget.least))
+    asked: PlanArguments = {**setup, "model": None, "cluster": None, "gpus": None, "sequence": None, "precision": None}
     asked |= {"mode": given.mode, "mem": mem}
     asked.setdefault("backend", given.backend.value)
     if given.provenance is not None:
         asked.setdefault("margin", given.provenance.margin)
-    setting, batch, progress = _setting(known, asked, ("what_if", "seconds"))
+    request = PlanRequest.parse(known, asked, ("what_if", "seconds"))
+    setting = request.resolve()
     if budget is not None:
         setting = replace(setting, budget=budget, memory=None)
     if given.cyclic is not None and setting.delay is None:
         setting = replace(setting, delay=Delay())
-    return setting, priced(given, known, mem, batch), progress
+    return setting, priced(given, known, mem, request.batch), request.progress
 
 
 def compare(
     plans: Sequence[Plan | str | Path] | Mapping[str, Plan | str | Path],
     profile: Profile | str | Path | None = None,
-    **setup: Unpack[Setup],
+    **setup: Unpack[PlanArguments],
 ) -> Comparison:
     """Plans of one model side by side, all priced with the same profile.
 
@@ -252,11 +251,10 @@ def compare(
     Raises:
         InputError: fewer than two plans, one that is not of the profile's model, a file that cannot be used.
     """
-    from galvatron_lite.analysis.arguments import memory
     from galvatron_lite.analysis.compare import compare_plans
 
     named, known = given_plans(plans, profile, setup)
-    return compare_plans(named, known, memory(setup["mem"]) if "mem" in setup else None)
+    return compare_plans(named, known, memory_budget(setup["mem"]) if "mem" in setup else None)
 
 
 def verify_plan(

@@ -14,7 +14,6 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from galvatron_lite.analysis.arguments import mode_named, texts
 from galvatron_lite.errors import InputError
 from galvatron_lite.launch.commands import PLAN_VARIABLE
 from galvatron_lite.launch.error_reports import listen
@@ -30,6 +29,7 @@ from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.io import check_plan, file_named, read_plan
 from galvatron_lite.plans.notes import other_size
 from galvatron_lite.plans.schema import Mode, Plan, Trainer
+from galvatron_lite.request import mode_named, texts
 from galvatron_lite.runtime.adapt.door import learnt, opened, planned_from, settings_of, steer
 from galvatron_lite.runtime.batch_checks import GlobalBatches
 from galvatron_lite.runtime.live.options import seen_of
@@ -39,10 +39,10 @@ from galvatron_lite.saying import say
 from galvatron_lite.world import join, pick_device, world_size
 
 if TYPE_CHECKING:
-    from galvatron_lite.api import Setup
     from galvatron_lite.model.graph import Layer
     from galvatron_lite.plans.phases import PhasedPlan
     from galvatron_lite.profiler.schema import Profile
+    from galvatron_lite.request import PlanArguments
     from galvatron_lite.runtime.adapt.schema import Adapt
     from galvatron_lite.runtime.branches.devices import DevicesModel
     from galvatron_lite.runtime.cyclic.model import CyclicModel
@@ -186,7 +186,7 @@ def auto_parallelize(
     if chosen is None and known is not None:
         _warn(_on_dead(known.graph) if dist.get_rank() == 0 else ())
         source, budget = planned_from(known, learnt(settings, known), mem)
-        asked: Setup = {"mem": budget, "batch": global_batch or batch_size(example), "gpus": world_size()}
+        asked: PlanArguments = {"mem": budget, "batch": global_batch or batch_size(example), "gpus": world_size()}
         if backend is not None:
             asked["backend"] = backend
         pinned: Any = {"fix": texts("fix", fix), "forbid": texts("forbid", forbid)}
@@ -388,7 +388,7 @@ def _given_plan(plan: Plan | str | Path | None, backend: str | None) -> Plan | N
     return check_runs(given if backend is None else replace(given, backend=Trainer(backend)))
 
 
-def _asked(mode: Mode, delay: str | None, fix: Sequence[str]) -> Setup:
+def _asked(mode: Mode, delay: str | None, fix: Sequence[str]) -> PlanArguments:
     """What the planner is told of the mode and of delayed gradients, beside other pins.
 
     Raises:
@@ -422,7 +422,7 @@ def _check_delay(plan: Plan | None, delay: str | None) -> None:
         )
 
 
-def _found_plan(profile: Profile, asked: Setup, delay: str | None) -> Plan:
+def _found_plan(profile: Profile, asked: PlanArguments, delay: str | None) -> Plan:
     """Rank 0's plan. Where the delay that is wanted is why there is none, the error speaks of it."""
     try:
         return _agreed_plan(profile, asked)
@@ -439,7 +439,7 @@ def _found_plan(profile: Profile, asked: Setup, delay: str | None) -> Plan:
         raise InputError("delay", delay, remedy) from error
 
 
-def _agreed_plan(profile: Profile, asked: Setup) -> Plan:
+def _agreed_plan(profile: Profile, asked: PlanArguments) -> Plan:
     from galvatron_lite.api import plan as find
 
     plan: Plan = _agreed(lambda: find(profile, **asked))

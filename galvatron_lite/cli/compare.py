@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from galvatron_lite.analysis.explanation import Compared, Comparison
-    from galvatron_lite.api import Setup
+    from galvatron_lite.request import PlanArguments
 
 
 def compare_command(
@@ -42,7 +42,7 @@ def compare_command(
     from galvatron_lite.files import to_data
 
     setup = {"model": model, "cluster": cluster, "gpus": gpus, "sequence": sequence, "precision": precision, "mem": mem}
-    asked: Setup = {name: value for name, value in setup.items() if value is not None}  # type: ignore[assignment]
+    asked: PlanArguments = {name: value for name, value in setup.items() if value is not None}  # type: ignore[assignment]
     told = api_plans.compare(list(plans), profile, **asked)
     if as_json:
         typer.echo(json.dumps(to_data(told)))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from galvatron_lite.analysis.explanation import Explanation, MemoryPrice, Neighbour, RunChoice, TimeAccount, Trust
-    from galvatron_lite.api import Setup
+    from galvatron_lite.request import PlanArguments
 
 
 _SHOWN_RUNS = 8
@@ -268,7 +268,7 @@ def explain_command(
     from galvatron_lite.files import to_data
 
     setup = {"model": model, "cluster": cluster, "gpus": gpus, "sequence": sequence, "precision": precision, "mem": mem}
-    asked: Setup = {name: value for name, value in setup.items() if value is not None}  # type: ignore[assignment]
+    asked: PlanArguments = {name: value for name, value in setup.items() if value is not None}  # type: ignore[assignment]
     asked |= {"fix": fix or (), "forbid": forbid or (), "schedules": schedule, "allow_delay": allow_delay}
     with progress_bar("Planning anew", quiet=as_json) as progress:
         asked["progress"] = progress

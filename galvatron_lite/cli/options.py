@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from galvatron_lite.analysis.answers import Answer
-    from galvatron_lite.api import Setup
     from galvatron_lite.model.graph import ModelGraph
     from galvatron_lite.profiler.schema import Profile
+    from galvatron_lite.request import PlanArguments
 
 
 Model = Annotated[str | None, typer.Option("--model", help="Name (llama2-7b) or YAML file; its costs are estimated.")]
@@ -156,7 +156,7 @@ class Options:
                 raise InputError(_flag(name), given[name], f"It belongs to {' or '.join(map(_flag, questions))}.")
         return asked[0] if asked else ""
 
-    def ask(self, known: Callable[[int | None], Profile], setup: Setup) -> Answer:
+    def ask(self, known: Callable[[int | None], Profile], setup: PlanArguments) -> Answer:
         """The answer."""
         from galvatron_lite import api
         from galvatron_lite.units import parse_bytes, parse_count, parse_seconds

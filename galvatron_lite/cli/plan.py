@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from galvatron_lite.api import Setup
     from galvatron_lite.cli.options import Options
     from galvatron_lite.model.graph import ModelGraph
     from galvatron_lite.plans.phases import PhasedPlan, PlannedPhase
     from galvatron_lite.plans.schema import Plan
     from galvatron_lite.profiler.schema import Profile
+    from galvatron_lite.request import PlanArguments
 
 
 def refuse_beside_phases(question: str, **options: object) -> None:
@@ -32,7 +32,7 @@ def refuse_beside_phases(question: str, **options: object) -> None:
 
 
 def plan_in_phases(
-    path: Path, profile_at: Callable[[int | None], Profile], setup: Setup, output: Path | None, as_json: bool
+    path: Path, profile_at: Callable[[int | None], Profile], setup: PlanArguments, output: Path | None, as_json: bool
 ) -> None:
     """Plan the phases of a file, print and write the answer.
 
@@ -53,7 +53,7 @@ def plan_in_phases(
     from galvatron_lite.plans.phases import write_phased_plan
 
     with search_progress(quiet=as_json) as progress:
-        asked: Setup = {**setup, "progress": progress}
+        asked: PlanArguments = {**setup, "progress": progress}
         found = api.plan_phases(path, profile_at, **asked)
     if output is not None:
         write_phased_plan(found, output)
@@ -219,14 +219,14 @@ def plan_command(
             profile, model=made, cluster=cluster, gpus=devices, sequence=tokens, precision=precision
         )  # fmt: skip
 
-    setup: Setup = {
+    setup: PlanArguments = {
         "mem": mem, "batch": batch, "fix": fix or (), "forbid": forbid or (), "schedules": schedule, "backend": backend,
         "mode": mode, "allow_delay": allow_delay, "margin": margin,
     }  # fmt: skip
     if phases is not None:
         refuse_beside_phases(options.question, certify=certify or None, best=best)
         estimated = bool(flags) or model is not None
-        asked: Setup = {**setup, "sequence": sequence}
+        asked: PlanArguments = {**setup, "sequence": sequence}
         plan_in_phases(phases, lambda tokens: profile_of(gpus, tokens if estimated else None), asked, output, as_json)
         return
     with interruptible():
@@ -279,8 +279,8 @@ def _model(
 
 
 def _plan(
-    known: Profile, setup: Setup, source: str, output: Path | None, as_json: bool, certify: bool, best: int | None,
-    tolerance: str,
+    known: Profile, setup: PlanArguments, source: str, output: Path | None, as_json: bool, certify: bool,
+    best: int | None, tolerance: str,
 ) -> None:  # fmt: skip
     """The fastest plan."""
     from galvatron_lite import api
@@ -289,7 +289,7 @@ def _plan(
     from galvatron_lite.plans.io import write_plan
 
     with search_progress(quiet=as_json) as progress:
-        asked: Setup = {**setup, "progress": progress}
+        asked: PlanArguments = {**setup, "progress": progress}
         runners_up = api.RUNNERS_UP if best is None else best
         found = api.plan(known, certify=certify, runners_up=runners_up, tolerance=tolerance, **asked)
     if output is not None:
@@ -306,7 +306,7 @@ def _plan(
 def _answer(
     options: Options,
     profile_of: Callable[[int | None], Profile],
-    setup: Setup,
+    setup: PlanArguments,
     source: str,
     output: Path | None,
     as_json: bool,

@@ -1,0 +1,254 @@
+"""A request for a plan, or for a sweep of plans: one object for Python, the command line and the sweeps.
+
+``PlanRequest.parse`` reads what callers pass as the command line reads it and names what it cannot read; ``resolve``
+finds the profile, the pins and the budget, which is all that a search needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
+
+from galvatron_lite.analysis.setting import Setting, first_devices
+from galvatron_lite.api_profile import find_profile
+from galvatron_lite.calibration.store import load_calibration, margin_of
+from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.backends import backend_named
+from galvatron_lite.plans.schema import Mode
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.search.pin_names import check_backend, near, schedules_named
+from galvatron_lite.search.user_pins import Pins, read_pins
+from galvatron_lite.units import parse_bytes, parse_count, parse_seconds
+
+if TYPE_CHECKING:
+    from galvatron_lite.cluster.cluster import Cluster
+    from galvatron_lite.model.graph import ModelGraph
+    from galvatron_lite.plans.schema import Schedule
+
+Progress = Callable[[int, int, str], None]
+ProfileSource = Profile | str | Path | Callable[[int | None], Profile] | None
+"""A profile, its file, or a function that makes the profile of a number of devices (None: of all)."""
+
+_ALIASES = {
+    "seq": "sequence", "seq_len": "sequence", "seq_length": "sequence", "budget": "mem", "global_batch": "batch",
+}  # fmt: skip
+"""Arguments by names that they have elsewhere."""
+
+
+class PlanArguments(TypedDict, total=False):
+    """Arguments of ``plan`` besides the profile, and of every sweep; see ``plan``."""
+
+    model: ModelGraph | str | Path | None
+    cluster: Cluster | str | Path | None
+    gpus: int | None
+    mem: str | int | float
+    batch: int | None
+    sequence: int | None
+    precision: str | None
+    fix: str | Sequence[str] | Mapping[str, object] | Pins
+    forbid: str | Sequence[str]
+    schedules: str | Sequence[Schedule | str] | None
+    backend: str
+    mode: Mode | str
+    allow_delay: bool
+    margin: str | float | None
+    progress: Progress | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What a plan or a sweep is asked for, with arguments of the right types; see ``plan``."""
+
+    profile: ProfileSource = None
+    model: ModelGraph | str | Path | None = None
+    cluster: Cluster | str | Path | None = None
+    gpus: int | None = None
+    sequence: int | None = None
+    precision: str | None = None
+    mem: str | int = DEFAULT_BUDGET
+    batch: int | None = None
+    fix: tuple[str, ...] | Pins = ()
+    forbid: tuple[str, ...] = ()
+    schedules: tuple[str, ...] = ()
+    backend: str = "galvatron"
+    mode: Mode = Mode.TRAINING
+    allow_delay: bool = False
+    margin: float | None = None
+    progress: Progress | None = None
+
+    @classmethod
+    def parse(cls, profile: ProfileSource, arguments: PlanArguments, others: Sequence[str] = ()) -> PlanRequest:
+        """The request of a caller.
+
+        Args:
+            profile: see ``plan``.
+            arguments: see ``plan``.
+            others: names of arguments that the function takes besides these, for errors.
+
+        Raises:
+            InputError: an unknown argument, or one that cannot be read; names it.
+        """
+        check_names(arguments, ("profile", *PlanArguments.__annotations__, *others))
+        for name in ("model", "cluster", "precision"):
+            check_name(name, arguments.get(name))
+        fix = arguments.get("fix", ())
+        return cls(
+            profile=profile,
+            model=arguments.get("model"),
+            cluster=arguments.get("cluster"),
+            gpus=integer("gpus", arguments.get("gpus")),
+            sequence=integer("sequence", arguments.get("sequence")),
+            precision=arguments.get("precision"),
+            mem=memory_budget(arguments.get("mem", DEFAULT_BUDGET)),
+            batch=integer("batch", arguments.get("batch")),
+            fix=fix if isinstance(fix, Pins) else texts("fix", fix),
+            forbid=texts("forbid", arguments.get("forbid")),
+            schedules=texts("schedules", arguments.get("schedules")),
+            backend=arguments.get("backend", "galvatron"),
+            mode=mode_named(arguments.get("mode", "training")),
+            allow_delay=switch("allow_delay", arguments.get("allow_delay", False)),
+            margin=share("--margin", arguments.get("margin")),
+            progress=arguments.get("progress"),
+        )
+
+    def profile_on(self, devices: int | None) -> Profile:
+        """The profile of a number of devices; None: of all."""
+        if callable(self.profile):
+            return self.profile(devices)
+        return find_profile(
+            self.profile, model=self.model, cluster=self.cluster, gpus=devices, sequence=self.sequence,
+            precision=self.precision,
+        )  # fmt: skip
+
+    def resolve(self) -> Setting:
+        """What a search needs: the profile, pins, schedules and budget of this request.
+
+        Raises:
+            InputError: no profile, or pins that the model or the backend does not have.
+        """
+        profile = self.profile_on(self.gpus)
+        backend = backend_named(self.backend)
+        pins = self.fix if isinstance(self.fix, Pins) else read_pins(self.fix, self.forbid, profile.graph)
+        schedules = schedules_named(self.schedules, pins.fixed.schedule)
+        check_backend(() if isinstance(self.fix, Pins) else self.fix, self.schedules, backend)
+        margin = self.margin
+        if margin is None:
+            margin = margin_of(profile.origin.kind.value, load_calibration())
+        # Fewer devices may all be of one type and train in a better precision: their profile is made again.
+        remade = callable(self.profile) or self.model is not None
+        return Setting(
+            profile=profile,
+            budget=budget_on(first_devices(profile.cluster, 1), self.mem),
+            pins=pins,
+            schedules=schedules,
+            backend=backend.name,
+            memory=self.mem,
+            source=self.profile_on if remade else None,
+            mode=self.mode,
+            delay=pins.delay_where(allowed=self.allow_delay),
+            margin=margin,
+        )
+
+
+def check_names(names: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse an argument that there is not."""
+    for name in names:
+        if name not in known:
+            meant = f"Did you mean {_ALIASES[name]}? " if name in _ALIASES else near(name, known)
+            raise InputError("argument", name, f"{meant}Known: {', '.join(known)}.")
+
+
+def texts(name: str, value: object) -> tuple[str, ...]:
+    """Several words, of which one may come alone, or a mapping of names to values (``{"pp": 2}``)."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (_word(value),)
+    if isinstance(value, Mapping):
+        return tuple(f"{key}={_word(setting)}" for key, setting in value.items())
+    listed = list(value) if isinstance(value, Iterable) else []
+    if not isinstance(value, Iterable) or not all(isinstance(one, str) for one in listed):
+        raise InputError(name, value, "Give a text, or a list of texts.")
+    return tuple(_word(one) for one in listed)
+
+
+def _word(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value.value if isinstance(value, Enum) else value)
+
+
+def mode_named(value: object) -> Mode:
+    """What a plan is for, by its name."""
+    names = [mode.value for mode in Mode]
+    if not isinstance(value, str) or value not in names:
+        raise InputError("--mode", value, f"Give one of {', '.join(names)}.")
+    return Mode(value)
+
+
+def switch(name: str, value: object) -> bool:
+    """Yes or no."""
+    if not isinstance(value, bool):
+        raise InputError(name, value, "Give True or False.")
+    return value
+
+
+def memory_budget(value: object, name: str = "mem") -> str | int:
+    """A budget a device: bytes, a text, or a share of each device's own memory as a fraction (0.8)."""
+    if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    if isinstance(value, float) and 0 < value <= 1:
+        return f"{100 * value:g}%"
+    if isinstance(value, float) and value.is_integer() and value > 1:
+        return int(value)
+    raise InputError(name, value, "Give bytes (40e9), a text ('40GB', '40GiB', '80%') or a share of the memory (0.8).")
+
+
+def integer(name: str, value: object) -> int | None:
+    """A whole number, or None."""
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise InputError(name, value, "Give a whole number.")
+
+
+def number(name: str, value: object, read: Callable[[str, str], float] = parse_count) -> float | None:
+    """A number, a text that ``read`` understands, or None."""
+    if isinstance(value, str):
+        return read(value, name)
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        return value
+    raise InputError(name, value, "Give a number, or a text with a unit.")
+
+
+def seconds(name: str, value: object) -> float | None:
+    """Seconds, of a number or a text such as ``130ms``; or None."""
+    return number(name, value, parse_seconds)
+
+
+def share(name: str, value: object) -> float | None:
+    """A share from 0 to below 1: a fraction (0.01), or a text (``1%``, ``0.01``); or None."""
+    if value is None:
+        return None
+    try:
+        text = str(value).strip()
+        found = float(text[:-1]) / 100.0 if text.endswith("%") else float(text)
+    except ValueError:
+        found = -1.0
+    if isinstance(value, bool) or not 0.0 <= found < 1.0:
+        raise InputError(name, value, "Give a share from 0 to below 1: 0.01, or 1%.")
+    return found
+
+
+def size(name: str, value: object) -> int | None:
+    """Bytes, of a number or a text such as ``400MB``; or None."""
+    return integer(name, parse_bytes(value, name) if isinstance(value, str) else value)
+
+
+def check_name(name: str, value: object) -> None:
+    """Check the name of a model, cluster or precision, or the path of its file."""
+    if isinstance(value, (int, float, list, tuple, dict)):
+        raise InputError(name, value, "Give a name, or the path of a file.")
