@@ -16,12 +16,16 @@ WIDE = 200
 """Most columns of a table in a file or pipe; narrower ones take what they need. ``COLUMNS`` sets another number."""
 
 
-def wide_console() -> Console:
-    """A console without markup, on standard output."""
+def wide_console(folded: bool = True) -> Console:
+    """A console without markup, on standard output.
+
+    Args:
+        folded: whether tables fold to ``COLUMNS`` in files and pipes.
+    """
     from rich.console import Console
 
     console = Console(markup=False, highlight=False, soft_wrap=True)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
+    if not console.is_terminal and not (folded and "COLUMNS" in os.environ):
         return Console(markup=False, highlight=False, soft_wrap=True, width=WIDE)
     return console
 

@@ -182,7 +182,7 @@ def print_scores(scores: Mapping[str, Scores], means: Mapping[str, Mean], by: st
         figures = [_number(mean.get(field), field) for _, field in _COLUMNS]
         totals = [str(mean.get(field, 0)) for field in ("rows", "scored")]
         table.add_row(name.replace("_", " "), *totals, *figures, str(mean.get("overflowing", 0)))
-    console = wide_console()
+    console = wide_console(folded=False)
     console.print(table, "")
     missing = unscored_lines(scores)
     for line in (*missing, *([""] if missing else []), POINTER):

@@ -58,7 +58,8 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def script_source(name: str) -> str:
-    """A script with the modules that go by its name (``calibrate``, ``calibrate_rows.py``)."""
+    """A script with the modules that go by its name (``calibrate_rows.py``), or of the study that it is the command of."""
     script = ROOT / "scripts" / name
-    modules = sorted((ROOT / "scripts").glob(f"{name}*.py"))
+    study = {"calibrate": "calibration"}.get(name, name)
+    modules = sorted([*(ROOT / "scripts").glob(f"{name}*.py"), *(ROOT / "scripts" / "studies" / study).glob("*.py")])
     return "".join(path.read_text(encoding="utf-8") for path in (script, *modules))
