@@ -58,7 +58,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def script_source(name: str) -> str:
-    """A script with the modules that go by its name (``calibrate_rows.py``), or of the study that it is the command of."""
+    """A script with the modules that go by its name (``calibrate_rows.py``), or of the study that it runs."""
     script = ROOT / "scripts" / name
     study = {"calibrate": "calibration"}.get(name, name)
     modules = sorted([*(ROOT / "scripts").glob(f"{name}*.py"), *(ROOT / "scripts" / "studies" / study).glob("*.py")])
