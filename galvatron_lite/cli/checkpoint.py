@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from galvatron_lite.units import format_bytes
+
 if TYPE_CHECKING:
     from galvatron_lite.runtime.checkpoint.manifest import Manifest
 
@@ -50,8 +52,6 @@ def export_command(
 
 
 def _said(manifest: Manifest) -> str:
-    from galvatron_lite.units import format_bytes
-
     size = sum(content.bytes for content in manifest.files.values())
     kept = "" if manifest.optimizer is None else f", states of {manifest.optimizer}"
     return f"step {manifest.step}, {manifest.processes} process(es), {format_bytes(size)}{kept}"

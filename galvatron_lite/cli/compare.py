@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from galvatron_lite.cli import options
+from galvatron_lite.cli.terminal import plain_table, print_json, wide_console
+from galvatron_lite.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,32 +38,25 @@ def compare_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
 ) -> None:
     """Hold plans of one model side by side, all priced with the same profile."""
-    import json
-
     from galvatron_lite import api_plans
-    from galvatron_lite.files import to_data
 
     setup = {"model": model, "cluster": cluster, "gpus": gpus, "sequence": sequence, "precision": precision, "mem": mem}
     asked: PlanArguments = {name: value for name, value in setup.items() if value is not None}  # type: ignore[assignment]
     told = api_plans.compare(list(plans), profile, **asked)
     if as_json:
-        typer.echo(json.dumps(to_data(told)))
+        print_json(told)
     else:
         print_comparison(told)
 
 
 def print_comparison(told: Comparison) -> None:
     """Plans side by side: their figures, the layers they do otherwise, what each buys over the first."""
-    from rich.table import Table
-
-    from galvatron_lite.cli.terminal import wide_console
-
     console = wide_console()
     console.print(f"{told.model}, all priced with {told.basis}", style="bold")
     for plan in told.plans:
         console.print(f"  {plan.name}: {plan.headline}")
     console.print()
-    table = Table("", *(plan.name for plan in told.plans), box=None, pad_edge=False, header_style="bold")
+    table = plain_table("", *(plan.name for plan in told.plans))
     for name, cells in _figures(told):
         table.add_row(name, *cells)
     console.print(table)
@@ -76,8 +71,6 @@ def print_comparison(told: Comparison) -> None:
 def _figures(told: Comparison) -> Iterator[tuple[str, list[str]]]:
     """Rows: step time and its parts, memory and its parts; those that are zero in all plans left out."""
     from dataclasses import fields
-
-    from galvatron_lite.units import format_bytes, format_count, format_seconds
 
     plans = told.plans
     yield "step", [format_seconds(plan.step_seconds) for plan in plans]
@@ -100,20 +93,16 @@ def _said_otherwise(plan: Compared) -> bool:
 
 
 def _said(plan: Compared) -> str:
-    from galvatron_lite.units import format_seconds
-
     return "–" if plan.said_step_seconds is None else format_seconds(plan.said_step_seconds)
 
 
 def _print_layers(console: Console, told: Comparison) -> None:
-    from rich.table import Table
-
     console.print()
     if not told.layers:
         console.print("All layers are split alike.")
         return
     names = [plan.name for plan in told.plans]
-    table = Table("layers that differ", *names, box=None, pad_edge=False, header_style="bold")
+    table = plain_table("layers that differ", *names)
     for row in told.layers:
         label = row.first if row.count == 1 else f"{row.first} … {row.last} ({row.count})"
         table.add_row(label, *row.strategies)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from galvatron_lite.cli.terminal import print_json
+from galvatron_lite.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,7 +45,7 @@ def diagnose_command(
     found = diagnose(source, known)
     changed = () if update is None else _update(known, source, update)
     if as_json:
-        _print_json(found, changed)
+        print_json(asdict(found) | {"corrected": list(changed)})
         return
     _print(found)
     for line in changed:
@@ -59,16 +63,8 @@ def _update(known: Profile, source: Source, path: Path) -> tuple[str, ...]:
     return said
 
 
-def _print_json(found: Diagnosis, changed: tuple[str, ...]) -> None:
-    import json
-    from dataclasses import asdict
-
-    typer.echo(json.dumps(asdict(found) | {"corrected": list(changed)}))
-
-
 def _print(found: Diagnosis) -> None:
     from galvatron_lite.diagnose.findings import rank_words
-    from galvatron_lite.units import format_bytes, format_seconds
 
     slowed = found.untraced is not None and found.untraced < found.seconds
     seconds = found.untraced if slowed and found.untraced is not None else found.seconds
@@ -107,8 +103,6 @@ def _lines(found: Sequence[Finding]) -> Iterator[str]:
 
 
 def _line(one: Finding) -> str:
-    from galvatron_lite.units import format_seconds
-
     stage = f"stage {one.stage}: " if one.stage >= 0 else ""
     measured, predicted = format_seconds(one.measured), format_seconds(one.predicted)
     cause = "" if one.where.startswith(one.cause.value) else f"{one.cause.value}: "
@@ -116,6 +110,4 @@ def _line(one: Finding) -> str:
 
 
 def _signed(seconds: float) -> str:
-    from galvatron_lite.units import format_seconds
-
     return ("+" if seconds >= 0 else "-") + format_seconds(abs(seconds))

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from galvatron_lite.cli import options
+from galvatron_lite.cli.terminal import print_json
+from galvatron_lite.errors import InputError
 
 if TYPE_CHECKING:
     from galvatron_lite.plans.schema import Plan
@@ -52,14 +54,11 @@ def evaluate_command(
 
 
 def _print(found: Plan, known: Profile, as_json: bool) -> None:
-    import json
-
     from galvatron_lite.cli.tables import accuracy, print_plan
-    from galvatron_lite.files import to_data
     from galvatron_lite.plans.describe import fits_line
 
     if as_json:
-        typer.echo(json.dumps(to_data(found) | {"fits": found.fits}))
+        print_json(found, fits=found.fits)
         return
     print_plan(found, f"{known.name}: {known.origin.kind.value}, {known.origin.source}", accuracy(known))
     typer.echo(fits_line(found))
@@ -68,7 +67,6 @@ def _print(found: Plan, known: Profile, as_json: bool) -> None:
 
 def _runs(found: Plan) -> str:
     """Whether ``auto_parallelize`` trains with a plan, and why not."""
-    from galvatron_lite.errors import InputError
     from galvatron_lite.plans.execution import check_runs
 
     try:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from galvatron_lite.cli import options
+from galvatron_lite.cli.terminal import plain_table, print_json, progress_bar, wide_console
 from galvatron_lite.units import format_budget, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from galvatron_lite.analysis.explanation import Explanation, MemoryPrice, Neighbour, RunChoice, TimeAccount, Trust
     from galvatron_lite.request import PlanArguments
@@ -25,8 +25,6 @@ _SHOWN_RUNS = 8
 
 def print_explanation(told: Explanation) -> None:
     """Everything an explanation says, the most asked-for first."""
-    from galvatron_lite.cli.terminal import wide_console
-
     console = wide_console()
     console.print(told.headline, style="bold")
     console.print(f"{_step(told)}\n")
@@ -51,12 +49,6 @@ def _step(told: Explanation) -> str:
     if lost <= 1e-6 * told.step_seconds:
         return f"{line}: no plan within its budget was found to be faster."
     return f"{line}: {format_seconds(lost)} more than the fastest plan found within its budget."
-
-
-def _table(*columns: str) -> Table:
-    from rich.table import Table
-
-    return Table(*columns, box=None, pad_edge=False, header_style="bold", show_header=any(columns))
 
 
 def signed_seconds(seconds: float) -> str:
@@ -118,7 +110,7 @@ def _print_time(console: Console, time: TimeAccount | None) -> None:
         return
     known = {"shared out": "; classes of operation shared out by data sheets", "": ""}.get(time.operations, "")
     console.print(f"Where the step goes (devices of group {time.group}, the busiest{known})", style="bold")
-    table = _table("", "", "", "")
+    table = plain_table("", "", "", "")
     for what in TimeClass:
         parts = [part for part in time.parts if part.what is what]
         if parts:
@@ -140,7 +132,7 @@ def _print_runs(console: Console, told: Explanation) -> None:
         return
     console.print("What was chosen, and what it buys (all else equal)", style="bold")
     largest = sorted(told.runs, key=lambda run: -run.step_seconds * len(run.stages))[:_SHOWN_RUNS]
-    table = _table("", "step", "a device", "")
+    table = plain_table("", "step", "a device", "")
     for run in (run for run in told.runs if run in largest):
         table.add_row(f"{_layers(run)}: {run.strategy}", format_seconds(run.step_seconds), "", _where(run, told))
         for cells in _rows(run):
@@ -176,7 +168,7 @@ def _print_runners_up(console: Console, told: Explanation) -> None:
     if not told.runners_up:
         return
     console.print("Runner-up in each dimension (quick searches, not proven)", style="bold")
-    table = _table("", "here", "instead", "loses", "memory", "plan")
+    table = plain_table("", "here", "instead", "loses", "memory", "plan")
     for other in told.runners_up:
         cells = (other.dimension, other.chosen, other.instead, signed_seconds(other.added_step_seconds))
         size = format_bytes(other.peak_bytes)
@@ -190,7 +182,7 @@ def _print_what_ifs(console: Console, told: Explanation) -> None:
         return
     console.print("What if (each planned anew)", style="bold")
     open_ = any(other.gap for other in told.what_ifs)
-    table = _table("", "step", "samples/s", "memory", *["may be quicker by"] * open_, "plan")
+    table = plain_table("", "step", "samples/s", "memory", *["may be quicker by"] * open_, "plan")
     for other in told.what_ifs:
         if other.step_seconds is None or other.samples_per_second is None or other.peak_bytes is None:
             table.add_row(f"  {other.change}", *["–"] * (3 + open_), other.why)
@@ -261,11 +253,7 @@ def explain_command(
 
     Plans anew are made with --fix, --forbid and --schedule: give those that the plan was made with.
     """
-    import json
-
     from galvatron_lite import api_plans
-    from galvatron_lite.cli.terminal import progress_bar
-    from galvatron_lite.files import to_data
 
     setup = {"model": model, "cluster": cluster, "gpus": gpus, "sequence": sequence, "precision": precision, "mem": mem}
     asked: PlanArguments = {name: value for name, value in setup.items() if value is not None}  # type: ignore[assignment]
@@ -274,6 +262,6 @@ def explain_command(
         asked["progress"] = progress
         told = api_plans.explain(plan, profile, what_if=not no_what_if, seconds=seconds, **asked)
     if as_json:
-        typer.echo(json.dumps(to_data(told)))
+        print_json(told)
     else:
         print_explanation(told)

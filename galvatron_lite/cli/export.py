@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from galvatron_lite.cli.terminal import print_json
+from galvatron_lite.errors import InputError
+from galvatron_lite.units import parse_bytes
+
 if TYPE_CHECKING:
     from galvatron_lite.peers.hetu.model import Engine
-    from galvatron_lite.plans.export.common import Exported
 
 
 def export_command(
@@ -32,18 +35,12 @@ def export_command(
     if output is not None:
         write_text(output, made.text)
     if as_json:
-        _print_json(made, output)
+        where = None if output is None else str(output)
+        print_json({"tool": made.tool, "file": where, "text": made.text, "left_out": list(made.left_out)})
         return
     for line in made.left_out:
         typer.echo(f"not said for {tool}: {line}", err=True)
     typer.echo(made.text if output is None else f"Written to {output}.", nl=output is not None)
-
-
-def _print_json(made: Exported, output: Path | None) -> None:
-    import json
-
-    where = None if output is None else str(output)
-    typer.echo(json.dumps({"tool": made.tool, "file": where, "text": made.text, "left_out": list(made.left_out)}))
 
 
 PEERS = ("hetu",)
@@ -76,13 +73,9 @@ def profile_import_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
 ) -> None:
     """Make a profile of another planner's measurements, so that both plan on the very same ones."""
-    import json
-
     from galvatron_lite.cli.tables import print_profile
-    from galvatron_lite.files import to_data
     from galvatron_lite.peers.hetu.profile import import_profile, sizes_for
     from galvatron_lite.profiler.store import save_profile, write_profile
-    from galvatron_lite.units import parse_bytes
 
     _check_peer(peer)
     sizes = sizes_for(folder, layers, hidden, sequence)
@@ -94,7 +87,7 @@ def profile_import_command(
         where = output
         write_profile(made, output)
     if as_json:
-        typer.echo(json.dumps(to_data(made)))
+        print_json(made)
     else:
         print_profile(made, str(where))
         if output is None:
@@ -112,7 +105,6 @@ def plan_import_command(
     output: Annotated[Path, typer.Option("-o", "--output", help="Write the plan to this file.")] = Path("plan.yaml"),
 ) -> None:
     """Turn another planner's plan into ours."""
-    from galvatron_lite.errors import InputError
     from galvatron_lite.files import read_data
     from galvatron_lite.peers.hetu.plan import read_hetu_plan, to_plan
     from galvatron_lite.peers.plan_files import priced
@@ -152,14 +144,11 @@ def plan_export_command(
 
 
 def _check_peer(peer: str, option: str = "--from") -> None:
-    from galvatron_lite.errors import InputError
-
     if peer not in PEERS:
         raise InputError(option, peer, f"Give one of {', '.join(PEERS)}.")
 
 
 def _engine(name: str) -> Engine:
-    from galvatron_lite.errors import InputError
     from galvatron_lite.peers.hetu.model import Engine
 
     known = {"main": Engine.MAIN, "v2.4.0": Engine.V240}

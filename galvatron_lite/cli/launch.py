@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from galvatron_lite.errors import InputError
+
 WRONG = ("InputError: ", "FileFormatError: ", "InfeasibleError: ")
 """Errors that come again where nothing is changed."""
 SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -44,7 +46,6 @@ def launch_command(
 
     Prints the exact command, sees that every node has the same plan, package versions and enough memory, and runs it.
     """
-    from galvatron_lite.errors import InputError
     from galvatron_lite.launch.commands import shown
     from galvatron_lite.launch.jobs import Asked, Through, launch_of
 

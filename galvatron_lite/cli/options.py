@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from galvatron_lite.errors import InputError
+from galvatron_lite.units import parse_bytes, parse_count, parse_seconds
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -144,8 +147,6 @@ class Options:
     @property
     def question(self) -> str:
         """The one question that is asked, by its option; empty: the fastest plan."""
-        from galvatron_lite.errors import InputError
-
         given = self._given()
         # --fewest beside a target says the same as the target alone.
         asked = [name for name in _ASK if name in given and not (name == "fewest" and given.keys() & set(_ALIKE[1:]))]
@@ -159,7 +160,6 @@ class Options:
     def ask(self, known: Callable[[int | None], Profile], setup: PlanArguments) -> Answer:
         """The answer."""
         from galvatron_lite import api
-        from galvatron_lite.units import parse_bytes, parse_count, parse_seconds
 
         question = self.question
         if question == "best_batch":
@@ -215,7 +215,6 @@ def given(**flags: object) -> dict[str, str]:
 
 def pictured(model: str | None, image: str, precision: str) -> ModelGraph:
     """The model by its name, with pictures of a size."""
-    from galvatron_lite.errors import InputError
     from galvatron_lite.model.shapes import load_model, load_shape
     from galvatron_lite.model.shapes.sizes import sizes_of
 
@@ -227,7 +226,6 @@ def pictured(model: str | None, image: str, precision: str) -> ModelGraph:
 
 def graph(flags: dict[str, str], precision: str) -> ModelGraph:
     """The model that the flags describe."""
-    from galvatron_lite.errors import InputError
     from galvatron_lite.model.shapes import build_graph, shape_from_flags
 
     needed = ("layers", "hidden", "heads", "vocab", "seq") if flags.get("arch", "decoder") in _TRANSFORMERS else ()

@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from galvatron_lite.cli.terminal import plain_table, print_json
+from galvatron_lite.errors import InputError
+from galvatron_lite.units import format_bytes, format_duration, format_seconds
+
 if TYPE_CHECKING:
     from galvatron_lite.oracle.measured import Check
     from galvatron_lite.oracle.rows import Forecast, Line, Row
@@ -68,7 +72,6 @@ def oracle_command(
         _check(as_json)
         return
     from galvatron_lite.analysis.svg import check_target
-    from galvatron_lite.errors import InputError
     from galvatron_lite.oracle.request import Options, counts_of, forecast
 
     if model is None:
@@ -96,12 +99,10 @@ def _draw(found: Forecast, path: Path) -> None:
 
 
 def _print(found: Forecast, as_json: bool) -> None:
-    import json
-
     from galvatron_lite.oracle.measured import as_data
 
     if as_json:
-        typer.echo(json.dumps(as_data(found), allow_nan=False))
+        print_json(as_data(found))
         return
     _print_table(found)
     _print_findings(found)
@@ -109,14 +110,13 @@ def _print(found: Forecast, as_json: bool) -> None:
 
 def _print_table(found: Forecast) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(markup=False, highlight=False, soft_wrap=True, width=max(Console().width, _WIDE))
     console.print(f"{found.model} on {found.cluster}, an epoch of {found.samples:,} samples", style="bold")
     console.print(f"Formulas: {found.formulas}. Seconds {found.origin}")
     for note in found.notes:
         console.print(f"Note: {note}.")
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = plain_table()
     table.add_column("strategy")
     for name in (
         "GPUs",
@@ -150,8 +150,6 @@ def _cells(line: Line) -> list[list[str]]:
 
 
 def _figures(name: str, row: Row) -> list[str]:
-    from galvatron_lite.units import format_bytes, format_duration, format_seconds
-
     waiting = row.waiting + row.other
     return [
         name,
@@ -192,25 +190,22 @@ def _print_findings(found: Forecast) -> None:
 
 
 def _check(as_json: bool) -> None:
-    import json
-
     from galvatron_lite.oracle.measured import check_rows, checks_data, measured_rows
 
     checks = check_rows(measured_rows())
     if as_json:
-        typer.echo(json.dumps(checks_data(checks), allow_nan=False))
+        print_json(checks_data(checks))
         return
     _print_checks(checks)
 
 
 def _print_checks(checks: tuple[Check, ...]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     from galvatron_lite.oracle.measured import FORMULAS, mean_accuracy, rankings, scores, software_notes
 
     console = Console(markup=False, highlight=False, soft_wrap=True, width=max(Console().width, _WIDE))
-    table = Table("row", "measured", box=None, pad_edge=False, header_style="bold")
+    table = plain_table("row", "measured")
     for way in FORMULAS:
         table.add_column(way, justify="right")
     for check in checks:

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from galvatron_lite.cli import options as opts
+from galvatron_lite.cli.terminal import NO_PLAN, interruptible, plain_table, print_json, search_progress, wide_console
+from galvatron_lite.errors import InputError
+from galvatron_lite.units import format_bytes, format_count, format_duration, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,15 +20,12 @@ if TYPE_CHECKING:
     from galvatron_lite.cli.options import Options
     from galvatron_lite.model.graph import ModelGraph
     from galvatron_lite.plans.phases import PhasedPlan, PlannedPhase
-    from galvatron_lite.plans.schema import Plan
     from galvatron_lite.profiler.schema import Profile
     from galvatron_lite.request import PlanArguments
 
 
 def refuse_beside_phases(question: str, **options: object) -> None:
     """Refuse options that are of a single plan."""
-    from galvatron_lite.errors import InputError
-
     for name, value in {**({question: True} if question else {}), **options}.items():
         if value is not None:
             raise InputError(f"--{name.replace('_', '-')}", value, "It is not for a run in phases: leave out --phases.")
@@ -43,13 +43,9 @@ def plan_in_phases(
         output: where to write the plan in phases.
         as_json: whether to print it as JSON.
     """
-    import json
-
     import typer
 
     from galvatron_lite import api
-    from galvatron_lite.cli.terminal import search_progress
-    from galvatron_lite.files import to_data
     from galvatron_lite.plans.phases import write_phased_plan
 
     with search_progress(quiet=as_json) as progress:
@@ -58,7 +54,7 @@ def plan_in_phases(
     if output is not None:
         write_phased_plan(found, output)
     if as_json:
-        typer.echo(json.dumps(to_data(found) | {"seconds": found.seconds}))
+        print_json(found, seconds=found.seconds)
         return
     _print(found)
     if output is not None:
@@ -66,11 +62,7 @@ def plan_in_phases(
 
 
 def _print(found: PhasedPlan) -> None:
-    from rich.table import Table
-
-    from galvatron_lite.cli.terminal import wide_console
     from galvatron_lite.search.result import summary
-    from galvatron_lite.units import format_duration
 
     console = wide_console()
     first = found.phases[0].plan
@@ -78,7 +70,7 @@ def _print(found: PhasedPlan) -> None:
     console.print(f"{first.model} on {first.devices} devices in {len(found.phases)} phases", style="bold")
     console.print(f"Costs {of}; switches estimated.\n")
     names = ("phase", "steps", "batch", "sequence", "step", "memory", "takes")
-    table = Table(*names, box=None, pad_edge=False, header_style="bold")
+    table = plain_table(*names)
     for phase in found.phases:
         table.add_row(*_row(phase))
     console.print(table)
@@ -89,8 +81,6 @@ def _print(found: PhasedPlan) -> None:
 
 
 def _row(phase: PlannedPhase) -> tuple[str, ...]:
-    from galvatron_lite.units import format_bytes, format_count, format_duration, format_seconds
-
     prediction = phase.plan.prediction
     step, peak = (0.0, 0) if prediction is None else (prediction.step_seconds, prediction.peak_memory)
     counts = (format_count(phase.steps), str(phase.plan.global_batch), str(phase.sequence))
@@ -99,8 +89,6 @@ def _row(phase: PlannedPhase) -> tuple[str, ...]:
 
 def _change(phase: PlannedPhase) -> str:
     """The switch before a phase, in words; empty where there is none."""
-    from galvatron_lite.units import format_bytes, format_seconds
-
     switch = phase.switch
     if switch is None:
         return ""
@@ -109,8 +97,6 @@ def _change(phase: PlannedPhase) -> str:
 
 def _beside(found: PhasedPlan) -> str:
     """How that compares with never switching, and with always."""
-    from galvatron_lite.units import format_duration
-
     single, always = found.single_seconds, found.always_seconds
     one = "no one plan fits all phases" if single is None else f"{format_duration(single)} under one plan throughout"
     every = "" if always is None else f", {format_duration(always)} with the fastest plan in every phase"
@@ -201,7 +187,6 @@ def plan_command(
     if context.invoked_subcommand is not None:
         return
     from galvatron_lite import api
-    from galvatron_lite.cli.terminal import interruptible
 
     options = opts.Options(
         best_batch, max_batch, fewest, step, rate, tokens, price, tokens_total, samples_total, steps, within, pareto,
@@ -229,7 +214,7 @@ def plan_command(
         asked: PlanArguments = {**setup, "sequence": sequence}
         plan_in_phases(phases, lambda tokens: profile_of(gpus, tokens if estimated else None), asked, output, as_json)
         return
-    with interruptible():
+    with interruptible(NO_PLAN):
         known = profile_of(gpus)
     named = _named(known, bool(flags), profile, model)
     source = _source(known, named, best=(bool(flags) or model is not None) and precision is None)
@@ -245,7 +230,6 @@ def _check(options: Options, certify: bool, best: int | None, output: Path | Non
     """Refuse options that do not go together, and files that cannot be written, before anything is searched."""
     from galvatron_lite.analysis.svg import check_target
     from galvatron_lite.cli.tables import check_output
-    from galvatron_lite.errors import InputError
 
     question = options.question
     check_output(output, question)
@@ -267,7 +251,6 @@ def _model(
 ) -> ModelGraph | str | None:
     """The model by its name, with pictures of a size where one is given, or by the shape that flags give."""
     from galvatron_lite import api
-    from galvatron_lite.errors import InputError
 
     if image is not None:
         return opts.pictured(model, image, api.precision_on(cluster, precision, gpus))
@@ -285,7 +268,6 @@ def _plan(
     """The fastest plan."""
     from galvatron_lite import api
     from galvatron_lite.cli.tables import accuracy, print_plan
-    from galvatron_lite.cli.terminal import search_progress
     from galvatron_lite.plans.io import write_plan
 
     with search_progress(quiet=as_json) as progress:
@@ -295,7 +277,7 @@ def _plan(
     if output is not None:
         write_plan(found, output)
     if as_json:
-        _print_json(found)
+        print_json(found)
         return
     print_plan(found, source, accuracy(known))
     if found.provenance is not None and found.provenance.certificate:
@@ -313,7 +295,6 @@ def _answer(
 ) -> None:
     """The answer to another question."""
     from galvatron_lite.cli.tables import accuracy, print_answer, print_answer_json, require_answer, write_answer
-    from galvatron_lite.cli.terminal import search_progress
 
     with search_progress(quiet=as_json) as progress:
         found = options.ask(profile_of, {**setup, "progress": progress})
@@ -342,14 +323,6 @@ def _source(known: Profile, named: str, *, best: bool) -> str:
     dated = f", {origin.date}" if origin.date else ""
     chosen = ", the best it trains in (--precision for another)" if best else ""
     return f"{named}: {origin.kind.value}, {origin.source}{dated}{chosen}"
-
-
-def _print_json(found: Plan) -> None:
-    import json
-
-    from galvatron_lite.files import to_data
-
-    typer.echo(json.dumps(to_data(found)))
 
 
 def _say_where(output: Path | None) -> None:

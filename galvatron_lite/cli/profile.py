@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from galvatron_lite.cli.terminal import interruptible, print_json, progress_bar
 from galvatron_lite.errors import InputError
 
 if TYPE_CHECKING:
     from galvatron_lite.profiler.schema import Profile
+
+
+INTERRUPTED = "interrupted; finished measurements are kept, the same command goes on from there"
 
 
 def find_factory(target: str) -> Callable[[], Any]:
@@ -72,11 +75,10 @@ def profile_command(
     # memory tracking makes the allocator warn of every tensor that is older than it; nothing a user can act on
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from galvatron_lite import api
-    from galvatron_lite.cli.terminal import progress_bar
     from galvatron_lite.profiler.store import last_profile
 
     target, batch, loss_fn = _target(model, estimate, sequence)
-    with interruptible(), progress_bar("Profiling", quiet=as_json) as progress:
+    with interruptible(INTERRUPTED), progress_bar("Profiling", quiet=as_json) as progress:
         made = api.profile(
             target,
             batch,
@@ -93,18 +95,6 @@ def profile_command(
         )
     if _first_rank():
         _print(made, last_profile(folder), as_json)
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Ctrl-C says what becomes of the work done so far."""
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        typer.echo(
-            "galvatron: interrupted; finished measurements are kept, the same command goes on from there", err=True
-        )
-        raise typer.Exit(130) from stop
 
 
 def _target(model: str, estimate: bool, sequence: int | None) -> tuple[Any, Any, Any]:
@@ -124,12 +114,9 @@ def _first_rank() -> bool:
 
 
 def _print(made: Profile, where: Path, as_json: bool) -> None:
-    import json
-
     from galvatron_lite.cli.tables import print_profile
-    from galvatron_lite.files import to_data
 
     if as_json:
-        typer.echo(json.dumps(to_data(made)))
+        print_json(made)
     else:
         print_profile(made, str(where))

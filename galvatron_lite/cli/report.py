@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from galvatron_lite.cli import options
+from galvatron_lite.cli.terminal import print_json
+from galvatron_lite.errors import InputError
 
 if TYPE_CHECKING:
     from galvatron_lite.analysis.report.gather import Shown, Source
@@ -66,7 +68,6 @@ def _written(shown: list[Shown], output: Path | None, trace: Path | None) -> lis
     """The files, written: the trace alone where no page is asked for."""
     from galvatron_lite.analysis.report.page import page
     from galvatron_lite.analysis.report.timeline_data import write_trace
-    from galvatron_lite.errors import InputError
     from galvatron_lite.files import write_text
 
     written = []
@@ -84,12 +85,10 @@ def _written(shown: list[Shown], output: Path | None, trace: Path | None) -> lis
 
 
 def _print(shown: list[Shown], written: list[Path], as_json: bool) -> None:
-    import json
-
     if as_json:
         files = [{"file": str(path), "bytes": path.stat().st_size} for path in written]
         told = [{"plan": one.name, "not_shown": list(one.missing)} for one in shown]
-        typer.echo(json.dumps({"written": files, "plans": told}))
+        print_json({"written": files, "plans": told})
         return
     for one in shown:
         for line in one.missing:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from galvatron_lite.cli.terminal import plain_table, print_json, wide_console
+from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.parallelism.branch.find import Branch, Region, find_regions
 from galvatron_lite.plans.describe import (
     branch_rows,
@@ -73,13 +75,11 @@ def figures_of(profile: Profile, region: Region) -> Iterator[BranchFigures]:
 
 def print_branches(console: Console, profile: Profile) -> None:
     """The branches of a model, for one sample on one device, and what they could gain; nothing where it has none."""
-    from rich.table import Table
-
     regions = find_regions(profile.graph)
     if not regions:
         return
     titles = ("branch", "layers", "parameters", "forward", "backward", "reads", "gives")
-    table = Table(*titles, box=None, pad_edge=False, header_style="bold")
+    table = plain_table(*titles)
     for one in (one for region in regions for one in figures_of(profile, region)):
         times = [format_seconds(time) for time in one.seconds or ()] or ["", ""]
         traffic = format_bytes(one.branch.input_bytes), format_bytes(one.branch.output_bytes)
@@ -107,15 +107,12 @@ def print_answer(answer: Answer, source: str, accuracy: str) -> None:
         source: what its costs come from.
         accuracy: how far off they may be; nothing is said where it is empty.
     """
-    from rich.table import Table
-
     from galvatron_lite.analysis.answers import said
-    from galvatron_lite.cli.terminal import wide_console
 
     told = said(answer)
     console = wide_console()
     console.print(f"From {source}.\n")
-    table = Table(*told.columns, box=None, pad_edge=False, header_style="bold")
+    table = plain_table(*told.columns)
     for row in told.rows:
         table.add_row(*row)
     console.print(table)
@@ -129,19 +126,13 @@ def print_answer(answer: Answer, source: str, accuracy: str) -> None:
 
 def print_answer_json(answer: Answer) -> None:
     """The same for programmes."""
-    import json
-
-    import typer
-
     from galvatron_lite.analysis.answers import as_data
 
-    typer.echo(json.dumps(as_data(answer), allow_nan=False))
+    print_json(as_data(answer))
 
 
 def check_output(output: Path | None, question: str) -> None:
     """Whether an answer can be written as a plan."""
-    from galvatron_lite.errors import InputError
-
     if output is not None and question == "pareto":
         raise InputError("-o", str(output), "--pareto has many plans: take one by its memory: --mem, without --pareto.")
     check_folder("-o", output)
@@ -149,8 +140,6 @@ def check_output(output: Path | None, question: str) -> None:
 
 def check_folder(option: str, path: Path | None) -> None:
     """Whether there is a folder to write a file to."""
-    from galvatron_lite.errors import InputError
-
     if path is not None and not path.parent.is_dir():
         raise InputError(option, str(path), f"There is no folder {path.parent}: make it first.")
 
@@ -172,7 +161,6 @@ def write_answer(answer: Answer, output: Path | None, plot: Path | None) -> None
 def require_answer(answer: Answer) -> None:
     """Where no number of GPUs is enough, that is an error, once what was found has been shown."""
     from galvatron_lite.analysis.answers import said
-    from galvatron_lite.errors import InfeasibleError
 
     told = said(answer)
     if _failed(answer, told):
@@ -194,8 +182,6 @@ def print_plan(plan: Plan, source: str, accuracy: str = "") -> None:
         source: what its costs come from.
         accuracy: how far off they may be; nothing is said where it is empty.
     """
-    from galvatron_lite.cli.terminal import wide_console
-
     console = wide_console()
     console.print(headline(plan), style="bold")
     console.print(f"From {source}.\n")
@@ -217,9 +203,7 @@ def _expected(reason: str) -> bool:
 
 
 def _print_layers(console: Console, plan: Plan) -> None:
-    from rich.table import Table
-
-    table = Table("stage", "layers", "strategy", box=None, pad_edge=False, header_style="bold")
+    table = plain_table("stage", "layers", "strategy")
     for row in stage_rows(plan):
         table.add_row(row.stage, row.layers, row.strategy)
     for row in branch_rows(plan):
@@ -286,20 +270,9 @@ def _proof(provenance: Provenance) -> str:
 
 
 def _print_alternatives(console: Console, plan: Plan) -> None:
-    from rich.table import Table
-
     if not plan.alternatives or plan.prediction is None:
         return
-    table = Table(
-        "runner-up (not proven)",
-        "step",
-        "slower by",
-        "memory",
-        "fits",
-        box=None,
-        pad_edge=False,
-        header_style="bold",
-    )
+    table = plain_table("runner-up (not proven)", "step", "slower by", "memory", "fits")
     for other in plan.alternatives:
         slower = other.step_seconds / plan.prediction.step_seconds - 1
         table.add_row(
@@ -314,10 +287,6 @@ def _print_alternatives(console: Console, plan: Plan) -> None:
 
 def print_profile(profile: Profile, where: str) -> None:
     """A profile in short: the machine, each kind of layer, branches, the links, the fits' residuals."""
-    from rich.table import Table
-
-    from galvatron_lite.cli.terminal import wide_console
-
     console = wide_console()
     graph, origin = profile.graph, profile.origin
     console.print(
@@ -329,7 +298,7 @@ def print_profile(profile: Profile, where: str) -> None:
         f"{origin.kind.value}: {origin.source}; {len(profile.layers)} layer points, spread {origin.spread:.1%}"
     )
     names = ("kind", "layers", "samples", "forward", "backward", "kept")
-    table = Table(*names, box=None, pad_edge=False, header_style="bold")
+    table = plain_table(*names)
     for kind in graph.kinds:
         point = shown_point(profile, kind)
         count = sum(layer.kind == kind for layer in graph.layers)
@@ -347,13 +316,9 @@ def print_profile(profile: Profile, where: str) -> None:
 
 
 def _print_links(console: Console, profile: Profile) -> None:
-    from rich.table import Table
-
     if not profile.fits:
         return
-    table = Table(
-        "collective", "ranks", "latency", "bandwidth", "residual", box=None, pad_edge=False, header_style="bold"
-    )
+    table = plain_table("collective", "ranks", "latency", "bandwidth", "residual")
     for fit in profile.fits:
         ranks = f"{fit.group}" + (f", {fit.stride} apart" if fit.stride > 1 else "")
         speed = f"{format_bytes(fit.bandwidth)}/s"

@@ -6,10 +6,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 WIDE = 200
@@ -30,6 +33,14 @@ def wide_console(folded: bool = True) -> Console:
     return console
 
 
+def plain_table(*columns: str) -> Table:
+    """A table without borders, its headers in bold."""
+    from rich.table import Table
+
+    return Table(*columns, box=None, pad_edge=False, header_style="bold", show_header=any(columns) or not columns)
+
+
+NO_PLAN = "Interrupted before a first plan was found."
 PATIENCE = 2.0
 """Seconds before a bar is shown."""
 _INTERRUPTED = 128 + 2
@@ -68,18 +79,26 @@ def progress_bar(title: str, quiet: bool = False, lines: bool = False) -> Iterat
 
 @contextmanager
 def search_progress(quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """The bar of a search; Ctrl-C before there is a plan ends the command as ``interruptible`` does."""
-    with interruptible(), progress_bar("Searching", quiet) as move:
+    """The bar of a search; Ctrl-C before there is a plan ends the command."""
+    with interruptible(NO_PLAN), progress_bar("Searching", quiet) as move:
         yield move
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """Ctrl-C ends the command with a line that says that there is no plan yet."""
-    import typer
-
+def interruptible(words: str) -> Iterator[None]:
+    """Ctrl-C ends the command with a line that says what becomes of the work done so far."""
     try:
         yield
-    except KeyboardInterrupt:
-        typer.echo("galvatron: Interrupted before a first plan was found.", err=True)
-        raise typer.Exit(_INTERRUPTED) from None
+    except KeyboardInterrupt as stop:
+        typer.echo(f"galvatron: {words}", err=True)
+        raise typer.Exit(_INTERRUPTED) from stop
+
+
+def print_json(data: object, **more: object) -> None:
+    """A value of ours, or plain data, as JSON; ``more``: further fields."""
+    import json
+
+    from galvatron_lite.files import to_data
+
+    plain: Any = data if isinstance(data, dict | list) else to_data(data)
+    typer.echo(json.dumps(plain | more if more else plain))

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from galvatron_lite.cli.terminal import plain_table, print_json, progress_bar, wide_console
+from galvatron_lite.errors import InputError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence, Sized
 
@@ -62,7 +65,6 @@ def validate_command(
     """Predict every published run with the planner's cost model and say how far off it is."""
     from galvatron_lite.analysis.svg import check_target
     from galvatron_lite.calibration.store import load_calibration
-    from galvatron_lite.cli.terminal import progress_bar
     from galvatron_lite.validate.predict import validate_runs
     from galvatron_lite.validate.report import implausible, read_file
 
@@ -85,14 +87,12 @@ def validate_command(
 
 
 def _print_json(judged: list[Judged], key: Callable[[PublishedRun], str], worst: int, notes: list[str]) -> None:
-    import json
-
     from galvatron_lite.validate.report import as_data, assumed, unscored
     from galvatron_lite.validate.results import macros, score_families
 
     data = as_data(score_families(judged, key), macros(judged, key), judged, worst)
     more = {"unscored": unscored(judged), "assumed": assumed(judged), "notes": notes}
-    typer.echo(json.dumps(data | more, allow_nan=False))
+    print_json(data | more)
 
 
 def _print_lines(
@@ -109,7 +109,6 @@ def _print_lines(
 
 def _draw(path: Path, judged: list[Judged], key: Callable[[PublishedRun], str]) -> None:
     """The figure."""
-    from galvatron_lite.errors import InputError
     from galvatron_lite.files import write_text
     from galvatron_lite.validate.plot import scatter
 
@@ -120,15 +119,11 @@ def _draw(path: Path, judged: list[Judged], key: Callable[[PublishedRun], str]) 
 
 def _at_least_one(rows: Sized, path: str, remedy: str) -> None:
     """Refuses a file that leaves nothing."""
-    from galvatron_lite.errors import InputError
-
     if not len(rows):
         raise InputError("runs", path, remedy)
 
 
 def _grouping(by: str) -> Callable[[PublishedRun], str]:
-    from galvatron_lite.errors import InputError
-
     if by not in _GROUPINGS:
         raise InputError("--by", by, f"Choose one of {', '.join(_GROUPINGS)}.")
     return lambda run: str(getattr(run, by) or "not stated")
@@ -136,8 +131,6 @@ def _grouping(by: str) -> Callable[[PublishedRun], str]:
 
 def _chosen(every: tuple[PublishedRun, ...], families: list[str], quality: str | None) -> list[PublishedRun]:
     """The runs asked for."""
-    from galvatron_lite.errors import InputError
-
     known = list(dict.fromkeys(run.family for run in every))
     for name in families:
         if name not in known:
@@ -164,12 +157,9 @@ def _sparing(move: Callable[[int, int, str], None]) -> Callable[[int, int, str],
 
 def print_scores(scores: Mapping[str, Scores], means: Mapping[str, Mean], by: str) -> None:
     """A table of families with the means below, what was not scored and why, and where the columns are explained."""
-    from rich.table import Table
-
-    from galvatron_lite.cli.terminal import wide_console
     from galvatron_lite.validate.report import unscored_lines
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    table = plain_table()
     table.add_column(by, no_wrap=True)
     for title in ("rows", "scored", *(title for title, _ in _COLUMNS), "over"):
         table.add_column(title, justify="right", no_wrap=True)
@@ -201,7 +191,6 @@ def print_worst(judged: Sequence[Judged], count: int) -> None:
     """The runs predicted worst, with where their predicted time and memory go."""
     if not count:
         return
-    from galvatron_lite.cli.terminal import wide_console
     from galvatron_lite.validate.report import worst_lines, worst_runs
 
     console = wide_console()

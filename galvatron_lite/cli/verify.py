@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from math import prod
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from galvatron_lite.cli.terminal import interruptible, plain_table, print_json, progress_bar, wide_console
 from galvatron_lite.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -18,6 +17,11 @@ if TYPE_CHECKING:
 
     from galvatron_lite.plans.schema import MemoryBreakdown, Plan
     from galvatron_lite.verify.schema import Message, RoleRun, Verification
+
+
+INTERRUPTED = (
+    "interrupted; ranks that were run of a plan of one stage are kept, and the same command goes on from there"
+)
 
 
 _STYLES = {"passed": "green", "differs": "yellow", "failed": "bold red", "skipped": "yellow"}
@@ -31,8 +35,6 @@ def print_verification(found: Verification, plan: Plan, moments: bool) -> None:
         plan: that was verified; its prediction stands beside.
         moments: whether memory is shown moment by moment.
     """
-    from galvatron_lite.cli.terminal import wide_console
-
     console = wide_console()
     _verdicts(console, found)
     if not found.roles:
@@ -45,10 +47,9 @@ def print_verification(found: Verification, plan: Plan, moments: bool) -> None:
 
 
 def _verdicts(console: Console, found: Verification) -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table("check", "verdict", "", box=None, pad_edge=False, header_style="bold")
+    table = plain_table("check", "verdict", "")
     for check in found.checks:
         table.add_row(Text(check.name), Text(check.verdict.value, style=_STYLES[check.verdict.value]), Text(check.said))
     console.print(table)
@@ -74,10 +75,9 @@ def predicted_memory(plan: Plan, group: int) -> MemoryBreakdown | None:
 
 
 def _memory(console: Console, role: RoleRun, plan: Plan) -> None:
-    from rich.table import Table
 
     predicted = predicted_memory(plan, role.stage)
-    table = Table("memory at its worst", "dry run", "predicted", box=None, pad_edge=False, header_style="bold")
+    table = plain_table("memory at its worst", "dry run", "predicted")
     names = [one.name for one in fields(role.peak) if one.name != "context"]
     for name in names:
         own, other = getattr(role.peak, name), None if predicted is None else getattr(predicted, name)
@@ -106,7 +106,6 @@ def _roles(role: RoleRun) -> str:
 
 def _messages(console: Console, role: RoleRun) -> None:
     """Messages of a step, by kind and purpose."""
-    from rich.table import Table
 
     from galvatron_lite.verify.schema import During
 
@@ -119,7 +118,7 @@ def _messages(console: Console, role: RoleRun) -> None:
     if not sums:
         console.print("\nIt sends nothing in a step.")
         return
-    table = Table("messages a step", "for", "ranks", "count", "bytes", box=None, pad_edge=False, header_style="bold")
+    table = plain_table("messages a step", "for", "ranks", "count", "bytes")
     for (kind, purpose, ranks), (count, size) in sorted(sums.items(), key=lambda item: -item[1][1]):
         table.add_row(kind, purpose, str(ranks), format_count(count), format_bytes(size))
     console.print()
@@ -171,33 +170,21 @@ def verify_command(
     # processes of our own and tensors without storages make torch warn of what nobody here can act on
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from galvatron_lite.api_plans import verify_plan
-    from galvatron_lite.cli.terminal import progress_bar
     from galvatron_lite.plans.io import read_plan
     from galvatron_lite.verify.asked import Checks, checks_named
 
     wanted, given = tuple(Checks) if checks is None else checks_named(checks), read_plan(plan)
-    with interruptible(), progress_bar("Verifying", quiet=as_json, lines=True) as progress:
+    with interruptible(INTERRUPTED), progress_bar("Verifying", quiet=as_json, lines=True) as progress:
         found = verify_plan(
             given, _target(model), sequence=sequence, checks=wanted, processes=processes, progress=progress,
             journal=plan.with_name(f".{plan.name}.verify"), identity=_identity(model, sequence), profile=profile,
         )  # fmt: skip
     if as_json:
-        _print_json(found)
+        print_json(found, passed=found.passed)
     else:
         print_verification(found, given, moments)
     if not found.passed:
         raise typer.Exit(1)
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Ctrl-C says what becomes of the work done so far."""
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        said = "ranks that were run of a plan of one stage are kept, and the same command goes on from there"
-        typer.echo(f"galvatron: interrupted; {said}", err=True)
-        raise typer.Exit(130) from stop
 
 
 def _target(model: str | None) -> Any:
@@ -214,11 +201,3 @@ def _identity(model: str | None, sequence: int | None) -> str:
     file = Path("" if model is None else model.rpartition(":")[0])
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     return f"{model} {sequence} {text}"
-
-
-def _print_json(found: Verification) -> None:
-    import json
-
-    from galvatron_lite.files import to_data
-
-    typer.echo(json.dumps(to_data(found) | {"passed": found.passed}))
