@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from galvatron_lite.cluster.budget import Budget, as_budget
@@ -64,6 +64,8 @@ def explain_plan(
     Raises:
         InputError: the plan does not fit the profile's model.
     """
+    if plan.provenance is not None:
+        setting = replace(setting, tolerance=plan.provenance.tolerance, margin=plan.provenance.margin)
     budget = as_budget(setting.budget_at(plan.devices))
     clock = Clock(seconds, progress, MOST_ASKED)
     priced = taken_apart(setting.session(plan.devices).pricer, plan) if explained_in_parts(plan) else None

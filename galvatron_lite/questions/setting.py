@@ -38,6 +38,7 @@ class Setting:
         mode: what the plans are for.
         delay: which rules of delayed gradients are allowed; None: none.
         margin: share of budgets that predictions keep free.
+        tolerance: share of the step time that plans may be from the best.
         sessions: what earlier points have priced, by devices.
     """
 
@@ -51,6 +52,7 @@ class Setting:
     mode: Mode = Mode.TRAINING
     delay: Delay | None = None
     margin: float = 0.0
+    tolerance: float = 0.0
     sessions: dict[int, Session] = field(default_factory=dict, compare=False, repr=False)
 
     def session(self, devices: int) -> Session:
@@ -150,7 +152,7 @@ def ask(
     progress: Progress | None = None,
     stoppable: bool = False,
     effort: int = MOST_WORK,
-    tolerance: float = 0.0,
+    tolerance: float | None = None,
 ) -> Plan:
     """The fastest plan on the first devices of the setting's cluster; see ``search.planner.find_plan``.
 
@@ -175,7 +177,7 @@ def ask(
         effort=effort,
         mode=setting.mode,
         delay=setting.delay,
-        tolerance=tolerance,
+        tolerance=setting.tolerance if tolerance is None else tolerance,
         margin=setting.margin,
     )
 

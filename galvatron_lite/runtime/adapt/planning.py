@@ -63,7 +63,7 @@ def answer(question: Question) -> Answer:
     budget = corrected_budget(
         budget_on(question.profile.cluster, question.mem or DEFAULT_BUDGET), question.corrections.memory
     )
-    plan = question.plan
+    plan, source = question.plan, question.plan.provenance
     try:
         found = find_plan(
             known,
@@ -74,6 +74,8 @@ def answer(question: Question) -> Answer:
             runners_up=0,
             stoppable=False,
             known=(plain(plan),),
+            tolerance=source.tolerance if source else 0.0,
+            margin=source.margin if source else 0.0,
         )
         return Answer(check_runs(found))
     except GalvatronError as error:
