@@ -7,7 +7,7 @@ most that could be saved, and the neighbours that would be quicker and do not fi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
 
@@ -273,6 +273,8 @@ def explain_plan(
         seconds: for planning anew; what there was no time for is said. None: no end.
         progress: called with (done, in all, what is looked at).
     """
+    if plan.provenance is not None:
+        setting = replace(setting, tolerance=plan.provenance.tolerance, margin=plan.provenance.margin)
     budget = as_budget(setting.budget_at(plan.devices))
     clock = Clock(seconds, progress, MOST_ASKED)
     priced = taken_apart(setting.session(plan.devices).pricer, plan) if explained_in_parts(plan) else None

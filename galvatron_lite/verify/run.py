@@ -29,7 +29,7 @@ def run_checks(
     identity: str = "",
     profile: Profile | None = None,
 ) -> Verification:
-    """The verdicts on a plan; see ``api_verify.verify_plan`` and ``checks.check_dry``."""
+    """The verdicts on a plan; see ``api_plans.verify_plan`` and ``checks.check_dry``."""
     found: list[Check] = []
     roles: list[RoleRun] = []
     with ExitStack() as stack:

@@ -81,7 +81,7 @@ def test_what_ifs_are_plans_by_hand(profile: Profile, told: Explanation) -> None
 def test_the_price_is_a_plan_by_hand(profile: Profile, told: Explanation) -> None:
     price = told.price
     assert price is not None
-    more = api.plan(profile, mem=BUDGET + price.added_bytes, batch=4)
+    more = api.plan(profile, mem=BUDGET + price.added_bytes, batch=4, margin=0.0, tolerance=0.0)
     saved = price.seconds_per_gib * price.added_bytes / 2**30
     assert saved == pytest.approx(max(told.step_seconds - seconds(more), 0.0), abs=1e-12)
     memory = next(bound for bound in told.bounds if bound.constraint is Constraint.MEMORY)
@@ -153,7 +153,7 @@ def test_runner_ups_choose_otherwise(plan: Plan, told: Explanation) -> None:
 
 
 def test_inference_has_no_moment_and_says_so(profile: Profile) -> None:
-    plan = api.plan(profile, mem=BUDGET, batch=4, mode="inference")
+    plan = api.plan(profile, mem=BUDGET, batch=4, mode="inference", margin=0.0, tolerance=0.0)
     told = api_plans.explain(plan, profile, what_if=False)
     assert told.time is not None
     assert all(not one.moment for one in told.memory)
@@ -161,7 +161,9 @@ def test_inference_has_no_moment_and_says_so(profile: Profile) -> None:
 
 
 def test_delayed_gradients_are_not_taken_apart_and_that_is_said(profile: Profile) -> None:
-    plan = api.plan(profile, mem=2**30, batch=4, allow_delay=True, fix={"schedule": "cyclic"})
+    plan = api.plan(
+        profile, mem=2**30, batch=4, allow_delay=True, fix={"schedule": "cyclic"}, margin=0.0, tolerance=0.0
+    )
     told = api_plans.explain(plan, profile, what_if=False)
     assert told.time is None
     assert told.runs == ()
@@ -174,7 +176,7 @@ def test_a_plan_finds_the_profile_it_was_made_from(tmp_path: Path, monkeypatch: 
 
     monkeypatch.chdir(tmp_path)
     known = api.find_profile(model="bert-large", cluster="rtx-titan", gpus=2)
-    plan = api.plan(known, batch=4, runners_up=0)
+    plan = api.plan(known, batch=4, runners_up=0, margin=0.0, tolerance=0.0)
     write_plan(plan, tmp_path / "plan.yaml")
     assert profile_of(plan) == known
     assert plan.provenance is not None

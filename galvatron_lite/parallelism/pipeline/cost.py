@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from galvatron_lite.arrays import Whole
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.pipeline.schedule import SIMPLE, Moments, Schedule, moments_of, stage_actions
@@ -82,7 +83,7 @@ def chunks_in_flight(schedule: Schedule, pipeline: int, group: int, microbatches
     return moments_of(stage_actions(schedule, pipeline, group, shown, virtual), virtual)
 
 
-def buffer_bytes(left: int, right: int, microbatches: int, *, counted: bool = True) -> int:
+def buffer_bytes(left: Whole, right: Whole, microbatches: int, *, counted: bool = True) -> Whole:
     """Bytes of send and receive buffers of one stage, beyond what its layers keep.
 
     Coming in: one activation received ahead of its pass and one gradient on its way back (``left`` bytes each, 0 in

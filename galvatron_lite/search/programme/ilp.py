@@ -21,7 +21,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.partition import Partition
 from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.programme.ilp_model import SCALE, ShapeModel, choosable
-from galvatron_lite.search.programme.ilp_uniform import UniformModel
+from galvatron_lite.search.programme.ilp_uniform import UniformModel, first_blocks
 from galvatron_lite.search.programme.pulp_adapter import Verdict, solve
 from galvatron_lite.search.tables import TICKS
 
@@ -92,8 +92,12 @@ def solve_shape(problem: Problem, partition: Partition, seconds: float = SECONDS
     found, _ = _priced(problem, [b - a for a, b in pairwise(partition.cuts)], strategies)
     several = problem.shape.virtual > 1
     free = choosable(problem) and not several and not problem.tables[0].fixed.even
-    build = UniformModel if several else ShapeModel
-    model = build(problem, partition.time / TICKS / SCALE, None if free else partition.cuts)
+    unit, cuts = partition.time / TICKS / SCALE, None if free else partition.cuts
+    model = (
+        UniformModel(problem, unit, cuts, first=first_blocks(problem.graph, strategies))
+        if several
+        else ShapeModel(problem, unit, cuts)
+    )
     answer = solve(model.programme, seconds)
     own = inf
     if answer.values:

@@ -1,30 +1,45 @@
 """The integer programme of a schedule that runs several stages on each group of devices (interleaved 1F1B, ZB-V).
 
-Boundaries are settled (blocks are shared out evenly), and so is that all layers before the blocks have one strategy,
-all blocks, and all layers after them. What is left is the path of ``ilp_model`` through all virtual stages, the time
-added up by groups, and memory as ``cost.memory.group_memory`` has it: while one stage of a group computes, the others
-hold what they hold at rest and the activations of their micro-batches in flight.
+Boundaries are settled (blocks are shared out evenly), and so is which blocks have one strategy: all, or those of two
+sets that only recompute differently. All layers before the blocks have one, and all layers after them. What is left
+is the path of ``ilp_model`` through all virtual stages, the time added up by groups, and memory as in
+``cost.memory.group_memory``: while one stage of a group computes, the others hold what they hold at rest and
+activations of micro-batches in flight.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from galvatron_lite.cost.layer import ALONE
 from galvatron_lite.cost.memory import resting
 from galvatron_lite.cost.sharing import sharing_of
-from galvatron_lite.model.graph import Role
+from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight
 from galvatron_lite.parallelism.pipeline.schedule import stage_at
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.programme.ilp_model import ShapeModel, Terms, added, row_of
 from galvatron_lite.search.tables import Table
 
 
+def first_blocks(graph: ModelGraph, strategies: Sequence[Strategy]) -> frozenset[int]:
+    """The blocks of a plan that have the strategy of the first."""
+    blocks = [place for place, layer in enumerate(graph.layers) if layer.role is Role.BLOCK]
+    return frozenset(place for place in blocks if strategies[place] == strategies[blocks[0]])
+
+
 @dataclass(slots=True)
 class UniformModel(ShapeModel):
-    """``ShapeModel`` of a schedule with virtual stages; ``cuts`` must be given."""
+    """``ShapeModel`` of a schedule with virtual stages; ``cuts`` must be given.
+
+    Attributes:
+        first: blocks that have a strategy of their own.
+    """
+
+    first: frozenset[int] = frozenset()
 
     def _places(self, group: int) -> list[int]:
         """Layers that a group of devices holds."""
@@ -41,12 +56,15 @@ class UniformModel(ShapeModel):
         return self.problem.tables[self._group(stage)].whole(layer.kind, layer.name, sharing)
 
     def _add_agreements(self) -> None:
-        """As for every shape; and one strategy for all layers of a role."""
+        """As for every shape; and one strategy for all layers of a role, or of two sets of them."""
         super(UniformModel, self)._add_agreements()
         layers = self.problem.graph.layers
         for role in Role:
             places = [place for place, layer in enumerate(layers) if layer.role is role]
-            self._agree(places, lambda table, row: table.strategies[row])
+            self._agree(places, lambda table, row: replace(table.strategies[row], recompute=Recompute.NONE))
+            for inside in (True, False):
+                same = [place for place in places if (place in self.first) is inside]
+                self._agree(same, lambda table, row: table.strategies[row])
 
     def _add_memory(self, group: int) -> None:
         shape = self.problem.shape
