@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,17 +25,33 @@ from galvatron_lite.runtime.laid import LaidTensor
 from galvatron_lite.runtime.layout import IDS, INNER, Layout, Split
 from galvatron_lite.runtime.traffic import Traffic
 
+UserHooks = Mapping[str, tuple[Sequence[int], Sequence[int]]]
+"""By path of a module, the forward pre-hooks and the forward hooks that its user registered."""
 
-def install_hooks(model: nn.Module, stage: Sequence[Bordered], traffic: Traffic, incoming: Collection[Layout]) -> None:
+
+def hooks_of(model: nn.Module) -> UserHooks:
+    """The hooks of all modules; torch has no public way to ask, the two dicts are as old as hooks are."""
+    return {path: (tuple(one._forward_pre_hooks), tuple(one._forward_hooks)) for path, one in model.named_modules()}
+
+
+def install_hooks(
+    model: nn.Module,
+    stage: Sequence[Bordered],
+    traffic: Traffic,
+    incoming: Collection[Layout],
+    users: UserHooks = MappingProxyType({}),
+) -> None:
     """Put the hooks on a stage's layers, where layouts or precision ask for any.
 
-    Call it after every other hook of the layers is in place: conversion comes before ZeRO wraps the inputs.
+    Call it after every other hook of the layers is in place: conversion comes before ZeRO wraps the inputs. The user's
+    hooks see what code between layers sees: they run before inputs are converted, and after outputs are.
 
     Args:
         model: holds the layers.
         stage: the modules of the stage's layers, and what they work on.
         traffic: shared by the hooks.
         incoming: layouts in which what comes from earlier stages may lie; none for the first stage.
+        users: hooks that the modules had before anything was split.
     """
     layouts = {*incoming, *(one.border.layout for one in stage)}
     moves = layouts != {traffic.glue} or bool(traffic.border.lines)
@@ -46,6 +63,11 @@ def install_hooks(model: nn.Module, stage: Sequence[Bordered], traffic: Traffic,
             module.register_forward_pre_hook(entry, prepend=True, with_kwargs=True)
         if one.border.layout != traffic.glue or one.border.lines:
             module.register_forward_hook(_Exit(traffic, one.border))
+        before, after = users.get(one.path, ((), ()))
+        for key in reversed(before):
+            module._forward_pre_hooks.move_to_end(key, last=False)
+        for key in after:
+            module._forward_hooks.move_to_end(key)
 
 
 @dataclass(frozen=True, slots=True)

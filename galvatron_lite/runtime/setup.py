@@ -48,7 +48,7 @@ from galvatron_lite.runtime.border import border_of, rules_under
 from galvatron_lite.runtime.channel_plans import channel_plans
 from galvatron_lite.runtime.compiled import compile_blocks
 from galvatron_lite.runtime.gradient_guard import hides_norm
-from galvatron_lite.runtime.hooks import install_hooks
+from galvatron_lite.runtime.hooks import hooks_of, install_hooks
 from galvatron_lite.runtime.layout import Layout
 from galvatron_lite.runtime.materialize import Materializer
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
@@ -371,6 +371,7 @@ def assemble(
         tied: parameters that another stage of this rank has and trains, by their names here.
     """
     intercept_custom_functions()
+    users = hooks_of(model)
     compile_blocks(model, stage, meshes, options.compile)
     place = place or Materializer(model, layers, options.device, options.seed, options.init_fn).place
     if options.compute is not None:
@@ -383,7 +384,7 @@ def assemble(
     border = border_of(glue_layout(stage), glue.strategy, groups)
     mover = Mover(meshes.groups(stage[0].strategy).everyone, meshes.index_in_stage)
     traffic = Traffic(mover, border, rules_under(glue.strategy), options.compute, known.sampled)
-    install_hooks(model, sharded.borders, traffic, incoming)
+    install_hooks(model, sharded.borders, traffic, incoming, users)
     install_router_losses(model, stage, meshes, sharded.experts)
     tie(model, tied or {})
     owned = owned_parameters(model, stage, meshes, sharded.shards, sharded.experts)

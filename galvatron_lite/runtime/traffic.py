@@ -107,7 +107,8 @@ class Traffic:
         """What glue code is given of what a layer returned; it moves once code looks at it."""
         if piece.split == self.target(piece.shape):
             return self.show(piece)
-        return laid_tensor(piece, self.rows // self.glue.batch, self.show)
+        # by its own shape: what a stage receives is handed over before its first micro-batch begins
+        return laid_tensor(piece, piece.shape[0] // self.glue.batch, self.show)
 
     def target(self, shape: tuple[int, ...]) -> Split:
         """How a tensor of the samples lies in the glue code."""

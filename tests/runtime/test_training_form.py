@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
@@ -63,6 +65,58 @@ def in_stages(family: str, strategy: Strategy, change: Changed = lambda model: m
     layers = discover_layers(model, batch)
     stages = [[layer.name for layer in part] for part in (layers[:-2], layers[-2:])]
     plan = make_plan(stages, [[strategy] * len(stage) for stage in stages], SAMPLES, 2)
+    return difference(ParallelModel(model, plan, layers, batch, device="cpu"), batch, expected)
+
+
+def test_hooks_of_users_see_what_code_between_layers_sees(pool: WorkerPool) -> None:
+    """As those of transformers, PEFT and the like, which make the embedding's output take a gradient."""
+    assert pool.run(2, hooked) == [""] * 2
+
+
+def hooked() -> str:
+    def change(model: nn.Module) -> nn.Module:
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+        for layer in model.model.layers:
+            layer.register_forward_pre_hook(lambda _, args: (args[0].reshape(SAMPLES, -1, 32), *args[1:]))
+            layer.register_forward_hook(lambda _, __, output: 0.5 * output.reshape(SAMPLES, -1, 32))
+        return model
+
+    return under("Llama", Strategy(context=2), Strategy(context=2), change)
+
+
+class Reshaping(nn.Module):
+    """Pictures whose pixels attention takes as tokens: code between layers reads shapes and reshapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter = nn.Conv2d(3, 8, 1)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4))
+        self.leave = nn.Conv2d(8, 1, 1)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        hidden = self.enter(pictures)
+        for layer in self.layers:
+            samples, channels, height, width = hidden.shape
+            hidden = layer(hidden.reshape(samples, channels, -1).transpose(1, 2)).transpose(1, 2)
+            hidden = hidden.reshape(samples, -1, height, width)
+        return self.leave(hidden).square().mean()
+
+
+def test_shapes_of_what_a_stage_receives_are_those_of_its_samples(pool: WorkerPool) -> None:
+    assert pool.run(4, reshaping) == [""] * 4
+
+
+def reshaping() -> str:
+    model, batch = Reshaping(), torch.randn(SAMPLES, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+    expected, layers = trained_plainly(Reshaping(), batch), discover_layers(model, batch)
+    stages = [[layer.name for layer in part] for part in (layers[:3], layers[3:])]
+    strategies = [
+        [Strategy(data=2), Strategy(data=2), Strategy(tensor=2)],
+        [Strategy(tensor=2)] * 2 + [Strategy(data=2)],
+    ]
+    plan = make_plan(stages, strategies, SAMPLES, 2)
     return difference(ParallelModel(model, plan, layers, batch, device="cpu"), batch, expected)
 
 
