@@ -64,10 +64,11 @@ def install_hooks(
         if one.border.layout != traffic.glue or one.border.lines:
             module.register_forward_hook(_Exit(traffic, one.border))
         before, after = users.get(one.path, ((), ()))
+        # torch has no other way to order hooks that are registered
         for key in reversed(before):
-            module._forward_pre_hooks.move_to_end(key, last=False)
+            module._forward_pre_hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
         for key in after:
-            module._forward_hooks.move_to_end(key)
+            module._forward_hooks.move_to_end(key)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
