@@ -65,9 +65,9 @@ def install_hooks(
             module.register_forward_hook(_Exit(traffic, one.border))
         before, after = users.get(one.path, ((), ()))
         for key in reversed(before):
-            module._forward_pre_hooks.move_to_end(key, last=False)
+            module._forward_pre_hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
         for key in after:
-            module._forward_hooks.move_to_end(key)
+            module._forward_hooks.move_to_end(key)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
