@@ -14,7 +14,8 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from galvatron_lite.errors import InputError
+from galvatron_lite.analysis.uncaptured import check_uncaptured, uncaptured_plan
+from galvatron_lite.errors import InputError, TraceError
 from galvatron_lite.launch.commands import PLAN_VARIABLE
 from galvatron_lite.launch.error_reports import listen
 from galvatron_lite.model.batch import batch_size
@@ -23,6 +24,8 @@ from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.forward import gives_loss, mean_of_outputs
 from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.trace_meta import precision_of
+from galvatron_lite.model.trace_record import ValuesReadError
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
 from galvatron_lite.plans.describe import plan_line
 from galvatron_lite.plans.execution import check_runs
@@ -169,7 +172,11 @@ def auto_parallelize(
     example = batch if batch is not None else example_batch(model)
     if local_batch and batch is not None:
         example = GlobalBatches(place, local=True)(batch)
-    layers = discover_layers(model, example, blocks)
+    uncaptured: TraceError | None = None
+    try:
+        layers = discover_layers(model, example, blocks)
+    except ValuesReadError as error:
+        layers, uncaptured = discover_layers(model, None, blocks), error
     plan = os.environ.get(PLAN_VARIABLE) if plan is None else plan
     settings, (phased, first) = settings_of(adapt, mem), opened(plan)
     chosen = _given_plan(first, backend)
@@ -181,7 +188,9 @@ def auto_parallelize(
     if wanted is Mode.TRAINING and (check or verify):
         findings = _tried_out(model, example, layers, loss_fn, loss_weight, loss_reduction, init_fn)
     known = None
-    if chosen is None or settings is not None:
+    if uncaptured is not None and (wanted is Mode.INFERENCE or settings is not None):
+        raise uncaptured
+    if uncaptured is None and (chosen is None or settings is not None):
         known = _profile(profile, model, example, _goal(loss_fn, wanted, model, example), blocks, precision, folder)
     if chosen is None and known is not None:
         _warn(_on_dead(known.graph) if dist.get_rank() == 0 else ())
@@ -202,7 +211,18 @@ def auto_parallelize(
             notes = () if chosen.provenance is None else chosen.provenance.notes
             for note in (*notes, *(() if findings is None else findings.notes())):
                 say(f"note: {note}")
+    if chosen is None and uncaptured is not None:
+        pinned = {"fix": texts("fix", fix), "forbid": texts("forbid", forbid)}
+        samples = global_batch or batch_size(example)
+        chosen = _agreed(lambda: _without_graph(model, layers, samples, mem, precision, **pinned))
+        if dist.get_rank() == 0:
+            say(f"plan: {plan_line(chosen)}")
+            what = f"{uncaptured.field} ({uncaptured.value})"
+            say(f"note: values of tensors decide what {what} runs: costs are not known, and only plans of data "
+                "parallelism, ZeRO 1 and full recomputation run it")  # fmt: skip
     assert chosen is not None
+    if uncaptured is not None:
+        check_uncaptured(chosen, uncaptured)
     if findings is not None:
         for each in (chosen,) if phased is None else (phase.plan for phase in phased.phases):
             findings.check(each)
@@ -229,6 +249,19 @@ def auto_parallelize(
     steer(made, phased, settings, known)
     watch_training(made if wanted is Mode.TRAINING else None, seen, known)
     return made if wanted is Mode.TRAINING else _for_inference(made)
+
+
+def _without_graph(
+    model: nn.Module, layers: Sequence[Layer], batch: int, mem: str | int, precision: str | None, **pins: Sequence[str]
+) -> Plan:
+    """A plan of a model whose values decide what it runs."""
+    from galvatron_lite.cluster.budget import budget_on
+    from galvatron_lite.cluster.probe import probe
+
+    return uncaptured_plan(
+        type(model).__name__, layers, size=sum(one.nbytes for one in model.parameters()), devices=world_size(),
+        batch=batch, budget=budget_on(probe(), mem).least, precision=precision or precision_of(model), **pins,
+    )  # fmt: skip
 
 
 def _tried_out(

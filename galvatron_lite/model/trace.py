@@ -116,7 +116,7 @@ def trace(
         precision=precision_of(twin),
         ties=capture.owners.ties + (read_elsewhere(watched.flow, twin, layers) if tensors else ()),
         notes=dead_note(dead, sum(p.numel() for p in twin.parameters()), _goal(loss_fn)),
-        whole=whole_reason(twin, layers, seen[0], ends[0]),
+        whole=whole_reason(twin, layers, seen[0], ends[0], watched.flow),
         dead=dead,
         undivided=undivided_reason(model, batch),
     )

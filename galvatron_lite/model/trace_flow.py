@@ -39,6 +39,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         work: by module path forward FLOPs of its own code.
         ran: paths of modules that ran.
         copied: whether a module handed on a copy of what it was given.
+        asked: values of tensors that code read: path of the module whose code it is, and what they are made of.
     """
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
@@ -55,6 +56,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._same = WeakIdKeyDictionary()
         self._decided, self._running = 0, [""]
         self.ran, self.copied = set[str](), False
+        self.asked: list[tuple[str, int]] = []
         self._start(model, batch)
 
     def _start(self, model: nn.Module, batch: Any) -> None:
@@ -128,6 +130,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = self._note_taken(taken, path)
         if func is torch.ops.aten._local_scalar_dense.default:
             self._decided |= made
+            self.asked.append((path, made))
         output = func(*args, **kwargs)
         self.work[path] += flops(func, args, kwargs, output)
         made = _union(made, self.modules[path] | self._decided)

@@ -194,8 +194,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             parameter.grad = None
 
 
+class ValuesReadError(TraceError):
+    """The model reads values of tensors to decide what to run, so it cannot be captured without data."""
+
+
 def _answer(tensor: Tensor) -> bool:
     if tensor.dtype is torch.bool:
         return True
     remedy = "The model reads values of tensors to decide what to run; such a model cannot be captured without data."
-    raise TraceError("model", "tensor.item()", remedy)
+    raise ValuesReadError("model", "tensor.item()", remedy)

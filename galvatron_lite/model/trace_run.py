@@ -17,7 +17,7 @@ from galvatron_lite.model.batch import call_model, map_tensors, tensors_of
 from galvatron_lite.model.trace_attention import FusedAttention
 from galvatron_lite.model.trace_experts import GroupedExperts
 from galvatron_lite.model.trace_flow import Flow
-from galvatron_lite.model.trace_record import Recorder, Recording
+from galvatron_lite.model.trace_record import Recorder, Recording, ValuesReadError
 
 
 @dataclass(slots=True)
@@ -126,11 +126,12 @@ def explaining(path: str, module: nn.Module, entered: Sequence[str] = ()) -> Ite
             raise
         part = entered[-1] if entered else ""
         full = ".".join(filter(None, (path, part)))
-        reason = cause.remedy if isinstance(cause, TraceError) else f"{type(cause).__name__}: {cause}"
+        reason = cause.remedy if isinstance(cause, TraceError) else f"{type(cause).__name__}: {cause}".split(". ")[0]
         remedy = f"It does not run without data (on the meta device): {reason}"
-        raise TraceError(
-            f"block {full}" if full else "model", type(module.get_submodule(part)).__name__, remedy
-        ) from cause
+        # torch has no type of error of its own for operators that would need values: nonzero, tolist, numpy
+        values = isinstance(cause, (ValuesReadError, NotImplementedError)) or "meta " in str(cause)
+        kind = ValuesReadError if values else TraceError
+        raise kind(f"block {full}" if full else "model", type(module.get_submodule(part)).__name__, remedy) from cause
 
 
 class _Incoming(torch.autograd.Function):

@@ -8,21 +8,27 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from galvatron_lite.model.batch import tensors_of
+from galvatron_lite.model.discover_blocks import at
 from galvatron_lite.model.graph import Layer
+from galvatron_lite.model.trace_flow import Flow
 from galvatron_lite.model.trace_run import Observation
 
 
-def whole_reason(model: nn.Module, layers: Sequence[Layer], seen: Observation, ends: Sequence[Tensor]) -> str:
+def whole_reason(
+    model: nn.Module, layers: Sequence[Layer], seen: Observation, ends: Sequence[Tensor], flow: Flow
+) -> str:
     """Why not every layer can begin a stage; empty where it can.
 
     A stage has its own layers' parameters and runs once. So no layer may run again behind a later one, code behind the
     first block may read no parameter that no layer's modules hold, and the loss nothing that was taken out of a block.
+    Nor may values that layers made decide what runs between them.
 
     Args:
         model: that ran.
         layers: of it.
         seen: the run.
         ends: what the loss is made of.
+        flow: of a run, what tensors are made of.
     """
     places = {path: number for number, layer in enumerate(layers) for path in layer.modules}
     if len(layers) == 2 and not layers[1].modules:
@@ -37,6 +43,15 @@ def whole_reason(model: nn.Module, layers: Sequence[Layer], seen: Observation, e
     name = _loose_read(model, places, seen, [*later, *ends])
     if name:
         return f"no pipeline stages: code behind the first block reads {name}, which no layer holds"
+    for path, made in flow.asked:
+        if not any(at(path, layer) for layer in places):
+            read = (
+                layer for layer in places if any(made & bit for name, bit in flow.modules.items() if at(name, layer))
+            )
+            if layer := next(read, ""):
+                return (
+                    f"no pipeline stages: code between layers reads values of what {layer} gives, to decide what runs"
+                )
     lent = _lent(model, layers, seen, ends)
     if lent:
         return f"no pipeline stages: {lent}, a parameter of a module that never runs, is handed to other layers"

@@ -274,12 +274,13 @@ def time_blocks(modules: list[nn.Module], call: BlockCall, device: torch.device,
     parameters and activations push one another out of the caches, and autograd is entered once for all.
     """
     leaf = leaf_of(call)
-    gradients = [torch.full_like(tensor, 1e-3) for tensor in differentiable(_plain(modules[0], call, leaf))]
+    gradients = [torch.full_like(tensor, 1e-3) for tensor in differentiable(_plain(modules[0], call, leaf.clone()))]
 
     def once(lap: Lap) -> None:
-        leaves = [leaf.detach().clone().requires_grad_(leaf.requires_grad) for _ in modules]
+        # no leaves themselves: a block may work in place on what it is given
+        entering = [leaf.detach().clone().requires_grad_(leaf.requires_grad).clone() for _ in modules]
         lap()
-        outputs = [differentiable(_plain(module, call, own)) for module, own in zip(modules, leaves, strict=True)]
+        outputs = [differentiable(_plain(module, call, own)) for module, own in zip(modules, entering, strict=True)]
         lap()
         flat = [tensor for output in outputs for tensor in output]
         if flat:

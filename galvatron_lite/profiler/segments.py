@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import call_model, map_tensors, tensors_of
 from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.model.training_form import prepare_for_training
 from galvatron_lite.parallelism.precision import compute_context
 
@@ -40,16 +41,19 @@ class BlockCall:
 class PassThrough(nn.Module):
     """Stands for a block; hands its arguments to ``visit``, which gives the result.
 
-    Plain attributes of the block stay readable, since some models look at them while they run.
+    Attributes and submodules of the block stay readable, without values, since some models look at them while they run.
     """
 
     visit: Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
     def __init__(self, block: nn.Module, path: str, kind: str) -> None:
         super().__init__()
-        plain = {key: value for key, value in vars(block).items() if not key.startswith("_") and key != "training"}
-        self.__dict__.update({key: value for key, value in plain.items() if not isinstance(value, (nn.Module, Tensor))})
+        self.__dict__["block"] = meta_copy(block)  # not a submodule: it has no parameters to train
         self.path, self.kind = path, kind
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the block."""
+        return getattr(self.__dict__["block"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the block would return, by the visitor."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.parallelism.cuts.tensor import CutTensor, name_of, shares_only
 
@@ -55,6 +56,10 @@ class UnknownTensor(CutTensor):
         one = next(tensor for tensor in tensors_of((args, given)) if isinstance(tensor, UnknownTensor))
         if name == "device":
             return one.home
+        if name in _VALUES:
+            made_of = ", ".join(sorted(one.path for one in one.sources))
+            remedy = "Code between layers reads values of it to decide what runs: put all layers into one stage."
+            raise InputError("stages, output of", made_of, remedy)
         if name in _MAKERS:
             return func(_stand_in(one), *args[1:], **given)
         if name in ("to", "cpu", "cuda"):
@@ -95,6 +100,8 @@ def shape_of(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
+_VALUES = frozenset(("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "__array__"))
+"""Functions that give values of a tensor to Python."""
 _NEW = ("new_tensor", "new_empty", "new_full", "new_ones", "new_zeros")
 _LIKE = ("empty_like", "full_like", "ones_like", "zeros_like", "rand_like", "randn_like", "randint_like")
 _MAKERS = frozenset((*_NEW, *_LIKE))

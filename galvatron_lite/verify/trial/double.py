@@ -20,6 +20,7 @@ from galvatron_lite.model.batch import ITEMS, call_model, map_tensors, places, r
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.trace_meta import BATCH_NORMS, meta_copy
+from galvatron_lite.model.trace_record import ValuesReadError
 from galvatron_lite.runtime.materialize import Materializer
 from galvatron_lite.units import format_count
 from galvatron_lite.verify.numbers.shrink import cut_for
@@ -82,7 +83,10 @@ def make_double(
         if getattr(config, f"output_{LOGITS}", False):  # a loss of all tokens together, right under every plan
             setattr(config, f"output_{LOGITS}", False)
     try:
-        found = discover_layers(double, small)
+        try:
+            found = discover_layers(double, small)
+        except ValuesReadError:
+            found = discover_layers(double)
         if any(one.is_meta for one in (*double.parameters(), *double.buffers())):
             materializer = Materializer(double, found, torch.device("cpu"), 0, init_fn)
             for layer in found:
