@@ -32,7 +32,7 @@ from galvatron_lite.search.shapes import (
     with_ties,
     without_ties,
 )
-from galvatron_lite.search.uniform import Uniform
+from galvatron_lite.search.uniform import Uniform, cuts_of
 
 Progress = Callable[[int, int, str], None]
 MOST_WORK = 60_000_000
@@ -202,11 +202,14 @@ def _refine(walk: _Walk, problem: Problem, bounds: Refined) -> Refined:
 
 def _solve_uniform(walk: _Walk, node: _Node) -> None:
     """The best uniform plan of a node; looked for once plans of other nodes have had a chance to lower the limit."""
+    shape = node.problem.shape
+    ways = [Uniform(node.problem, cuts) for cuts in cuts_of(node.problem.graph, shape.stages * shape.virtual)]
     if node.stage is _Stage.PRICED:
-        walk.push(node.problem, None, _Stage.TRIED, max(node.bound, Uniform(node.problem).bound()))
+        walk.push(node.problem, None, _Stage.TRIED, max(node.bound, min(way.bound() for way in ways)))
     else:
         walk.work += _LOOK
-        walk.better(node.problem, Uniform(node.problem).best(walk.limit))
+        for way in ways:
+            walk.better(node.problem, way.best(walk.limit))
 
 
 def _solve(walk: _Walk, node: _Node, bounds: Refined | None) -> None:

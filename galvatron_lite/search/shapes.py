@@ -147,10 +147,11 @@ def _schedules(request: Request, stages: int) -> list[tuple[Schedule, int]]:
 
 
 def virtual_stages(graph: ModelGraph, schedule: Schedule, stages: int) -> list[int]:
-    """How many stages a group of devices may run; every one of several holds a block at least."""
+    """How many stages a group of devices may run; every one of several holds a block, or layers before or after all."""
     blocks = sum(layer.role is Role.BLOCK for layer in graph.layers)
     if schedule is Schedule.INTERLEAVED:
-        return list(range(2, blocks // stages + 1))
+        edges = len({layer.role for layer in graph.layers} - {Role.BLOCK})
+        return [count for count in range(2, (blocks + edges) // stages + 1) if blocks >= stages]
     if schedule is Schedule.ZERO_BUBBLE_V:
         return [2] if 2 * stages <= blocks else []
     return [1]

@@ -139,7 +139,9 @@ def _allowed(request: Request, found: Found, own: Sequence[Strategy]) -> bool:
     if any(len({own[place] for place in group}) > 1 for group in tied_groups(graph)):
         return False
     if shape.virtual > 1:
-        return all(len({one for part, one in zip(part_of(graph), own, strict=True) if part == k}) < 2 for k in range(3))
+        return all(
+            len({layout(one) for part, one in zip(part_of(graph), own, strict=True) if part == k}) < 2 for k in range(3)
+        )
     if shape.stages > 1:
         inner = found.partition.cuts[1:-1]
         return len({layout(own[place]) for cut in inner for place in (cut - 1, cut)}) == 1

@@ -1,20 +1,22 @@
 """Plans whose groups of devices run several virtual stages (interleaved 1F1B, ZB-V): the exact best uniform one.
 
-The declared space. Blocks are shared out evenly over the chunks in the order of the model, the first chunks taking the
-remainder; layers before the blocks are in the first chunk, those after them in the last. One strategy for all layers
-before the blocks, one for all blocks, one for all layers after them; layers that share parameters have one strategy.
+The declared space. Blocks are shared out evenly over the chunks in the order of the model, or so are blocks and the
+layers before and after them, which count as one block each (``cuts_of``). Layers before the blocks are in the first
+chunk, those after them in the last. One strategy for all layers before the blocks and one for all layers after them;
+for blocks one, or two of equal layout: of the blocks of every group of devices the first so many eighths have the one,
+the others the other. Layers that share parameters have one strategy.
 
 With e, b, h the strategies before the blocks, of the blocks and after them, the time is the closed form of
-``cost.schedule`` over groups: sums of figures of b, and of e and h in the groups that hold them. So all candidates are
+``cost.schedule`` over groups: sums of figures of b, and of e and h in the groups that hold them. So many candidates are
 timed at once as arrays, and so is their memory (``uniform_memory``). Strategies that another one of their layout equals
-or beats in everything are left out first.
+or beats in everything are left out first. Choices of b are taken in the order of what their blocks take by themselves.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import accumulate, pairwise
 
@@ -28,7 +30,7 @@ from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, chunks_in_flight
 from galvatron_lite.parallelism.pipeline.schedule import group_of, stage_at
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.search.chains.pareto import pareto_rows
+from galvatron_lite.search.chains.pareto import pairs_within, pareto_rows
 from galvatron_lite.search.figures import ticks
 from galvatron_lite.search.partition import Partition
 from galvatron_lite.search.problem import Problem, StagePlan
@@ -38,6 +40,8 @@ from galvatron_lite.search.uniform_memory import along, group_bytes
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 _HALF = 0.5
+_PARTS, _AT_ONCE = 8, 64
+"""Parts that the blocks of a group are in; choices for blocks that are timed at once."""
 
 
 def parts_of(graph: ModelGraph) -> tuple[range, range, range]:
@@ -46,12 +50,22 @@ def parts_of(graph: ModelGraph) -> tuple[range, range, range]:
     return range(blocks[0]), range(blocks[0], blocks[-1] + 1), range(blocks[-1] + 1, len(graph.layers))
 
 
-def chunk_cuts(graph: ModelGraph, chunks: int) -> tuple[int, ...]:
-    """Where chunks begin, and the number of layers; see the module."""
-    blocks = parts_of(graph)[1]
-    sizes = [len(blocks) // chunks + (chunk < len(blocks) % chunks) for chunk in range(chunks)]
-    ends = list(accumulate(sizes, initial=blocks.start))
-    return (0, *ends[1:-1], len(graph.layers))
+def cuts_of(graph: ModelGraph, chunks: int) -> list[tuple[int, ...]]:
+    """Where chunks begin, and the number of layers: the ways to share layers out, see the module."""
+    before, blocks, after = parts_of(graph)
+    sizes = [_shares(len(blocks), chunks, 0)] if len(blocks) >= chunks else []
+    edges = bool(before) + bool(after)
+    if len(blocks) % chunks and len(blocks) + edges >= chunks:
+        shares = _shares(len(blocks) + edges, chunks, bool(before))
+        shares[0] -= bool(before)
+        shares[-1] -= bool(after)
+        sizes.append(shares)
+    return [(0, *list(accumulate(own, initial=blocks.start))[1:-1], len(graph.layers)) for own in sizes]
+
+
+def _shares(count: int, chunks: int, first: int) -> list[int]:
+    """Even shares; those from a place on are one larger where that is needed."""
+    return [count // chunks + (first <= chunk < first + count % chunks) for chunk in range(chunks)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,12 +73,31 @@ class _Part:
     """What all layers before the blocks, all blocks, or all layers after them may take.
 
     Attributes:
-        strategies: S of them; one without meaning where there are no layers.
-        tables: figures of each layer, in the order of ``strategies``.
+        size: number of choices; one without meaning where there are no layers.
+        tables: figures of each layer under each choice.
     """
 
-    strategies: tuple[Strategy, ...]
+    size: int
     tables: dict[int, Table]
+
+    def at(self, rows: IntArray) -> _Part:
+        """Some of the choices."""
+        own = {id(table): table.at(rows) for table in self.tables.values()}
+        return _Part(len(rows), {place: own[id(table)] for place, table in self.tables.items()})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pairs:
+    """Choices of two strategies for blocks: of those of each group the first so many parts have the first."""
+
+    table: Table
+    first: IntArray
+    second: IntArray
+    counts: IntArray
+
+    def at(self, number: int) -> Table:
+        """What a block in one of the parts takes under all choices."""
+        return self.table.at(np.where(number < self.counts, self.first, self.second))
 
 
 @dataclass(eq=False)
@@ -73,18 +106,16 @@ class Uniform:
 
     Attributes:
         problem: the shape, its tables and budgets.
+        cuts: where chunks begin.
         lean: whether only memory matters.
+        settled: ``parts``, where they are known.
     """
 
     problem: Problem
+    cuts: tuple[int, ...]
     lean: bool = False
-    _sent: dict[tuple[int, int, int], IntArray] = field(default_factory=dict)
-
-    @cached_property
-    def cuts(self) -> tuple[int, ...]:
-        """Where chunks begin."""
-        shape = self.problem.shape
-        return chunk_cuts(self.problem.graph, shape.stages * shape.virtual)
+    settled: list[_Part] = field(default_factory=list)
+    _sent: dict[tuple[int, int, int], IntArray] = field(default_factory=dict, init=False)
 
     @cached_property
     def stages_of(self) -> list[list[int]]:
@@ -104,29 +135,36 @@ class Uniform:
         ]
 
     @cached_property
+    def sharing(self) -> dict[int, Sharing]:
+        """Of layers that share parameters."""
+        found: dict[int, Sharing] = {}
+        for places in self._held:
+            found |= sharing_of(self.problem.graph, places)
+        return found
+
+    @cached_property
     def parts(self) -> list[_Part]:
         """The parts of the model."""
-        sharing: dict[int, Sharing] = {}
-        for places in self._held:
-            sharing |= sharing_of(self.problem.graph, places)
-        return [self._part(places, sharing) for places in parts_of(self.problem.graph)]
+        if self.settled:
+            return self.settled
+        before, blocks, after = parts_of(self.problem.graph)
+        return [self._part(before), self._mixed() if self.pairs is not None else self._part(blocks), self._part(after)]
 
-    def _part(self, places: range, sharing: dict[int, Sharing]) -> _Part:
+    def _part(self, places: range) -> _Part:
         tables: dict[int, Table] = {}
         for group, held in enumerate(self._held):
             for place in held.intersection(places):
                 layer = self.problem.graph.layers[place]
                 own = self.problem.tables[group]
-                tables[place] = own.whole(layer.kind, layer.name, sharing.get(place, ALONE))
+                tables[place] = own.whole(layer.kind, layer.name, self.sharing.get(place, ALONE))
         if not tables:
-            return _Part((Strategy(),), {})
+            return _Part(1, {})
         distinct = list({id(table): table for _, table in sorted(tables.items())}.values())
         common = set.intersection(*({*table.strategies} for table in distinct))
         every = [table.where(lambda strategy: strategy in common) for table in distinct]
-        kept = self._useful(every, bool(sharing.keys() & set(places)))
+        kept = self._useful(every, bool(self.sharing.keys() & set(places)))
         thinned = {id(table): own.at(kept) for table, own in zip(distinct, every, strict=True)}
-        chosen = {place: thinned[id(table)] for place, table in tables.items()}
-        return _Part(chosen[places.start].strategies, chosen)
+        return _Part(len(kept), {place: thinned[id(table)] for place, table in tables.items()})
 
     def _useful(self, tables: Sequence[Table], shared: bool) -> IntArray:
         """Rows that no other of the same layout equals or beats in every figure of all tables."""
@@ -139,45 +177,99 @@ class Uniform:
         kept = [rows[pareto_rows(keys[rows])] for rows in groups]
         return np.sort(np.concatenate(kept)) if kept else np.array([], dtype=np.int64)
 
-    def bound(self) -> float:
-        """A time that no uniform plan beats, quickly: from blocks alone, with what groups must hold of them."""
-        form, shape, graph = self.problem.form, self.problem.shape, self.problem.graph
-        blocks = [place for place in parts_of(graph)[1] if graph.layers[place].role is Role.BLOCK]
-        kinds = {
-            (graph.layers[place].kind, self.problem.tables[0].fixed.pins_of(graph.layers[place].name))
-            for place in blocks
-        }
-        if len(kinds) > 1 or len({id(own) for own in self.problem.tables}) > 1:
-            return 0.0
-        layer = graph.layers[blocks[0]]
-        table = self.problem.tables[0].whole(layer.kind, layer.name)
-        context = self.problem.tables[0].pricer.profile.cluster.device.context
-        fits = np.ones(len(table), dtype=bool)
-        for group in (0, shape.stages - 1) if shape.microbatches > 1 else ():
-            sizes = [self.cuts[stage + 1] - max(self.cuts[stage], blocks[0]) for stage in self.stages_of[group]]
-            sizes = [min(size, len(blocks) // (shape.stages * shape.virtual)) for size in sizes]
+    @cached_property
+    def positions(self) -> dict[int, int]:
+        """In which of as many equal parts as there are of its group's blocks each block is."""
+        blocks = parts_of(self.problem.graph)[1]
+        own = [sorted(held.intersection(blocks)) for held in self._held]
+        parts = min(_PARTS, *map(len, own))
+        return {place: number * parts // len(places) for places in own for number, place in enumerate(places)}
+
+    @cached_property
+    def pairs(self) -> _Pairs | None:
+        """The choices for blocks that are all alike; None where they are not."""
+        layers, tables = self.problem.graph.layers, self.problem.tables
+        blocks = parts_of(self.problem.graph)[1]
+        kinds = {(layers[place].kind, tables[0].fixed.pins_of(layers[place].name)) for place in blocks}
+        if len(kinds) > 1 or len({id(own) for own in tables}) > 1 or self.sharing.keys() & set(blocks):
+            return None
+        whole = tables[0].whole(layers[blocks[0]].kind, layers[blocks[0]].name)
+        table = whole.at(self._useful([whole], shared=False))
+        every = np.arange(len(table))
+        first, second, counts = [every], [every], [np.zeros_like(every)]
+        a, b = pairs_within(table.codes)
+        left, right = np.concatenate((a, b)), np.concatenate((b, a))
+        for count in range(1, max(self.positions.values()) + 1) if self.problem.runs != 1 else ():
+            first.append(left)
+            second.append(right)
+            counts.append(np.full(len(left), count))
+        return _Pairs(table, *map(np.concatenate, (first, second, counts)))
+
+    def _mixed(self) -> _Part:
+        """What blocks take under all choices."""
+        assert self.pairs is not None
+        own = {number: self.pairs.at(number) for number in set(self.positions.values())}
+        return _Part(len(self.pairs.first), {place: own[number] for place, number in self.positions.items()})
+
+    @cached_property
+    def least(self) -> FloatArray:
+        """(B,): a time that no plan with each choice for blocks beats, quickly: from blocks alone; infinite where the
+        first or the last group cannot hold them."""
+        form, shape, pairs = self.problem.form, self.problem.shape, self.pairs
+        if pairs is None:
+            return np.zeros(self.parts[1].size)
+        chunks = [[self._placed(stage) for stage in own] for own in self.stages_of]
+        own = [parts[pairs.first] for parts in pairs.table.parts(form)]
+        other = [parts[pairs.second] for parts in pairs.table.parts(form)]
+        held = {tuple(map(tuple, sum(group))): sum(group) for group in chunks}
+        time = np.zeros(len(pairs.first))
+        for ramp, rounds, a, b in zip(form.ramp, form.rounds, own, other, strict=True):
+            slowest = reduce(np.maximum, (one[pairs.counts] * a + two[pairs.counts] * b for one, two in held.values()))
+            one, two = sum(sum(group) for group in chunks)
+            time = time + ramp * (one[pairs.counts] * a + two[pairs.counts] * b) + rounds * slowest
+        figures = pairs.table.figures
+        for group in (0, shape.stages - 1):
+            room = self.problem.budgets[group] - self.problem.tables[0].pricer.profile.cluster.device.context
+            one, two = sum(chunks[group])
+            states = one[pairs.counts] * figures.resting[pairs.first, 0] + two[pairs.counts] * figures.resting[pairs.second, 0]
             every = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
-            most = max(sum(count * size for count, size in zip(counts, sizes, strict=True)) for _, counts in every)
-            states = sum(sizes) * table.figures.resting[:, 0]
-            fits &= states + most * table.figures.kept <= self.problem.budgets[group] - context
-        time = np.zeros(len(table))
-        for ramp, rounds, own in zip(form.ramp, form.rounds, table.parts(form), strict=True):
-            time = time + len(blocks) * (ramp + rounds / shape.stages) * own
-        return float(np.where(fits, time, np.inf).min(initial=np.inf)) * (1 - 1e-9)
+            for _, flying in every if shape.microbatches > 1 else ():
+                one, two = sum(count * size for count, size in zip(flying, chunks[group], strict=True))
+                kept = one[pairs.counts] * figures.kept[pairs.first] + two[pairs.counts] * figures.kept[pairs.second]
+                time[states + kept > room] = np.inf
+        return time * (1 - 1e-9)
+
+    def _placed(self, stage: int) -> IntArray:
+        """(2, n): how many blocks of a chunk have the first strategy and the second, where the first so many parts of
+        those of its group have the first."""
+        own = [self.positions[place] for place in range(self.cuts[stage], self.cuts[stage + 1]) if place in self.positions]
+        first = np.array([sum(number < count for number in own) for count in range(max(self.positions.values()) + 1)])
+        return np.array([first, len(own) - first])
+
+    def bound(self) -> float:
+        """A time that no uniform plan beats, quickly."""
+        return float(self.least.min(initial=np.inf))
 
     def best(self, limit: int | None) -> Partition | None:
         """The best plan that fits and takes less than ``limit`` picoseconds; None where there is none."""
-        if not all(part.strategies for part in self.parts):
-            return None
-        time = self.times(np.inf if limit is None else limit - _HALF)
-        place = int(np.argmin(time))
-        if not np.isfinite(time.flat[place]):
-            return None
-        chosen = [int(index) for index in np.unravel_index(place, time.shape)]
-        strategies = self.strategies(chosen)
-        # Stages carry no figures of their own.
-        stages = tuple(StagePlan((), 0, tuple(strategies[a:b])) for a, b in pairwise(self.cuts))
-        return Partition(round(float(time.flat[place])), self.cuts, stages)
+        best, top = None, np.inf if limit is None else limit - _HALF
+        order = np.argsort(self.least, kind="stable")
+        order = order[self.least[order] < top]
+        for start in range(0, len(order), _AT_ONCE):
+            rows = order[start : start + _AT_ONCE]
+            if self.least[rows[0]] >= top:
+                break
+            own = replace(self, settled=[self.parts[0], self.parts[1].at(rows), self.parts[2]])
+            time = own.times(top)
+            place = int(np.argmin(time)) if time.size else 0
+            if time.size and np.isfinite(time.flat[place]):
+                top = float(time.flat[place]) - _HALF
+                chosen = [int(index) for index in np.unravel_index(place, time.shape)]
+                # Stages carry no figures of their own.
+                strategies = own.strategies(chosen)
+                stages = tuple(StagePlan((), 0, tuple(strategies[a:b])) for a, b in pairwise(self.cuts))
+                best = Partition(round(float(time.flat[place])), self.cuts, stages)
+        return best
 
     def times(self, limit: float = np.inf) -> FloatArray:
         """(E, B, H): picoseconds of every candidate below the limit that fits; infinite for the others, and where
@@ -188,7 +280,7 @@ class Uniform:
         for part, (ramp, rounds) in enumerate(zip(form.ramp, form.rounds, strict=True)):
             own = [column[part] for column in columns]
             total = total + ramp * reduce(np.add, own) + rounds * reduce(np.maximum, own)
-        shape = [len(part.strategies) for part in self.parts]
+        shape = [part.size for part in self.parts]
         alive = self.agreeing() & (np.broadcast_to(total, shape) < limit)
         for group in range(self.problem.shape.stages):
             if not alive.any():
@@ -258,7 +350,7 @@ class Uniform:
     def _sends(self, group: int) -> tuple[IntArray, IntArray]:
         """Picoseconds of sends and host work of a micro-batch, forward and backward, by the strategy of the blocks."""
         overhead, layers = self.problem.tables[group].pricer.profile.overhead, len(self.problem.graph.layers)
-        sums = [np.zeros((1, len(self.parts[1].strategies), 1), dtype=np.int64) for _ in range(2)]
+        sums = [np.zeros((1, self.parts[1].size, 1), dtype=np.int64) for _ in range(2)]
         for stage in self.stages_of[group]:
             start, stop = self.cuts[stage], self.cuts[stage + 1]
             host = ticks(((start > 0) + (stop < layers)) * overhead.pipeline + overhead.microbatch / 2)
@@ -290,16 +382,21 @@ class Uniform:
         for places in tied_groups(self.problem.graph):
             axes = sorted({axis for axis, part in enumerate(self.parts) for place in places if place in part.tables})
             for a, b in pairwise(axes):
-                left, right = self.parts[a].strategies, self.parts[b].strategies
+                left, right = (self._tied(axis, places) for axis in (a, b))
                 same = np.array([[one == other for other in right] for one in left], dtype=bool)
                 agree = agree & np.expand_dims(same, ({0, 1, 2} - {a, b}).pop())
         return agree
+
+    def _tied(self, axis: int, places: Sequence[int]) -> tuple[Strategy, ...]:
+        """Of the layers of a part that share parameters."""
+        tables = self.parts[axis].tables
+        return next(tables[place] for place in places if place in tables).strategies
 
     def strategies(self, chosen: Sequence[int]) -> list[Strategy]:
         """Of every layer."""
         ranges = parts_of(self.problem.graph)
         return [
-            part.strategies[own]
+            part.tables[place].options.strategies[part.tables[place].rows[own]]
             for part, own, places in zip(self.parts, chosen, ranges, strict=True)
-            for _ in places
+            for place in places
         ]  # fmt: skip

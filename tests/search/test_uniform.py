@@ -10,24 +10,33 @@ import pytest
 
 from galvatron_lite.cost.groups import groups_of, limit_memory, price_stages
 from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.layout import layout
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.cost.step import bound_seconds
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.backends import ANY
+from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.best_first import finished, search
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, Space
-from galvatron_lite.search.uniform import chunk_cuts
+from galvatron_lite.search.uniform import cuts_of
 from tests.factories import random_profile
 from tests.search.instances import Few, varied
 
 
 def every_uniform(request: Request, profile: Profile, shape: Shape) -> Iterator[tuple[float, int]]:
     """Step seconds and peak bytes of every uniform plan of a shape."""
+    for cuts in cuts_of(request.graph, shape.stages * shape.virtual):
+        yield from every_uniform_between(request, profile, shape, cuts)
+
+
+def every_uniform_between(
+    request: Request, profile: Profile, shape: Shape, cuts: tuple[int, ...]
+) -> Iterator[tuple[float, int]]:
+    """The same with these boundaries."""
     pricer, graph = LayerPricer(profile), request.graph
-    cuts = chunk_cuts(graph, shape.stages * shape.virtual)
     sizes = [b - a for a, b in pairwise(cuts)]
     last = len(graph.layers) - 1
     options = [
@@ -39,11 +48,24 @@ def every_uniform(request: Request, profile: Profile, shape: Shape) -> Iterator[
         for place in range(last + 1)
     ]
     blocks = [one for one in options[1] if all(one in own for own in options[1:last])]
-    for before, block, after in product(options[0], blocks, options[last]):
+    chunks = shape.stages * shape.virtual
+    groups = [group_of(shape.schedule, shape.stages, chunk) for chunk in range(chunks) for _ in range(sizes[chunk])]
+    held = [[place for place in range(1, last) if groups[place] == group] for group in range(shape.stages)]
+    parts = min(8, *map(len, held))
+    # In which of the parts of its group's blocks each block is.
+    part = {place: number * parts // len(own) for own in held for number, place in enumerate(own)}
+    alike = len({layer.kind for layer in graph.layers[1:last]}) == 1
+    pairs = [
+        (a, b, count)
+        for a, b in product(blocks, blocks)
+        for count in (range(1, parts) if a != b and layout(a) == layout(b) and alike else (0,) if a == b else ())
+    ]
+    for before, (block, other, count), after in product(options[0], pairs, options[last]):
         if graph.ties and before != after:
             continue
+        own = [block if part[place] < count else other for place in range(1, last)]
         try:
-            costs = price_stages(pricer, shape, sizes, [before, *[block] * (last - 1), after])
+            costs = price_stages(pricer, shape, sizes, [before, *own, after])
         except InputError:
             continue
         context = profile.cluster.device.context
@@ -65,7 +87,7 @@ def test_equals_every_uniform_plan(seed: int, schedule: Schedule) -> None:
     for count in (1, 2, 4):
         if schedule is Schedule.INTERLEAVED and count % 2:
             continue
-        for virtual in range(2, blocks // 2 + 1) if schedule is Schedule.INTERLEAVED else (2,):
+        for virtual in range(2, (blocks + 2) // 2 + 1) if schedule is Schedule.INTERLEAVED else (2,):
             plans += every_uniform(asked, profile, Shape(devices, 2, count, 4 // count, schedule, virtual))
     peaks = sorted({peak for _, peak in plans})
     if not plans:
@@ -90,6 +112,8 @@ def test_equals_every_uniform_plan(seed: int, schedule: Schedule) -> None:
     assert search(nothing, LayerPricer(profile)) is None
 
 
-def test_chunks_share_out_blocks_evenly() -> None:
+def test_chunks_share_out_blocks_or_blocks_and_edges_evenly() -> None:
     graph = random_profile(random.Random(1), blocks=7).graph
-    assert chunk_cuts(graph, 4) == (0, 3, 5, 7, 9)
+    assert cuts_of(graph, 4) == [(0, 3, 5, 7, 9), (0, 2, 5, 7, 9)]
+    assert cuts_of(graph, 7) == [(0, 2, 3, 4, 5, 6, 7, 9)]
+    assert cuts_of(graph, 9) == [tuple(range(10))]

@@ -16,7 +16,7 @@ from galvatron_lite.search.figures import PREFIX, REST, UPDATED
 from galvatron_lite.search.infeasible.lean_stages import Lean
 from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.tables import Table
-from galvatron_lite.search.uniform import Uniform
+from galvatron_lite.search.uniform import Uniform, cuts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,13 @@ class LeanUniform:
 
     def bound(self) -> float:
         """Scaled bytes that no plan needs less of, quickly: from the blocks of the first and the last group."""
-        uniform = Uniform(self.problem)
-        return max(self._least(uniform, group) * self.scales[group] for group in (0, self.problem.shape.stages - 1))
+        groups = (0, self.problem.shape.stages - 1)
+        ways = [Uniform(self.problem, cuts) for cuts in self._cuts()]
+        return min(max(self._least(way, group) * self.scales[group] for group in groups) for way in ways)
+
+    def _cuts(self) -> list[tuple[int, ...]]:
+        shape = self.problem.shape
+        return cuts_of(self.problem.graph, shape.stages * shape.virtual)
 
     def _least(self, uniform: Uniform, group: int) -> float:
         shape, graph, tables = self.problem.shape, self.problem.graph, self.problem.tables[group]
@@ -53,12 +58,18 @@ class LeanUniform:
 
     def best(self, limit: float) -> Lean | None:
         """The leanest plan of less than ``limit`` scaled bytes; None where there is none."""
-        uniform = Uniform(self.problem, lean=True)
-        if not all(part.strategies for part in uniform.parts):
+        best = None
+        for cuts in self._cuts():
+            best = self._best(Uniform(self.problem, cuts, lean=True), limit) or best
+            limit = limit if best is None else best.peak
+        return best
+
+    def _best(self, uniform: Uniform, limit: float) -> Lean | None:
+        if not all(part.size for part in uniform.parts):
             return None
         sizes = [uniform.group_bytes(group) for group in range(self.problem.shape.stages)]
         peak = reduce(np.maximum, (size * scale for size, scale in zip(sizes, self.scales, strict=True)))
-        full = np.broadcast_to(peak, [len(part.strategies) for part in uniform.parts])
+        full = np.broadcast_to(peak, [part.size for part in uniform.parts])
         found = np.where(uniform.agreeing(), full, np.inf)
         place = int(np.argmin(found))
         if not found.flat[place] < limit:

@@ -24,6 +24,7 @@ from galvatron_lite.search.programme.ilp_model import SCALE, ShapeModel, choosab
 from galvatron_lite.search.programme.ilp_uniform import UniformModel
 from galvatron_lite.search.programme.pulp_adapter import Verdict, solve
 from galvatron_lite.search.tables import TICKS
+from galvatron_lite.search.uniform import parts_of
 
 _TOLERANCE = 1e-6
 SECONDS = 60.0
@@ -92,8 +93,13 @@ def solve_shape(problem: Problem, partition: Partition, seconds: float = SECONDS
     found, _ = _priced(problem, [b - a for a, b in pairwise(partition.cuts)], strategies)
     several = problem.shape.virtual > 1
     free = choosable(problem) and not several and not problem.tables[0].fixed.even
-    build = UniformModel if several else ShapeModel
-    model = build(problem, partition.time / TICKS / SCALE, None if free else partition.cuts)
+    unit, cuts = partition.time / TICKS / SCALE, None if free else partition.cuts
+    if several:
+        blocks = parts_of(problem.graph)[1]
+        first = frozenset(place for place in blocks if strategies[place] == strategies[blocks.start])
+        model: ShapeModel = UniformModel(problem, unit, cuts, first=first)
+    else:
+        model = ShapeModel(problem, unit, cuts)
     answer = solve(model.programme, seconds)
     own = inf
     if answer.values:

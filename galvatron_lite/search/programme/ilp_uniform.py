@@ -1,7 +1,7 @@
 """The integer programme of a schedule that runs several stages on each group of devices (interleaved 1F1B, ZB-V).
 
-Boundaries are settled (blocks are shared out evenly), and so is that all layers before the blocks have one strategy,
-all blocks, and all layers after them. What is left is the path of ``ilp_model`` through all virtual stages, the time
+Boundaries are settled (blocks are shared out evenly), and so is which blocks have one strategy (all, or those of two
+sets, of one layout); all layers before the blocks have one, and all layers after them. What is left is the path of ``ilp_model`` through all virtual stages, the time
 added up by groups, and memory as ``cost.memory.group_memory`` has it: while one stage of a group computes, the others
 hold what they hold at rest and the activations of their micro-batches in flight.
 """
@@ -24,7 +24,13 @@ from galvatron_lite.search.tables import Table
 
 @dataclass(slots=True)
 class UniformModel(ShapeModel):
-    """``ShapeModel`` of a schedule with virtual stages; ``cuts`` must be given."""
+    """``ShapeModel`` of a schedule with virtual stages; ``cuts`` must be given.
+
+    Attributes:
+        first: blocks that have a strategy of their own.
+    """
+
+    first: frozenset[int] = frozenset()
 
     def _places(self, group: int) -> list[int]:
         """Layers that a group of devices holds."""
@@ -41,12 +47,15 @@ class UniformModel(ShapeModel):
         return self.problem.tables[self._group(stage)].whole(layer.kind, layer.name, sharing)
 
     def _add_agreements(self) -> None:
-        """As for every shape; and one strategy for all layers of a role."""
+        """As for every shape; and one strategy for all layers of a role, or of two sets of them."""
         super(UniformModel, self)._add_agreements()
         layers = self.problem.graph.layers
         for role in Role:
             places = [place for place, layer in enumerate(layers) if layer.role is role]
-            self._agree(places, lambda table, row: table.strategies[row])
+            self._agree(places, lambda table, row: table.layouts[row])
+            for inside in (True, False):
+                same = [place for place in places if (place in self.first) is inside]
+                self._agree(same, lambda table, row: table.strategies[row])
 
     def _add_memory(self, group: int) -> None:
         shape = self.problem.shape
