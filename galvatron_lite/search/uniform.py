@@ -115,7 +115,7 @@ class Uniform:
     cuts: tuple[int, ...]
     lean: bool = False
     settled: list[_Part] = field(default_factory=list)
-    _sent: dict[tuple[int, int, int], IntArray] = field(default_factory=dict, init=False)
+    _sent: dict[tuple[int, int, int, int], IntArray] = field(default_factory=dict, init=False)
 
     @cached_property
     def stages_of(self) -> list[list[int]]:
@@ -231,7 +231,10 @@ class Uniform:
         for group in (0, shape.stages - 1):
             room = self.problem.budgets[group] - self.problem.tables[0].pricer.profile.cluster.device.context
             one, two = sum(chunks[group])
-            states = one[pairs.counts] * figures.resting[pairs.first, 0] + two[pairs.counts] * figures.resting[pairs.second, 0]
+            states = (
+                one[pairs.counts] * figures.resting[pairs.first, 0]
+                + two[pairs.counts] * figures.resting[pairs.second, 0]
+            )
             every = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
             for _, flying in every if shape.microbatches > 1 else ():
                 one, two = sum(count * size for count, size in zip(flying, chunks[group], strict=True))
@@ -242,7 +245,9 @@ class Uniform:
     def _placed(self, stage: int) -> IntArray:
         """(2, n): how many blocks of a chunk have the first strategy and the second, where the first so many parts of
         those of its group have the first."""
-        own = [self.positions[place] for place in range(self.cuts[stage], self.cuts[stage + 1]) if place in self.positions]
+        own = [
+            self.positions[place] for place in range(self.cuts[stage], self.cuts[stage + 1]) if place in self.positions
+        ]
         first = np.array([sum(number < count for number in own) for count in range(max(self.positions.values()) + 1)])
         return np.array([first, len(own) - first])
 
@@ -339,7 +344,8 @@ class Uniform:
         total, start = np.zeros((1, 1, 1), dtype=np.int64), self.cuts[stage]
         axis = [number for number, places in enumerate(parts_of(self.problem.graph)) for _ in places]
         inside = self.problem.tables[group]
-        for left, right, size in inside.store.exchanges(range(start, self.cuts[stage + 1])):
+        entering = [(-1, 0, inside.store.crossing[start])] if start else []
+        for left, right, size in (*entering, *inside.store.exchanges(range(start, self.cuts[stage + 1]))):
             ends = (axis[start + left], axis[start + right])
             if ends[0] != ends[1]:
                 a, b = (self.parts[end].tables[start + place] for end, place in zip(ends, (left, right), strict=True))
@@ -348,32 +354,33 @@ class Uniform:
         return total
 
     def _sends(self, group: int) -> tuple[IntArray, IntArray]:
-        """Picoseconds of sends and host work of a micro-batch, forward and backward, by the strategy of the blocks."""
+        """Picoseconds of sends and host work of a micro-batch, forward and backward; axes as ``times``."""
         overhead, layers = self.problem.tables[group].pricer.profile.overhead, len(self.problem.graph.layers)
-        sums = [np.zeros((1, self.parts[1].size, 1), dtype=np.int64) for _ in range(2)]
+        sums = [np.zeros((1, 1, 1), dtype=np.int64) for _ in range(2)]
         for stage in self.stages_of[group]:
             start, stop = self.cuts[stage], self.cuts[stage + 1]
             host = ticks(((start > 0) + (stop < layers)) * overhead.pipeline + overhead.microbatch / 2)
             for number, (side, cut) in enumerate(((stage + 1, stop), (stage, start))):
-                sums[number] = sums[number] + along(self._sent_over(side, cut) + host, 1)
+                sums[number] = sums[number] + self._sent_over(side, cut) + host
         return sums[0], sums[1]
 
     def _sent_over(self, stage: int, cut: int) -> IntArray:
-        """Picoseconds of sending the tensor before layer ``cut``, where a stage begins, by the blocks' strategy."""
+        """Picoseconds of sending the tensor before layer ``cut``, where a stage begins, by its sender's strategy."""
         shape, graph = self.problem.shape, self.problem.graph
-        table = next(iter(self.parts[1].tables.values()))
         left, right = (group_of(shape.schedule, shape.stages, side) for side in (stage - 1, stage))
         if cut in (0, len(graph.layers)) or left == right:
-            return np.zeros(len(table), dtype=np.int64)
+            return np.zeros((1, 1, 1), dtype=np.int64)
         output = self.problem.tables[0].store.crossing[cut]
-        key = (left, right, output)
+        axis = int(cut > parts_of(graph)[1].start)
+        key = (axis, left, right, output)
         if key not in self._sent:
+            table = self.parts[axis].tables[cut - 1]
             sent = np.zeros(len(table.options.layouts), dtype=np.int64)
             for code in table.present:
                 sender = table.options.samples[code]
                 size = boundary_bytes(output, shape.microbatch, sender)
                 sent[code] = ticks(transfer_seconds(self.problem.pricer, size, sender, shape, (left, right)))
-            self._sent[key] = sent[table.codes]
+            self._sent[key] = along(sent[table.codes], axis)
         return self._sent[key]
 
     def agreeing(self) -> NDArray[np.bool_]:

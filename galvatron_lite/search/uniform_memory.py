@@ -48,7 +48,7 @@ def group_bytes(
                 moment = moment + _waiting(runs[other], count)
         peak = np.maximum(peak, moment)
     context = problem.tables[group].pricer.profile.cluster.device.context
-    return peak + along(_around(problem, parts[1], chunks, held), 1) + context
+    return peak + _around(problem, parts, chunks, held) + context
 
 
 _ZERO = np.zeros((1, 1, 1), dtype=np.int64)
@@ -96,21 +96,30 @@ def _worst(runs: Sequence[Run], held: int) -> IntArray:
     return rest if worst is None else worst + rest
 
 
-def _around(problem: Problem, blocks: Mapping[int, Table], chunks: Mapping[int, range], held: Moments) -> IntArray:
-    """(B,): buffers of the boundaries, and copies of tensors made before, by the blocks' strategy."""
-    table = next(iter(blocks.values()))
-    shape, crossing = problem.shape, problem.tables[0].store.crossing
-    most, counted = most_of(held), not problem.pricer.profile.unbuffered
-    samples = [table.options.samples[code] for code in range(len(table.options.samples))]
-    found = np.zeros(len(samples), dtype=np.int64)
-    for (stage, inside), count in zip(chunks.items(), most, strict=True):
-        ends = [_sent_over(problem, side, cut) for side, cut in ((stage, inside.start), (stage + 1, inside.stop))]
-        borrowed = problem.tables[0].store.borrowed(inside)
-        for code in table.present:
-            sizes = [boundary_bytes(crossing[cut], shape.microbatch, samples[code]) if cut else 0 for cut in ends]
-            copies = boundary_bytes(borrowed, shape.microbatch, samples[code]) if borrowed else 0
-            found[code] += buffer_bytes(sizes[0], sizes[1], shape.microbatches, counted=counted) + count * copies
-    return found[table.codes]
+def _around(
+    problem: Problem, parts: Sequence[Mapping[int, Table]], chunks: Mapping[int, range], held: Moments
+) -> IntArray:
+    """Buffers of the boundaries, by their senders' strategies, and copies of tensors made before, by the readers'."""
+    shape, store = problem.shape, problem.tables[0].store
+    counted = not problem.pricer.profile.unbuffered
+    total = _ZERO
+    for (stage, inside), count in zip(chunks.items(), most_of(held), strict=True):
+        cuts = [_sent_over(problem, side, cut) for side, cut in ((stage, inside.start), (stage + 1, inside.stop))]
+        left, right = (_boundary(problem, parts, cut - 1, store.crossing[cut]) if cut else _ZERO for cut in cuts)
+        total = total + buffer_bytes(left, right, shape.microbatches, counted=counted)
+        borrowed = store.borrowed(inside)
+        if borrowed:
+            total = total + count * _boundary(problem, parts, inside.start, borrowed)
+    return total
+
+
+def _boundary(problem: Problem, parts: Sequence[Mapping[int, Table]], place: int, size: int) -> IntArray:
+    """``boundary_bytes`` of so many bytes a sample, by the strategies of a layer."""
+    axis, table = next((axis, part[place]) for axis, part in enumerate(parts) if place in part)
+    own = np.zeros(len(table.options.samples), dtype=np.int64)
+    for code in table.present:
+        own[code] = boundary_bytes(size, problem.shape.microbatch, table.options.samples[code])
+    return along(own[table.codes], axis)
 
 
 def _sent_over(problem: Problem, stage: int, cut: int) -> int:

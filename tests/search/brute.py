@@ -26,7 +26,7 @@ from galvatron_lite.cost.step import bound_seconds, shape_of, straggling, strate
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, chunks_in_flight
-from galvatron_lite.parallelism.pipeline.schedule import stage_at
+from galvatron_lite.parallelism.pipeline.schedule import group_of, stage_at
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
@@ -134,10 +134,12 @@ class Brute:
                     yield Shape(self.devices, stages, count, self.batch // count, schedule, virtual)
 
     def _virtual(self, schedule: Schedule, stages: int, count: int) -> list[int]:
-        """How many stages a group may run: one, but where the schedule asks for more; each holds a block at least."""
+        """How many stages a group may run: one, but where the schedule asks for more; each holds a block, or what is
+        before or after all of them."""
         blocks = sum(layer.role is Role.BLOCK for layer in self.profile.graph.layers)
         if schedule is Schedule.INTERLEAVED:
-            return [v for v in range(2, blocks + 1) if v * stages <= blocks and count % stages == 0]
+            most = len({layer.role for layer in self.profile.graph.layers}) - 1 + blocks
+            return [v for v in range(2, most + 1) if v * stages <= most and stages <= blocks and count % stages == 0]
         if schedule is Schedule.ZERO_BUBBLE_V:
             return [2] if 2 * stages <= blocks else []
         return [1]
@@ -245,8 +247,9 @@ class Brute:
     def uniform(self, shape: Shape) -> list[BrutePlan]:
         """Every plan of a schedule that runs several stages a group; empty for others.
 
-        Blocks are shared out evenly; all layers before them have one strategy, all blocks, and all layers after them.
-        Each plan is priced as a whole by the evaluator.
+        Blocks are shared out evenly; all layers before them have one strategy, all blocks (or, of those of each group,
+        the first so many eighths have another one of the same layout), and all layers after them. Each plan is priced
+        as a whole by the evaluator.
         """
         if shape not in self._uniform:
             self._uniform[shape] = list(self._every_uniform(shape)) if shape.virtual > 1 else []
@@ -259,25 +262,55 @@ class Brute:
             set.intersection(*({*self.offered(shape, one)} for one in layers if one.role is role))
             for role in dict.fromkeys(roles)
         ]
-        sizes = self._even(shape)
-        for chosen in product(*map(sorted, offered)):
+        for sizes, chosen in product(self._even(shape), product(*map(sorted, offered))):
             own = dict(zip(dict.fromkeys(roles), chosen, strict=True))
-            strategies = tuple(own[role] for role in roles)
-            pinned = all(self.fixed.allows_in(layer.name, one) for layer, one in zip(layers, strategies, strict=True))
-            shared = all(len({strategies[place] for place in group}) == 1 for group in self.ties)
-            if pinned and shared:
-                with suppress(InputError):
-                    yield BrutePlan(shape, sizes, strategies, *_priced(self, shape, sizes, strategies))
+            for first, inside in self._mixed(shape, sizes, own[Role.BLOCK], offered[roles.index(Role.BLOCK) > 0]):
+                strategies = tuple(first if place in inside else own[role] for place, role in enumerate(roles))
+                pairs = zip(layers, strategies, strict=True)
+                pinned = all(self.fixed.allows_in(layer.name, one) for layer, one in pairs)
+                shared = all(len({strategies[place] for place in group}) == 1 for group in self.ties)
+                if pinned and shared:
+                    with suppress(InputError):
+                        yield BrutePlan(shape, sizes, strategies, *_priced(self, shape, sizes, strategies))
 
-    def _even(self, shape: Shape) -> tuple[int, ...]:
-        """Layers of each chunk: blocks evenly, the first chunks one more; what is before and after at the ends."""
+    def _mixed(
+        self, shape: Shape, sizes: tuple[int, ...], block: Strategy, offered: set[Strategy]
+    ) -> Iterator[tuple[Strategy, set[int]]]:
+        """Another strategy for blocks, and which of them have it: none first."""
+        yield block, set()
+        layers = self.profile.graph.layers
+        blocks = [place for place, layer in enumerate(layers) if layer.role is Role.BLOCK]
+        groups = [
+            group_of(shape.schedule, shape.stages, chunk) for chunk, size in enumerate(sizes) for _ in range(size)
+        ]
+        held = [[place for place in blocks if groups[place] == group] for group in range(shape.stages)]
+        kinds = {(layers[place].kind, self.fixed.pins_of(layers[place].name)) for place in blocks}
+        if len(kinds) > 1 or {place for tied in self.ties for place in tied} & {*blocks}:
+            return
+        parts = min(8, *map(len, held))
+        for other in sorted(offered - {block}):
+            if layout(other) == layout(block):
+                for count in range(1, parts):
+                    inside = {place for own in held for n, place in enumerate(own) if n * parts // len(own) < count}
+                    yield other, inside
+
+    def _even(self, shape: Shape) -> list[tuple[int, ...]]:
+        """Layers of each chunk: blocks evenly, the first chunks one more, and what is before and after at the ends; or,
+        where that is uneven, each of these two counts as a block, and the chunk after the first has one more first."""
         roles = [layer.role for layer in self.profile.graph.layers]
-        chunks = shape.stages * shape.virtual
-        each, left = divmod(roles.count(Role.BLOCK), chunks)
-        sizes = [each + (chunk < left) for chunk in range(chunks)]
-        sizes[0] += roles.index(Role.BLOCK)
-        sizes[-1] += len(roles) - sum(sizes)
-        return tuple(sizes)
+        chunks, blocks = shape.stages * shape.virtual, roles.count(Role.BLOCK)
+        before = roles.index(Role.BLOCK)
+        after = len(roles) - before - blocks
+        found = []
+        for ends in ((False, False), (before > 0, after > 0)):
+            start = ends[0]
+            each, left = divmod(blocks + sum(ends), chunks)
+            if each and (blocks % chunks or not found):
+                sizes = [each + (start <= chunk < start + left) for chunk in range(chunks)]
+                sizes[0] += before - ends[0]
+                sizes[-1] += after - ends[1]
+                found.append(tuple(sizes))
+        return found
 
     def stage(self, shape: Shape, stage: int, start: int, stop: int) -> dict[Key, Options]:
         """Every way to run a stage that keeps the rules, by what it must agree on with others."""

@@ -16,7 +16,7 @@ from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.best_first import Found, finished, search
 from galvatron_lite.search.programme.ilp import certify
 from galvatron_lite.search.programme.ilp_model import SCALE, ShapeModel, choosable
-from galvatron_lite.search.programme.ilp_uniform import UniformModel
+from galvatron_lite.search.programme.ilp_uniform import UniformModel, first_blocks
 from galvatron_lite.search.programme.pulp_adapter import CBC, HIGHS, Programme, Verdict, solve
 from galvatron_lite.search.shapes import Request, open_problem
 from galvatron_lite.search.space import Fixed
@@ -76,8 +76,11 @@ def test_the_programme_of_every_shape_equals_brute_force(seed: int, virtual: boo
         best = min(brute.best_of(shape, budget), key=lambda plan: plan.seconds, default=None)
         if best is None or not choosable(problem):
             continue
-        build, cuts = (ShapeModel, None) if shape.virtual == 1 else (UniformModel, [0, *accumulate(best.sizes)])
-        model = build(problem, best.seconds / SCALE, cuts)
+        if shape.virtual == 1:
+            model = ShapeModel(problem, best.seconds / SCALE)
+        else:
+            first = first_blocks(asked.profile.graph, best.strategies)
+            model = UniformModel(problem, best.seconds / SCALE, [0, *accumulate(best.sizes)], first=first)
         answer = solve(model.programme)
         assert answer.verdict is Verdict.PROVEN
         sizes, strategies = model.path(answer.values)

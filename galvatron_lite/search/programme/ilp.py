@@ -21,10 +21,9 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.partition import Partition
 from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.programme.ilp_model import SCALE, ShapeModel, choosable
-from galvatron_lite.search.programme.ilp_uniform import UniformModel
+from galvatron_lite.search.programme.ilp_uniform import UniformModel, first_blocks
 from galvatron_lite.search.programme.pulp_adapter import Verdict, solve
 from galvatron_lite.search.tables import TICKS
-from galvatron_lite.search.uniform import parts_of
 
 _TOLERANCE = 1e-6
 SECONDS = 60.0
@@ -94,12 +93,11 @@ def solve_shape(problem: Problem, partition: Partition, seconds: float = SECONDS
     several = problem.shape.virtual > 1
     free = choosable(problem) and not several and not problem.tables[0].fixed.even
     unit, cuts = partition.time / TICKS / SCALE, None if free else partition.cuts
-    if several:
-        blocks = parts_of(problem.graph)[1]
-        first = frozenset(place for place in blocks if strategies[place] == strategies[blocks.start])
-        model: ShapeModel = UniformModel(problem, unit, cuts, first=first)
-    else:
-        model = ShapeModel(problem, unit, cuts)
+    model = (
+        UniformModel(problem, unit, cuts, first=first_blocks(problem.graph, strategies))
+        if several
+        else ShapeModel(problem, unit, cuts)
+    )
     answer = solve(model.programme, seconds)
     own = inf
     if answer.values:

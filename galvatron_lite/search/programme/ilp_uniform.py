@@ -1,13 +1,15 @@
 """The integer programme of a schedule that runs several stages on each group of devices (interleaved 1F1B, ZB-V).
 
-Boundaries are settled (blocks are shared out evenly), and so is which blocks have one strategy (all, or those of two
-sets, of one layout); all layers before the blocks have one, and all layers after them. What is left is the path of ``ilp_model`` through all virtual stages, the time
-added up by groups, and memory as ``cost.memory.group_memory`` has it: while one stage of a group computes, the others
-hold what they hold at rest and the activations of their micro-batches in flight.
+Boundaries are settled (blocks are shared out evenly), and so is which blocks have one strategy: all, or those of two
+sets, of one layout. All layers before the blocks have one, and all layers after them. What is left is the path of
+``ilp_model`` through all virtual stages, the time added up by groups, and memory as ``cost.memory.group_memory`` has it:
+while one stage of a group computes, the others hold what they hold at rest and the activations of their micro-batches in
+flight.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,11 +17,18 @@ import numpy as np
 from galvatron_lite.cost.layer import ALONE
 from galvatron_lite.cost.memory import resting
 from galvatron_lite.cost.sharing import sharing_of
-from galvatron_lite.model.graph import Role
+from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight
 from galvatron_lite.parallelism.pipeline.schedule import stage_at
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.programme.ilp_model import ShapeModel, Terms, added, row_of
 from galvatron_lite.search.tables import Table
+
+
+def first_blocks(graph: ModelGraph, strategies: Sequence[Strategy]) -> frozenset[int]:
+    """The blocks of a plan that have the strategy of the first."""
+    blocks = [place for place, layer in enumerate(graph.layers) if layer.role is Role.BLOCK]
+    return frozenset(place for place in blocks if strategies[place] == strategies[blocks[0]])
 
 
 @dataclass(slots=True)
