@@ -235,11 +235,13 @@ class Store:
         pricer: of the profile.
         space: the strategies to choose from.
         crossing: bytes a sample that go over each boundary between layers (``ModelGraph.crossings``).
+        useful: rows of tables that are of use in uniform plans (``uniform``).
     """
 
     pricer: LayerPricer
     space: Space
     crossing: tuple[int, ...] = field(init=False)
+    useful: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
     _borrowed: dict[tuple[int, int], int] = field(default_factory=dict)
     _exchanges: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = field(default_factory=dict)
     _options: dict[tuple[str, int, Fixed], Options] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from functools import cached_property, lru_cache, reduce
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -27,9 +27,10 @@ from galvatron_lite.cost.layer import ALONE, Sharing
 from galvatron_lite.cost.sharing import sharing_of, tied_groups
 from galvatron_lite.cost.stage import transfer_seconds
 from galvatron_lite.model.graph import ModelGraph, Role
-from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, chunks_in_flight
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, chunks_in_flight, stride_between
 from galvatron_lite.parallelism.pipeline.schedule import group_of, stage_at
 from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.chains.pareto import pairs_within, pareto_rows
 from galvatron_lite.search.figures import ticks
 from galvatron_lite.search.partition import Partition
@@ -88,16 +89,61 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pairs:
-    """Choices of two strategies for blocks: of those of each group the first so many parts have the first."""
+    """Choices of two strategies for blocks: of those of each group the first so many parts have the first.
+
+    Attributes:
+        table: S strategies, each by itself the first of the choices.
+        first, second: (Q,) rows of the others, once for each number of parts from 1 on.
+    """
 
     table: Table
     first: IntArray
     second: IntArray
-    counts: IntArray
 
-    def at(self, number: int) -> Table:
-        """What a block in one of the parts takes under all choices."""
-        return self.table.at(np.where(number < self.counts, self.first, self.second))
+    def at(self, number: int, rows: IntArray) -> Table:
+        """What a block in one of the parts takes under some of the choices."""
+        single = len(self.table)
+        pair, count = (rows - single) % max(len(self.first), 1), 1 + (rows - single) // max(len(self.first), 1)
+        if not len(self.first):
+            return self.table.at(rows)
+        mixed = np.where(number < count, self.first[pair], self.second[pair])
+        return self.table.at(np.where(rows < single, rows, mixed))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunks:
+    """Which layers groups of devices hold.
+
+    Attributes:
+        stages_of: per group, the numbers of its stages.
+        held: per group, the places of all its layers.
+        positions: in which of as many equal parts as there are of its group's blocks each block is.
+        placed: (groups, chunks, 2, parts) blocks of each chunk that have the first strategy and the second, where those
+            of the first so many parts have the first.
+    """
+
+    stages_of: tuple[tuple[int, ...], ...]
+    held: tuple[frozenset[int], ...]
+    positions: dict[int, int]
+    placed: IntArray
+
+
+@lru_cache(maxsize=4096)
+def _chunks(schedule: Schedule, groups: int, virtual: int, cuts: tuple[int, ...], blocks: range) -> _Chunks:
+    stages_of = tuple(
+        tuple(stage_at(schedule, groups, group, chunk) for chunk in range(virtual)) for group in range(groups)
+    )
+    held = tuple(frozenset(place for stage in own for place in range(*cuts[stage : stage + 2])) for own in stages_of)
+    own = [sorted(places.intersection(blocks)) for places in held]
+    parts = min(_PARTS, *map(len, own))
+    positions = {place: number * parts // len(places) for places in own for number, place in enumerate(places)}
+    counts = np.zeros((groups, virtual, parts), dtype=np.int64)
+    for group, stages in enumerate(stages_of):
+        for chunk, stage in enumerate(stages):
+            for place in range(max(cuts[stage], blocks.start), min(cuts[stage + 1], blocks.stop)):
+                counts[group, chunk, positions[place]] += 1
+    first = np.cumsum(counts, axis=-1) - counts
+    return _Chunks(stages_of, held, positions, np.stack((first, counts.sum(axis=-1, keepdims=True) - first), axis=2))
 
 
 @dataclass(eq=False)
@@ -118,27 +164,21 @@ class Uniform:
     _sent: dict[tuple[int, int, int, int], IntArray] = field(default_factory=dict, init=False)
 
     @cached_property
-    def stages_of(self) -> list[list[int]]:
-        """Per group, the numbers of its stages."""
-        shape = self.problem.shape
-        return [
-            [stage_at(shape.schedule, shape.stages, group, chunk) for chunk in range(shape.virtual)]
-            for group in range(shape.stages)
-        ]
+    def ranges(self) -> tuple[range, range, range]:
+        """``parts_of`` the model."""
+        return parts_of(self.problem.graph)
 
     @cached_property
-    def _held(self) -> list[frozenset[int]]:
-        """Per group, the places of all its layers."""
-        return [
-            frozenset(place for stage in own for place in range(self.cuts[stage], self.cuts[stage + 1]))
-            for own in self.stages_of
-        ]
+    def chunks(self) -> _Chunks:
+        """Which layers groups of devices hold."""
+        shape = self.problem.shape
+        return _chunks(shape.schedule, shape.stages, shape.virtual, self.cuts, self.ranges[1])
 
     @cached_property
     def sharing(self) -> dict[int, Sharing]:
         """Of layers that share parameters."""
         found: dict[int, Sharing] = {}
-        for places in self._held:
+        for places in self.chunks.held:
             found |= sharing_of(self.problem.graph, places)
         return found
 
@@ -147,12 +187,13 @@ class Uniform:
         """The parts of the model."""
         if self.settled:
             return self.settled
-        before, blocks, after = parts_of(self.problem.graph)
-        return [self._part(before), self._mixed() if self.pairs is not None else self._part(blocks), self._part(after)]
+        before, blocks, after = self.ranges
+        every = np.arange(len(self.least)) if self.pairs is not None else None
+        return [self._part(before), self._part(blocks) if every is None else self._mixed(every), self._part(after)]
 
     def _part(self, places: range) -> _Part:
         tables: dict[int, Table] = {}
-        for group, held in enumerate(self._held):
+        for group, held in enumerate(self.chunks.held):
             for place in held.intersection(places):
                 layer = self.problem.graph.layers[place]
                 own = self.problem.tables[group]
@@ -162,94 +203,79 @@ class Uniform:
         distinct = list({id(table): table for _, table in sorted(tables.items())}.values())
         common = set.intersection(*({*table.strategies} for table in distinct))
         every = [table.where(lambda strategy: strategy in common) for table in distinct]
-        kept = self._useful(every, bool(self.sharing.keys() & set(places)))
+        kept = self._useful(every, distinct, bool(self.sharing.keys() & set(places)))
         thinned = {id(table): own.at(kept) for table, own in zip(distinct, every, strict=True)}
         return _Part(len(kept), {place: thinned[id(table)] for place, table in tables.items()})
 
-    def _useful(self, tables: Sequence[Table], shared: bool) -> IntArray:
-        """Rows that no other of the same layout equals or beats in every figure of all tables."""
-        first = tables[0]
+    def _useful(self, tables: Sequence[Table], of: Sequence[Table], shared: bool) -> IntArray:
+        """Rows that no other of the same layout equals or beats in every figure of all tables, parts of some others."""
+        first, form, known = tables[0], self.problem.form, self.problem.tables[0].store.useful
         if shared:
             return np.arange(len(first))
-        judged = [table.memory_keys if self.lean else table.keys(self.problem.form) for table in tables]
-        keys = np.column_stack((*judged, *(table.figures.resting for table in tables)))
-        groups = [np.flatnonzero(first.codes == code) for code in first.present]
-        kept = [rows[pareto_rows(keys[rows])] for rows in groups]
-        return np.sort(np.concatenate(kept)) if kept else np.array([], dtype=np.int64)
-
-    @cached_property
-    def positions(self) -> dict[int, int]:
-        """In which of as many equal parts as there are of its group's blocks each block is."""
-        blocks = parts_of(self.problem.graph)[1]
-        own = [sorted(held.intersection(blocks)) for held in self._held]
-        parts = min(_PARTS, *map(len, own))
-        return {place: number * parts // len(places) for places in own for number, place in enumerate(places)}
+        rounds = form.microbatches if form.freed else 0
+        key = (self.lean, form.freed, rounds, form.apart, *map(id, of))
+        if key not in known:
+            judged = [table.memory_keys if self.lean else table.keys(form) for table in tables]
+            keys = np.column_stack((*judged, *(table.figures.resting for table in tables)))
+            groups = [np.flatnonzero(first.codes == code) for code in first.present]
+            kept = [rows[pareto_rows(keys[rows])] for rows in groups]
+            known[key] = np.sort(np.concatenate(kept)) if kept else np.array([], dtype=np.int64)
+        return known[key]
 
     @cached_property
     def pairs(self) -> _Pairs | None:
         """The choices for blocks that are all alike; None where they are not."""
-        layers, tables = self.problem.graph.layers, self.problem.tables
-        blocks = parts_of(self.problem.graph)[1]
-        kinds = {(layers[place].kind, tables[0].fixed.pins_of(layers[place].name)) for place in blocks}
+        layers, tables, blocks = self.problem.graph.layers, self.problem.tables, self.ranges[1]
+        fixed = tables[0].fixed
+        kinds = {(layers[place].kind, fixed.pins_of(layers[place].name) if fixed.layers else ()) for place in blocks}
         if len(kinds) > 1 or len({id(own) for own in tables}) > 1 or self.sharing.keys() & set(blocks):
             return None
         whole = tables[0].whole(layers[blocks[0]].kind, layers[blocks[0]].name)
-        table = whole.at(self._useful([whole], shared=False))
-        every = np.arange(len(table))
-        first, second, counts = [every], [every], [np.zeros_like(every)]
-        a, b = pairs_within(table.codes)
-        left, right = np.concatenate((a, b)), np.concatenate((b, a))
-        for count in range(1, max(self.positions.values()) + 1) if self.problem.runs != 1 else ():
-            first.append(left)
-            second.append(right)
-            counts.append(np.full(len(left), count))
-        return _Pairs(table, *map(np.concatenate, (first, second, counts)))
+        table = whole.at(self._useful([whole], [whole], shared=False))
+        a, b = pairs_within(table.codes) if self.problem.runs != 1 else (np.arange(0), np.arange(0))
+        return _Pairs(table, np.concatenate((a, b)), np.concatenate((b, a)))
 
-    def _mixed(self) -> _Part:
-        """What blocks take under all choices."""
+    def _mixed(self, rows: IntArray) -> _Part:
+        """What blocks take under some of the choices."""
         assert self.pairs is not None
-        own = {number: self.pairs.at(number) for number in set(self.positions.values())}
-        return _Part(len(self.pairs.first), {place: own[number] for place, number in self.positions.items()})
+        own = [self.pairs.at(number, rows) for number in range(self.chunks.placed.shape[-1])]
+        return _Part(len(rows), {place: own[number] for place, number in self.chunks.positions.items()})
 
     @cached_property
     def least(self) -> FloatArray:
         """(B,): a time that no plan with each choice for blocks beats, quickly: from blocks alone; infinite where the
         first or the last group cannot hold them."""
-        form, shape, pairs = self.problem.form, self.problem.shape, self.pairs
+        pairs = self.pairs
         if pairs is None:
             return np.zeros(self.parts[1].size)
-        chunks = [[self._placed(stage) for stage in own] for own in self.stages_of]
-        own = [parts[pairs.first] for parts in pairs.table.parts(form)]
-        other = [parts[pairs.second] for parts in pairs.table.parts(form)]
-        held = {tuple(map(tuple, sum(group))): sum(group) for group in chunks}
-        time = np.zeros(len(pairs.first))
-        for ramp, rounds, a, b in zip(form.ramp, form.rounds, own, other, strict=True):
-            slowest = reduce(np.maximum, (one[pairs.counts] * a + two[pairs.counts] * b for one, two in held.values()))
-            one, two = sum(sum(group) for group in chunks)
-            time = time + ramp * (one[pairs.counts] * a + two[pairs.counts] * b) + rounds * slowest
-        figures = pairs.table.figures
-        for group in (0, shape.stages - 1):
-            room = self.problem.budgets[group] - self.problem.tables[0].pricer.profile.cluster.device.context
-            one, two = sum(chunks[group])
-            states = (
-                one[pairs.counts] * figures.resting[pairs.first, 0]
-                + two[pairs.counts] * figures.resting[pairs.second, 0]
-            )
-            every = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
-            for _, flying in every if shape.microbatches > 1 else ():
-                one, two = sum(count * size for count, size in zip(flying, chunks[group], strict=True))
-                kept = one[pairs.counts] * figures.kept[pairs.first] + two[pairs.counts] * figures.kept[pairs.second]
-                time[states + kept > room] = np.inf
-        return time * (1 - 1e-9)
+        every = np.arange(len(pairs.table))
+        found = [self._least(pairs.table, every, every, 0)]
+        if len(pairs.first):
+            parts = range(1, self.chunks.placed.shape[-1])
+            found += [self._least(pairs.table, pairs.first, pairs.second, count) for count in parts]
+        return np.concatenate(found) * (1 - 1e-9)
 
-    def _placed(self, stage: int) -> IntArray:
-        """(2, n): how many blocks of a chunk have the first strategy and the second, where the first so many parts of
-        those of its group have the first."""
-        own = [
-            self.positions[place] for place in range(self.cuts[stage], self.cuts[stage + 1]) if place in self.positions
-        ]
-        first = np.array([sum(number < count for number in own) for count in range(max(self.positions.values()) + 1)])
-        return np.array([first, len(own) - first])
+    def _least(self, table: Table, first: IntArray, second: IntArray, count: int) -> FloatArray:
+        """``least`` where blocks of so many parts have the first of two strategies."""
+        form, shape, figures = self.problem.form, self.problem.shape, table.figures
+        placed = self.chunks.placed[..., count]
+        held = placed.sum(axis=1)
+        time = np.zeros(len(first))
+        for ramp, rounds, own in zip(form.ramp, form.rounds, table.parts(form), strict=True):
+            a, b = own[first], own[second]
+            slowest = reduce(np.maximum, (one * a + two * b for one, two in {*map(tuple, held.tolist())}))
+            one, two = held.sum(axis=0).tolist()
+            time = time + ramp * (one * a + two * b) + rounds * slowest
+        kept, states = figures.kept, figures.resting[:, 0]
+        for group in (0, shape.stages - 1) if shape.microbatches > 1 else ():
+            room = self.problem.budgets[group] - self.problem.tables[0].pricer.profile.cluster.device.context
+            one, two = held[group].tolist()
+            resting = one * states[first] + two * states[second]
+            moments = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
+            flying = np.array([counts for _, counts in moments]) @ placed[group]
+            for one, two in {*map(tuple, flying[pareto_rows(-flying)].tolist())}:
+                time[resting + one * kept[first] + two * kept[second] > room] = np.inf
+        return time
 
     def bound(self) -> float:
         """A time that no uniform plan beats, quickly."""
@@ -260,11 +286,13 @@ class Uniform:
         best, top = None, np.inf if limit is None else limit - _HALF
         order = np.argsort(self.least, kind="stable")
         order = order[self.least[order] < top]
+        before, after = (self._part(self.ranges[side]) for side in (0, 2)) if len(order) else (None, None)
         for start in range(0, len(order), _AT_ONCE):
             rows = order[start : start + _AT_ONCE]
             if self.least[rows[0]] >= top:
                 break
-            own = replace(self, settled=[self.parts[0], self.parts[1].at(rows), self.parts[2]])
+            blocks = self._part(self.ranges[1]).at(rows) if self.pairs is None else self._mixed(rows)
+            own = replace(self, settled=[before, blocks, after])
             time = own.times(top)
             place = int(np.argmin(time)) if time.size else 0
             if time.size and np.isfinite(time.flat[place]):
@@ -276,18 +304,37 @@ class Uniform:
                 best = Partition(round(float(time.flat[place])), self.cuts, stages)
         return best
 
+    @cached_property
+    def alike(self) -> dict[object, list[int]]:
+        """Groups by what their time depends on."""
+        shape, found = self.problem.shape, dict[object, list[int]]()
+        node = self.problem.pricer.profile.cluster.levels[0].size
+        strides = [stride_between(a, b, shape.stage_devices, node) for a, b in pairwise(range(shape.stages))]
+        ends = stride_between(shape.stages - 1, 0, shape.stage_devices, node)
+        for group, stages in enumerate(self.chunks.stages_of):
+            edges = 0 in stages, shape.stages * shape.virtual - 1 in stages
+            sizes = tuple(self.cuts[stage + 1] - self.cuts[stage] for stage in stages)
+            around = (strides[group - 1] if group else ends, strides[group] if group + 1 < shape.stages else ends)
+            simple = len({id(own) for own in self.problem.tables}) == 1 and not self.problem.graph.tensors
+            key = (sizes, edges, around) if simple and self.pairs is not None else group
+            found.setdefault(key, []).append(group)
+        return found
+
     def times(self, limit: float = np.inf) -> FloatArray:
         """(E, B, H): picoseconds of every candidate below the limit that fits; infinite for the others, and where
         layers that share parameters differ."""
-        form = self.problem.form
-        columns = [self._group(group) for group in range(self.problem.shape.stages)]
+        form, counts = self.problem.form, [len(groups) for groups in self.alike.values()]
+        columns = [self._group(groups[0]) for groups in self.alike.values()]
         total: FloatArray = reduce(np.maximum, (own[-1] for own in columns)).astype(np.float64)
         for part, (ramp, rounds) in enumerate(zip(form.ramp, form.rounds, strict=True)):
             own = [column[part] for column in columns]
-            total = total + ramp * reduce(np.add, own) + rounds * reduce(np.maximum, own)
+            each = (count * column for count, column in zip(counts, own, strict=True))
+            total = total + ramp * reduce(np.add, each) + rounds * reduce(np.maximum, own)
         shape = [part.size for part in self.parts]
         alive = self.agreeing() & (np.broadcast_to(total, shape) < limit)
-        for group in range(self.problem.shape.stages):
+        # Under interleaved 1F1B later groups hold no more micro-batches of any chunk.
+        ahead = self.problem.shape.schedule is Schedule.INTERLEAVED
+        for group in (group for groups in self.alike.values() for group in groups[: 1 if ahead else None]):
             if not alive.any():
                 break
             alive = alive & self._fitting(group)
@@ -295,7 +342,7 @@ class Uniform:
 
     def group_bytes(self, group: int) -> IntArray:
         """(E, B, H): bytes on each device of a group; axes of length 1 where alike."""
-        chunks = {stage: range(self.cuts[stage], self.cuts[stage + 1]) for stage in self.stages_of[group]}
+        chunks = {stage: range(self.cuts[stage], self.cuts[stage + 1]) for stage in self.chunks.stages_of[group]}
         return group_bytes(self.problem, [part.tables for part in self.parts], group, chunks)
 
     def _fitting(self, group: int) -> NDArray[np.bool_]:
@@ -314,7 +361,7 @@ class Uniform:
 
     def _group(self, group: int) -> list[IntArray]:
         """The parts of a group's micro-batch and its work once a step; axes as ``times``, of length 1 where alike."""
-        form, held = self.problem.form, self._held[group]
+        form, held = self.problem.form, self.chunks.held[group]
         passes = (lambda own: own.figures.forward, lambda own: own.figures.backward, lambda own: own.saved(form))
         forward, backward, saved = (self._summed(held, figure) for figure in passes)
         moves, sends = self._moves(group), self._sends(group)
@@ -325,13 +372,13 @@ class Uniform:
         """Picoseconds of redistribution in one pass: between blocks and the layers around them."""
         total = np.zeros((1, 1, 1), dtype=np.int64)
         if self.problem.graph.tensors:
-            return reduce(np.add, (self._exchanged(group, stage) for stage in self.stages_of[group]), total)
-        blocks = parts_of(self.problem.graph)[1]
+            return reduce(np.add, (self._exchanged(group, stage) for stage in self.chunks.stages_of[group]), total)
+        blocks = self.ranges[1]
         for axis, right in ((0, blocks.start), (1, blocks.stop)):
             if (
                 right - 1 in self.parts[axis].tables
                 and right in self.parts[axis + 1].tables
-                and right in self._held[group]
+                and right in self.chunks.held[group]
             ):
                 left, own = self.parts[axis].tables[right - 1], self.parts[axis + 1].tables[right]
                 size = self.problem.tables[0].store.crossing[right]
@@ -342,7 +389,7 @@ class Uniform:
     def _exchanged(self, group: int, stage: int) -> IntArray:
         """The same of one stage where tensors skip layers: each goes straight to its readers."""
         total, start = np.zeros((1, 1, 1), dtype=np.int64), self.cuts[stage]
-        axis = [number for number, places in enumerate(parts_of(self.problem.graph)) for _ in places]
+        axis = [number for number, places in enumerate(self.ranges) for _ in places]
         inside = self.problem.tables[group]
         entering = [(-1, 0, inside.store.crossing[start])] if start else []
         for left, right, size in (*entering, *inside.store.exchanges(range(start, self.cuts[stage + 1]))):
@@ -357,7 +404,7 @@ class Uniform:
         """Picoseconds of sends and host work of a micro-batch, forward and backward; axes as ``times``."""
         overhead, layers = self.problem.tables[group].pricer.profile.overhead, len(self.problem.graph.layers)
         sums = [np.zeros((1, 1, 1), dtype=np.int64) for _ in range(2)]
-        for stage in self.stages_of[group]:
+        for stage in self.chunks.stages_of[group]:
             start, stop = self.cuts[stage], self.cuts[stage + 1]
             host = ticks(((start > 0) + (stop < layers)) * overhead.pipeline + overhead.microbatch / 2)
             for number, (side, cut) in enumerate(((stage + 1, stop), (stage, start))):
@@ -371,7 +418,7 @@ class Uniform:
         if cut in (0, len(graph.layers)) or left == right:
             return np.zeros((1, 1, 1), dtype=np.int64)
         output = self.problem.tables[0].store.crossing[cut]
-        axis = int(cut > parts_of(graph)[1].start)
+        axis = int(cut > self.ranges[1].start)
         key = (axis, left, right, output)
         if key not in self._sent:
             table = self.parts[axis].tables[cut - 1]
@@ -401,9 +448,8 @@ class Uniform:
 
     def strategies(self, chosen: Sequence[int]) -> list[Strategy]:
         """Of every layer."""
-        ranges = parts_of(self.problem.graph)
         return [
             part.tables[place].options.strategies[part.tables[place].rows[own]]
-            for part, own, places in zip(self.parts, chosen, ranges, strict=True)
+            for part, own, places in zip(self.parts, chosen, self.ranges, strict=True)
             for place in places
         ]  # fmt: skip

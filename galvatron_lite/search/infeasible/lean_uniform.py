@@ -44,7 +44,7 @@ class LeanUniform:
     def _least(self, uniform: Uniform, group: int) -> float:
         shape, graph, tables = self.problem.shape, self.problem.graph, self.problem.tables[group]
         held = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
-        own = [range(uniform.cuts[stage], uniform.cuts[stage + 1]) for stage in uniform.stages_of[group]]
+        own = [range(uniform.cuts[stage], uniform.cuts[stage + 1]) for stage in uniform.chunks.stages_of[group]]
         blocks = [[graph.layers[place] for place in inside if graph.layers[place].role is Role.BLOCK] for inside in own]
         alike = {(layer.kind, tables.fixed.pins_of(layer.name)): layer for chunk in blocks for layer in chunk}
         counts = [Counter((layer.kind, tables.fixed.pins_of(layer.name)) for layer in chunk) for chunk in blocks]

@@ -2,8 +2,8 @@
 
 Boundaries are settled (blocks are shared out evenly), and so is which blocks have one strategy: all, or those of two
 sets, of one layout. All layers before the blocks have one, and all layers after them. What is left is the path of
-``ilp_model`` through all virtual stages, the time added up by groups, and memory as ``cost.memory.group_memory`` has it:
-while one stage of a group computes, the others hold what they hold at rest and the activations of their micro-batches in
+``ilp_model`` through all virtual stages, the time added up by groups, and memory as in ``cost.memory.group_memory``:
+while one stage of a group computes, the others hold what they hold at rest and activations of micro-batches in
 flight.
 """
 
