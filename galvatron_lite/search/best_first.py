@@ -72,6 +72,7 @@ def search(
     effort: int = MOST_WORK,
     below: int | None = None,
     slack: float = 0.0,
+    ahead: float = 0.0,
 ) -> Found | None:
     """The best plan over all shapes; None where nothing fits.
 
@@ -85,11 +86,13 @@ def search(
         effort: labels after which an exact search ends; looked at between one exact search of a shape and the next.
         below: picoseconds that a plan must take less than, to be of any use.
         slack: share by which a plan must be quicker than one that is there, to be of any use.
+        ahead: the same where the one that is there is ``known``.
     """
     few = tuple(schedule for schedule in request.schedules if schedule in SIMPLE)
     if not exact and few and (request.fixed.virtual or 1) == 1:
         request = replace(request, schedules=few)
     walk = _Walk([], count(), effort if exact else _QUICK_WORK, exact, known, below=below, slack=slack)
+    walk.known, walk.ahead = known, max(ahead, slack)
     stopped = False
     try:
         _walk(walk, request, pricer, progress)
@@ -256,6 +259,7 @@ class _Walk:
         open: a time that no plan beats in the nodes that were looked into but not to the end.
         inside: the node that is being looked into.
         met: best plan so far by pipeline degree and schedule.
+        known, ahead: see ``search``.
         edges: bound by shape and layouts at the edges, whatever the strategies of tied layers.
     """
 
@@ -271,13 +275,16 @@ class _Walk:
     edges: dict[tuple[object, ...], float] = field(default_factory=dict)
     below: int | None = None
     slack: float = 0.0
+    known: Found | None = None
+    ahead: float = 0.0
 
     @property
     def limit(self) -> int | None:
         """What a plan must beat."""
         if self.best is None:
             return self.below
-        return self.best.partition.time - int(self.slack * self.best.partition.time)
+        slack = self.ahead if self.best is self.known else self.slack
+        return self.best.partition.time - int(slack * self.best.partition.time)
 
     def worth(self, bound: float) -> bool:
         """Whether a bound leaves room for a better plan."""
@@ -337,12 +344,12 @@ class _Walk:
         """The best plan, and how far from the best there is it may be."""
         if self.best is None:
             return None
-        least = min(self.open, self.limit or inf) if self.slack else self.open
+        least = min(self.open, self.limit or inf) if self.slack or self.ahead else self.open
         if stopped:
             left = [node.bound for _, _, node in self.heap] + ([] if self.inside is None else [self.inside.bound])
             least = min([least, *left])
-        gap = max(1.0 - least / self.best.partition.time, 0.0)
-        return replace(self.best, gap=gap, others=tuple(self.met.values()), stopped=stopped)
+        gap, before = max(1.0 - least / self.best.partition.time, 0.0), self.known.others if self.known else ()
+        return replace(self.best, gap=gap, others=(*self.met.values(), *before), stopped=stopped)
 
 
 def finished(request: Request, pricer: LayerPricer, found: Found) -> Plan:

@@ -41,7 +41,7 @@ from galvatron_lite.search.pins import check_pins, schedules_for
 from galvatron_lite.search.result import provenance
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.shapes import Request
-from galvatron_lite.search.simplify import SLACK, simplest
+from galvatron_lite.search.simplify import SLACK, simple, simplest
 from galvatron_lite.search.space import Fixed, reasons
 from galvatron_lite.search.ways import Asked, Delay, with_ways
 
@@ -140,8 +140,13 @@ def _ordinary(
     pricer = kept.pricer
     given = given_plans(request, pricer, known)
     tolerance = asked.tolerance
+    first = given[0] if given else None
+    ahead = 0.0
+    if tolerance and effort:
+        ahead = tolerance if first is None else 0.0
+        first = simple(request, pricer, tolerance, first)
     looked = partial(
-        search, request, pricer, progress, stoppable=stoppable, known=next(iter(given), None), effort=effort,
+        search, request, pricer, progress, stoppable=stoppable, known=first, effort=effort, ahead=ahead,
         slack=SLACK * tolerance,
     )  # fmt: skip
     # Quick searches that meet nothing do not show that nothing fits: an exact one goes on to the first plan.
@@ -155,7 +160,8 @@ def _ordinary(
     if tolerance and effort and not found.stopped:
         found = simplest(request, pricer, found, tolerance)
     certificate = _certificate(found, progress) if asked.certify and not found.stopped else ""
-    options = finalists(request, pricer, found, 0 if found.stopped else runners_up, given)
+    others = replace(request, runs=1) if tolerance else request
+    options = finalists(others, pricer, found, 0 if found.stopped else runners_up, given)
     chosen = quickest(options, tolerance)
     return replace(
         chosen.plan,

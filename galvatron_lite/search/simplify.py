@@ -12,14 +12,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby, pairwise, product
+from functools import partial
+from itertools import groupby, pairwise
 
 from galvatron_lite.cost.groups import price_stages
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.layout import layout
 from galvatron_lite.cost.sharing import tied_groups
+from galvatron_lite.cost.stage import Shape
 from galvatron_lite.cost.step import bound_seconds, straggling
-from galvatron_lite.model.graph import Role
+from galvatron_lite.model.graph import Recompute, Role
 from galvatron_lite.parallelism.pipeline.schedule import SIMPLE
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.best_first import Found, search
@@ -29,12 +31,18 @@ from galvatron_lite.search.problem import StagePlan, is_glued, part_of
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.tables import glue_of
 
-SLACK = 0.25
+SLACK = 0.5
 """Share of the tolerance that the search over everything may leave open."""
 _MOST_RUNS = 3
 _WORK, _TRIALS = 400_000, 150
 """Labels that a search for each number of runs may look at, and plans priced to put strategies together; counted, not
 timed, so that results repeat."""
+
+
+def simple(request: Request, pricer: LayerPricer, tolerance: float, known: Found | None) -> Found | None:
+    """A plan to begin with: the best whose layers change their strategy nowhere within a stage, or ``known``."""
+    narrow = replace(request, runs=1)
+    return search(narrow, pricer, known=known, slack=SLACK * tolerance, effort=_WORK) or known
 
 
 def simplest(request: Request, pricer: LayerPricer, found: Found, tolerance: float) -> Found:
@@ -49,23 +57,33 @@ def simplest(request: Request, pricer: LayerPricer, found: Found, tolerance: flo
     least = found.partition.time * (1.0 - found.gap)
     limit = max(int(least / (1.0 - tolerance)), found.partition.time)
     best, most = found, most_runs(request, found)
-    for runs, narrower in product(range(1, min(most, _MOST_RUNS) + 1), _narrower(request)):
-        simple = search(replace(narrower, runs=runs), pricer, below=limit + 1, slack=SLACK * tolerance, effort=_WORK)
+    for runs in range(1, min(most, _MOST_RUNS) + 1):
+        below = partial(search, pricer=pricer, below=limit + 1, slack=SLACK * tolerance, effort=_WORK)
+        simple = found if runs == most else below(replace(_like(request, found.problem.shape), runs=runs))
         if simple is not None:
-            best = simple
+            narrower = (below(replace(narrow, runs=runs)) for narrow in _narrower(request, simple.problem.shape))
+            best = next((one for one in narrower if one is not None), simple)
             break
     best = _merged(request, pricer, best, limit)
     gap = max(1.0 - least / best.partition.time, 0.0)
     return replace(best, gap=gap, others=(best, *(one for one in found.others if one is not found)), stopped=False)
 
 
-def _narrower(request: Request) -> list[Request]:
-    """The request without a pipeline, with schedules of one stage a group of devices, and as it is."""
+def _like(request: Request, shape: Shape) -> Request:
+    """The request of plans of a shape's kind: without a pipeline, or with schedules of one stage a group of devices."""
     few = tuple(schedule for schedule in request.schedules if schedule in SIMPLE)
-    narrower = [replace(request, schedules=few)] if few and few != request.schedules else []
-    if request.fixed.pipeline is None and "pipeline" not in request.fixed.forbidden:
+    if shape.stages == 1:
+        return replace(request, fixed=replace(request.fixed, pipeline=1))
+    return replace(request, schedules=few) if shape.schedule in SIMPLE and few else request
+
+
+def _narrower(request: Request, shape: Shape) -> list[Request]:
+    """The request of simpler kinds of plans than those of a shape."""
+    few = tuple(schedule for schedule in request.schedules if schedule in SIMPLE)
+    narrower = [replace(request, schedules=few)] if few and shape.schedule not in SIMPLE else []
+    if shape.stages > 1 and request.fixed.pipeline is None and "pipeline" not in request.fixed.forbidden:
         narrower.insert(0, replace(request, fixed=replace(request.fixed, pipeline=1)))
-    return [*narrower, request]
+    return narrower
 
 
 def most_runs(request: Request, found: Found) -> int:
@@ -139,9 +157,12 @@ def _allowed(request: Request, found: Found, own: Sequence[Strategy]) -> bool:
     if any(len({own[place] for place in group}) > 1 for group in tied_groups(graph)):
         return False
     if shape.virtual > 1:
-        return all(
-            len({layout(one) for part, one in zip(part_of(graph), own, strict=True) if part == k}) < 2 for k in range(3)
-        )
+        parts = list(zip(part_of(graph), layers, strict=True))
+        kinds = {
+            (part, replace(one, recompute=Recompute.NONE) if layer.role is Role.BLOCK else one)
+            for part, (layer, one) in parts
+        }
+        return len(kinds) == len({part for part, _ in kinds})
     if shape.stages > 1:
         inner = found.partition.cuts[1:-1]
         return len({layout(own[place]) for cut in inner for place in (cut - 1, cut)}) == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -13,7 +13,7 @@ from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing
 from galvatron_lite.cost.layout import Layout, layout
 from galvatron_lite.cost.schedule import Form, form_of
 from galvatron_lite.cost.stage import Shape
-from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.graph import ModelGraph, Recompute
 from galvatron_lite.parallelism.strategies import Strategies
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.chains.chain import ChainLayer
@@ -45,6 +45,7 @@ class Options:
         many: the same as arrays.
         batch: (S,) batch degrees.
         codes: (S,) the number of the layout of each.
+        degrees: (S,) the same number for strategies that only recompute differently.
         layouts: by number.
         samples: a strategy of each layout.
     """
@@ -53,6 +54,7 @@ class Options:
     many: Strategies
     batch: IntArray
     codes: IntArray
+    degrees: IntArray
     layouts: tuple[Layout, ...]
     samples: tuple[Strategy, ...]
     _parts: dict[bytes, Strategies] = field(default_factory=dict, repr=False)
@@ -86,12 +88,14 @@ def options_of(strategies: Sequence[Strategy]) -> Options:
     samples = dict(zip(reversed(own), reversed(strategies), strict=True))
     names = sorted(samples)
     numbers = {name: number for number, name in enumerate(names)}
-    many = Strategies.of(strategies)
+    many, same = Strategies.of(strategies), dict[Strategy, int]()
+    degrees = [same.setdefault(replace(own, recompute=Recompute.NONE), len(same)) for own in strategies]
     return Options(
         tuple(strategies),
         many,
         many.batch_degree,
         np.array([numbers[name] for name in own], dtype=np.int64),
+        np.array(degrees, dtype=np.int64),
         tuple(names),
         tuple(samples[name] for name in names),
     )

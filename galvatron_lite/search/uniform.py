@@ -3,8 +3,8 @@
 The declared space. Blocks are shared out evenly over the chunks in the order of the model, or so are blocks and the
 layers before and after them, which count as one block each (``cuts_of``). Layers before the blocks are in the first
 chunk, those after them in the last. One strategy for all layers before the blocks and one for all layers after them;
-for blocks one, or two of equal layout: of the blocks of every group of devices the first so many eighths have the one,
-the others the other. Layers that share parameters have one strategy.
+for blocks one, or two that differ in what they recompute: of the blocks of every group of devices the first so many
+eighths have the one, the others the other. Layers that share parameters have one strategy.
 
 With e, b, h the strategies before the blocks, of the blocks and after them, the time is the closed form of
 ``cost.schedule`` over groups: sums of figures of b, and of e and h in the groups that hold them. So many candidates are
@@ -232,7 +232,9 @@ class Uniform:
             return None
         whole = tables[0].whole(layers[blocks[0]].kind, layers[blocks[0]].name)
         table = whole.at(self._useful([whole], [whole], shared=False))
-        a, b = pairs_within(table.codes) if self.problem.runs != 1 else (np.arange(0), np.arange(0))
+        a, b = (
+            pairs_within(table.options.degrees[table.rows]) if self.problem.runs != 1 else (np.arange(0), np.arange(0))
+        )
         return _Pairs(table, np.concatenate((a, b)), np.concatenate((b, a)))
 
     def _mixed(self, rows: IntArray) -> _Part:

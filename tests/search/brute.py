@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise, product
 
@@ -24,7 +24,7 @@ from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.cost.stage import Shape, StageCost, price_chunk, transfer_seconds
 from galvatron_lite.cost.step import bound_seconds, shape_of, straggling, strategies_of
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.model.graph import Layer, Recompute, Role
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, chunks_in_flight
 from galvatron_lite.parallelism.pipeline.schedule import group_of, stage_at
 from galvatron_lite.parallelism.strategy import Strategy
@@ -248,8 +248,8 @@ class Brute:
         """Every plan of a schedule that runs several stages a group; empty for others.
 
         Blocks are shared out evenly; all layers before them have one strategy, all blocks (or, of those of each group,
-        the first so many eighths have another one of the same layout), and all layers after them. Each plan is priced
-        as a whole by the evaluator.
+        the first so many eighths have another one that only recomputes differently), and all layers after them. Each
+        plan is priced as a whole by the evaluator.
         """
         if shape not in self._uniform:
             self._uniform[shape] = list(self._every_uniform(shape)) if shape.virtual > 1 else []
@@ -289,7 +289,7 @@ class Brute:
             return
         parts = min(8, *map(len, held))
         for other in sorted(offered - {block}):
-            if layout(other) == layout(block):
+            if replace(other, recompute=Recompute.NONE) == replace(block, recompute=Recompute.NONE):
                 for count in range(1, parts):
                     inside = {place for own in held for n, place in enumerate(own) if n * parts // len(own) < count}
                     yield other, inside

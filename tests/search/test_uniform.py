@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
 
 from galvatron_lite.cost.groups import groups_of, limit_memory, price_stages
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.layout import layout
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.cost.step import bound_seconds
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.backends import ANY
 from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.plans.schema import Schedule
@@ -58,7 +59,13 @@ def every_uniform_between(
     pairs = [
         (a, b, count)
         for a, b in product(blocks, blocks)
-        for count in (range(1, parts) if a != b and layout(a) == layout(b) and alike else (0,) if a == b else ())
+        for count in (
+            range(1, parts)
+            if a != b and replace(a, recompute=Recompute.NONE) == replace(b, recompute=Recompute.NONE) and alike
+            else (0,)
+            if a == b
+            else ()
+        )
     ]
     for before, (block, other, count), after in product(options[0], pairs, options[last]):
         if graph.ties and before != after:

@@ -1,23 +1,23 @@
 """The integer programme of a schedule that runs several stages on each group of devices (interleaved 1F1B, ZB-V).
 
 Boundaries are settled (blocks are shared out evenly), and so is which blocks have one strategy: all, or those of two
-sets, of one layout. All layers before the blocks have one, and all layers after them. What is left is the path of
-``ilp_model`` through all virtual stages, the time added up by groups, and memory as in ``cost.memory.group_memory``:
-while one stage of a group computes, the others hold what they hold at rest and activations of micro-batches in
-flight.
+sets that only recompute differently. All layers before the blocks have one, and all layers after them. What is left
+is the path of ``ilp_model`` through all virtual stages, the time added up by groups, and memory as in
+``cost.memory.group_memory``: while one stage of a group computes, the others hold what they hold at rest and
+activations of micro-batches in flight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from galvatron_lite.cost.layer import ALONE
 from galvatron_lite.cost.memory import resting
 from galvatron_lite.cost.sharing import sharing_of
-from galvatron_lite.model.graph import ModelGraph, Role
+from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight
 from galvatron_lite.parallelism.pipeline.schedule import stage_at
 from galvatron_lite.parallelism.strategy import Strategy
@@ -61,7 +61,7 @@ class UniformModel(ShapeModel):
         layers = self.problem.graph.layers
         for role in Role:
             places = [place for place, layer in enumerate(layers) if layer.role is role]
-            self._agree(places, lambda table, row: table.layouts[row])
+            self._agree(places, lambda table, row: replace(table.strategies[row], recompute=Recompute.NONE))
             for inside in (True, False):
                 same = [place for place in places if (place in self.first) is inside]
                 self._agree(same, lambda table, row: table.strategies[row])
