@@ -273,6 +273,8 @@ def explain_plan(
         seconds: for planning anew; what there was no time for is said. None: no end.
         progress: called with (done, in all, what is looked at).
     """
+    if plan.provenance is not None:
+        setting = replace(setting, tolerance=plan.provenance.tolerance)
     budget = as_budget(setting.budget_at(plan.devices))
     clock = Clock(seconds, progress, MOST_ASKED)
     priced = taken_apart(setting.session(plan.devices).pricer, plan) if explained_in_parts(plan) else None

@@ -102,6 +102,7 @@ class Setting:
     mode: Mode = Mode.TRAINING  # what the plans are for
     delay: Delay | None = None  # which rules of delayed gradients are allowed; None: none
     margin: float = 0.0  # share of budgets that predictions keep free
+    tolerance: float = 0.0  # share of the step time that plans may be from the best
     # what earlier points have priced, by devices
     sessions: dict[int, Session] = field(default_factory=dict, compare=False, repr=False)
 
@@ -180,7 +181,7 @@ def ask(
     progress: Progress | None = None,
     stoppable: bool = False,
     effort: int = MOST_WORK,
-    tolerance: float = 0.0,
+    tolerance: float | None = None,
 ) -> Plan:
     """The fastest plan on the first devices of the setting's cluster; see ``search.planner.find_plan``."""
     session = setting.session(devices)
@@ -200,7 +201,7 @@ def ask(
         effort=effort,
         mode=setting.mode,
         delay=setting.delay,
-        tolerance=tolerance,
+        tolerance=setting.tolerance if tolerance is None else tolerance,
         margin=setting.margin,
     )
     if plan.provenance is None or not setting.pins.notes:

@@ -13,7 +13,7 @@ from galvatron_lite.search.best_first import search
 from galvatron_lite.search.bounds.glance import Glance
 from galvatron_lite.search.shapes import average_of, bounds_of, open_problem, settled, shapes_of
 from galvatron_lite.search.space import Fixed
-from galvatron_lite.search.uniform import Uniform
+from galvatron_lite.search.uniform import Uniform, cuts_of
 from tests.search.instances import random_instance
 
 ROUNDING = 1 + 1e-9
@@ -36,7 +36,8 @@ def test_bounds_are_never_above_the_best_plan(seed: int) -> None:
         assert Glance(asked.profile).bound(request.graph, shape) <= best
         assert average_of(problem) <= best
         if shape.virtual > 1:
-            assert Uniform(problem).bound() <= best
+            ways = cuts_of(asked.profile.graph, shape.stages * shape.virtual)
+            assert min(Uniform(problem, cuts).bound() for cuts in ways) <= best
             continue
         bounds = bounds_of(problem)
         assert bounds is not None

@@ -58,7 +58,7 @@ def test_pinned_values_hold() -> None:
     assert len(plan.stages) == 2
     assert plan.microbatches == 4
     assert {run.strategy.tensor for stage in plan.stages for run in stage.runs} == {1}
-    assert plan.alternatives == ()
+    assert all("pipeline 2" in other.summary and "4 micro-batches" in other.summary for other in plan.alternatives)
     assert plan.provenance is not None
     assert "integer programme" in plan.provenance.certificate
     assert "(proven), gap 0" in plan.provenance.certificate
