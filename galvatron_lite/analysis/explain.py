@@ -7,7 +7,7 @@ most that could be saved, and the neighbours that would be quicker and do not fi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
 

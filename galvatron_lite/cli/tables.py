@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from galvatron_lite.analysis.answers import Answer, Said
-    from galvatron_lite.plans.schema import Plan, Provenance
+    from galvatron_lite.plans.schema import Alternative, Plan, Provenance
     from galvatron_lite.profiler.schema import LayerPoint, Profile
 
 
@@ -251,6 +251,11 @@ def _print_time(console: Console, plan: Plan, accuracy: str) -> None:
     mfu = f", MFU {prediction.mfu:.1%}" if prediction.mfu else ""
     console.print(f"  {format_count(prediction.samples_per_second)} samples/s{tokens}{mfu}")
     if plan.provenance is not None:
+        if plan.provenance.most_seconds:
+            console.print(
+                f"  {_range(plan.provenance).strip(' ()')} where links between nodes run at half rate, less is hidden "
+                "behind compute, or kernels are 10% slower or quicker"
+            )
         console.print(f"  search: {_proof(plan.provenance)}; costs {plan.provenance.profile_origin}")
     if accuracy:
         console.print(f"  {accuracy}")
@@ -269,6 +274,11 @@ def _proof(provenance: Provenance) -> str:
     return f"{provenance.proof.value}{gap}"
 
 
+def _range(of: Alternative | Provenance) -> str:
+    """The least and the most seconds of a step over scenarios; empty where nobody asked."""
+    return f" ({format_seconds(of.least_seconds)} to {format_seconds(of.most_seconds)})" if of.most_seconds else ""
+
+
 def _print_alternatives(console: Console, plan: Plan) -> None:
     if not plan.alternatives or plan.prediction is None:
         return
@@ -277,7 +287,7 @@ def _print_alternatives(console: Console, plan: Plan) -> None:
         slower = other.step_seconds / plan.prediction.step_seconds - 1
         table.add_row(
             other.summary,
-            format_seconds(other.step_seconds),
+            format_seconds(other.step_seconds) + _range(other),
             f"{slower:+.0%}",
             format_bytes(other.peak_memory),
             "yes" if other.fits else "no",

@@ -201,6 +201,7 @@ class Alternative:
         step_seconds: what it would have cost.
         peak_memory: bytes on its fullest device.
         fits: whether that is within the budget.
+        least_seconds, most_seconds: of a step over scenarios (``search.scenarios``); 0.0: not asked for.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -208,6 +209,8 @@ class Alternative:
     step_seconds: float
     peak_memory: int
     fits: bool
+    least_seconds: float = 0.0
+    most_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +235,7 @@ class Provenance:
         parameters: items of the model's parameters, by which another width of it is told; 0: not known.
         tolerance: share of the step time that was given up for a simpler plan at the most.
         margin: share of the budget that the prediction keeps free.
+        least_seconds, most_seconds: of a step over scenarios (``search.scenarios``); 0.0: not asked for.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -251,6 +255,8 @@ class Provenance:
     parameters: Size = 0
     tolerance: float = 0.0
     margin: float = 0.0
+    least_seconds: float = 0.0
+    most_seconds: float = 0.0
 
     def budget_of(self, stage: Stage) -> int:
         """Bytes that a device of a stage may take."""

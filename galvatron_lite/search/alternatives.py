@@ -16,6 +16,7 @@ from galvatron_lite.parallelism.registry import SHAPES
 from galvatron_lite.plans.schema import Alternative, Plan, Schedule
 from galvatron_lite.search.best_first import Found, finished, search
 from galvatron_lite.search.result import summary
+from galvatron_lite.search.scenarios import Range
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, microbatch_counts
 from galvatron_lite.units import format_budget
@@ -35,12 +36,14 @@ class Finalist:
         found: what a search ended with.
         plan: with its prediction.
         fits: whether that is within the budget.
+        range: of its step over scenarios; None: not asked for.
     """
 
     name: str
     found: Found
     plan: Plan
     fits: bool
+    range: Range | None = None
 
     @property
     def seconds(self) -> float:
@@ -51,7 +54,8 @@ class Finalist:
     def alternative(self) -> Alternative:
         """What is told of it where another one is the plan."""
         peak = self.plan.prediction.peak_memory if self.plan.prediction else 0
-        return Alternative(f"{self.name}: {summary(self.plan)}", self.seconds, peak, self.fits)
+        ends = (self.range.least, self.range.most) if self.range else (0.0, 0.0)
+        return Alternative(f"{self.name}: {summary(self.plan)}", self.seconds, peak, self.fits, *ends)
 
 
 def finalists(
@@ -130,7 +134,7 @@ def traits(plan: Plan) -> tuple[object, ...]:
 
 def quickest(options: Sequence[Finalist], tolerance: float = 0.0) -> Finalist:
     """The finalist of least simulated step time among those that fit; the first unless another one is
-    quicker by more than the tolerance.
+    quicker by more than the tolerance, or, within the tolerance of it, is expected to be so over scenarios.
 
     Equal plans differ by a picosecond or so, by which the search rounds.
 
@@ -141,9 +145,17 @@ def quickest(options: Sequence[Finalist], tolerance: float = 0.0) -> Finalist:
     fitting = [option for option in options if option.fits]
     if not fitting:
         raise _overfull(options[0])
-    best = min(fitting, key=lambda option: option.seconds)
-    is_quicker = not options[0].fits or best.seconds < options[0].seconds * (1.0 - max(tolerance, _ROUNDING))
-    return best if is_quicker else options[0]
+    best, share = min(fitting, key=lambda option: option.seconds), 1.0 - max(tolerance, _ROUNDING)
+    chosen = best if not options[0].fits or best.seconds < options[0].seconds * share else options[0]
+    if not tolerance or chosen.range is None:
+        return chosen
+    within = [option for option in fitting if option.range and option.seconds * share <= best.seconds]
+    expected = min(within, key=_expected)
+    return expected if _expected(expected) < _expected(chosen) * share else chosen
+
+
+def _expected(option: Finalist) -> float:
+    return option.range.mean if option.range else option.seconds
 
 
 def _overfull(option: Finalist) -> InfeasibleError:

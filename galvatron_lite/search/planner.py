@@ -39,6 +39,7 @@ from galvatron_lite.search.infeasible.relief import relief
 from galvatron_lite.search.one_device import with_one_device
 from galvatron_lite.search.pins import check_pins, schedules_for
 from galvatron_lite.search.result import provenance
+from galvatron_lite.search.scenarios import ranges_of
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.simplify import SLACK, simple, simplest
@@ -162,6 +163,9 @@ def _ordinary(
     certificate = _certificate(found, progress) if asked.certify and not found.stopped else ""
     others = replace(request, runs=1) if tolerance else request
     options = finalists(others, pricer, found, 0 if found.stopped else runners_up, given)
+    if tolerance:
+        ranges = ranges_of(pricer, [option.plan for option in options])
+        options = tuple(replace(option, range=own) for option, own in zip(options, ranges, strict=True))
     chosen = quickest(options, tolerance)
     return replace(
         chosen.plan,
@@ -177,6 +181,8 @@ def _ordinary(
             provenance(profile, asked.budget, _gap(options[0], chosen), tolerance),
             certificate=certificate,
             interrupted=found.stopped,
+            least_seconds=chosen.range.least if chosen.range else 0.0,
+            most_seconds=chosen.range.most if chosen.range else 0.0,
             notes=(
                 *plan_notes(profile.graph, replace(chosen.plan, mode=kept.mode)),
                 *spread_note(profile.origin),

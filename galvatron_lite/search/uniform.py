@@ -288,7 +288,9 @@ class Uniform:
         best, top = None, np.inf if limit is None else limit - _HALF
         order = np.argsort(self.least, kind="stable")
         order = order[self.least[order] < top]
-        before, after = (self._part(self.ranges[side]) for side in (0, 2)) if len(order) else (None, None)
+        if not len(order):
+            return None
+        before, after = (self._part(self.ranges[side]) for side in (0, 2))
         for start in range(0, len(order), _AT_ONCE):
             rows = order[start : start + _AT_ONCE]
             if self.least[rows[0]] >= top:

@@ -8,7 +8,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, chunks_in_flight
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, chunks_in_flight, held_messages
 from galvatron_lite.parallelism.pipeline.schedule import Moments, group_of, most_of
 from galvatron_lite.search.figures import MIDDLE, PEAK, PENDING, PREFETCHED, PREFIX, REST, UPDATED
 from galvatron_lite.search.problem import Problem
@@ -106,7 +106,8 @@ def _around(
     for (stage, inside), count in zip(chunks.items(), most_of(held), strict=True):
         cuts = [_sent_over(problem, side, cut) for side, cut in ((stage, inside.start), (stage + 1, inside.stop))]
         left, right = (_boundary(problem, parts, cut - 1, store.crossing[cut]) if cut else _ZERO for cut in cuts)
-        total = total + buffer_bytes(left, right, shape.microbatches, counted=counted)
+        ahead, behind = held_messages(shape.microbatches)
+        total = total + counted * (ahead * left + behind * right)
         borrowed = store.borrowed(inside)
         if borrowed:
             total = total + count * _boundary(problem, parts, inside.start, borrowed)
