@@ -274,7 +274,7 @@ def explain_plan(
         progress: called with (done, in all, what is looked at).
     """
     if plan.provenance is not None:
-        setting = replace(setting, tolerance=plan.provenance.tolerance)
+        setting = replace(setting, tolerance=plan.provenance.tolerance, margin=plan.provenance.margin)
     budget = as_budget(setting.budget_at(plan.devices))
     clock = Clock(seconds, progress, MOST_ASKED)
     priced = taken_apart(setting.session(plan.devices).pricer, plan) if explained_in_parts(plan) else None
