@@ -24,7 +24,7 @@ from galvatron_lite.units import format_budget
 UNBOUNDED = 2**60
 _ROUNDING = 1e-9
 _TRIES = 3
-"""How often a plan is made for less room, until one fits."""
+"""How often a plan is made for less room, until one fits, and how many fewer stages a group are tried."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +79,7 @@ def finalists(
     options = [first, *(_finalist(request, pricer, "given", one) for one in beside)]
     if not first.fits:
         options += _instead(request, pricer, first)
+    options += [one for one in _less_interleaved(request, pricer, found.problem.shape) if one.seconds < first.seconds]
     if wanted < 1:
         return tuple(options)
     others = [other for other in found.others if other.partition is not found.partition]
@@ -90,6 +91,17 @@ def finalists(
         if name not in {option.name for option in options}:
             _add(options, _best_of(replace(request, fixed=fixed), pricer, name))
     return tuple(options)
+
+
+def _less_interleaved(request: Request, pricer: LayerPricer, shape: Shape) -> Iterator[Finalist]:
+    """The same with fewer stages a group: the closed form knows less of uneven ones, which waits show in simulation."""
+    if shape.schedule is not Schedule.INTERLEAVED or request.fixed.virtual is not None:
+        return
+    for virtual in range(shape.virtual - 1, max(shape.virtual - 1 - _TRIES, 1), -1):
+        fixed = replace(request.fixed, pipeline=shape.stages, microbatches=shape.microbatches, virtual=virtual)
+        found = _searched(replace(request, fixed=fixed, schedules=(shape.schedule,)), pricer)
+        if found is not None:
+            yield _finalist(request, pricer, f"{_name(shape)} of {virtual} stages each", found)
 
 
 def _instead(request: Request, pricer: LayerPricer, over: Finalist) -> Iterator[Finalist]:

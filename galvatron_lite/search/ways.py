@@ -142,7 +142,9 @@ def led(plans: Sequence[Plan], wanted: int) -> Plan:
 def _told(plan: Plan, beside: Plan) -> Alternative:
     """What is told of a plan beside the one that was chosen."""
     without = "without delay: " if beside.cyclic is not None and plan.cyclic is None else ""
-    return Alternative(without + summary(plan), seconds_of(plan), _peak(plan), bool(plan.fits))
+    source = plan.provenance
+    ends = (source.least_seconds, source.most_seconds) if source else (0.0, 0.0)
+    return Alternative(without + summary(plan), seconds_of(plan), _peak(plan), bool(plan.fits), *ends)
 
 
 def seconds_of(plan: Plan) -> float:
