@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.own_checkpoints import left_to_the_plan
 
 LossFn = Callable[[Any, Any], Tensor]
 """``loss_fn(output, batch)`` gives the scalar mean loss of a model's output."""
@@ -23,12 +24,16 @@ ITEMS = "num_items_in_batch"
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """The model's output for a batch: ``model(**batch)``, ``model(*batch)`` or ``model(batch)``."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, (tuple, list)):
-        return model(*batch)
-    return model(batch)
+    """The model's output for a batch: ``model(**batch)``, ``model(*batch)`` or ``model(batch)``.
+
+    Its own checkpoints run what they hold (see ``own_checkpoints``).
+    """
+    with left_to_the_plan():
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        if isinstance(batch, (tuple, list)):
+            return model(*batch)
+        return model(batch)
 
 
 def batch_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

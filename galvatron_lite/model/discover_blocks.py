@@ -18,6 +18,9 @@ _LEAST_SHARE = 0.1
 _MOST = 0.75
 _FEWEST_PARTS = 3
 
+NEVER_RUN = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that only hold others."""
+
 
 def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[str]:
     """Paths of the repeated blocks in registration order.
@@ -115,8 +118,8 @@ def _runs(module: nn.Module, path: str) -> list[list[str]]:
 
 
 def _is_run(children: list[nn.Module]) -> bool:
-    """Two or more children with parameters; some alike, or at least none a container of such."""
-    if len(children) < 2 or not any(True for _ in children[0].parameters()):
+    """Two or more children with parameters, which can run; some alike, or at least none a container of such."""
+    if len(children) < 2 or isinstance(children[0], NEVER_RUN) or not any(True for _ in children[0].parameters()):
         return False
     return _some_alike(children) or not any(_runs(child, "") for child in children)
 
@@ -137,11 +140,10 @@ def _parts(model: nn.Module, path: str = "") -> list[str]:
     for name, count in weights.items():
         if count > _MOST * sum(weights.values()):
             return _parts(model.get_submodule(name), _join(path, name))
-    never_run = (nn.ModuleList, nn.ModuleDict)
     parts = [
         _join(path, name)
         for name, child in model.named_children()
-        if not isinstance(child, never_run) and any(map(_is_weighty, child.children()))
+        if not isinstance(child, NEVER_RUN) and any(map(_is_weighty, child.children()))
     ]
     return parts if len(parts) >= _FEWEST_PARTS else []
 

@@ -14,8 +14,11 @@ def unit_paths(model: nn.Module, blocks: list[str]) -> list[str]:
     def walk(module: nn.Module, path: str) -> list[str]:
         if path in chosen:
             return [path]
-        never_runs = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        if path and not never_runs and not any(inside(block, path) for block in blocks):
+        if (
+            path
+            and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+            and not any(inside(block, path) for block in blocks)
+        ):
             return [path]
         return [unit for name, child in module.named_children() for unit in walk(child, f"{path}.{name}".lstrip("."))]
 

@@ -27,7 +27,7 @@ def prepare_for_training(model: nn.Module) -> None:
             module.register_forward_pre_hook(_without_cache, with_kwargs=True)
         if vars(module).get("gradient_checkpointing", False):
             module.gradient_checkpointing = False  # type: ignore[assignment]
-            _note("gradient checkpointing of the model is switched off: the plan chooses what is recomputed")
+            note("gradient checkpointing of the model is switched off: the plan chooses what is recomputed")
 
 
 def _is_prepared(module: nn.Module) -> bool:
@@ -53,7 +53,7 @@ def _without_cache(
 
 
 @cache
-def _note(line: str) -> None:
+def note(line: str) -> None:
     """Tell rank 0's user once."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         say(f"note: {line}")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from galvatron_lite.model.batch import map_tensors
 from galvatron_lite.profiler.measure_layers import differentiable, seeded
-from galvatron_lite.profiler.segments import BlockCall, hidden_state, leaf_of
+from galvatron_lite.profiler.segments import BlockCall, entering, hidden_state, leaf_of
 from galvatron_lite.profiler.timing import Lap, TimingRule, time_laps
 
 CHAIN_LAYERS = 3
@@ -58,7 +58,7 @@ def chain_run(chain: nn.Module, call: BlockCall, watch: Callable[[Tensor], None]
 
     def once(lap: Lap) -> None:
         chain.zero_grad(set_to_none=True)
-        leaves = [leaf.detach().clone().requires_grad_(leaf.requires_grad) for _ in range(CHAIN_LAYERS)]
+        leaves = [entering(leaf) for _ in range(CHAIN_LAYERS)]
         lap()
         seed = chain(call, leaves)
         watch(seed)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.own_checkpoints import left_to_the_plan
 from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.precision import (
     compute_context,
@@ -29,7 +30,7 @@ from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.profiler.measure_pictures import UNSLICED, WHOLE, Slicing
 from galvatron_lite.profiler.memory import Phase, storage_bytes, track_peak
 from galvatron_lite.profiler.schema import LayerPoint
-from galvatron_lite.profiler.segments import BlockCall, hidden_state, leaf_of
+from galvatron_lite.profiler.segments import BlockCall, entering, hidden_state, leaf_of
 from galvatron_lite.profiler.timing import DEFAULT_RULE, Lap, Timing, TimingRule, time_laps
 
 _MOST_COPIES = 4
@@ -157,7 +158,7 @@ def computing_in(precision: str, device: torch.device, forward: Callable[..., An
     dtype = compute_dtype(precision)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with compute_context(dtype, device):
+        with compute_context(dtype, device), left_to_the_plan():
             return forward(*args, **kwargs)
 
     return run
@@ -274,13 +275,12 @@ def time_blocks(modules: list[nn.Module], call: BlockCall, device: torch.device,
     parameters and activations push one another out of the caches, and autograd is entered once for all.
     """
     leaf = leaf_of(call)
-    gradients = [torch.full_like(tensor, 1e-3) for tensor in differentiable(_plain(modules[0], call, leaf.clone()))]
+    gradients = [torch.full_like(tensor, 1e-3) for tensor in differentiable(_plain(modules[0], call, entering(leaf)))]
 
     def once(lap: Lap) -> None:
-        # no leaves themselves: a block may work in place on what it is given
-        entering = [leaf.detach().clone().requires_grad_(leaf.requires_grad).clone() for _ in modules]
+        inputs = [entering(leaf) for _ in modules]
         lap()
-        outputs = [differentiable(_plain(module, call, own)) for module, own in zip(modules, entering, strict=True)]
+        outputs = [differentiable(_plain(module, call, own)) for module, own in zip(modules, inputs, strict=True)]
         lap()
         flat = [tensor for output in outputs for tensor in output]
         if flat:

@@ -195,6 +195,11 @@ def leaf_of(call: BlockCall) -> Tensor:
     return hidden.requires_grad_() if hidden.is_floating_point() else hidden
 
 
+def entering(leaf: Tensor) -> Tensor:
+    """A copy of a leaf, with a leaf of its own: no leaf itself, as a block may work in place on what it is given."""
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad).clone()
+
+
 class Boundary(torch.autograd.Function):
     """A copy that tells when its gradient arrives: where one segment's backward ends and the other's begins."""
 

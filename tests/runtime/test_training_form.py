@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from galvatron_lite import auto_parallelize
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
+from tests.auto_jobs import measuring_briefly
 from tests.pool import WorkerPool
 from tests.runtime.plans import make_plan
 from tests.runtime.untouched import (
     DECODERS,
     SAMPLES,
+    VOCAB,
     Changed,
     batch_for,
     difference,
@@ -83,6 +88,45 @@ def hooked() -> str:
         return model
 
     return under("Llama", Strategy(context=2), Strategy(context=2), change)
+
+
+class Checkpointed(nn.Module):
+    """Calls its layers through checkpoints of its own."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.reentrant = reentrant
+        self.enter = nn.Embedding(VOCAB, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.enter(ids)
+        for layer in self.layers:
+            hidden = hidden + checkpoint(layer, hidden, use_reentrant=self.reentrant)
+        return hidden.square().mean()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_of_the_model_are_left_to_the_plan(pool: WorkerPool, reentrant: bool, tmp_path: Path) -> None:
+    assert pool.run(2, checkpointed, reentrant=reentrant, folder=str(tmp_path)) == [[""] * 4] * 2
+
+
+def checkpointed(reentrant: bool, folder: str) -> list[str]:
+    batch, found = torch.randint(VOCAB, (SAMPLES, 6), generator=torch.Generator().manual_seed(1)), []
+    for fix in ("pp=2", "zero=3", "recompute=full", "microbatches=2"):
+        with measuring_briefly():
+            parallel = auto_parallelize(Checkpointed(reentrant), batch, fix=fix, folder=Path(folder))
+        found.append(difference(parallel, batch, trained_plainly(Checkpointed(reentrant), batch)))
+    return found
+
+
+def test_checkpoints_of_other_models_are_torchs() -> None:
+    model, ids = Checkpointed(reentrant=False), torch.arange(6)[None]
+    calls: list[nn.Module] = []
+    model.layers[0].register_forward_pre_hook(lambda module, _: calls.append(module))
+    model(ids).backward()
+    assert len(calls) == 2
 
 
 class Reshaping(nn.Module):

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.own_checkpoints import left_to_the_plan
 from galvatron_lite.parallelism.context import ring as _ring  # noqa: F401  (registers its operator)
 from galvatron_lite.parallelism.recompute.state import LayerState, as_before
 
@@ -71,7 +72,8 @@ def recomputed(forward: Forward, recompute: Recompute, module: nn.Module | None 
 
         def first(before: list[Any]) -> Any:
             options: Any = {"context_fn": functools.partial(_contexts, recompute, tracking, before)}
-            return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False, **options)
+            with left_to_the_plan(decides=False):
+                return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False, **options)
 
         return state.call(first, (args, kwargs))
 
