@@ -31,7 +31,7 @@ from galvatron_lite.search.result import summary
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.space import Fixed
 from galvatron_lite.validate.checks import not_understood
-from galvatron_lite.validate.predict import Remembered, Understood, understand, wanted_points
+from galvatron_lite.validate.predict import Predictor, Understood, wanted_points
 from galvatron_lite.validate.results import Skipped
 from galvatron_lite.validate.rows import PublishedRun, read_runs
 
@@ -114,11 +114,11 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def cases_of(families: Iterable[str], calibration: Calibration) -> list[list[Published]]:
     """Published runs of language models by what they have in common, in the order of the file."""
-    memory, wanted = Remembered(), set(families)
+    predictor, wanted = Predictor(calibration), set(families)
     found: dict[object, list[Published]] = {}
     for run in read_runs(RUNS):
         if run.family in wanted and run.quality in ("A", "B") and run.seq_len is not None:
-            known = understood(run, calibration, memory)
+            known = understood(run, predictor)
             if known is not None:
                 software = (repr(known.stack), known.precision)
                 key = (id(known.graph), id(known.cluster), software, known.plan.global_batch)
@@ -126,10 +126,10 @@ def cases_of(families: Iterable[str], calibration: Calibration) -> list[list[Pub
     return list(found.values())
 
 
-def understood(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Understood | None:
+def understood(run: PublishedRun, predictor: Predictor) -> Understood | None:
     """A run in our words; None where that cannot be."""
     try:
-        known = None if not_understood(run) else understand(run, calibration, memory)
+        known = None if not_understood(run) else predictor.understand(run)
     except InputError:
         return None
     return None if isinstance(known, Skipped) else known

@@ -120,6 +120,24 @@ def mark(place: int, x: float, y: float) -> str:
     return f'<use href="#s{shape(place)}" x="{x:.1f}" y="{y:.1f}"/>'
 
 
+def document(width: float, height: float, title: str, parts: Iterable[str], words: str = "") -> str:
+    """A figure as a file: ``title`` and ``words`` are what a screen reader says, ``parts`` what is drawn."""
+    described = " figure-words" if words else ""
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+            f'height="{height}" font-family="system-ui,Segoe UI,Helvetica,Arial,sans-serif" font-size="12" role="img" '
+            f'aria-labelledby="figure-title{described}">',
+            f'<title id="figure-title">{escape_html(title, quote=False)}</title>',
+            *([f'<desc id="figure-words">{escape_html(words, quote=False)}</desc>'] if words else []),
+            style() + shapes(),
+            '<rect class="paper" width="100%" height="100%"/>',
+            *parts,
+            "</svg>\n",
+        ]
+    )
+
+
 def caption(x: float, y: float, words: str, anchor: str = "start", kind: str = "ink", more: str = "") -> str:
     """A line of text."""
     escaped = escape_html(words, quote=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from galvatron_lite.analysis.answers import Answer, said
-from galvatron_lite.analysis.svg import Scale, caption, style
+from galvatron_lite.analysis.svg import Scale, caption, document
 from galvatron_lite.analysis.sweeps import BestBatch, Cheapest, Fewest
 from galvatron_lite.units import format_bytes, format_count, format_duration, format_seconds
 
@@ -124,16 +124,5 @@ def _apart(values: Sequence[float], scale: Scale, least: float) -> list[tuple[fl
 
 
 def _svg(sentence: str, lines: Sequence[str]) -> str:
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
-            f'height="{_HEIGHT}" font-family="system-ui,Segoe UI,Helvetica,Arial,sans-serif" font-size="12" '
-            'role="img" aria-labelledby="figure-title">',
-            f'<title id="figure-title">{escape(sentence)}</title>',
-            style(),
-            '<rect class="paper" width="100%" height="100%"/>',
-            caption(16, 24, sentence if len(sentence) < 100 else sentence[:97] + "…", more=' font-weight="600"'),
-            *lines,
-            "</svg>\n",
-        ]
-    )
+    heading = caption(16, 24, sentence if len(sentence) < 100 else sentence[:97] + "…", more=' font-weight="600"')
+    return document(_WIDTH, _HEIGHT, sentence, [heading, *lines])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import ceil
 from xml.sax.saxutils import escape
 
-from galvatron_lite.analysis.svg import COLOURS, Scale, caption, colour, decades, mark, shapes, style
+from galvatron_lite.analysis.svg import COLOURS, Scale, caption, colour, decades, document, mark
 from galvatron_lite.oracle.rows import Forecast, Line, Row
 from galvatron_lite.units import format_bytes, format_duration
 
@@ -37,23 +37,14 @@ def figure(forecast: Forecast) -> str:
     rows = ceil(len(lines) / _COLUMNS)
     height = _FIRST + rows * _PANEL + 8
     title = f"{forecast.model} on {forecast.cluster}: an epoch of {forecast.samples:,} samples ({forecast.formulas})"
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
-            f'height="{height}" font-family="system-ui,Segoe UI,Helvetica,Arial,sans-serif" font-size="12" role="img" '
-            'aria-labelledby="figure-title figure-words">',
-            f'<title id="figure-title">{escape(title)}</title>',
-            f'<desc id="figure-words">{escape(_words(lines))}</desc>',
-            style() + shapes(),
-            '<rect class="paper" width="100%" height="100%"/>',
-            caption(_MARGIN, 30, title, more=' font-size="15" font-weight="600"'),
-            caption(_MARGIN, 50, _origin(forecast), kind="soft"),
-            *_epochs(lines),
-            *_legend(),
-            *(part for place, line in enumerate(lines) for part in _panel(line, place)),
-            "</svg>\n",
-        ]
-    )
+    parts = [
+        caption(_MARGIN, 30, title, more=' font-size="15" font-weight="600"'),
+        caption(_MARGIN, 50, _origin(forecast), kind="soft"),
+        *_epochs(lines),
+        *_legend(),
+        *(part for place, line in enumerate(lines) for part in _panel(line, place)),
+    ]
+    return document(_WIDTH, height, title, parts, _words(lines))
 
 
 def _origin(forecast: Forecast) -> str:

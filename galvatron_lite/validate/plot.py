@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median, quantiles
 from xml.sax.saxutils import escape
 
-from galvatron_lite.analysis.svg import KINDS, Scale, caption, colour, decades, mark, rounded, shapes, style
+from galvatron_lite.analysis.svg import KINDS, Scale, caption, colour, decades, document, mark, rounded
 from galvatron_lite.validate.results import Judged, Predicted
 from galvatron_lite.validate.rows import PublishedRun
 
@@ -37,19 +37,12 @@ def scatter(judged: Iterable[Judged], key: Callable[[PublishedRun], str] = lambd
     """The figure of all scored step times as SVG, by family or another key; it fits light and dark pages."""
     series = _series(judged, key)
     height = _TOP + max(_SIDE, _ROW * len(series)) + 56
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_FIGURES + 12} {height}" width="{_FIGURES + 12}" '
-            f'height="{height}" font-family="system-ui,Segoe UI,Helvetica,Arial,sans-serif" font-size="12" role="img" '
-            'aria-labelledby="figure-title figure-words">',
-            *_words(series),
-            style() + shapes(),
-            '<rect class="paper" width="100%" height="100%"/>',
-            *_heading(series),
-            *_plane(series),
-            *_rows(series),
-            "</svg>\n",
-        ]
+    return document(
+        _FIGURES + 12,
+        height,
+        "Predicted against measured seconds a training step",
+        [*_heading(series), *_plane(series), *_rows(series)],
+        _words(series),
     )
 
 
@@ -83,14 +76,10 @@ def _summary(series: Mapping[str, Sequence[Point]]) -> str:
     return f"{len(ratios):,} training runs: {', '.join(shares)}"
 
 
-def _words(series: Mapping[str, Sequence[Point]]) -> list[str]:
+def _words(series: Mapping[str, Sequence[Point]]) -> str:
     """What a screen reader says."""
-    errors = (f"{name} ({len(points)} runs): {_error(points)}" for name, points in series.items())
-    return [
-        '<title id="figure-title">Predicted against measured seconds a training step</title>',
-        f'<desc id="figure-words">{escape(_summary(series))}. Median absolute error by group: '
-        f"{escape('; '.join(errors))}.</desc>",
-    ]
+    errors = "; ".join(f"{name} ({len(points)} runs): {_error(points)}" for name, points in series.items())
+    return f"{_summary(series)}. Median absolute error by group: {errors}."
 
 
 def _heading(series: Mapping[str, Sequence[Point]]) -> list[str]:

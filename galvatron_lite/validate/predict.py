@@ -15,7 +15,7 @@ from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.cost.step import straggling
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
-from galvatron_lite.model.shapes import Shape, build_graph
+from galvatron_lite.model.shapes import build_graph
 from galvatron_lite.oracle.closed_form import Kind
 from galvatron_lite.oracle.pricing import Laid, laid_out, profile_on
 from galvatron_lite.oracle.strategies import Question
@@ -121,15 +121,6 @@ Point = tuple[str, int, bool, Recompute, int]
 """Kind, tensor degree, sequence parallel, recomputation, samples on a device: what is estimated."""
 
 
-@dataclass(slots=True)
-class Remembered:
-    """What repeats from run to run: graphs, clusters, pricers."""
-
-    graphs: dict[object, ModelGraph] = field(default_factory=dict)
-    clusters: dict[object, Cluster | Skipped] = field(default_factory=dict)
-    pricers: dict[object, LayerPricer] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, slots=True)
 class Understood:
     """A published run in our words."""
@@ -157,131 +148,136 @@ class Understood:
         return self.prediction.peak_memory
 
 
-def predict_run(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Predicted | Skipped:
-    """Step time and peak memory of a run, or why it cannot be represented."""
-    if run.problem is not None:
-        return Skipped("a field cannot be read", run.problem)
-    try:
-        if shares_samples(run):
-            return not_understood(run) or _shared(run, calibration, memory)
-        understood = not_understood(run) or understand(run, calibration, memory)
-        return understood if isinstance(understood, Skipped) else _outcome(run, understood)
-    except GalvatronError as error:
-        return Skipped(_short(error), str(error))
-    except Exception as error:  # one odd row must not cost the scores of the others; it is counted by what broke
-        return Skipped(f"internal error: {type(error).__name__}", str(error))
+@dataclass(slots=True)
+class Predictor:
+    """Predictions of published runs; graphs, clusters and pricers that repeat from run to run are kept."""
+
+    calibration: Calibration
+    graphs: dict[object, ModelGraph] = field(default_factory=dict)
+    _clusters: dict[object, Cluster | Skipped] = field(default_factory=dict)
+    _pricers: dict[object, LayerPricer] = field(default_factory=dict)
+
+    def judge(self, run: PublishedRun) -> Judged:
+        """A run beside its prediction; runs of grade C are not predicted."""
+        if run.quality == "C" and run.problem is None:
+            return Judged(run, None, Skipped("grade C is not scored", "quality: 'C'."))
+        outcome, batch = self.predict(run), batch_of(run)
+        for skipped in (outcome, batch):
+            if isinstance(skipped, Skipped):
+                return Judged(run, None, skipped)
+        assert isinstance(outcome, Predicted)
+        assert isinstance(batch, Batch)
+        return judge(run, measured_of(run, batch), outcome)
+
+    def predict(self, run: PublishedRun) -> Predicted | Skipped:
+        """Step time and peak memory of a run, or why it cannot be represented."""
+        if run.problem is not None:
+            return Skipped("a field cannot be read", run.problem)
+        try:
+            if shares_samples(run):
+                return not_understood(run) or self._predict_shared(run)
+            understood = not_understood(run) or self.understand(run)
+            return understood if isinstance(understood, Skipped) else _outcome(run, understood)
+        except GalvatronError as error:
+            name = getattr(error, "field", "")
+            return Skipped(f"does not fit: {name}" if name else str(error), str(error))
+        except Exception as error:  # one odd row must not cost the scores of the others; it is counted by what broke
+            return Skipped(f"internal error: {type(error).__name__}", str(error))
+
+    def _predict_shared(self, run: PublishedRun) -> Predicted | Skipped:
+        """A run whose devices share samples."""
+        cluster = self._cluster(run)
+        if isinstance(cluster, Skipped):
+            return cluster
+        precision = compute_precision(run.precision, cluster.device)
+        stack = stack_of(run, precision, self.calibration)
+        graph = self._graph(run, stack, precision)
+        if isinstance(graph, Skipped):
+            return graph
+        return predict_shared(run, graph, cluster, stack, precision, self.calibration)
+
+    def understand(self, run: PublishedRun) -> Understood | Skipped:
+        """What a run trains, where, with which software and by which plan; or why it cannot be represented."""
+        cluster = self._cluster(run)
+        if isinstance(cluster, Skipped):
+            return cluster
+        precision = compute_precision(run.precision, cluster.device)
+        stack = stack_of(run, precision, self.calibration)
+        first = self._planned(run, stack, precision, cluster)
+        if isinstance(first, Skipped) or first.peak <= cluster.device.memory or not stack.regathers_at_need:
+            return first
+        regathering = replace(stack, kernels=replace(stack.kernels, regather=True, regather_recomputed=True))
+        return self._planned(run, regathering, precision, cluster)
+
+    def _planned(self, run: PublishedRun, stack: Stack, precision: str, cluster: Cluster) -> Understood | Skipped:
+        """``understand`` on a known machine with known software."""
+        graph = self._graph(run, stack, precision)
+        if isinstance(graph, Skipped):
+            return graph
+        plan = plan_of(run, graph, stack, precision)
+        if isinstance(plan, Skipped):
+            return plan
+        if plan.pipeline > 1 and len(plan.stages) * plan.microbatches > MOST_PASSES:
+            passes = f"{plan.microbatches:,} micro-batches in {len(plan.stages):,} stages"
+            detail = f"global_batch: {plan.global_batch} makes {passes}. Their product may be {MOST_PASSES:,} at most."
+            return Skipped("does not fit: global_batch", detail)
+
+        def price(candidate: Plan) -> Plan:
+            return price_plan(self._pricer(graph, cluster, stack, precision, candidate), candidate)
+
+        priced = fitting(run, plan, graph, price, cluster.device.memory)
+        if priced.prediction is None or not 0 < priced.prediction.step_seconds < inf:
+            return Skipped("not priced")
+        return Understood(graph, cluster, stack, precision, priced)
+
+    def _cluster(self, run: PublishedRun) -> Cluster | Skipped:
+        key = (run.gpu, run.n_gpus, run.gpus_per_node, run.intra_link, run.inter_net, run.inter_node_gbps)
+        if key not in self._clusters:
+            self._clusters[key] = cluster_of(run, self.calibration)
+        return self._clusters[key]
+
+    def _graph(self, run: PublishedRun, stack: Stack, precision: str) -> ModelGraph | Skipped:
+        if any(word in (run.arch or "").lower() for word in ("cnn", "vit", "unet", "image")):
+            return image_model(run, stack)
+        shape = shape_of(run, stack)
+        if isinstance(shape, Skipped):
+            return shape
+        storage = precision if precision in ITEM_BYTES else "fp8"
+        key = (shape, stack.kernels, storage)
+        if key not in self.graphs:
+            self.graphs[key] = build_graph(shape, precision=storage, kernels=stack.kernels)
+        return self.graphs[key]
+
+    def _pricer(self, graph: ModelGraph, cluster: Cluster, stack: Stack, precision: str, plan: Plan) -> LayerPricer:
+        """Prices of the points that a plan needs."""
+        wanted = wanted_points(graph, plan)
+        strategies = [run.strategy for stage in plan.stages for run in stage.runs]
+        expert, context = (max(getattr(one, name) for one in strategies) for name in ("expert", "context"))
+        software = (stack.name, stack.kernels, stack.states, stack.optimizer, precision)
+        key = (id(graph), id(cluster), *software, wanted, expert, context)
+        if key not in self._pricers:
+            profile = estimate_profile(
+                graph, cluster, precision=precision, name=graph.name, samples=sorted({point[4] for point in wanted}),
+                optimizer=stack.optimizer, stack=stack, calibration=self.calibration, wanted=wanted, expert=expert,
+                context=context,
+            )  # fmt: skip
+            self._pricers[key] = LayerPricer(profile)
+        return self._pricers[key]
 
 
-def _shared(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Predicted | Skipped:
-    """A run whose devices share samples."""
-    cluster = _cluster(run, calibration, memory)
-    if isinstance(cluster, Skipped):
-        return cluster
-    precision = compute_precision(run.precision, cluster.device)
-    stack = stack_of(run, precision, calibration)
-    graph = _graph(run, stack, precision, memory)
-    return graph if isinstance(graph, Skipped) else predict_shared(run, graph, cluster, stack, precision, calibration)
+Progress = Callable[[int, int, str], None]
 
 
-def understand(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Understood | Skipped:
-    """What a run trains, where, with which software and by which plan; or why it cannot be represented."""
-    cluster = _cluster(run, calibration, memory)
-    if isinstance(cluster, Skipped):
-        return cluster
-    precision = compute_precision(run.precision, cluster.device)
-    stack = stack_of(run, precision, calibration)
-    found = _with(run, stack, precision, cluster, calibration, memory)
-    if isinstance(found, Skipped) or found.peak <= cluster.device.memory or not stack.regathers_at_need:
-        return found
-    lean = replace(stack, kernels=replace(stack.kernels, regather=True, regather_recomputed=True))
-    return _with(run, lean, precision, cluster, calibration, memory)
-
-
-def _with(
-    run: PublishedRun, stack: Stack, precision: str, cluster: Cluster, calibration: Calibration, memory: Remembered
-) -> Understood | Skipped:
-    """``understand`` on a known machine with known software."""
-    graph = _graph(run, stack, precision, memory)
-    if isinstance(graph, Skipped):
-        return graph
-    plan = plan_of(run, graph, stack, precision)
-    if isinstance(plan, Skipped):
-        return plan
-    if plan.pipeline > 1 and len(plan.stages) * plan.microbatches > MOST_PASSES:
-        return Skipped("does not fit: global_batch", _too_long(plan))
-
-    def price(candidate: Plan) -> Plan:
-        return price_plan(_pricer(graph, cluster, stack, precision, candidate, calibration, memory), candidate)
-
-    priced = fitting(run, plan, graph, price, cluster.device.memory)
-    if priced.prediction is None or not 0 < priced.prediction.step_seconds < inf:
-        return Skipped("not priced")
-    return Understood(graph, cluster, stack, precision, priced)
-
-
-def _too_long(plan: Plan) -> str:
-    """What to say of a pipeline that would take minutes to go through."""
-    passes = f"{plan.microbatches:,} micro-batches in {len(plan.stages):,} stages"
-    return f"global_batch: {plan.global_batch} makes {passes}. Their product may be {MOST_PASSES:,} at most."
-
-
-def _cluster(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Cluster | Skipped:
-    key = (run.gpu, run.n_gpus, run.gpus_per_node, run.intra_link, run.inter_net, run.inter_node_gbps)
-    if key not in memory.clusters:
-        memory.clusters[key] = cluster_of(run, calibration)
-    return memory.clusters[key]
-
-
-def _graph(run: PublishedRun, stack: Stack, precision: str, memory: Remembered) -> ModelGraph | Skipped:
-    shape = _shape(run, stack)
-    if isinstance(shape, (Skipped, ModelGraph)):
-        return shape
-    held = precision if precision in ITEM_BYTES else "fp8"
-    key = (shape, stack.kernels, held)
-    if key not in memory.graphs:
-        memory.graphs[key] = build_graph(shape, precision=held, kernels=stack.kernels)
-    return memory.graphs[key]
-
-
-def _shape(run: PublishedRun, stack: Stack) -> Shape | ModelGraph | Skipped:
-    """A transformer's shape; models of images come from a module of their own."""
-    arch = (run.arch or "").lower()
-    if not any(word in arch for word in ("cnn", "vit", "unet", "image")):
-        return shape_of(run, stack)
-    return image_model(run, stack)
-
-
-def _pricer(
-    graph: ModelGraph,
-    cluster: Cluster,
-    stack: Stack,
-    precision: str,
-    plan: Plan,
-    calibration: Calibration,
-    memory: Remembered,
-) -> LayerPricer:
-    """Prices of the points that a plan needs; those of an equal model on an equal machine are kept."""
-    wanted = wanted_points(graph, plan)
-    strategies = [run.strategy for stage in plan.stages for run in stage.runs]
-    expert, context = (max(getattr(one, name) for one in strategies) for name in ("expert", "context"))
-    software = (stack.name, stack.kernels, stack.states, stack.optimizer, precision)
-    key = (id(graph), id(cluster), *software, wanted, expert, context)
-    if key not in memory.pricers:
-        profile = estimate_profile(
-            graph,
-            cluster,
-            precision=precision,
-            name=graph.name,
-            samples=sorted({point[4] for point in wanted}),
-            optimizer=stack.optimizer,
-            stack=stack,
-            calibration=calibration,
-            wanted=wanted,
-            expert=expert,
-            context=context,
-        )
-        memory.pricers[key] = LayerPricer(profile)
-    return memory.pricers[key]
+def validate_runs(
+    runs: Sequence[PublishedRun], calibration: Calibration, progress: Progress | None = None
+) -> list[Judged]:
+    """Every run with its prediction, in order; ``progress`` is called with (done, total, label) after each."""
+    predictor, judged = Predictor(calibration), []
+    for number, run in enumerate(runs, 1):
+        judged.append(predictor.judge(run))
+        if progress is not None:
+            progress(number, len(runs), run.family)
+    return judged
 
 
 def wanted_points(graph: ModelGraph, plan: Plan) -> frozenset[Point]:
@@ -310,45 +306,6 @@ def _outcome(run: PublishedRun, understood: Understood) -> Predicted:
         time=understood.prediction.time,
         memory=stage,
     )
-
-
-def _short(error: GalvatronError) -> str:
-    field_name = getattr(error, "field", "")
-    return f"does not fit: {field_name}" if field_name else str(error)
-
-
-Progress = Callable[[int, int, str], None]
-
-
-def validate_runs(
-    runs: Sequence[PublishedRun], calibration: Calibration, progress: Progress | None = None
-) -> list[Judged]:
-    """Every run with its prediction, in order.
-
-    Args:
-        runs: what was published.
-        calibration: constants.
-        progress: called with (done, total, label) after each run.
-    """
-    memory = Remembered()
-    judged = []
-    for number, run in enumerate(runs, 1):
-        judged.append(judge_run(run, calibration, memory))
-        if progress is not None:
-            progress(number, len(runs), run.family)
-    return judged
-
-
-def judge_run(run: PublishedRun, calibration: Calibration, memory: Remembered) -> Judged:
-    """One run with its prediction; those of grade C are not predicted."""
-    if run.quality == "C" and run.problem is None:
-        return Judged(run, None, Skipped("grade C is not scored", "quality: 'C'."))
-    outcome, batch = predict_run(run, calibration, memory), batch_of(run)
-    if isinstance(outcome, Skipped):
-        return Judged(run, None, outcome)
-    if isinstance(batch, Skipped):
-        return Judged(run, None, batch)
-    return judge(run, measured_of(run, batch), outcome)
 
 
 _GIB = 2**30

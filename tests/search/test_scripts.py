@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from galvatron_lite.calibration.store import load_calibration
-from galvatron_lite.validate.predict import Remembered, predict_run
+from galvatron_lite.validate.predict import Predictor
 from galvatron_lite.validate.rows import read_runs
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ def test_our_plans_are_no_slower_than_published_ones() -> None:
     for run in read_runs(ROOT / "profiles" / "published" / "runs.jsonl"):
         named = [case for case in cases if case["case"] == run.run_id]
         for case in named:
-            outcome = predict_run(run, calibration, Remembered())
+            outcome = Predictor(calibration).predict(run)
             assert getattr(outcome, "step_seconds", None) == pytest.approx(case["published"], rel=1e-12)
             assert case["budget"] >= getattr(outcome, "device_memory", 0)
 

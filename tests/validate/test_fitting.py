@@ -12,7 +12,7 @@ from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.validate.fitting import fitting, leaves_recompute_open, recomputing
 from galvatron_lite.validate.model import shape_of
 from galvatron_lite.validate.plans import plan_of
-from galvatron_lite.validate.predict import Remembered, predict_run
+from galvatron_lite.validate.predict import Predictor
 from galvatron_lite.validate.results import Predicted, Skipped
 from galvatron_lite.validate.rows import PublishedRun
 from galvatron_lite.validate.software import folds_experts
@@ -24,7 +24,7 @@ BIG = {"layers": 24, "hidden": 4096, "heads": 32, "ffn_hidden": 16384, "gpu": "V
 
 
 def predicted(run: PublishedRun) -> Predicted:
-    outcome = predict_run(run, CALIBRATION, Remembered())
+    outcome = Predictor(CALIBRATION).predict(run)
     assert isinstance(outcome, Predicted), outcome
     return outcome
 

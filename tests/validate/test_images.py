@@ -12,7 +12,7 @@ from galvatron_lite.calibration.store import load_calibration
 from galvatron_lite.model.graph import ModelGraph, Operator, OperatorClass
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.validate.images import image_model, layer_balance
-from galvatron_lite.validate.predict import Remembered, predict_run
+from galvatron_lite.validate.predict import Predictor
 from galvatron_lite.validate.results import Predicted, Skipped
 from galvatron_lite.validate.rows import PublishedRun
 
@@ -60,7 +60,7 @@ def convolutions(graph: ModelGraph) -> list[bool]:
 
 def predicted(name: str, side: int, batch: int, layout: str) -> float:
     given = run(model=name, image_size=side, micro_batch=batch, global_batch=batch, notes=f"layout {layout}")
-    outcome = predict_run(given, load_calibration(), Remembered())
+    outcome = Predictor(load_calibration()).predict(given)
     assert isinstance(outcome, Predicted), outcome
     return outcome.step_seconds
 
@@ -143,7 +143,7 @@ def piped(gpus: int, chunks: int, samples: int, balance: str) -> PublishedRun:
 @pytest.mark.parametrize(("gpus", "chunks", "samples", "balance", "rate"), PARTITIONED)
 def test_pipelines_of_partitions_are_met(gpus: int, chunks: int, samples: int, balance: str, rate: float) -> None:
     """What was run fits: of a chunk that waits only what enters its partition is kept."""
-    outcome = predict_run(piped(gpus, chunks, samples, balance), load_calibration(), Remembered())
+    outcome = Predictor(load_calibration()).predict(piped(gpus, chunks, samples, balance))
     assert isinstance(outcome, Predicted), outcome
     assert outcome.step_seconds == pytest.approx(chunks * samples / rate, rel=0.2)
     assert 0.4 * outcome.capacity < outcome.device_memory < outcome.capacity
@@ -186,7 +186,7 @@ def _convolutions_of(graph: ModelGraph) -> list[Operator]:
 def test_batches_that_ran_are_said_to_fit(model: str, side: int, batch: int) -> None:
     """The largest batches that did not run out of 24 GB (results/benchmark-train-amp-nchw-pt112-cu113-rtx3090.csv)."""
     given = run(model=model, image_size=side, micro_batch=batch, global_batch=batch)
-    outcome = predict_run(given, load_calibration(), Remembered())
+    outcome = Predictor(load_calibration()).predict(given)
     assert isinstance(outcome, Predicted), outcome
     assert 0.6 * outcome.capacity < outcome.device_memory <= outcome.capacity
 
@@ -198,6 +198,6 @@ def test_batches_that_ran_are_said_to_fit(model: str, side: int, batch: int) -> 
 def test_the_next_batch_is_said_not_to_fit(model: str, side: int, batch: int, more: int) -> None:
     for samples, fits in ((batch, True), (more, False)):
         given = run(model=model, image_size=side, micro_batch=samples, global_batch=samples)
-        outcome = predict_run(given, load_calibration(), Remembered())
+        outcome = Predictor(load_calibration()).predict(given)
         assert isinstance(outcome, Predicted), outcome
         assert (outcome.device_memory <= outcome.capacity) is fits

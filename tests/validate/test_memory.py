@@ -7,7 +7,7 @@ import pytest
 from galvatron_lite.calibration.store import load_calibration
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.stacks.schema import Stack
-from galvatron_lite.validate.predict import Remembered, predict_run
+from galvatron_lite.validate.predict import Predictor
 from galvatron_lite.validate.results import Predicted
 from galvatron_lite.validate.rows import PublishedRun
 
@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 def predicted(run: PublishedRun) -> Predicted:
-    outcome = predict_run(run, CALIBRATION, Remembered())
+    outcome = Predictor(CALIBRATION).predict(run)
     assert isinstance(outcome, Predicted), outcome
     return outcome
 

@@ -13,7 +13,7 @@ from galvatron_lite.stacks.catalog import DEFAULT, STACKS, match_stack
 from galvatron_lite.validate.checks import cluster_of
 from galvatron_lite.validate.model import dense_layers, shape_of
 from galvatron_lite.validate.plans import plan_of
-from galvatron_lite.validate.predict import Remembered, predict_run, validate_runs, wanted_points
+from galvatron_lite.validate.predict import Predictor, validate_runs, wanted_points
 from galvatron_lite.validate.report import as_data, worst_lines, worst_runs
 from galvatron_lite.validate.results import Predicted, Skipped, macros, score_families
 from galvatron_lite.validate.rows import PublishedRun
@@ -25,7 +25,7 @@ CALIBRATION = load_calibration()
 
 
 def predicted(run: PublishedRun) -> Predicted:
-    outcome = predict_run(run, CALIBRATION, Remembered())
+    outcome = Predictor(CALIBRATION).predict(run)
     assert isinstance(outcome, Predicted), outcome
     return outcome
 
@@ -61,9 +61,9 @@ def test_nothing_but_physics_is_looked_at() -> None:
 
 def test_what_is_remembered_changes_nothing() -> None:
     runs = [gpt(), gpt(tp=1, dp=4), gpt(framework="torchtitan", zero_stage=3), gpt(), gpt(seq_len=512)]
-    memory = Remembered()
-    together = [predict_run(run, CALIBRATION, memory) for run in runs]
-    assert together == [predict_run(run, CALIBRATION, Remembered()) for run in runs]
+    predictor = Predictor(CALIBRATION)
+    together = [predictor.predict(run) for run in runs]
+    assert together == [Predictor(CALIBRATION).predict(run) for run in runs]
     assert together[0] == together[3]
 
 
@@ -89,7 +89,7 @@ def test_models_from_figures() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_predicted_says_why(changes: dict[str, object], reason: str) -> None:
-    outcome = predict_run(gpt(**changes), CALIBRATION, Remembered())
+    outcome = Predictor(CALIBRATION).predict(gpt(**changes))
     assert isinstance(outcome, Skipped)
     assert reason in outcome.reason
 
@@ -138,9 +138,9 @@ def test_reports_of_a_few_runs() -> None:
 
 def test_asynchronous_tensor_parallelism_hides_gathers_and_scatters() -> None:
     titan = {"framework": "torchtitan FSDP2 torch.compile", "pp": 1, "dp": 1, "tp": 8, "seq_parallel": True}
-    memory = Remembered()
-    waits = predict_run(gpt(**titan), CALIBRATION, memory)
-    hides = predict_run(gpt(**titan, precision="bf16 + AsyncTP"), CALIBRATION, memory)
+    predictor = Predictor(CALIBRATION)
+    waits = predictor.predict(gpt(**titan))
+    hides = predictor.predict(gpt(**titan, precision="bf16 + AsyncTP"))
     assert isinstance(waits, Predicted)
     assert isinstance(hides, Predicted)
     # What is hidden slows compute down by an eighth while it runs; what is gathered is not copied.

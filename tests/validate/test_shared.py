@@ -12,7 +12,7 @@ from galvatron_lite.oracle.pricing import machine_of, row_of
 from galvatron_lite.oracle.request import graph_named
 from galvatron_lite.oracle.strategies import Question
 from galvatron_lite.stacks.catalog import match_stack
-from galvatron_lite.validate.predict import Remembered, predict_run, question_of
+from galvatron_lite.validate.predict import Predictor, question_of
 from galvatron_lite.validate.results import Predicted, Skipped
 from galvatron_lite.validate.rows import PublishedRun
 
@@ -25,7 +25,7 @@ RUN = PublishedRun(
 
 
 def predicted(run: PublishedRun) -> Predicted:
-    found = predict_run(run, load_calibration(), Remembered())
+    found = Predictor(load_calibration()).predict(run)
     assert isinstance(found, Predicted), found
     return found
 
@@ -71,6 +71,6 @@ def test_one_group_is_alone(changes: dict[str, int], kind: Kind) -> None:
     ],
 )
 def test_what_is_not_priced(changes: dict[str, int], reason: str) -> None:
-    found = predict_run(replace(RUN, **changes), load_calibration(), Remembered())  # type: ignore[arg-type]
+    found = Predictor(load_calibration()).predict(replace(RUN, **changes))  # type: ignore[arg-type]
     assert isinstance(found, Skipped)
     assert found.reason == reason

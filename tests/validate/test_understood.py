@@ -15,7 +15,7 @@ from galvatron_lite.validate.checks import (
     taken_otherwise,
     unknown_device,
 )
-from galvatron_lite.validate.predict import Remembered, predict_run
+from galvatron_lite.validate.predict import Predictor
 from galvatron_lite.validate.results import Predicted, Skipped
 from galvatron_lite.validate.rows import read_runs
 
@@ -35,7 +35,7 @@ RUNS = Path(__file__).parents[2] / "profiles" / "published" / "runs.jsonl"
 def test_a_word_that_decides_the_cost_and_is_not_known_leaves_the_run_unscored(
     field: str, value: str, remedy: str
 ) -> None:
-    found = predict_run(gpt(**{field: value}), load_calibration(), Remembered())
+    found = Predictor(load_calibration()).predict(gpt(**{field: value}))
     assert isinstance(found, Skipped)
     assert found.reason == "a value is not understood"
     assert f"{field}: {value!r}" in found.detail
@@ -55,7 +55,7 @@ def test_degrees_that_a_model_cannot_be_split_by(changes: dict[str, int], field:
 
 def test_the_schedule_of_no_pipeline_decides_nothing() -> None:
     run = gpt(pp=1, dp=4, pp_schedule="dual-pipe")
-    assert isinstance(predict_run(run, load_calibration(), Remembered()), Predicted)
+    assert isinstance(Predictor(load_calibration()).predict(run), Predicted)
     assert "pp_schedule 'dual-pipe' without a pipeline: passed over" in assumptions(run)
 
 
@@ -111,13 +111,13 @@ def test_frameworks_that_are_named_are_known() -> None:
 
 
 def test_a_step_that_would_take_minutes_to_go_through_is_not_priced() -> None:
-    found = predict_run(gpt(global_batch=100_000_000), load_calibration(), Remembered())
+    found = Predictor(load_calibration()).predict(gpt(global_batch=100_000_000))
     assert isinstance(found, Skipped)
     assert "25,000,000 micro-batches in 2 stages" in found.detail
 
 
 def test_ends_with_more_layers_than_the_model_has() -> None:
     said = "decoder-first-pipeline-num-layers=99,decoder-last-pipeline-num-layers=9"
-    found = predict_run(gpt(pp=4, tp=1, notes=said), load_calibration(), Remembered())
+    found = Predictor(load_calibration()).predict(gpt(pp=4, tp=1, notes=said))
     assert isinstance(found, Skipped)
     assert found.reason == "more stages than blocks"

@@ -16,9 +16,10 @@ from galvatron_lite.calibration.schema import Calibration
 from galvatron_lite.calibration.store import entry_for
 from galvatron_lite.cluster.links import link_matching
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.validate.checks import cluster_of, device_of
-from galvatron_lite.validate.predict import Remembered, judge_run, predict_run
+from galvatron_lite.validate.predict import Predictor
 from galvatron_lite.validate.results import Judged, Predicted, Skipped
 from galvatron_lite.validate.rows import PublishedRun
 from studies.calibration.fit import Array, PredictMany, Problem, Task, family_weights
@@ -58,9 +59,9 @@ class Rows:
 
 def rows_of(runs: Sequence[PublishedRun], calibration: Calibration, most: int, progress: Progress) -> Rows:
     """The runs whose time can be scored; of each family some (``spread``) have weight in the fit."""
-    memory, kept = Remembered(), []
+    predictor, kept = Predictor(calibration), []
     for number, run in enumerate(runs, 1):
-        judged = judge_run(run, calibration, memory)
+        judged = predictor.judge(run)
         if judged.time is not None:
             kept.append(judged)
         progress(number, len(runs), run.family)
@@ -167,7 +168,7 @@ class Fold:
 
 # What a worker process works on; set once when it starts.
 _RUNS: list[PublishedRun] = []
-_MEMORY = Remembered()
+_GRAPHS: dict[object, ModelGraph] = {}
 
 
 def _start(runs: Sequence[PublishedRun]) -> None:
@@ -176,8 +177,8 @@ def _start(runs: Sequence[PublishedRun]) -> None:
 
 def _predict(task: Task) -> list[float]:
     calibration, rows = task
-    memory = Remembered(graphs=_MEMORY.graphs)
-    return [_log_seconds(predict_run(_RUNS[row], calibration, memory)) for row in rows]
+    predictor = Predictor(calibration, graphs=_GRAPHS)
+    return [_log_seconds(predictor.predict(_RUNS[row])) for row in rows]
 
 
 def _log_seconds(outcome: Predicted | Skipped) -> float:
