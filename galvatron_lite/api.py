@@ -267,12 +267,12 @@ def _phase_profile(
     return known
 
 
-def _phase_case(phase: Phase, known: Profile, setup: PlanArguments) -> phase_search.PhaseCase:
+def _phase_case(phase: Phase, profile: Profile, setup: PlanArguments) -> phase_search.PhaseCase:
     """A phase with the fastest plan for it alone."""
 
     asked: PlanArguments = {**setup, "model": None, "cluster": None, "gpus": None, "sequence": None, "precision": None}
-    request = PlanRequest.parse(known, asked)
-    setting, devices = request.resolve(), known.cluster.devices
+    request = PlanRequest.parse(profile, asked)
+    setting, devices = request.resolve(), profile.cluster.devices
     best = ask(setting, devices, phase.batch, progress=request.progress)
     return phase_search.PhaseCase(phase, setting.session(devices), setting.budget_at(devices), best)
 

@@ -96,7 +96,9 @@ def budget_of(plan: Plan) -> Budget | None:
 Given = Plan | str | Path
 
 
-def given_plan(plan: Given, profile: Profile | str | Path | None, setup: PlanArguments) -> tuple[Plan, Profile]:
+def read_plan_and_profile(
+    plan: Given, profile: Profile | str | Path | None, setup: PlanArguments
+) -> tuple[Plan, Profile]:
     """A plan, and what it is priced with.
 
     Args:
@@ -107,24 +109,24 @@ def given_plan(plan: Given, profile: Profile | str | Path | None, setup: PlanArg
     Raises:
         InputError: a file that cannot be used, one of phases, no profile, or a plan for other devices.
     """
-    known = _known([plan], profile, setup)
+    known = _profile_for([plan], profile, setup)
     given = plan if isinstance(plan, Plan) else _read(Path(plan), known, setup.get("batch"))
     check_devices(given, known, setup.get("gpus"))
     return given, known
 
 
-def given_plans(
+def read_plans(
     plans: Sequence[Given] | Mapping[str, Given], profile: Profile | str | Path | None, setup: PlanArguments
 ) -> tuple[dict[str, Plan], Profile]:
-    """Plans by name, and what all of them are priced with; see ``given_plan``.
+    """Plans by name, and what all of them are priced with; see ``read_plan_and_profile``.
 
     Raises:
-        InputError: fewer than two, and as ``given_plan``.
+        InputError: fewer than two, and as ``read_plan_and_profile``.
     """
     named = dict(plans) if isinstance(plans, Mapping) else dict(zip(_names(plans), plans, strict=True))
     if len(named) < 2:
         raise InputError("plans", len(named), "Give two or more to compare.")
-    known = _known(list(named.values()), profile, setup)
+    known = _profile_for(list(named.values()), profile, setup)
     given = {
         name: plan if isinstance(plan, Plan) else _read(Path(plan), known, setup.get("batch"))
         for name, plan in named.items()
@@ -143,7 +145,7 @@ def _names(plans: Sequence[Given]) -> list[str]:
     return whole if len(set(whole)) == len(whole) else [f"{name} ({place})" for place, name in enumerate(whole, 1)]
 
 
-def _known(plans: Sequence[Given], profile: Profile | str | Path | None, setup: PlanArguments) -> Profile:
+def _profile_for(plans: Sequence[Given], profile: Profile | str | Path | None, setup: PlanArguments) -> Profile:
     """The profile that is given, else that of the first plan that says what it was made from."""
     if profile is not None or setup.get("model") is not None:
         return find_profile(
@@ -162,9 +164,9 @@ def _planned(path: Path) -> Plan | None:
     return None
 
 
-def _read(path: Path, known: Profile, batch: int | None) -> Plan:
+def _read(path: Path, profile: Profile, batch: int | None) -> Plan:
     _refuse_phases(path)
-    return read_any_plan(path, known, batch)
+    return read_any_plan(path, profile, batch)
 
 
 def _refuse_phases(path: Path) -> None:
@@ -218,7 +220,7 @@ def question_of(
     from galvatron_lite.peers.plan_files import priced
     from galvatron_lite.search.ways import Delay
 
-    given, known = given_plan(plan, profile, setup)
+    given, known = read_plan_and_profile(plan, profile, setup)
     budget = None if "mem" in setup else budget_of(given)
     mem = memory_budget(setup.get("mem", DEFAULT_BUDGET if budget is None else budget.least))
     asked: PlanArguments = {**setup, "model": None, "cluster": None, "gpus": None, "sequence": None, "precision": None}
@@ -253,7 +255,7 @@ def compare(
     """
     from galvatron_lite.analysis.compare import compare_plans
 
-    named, known = given_plans(plans, profile, setup)
+    named, known = read_plans(plans, profile, setup)
     return compare_plans(named, known, memory_budget(setup["mem"]) if "mem" in setup else None)
 
 
@@ -331,13 +333,13 @@ def find_source(plan: Plan, model: Any, batch: Any, loss_fn: Any, sequence: int 
         return given_source(model)
     made_from = plan.provenance
     for name in (plan.model, made_from.profile if made_from is not None else ""):
-        if _is_known(name):
+        if _model_exists(name):
             return named_source(name, sequence)
     remedy = f"The plan is for {plan.model}, which is no model known here: --model NAME or SCRIPT.py:FACTORY."
     raise InputError("--model", None, remedy)
 
 
-def _is_known(name: str) -> bool:
+def _model_exists(name: str) -> bool:
     try:
         _check_name(name)
     except InputError:

@@ -43,18 +43,18 @@ def find_profile(
     return _on_cluster(known, cluster, gpus)
 
 
-def _check_as_profiled(known: Profile, sequence: int | None, precision: str | None) -> None:
+def _check_as_profiled(profile: Profile, sequence: int | None, precision: str | None) -> None:
     """What a profile was made of cannot be had otherwise from it.
 
     Raises:
         InputError: another length of samples, or another precision.
     """
     for option, wanted, has in (
-        ("--seq", sequence, known.graph.sequence),
-        ("--precision", precision, known.graph.precision),
+        ("--seq", sequence, profile.graph.sequence),
+        ("--precision", precision, profile.graph.precision),
     ):
         if wanted is not None and wanted != has:
-            raise InputError(option, wanted, f"Profile {known.name} is of {has}: profile anew, or give a --model.")
+            raise InputError(option, wanted, f"Profile {profile.name} is of {has}: profile anew, or give a --model.")
 
 
 def _estimate(

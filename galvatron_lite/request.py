@@ -154,12 +154,12 @@ class PlanRequest:
         )
 
 
-def check_names(names: Iterable[str], known: Sequence[str]) -> None:
+def check_names(names: Iterable[str], allowed: Sequence[str]) -> None:
     """Refuse an argument that there is not."""
     for name in names:
-        if name not in known:
-            meant = f"Did you mean {_ALIASES[name]}? " if name in _ALIASES else near(name, known)
-            raise InputError("argument", name, f"{meant}Known: {', '.join(known)}.")
+        if name not in allowed:
+            meant = f"Did you mean {_ALIASES[name]}? " if name in _ALIASES else near(name, allowed)
+            raise InputError("argument", name, f"{meant}Known: {', '.join(allowed)}.")
 
 
 def texts(name: str, value: object) -> tuple[str, ...]:

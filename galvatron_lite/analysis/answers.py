@@ -18,7 +18,7 @@ Answer = BestBatch | Fewest | Cheapest | Front
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class AnswerText:
     """An answer for people."""
 
     columns: tuple[str, ...]  # heads of the table
@@ -29,13 +29,13 @@ class Said:
 
 
 @singledispatch
-def said(answer: Answer) -> Said:
+def answer_text(answer: Answer) -> AnswerText:
     """An answer for people."""
     raise TypeError(type(answer).__name__)
 
 
-@said.register
-def _(answer: BestBatch) -> Said:
+@answer_text.register
+def _(answer: BestBatch) -> AnswerText:
     best, enough = answer.best, answer.saturated
     top = 1.0 if best is None else best.rate
     rows = tuple(
@@ -58,11 +58,11 @@ def _(answer: BestBatch) -> Said:
         f"{answer.points[-1].batch} (--max-batch for others){limit}.",
         *_unfinished(answer.complete),
     )
-    return Said(("batch", "step", "samples/s", "of best", "memory", "plan"), rows, sentence, notes, best)
+    return AnswerText(("batch", "step", "samples/s", "of best", "memory", "plan"), rows, sentence, notes, best)
 
 
-@said.register
-def _(answer: Fewest) -> Said:
+@answer_text.register
+def _(answer: Fewest) -> AnswerText:
     rows = tuple(
         (_span(run, "devices"), str(run[0].batch) if len({p.batch for p in run}) == 1 else "",
          *_speed(run[0], answer.target.goal),
@@ -80,11 +80,11 @@ def _(answer: Fewest) -> Said:
         sentence = missed(answer)
     notes = ("Looked at: every number of GPUs to a node, then whole nodes, up to the answer.",)
     columns = ("GPUs", "batch", "step", _unit(answer.target.goal), "memory", "plan")
-    return Said(columns, rows, sentence, (*notes, *_unfinished(answer.complete)), chosen)
+    return AnswerText(columns, rows, sentence, (*notes, *_unfinished(answer.complete)), chosen)
 
 
-@said.register
-def _(answer: Cheapest) -> Said:
+@answer_text.register
+def _(answer: Cheapest) -> AnswerText:
     kept = {cost.point.devices for cost in answer.frontier}
     rows = [
         (
@@ -102,7 +102,7 @@ def _(answer: Cheapest) -> Said:
         *_unfinished(answer.complete),
     )
     chosen = answer.answer
-    return Said(
+    return AnswerText(
         columns,
         tuple(row for _, row in sorted(rows)),
         _cheapest(answer),
@@ -111,8 +111,8 @@ def _(answer: Cheapest) -> Said:
     )
 
 
-@said.register
-def _(answer: Front) -> Said:
+@answer_text.register
+def _(answer: Front) -> AnswerText:
     top = answer.points[0].seconds if answer.points else 1.0
     certain = all(proven(p) for p in answer.points)
     rows = tuple(
@@ -128,7 +128,7 @@ def _(answer: Front) -> Said:
         "were not looked at (--memory-step).",
         *_unfinished(answer.complete),
     )
-    return Said(columns, rows, sentence, notes)
+    return AnswerText(columns, rows, sentence, notes)
 
 
 def why(point: Point) -> str:
@@ -272,7 +272,7 @@ def _span(run: Sequence[Point], name: str) -> str:
 
 def as_data(answer: Answer) -> dict[str, Any]:
     """An answer as plain data for JSON: seconds, bytes, samples; the plan of the answer under ``plan``."""
-    chosen = said(answer).chosen
+    chosen = answer_text(answer).chosen
     data: dict[str, Any] = {"question": _QUESTIONS[type(answer)], "complete": answer.complete}
     if isinstance(answer, Cheapest):
         data["points"] = [_cost_data(cost) for cost in answer.costs] + [point_data(p) for p in answer.missing]

@@ -54,7 +54,7 @@ def _other_groups(compared: Sequence[Compared]) -> Iterator[str]:
         yield f"the parts of a step are those of the devices that work longest: {told}"
 
 
-def _compared(name: str, given: Plan, plan: Plan, profile: Profile) -> Compared:
+def _compared(name: str, original: Plan, plan: Plan, profile: Profile) -> Compared:
     prediction = plan.prediction
     assert prediction is not None
     fullest = max(plan.stages, key=lambda stage: stage.memory.total)
@@ -69,13 +69,13 @@ def _compared(name: str, given: Plan, plan: Plan, profile: Profile) -> Compared:
         microbatches=plan.microbatches,
         step_seconds=prediction.step_seconds,
         samples_per_second=prediction.samples_per_second,
-        said_step_seconds=None if given.prediction is None else given.prediction.step_seconds,
+        said_step_seconds=None if original.prediction is None else original.prediction.step_seconds,
         peak_bytes=prediction.peak_memory,
         fits=plan.fits,
         memory=fullest.memory,
         time={part.name: float(getattr(prediction.time, part.name)) for part in fields(prediction.time)},
         parts=parts,
-        made_from="" if given.provenance is None else given.provenance.profile,
+        made_from="" if original.provenance is None else original.provenance.profile,
         notes=plan.provenance.notes if plan.provenance else (),
     )
 

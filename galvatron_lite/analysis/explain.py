@@ -125,7 +125,7 @@ def bounds(
 def _compute(time: TimeAccount, price: MemoryPrice | None, what_ifs: Sequence[WhatIf]) -> Bound:
     """What is left where nothing else binds; not known to bind where something else was not tried."""
     share = f"compute: {time.seconds_of(TimeClass.COMPUTE) / time.step_seconds:.0%} of the step"
-    names = [one.change for one in what_ifs if one.gain is None and _asked_of(one)]
+    names = [one.change for one in what_ifs if one.gain is None and _tells_constraint(one)]
     open_ones = ["more memory"] * (price is None) + (names if what_ifs else ["quicker links", "a larger batch"])
     if not open_ones:
         return Bound(Constraint.COMPUTE, f"{share}, and nothing above binds", None, True)
@@ -134,7 +134,7 @@ def _compute(time: TimeAccount, price: MemoryPrice | None, what_ifs: Sequence[Wh
     )
 
 
-def _asked_of(one: WhatIf) -> bool:
+def _tells_constraint(one: WhatIf) -> bool:
     """Whether a constraint is told by it."""
     return one.name.startswith("links_") or one.name == "batch_twice"
 
@@ -203,11 +203,11 @@ def _batch(time: TimeAccount, what_ifs: Sequence[WhatIf]) -> Iterator[Bound]:
         yield _at_most(Constraint.BATCH, f"the batch: {waits}", bubble, time, [one.change for one in asked])
 
 
-def _at_most(what: Constraint, told: str, seconds: float, time: TimeAccount, asked: Sequence[str]) -> Bound:
+def _at_most(what: Constraint, words: str, seconds: float, time: TimeAccount, changes: Sequence[str]) -> Bound:
     """A constraint of which only what it costs at most is known, as nothing was planned anew without it."""
     binds = seconds > WORTH * time.step_seconds
-    tried = f"; {_not_tried(asked)}" if asked else ""
-    return Bound(what, f"{told}{', the most that could be saved' if binds else ''}{tried}", seconds, binds)
+    tried = f"; {_not_tried(changes)}" if changes else ""
+    return Bound(what, f"{words}{', the most that could be saved' if binds else ''}{tried}", seconds, binds)
 
 
 def _saved(time: TimeAccount, one: WhatIf) -> float:

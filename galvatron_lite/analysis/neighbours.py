@@ -126,12 +126,12 @@ def _batch_alike(chosen: Strategy, other: Strategy) -> bool:
     return chosen.data == other.data if chosen.zero > 1 else other.zero == 1
 
 
-def _next(axis: Axis, chosen: Strategy, found: Sequence[Strategy]) -> list[Strategy]:
+def _next(axis: Axis, chosen: Strategy, offered: Sequence[Strategy]) -> list[Strategy]:
     """Those without the axis, those of the same degree, and those of the nearest degrees on either side."""
     assert axis.degree is not None
-    here, degrees = axis.degree(chosen), {axis.degree(one) for one in found}
+    here, degrees = axis.degree(chosen), {axis.degree(one) for one in offered}
     below, above = max((d for d in degrees if d < here), default=0), min((d for d in degrees if d > here), default=0)
-    return [one for one in found if axis.degree(one) in (here, below, above) or not axis.used(one)]
+    return [one for one in offered if axis.degree(one) in (here, below, above) or not axis.used(one)]
 
 
 Fits = Callable[[Plan], bool]

@@ -54,9 +54,9 @@ def first_devices(cluster: Cluster, devices: int) -> Cluster:
     return replace(cluster, levels=levels, groups=groups)
 
 
-def _levels(whole: Sequence[Level], devices: int) -> tuple[Level, ...]:
+def _levels(levels_above: Sequence[Level], devices: int) -> tuple[Level, ...]:
     levels, wanted = list[Level](), devices
-    for level in whole:
+    for level in levels_above:
         if wanted <= level.size:
             return (*levels, replace(level, size=wanted))
         if wanted % level.size:

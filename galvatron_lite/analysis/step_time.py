@@ -286,12 +286,12 @@ def _largest_first(part: TimePart) -> tuple[float, str]:
     return -part.seconds, part.name
 
 
-def _waiting(priced: Priced, own: float) -> Iterator[tuple[Key, float]]:
+def _waiting(priced: Priced, busy: float) -> Iterator[tuple[Key, float]]:
     """What of the step is neither work nor communication of the busiest group: host work once a step, and waiting."""
     profile, seconds = priced.pricer.profile, priced.prediction.step_seconds
     alone = seconds / straggling(profile, priced.plan.devices)
     yield (TimeClass.HOST, "once a step"), profile.overhead.step
-    left = alone - profile.overhead.step - own
+    left = alone - profile.overhead.step - busy
     if left > _ROUNDING * seconds:
         yield (TimeClass.WAITING, BUBBLE if len(priced.groups) > 1 else SLOWEST), left
     if seconds - alone > _ROUNDING * seconds:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from galvatron_lite.analysis.answers import Answer, said
+from galvatron_lite.analysis.answers import Answer, answer_text
 from galvatron_lite.analysis.svg import Scale, caption, document
 from galvatron_lite.analysis.sweeps import BestBatch, Cheapest, Fewest
 from galvatron_lite.units import format_bytes, format_count, format_duration, format_seconds
@@ -40,13 +40,13 @@ def figure(answer: Answer) -> str:
     """The figure of an answer as SVG; it fits light and dark pages."""
     across, up, marks, stairs = _drawn(answer)
     if not marks:
-        return _svg(said(answer).sentence, [])
+        return _svg(answer_text(answer).sentence, [])
     right = _scale([mark.x for mark in marks], _LEFT, _RIGHT)
     top = _scale([mark.y for mark in marks], _BOTTOM, _TOP)
     line = [mark for mark in marks if not mark.faint]
     path = _path([(right.at(mark.x), top.at(mark.y)) for mark in line], stairs)
     return _svg(
-        said(answer).sentence,
+        answer_text(answer).sentence,
         [
             *_grid(across, up, right, top, marks),
             f'<path class="t0" stroke-width="1.5" d="{path}"/>',

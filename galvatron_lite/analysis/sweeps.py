@@ -53,8 +53,8 @@ def device_seconds(profile: Profile, batch: int) -> float:
     return sum(kinds[layer.kind] for layer in profile.graph.layers)
 
 
-def _least(kind: str, known: dict[PointKey, tuple[LayerPoint, ...]], batch: int) -> float:
-    own = [(slices_of(key), points) for key, points in known.items() if key[0] == kind]
+def _least(kind: str, points_by_key: dict[PointKey, tuple[LayerPoint, ...]], batch: int) -> float:
+    own = [(slices_of(key), points) for key, points in points_by_key.items() if key[0] == kind]
     return min((slices * _quotient(points, batch) for slices, points in own), default=0.0)
 
 

@@ -239,7 +239,7 @@ def price_of_memory(
         step_seconds=seconds_of(now),
         then_step_seconds=seconds_of(quicker),
         seconds_per_gib=saved / (size / GIB),
-        steps=_told([quicker] if quicker is not now else [], budget),
+        steps=_memory_steps([quicker] if quicker is not now else [], budget),
         wanted_groups=_over(quicker, budget) if quicker.pipeline == plan.pipeline else (),
         proven=gap_of(now) == gap_of(then) == 0.0,
         gap=max(gap_of(now), gap_of(then)),
@@ -272,11 +272,11 @@ def with_stairs(price: MemoryPrice, setting: Setting, clock: Clock, plan: Plan, 
             break
         if seconds_of(lean) >= price.step_seconds:
             break
-        found = [*_told([lean], budget), *found]
+        found = [*_memory_steps([lean], budget), *found]
     return replace(price, steps=tuple(found))
 
 
-def _told(plans: Sequence[Plan], budget: Budget) -> tuple[MemoryStep, ...]:
+def _memory_steps(plans: Sequence[Plan], budget: Budget) -> tuple[MemoryStep, ...]:
     return tuple(MemoryStep(max(peak_of(one), budget.least), seconds_of(one), summary(one)) for one in plans)
 
 

@@ -105,10 +105,12 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
             if name.startswith(f"{kind}/")
         }
         entries = {name: entry | _origin(calibration, f"{kind}/{name}") for name, entry in (own | shared).items()}
-        write_data(path / f"{kind}.json", (_whole(calibration) if kind == "stacks" else {}) | {"entries": entries})
+        write_data(
+            path / f"{kind}.json", (_common_fields(calibration) if kind == "stacks" else {}) | {"entries": entries}
+        )
 
 
-def _whole(calibration: Calibration) -> dict[str, Any]:
+def _common_fields(calibration: Calibration) -> dict[str, Any]:
     """What is said of all three files together; in the file of stacks."""
     return {"provenance": list(calibration.provenance), "expected_error": dict(calibration.expected_error)}
 

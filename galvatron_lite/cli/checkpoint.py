@@ -24,7 +24,7 @@ def show_command(folder: Folder) -> None:
 
     several = checkpoints_of(folder)
     for place in several or [folder]:
-        typer.echo(f"{place}: {_said(read_manifest(place))}")
+        typer.echo(f"{place}: {_describe(read_manifest(place))}")
 
 
 @checkpoint_app.command("check")
@@ -35,7 +35,7 @@ def check_command(folder: Folder) -> None:
     several = checkpoints_of(folder)
     for place in several or [folder]:
         manifest = check_whole(place)
-        typer.echo(f"{place}: whole, {len(manifest.files)} files, {_said(manifest)}")
+        typer.echo(f"{place}: whole, {len(manifest.files)} files, {_describe(manifest)}")
 
 
 @checkpoint_app.command("export")
@@ -51,7 +51,7 @@ def export_command(
         typer.echo(str(target / name))
 
 
-def _said(manifest: Manifest) -> str:
+def _describe(manifest: Manifest) -> str:
     size = sum(content.bytes for content in manifest.files.values())
     kept = "" if manifest.optimizer is None else f", states of {manifest.optimizer}"
     return f"step {manifest.step}, {manifest.processes} process(es), {format_bytes(size)}{kept}"

@@ -49,34 +49,34 @@ def compare_command(
         print_comparison(told)
 
 
-def print_comparison(told: Comparison) -> None:
+def print_comparison(comparison: Comparison) -> None:
     """Plans side by side: their figures, the layers they do otherwise, what each buys over the first."""
     console = wide_console()
-    console.print(f"{told.model}, all priced with {told.basis}", style="bold")
-    for plan in told.plans:
+    console.print(f"{comparison.model}, all priced with {comparison.basis}", style="bold")
+    for plan in comparison.plans:
         console.print(f"  {plan.name}: {plan.headline}")
     console.print()
-    table = plain_table("", *(plan.name for plan in told.plans))
-    for name, cells in _figures(told):
+    table = plain_table("", *(plan.name for plan in comparison.plans))
+    for name, cells in _figures(comparison):
         table.add_row(name, *cells)
     console.print(table)
-    _print_layers(console, told)
+    _print_layers(console, comparison)
     console.print()
-    for buys in told.buys:
-        console.print(f"{buys.name} against {told.plans[0].name}: {buys.said}.")
-    for note in told.notes:
+    for buys in comparison.buys:
+        console.print(f"{buys.name} against {comparison.plans[0].name}: {buys.said}.")
+    for note in comparison.notes:
         console.print(f"Note: {note}.")
 
 
-def _figures(told: Comparison) -> Iterator[tuple[str, list[str]]]:
+def _figures(comparison: Comparison) -> Iterator[tuple[str, list[str]]]:
     """Rows: step time and its parts, memory and its parts; those that are zero in all plans left out."""
     from dataclasses import fields
 
-    plans = told.plans
+    plans = comparison.plans
     yield "step", [format_seconds(plan.step_seconds) for plan in plans]
     yield "samples/s", [format_count(plan.samples_per_second) for plan in plans]
-    if any(_said_otherwise(plan) for plan in plans):
-        yield "step, as its file says", [_said(plan) for plan in plans]
+    if any(_differs(plan) for plan in plans):
+        yield "step, as its file says", [_file_prediction(plan) for plan in plans]
     for part in plans[0].time:
         if any(plan.time[part] > 0 for plan in plans):
             yield f"  {part}", [format_seconds(plan.time[part]) for plan in plans]
@@ -87,23 +87,23 @@ def _figures(told: Comparison) -> Iterator[tuple[str, list[str]]]:
             yield f"  {field.name}", [format_bytes(size) for size in sizes]
 
 
-def _said_otherwise(plan: Compared) -> bool:
+def _differs(plan: Compared) -> bool:
     said = plan.said_step_seconds
     return said is not None and abs(said / plan.step_seconds - 1.0) > 1e-6
 
 
-def _said(plan: Compared) -> str:
+def _file_prediction(plan: Compared) -> str:
     return "–" if plan.said_step_seconds is None else format_seconds(plan.said_step_seconds)
 
 
-def _print_layers(console: Console, told: Comparison) -> None:
+def _print_layers(console: Console, comparison: Comparison) -> None:
     console.print()
-    if not told.layers:
+    if not comparison.layers:
         console.print("All layers are split alike.")
         return
-    names = [plan.name for plan in told.plans]
+    names = [plan.name for plan in comparison.plans]
     table = plain_table("layers that differ", *names)
-    for row in told.layers:
+    for row in comparison.layers:
         label = row.first if row.count == 1 else f"{row.first} … {row.last} ({row.count})"
         table.add_row(label, *row.strategies)
     console.print(table)

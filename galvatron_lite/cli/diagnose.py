@@ -35,13 +35,13 @@ def diagnose_command(
 ) -> None:
     """Say where a run and its prediction part ways: layers, collectives, stages, ranks, the host; what to do."""
     from galvatron_lite.cli.tables import check_folder
-    from galvatron_lite.diagnose.diagnosis import diagnose, find_known_profile, open_source
+    from galvatron_lite.diagnose.diagnosis import diagnose, find_profile, open_source
     from galvatron_lite.plans.io import read_plan
     from galvatron_lite.profiler.store import read_profile
 
     check_folder("--update", update)
     source = open_source(run, None if plan is None else read_plan(plan))
-    known = find_known_profile(source) if profile is None else read_profile(profile)
+    known = find_profile(source) if profile is None else read_profile(profile)
     found = diagnose(source, known)
     changed = () if update is None else _update(known, source, update)
     if as_json:
@@ -54,49 +54,49 @@ def diagnose_command(
         typer.echo(f"Written to {update}: plan anew with galvatron plan --profile {update}.")
 
 
-def _update(known: Profile, source: Source, path: Path) -> tuple[str, ...]:
+def _update(profile: Profile, source: Source, path: Path) -> tuple[str, ...]:
     from galvatron_lite.diagnose.diagnosis import updated
     from galvatron_lite.profiler.store import write_profile
 
-    made, said = updated(known, source)
+    made, said = updated(profile, source)
     write_profile(made, path)
     return said
 
 
-def _print(found: Diagnosis) -> None:
+def _print(diagnosis: Diagnosis) -> None:
     from galvatron_lite.diagnose.findings import rank_words
 
-    slowed = found.untraced is not None and found.untraced < found.seconds
-    seconds = found.untraced if slowed and found.untraced is not None else found.seconds
-    told = f"{format_seconds(seconds)} a step, predicted {format_seconds(found.predicted)}"
-    source = "traces" if found.traced else "the log"
-    looked = "without the profiler" if slowed else f"{found.steps} steps, from {source}"
-    typer.echo(f"{told} ({seconds / found.predicted - 1.0:+.0%}); {looked}.")
+    slowed = diagnosis.untraced is not None and diagnosis.untraced < diagnosis.seconds
+    seconds = diagnosis.untraced if slowed and diagnosis.untraced is not None else diagnosis.seconds
+    told = f"{format_seconds(seconds)} a step, predicted {format_seconds(diagnosis.predicted)}"
+    source = "traces" if diagnosis.traced else "the log"
+    looked = "without the profiler" if slowed else f"{diagnosis.steps} steps, from {source}"
+    typer.echo(f"{told} ({seconds / diagnosis.predicted - 1.0:+.0%}); {looked}.")
     if slowed:
         typer.echo(
-            f"Causes are of {found.steps} steps, from traces. The profiler slows them: they took "
-            f"{format_seconds(found.seconds)}, and it has a part in every figure below."
+            f"Causes are of {diagnosis.steps} steps, from traces. The profiler slows them: they took "
+            f"{format_seconds(diagnosis.seconds)}, and it has a part in every figure below."
         )
-    for line in _lines(found.findings):
+    for line in _lines(diagnosis.findings):
         typer.echo(line)
-    typer.echo(f"Not explained: {_signed(found.unexplained)} a step.")
-    for row in found.memory:
+    typer.echo(f"Not explained: {_signed(diagnosis.unexplained)} a step.")
+    for row in diagnosis.memory:
         told = f"{format_bytes(row.measured)}, predicted {format_bytes(row.predicted)}"
         typer.echo(f"Memory on {rank_words(*row.ranks)}: {told}.")
-    for note in found.notes:
+    for note in diagnosis.notes:
         typer.echo(f"Note: {note}")
 
 
-def _lines(found: Sequence[Finding]) -> Iterator[str]:
+def _lines(findings: Sequence[Finding]) -> Iterator[str]:
     """What costs more than predicted, each advice where it is first wanted; then what costs less."""
-    if not found:
+    if not findings:
         yield "No cause costs or saves as much as a fiftieth of a step."
     given: dict[str, int] = {}
-    for number, one in enumerate((one for one in found if one.seconds > 0), start=1):
+    for number, one in enumerate((one for one in findings if one.seconds > 0), start=1):
         yield f"{number:>2}. {_line(one)}"
         yield f"    {one.advice}" if one.advice not in given else f"    As for {given[one.advice]}."
         given.setdefault(one.advice, number)
-    quicker = [one for one in found if one.seconds <= 0]
+    quicker = [one for one in findings if one.seconds <= 0]
     if quicker:
         yield "Quicker than predicted (nothing to mend; --update corrects the profile):"
     yield from (f"    {_line(one)}" for one in quicker)

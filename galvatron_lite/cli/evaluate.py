@@ -53,24 +53,24 @@ def evaluate_command(
         typer.echo(f"Written to {output}.")
 
 
-def _print(found: Plan, known: Profile, as_json: bool) -> None:
+def _print(plan: Plan, profile: Profile, as_json: bool) -> None:
     from galvatron_lite.cli.tables import accuracy, print_plan
     from galvatron_lite.plans.describe import fits_line
 
     if as_json:
-        print_json(found, fits=found.fits)
+        print_json(plan, fits=plan.fits)
         return
-    print_plan(found, f"{known.name}: {known.origin.kind.value}, {known.origin.source}", accuracy(known))
-    typer.echo(fits_line(found))
-    typer.echo(f"galvatron can run it: {_runs(found)}")
+    print_plan(plan, f"{profile.name}: {profile.origin.kind.value}, {profile.origin.source}", accuracy(profile))
+    typer.echo(fits_line(plan))
+    typer.echo(f"galvatron can run it: {_runs(plan)}")
 
 
-def _runs(found: Plan) -> str:
+def _runs(plan: Plan) -> str:
     """Whether ``auto_parallelize`` trains with a plan, and why not."""
     from galvatron_lite.plans.execution import check_runs
 
     try:
-        check_runs(found)
+        check_runs(plan)
     except InputError as error:
         return f"no. {error}"
     return "yes"

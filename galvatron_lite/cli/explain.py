@@ -23,30 +23,32 @@ _SHOWN_RUNS = 8
 """Runs of layers that are shown with their neighbours; of more the ones that take most of the step."""
 
 
-def print_explanation(told: Explanation) -> None:
+def print_explanation(explanation: Explanation) -> None:
     """Everything an explanation says, the most asked-for first."""
     console = wide_console()
-    console.print(told.headline, style="bold")
-    console.print(f"{_step(told)}\n")
-    _print_bounds(console, told)
-    _print_price(console, told.price)
-    _print_time(console, told.time)
-    _print_runs(console, told)
-    _print_runners_up(console, told)
-    _print_what_ifs(console, told)
-    _print_trust(console, told.trust)
-    for line in told.left_out:
+    console.print(explanation.headline, style="bold")
+    console.print(f"{_step(explanation)}\n")
+    _print_bounds(console, explanation)
+    _print_price(console, explanation.price)
+    _print_time(console, explanation.time)
+    _print_runs(console, explanation)
+    _print_runners_up(console, explanation)
+    _print_what_ifs(console, explanation)
+    _print_trust(console, explanation.trust)
+    for line in explanation.left_out:
         console.print(f"Not said: {line}.")
-    for line in told.notes:
+    for line in explanation.notes:
         console.print(f"Note: {line}.")
 
 
-def _step(told: Explanation) -> str:
-    line = f"{format_seconds(told.step_seconds)} a step, {format_count(told.samples_per_second)} samples/s"
-    if told.best_step_seconds is None:
+def _step(explanation: Explanation) -> str:
+    line = (
+        f"{format_seconds(explanation.step_seconds)} a step, {format_count(explanation.samples_per_second)} samples/s"
+    )
+    if explanation.best_step_seconds is None:
         return f"{line}."
-    lost = told.step_seconds - told.best_step_seconds
-    if lost <= 1e-6 * told.step_seconds:
+    lost = explanation.step_seconds - explanation.best_step_seconds
+    if lost <= 1e-6 * explanation.step_seconds:
         return f"{line}: no plan within its budget was found to be faster."
     return f"{line}: {format_seconds(lost)} more than the fastest plan found within its budget."
 
@@ -61,11 +63,11 @@ def signed_bytes(size: int) -> str:
     return f"{'+' if size > 0 else ''}{format_bytes(size)}" if size else "0"
 
 
-def _print_bounds(console: Console, told: Explanation) -> None:
-    if not told.bounds:
+def _print_bounds(console: Console, explanation: Explanation) -> None:
+    if not explanation.bounds:
         return
     console.print("What binds", style="bold")
-    for bound in told.bounds:
+    for bound in explanation.bounds:
         console.print(f"  {'binds  ' if bound.binds else '       '} {bound.said}")
     console.print()
 
@@ -127,19 +129,19 @@ def _print_time(console: Console, time: TimeAccount | None) -> None:
     console.print()
 
 
-def _print_runs(console: Console, told: Explanation) -> None:
-    if not told.runs:
+def _print_runs(console: Console, explanation: Explanation) -> None:
+    if not explanation.runs:
         return
     console.print("What was chosen, and what it buys (all else equal)", style="bold")
-    largest = sorted(told.runs, key=lambda run: -run.step_seconds * len(run.stages))[:_SHOWN_RUNS]
+    largest = sorted(explanation.runs, key=lambda run: -run.step_seconds * len(run.stages))[:_SHOWN_RUNS]
     table = plain_table("", "step", "a device", "")
-    for run in (run for run in told.runs if run in largest):
-        table.add_row(f"{_layers(run)}: {run.strategy}", format_seconds(run.step_seconds), "", _where(run, told))
+    for run in (run for run in explanation.runs if run in largest):
+        table.add_row(f"{_layers(run)}: {run.strategy}", format_seconds(run.step_seconds), "", _where(run, explanation))
         for cells in _rows(run):
             table.add_row(*cells)
     console.print(table)
-    if len(told.runs) > len(largest):
-        console.print(f"… {len(told.runs) - len(largest)} more runs of layers in --json")
+    if len(explanation.runs) > len(largest):
+        console.print(f"… {len(explanation.runs) - len(largest)} more runs of layers in --json")
     console.print()
 
 
@@ -147,8 +149,8 @@ def _layers(run: RunChoice) -> str:
     return run.first if run.layers == 1 else f"{run.first} … {run.last} ({run.layers})"
 
 
-def _where(run: RunChoice, told: Explanation) -> str:
-    if len(told.memory) == 1:
+def _where(run: RunChoice, explanation: Explanation) -> str:
+    if len(explanation.memory) == 1:
         return ""
     numbers = run.stages
     return f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {numbers[0]} … {numbers[-1]} ({len(numbers)})"
@@ -164,12 +166,12 @@ def _named(other: Neighbour) -> str:
     return f"{'without ' if other.off else ''}{other.dimension}: {other.strategy}"
 
 
-def _print_runners_up(console: Console, told: Explanation) -> None:
-    if not told.runners_up:
+def _print_runners_up(console: Console, explanation: Explanation) -> None:
+    if not explanation.runners_up:
         return
     console.print("Runner-up in each dimension (quick searches, not proven)", style="bold")
     table = plain_table("", "here", "instead", "loses", "memory", "plan")
-    for other in told.runners_up:
+    for other in explanation.runners_up:
         cells = (other.dimension, other.chosen, other.instead, signed_seconds(other.added_step_seconds))
         size = format_bytes(other.peak_bytes)
         table.add_row(f"  {cells[0]}", *cells[1:], size if other.fits else f"{size}: does not fit", other.summary)
@@ -177,20 +179,21 @@ def _print_runners_up(console: Console, told: Explanation) -> None:
     console.print()
 
 
-def _print_what_ifs(console: Console, told: Explanation) -> None:
-    if not told.what_ifs:
+def _print_what_ifs(console: Console, explanation: Explanation) -> None:
+    if not explanation.what_ifs:
         return
     console.print("What if (each planned anew)", style="bold")
-    open_ = any(other.gap for other in told.what_ifs)
+    open_ = any(other.gap for other in explanation.what_ifs)
     table = plain_table("", "step", "samples/s", "memory", *["may be quicker by"] * open_, "plan")
-    for other in told.what_ifs:
+    for other in explanation.what_ifs:
         if other.step_seconds is None or other.samples_per_second is None or other.peak_bytes is None:
             table.add_row(f"  {other.change}", *["–"] * (3 + open_), other.why)
             continue
         rate = format_count(other.samples_per_second)
         gain = "" if other.gain is None else f" ({other.gain:+.1%})"
         table.add_row(
-            f"  {_asked(other.change, other.devices, other.batch, told)}", format_seconds(other.step_seconds),
+            f"  {_change_label(other.change, other.devices, other.batch, explanation)}",
+            format_seconds(other.step_seconds),
             f"{rate}{gain}", format_bytes(other.peak_bytes),
             *[_gap(other.gap)] * open_, other.summary,
         )  # fmt: skip
@@ -202,8 +205,8 @@ def _gap(gap: float) -> str:
     return "0, proven" if not gap else f"{gap:.2%}" if gap >= 1e-4 else "under 0.01%"
 
 
-def _asked(change: str, devices: int, batch: int, told: Explanation) -> str:
-    more = [f"{devices} devices"] * (devices != told.devices) + [f"batch {batch}"] * (batch != told.batch)
+def _change_label(change: str, devices: int, batch: int, explanation: Explanation) -> str:
+    more = [f"{devices} devices"] * (devices != explanation.devices) + [f"batch {batch}"] * (batch != explanation.batch)
     return f"{change} ({', '.join(more)})" if more else change
 
 

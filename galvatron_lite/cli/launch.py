@@ -47,14 +47,14 @@ def launch_command(
     Prints the exact command, sees that every node has the same plan, package versions and enough memory, and runs it.
     """
     from galvatron_lite.launch.commands import shown
-    from galvatron_lite.launch.jobs import Asked, Through, launch_of
+    from galvatron_lite.launch.jobs import LaunchRequest, Through, launch_of
 
     known = [one.value for one in Through]
     if through not in (None, *known):
         raise InputError("--through", through, f"Give one of {', '.join(known)}.")
     way = None if through is None else Through(through)
-    asked = Asked(tuple(program), plan, gpus, per_node, hostfile, way, tuple(srun or ()), port, restarts)
-    launch = launch_of(asked)
+    request = LaunchRequest(tuple(program), plan, gpus, per_node, hostfile, way, tuple(srun or ()), port, restarts)
+    launch = launch_of(request)
     for command in launch.commands():
         typer.echo(shown(command, launch.job.environment), err=not dry_run)
     if dry_run:

@@ -147,7 +147,7 @@ class Options:
     @property
     def question(self) -> str:
         """The one question that is asked, by its option; empty: the fastest plan."""
-        given = self._given()
+        given = self._set()
         # --fewest beside a target says the same as the target alone.
         asked = [name for name in _ASK if name in given and not (name == "fewest" and given.keys() & set(_ALIKE[1:]))]
         if len(asked) > 1:
@@ -157,27 +157,27 @@ class Options:
                 raise InputError(_flag(name), given[name], f"It belongs to {' or '.join(map(_flag, questions))}.")
         return asked[0] if asked else ""
 
-    def ask(self, known: Callable[[int | None], Profile], setup: PlanArguments) -> Answer:
+    def ask(self, profile_of: Callable[[int | None], Profile], setup: PlanArguments) -> Answer:
         """The answer."""
         from galvatron_lite import api
 
         question = self.question
         if question == "best_batch":
-            return api.best_batch(known, max_batch=self.max_batch, **setup)
+            return api.best_batch(profile_of, max_batch=self.max_batch, **setup)
         if question == "pareto":
             gap = None if self.memory_step is None else parse_bytes(self.memory_step, "--memory-step")
-            return api.pareto_front(known, memory_step=gap, **setup)
+            return api.pareto_front(profile_of, memory_step=gap, **setup)
         if question == "price":
             within = None if self.within is None else parse_seconds(self.within, "--within")
             totals = {"samples": self.samples_total, "tokens": self.tokens_total, "steps": self.steps}
             sizes = {name: parse_count(text, _total(name)) for name, text in totals.items() if text is not None}
-            return api.cheapest(known, price=self.price or 0.0, within=within, **sizes, **setup)
+            return api.cheapest(profile_of, price=self.price or 0.0, within=within, **sizes, **setup)
         step = None if self.step is None else parse_seconds(self.step, "--step")
         samples = None if self.rate is None else parse_count(self.rate, "--rate")
         tokens = None if self.tokens is None else parse_count(self.tokens, "--tokens")
-        return api.fewest_devices(known, step=step, samples=samples, tokens=tokens, **setup)
+        return api.fewest_devices(profile_of, step=step, samples=samples, tokens=tokens, **setup)
 
-    def _given(self) -> Mapping[str, object]:
+    def _set(self) -> Mapping[str, object]:
         every = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in every.items() if value is not None and value is not False}
 
@@ -208,7 +208,7 @@ Tied = Annotated[bool, typer.Option("--tied", help="Head shares the embedding.",
 Gated = Annotated[bool, typer.Option("--gated", help="Gated MLP, as in Llama.", rich_help_panel=PANEL)]
 
 
-def given(**flags: object) -> dict[str, str]:
+def set_flags(**flags: object) -> dict[str, str]:
     """The flags that were given, by name, as text."""
     return {name: str(value).lower() for name, value in flags.items() if value not in (None, False)}
 

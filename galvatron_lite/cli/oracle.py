@@ -91,30 +91,30 @@ def oracle_command(
     _print(found, as_json)
 
 
-def _draw(found: Forecast, path: Path) -> None:
+def _draw(forecast: Forecast, path: Path) -> None:
     from galvatron_lite.files import write_text
     from galvatron_lite.oracle.plot import figure
 
-    write_text(path, figure(found))
+    write_text(path, figure(forecast))
 
 
-def _print(found: Forecast, as_json: bool) -> None:
+def _print(forecast: Forecast, as_json: bool) -> None:
     from galvatron_lite.oracle.measured import as_data
 
     if as_json:
-        print_json(as_data(found))
+        print_json(as_data(forecast))
         return
-    _print_table(found)
-    _print_findings(found)
+    _print_table(forecast)
+    _print_findings(forecast)
 
 
-def _print_table(found: Forecast) -> None:
+def _print_table(forecast: Forecast) -> None:
     from rich.console import Console
 
     console = Console(markup=False, highlight=False, soft_wrap=True, width=max(Console().width, _WIDE))
-    console.print(f"{found.model} on {found.cluster}, an epoch of {found.samples:,} samples", style="bold")
-    console.print(f"Formulas: {found.formulas}. Seconds {found.origin}")
-    for note in found.notes:
+    console.print(f"{forecast.model} on {forecast.cluster}, an epoch of {forecast.samples:,} samples", style="bold")
+    console.print(f"Formulas: {forecast.formulas}. Seconds {forecast.origin}")
+    for note in forecast.notes:
         console.print(f"Note: {note}.")
     table = plain_table()
     table.add_column("strategy")
@@ -131,7 +131,7 @@ def _print_table(found: Forecast) -> None:
     ):
         table.add_column(name, justify="right")
     table.add_column("")
-    for line in found.lines:
+    for line in forecast.lines:
         for cells in _cells(line):
             table.add_row(*cells)
         table.add_section()
@@ -141,7 +141,7 @@ def _print_table(found: Forecast) -> None:
 
 def _cells(line: Line) -> list[list[str]]:
     """Rows of a strategy; those beyond its limit are one line."""
-    rows = [_figures(line.strategy if number == 0 else "", row) for number, row in enumerate(line.known)]
+    rows = [_figures(line.strategy if number == 0 else "", row) for number, row in enumerate(line.complete)]
     out = [row for row in line.rows if row.problem]
     for problem in dict.fromkeys(row.problem for row in out):
         counts = ", ".join(f"{row.devices:,}" for row in out if row.problem == problem)
@@ -170,21 +170,21 @@ def _seconds(value: float) -> str:
     return "-" if value == 0 else f"{value:,.3g} s" if value < 1000 else f"{value:,.0f} s"
 
 
-def _print_findings(found: Forecast) -> None:
+def _print_findings(forecast: Forecast) -> None:
     from rich.console import Console
 
     from galvatron_lite.oracle.rows import findings, gpus
 
     console = Console(markup=False, highlight=False, soft_wrap=True)
     console.print("Limits (L) and bottlenecks (B)", style="bold")
-    every = findings(found)
+    every = findings(forecast)
     if not every:
         console.print("none passes its threshold")
     for one in every:
         mark = "L" if one.sort.value == "limitation" else "B"
         console.print(f"{mark} {one.strategy}: {one.name}: {one.words}")
     console.print()
-    for line in found.lines:
+    for line in forecast.lines:
         if line.limit.devices is not None:
             console.print(f"{line.strategy} scales to {gpus(line.limit.devices)}: {line.limit.reason}")
 

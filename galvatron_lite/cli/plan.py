@@ -61,23 +61,23 @@ def plan_in_phases(
         typer.echo(f"Written to {output}.")
 
 
-def _print(found: PhasedPlan) -> None:
+def _print(phased_plan: PhasedPlan) -> None:
     from galvatron_lite.search.result import summary
 
     console = wide_console()
-    first = found.phases[0].plan
+    first = phased_plan.phases[0].plan
     of = first.provenance.profile_origin if first.provenance else "unknown"
-    console.print(f"{first.model} on {first.devices} devices in {len(found.phases)} phases", style="bold")
+    console.print(f"{first.model} on {first.devices} devices in {len(phased_plan.phases)} phases", style="bold")
     console.print(f"Costs {of}; switches estimated.\n")
     names = ("phase", "steps", "batch", "sequence", "step", "memory", "takes")
     table = plain_table(*names)
-    for phase in found.phases:
+    for phase in phased_plan.phases:
         table.add_row(*_row(phase))
     console.print(table)
     console.print()
-    for phase in found.phases:
+    for phase in phased_plan.phases:
         console.print(f"{phase.name}: {summary(phase.plan)}{_change(phase)}")
-    console.print(f"\nThe run: {format_duration(found.seconds)}{_beside(found)}.")
+    console.print(f"\nThe run: {format_duration(phased_plan.seconds)}{_beside(phased_plan)}.")
 
 
 def _row(phase: PlannedPhase) -> tuple[str, ...]:
@@ -95,9 +95,9 @@ def _change(phase: PlannedPhase) -> str:
     return f" (after a switch of {format_seconds(switch.seconds)}, {format_bytes(switch.received)} to each device)"
 
 
-def _beside(found: PhasedPlan) -> str:
+def _beside(phased_plan: PhasedPlan) -> str:
     """How that compares with never switching, and with always."""
-    single, always = found.single_seconds, found.always_seconds
+    single, always = phased_plan.single_seconds, phased_plan.always_seconds
     one = "no one plan fits all phases" if single is None else f"{format_duration(single)} under one plan throughout"
     every = "" if always is None else f", {format_duration(always)} with the fastest plan in every phase"
     return f" ({one}{every})"
@@ -195,7 +195,7 @@ def plan_command(
     _check(options, certify, best, output)
     shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "vocab": vocab}
     kind = {"gated_mlp": gated, "tied_embeddings": tied, "arch": arch, "experts": experts, "topk": topk}
-    flags = opts.given(**shape, **kind)
+    flags = opts.set_flags(**shape, **kind)
 
     @cache
     def profile_of(devices: int | None, tokens: int | None = sequence) -> Profile:
@@ -258,11 +258,11 @@ def _model(
         return model
     if model is not None:
         raise InputError("--model", model, f"Give a model or its shape (--{', --'.join(flags)}), not both.")
-    return opts.graph(flags | opts.given(seq=sequence), api.precision_on(cluster, precision, gpus))
+    return opts.graph(flags | opts.set_flags(seq=sequence), api.precision_on(cluster, precision, gpus))
 
 
 def _plan(
-    known: Profile, setup: PlanArguments, source: str, output: Path | None, as_json: bool, certify: bool,
+    profile: Profile, setup: PlanArguments, source: str, output: Path | None, as_json: bool, certify: bool,
     best: int | None, tolerance: str,
 ) -> None:  # fmt: skip
     """The fastest plan."""
@@ -273,13 +273,13 @@ def _plan(
     with search_progress(quiet=as_json) as progress:
         asked: PlanArguments = {**setup, "progress": progress}
         runners_up = api.RUNNERS_UP if best is None else best
-        found = api.plan(known, certify=certify, runners_up=runners_up, tolerance=tolerance, **asked)
+        found = api.plan(profile, certify=certify, runners_up=runners_up, tolerance=tolerance, **asked)
     if output is not None:
         write_plan(found, output)
     if as_json:
         print_json(found)
         return
-    print_plan(found, source, accuracy(known))
+    print_plan(found, source, accuracy(profile))
     if found.provenance is not None and found.provenance.certificate:
         typer.echo(f"Certificate: {found.provenance.certificate}")
     _say_where(output)
@@ -309,17 +309,17 @@ def _answer(
         _say_where(options.plot)
 
 
-def _named(known: Profile, by_shape: bool, profile: Path | None, model: str | None) -> str:
+def _named(costs: Profile, by_shape: bool, profile: Path | None, model: str | None) -> str:
     """What was planned from, in words."""
     if by_shape:
         return "the shape given"
     last = " (the last profile made here)" if profile is None and model is None else ""
-    return f"{known.name}{last}"
+    return f"{costs.name}{last}"
 
 
-def _source(known: Profile, named: str, *, best: bool) -> str:
+def _source(profile: Profile, named: str, *, best: bool) -> str:
     """Where the costs come from; ``best``: in the best precision of the devices, as none was asked for."""
-    origin = known.origin
+    origin = profile.origin
     dated = f", {origin.date}" if origin.date else ""
     chosen = ", the best it trains in (--precision for another)" if best else ""
     return f"{named}: {origin.kind.value}, {origin.source}{dated}{chosen}"

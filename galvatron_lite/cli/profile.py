@@ -113,10 +113,10 @@ def _first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _print(made: Profile, where: Path, as_json: bool) -> None:
+def _print(profile: Profile, where: Path, as_json: bool) -> None:
     from galvatron_lite.cli.tables import print_profile
 
     if as_json:
-        print_json(made)
+        print_json(profile)
     else:
-        print_profile(made, str(where))
+        print_profile(profile, str(where))

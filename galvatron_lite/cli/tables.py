@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from galvatron_lite.analysis.answers import Answer, Said
+    from galvatron_lite.analysis.answers import Answer, AnswerText
     from galvatron_lite.plans.schema import Alternative, Plan, Provenance
     from galvatron_lite.profiler.schema import LayerPoint, Profile
 
 
-def accuracy(known: Profile) -> str:
+def accuracy(profile: Profile) -> str:
     """How far off estimated costs of this kind of model are, as published runs tell; nothing of measured ones."""
     from galvatron_lite.calibration.store import expected_of, load_calibration
     from galvatron_lite.profiler.schema import OriginKind
 
-    if known.origin.kind is not OriginKind.ESTIMATED:
+    if profile.origin.kind is not OriginKind.ESTIMATED:
         return ""
-    found = expected_of(known.graph, load_calibration())
+    found = expected_of(profile.graph, load_calibration())
     if found.error is None:
         return f"estimated from data sheets; the error of such step times was not measured for {found.models}"
     return f"estimated step times of {found.models} are off by {found.error:.0%} on average ({found.source})"
@@ -107,9 +107,9 @@ def print_answer(answer: Answer, source: str, accuracy: str) -> None:
         source: what its costs come from.
         accuracy: how far off they may be; nothing is said where it is empty.
     """
-    from galvatron_lite.analysis.answers import said
+    from galvatron_lite.analysis.answers import answer_text
 
-    told = said(answer)
+    told = answer_text(answer)
     console = wide_console()
     console.print(f"From {source}.\n")
     table = plain_table(*told.columns)
@@ -146,12 +146,12 @@ def check_folder(option: str, path: Path | None) -> None:
 
 def write_answer(answer: Answer, output: Path | None, plot: Path | None) -> None:
     """Write the plan of an answer, and its figure."""
-    from galvatron_lite.analysis.answers import said
+    from galvatron_lite.analysis.answers import answer_text
     from galvatron_lite.analysis.sweep_figure import figure
     from galvatron_lite.files import write_text
     from galvatron_lite.plans.io import write_plan
 
-    chosen = said(answer).chosen
+    chosen = answer_text(answer).chosen
     if output is not None and chosen is not None and chosen.plan is not None:
         write_plan(chosen.plan, output)
     if plot is not None:
@@ -160,18 +160,18 @@ def write_answer(answer: Answer, output: Path | None, plot: Path | None) -> None
 
 def require_answer(answer: Answer) -> None:
     """Where no number of GPUs is enough, that is an error, once what was found has been shown."""
-    from galvatron_lite.analysis.answers import said
+    from galvatron_lite.analysis.answers import answer_text
 
-    told = said(answer)
+    told = answer_text(answer)
     if _failed(answer, told):
         raise InfeasibleError(told.sentence)
 
 
-def _failed(answer: Answer, told: Said) -> bool:
+def _failed(answer: Answer, text: AnswerText) -> bool:
     """Whether everything was looked at and nothing is enough."""
     from galvatron_lite.analysis.sweeps import Front
 
-    return told.chosen is None and answer.complete and not isinstance(answer, Front)
+    return text.chosen is None and answer.complete and not isinstance(answer, Front)
 
 
 def print_plan(plan: Plan, source: str, accuracy: str = "") -> None:

@@ -193,7 +193,7 @@ def print_worst(judged: Sequence[Judged], count: int) -> None:
         return
     from galvatron_lite.validate.report import worst_lines, worst_runs
 
-    console = wide_console()
+    console = wide_console(folded=False)
     console.print("")
     for one in worst_runs(judged, count):
         for line in worst_lines(one):

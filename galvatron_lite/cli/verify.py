@@ -27,33 +27,33 @@ INTERRUPTED = (
 _STYLES = {"passed": "green", "differs": "yellow", "failed": "bold red", "skipped": "yellow"}
 
 
-def print_verification(found: Verification, plan: Plan, moments: bool) -> None:
+def print_verification(verification: Verification, plan: Plan, moments: bool) -> None:
     """A verdict for each check, then memory and messages of the role that needs most memory.
 
     Args:
-        found: what to print.
+        verification: what to print.
         plan: that was verified; its prediction stands beside.
         moments: whether memory is shown moment by moment.
     """
     console = wide_console()
-    _verdicts(console, found)
-    if not found.roles:
+    _verdicts(console, verification)
+    if not verification.roles:
         return
-    role = max(found.roles, key=lambda run: run.peak.total)
+    role = max(verification.roles, key=lambda run: run.peak.total)
     _memory(console, role, plan)
     _messages(console, role)
     if moments:
         _moments(console, role)
 
 
-def _verdicts(console: Console, found: Verification) -> None:
+def _verdicts(console: Console, verification: Verification) -> None:
     from rich.text import Text
 
     table = plain_table("check", "verdict", "")
-    for check in found.checks:
+    for check in verification.checks:
         table.add_row(Text(check.name), Text(check.verdict.value, style=_STYLES[check.verdict.value]), Text(check.said))
     console.print(table)
-    for check in found.checks:
+    for check in verification.checks:
         if check.details:
             console.print(f"\n{check.name}", style="bold")
             for line in check.details:

@@ -120,7 +120,7 @@ def _traced(paths: Sequence[Path]) -> tuple[tuple[RankTimes, ...], tuple[str, ..
     return times, tuple(notes)
 
 
-def find_known_profile(source: Source, folder: Path = Path("profiles")) -> Profile:
+def find_profile(source: Source, folder: Path = Path("profiles")) -> Profile:
     """What the plan of a run was made from: beside the run, else of those that were made here."""
     if source.run is not None and (source.run.folder / PROFILE).is_file():
         return read_profile(source.run.folder / PROFILE)
@@ -145,7 +145,7 @@ def diagnose(source: Source, profile: Profile) -> Diagnosis:
         return _steps_alone(source, wanted)
     _check_ranks(source, wanted)
     causes = findings(source.times, wanted, _backend(source, profile))
-    found = [one for one in causes if _is_told(one, source.times)]
+    found = [one for one in causes if _is_measured(one, source.times)]
     seconds = max(one.seconds for one in source.times)
     explained = _explained(found)
     steps = max(one.steps for one in source.times)
@@ -170,9 +170,9 @@ def _untraced(run: Run | None) -> float | None:
     return median(own) if own else None
 
 
-def _explained(found: Sequence[Finding]) -> float:
+def _explained(causes: Sequence[Finding]) -> float:
     """Seconds that causes add up to: stages work side by side, so those of the stage with most of them count."""
-    within = [one for one in found if one.cause is not Cause.BETWEEN]
+    within = [one for one in causes if one.cause is not Cause.BETWEEN]
     stages = {one.stage for one in within if one.stage >= 0}
     most = max((sum(one.seconds for one in within if one.stage == stage) for stage in stages), default=0.0)
     return most + sum(one.seconds for one in within if one.stage < 0)
@@ -188,7 +188,7 @@ def _check_ranks(source: Source, wanted: Expected) -> None:
             raise InputError("rank", one.rank, f"The plan is for {wanted.plan.devices} ranks: give traces of its run.")
 
 
-def _is_told(one: Finding, times: Sequence[RankTimes]) -> bool:
+def _is_measured(one: Finding, times: Sequence[RankTimes]) -> bool:
     """Whether what was measured tells a cause at all."""
     return one.cause is not Cause.HOST or all(rank.layered and rank.parted for rank in times)
 
@@ -262,7 +262,7 @@ def _groups(profile: Profile, plan: Plan, times: Sequence[RankTimes]) -> Iterabl
     return [(one, expected.group_of(one.rank)) for one in times]
 
 
-def _with_layers(profile: Profile, plan: Plan, times: Sequence[RankTimes], said: list[str]) -> Profile:
+def _with_layers(profile: Profile, plan: Plan, times: Sequence[RankTimes], corrections: list[str]) -> Profile:
     """Points of the kinds that were measured, times measured over predicted.
 
     A log has communication in the forward of layers, which cannot be taken out: its kinds are only corrected where
@@ -283,7 +283,7 @@ def _with_layers(profile: Profile, plan: Plan, times: Sequence[RankTimes], said:
         backward = dict.fromkeys(profile.graph.kinds, whole)
     ahead, back = _factors(forward), _factors(backward)
     for kind in dict.fromkeys((*ahead, *back)):
-        said.append(f"{kind}: forward x {ahead.get(kind, 1.0):g}, backward x {back.get(kind, 1.0):g}")
+        corrections.append(f"{kind}: forward x {ahead.get(kind, 1.0):g}, backward x {back.get(kind, 1.0):g}")
     if not ahead and not back:
         return profile
 
@@ -306,7 +306,7 @@ def _factors(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {kind: factor for kind, factor in factors.items() if abs(factor - 1.0) > _NEAR}
 
 
-def _with_optimizer(profile: Profile, plan: Plan, times: Sequence[RankTimes], said: list[str]) -> Profile:
+def _with_optimizer(profile: Profile, plan: Plan, times: Sequence[RankTimes], corrections: list[str]) -> Profile:
     ratios = [
         one.optimizer / group.optimizer
         for one, group in _groups(profile, plan, times)
@@ -315,7 +315,7 @@ def _with_optimizer(profile: Profile, plan: Plan, times: Sequence[RankTimes], sa
     factor = _factors({"optimizer": ratios}).get("optimizer") if ratios else None
     if factor is None:
         return profile
-    said.append(f"optimizer: x {factor:g}")
+    corrections.append(f"optimizer: x {factor:g}")
 
     def scaled(cost: OptimizerCost) -> OptimizerCost:
         return replace(
@@ -326,7 +326,7 @@ def _with_optimizer(profile: Profile, plan: Plan, times: Sequence[RankTimes], sa
     return replace(profile, optimizer=scaled(profile.optimizer), types=types)
 
 
-def _with_links(profile: Profile, plan: Plan, times: Sequence[RankTimes], said: list[str]) -> Profile:
+def _with_links(profile: Profile, plan: Plan, times: Sequence[RankTimes], corrections: list[str]) -> Profile:
     """Levels on which the predicted communication is brought to the measured one, the innermost first."""
     found = profile
     for where in (Where.LAYERS, Where.GRADIENTS):
@@ -339,7 +339,7 @@ def _with_links(profile: Profile, plan: Plan, times: Sequence[RankTimes], said: 
             continue
         factor = _solved(found, plan, where, level, seconds)
         found = corrected(found, Corrections(links=(LinkFactor(level, factor),)))
-        said.append(f"level {level}: time a byte x {factor:g}, for {where.value}")
+        corrections.append(f"level {level}: time a byte x {factor:g}, for {where.value}")
     return found
 
 

@@ -227,7 +227,7 @@ def _event(value: Any, path: Path) -> Event | None:
     seconds = float(start) / 1e6
     return Event(
         name, category, str(value.get("tid")), seconds, seconds + float(took) / 1e6,
-        _whole(more.get("Sequence number")), _whole(more.get("External id")), _group(more),
+        _integer(more.get("Sequence number")), _integer(more.get("External id")), _group(more),
     )  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def _is_time(value: object) -> TypeGuard[float]:
     return math.isfinite(value) and abs(value) < 1e18
 
 
-def _whole(value: object) -> int:
+def _integer(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63 else -1
 
 

@@ -93,12 +93,12 @@ def runs_measured(one: RankTimes, group: GroupExpected) -> Iterator[tuple[Layers
             yield run, "backward", sum(one.backward[name] for name in run.names), run.backward
 
 
-def _slow_ranks(own: Sequence[RankTimes], group: GroupExpected, least: float) -> list[Finding]:
+def _slow_ranks(times: Sequence[RankTimes], group: GroupExpected, least: float) -> list[Finding]:
     """Ranks that are slower than those that do the same."""
-    if len(own) < 2:
+    if len(times) < 2:
         return []
-    table = {one.rank: {(run.run.first, way): now for run, way, now, _ in runs_measured(one, group)} for one in own}
-    for one in own:
+    table = {one.rank: {(run.run.first, way): now for run, way, now, _ in runs_measured(one, group)} for one in times}
+    for one in times:
         if not one.traced:
             table[one.rank]["", "backward"] = sum(one.backward.values())
             table[one.rank]["", "forward"] = one.forward.get("", 0.0)
@@ -135,11 +135,11 @@ def _slow_rank(
     return Finding(Cause.RANK, f"rank {rank}", lost, base + lost, base, advice, (rank,))
 
 
-def _layers(own: Sequence[RankTimes], group: GroupExpected, expected: Expected) -> list[Finding]:
+def _layers(times: Sequence[RankTimes], group: GroupExpected, expected: Expected) -> list[Finding]:
     """Runs of layers that differ from their prediction on all ranks."""
     rows: dict[tuple[LayersExpected, str], list[float]] = {}
     wanted: dict[tuple[LayersExpected, str], float] = {}
-    for one in own:
+    for one in times:
         for run, way, now, then in runs_measured(one, group):
             rows.setdefault((run, way), []).append(now)
             wanted[run, way] = then
@@ -152,28 +152,28 @@ def _layers(own: Sequence[RankTimes], group: GroupExpected, expected: Expected) 
                 stage=_stage(run.stage, expected),
             )
         )  # fmt: skip
-    if any(not one.traced for one in own):
-        found.append(_whole_backward(own, group, expected))
+    if any(not one.traced for one in times):
+        found.append(_backward_total(times, group, expected))
     return _joined(found)
 
 
-def _whole_backward(own: Sequence[RankTimes], group: GroupExpected, expected: Expected) -> Finding:
+def _backward_total(times: Sequence[RankTimes], group: GroupExpected, expected: Expected) -> Finding:
     """Backward of all layers, where a log does not tell them apart."""
-    seconds = median_low(sum(one.backward.values()) for one in own)
+    seconds = median_low(sum(one.backward.values()) for one in times)
     then = sum(run.backward + run.backward_communication for run in group.layers)
     advice = "A log does not tell layers' backward passes apart: profile a few steps (profile_steps=range(10, 13))."
     stage = _stage(group.layers[0].stage, expected)
     return Finding(Cause.LAYERS, "backward of all layers", seconds - then, seconds, then, advice, stage=stage)
 
 
-def _joined(found: Sequence[Finding]) -> list[Finding]:
+def _joined(causes: Sequence[Finding]) -> list[Finding]:
     """Both ways of a run of layers as one cause where both are slower."""
-    left = list(found)
-    for one in found:
+    left = list(causes)
+    for one in causes:
         if not one.where.startswith("forward of "):
             continue
         name = one.where.removeprefix("forward of ")
-        other = next((two for two in found if two.where == f"backward of {name}" and two.stage == one.stage), None)
+        other = next((two for two in causes if two.where == f"backward of {name}" and two.stage == one.stage), None)
         if other is None or (one.seconds > 0) != (other.seconds > 0):
             continue
         measured, predicted = one.measured + other.measured, one.predicted + other.predicted
@@ -189,15 +189,15 @@ def _joined(found: Sequence[Finding]) -> list[Finding]:
     return left
 
 
-def _collectives(own: Sequence[RankTimes], group: GroupExpected, expected: Expected, backend: str) -> list[Finding]:
+def _collectives(times: Sequence[RankTimes], group: GroupExpected, expected: Expected, backend: str) -> list[Finding]:
     """Communication that is waited for: of the rank that waits least, as the others wait for the slowest too."""
     found = []
     stage = _stage(group.layers[0].stage, expected)
     predicted = {Where.LAYERS: group.inside, Where.GRADIENTS: group.gradients, Where.CHECK: 0.0, Where.OPTIMIZER: 0.0}
     for where, then in predicted.items():
-        if where is Where.LAYERS and not all(one.traced for one in own):
+        if where is Where.LAYERS and not all(one.traced for one in times):
             continue
-        least = min(own, key=lambda one: one.exposed(where))
+        least = min(times, key=lambda one: one.exposed(where))
         seconds = least.exposed(where)
         if not seconds and not then:
             continue
@@ -229,12 +229,12 @@ def _of_links(where: Where, backend: str) -> str:
     return f"Look at {_LINKS[backend]}; if it is as it will stay, correct the profile with --update and plan anew."
 
 
-def _rest(own: Sequence[RankTimes], group: GroupExpected, expected: Expected) -> list[Finding]:
+def _rest(times: Sequence[RankTimes], group: GroupExpected, expected: Expected) -> list[Finding]:
     """The optimizer, and the host."""
     stage = _stage(group.layers[0].stage, expected)
-    if not all(one.parted for one in own):
+    if not all(one.parted for one in times):
         return []
-    update, other = median_low(one.optimizer for one in own), median_low(one.other for one in own)
+    update, other = median_low(one.optimizer for one in times), median_low(one.other for one in times)
     slower = (
         "Take a fused or foreach optimizer (torch.optim.AdamW(fused=True)), look at what hooks run in step(), or "
         "correct the profile with --update."

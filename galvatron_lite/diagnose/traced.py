@@ -124,7 +124,7 @@ class _Reading:
             one.end - one.start - exposed.inside(one.start, one.end) for one in self._of(Part.OPTIMIZER)
         )  # fmt: skip
         waiting = sum(one.end - one.start for one in self._of(Part.WAITING))
-        return self._whole(forward, backward, communication, optimizer, waiting)
+        return self._record(forward, backward, communication, optimizer, waiting)
 
     def _on_device(self) -> RankTimes:
         quiet = Cover((one.start, one.end) for one in self._kernels if "nccl" not in one.name.lower())
@@ -145,9 +145,9 @@ class _Reading:
                 _add(forward if owner.forward else backward, owner.layer, took)
         communication = self._communication(exposed, launched)
         waiting = communication.pop((Where.LAYERS, "send_recv"), 0.0)
-        return self._whole(forward, backward, communication, optimizer, waiting)
+        return self._record(forward, backward, communication, optimizer, waiting)
 
-    def _whole(
+    def _record(
         self,
         forward: dict[str, float],
         backward: dict[str, float],
@@ -184,13 +184,13 @@ class _Reading:
                     found[key] = found.get(key, 0.0) + seconds
         return found
 
-    def _take_all(self, found: dict[tuple[Where, str], float], part: Part, where: Where, computes: Cover) -> None:
+    def _take_all(self, table: dict[tuple[Where, str], float], part: Part, where: Where, computes: Cover) -> None:
         """In a part that only communicates, all time without operations is waiting, whether events tell it or not."""
         seconds = sum(one.end - one.start - computes.inside(one.start, one.end) for one in self._of(part))
-        told = {kind: own for (place, kind), own in found.items() if place is where}
+        told = {kind: own for (place, kind), own in table.items() if place is where}
         longest = max(told, key=lambda kind: told[kind], default="")
         if seconds:
-            found[where, longest] = told.get(longest, 0.0) + max(seconds - sum(told.values()), 0.0)
+            table[where, longest] = told.get(longest, 0.0) + max(seconds - sum(told.values()), 0.0)
 
     def _cut(self, start: float, end: float, cause: float | None) -> Iterable[tuple[Part, float, float]]:
         """A stretch by the parts of the step that it lies in; of a kernel, that in which it was launched."""
@@ -277,8 +277,8 @@ class _Stack:
 class _Owners:
     """What operations are done for: a layer's forward, or the backward of the node that they run in."""
 
-    def __init__(self, layers: Sequence[Event], nodes: Sequence[Event], made: Mapping[int, str]) -> None:
-        self._layers, self._made = _Stack(layers), made
+    def __init__(self, layers: Sequence[Event], nodes: Sequence[Event], mapping: Mapping[int, str]) -> None:
+        self._layers, self._made = _Stack(layers), mapping
         self._nodes: dict[str, list[Event]] = {}
         for one in nodes:
             self._nodes.setdefault(one.thread, []).append(one)
@@ -306,5 +306,5 @@ def _add(to: dict[str, float], name: str, seconds: float) -> None:
     to[name] = to.get(name, 0.0) + max(seconds, 0.0)
 
 
-def _per(found: Mapping[str, float], count: int) -> dict[str, float]:
-    return {name: seconds / count for name, seconds in found.items()}
+def _per(mapping: Mapping[str, float], count: int) -> dict[str, float]:
+    return {name: seconds / count for name, seconds in mapping.items()}

@@ -1,4 +1,4 @@
-"""A job: what was asked for, the checks on each node before it starts, its processes, and their end when one fails."""
+"""A job: what was requested, the checks on each node before it starts, its processes, and their end when one fails."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LaunchRequest:
     """What the user said; see ``galvatron launch --help``."""
 
     program: tuple[str, ...]
@@ -282,42 +282,42 @@ class Asked:
     restarts: int = 0
 
 
-def launch_of(asked: Asked) -> Launch:
-    """What to start for what was asked."""
-    devices, needed = _size(asked)
-    through = _through(asked)
-    hosts = chosen(_hosts(asked), devices) if through is Through.SSH else ()
-    nodes = len(hosts) if hosts else _nodes(asked, through, devices)
-    plan = None if asked.plan is None else asked.plan.resolve()
+def launch_of(request: LaunchRequest) -> Launch:
+    """What to start for a request."""
+    devices, needed = _size(request)
+    through = _through(request)
+    hosts = chosen(_hosts(request), devices) if through is Through.SSH else ()
+    nodes = len(hosts) if hosts else _nodes(request, through, devices)
+    plan = None if request.plan is None else request.plan.resolve()
     # one thread a process where nothing is said: torchrun's own choice, which it warns of
     threads = {commands.THREADS: os.environ.get(commands.THREADS, "1")}
     environment = threads | ({} if plan is None else {PLAN_VARIABLE: str(plan)})
-    if asked.restarts:
+    if request.restarts:
         environment |= commands.NEW_STORE
-    job = Job(_program(asked), devices, nodes, environment, asked.port, asked.restarts)
-    return Launch(job, through, hosts, asked.options, plan, needed)
+    job = Job(_program(request), devices, nodes, environment, request.port, request.restarts)
+    return Launch(job, through, hosts, request.options, plan, needed)
 
 
-def _program(asked: Asked) -> tuple[str, ...]:
+def _program(request: LaunchRequest) -> tuple[str, ...]:
     """The program; ``profile MODEL`` is this package's own command."""
-    if asked.program[0] == "profile" and not Path("profile").exists():
-        return ("-m", "galvatron_lite", *asked.program)
-    script = asked.program[0]
+    if request.program[0] == "profile" and not Path("profile").exists():
+        return ("-m", "galvatron_lite", *request.program)
+    script = request.program[0]
     if script != "-m" and not Path(script).is_file():
         raise InputError("script", script, "There is no such file. Give a script, -m MODULE, or profile MODEL.")
-    return asked.program
+    return request.program
 
 
-def _size(asked: Asked) -> tuple[int, int]:
+def _size(request: LaunchRequest) -> tuple[int, int]:
     """Processes, and bytes that each takes."""
-    if asked.plan is None:
-        if asked.gpus is None:
+    if request.plan is None:
+        if request.gpus is None:
             raise InputError("--plan", None, "Give --plan FILE, or --gpus N for a script that plans at its start.")
-        return _positive("--gpus", asked.gpus), 0
-    plans = _plans(asked.plan)
+        return _positive("--gpus", request.gpus), 0
+    plans = _plans(request.plan)
     devices = plans[0].devices
-    if asked.gpus not in (None, devices):
-        raise InputError("--gpus", asked.gpus, f"The plan is for {devices}: leave it out, or make another plan.")
+    if request.gpus not in (None, devices):
+        raise InputError("--gpus", request.gpus, f"The plan is for {devices}: leave it out, or make another plan.")
     known = [plan.prediction.peak_memory for plan in plans if plan.prediction is not None]
     return devices, max(known, default=0)
 
@@ -328,25 +328,25 @@ def _plans(path: Path) -> list[Plan]:
     return [read_plan(path)]
 
 
-def _through(asked: Asked) -> Through:
-    if asked.hostfile is not None:
-        if asked.through not in (None, Through.SSH):
-            raise InputError("--hostfile", str(asked.hostfile), f"Hosts are reached by ssh, not {asked.through}.")
+def _through(request: LaunchRequest) -> Through:
+    if request.hostfile is not None:
+        if request.through not in (None, Through.SSH):
+            raise InputError("--hostfile", str(request.hostfile), f"Hosts are reached by ssh, not {request.through}.")
         return Through.SSH
-    if asked.through is Through.SSH:
+    if request.through is Through.SSH:
         raise InputError("--hostfile", None, "It says which hosts ssh goes to: a line `NAME slots=N` for each.")
-    return asked.through or (Through.SLURM if "SLURM_JOB_ID" in os.environ else Through.LOCAL)
+    return request.through or (Through.SLURM if "SLURM_JOB_ID" in os.environ else Through.LOCAL)
 
 
-def _hosts(asked: Asked) -> tuple[Host, ...]:
-    hosts = read_hostfile(asked.hostfile) if asked.hostfile is not None else ()
-    return hosts if asked.per_node is None else tuple(replace(host, slots=asked.per_node) for host in hosts)
+def _hosts(request: LaunchRequest) -> tuple[Host, ...]:
+    hosts = read_hostfile(request.hostfile) if request.hostfile is not None else ()
+    return hosts if request.per_node is None else tuple(replace(host, slots=request.per_node) for host in hosts)
 
 
-def _nodes(asked: Asked, through: Through, devices: int) -> int:
+def _nodes(request: LaunchRequest, through: Through, devices: int) -> int:
     if through is Through.LOCAL:
         return 1
-    each = _positive("--per-node", asked.per_node or _slurm_each() or devices)
+    each = _positive("--per-node", request.per_node or _slurm_each() or devices)
     if devices % each:
         raise InputError("--per-node", each, f"{devices} processes are not a multiple of it.")
     return devices // each

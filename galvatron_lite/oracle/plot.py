@@ -33,7 +33,7 @@ PARTS = (
 
 def figure(forecast: Forecast) -> str:
     """The figure of a forecast; it fits light and dark pages."""
-    lines = [line for line in forecast.lines if line.known]
+    lines = [line for line in forecast.lines if line.complete]
     rows = ceil(len(lines) / _COLUMNS)
     height = _FIRST + rows * _PANEL + 8
     title = f"{forecast.model} on {forecast.cluster}: an epoch of {forecast.samples:,} samples ({forecast.formulas})"
@@ -56,14 +56,14 @@ def _origin(forecast: Forecast) -> str:
 def _words(lines: Sequence[Line]) -> str:
     """What a screen reader says."""
     return " ".join(
-        f"{line.strategy}: {format_duration(line.known[-1].epoch)} on {line.known[-1].devices:,} GPUs."
+        f"{line.strategy}: {format_duration(line.complete[-1].epoch)} on {line.complete[-1].devices:,} GPUs."
         for line in lines
     )
 
 
 def _epochs(lines: Sequence[Line]) -> Iterator[str]:
     """Epochs over GPUs, a line a strategy, named at its end."""
-    rows = [row for line in lines for row in line.known]
+    rows = [row for line in lines for row in line.complete]
     if not rows:
         return
     across = _scale([row.devices for row in rows], _LEFT, _RIGHT)
@@ -76,24 +76,24 @@ def _epochs(lines: Sequence[Line]) -> Iterator[str]:
         yield caption(across.at(count), _DEEP + 18, f"{count:,}", "middle", "soft")
     yield caption((_LEFT + _RIGHT) / 2, _DEEP + 38, "GPUs", "middle")
     yield caption(_LEFT - 8, _TOP - 12, "epoch", "end")
-    names = _apart([(up.at(line.known[-1].epoch), place) for place, line in enumerate(lines)], 17)
+    names = _apart([(up.at(line.complete[-1].epoch), place) for place, line in enumerate(lines)], 17)
     for place, line in enumerate(lines):
         yield from _curve(line, place, across, up, names[place])
 
 
 def _curve(line: Line, place: int, across: Scale, up: Scale, name: float) -> Iterator[str]:
-    points = [(across.at(row.devices), up.at(row.epoch)) for row in line.known]
+    points = [(across.at(row.devices), up.at(row.epoch)) for row in line.complete]
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
     yield f'<path class="t{colour(place)}" stroke-width="1.6" d="{path}"/>'
     yield f'<g class="c{colour(place)}">'
-    for row, (x, y) in zip(line.known, points, strict=True):
+    for row, (x, y) in zip(line.complete, points, strict=True):
         words = f"{line.strategy}, {row.devices:,} GPUs: {format_duration(row.epoch)}"
         yield f"<g><title>{escape(words)}</title>{_sign(place, x, y)}</g>"
     yield "</g>"
     x, y = points[-1]
     yield f'<path class="grid" d="M{x + 6:.1f} {y:.1f}L{_RIGHT + 26} {name:.1f}"/>'
     yield f'<g class="c{colour(place)}">{_sign(place, _RIGHT + 36, name)}</g>'
-    last = line.known[-1]
+    last = line.complete[-1]
     yield caption(_RIGHT + 46, name + 4, f"{line.strategy}, {format_duration(last.epoch)} on {last.devices:,}")
 
 
@@ -192,7 +192,7 @@ def _bar(row: Row, x: float, here: _Place) -> Iterator[str]:
 
 def _memories(line: Line, here: _Place) -> Iterator[str]:
     """A device's memory, against what it has; bars that go beyond the panel are cut."""
-    known = line.known
+    known = line.complete
     capacity = max(row.capacity for row in known)
     most = max(min(max(row.memory for row in known), 2 * capacity), 1.12 * capacity)
     base = here.y + _BARS + 30 + _MEMORY

@@ -122,7 +122,7 @@ def _flat(cluster: Cluster) -> Cluster:
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class LayerLayout:
     """Stages with what of their seconds is what."""
 
     shape: Shape  # of the plan
@@ -131,13 +131,13 @@ class Laid:
     alike: float = 0.0  # share of compute that several devices do alike
 
 
-def laid_out(pricer: LayerPricer, question: Question) -> Laid:
+def lay_out_model(pricer: LayerPricer, question: Question) -> LayerLayout:
     """The stages of a question's strategy, priced."""
     in_turn = question.kind in (Kind.PIPELINE, Kind.LAYER)
     return _pipeline(pricer, question) if in_turn else _stage(pricer, question)
 
 
-def _stage(pricer: LayerPricer, question: Question) -> Laid:
+def _stage(pricer: LayerPricer, question: Question) -> LayerLayout:
     """All layers on all devices."""
     graph, chosen = pricer.profile.graph, picked(pricer, question)
     layers = [_price(pricer, question, one, own) for one, own in zip(graph.layers, chosen, strict=True)]
@@ -153,7 +153,7 @@ def _stage(pricer: LayerPricer, question: Question) -> Laid:
     moved = replace(moved, halo=inner) if by_pixels(question) else replace(moved, layers=inner)
     alike = sum(_work(one) for one, own in zip(layers, chosen, strict=True) if own.alike > 1)
     shape = Shape(question.devices, 1, 1, question.global_batch)
-    return Laid(shape, (cost,), moved, alike / max(sum(map(_work, layers)), 1e-30))
+    return LayerLayout(shape, (cost,), moved, alike / max(sum(map(_work, layers)), 1e-30))
 
 
 def _work(layer: LayerCost) -> float:
@@ -178,7 +178,7 @@ def _price(pricer: LayerPricer, question: Question, layer: Layer, chosen: Chosen
     return cost
 
 
-def _pipeline(pricer: LayerPricer, question: Question) -> Laid:
+def _pipeline(pricer: LayerPricer, question: Question) -> LayerLayout:
     """Runs of layers of about equal time on a device each, the batch in segments (GPipe)."""
     graph, stages = pricer.profile.graph, question.devices
     parts = max(min(question.segments or stages, question.batch), 1) if question.kind is Kind.PIPELINE else 1
@@ -194,7 +194,7 @@ def _pipeline(pricer: LayerPricer, question: Question) -> Laid:
     sizes = least_runs([_work(one) for one in costs if one is not None], stages)
     priced = tuple(price_stages(pricer, shape, sizes, plain))
     sends = sum(_sends(cost) for cost in priced) + (shape.microbatches - 1) * max(map(_sends, priced))
-    return Laid(shape, priced, Moved(messages=sends if stages > 1 else 0.0))
+    return LayerLayout(shape, priced, Moved(messages=sends if stages > 1 else 0.0))
 
 
 def _sends(cost: StageCost) -> float:
@@ -209,13 +209,13 @@ def row_of(machine: Machine, question: Question) -> Row:
     )  # fmt: skip
     try:
         pricer = machine.pricer(question.devices)
-        priced = laid_out(pricer, question)
+        priced = lay_out_model(pricer, question)
     except InputError as error:
         return replace(row, problem=str(error))
     return _filled(row, pricer, question, priced)
 
 
-def _filled(row: Row, pricer: LayerPricer, question: Question, priced: Laid) -> Row:
+def _filled(row: Row, pricer: LayerPricer, question: Question, priced: LayerLayout) -> Row:
     """The row with an epoch's seconds: of the slowest group of devices."""
     profile, shape, costs = pricer.profile, priced.shape, priced.costs
     groups = groups_of(shape, costs)

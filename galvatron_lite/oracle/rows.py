@@ -91,7 +91,7 @@ class Line:
     alone: float = 0.0  # seconds of compute of an epoch on one device; 0 where it is not known
 
     @property
-    def known(self) -> tuple[Row, ...]:
+    def complete(self) -> tuple[Row, ...]:
         """Rows with figures."""
         return tuple(row for row in self.rows if not row.problem)
 
@@ -203,7 +203,7 @@ def findings(forecast: Forecast) -> tuple[Finding, ...]:
 
 
 def _of_line(line: Line) -> Iterator[Finding]:
-    rows = [row for row in line.known if row.devices > 1]
+    rows = [row for row in line.complete if row.devices > 1]
     for cause in CAUSES:
         found = _passing(line, rows, cause)
         if found is not None:
@@ -238,7 +238,7 @@ def _slow_split(line: Line) -> Iterator[Finding]:
     """Compute that falls less than the devices that share it grow: small shares keep a device less busy."""
     lost = [
         (1 - line.alone / (row.compute * row.devices), row)
-        for row in line.known
+        for row in line.complete
         if row.shared > 1 and row.compute and line.alone
     ]
     first = next(((share, row) for share, row in lost if share >= SPLIT_THRESHOLD), None)
@@ -255,12 +255,12 @@ def _slow_split(line: Line) -> Iterator[Finding]:
 
 def _overfull(line: Line) -> Iterator[Finding]:
     """Rows that do not fit the device."""
-    tight = [row for row in line.known if not row.fits]
+    tight = [row for row in line.complete if not row.fits]
     if not tight:
         return
     worst = max(tight, key=lambda row: row.memory)
     some = f"{', '.join(f'{row.devices:,}' for row in tight[:-1])}, " if len(tight) > 1 else ""
-    counts = some + gpus(tight[-1].devices) if len(tight) < len(line.known) else "any of these numbers of GPUs"
+    counts = some + gpus(tight[-1].devices) if len(tight) < len(line.complete) else "any of these numbers of GPUs"
     words = f"does not fit {format_bytes(worst.capacity)} on {counts}: {format_bytes(worst.memory)}"
     if worst.largest:
         words += (

@@ -103,10 +103,10 @@ def options(layer: LayerKind, kind: Kind, group: int, batch: int) -> list[Strate
     return [one for one in legal if degree_of(kind, one) == most]
 
 
-def inside(layer: LayerKind, outer: Strategy, own: Strategy) -> Strategy:
+def inside(layer: LayerKind, outer: Strategy, inner: Strategy) -> Strategy:
     """A group's strategy within the replicas, shards and recomputation of another, where the layer offers that."""
     again = outer.recompute if outer.recompute in layer.kept else Recompute.NONE
-    return replace(own, data=own.data * outer.data, zero=outer.zero, zero_stage=outer.zero_stage, recompute=again)
+    return replace(inner, data=inner.data * outer.data, zero=outer.zero, zero_stage=outer.zero_stage, recompute=again)
 
 
 def eased(layer: LayerKind, strategy: Strategy) -> Strategy | None:
@@ -193,13 +193,13 @@ def _arrived(
 def ways_of(pricer: LayerPricer, question: Question, name: str) -> list[Way]:
     """What a kind of layer may do: all of the ways to split it the most."""
     if question.strategy is not None:
-        return _given(pricer, question, name, question.strategy)
+        return _as_requested(pricer, question, name, question.strategy)
     if question.width == 1:
         return [(0.0, Chosen(Strategy(data=question.devices)))]
     return _widest(pricer, question, name, question.kind, Strategy(data=question.replicas), question.width)
 
 
-def _given(pricer: LayerPricer, question: Question, name: str, strategy: Strategy) -> list[Way]:
+def _as_requested(pricer: LayerPricer, question: Question, name: str, strategy: Strategy) -> list[Way]:
     """A strategy that is given, where the layer allows it; else as much of it as it does."""
     layer, family = pricer.profile.graph.kinds[name], family_of(strategy)
     easier = eased(layer, strategy)

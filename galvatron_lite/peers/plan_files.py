@@ -75,23 +75,23 @@ def check_devices(plan: Plan, profile: Profile, gpus: int | None = None) -> None
         raise InputError("plan, devices", plan.devices, remedy)
 
 
-def notes_of(given: Plan, at: Plan, profile: Profile) -> tuple[str, ...]:
+def notes_of(plan: Plan, at: Plan, profile: Profile) -> tuple[str, ...]:
     """Where a plan is priced otherwise than it says, a line each.
 
     Args:
-        given: as its file says.
+        plan: as its file says.
         at: the same plan at the batch it is priced with.
         profile: what it is priced with.
     """
     graph, cluster = profile.graph, profile.cluster
     said = (
-        (given.global_batch != at.global_batch,
-         f"the plan is of batch {given.global_batch} in {given.microbatches} micro-batches, "
+        (plan.global_batch != at.global_batch,
+         f"the plan is of batch {plan.global_batch} in {plan.microbatches} micro-batches, "
          f"priced at {at.global_batch} in {at.microbatches}"),
-        (given.model not in (graph.name, UNNAMED), f"the plan is of {given.model}, priced for {graph.name}"),
-        (given.precision != graph.precision, f"the plan is in {given.precision}, priced in {graph.precision}"),
-        (given.devices < cluster.devices,
-         f"the plan takes {given.devices} of the {cluster.devices} devices of {cluster.name}"),
+        (plan.model not in (graph.name, UNNAMED), f"the plan is of {plan.model}, priced for {graph.name}"),
+        (plan.precision != graph.precision, f"the plan is in {plan.precision}, priced in {graph.precision}"),
+        (plan.devices < cluster.devices,
+         f"the plan takes {plan.devices} of the {cluster.devices} devices of {cluster.name}"),
     )  # fmt: skip
     return tuple(line for holds, line in said if holds)
 

@@ -441,7 +441,7 @@ class Problem:
 
 def _fitting(table: Table, wire: Layout | None, glue: Glue | None, tied: Strategy | None) -> Table:
     """The strategies with the layout and degrees that are settled."""
-    found = table.laid_out(
+    found = table.lay_out_model(
         lambda own: (wire is None or own == wire) and (glue is None or glue_of(own) == glue)
     )  # fmt: skip
     return found if tied is None else found.where(lambda strategy: strategy == tied)

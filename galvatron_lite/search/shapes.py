@@ -173,7 +173,7 @@ def widest_tables(problem: Problem, stage: int = 0) -> list[Table]:
         return every
     edges = [place for place, layer in enumerate(problem.graph.layers) if layer.role is not Role.BLOCK]
     for place in edges:
-        every[place] = every[place].laid_out(lambda own: glue_of(own) == glue)
+        every[place] = every[place].lay_out_model(lambda own: glue_of(own) == glue)
     return every
 
 

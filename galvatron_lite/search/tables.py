@@ -159,7 +159,7 @@ class Table:
         """Only some of the options, (options,)."""
         return self.at(np.flatnonzero(kept[self.rows]))
 
-    def laid_out(self, wanted: Callable[[Layout], bool]) -> Table:
+    def lay_out_model(self, wanted: Callable[[Layout], bool]) -> Table:
         """Only the strategies whose layout is wanted."""
         known = np.array([wanted(own) for own in self.options.layouts], dtype=bool)
         return self.at(np.flatnonzero(known[self.codes]))

@@ -159,7 +159,7 @@ def taken_otherwise(run: PublishedRun) -> Iterator[str]:
         yield f"optimizer {run.optimizer!r} is not known: the framework's own"
     for name, between in (("intra_link", False), ("inter_net", True)):
         text = getattr(run, name)
-        if text is not None and not link_known(text, between):
+        if text is not None and not link_is_specific(text, between):
             yield f"{name} {text!r} is not known: the reference design's"
     yield from _machine(run)
     yield from _contradicted(run)
@@ -191,7 +191,7 @@ def _contradicted(run: PublishedRun) -> Iterator[str]:
         yield f"pp_schedule {run.pp_schedule!r} without a pipeline: passed over"
 
 
-def link_known(text: str, between: bool) -> bool:
+def link_is_specific(text: str, between: bool) -> bool:
     """Whether a text tells the type of a link: it means the same beside any GPU, or the GPU's own link by name."""
     one, other = (link_matching(text, gpu, between=between) for gpu in ("GB300-288GB", "V100-SXM2-16GB"))
     return one == other or _GENERIC[between].search(text.lower()) is not None

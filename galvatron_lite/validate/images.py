@@ -59,15 +59,15 @@ def image_model(run: PublishedRun, stack: Stack) -> ModelGraph | Skipped:
         return Skipped("no model named")
     precision = _item_precision(run.precision)
     side = run.image_size or 224
-    last = _LAST.search(run.said) is not None or (precision == "fp16" and stack.name in _LAST_STACKS)
+    last = _LAST.search(run.remarks) is not None or (precision == "fp16" and stack.name in _LAST_STACKS)
     recipe = (stack.name, canonical(run.model))
     last = (last or recipe in _LAST_RECIPES) and recipe not in _FIRST_RECIPES
     graph = _named(canonical(run.model), side, precision, stack.kernels, last)
-    if graph is not None and ("xla" in run.said or (stack.fuses_norms and last and precision == "fp16")):
+    if graph is not None and ("xla" in run.remarks or (stack.fuses_norms and last and precision == "fp16")):
         graph = _together(graph)
-    if graph is not None and stack.name in _PARTITIONING and (balance := layer_balance(run.said)):
+    if graph is not None and stack.name in _PARTITIONING and (balance := layer_balance(run.remarks)):
         return _partitioned(canonical(run.model), side, precision, stack.kernels, last, balance)
-    found = _TOTALS.search(run.said)
+    found = _TOTALS.search(run.remarks)
     if graph is None and found and run.params_b:
         totals = (float(found[1]) * 1e9, float(found[2]) * 1e6, run.params_b * 1e9)
         graph = _summed(canonical(run.model), totals, side, precision, last) if min(totals) > 0 else None
@@ -76,9 +76,9 @@ def image_model(run: PublishedRun, stack: Stack) -> ModelGraph | Skipped:
     return graph
 
 
-def layer_balance(said: str) -> tuple[int, ...]:
+def layer_balance(notes: str) -> tuple[int, ...]:
     """Layers a stage where a run says so (``layer balance [9, 15]``); empty where it does not."""
-    found = _BALANCE.search(said)
+    found = _BALANCE.search(notes)
     return tuple(int(count) for count in found[1].split(",")) if found else ()
 
 

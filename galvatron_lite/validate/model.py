@@ -7,7 +7,7 @@ import re
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.shapes import DecoderShape, EncoderDecoderShape, EncoderShape, MoeShape, Shape
 from galvatron_lite.stacks.schema import Stack
-from galvatron_lite.validate.plans import argument, whole_argument
+from galvatron_lite.validate.plans import argument, integer_argument
 from galvatron_lite.validate.results import Skipped
 from galvatron_lite.validate.rows import PublishedRun
 
@@ -38,12 +38,12 @@ def shape_of(run: PublishedRun, stack: Stack) -> Shape | Skipped:
     after GPT (GELU, LayerNorm; positions, biases and dropout as the stack's recipes have them).
     """
     arch = (run.arch or "decoder").lower()
-    if "memory" in arch or "hybrid" in arch or "mamba" in run.said or "hybrid-layer-pattern" in run.said:
+    if "memory" in arch or "hybrid" in arch or "mamba" in run.remarks or "hybrid-layer-pattern" in run.remarks:
         return Skipped("architecture not modelled", _unknown(run))
     missing = [name for name in _NEEDED if getattr(run, name) is None]
     if missing:
         return Skipped(f"model figures missing: {', '.join(missing)}", f"Give {', '.join(missing)}.")
-    if run.heads and run.hidden and run.hidden % run.heads and whole_argument(run.said, "kv-channels") is None:
+    if run.heads and run.hidden and run.hidden % run.heads and integer_argument(run.remarks, "kv-channels") is None:
         said = f"heads: {run.heads} does not divide hidden ({run.hidden}). Mend it, or say kv-channels=... in notes."
         return Skipped("head size not stated", said)
     if "moe" in arch or (run.n_experts or 0) > 1:
@@ -71,7 +71,7 @@ def _common(run: PublishedRun, stack: Stack) -> dict[str, object]:
         "hidden": run.hidden,
         "heads": run.heads,
         "kv_heads": run.kv_heads or 0,
-        "head_dim": whole_argument(run.said, "kv-channels") or named.get("head_dim", 0),
+        "head_dim": integer_argument(run.remarks, "kv-channels") or named.get("head_dim", 0),
         "ffn_hidden": run.ffn_hidden or named.get("ffn_hidden", 0),
         "gated_mlp": gated,
         "vocab": run.vocab,
@@ -85,7 +85,7 @@ def _common(run: PublishedRun, stack: Stack) -> dict[str, object]:
 
 def _encoder(run: PublishedRun, stack: Stack) -> Shape:
     """A BERT; heads of fine-tuning are as small as one token's logits."""
-    if "fine-tun" in run.said:
+    if "fine-tun" in run.remarks:
         return EncoderShape(**_common(run, stack), predicted=1)  # type: ignore[arg-type]
     predicted = max(round((run.seq_len or 0) * stack.predicted_share), 1) if stack.predicted_share < 1 else 0
     return EncoderShape(**_common(run, stack), head="pretraining", predicted=predicted)  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def _causal(run: PublishedRun, stack: Stack) -> dict[str, object]:
 
 def _latent(run: PublishedRun) -> dict[str, object]:
     """Multi-head latent attention, whose ranks no row states, as DeepSeek-V2 and V3 have it (arXiv 2412.19437, 4.2)."""
-    if "mla" not in (run.arch or "").lower() and "multi-latent-attention=true" not in run.said:
+    if "mla" not in (run.arch or "").lower() and "multi-latent-attention=true" not in run.remarks:
         return {}
     return {
         "q_rank": 1536,
@@ -125,13 +125,14 @@ def _mixture(run: PublishedRun, stack: Stack) -> Shape | Skipped:
     if experts is None:
         return Skipped("model figures missing: n_experts")
     named = named_figures(run.model)
-    width = run.moe_ffn or whole_argument(run.said, "moe-ffn-hidden-size") or 0
+    width = run.moe_ffn or integer_argument(run.remarks, "moe-ffn-hidden-size") or 0
     fields = _causal(run, stack) | {
         "n_experts": experts,
         "moe_topk": min(ways, experts),
         "moe_ffn": width,
-        "shared_ffn": whole_argument(run.said, "moe-shared-expert-intermediate-size") or named.get("shared_ffn", 0),
-        "dense_layers": dense_layers(argument(run.said, "moe-layer-freq")) or named.get("dense_layers", 0),
+        "shared_ffn": integer_argument(run.remarks, "moe-shared-expert-intermediate-size")
+        or named.get("shared_ffn", 0),
+        "dense_layers": dense_layers(argument(run.remarks, "moe-layer-freq")) or named.get("dense_layers", 0),
     }
     return MoeShape(**fields)  # type: ignore[arg-type]
 

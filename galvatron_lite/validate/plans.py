@@ -81,15 +81,15 @@ def schedule_of(text: str | None, virtual: int) -> Schedule:
     return Schedule.INTERLEAVED if "interleaved" in said or virtual > 1 else Schedule.ONE_F_ONE_B
 
 
-def argument(said: str, name: str) -> str | None:
+def argument(notes: str, name: str) -> str | None:
     """The value of a command-line argument quoted in the notes (``kv-channels=128``)."""
-    found = re.search(rf"(?<![\w-]){re.escape(name)}=([^,;\s]+)", said)
+    found = re.search(rf"(?<![\w-]){re.escape(name)}=([^,;\s]+)", notes)
     return found[1] if found else None
 
 
-def whole_argument(said: str, name: str) -> int | None:
+def integer_argument(notes: str, name: str) -> int | None:
     """The same, as a whole number; None where it is not one."""
-    value = argument(said, name)
+    value = argument(notes, name)
     return int(value) if value and value.isdigit() else None
 
 
@@ -191,7 +191,7 @@ def strategy_of(run: PublishedRun, stack: Stack) -> Strategy:
         sequence_parallel=bool(run.seq_parallel) and (run.tp or 1) > 1,
         context=context,
         expert=run.ep or 1,
-        expert_tensor=whole_argument(run.said, "expert-tensor-parallel-size") or stack.expert_tensor,
+        expert_tensor=integer_argument(run.remarks, "expert-tensor-parallel-size") or stack.expert_tensor,
     )
 
 
@@ -210,8 +210,8 @@ def stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int, stack: Stack 
     (``Stack.splits_by_work``) does that.
     """
     blocks = sum(layer.role is Role.BLOCK for layer in graph.layers)
-    said = run.said
-    first, last = (whole_argument(said, f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
+    said = run.remarks
+    first, last = (integer_argument(said, f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
     if stack is not None and stack.splits_by_work and stages > 1:
         return by_work(graph, stages)
     if first is not None and last is not None and stages > 2:

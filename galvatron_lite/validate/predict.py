@@ -17,7 +17,7 @@ from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.shapes import build_graph
 from galvatron_lite.oracle.closed_form import Kind
-from galvatron_lite.oracle.pricing import Laid, laid_out, profile_on
+from galvatron_lite.oracle.pricing import LayerLayout, lay_out_model, profile_on
 from galvatron_lite.oracle.strategies import Question
 from galvatron_lite.parallelism.pictures import is_picture
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, TimeBreakdown
@@ -50,16 +50,16 @@ def peak_of(run: PublishedRun, stack: Stack, plan: Plan, device: Device) -> tupl
     workspaces = workspace_bytes(stack, device)
 
     def counted(memory: MemoryBreakdown) -> int:
-        if "nvidia-smi" in run.said:
+        if "nvidia-smi" in run.remarks:
             return reserved(memory, device.memory)
         if stack.reports_reserved:
             return reserved(memory, device.memory) - memory.context + workspaces
         return memory.total - memory.context + workspaces
 
     fullest = max(memories, key=counted)
-    if "last rank" in run.said:
+    if "last rank" in run.remarks:
         return memories[-1], counted(memories[-1])
-    if "sum over all gpus" in run.said:
+    if "sum over all gpus" in run.remarks:
         return fullest, sum(counted(memory) for memory in memories) * plan.stage_devices
     return fullest, counted(fullest)
 
@@ -95,7 +95,7 @@ def predict_shared(
     if isinstance(question, Skipped):
         return question
     pricer = LayerPricer(profile_on(graph, cluster, precision, question.batch, stack, calibration))
-    laid = laid_out(pricer, question)
+    laid = lay_out_model(pricer, question)
     (seconds,) = busy_seconds(pricer.profile, laid.shape, laid.costs)
     (cost,) = laid.costs
     host = pricer.profile.overhead.step
@@ -105,13 +105,13 @@ def predict_shared(
     return Predicted(whole, counted, memory.total, device.memory, _parts(laid, whole), memory)
 
 
-def _parts(laid: Laid, seconds: float) -> TimeBreakdown:
-    layers = laid.costs[0].layers
+def _parts(layout: LayerLayout, seconds: float) -> TimeBreakdown:
+    layers = layout.costs[0].layers
     forward, backward, again, update = (
         sum(getattr(one, name) for one in layers) for name in ("forward", "backward", "recompute", "update")
     )
-    left = seconds - forward - backward - again - update - laid.moved.total
-    return TimeBreakdown(forward, backward, again, laid.moved.total, 0.0, update, left)
+    left = seconds - forward - backward - again - update - layout.moved.total
+    return TimeBreakdown(forward, backward, again, layout.moved.total, 0.0, update, left)
 
 
 MOST_PASSES = 1_000_000
@@ -318,7 +318,7 @@ def measured_of(run: PublishedRun, batch: Batch) -> Measured:
     Memory is printed in GiB under either name by PyTorch and nvidia-smi; rows that say they were converted are in GB.
     """
     memory = run.peak_mem_gb
-    unit = _GB if "gib->gb" in run.said or "x1.0737" in run.said else _GIB
+    unit = _GB if "gib->gb" in run.remarks or "x1.0737" in run.remarks else _GIB
     return Measured(_seconds(run, batch), None if memory is None else round(memory * unit))
 
 

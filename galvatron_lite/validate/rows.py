@@ -148,7 +148,7 @@ class PublishedRun:
     problem: str | None = None
 
     @property
-    def said(self) -> str:
+    def remarks(self) -> str:
         """What people wrote about how the figures came about, in lower case."""
         return f"{self.notes or ''}; {self.derived or ''}".lower()
 

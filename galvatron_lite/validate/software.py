@@ -10,7 +10,7 @@ from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.stacks.schema import Stack, StateLayout
 from galvatron_lite.units import ITEM_BYTES
-from galvatron_lite.validate.plans import gathers_once, whole_argument
+from galvatron_lite.validate.plans import gathers_once, integer_argument
 from galvatron_lite.validate.rows import PublishedRun
 
 _OPTIMIZERS = (
@@ -55,7 +55,7 @@ def stack_of(run: PublishedRun, precision: str, calibration: Calibration) -> Sta
     constants, overlapped = constants_for_stack(calibration, stack.name), "asynctp" in (run.precision or "").lower()
     if overlapped:
         constants = replace(constants, hidden={**constants.hidden, **_ASYNC_TENSOR})
-    if "a2a overlap" in run.said:
+    if "a2a overlap" in run.remarks:
         constants = replace(constants, hidden={**constants.hidden, "expert": _HIDDEN_EXPERTS})
     if _megatron_fsdp(run, stack):
         constants = replace(constants, hidden={**constants.hidden, **_SHARDED})
@@ -72,7 +72,7 @@ def stack_of(run: PublishedRun, precision: str, calibration: Calibration) -> Sta
 
 def _name(stack: Stack, run: PublishedRun, overlapped: bool) -> str:
     """A name of its own for each variant of the constants: prices are remembered by it."""
-    variants = ["async tensor"] * overlapped + ["expert overlap"] * ("a2a overlap" in run.said)
+    variants = ["async tensor"] * overlapped + ["expert overlap"] * ("a2a overlap" in run.remarks)
     variants += ["sharded"] * _megatron_fsdp(run, stack)
     return ", ".join((stack.name, *variants))
 
@@ -100,20 +100,20 @@ def _kernels(run: PublishedRun, stack: Stack, precision: str) -> Kernels:
     kernels = stack.kernels
     if run.flash_attn is not None:
         kernels = replace(kernels, flash_attention=run.flash_attn)
-    if _whole(precision):
+    if _is_fp32(precision):
         kernels = replace(kernels, autocast=False)
     if precision == "fp8-rowwise":
         kernels = replace(kernels, fp8_rows=True)
     if "norm" in (run.act_ckpt or "").lower():
         kernels = replace(kernels, selective="norms")
-    if "force_recompute_fp8_weight_in_bwd" in run.said:
+    if "force_recompute_fp8_weight_in_bwd" in run.remarks:
         kernels = replace(kernels, compiled_loss=True)
-    if "cross-entropy-loss-fusion=true" in run.said:
-        te = "cross-entropy-fusion-impl=te" in run.said
+    if "cross-entropy-loss-fusion=true" in run.remarks:
+        te = "cross-entropy-fusion-impl=te" in run.remarks
         kernels = replace(kernels, inplace_loss=te, jit_loss=not te)
     if (run.n_experts or 0) > 1:
         kernels = replace(kernels, folded_experts=folds_experts(run))
-    if any(word in run.said for word in _UNIQUE_DISPATCH):
+    if any(word in run.remarks for word in _UNIQUE_DISPATCH):
         kernels = replace(kernels, unique_dispatch=True)
     return kernels
 
@@ -121,15 +121,15 @@ def _kernels(run: PublishedRun, stack: Stack, precision: str) -> Kernels:
 def folds_experts(run: PublishedRun) -> bool:
     """Whether experts are whole on their devices: as a run says, else where its devices leave no other way."""
     tensor, spread = run.tp or 1, run.ep or 1
-    said = whole_argument(run.said, "expert-tensor-parallel-size")
+    said = integer_argument(run.remarks, "expert-tensor-parallel-size")
     left = (run.n_gpus or 1) // ((run.pp or 1) * spread)
     return tensor > 1 and min(said or tensor, max(left, 1)) == 1
 
 
 def _states(run: PublishedRun, states: StateLayout, precision: str, optimizer: str) -> StateLayout:
     said = (run.precision or "").lower()
-    if _whole(precision) or "fp32+" in said:
-        gather = "fp32" if _whole(precision) else states.gather
+    if _is_fp32(precision) or "fp32+" in said:
+        gather = "fp32" if _is_fp32(precision) else states.gather
         states = replace(states, parameters="fp32", gradients="fp32", reduce="fp32", gather=gather, optimizer_bytes=8)
     elif "fp32 grad" in said:
         states = replace(states, gradients="fp32", reduce="fp32")
@@ -150,6 +150,6 @@ def _kept(run: PublishedRun, stack: Stack) -> StateLayout:
     return states
 
 
-def _whole(precision: str) -> bool:
+def _is_fp32(precision: str) -> bool:
     """Whether compute is in 32 bits."""
     return ITEM_BYTES.get(precision) == 4

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from galvatron_lite.diagnose.diagnosis import Diagnosis, _of_run, diagnose, find_known_profile, open_source, updated
+from galvatron_lite.diagnose.diagnosis import Diagnosis, _of_run, diagnose, find_profile, open_source, updated
 from galvatron_lite.diagnose.findings import Cause, Finding
 from galvatron_lite.profiler.schema import OriginKind
 from galvatron_lite.runs.read import read_run
@@ -18,12 +18,12 @@ from tests.pool import WorkerPool
 
 def _from_traces(folder: Path) -> Diagnosis:
     source = open_source(folder)
-    return diagnose(source, find_known_profile(source))
+    return diagnose(source, find_profile(source))
 
 
 def _from_log(folder: Path) -> Diagnosis:
     source = _of_run(replace(read_run(folder), traces=()))
-    return diagnose(source, find_known_profile(source))
+    return diagnose(source, find_profile(source))
 
 
 Read = Callable[[Path], Diagnosis]
@@ -103,7 +103,7 @@ def test_slow_messages_are_named(runs: Runs, read: Read) -> None:
 def test_the_profile_is_corrected_by_what_was_seen(runs: Runs) -> None:
     for name in ("layers", "collective"):
         source = open_source(runs[0] / name)
-        known = find_known_profile(source)
+        known = find_profile(source)
         made, said = updated(known, source)
         found = diagnose(source, made)
         assert said

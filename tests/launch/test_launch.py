@@ -18,7 +18,16 @@ from galvatron_lite.cli import app
 from galvatron_lite.errors import GalvatronError, InputError, LaunchError
 from galvatron_lite.files import to_data
 from galvatron_lite.launch.commands import PLAN_VARIABLE, THREADS, Host, chosen, read_hostfile
-from galvatron_lite.launch.jobs import MARK, Asked, NodeReport, Through, check_nodes, launch_of, read_reports, report
+from galvatron_lite.launch.jobs import (
+    MARK,
+    LaunchRequest,
+    NodeReport,
+    Through,
+    check_nodes,
+    launch_of,
+    read_reports,
+    report,
+)
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
@@ -77,18 +86,20 @@ def test_hosts_that_do_not_do(slots: tuple[int, ...], devices: int, said: str) -
 
 
 def test_here(plan: Path) -> None:
-    launch = launch_of(Asked(("train.py", "--lr", "1"), plan=Path("plan.yaml")))
+    launch = launch_of(LaunchRequest(("train.py", "--lr", "1"), plan=Path("plan.yaml")))
     assert launch.commands() == [[*RUN, "--nproc-per-node", "4", "--standalone", "train.py", "--lr", "1"]]
     assert launch.job.environment == {THREADS: "3", PLAN_VARIABLE: str(plan)}
 
 
 def test_threads_are_torchruns_choice_where_nothing_is_said(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(THREADS)
-    assert launch_of(Asked(("train.py",), plan=plan)).job.environment[THREADS] == "1"
+    assert launch_of(LaunchRequest(("train.py",), plan=plan)).job.environment[THREADS] == "1"
 
 
 def test_on_hosts(plan: Path) -> None:
-    launch = launch_of(Asked(("train.py",), plan=plan, hostfile=hosts(plan.parent, "a slots=2\nb slots=2\nc slots=2")))
+    launch = launch_of(
+        LaunchRequest(("train.py",), plan=plan, hostfile=hosts(plan.parent, "a slots=2\nb slots=2\nc slots=2"))
+    )
     both = launch.commands()
     assert [words[:5] for words in both] == [["ssh", "-tt", "-o", "BatchMode=yes", host] for host in "ab"]
     for number, words in enumerate(both):
@@ -99,7 +110,7 @@ def test_on_hosts(plan: Path) -> None:
 
 def test_nodes_that_start_again_meet_at_the_first(plan: Path) -> None:
     names = hosts(plan.parent, "a slots=2\nb slots=2")
-    words = shlex.split(launch_of(Asked(("train.py",), plan=plan, hostfile=names, restarts=3)).commands()[1][5])
+    words = shlex.split(launch_of(LaunchRequest(("train.py",), plan=plan, hostfile=names, restarts=3)).commands()[1][5])
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in words, "workers of a new attempt do not meet by the old one's keys"
     assert words[words.index("--max-restarts") + 1] == "3"
     assert words[words.index("--rdzv-endpoint") + 1] == "a:29500"
@@ -109,7 +120,7 @@ def test_nodes_that_start_again_meet_at_the_first(plan: Path) -> None:
 def test_under_slurm(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
-    launch = launch_of(Asked(("train.py", "a b"), plan=plan, options=("--partition=gpu",)))
+    launch = launch_of(LaunchRequest(("train.py", "a b"), plan=plan, options=("--partition=gpu",)))
     ((*srun, shell, flag, line),) = launch.commands()
     assert (launch.through, launch.job.nodes, shell, flag) == (Through.SLURM, 2, "bash", "-c")
     assert srun[:4] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
@@ -124,13 +135,13 @@ def test_under_slurm(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_ray(plan: Path) -> None:
-    launch = launch_of(Asked(("-m", "train", "x"), plan=plan, through=Through.RAY, per_node=2))
+    launch = launch_of(LaunchRequest(("-m", "train", "x"), plan=plan, through=Through.RAY, per_node=2))
     module = [sys.executable, "-m", "galvatron_lite.launch.ray_job"]
     assert launch.commands() == [[*module, "--workers", "4", "--each", "2", "--", "-m", "train", "x"]]
 
 
 def test_profiles_are_measured_through_the_same_door(plan: Path) -> None:
-    launch = launch_of(Asked(("profile", "train.py:make"), gpus=2))
+    launch = launch_of(LaunchRequest(("profile", "train.py:make"), gpus=2))
     assert launch.commands() == [
         [*RUN, "--nproc-per-node", "2", "--standalone", "-m", "galvatron_lite", "profile", "train.py:make"]
     ]
@@ -140,16 +151,16 @@ def test_profiles_are_measured_through_the_same_door(plan: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (Asked(("train.py",)), "--plan is missing"),
-        (Asked(("train.py",), gpus=0), "1 or more"),
-        (Asked(("train.py",), plan=Path("plan.yaml"), gpus=8), "The plan is for 4"),
-        (Asked(("none.py",), gpus=1), "no such file"),
-        (Asked(("train.py",), plan=Path("train.py")), "version"),
-        (Asked(("train.py",), gpus=4, through=Through.SSH), "--hostfile"),
-        (Asked(("train.py",), gpus=4, through=Through.SLURM, per_node=3), "not a multiple"),
+        (LaunchRequest(("train.py",)), "--plan is missing"),
+        (LaunchRequest(("train.py",), gpus=0), "1 or more"),
+        (LaunchRequest(("train.py",), plan=Path("plan.yaml"), gpus=8), "The plan is for 4"),
+        (LaunchRequest(("none.py",), gpus=1), "no such file"),
+        (LaunchRequest(("train.py",), plan=Path("train.py")), "version"),
+        (LaunchRequest(("train.py",), gpus=4, through=Through.SSH), "--hostfile"),
+        (LaunchRequest(("train.py",), gpus=4, through=Through.SLURM, per_node=3), "not a multiple"),
     ],
 )
-def test_bad_requests(plan: Path, asked: Asked, said: str) -> None:
+def test_bad_requests(plan: Path, asked: LaunchRequest, said: str) -> None:
     assert plan.exists()
     with pytest.raises(GalvatronError, match=said):
         launch_of(asked)

@@ -102,7 +102,7 @@ def test_every_shipped_table_answers() -> None:
     assert {"resnet50", "resnet152", "vgg16", "alexnet", "cosmoflow-256", "cosmoflow-512"} <= set(network_names())
     for name in network_names():
         found = forecast(name, "abci", Options((1, 4, 64), "paradl"))
-        assert all(line.known for line in found.lines)
+        assert all(line.complete for line in found.lines)
 
 
 def test_any_model_and_any_cluster() -> None:

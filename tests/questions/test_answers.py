@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from galvatron_lite.analysis.answers import Answer, as_data, said
+from galvatron_lite.analysis.answers import Answer, answer_text, as_data
 from galvatron_lite.analysis.setting import Point, Points, gathered, require_plan
 from galvatron_lite.analysis.sweep_figure import figure
 from galvatron_lite.analysis.sweeps import Goal, Run, Target, best_batch, cheapest, fewest_devices, pareto_front
@@ -32,7 +32,7 @@ def answered(name: str) -> Answer:
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_every_row_has_every_column(name: str) -> None:
-    told = said(answered(name))
+    told = answer_text(answered(name))
     assert told.rows
     assert {len(row) for row in told.rows} == {len(told.columns)}
     assert told.sentence.endswith(".")
@@ -45,7 +45,7 @@ def test_json_holds_every_point(name: str) -> None:
     data = json.loads(json.dumps(as_data(answer), allow_nan=False))
     assert data["question"] == name
     assert data["complete"] is True
-    told = said(answer)
+    told = answer_text(answer)
     planned = [point for point in data["points"] if "step_seconds" in point]
     assert planned
     assert all({"reason", "needs"} <= set(point) for point in data["points"] if point not in planned)
@@ -72,19 +72,19 @@ def test_the_figure_is_svg_with_every_plan(name: str) -> None:
 
 def test_what_was_interrupted_says_so() -> None:
     for answer in map(answered, ANSWERS):
-        assert not any("Interrupted" in note for note in said(answer).notes)
-        assert any("Interrupted" in note for note in said(replace(answer, complete=False)).notes)
+        assert not any("Interrupted" in note for note in answer_text(answer).notes)
+        assert any("Interrupted" in note for note in answer_text(replace(answer, complete=False)).notes)
 
 
 def test_nothing_found_says_what_comes_nearest() -> None:
     answer = fewest_devices(SETTING, Target(Goal.STEP, 1e-12), 8)
-    assert "No number of GPUs up to 4 takes at most" in said(answer).sentence
+    assert "No number of GPUs up to 4 takes at most" in answer_text(answer).sentence
     assert ElementTree.fromstring(figure(answer)).tag.endswith("svg")
     near = fewest_devices(SETTING, Target(Goal.TOKENS, answer_rate() * 8 * 1.0001), 8)
     assert near.answer is None
-    assert "The nearest: " in said(near).sentence or "compute alone" in said(near).sentence
+    assert "The nearest: " in answer_text(near).sentence or "compute alone" in answer_text(near).sentence
     late = cheapest(SETTING, Run(tokens=1e9), 2.0, batch=8, deadline=1e-3)
-    assert "the quickest" in said(late).sentence
+    assert "the quickest" in answer_text(late).sentence
 
 
 def answer_rate() -> float:

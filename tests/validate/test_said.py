@@ -4,7 +4,7 @@ from galvatron_lite.cluster.catalog import device_named
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.validate.checks import device_of
-from galvatron_lite.validate.plans import argument, compute_precision, recompute_of, schedule_of, whole_argument
+from galvatron_lite.validate.plans import argument, compute_precision, integer_argument, recompute_of, schedule_of
 
 A100, V100 = device_named("A100"), device_named("V100")
 
@@ -55,9 +55,9 @@ def test_schedules(text: str | None, virtual: int, expected: Schedule) -> None:
 
 def test_arguments_quoted_in_notes() -> None:
     said = "special args: kv-channels=128, moe-layer-freq=([0]*3+[1]*12), x-kv-channels=3"
-    assert whole_argument(said, "kv-channels") == 128
+    assert integer_argument(said, "kv-channels") == 128
     assert argument(said, "moe-layer-freq") == "([0]*3+[1]*12)"
-    assert whole_argument(said, "moe-layer-freq") is None
+    assert integer_argument(said, "moe-layer-freq") is None
     assert argument(said, "channels") is None
 
 

@@ -10,7 +10,7 @@ from galvatron_lite.stacks.catalog import DEFAULT, match_stack
 from galvatron_lite.validate.checks import (
     FRAMEWORKS,
     assumptions,
-    link_known,
+    link_is_specific,
     not_understood,
     taken_otherwise,
     unknown_device,
@@ -97,7 +97,7 @@ def test_an_unknown_gpu_is_answered_with_those_near_it_or_all() -> None:
 def test_links_of_published_rows_are_known() -> None:
     rows = [json.loads(line) for line in RUNS.read_text().splitlines()]
     for field, between in (("intra_link", False), ("inter_net", True)):
-        assert {row[field] for row in rows if field in row and not link_known(row[field], between)} == set()
+        assert {row[field] for row in rows if field in row and not link_is_specific(row[field], between)} == set()
 
 
 def test_published_rows_are_understood_and_of_known_frameworks() -> None:

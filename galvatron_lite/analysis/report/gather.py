@@ -39,7 +39,7 @@ class Source:
     batch: int | None = None
 
     @property
-    def given(self) -> bool:
+    def is_set(self) -> bool:
         """Whether it says what to price with."""
         return self.profile is not None or self.model is not None
 
@@ -94,12 +94,12 @@ def _priced(path: Path, source: Source) -> tuple[Profile | None, Plan]:
     from galvatron_lite.plans.io import read_plan
     from galvatron_lite.profiler.store import profile_hash
 
-    if source.given:
+    if source.is_set:
         known = api.find_profile(
             source.profile, model=source.model, cluster=source.cluster, gpus=source.gpus, sequence=source.sequence,
             precision=source.precision,
         )  # fmt: skip
-        own = _own_plan(path)
+        own = _read_own_format(path)
         same = own is not None and own.provenance is not None and own.provenance.profile_hash == profile_hash(known)
         if own is not None and same and source.mem is None and source.batch is None:
             return known, own
@@ -108,7 +108,7 @@ def _priced(path: Path, source: Source) -> tuple[Profile | None, Plan]:
     return profile_of(plan), plan
 
 
-def _own_plan(path: Path) -> Plan | None:
+def _read_own_format(path: Path) -> Plan | None:
     """A plan of ours; None for other files that can be priced."""
     from galvatron_lite.plans.io import read_plan
 

@@ -132,11 +132,11 @@ def parts_of(plan: Plan) -> list[Part]:
 
 
 def _part(
-    name: str, runs: Sequence[LayerRun], looks: Mapping[Strategy, Look], place: float, each: float, whole: float
+    name: str, runs: Sequence[LayerRun], looks: Mapping[Strategy, Look], place: float, each: float, width: float
 ) -> list[Markup]:
     drawn = []
-    if whole >= _LABEL:
-        drawn.append(text(place, 11, f"stage {name}" if whole >= 3 * _LABEL and name.isdigit() else name))
+    if width >= _LABEL:
+        drawn.append(text(place, 11, f"stage {name}" if width >= 3 * _LABEL and name.isdigit() else name))
     for run in runs:
         drawn += _run(name, run, looks[run.strategy], place, each * run.count)
         place += each * run.count
@@ -241,11 +241,11 @@ def _map(name: str, layers: str, devices: int, node: int, group_of: GroupOf) -> 
     members: list[list[int]] = [[] for _ in numbers]
     for rank, number in enumerate(places):
         members[number].append(rank)
-    words = f"{_said(members)}; {_reach(members, node)}"
+    words = f"{_first_groups(members)}; {_reach(members, node)}"
     return Map(name, layers, len(members[0]), len(members), words, _picture(name, places, node))
 
 
-def _said(members: Sequence[Sequence[int]]) -> str:
+def _first_groups(members: Sequence[Sequence[int]]) -> str:
     shown = [f"{number}: {_ranks(ranks)}" for number, ranks in enumerate(members[:_NAMED])]
     return "; ".join(shown) + (f"; … {len(members) - _NAMED} more" if len(members) > _NAMED else "")
 

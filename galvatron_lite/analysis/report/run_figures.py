@@ -205,16 +205,16 @@ def _rows(run: Run, plan: Plan, steps: Sequence[StepRecord]) -> list[Beside]:
 
 
 def _beside(
-    name: str, found: float, said: float, write: Callable[[float], str], sides: tuple[str, str] = _SIZE
+    name: str, measured: float, predicted: float, write: Callable[[float], str], sides: tuple[str, str] = _SIZE
 ) -> Beside:
-    return Beside(name, write(found), write(said), _off(said, found, sides))
+    return Beside(name, write(measured), write(predicted), _off(predicted, measured, sides))
 
 
-def _off(said: float, found: float, sides: tuple[str, str]) -> str:
+def _off(predicted: float, measured: float, sides: tuple[str, str]) -> str:
     """In words: of a rate and of a time the same error has unlike signs."""
-    if not said or not found:
+    if not predicted or not measured:
         return ""
-    share = said / found - 1.0
+    share = predicted / measured - 1.0
     return f"{percent(abs(share))} {sides[share < 0]}"
 
 

@@ -228,10 +228,10 @@ def _steps(group: GroupTimeline, span: float) -> list[Level]:
     return [*kept, (span, found[-1][1])]
 
 
-def _greatest(found: list[Level], span: float) -> list[Level]:
+def _greatest(levels: list[Level], span: float) -> list[Level]:
     width = span / _COLUMNS
     columns: dict[int, MemoryBreakdown] = {}
-    for (start, memory), (end, _) in zip(found, [*found[1:], (span, found[-1][1])], strict=True):
+    for (start, memory), (end, _) in zip(levels, [*levels[1:], (span, levels[-1][1])], strict=True):
         last = max(int(start / width), int(end / width - 1e-9))
         for place in range(int(start / width), min(last, _COLUMNS - 1) + 1):
             known = columns.get(place)

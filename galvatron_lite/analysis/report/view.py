@@ -143,10 +143,10 @@ def cards_of(shown: Shown) -> list[Card]:
     ]  # fmt: skip
 
 
-def _tokens(said: Prediction) -> str:
+def _tokens(prediction: Prediction) -> str:
     """Tokens a second, of models whose samples have several."""
-    plain = said.tokens_per_second == said.samples_per_second
-    return "" if plain else f"{format_count(said.tokens_per_second)} tokens/s"
+    plain = prediction.tokens_per_second == prediction.samples_per_second
+    return "" if plain else f"{format_count(prediction.tokens_per_second)} tokens/s"
 
 
 def _proof(plan: Plan) -> str:
@@ -288,10 +288,10 @@ def marks_of(shown: Shown) -> list[Mark]:
     return found
 
 
-def front_rows(found: Sequence[Mark]) -> list[Row]:
+def front_rows(marks: Sequence[Mark]) -> list[Row]:
     """The plans of the figure, those of least memory first."""
-    order = sorted((mark for mark in found if mark.kind in ("plan", "front")), key=lambda mark: mark.memory)
-    slower = {mark: change(mark.seconds / found[0].seconds - 1) for mark in order if mark.kind == "front"}
+    order = sorted((mark for mark in marks if mark.kind in ("plan", "front")), key=lambda mark: mark.memory)
+    slower = {mark: change(mark.seconds / marks[0].seconds - 1) for mark in order if mark.kind == "front"}
     return [
         Row((mark.words, format_bytes(mark.memory), format_seconds(mark.seconds), slower.get(mark, "")),
             mark.kind == "plan")

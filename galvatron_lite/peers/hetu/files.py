@@ -212,17 +212,17 @@ def _at_length(by_length: Mapping[str, Any], sequence: int, path: Path) -> tuple
     return _get(by_length, longest, path), sequence / int(longest)
 
 
-def _time_line(own: Mapping[tuple[int, int], float], sequence: int, mode: str, path: Path, name: str) -> Line:
+def _time_line(times: Mapping[tuple[int, int], float], sequence: int, mode: str, path: Path, name: str) -> Line:
     """Milliseconds of all samples by samples: a line through batches, a parabola through lengths, or one figure."""
-    batches = {batch: time * batch for (batch, length), time in own.items() if length == sequence}
-    lengths = {length: time for (batch, length), time in own.items() if batch == 1}
+    batches = {batch: time * batch for (batch, length), time in times.items() if length == sequence}
+    lengths = {length: time for (batch, length), time in times.items() if batch == 1}
     chosen = mode or ("batch" if len(batches) >= BATCH_POINTS else "sequence" if len(lengths) > 2 else "static")
     if chosen == "batch":
         return _line(batches, path, f"{name}_bsz*_seq{sequence}")
     if chosen == "sequence":
         return Line(_parabola(lengths, sequence, 2 if "other" not in name else 1))
     if not batches:
-        known = ", ".join(str(length) for length in sorted({length for _, length in own}))
+        known = ", ".join(str(length) for length in sorted({length for _, length in times}))
         raise InputError(f"{path}, {name}_bsz*_seq{sequence}", None, f"Lengths profiled: {known}. Give one as --seq.")
     most = max(batches)
     return Line(batches[most] / most)

@@ -187,7 +187,7 @@ def _edges(model: HetuModel, single: bool) -> tuple[EdgeMemory, EdgeMemory]:
     return _share(model.whole, *pairs), _share(model.whole, *reversed(pairs))
 
 
-def _share(whole: EdgeMemory, own: EdgeMemory, other: EdgeMemory) -> EdgeMemory:
+def _share(whole: EdgeMemory, part: EdgeMemory, other: EdgeMemory) -> EdgeMemory:
     """The part of the whole that belongs to one of two."""
     states, activation = (
         {
@@ -196,8 +196,8 @@ def _share(whole: EdgeMemory, own: EdgeMemory, other: EdgeMemory) -> EdgeMemory:
             if degree in mine and degree in rest
         }
         for total, mine, rest in (
-            (whole.states, own.states, other.states),
-            (whole.activation, own.activation, other.activation),
+            (whole.states, part.states, other.states),
+            (whole.activation, part.activation, other.activation),
         )
     )
     return EdgeMemory(states, activation)

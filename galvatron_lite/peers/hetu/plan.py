@@ -79,10 +79,10 @@ def read_hetu_plan(data: Mapping[str, Any], field: str, devices: int = 0, batch:
     """
     if "tp_sizes_enc" not in data:
         return _global_plan(data, field, devices, batch)
-    stages = _whole(data, "pp_deg", field)
+    stages = _integer(data, "pp_deg", field)
     tensor = _list(data, "tp_sizes_enc", field)
     count = len(tensor)
-    world = _whole(data, "world_size", field, devices or stages * max(tensor))
+    world = _integer(data, "world_size", field, devices or stages * max(tensor))
     types, ulysses, checkpoint = (_list(data, key, field, count) for key in ("dp_types_enc", "use_sp", "checkpoint"))
     if any(size != 1 for size in _list(data, "cp_sizes_enc", field, count, 1)):
         raise InputError(f"{field}, cp_sizes_enc", data["cp_sizes_enc"], "Context parallelism is not modelled by it.")
@@ -92,15 +92,15 @@ def read_hetu_plan(data: Mapping[str, Any], field: str, devices: int = 0, batch:
         for place, figures in enumerate(zip(tensor, ulysses, types, checkpoint, strict=True))
     )
     size, shared, sharded = (
-        _whole(data, key, field, other) for key, other in (("vtp", 1), ("vsp", 0), ("embed_sdp", 0))
+        _integer(data, key, field, other) for key, other in (("vtp", 1), ("vsp", 0), ("embed_sdp", 0))
     )
-    sharded = _whole(data, "vocab_sdp", field, sharded)
+    sharded = _integer(data, "vocab_sdp", field, sharded)
     edges = _strategy(world // stages, size, shared, sharded, 0, default, f"{field}, vtp")
     division = tuple(_list(data, "pp_division", field, stages, count // stages))
     if sum(division) != count or len(division) != stages:
         raise InputError(f"{field}, pp_division", data.get("pp_division"), f"It must share {count} layers on {stages}.")
     return HetuPlan(
-        world, stages, _whole(data, "global_bsz", field, batch or None), _whole(data, "chunks", field, 1), division,
+        world, stages, _integer(data, "global_bsz", field, batch or None), _integer(data, "chunks", field, 1), division,
         layers, edges, _schedule(data, field), default,
     )  # fmt: skip
 
@@ -136,25 +136,25 @@ def _joined(figures: Any) -> str:
 
 def _global_plan(data: Mapping[str, Any], field: str, devices: int, batch: int) -> HetuPlan:
     """GLOBAL mode: one strategy for all layers, by its training flags."""
-    world = _whole(data, "world_size", field, devices or None)
-    stages, count = _whole(data, "pp_deg", field, 1), _whole(data, "num_layers", field)
-    if _whole(data, "global_cp_deg", field, 1) != 1:
+    world = _integer(data, "world_size", field, devices or None)
+    stages, count = _integer(data, "pp_deg", field, 1), _integer(data, "num_layers", field)
+    if _integer(data, "global_cp_deg", field, 1) != 1:
         raise InputError(f"{field}, global_cp_deg", data["global_cp_deg"], "Context parallelism is not modelled by it.")
     default = _default(data, field)
     size, shared, sharded, again = (
-        _whole(data, key, field, other)
+        _integer(data, key, field, other)
         for key, other in (("global_tp_deg", 1), ("use_ulysses", 0), ("sdp", 0), ("global_checkpoint", 0))
     )
     layer = _strategy(world // stages, size, shared, sharded, again, default, f"{field}, global_tp_deg")
     vocab, vocab_shared, vocab_sharded = (
-        _whole(data, key, field, other) for key, other in (("vocab_tp", 1), ("vocab_sp", 0), ("vocab_sdp", 0))
+        _integer(data, key, field, other) for key, other in (("vocab_tp", 1), ("vocab_sp", 0), ("vocab_sdp", 0))
     )
     edges = _strategy(world // stages, vocab, vocab_shared, vocab_sharded, 0, default, f"{field}, vocab_tp")
     each = count // stages
     division = (*(each for _ in range(stages - 1)), count - each * (stages - 1))
     return HetuPlan(
-        world, stages, _whole(data, "global_train_batch_size", field, batch or None), _whole(data, "chunks", field, 1),
-        division, (layer,) * count, edges, _schedule(data, field), default,
+        world, stages, _integer(data, "global_train_batch_size", field, batch or None),
+        _integer(data, "chunks", field, 1), division, (layer,) * count, edges, _schedule(data, field), default,
     )  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def _schedule(data: Mapping[str, Any], field: str) -> str:
     return str(given)
 
 
-def _whole(data: Mapping[str, Any], key: str, field: str, other: int | None = None) -> int:
+def _integer(data: Mapping[str, Any], key: str, field: str, other: int | None = None) -> int:
     given = data.get(key, other)
     if not isinstance(given, int) or given < 0:
         raise InputError(f"{field}, {key}", given, "It must be a whole number.")

@@ -97,7 +97,7 @@ class Memory:
         """The strategies of a table that have a layout."""
         key = (id(table), wire)
         if key not in self.laid:
-            self.laid[key] = (table, table.laid_out(lambda own: own == wire))
+            self.laid[key] = (table, table.lay_out_model(lambda own: own == wire))
         return self.laid[key][1]
 
     def least(self, layers: Sequence[_Light], room: int | None) -> tuple[int, tuple[int, ...]] | None:
