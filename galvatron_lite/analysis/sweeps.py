@@ -283,7 +283,7 @@ def cheapest(
     deadline: float | None = None,
     progress: Progress | None = None,
 ) -> Cheapest:
-    """Cost and time of a run on each number of devices of ``counts.even_counts``; exact over that set.
+    """Cost and time of a run on each number of devices of ``even_counts``; exact over that set.
 
     Args:
         setting: its profile has the largest number of devices.

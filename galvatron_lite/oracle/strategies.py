@@ -27,7 +27,7 @@ class Question:
 
     kind: Kind  # how the model is split
     devices: int
-    batch: int  # samples of a replica: see ``oracle.case.Case``
+    batch: int  # samples of a replica: see ``closed_form.Case``
     samples: int  # of an epoch
     group: int = 4  # devices of a group of a hybrid
     segments: int = 0  # micro-batches of a pipeline; 0: as many as stages

@@ -142,7 +142,7 @@ def plan_of(run: PublishedRun, graph: ModelGraph, stack: Stack, precision: str) 
             "degrees do not multiply to the number of GPUs", f"dp x tp x pp x cp: {product}, n_gpus: {devices}."
         )
     if (run.spatial or 1) > 1 or (run.filter or 1) > 1:
-        return Skipped("spatial or filter parallelism")  # of networks of pictures see ``shared``
+        return Skipped("spatial or filter parallelism")  # image networks: ``predict_shared``
     schedule, virtual = _schedule(run, stack)
     counts = stage_sizes(run, graph, virtual * degrees[2], stack)
     if isinstance(counts, Skipped):

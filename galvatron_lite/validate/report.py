@@ -30,7 +30,7 @@ class RunFile:
 
 
 def read_file(path: Path) -> RunFile:
-    """All runs of a file (``-``: standard input), and what is odd about it; see ``rows.read_runs``."""
+    """All runs of a file (``-``: standard input), and what is odd about it; see ``read_runs``."""
     runs: list[PublishedRun] = []
     passed: Counter[str] = Counter()
     broken = []

@@ -158,7 +158,7 @@ KINDS = {
     for item in fields(PublishedRun)
     if item.name not in ("line", "problem")
 }
-"""The kind of every field that a row may have: a key of ``ranges.WANTED``."""
+"""The kind of every field that a row may have: a key of ``WANTED``."""
 
 _NEEDED = ("family", "run_id", "framework")
 _NO_RUN = "a line that is no run"
