@@ -158,12 +158,12 @@ def test_table_of_words_and_texts(machine: Machine) -> None:
     texts = (parse_strategy("data2 spatial2x1"),)
     found = forecast(machine, question, (Kind.DATA, Kind.FILTER), texts, (1, 4, 6, 64))
     data, filters, text = found.lines
-    assert [row.devices for row in data.known] == [1, 4, 64]  # no half node: 6 says why
+    assert [row.devices for row in data.complete] == [1, 4, 64]  # no half node: 6 says why
     assert "fills whole ones" in data.rows[2].problem
     assert filters.rows[3].problem == ""
     assert filters.rows[3].congested > 0
     assert data.rows[1].congested == 0  # within a node
-    assert [row.devices for row in text.known] == [4, 64]
+    assert [row.devices for row in text.complete] == [4, 64]
     assert "takes 4 devices or a multiple" in text.rows[0].problem
     assert found.origin.startswith("estimated")
 
