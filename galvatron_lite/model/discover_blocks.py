@@ -118,8 +118,8 @@ def _runs(module: nn.Module, path: str) -> list[list[str]]:
 
 
 def _is_run(children: list[nn.Module]) -> bool:
-    """Two or more children with parameters, which can run; some alike, or at least none a container of such."""
-    if len(children) < 2 or isinstance(children[0], NEVER_RUN) or not any(True for _ in children[0].parameters()):
+    """Two or more children with parameters; some alike, or at least none a container of such."""
+    if len(children) < 2 or not any(True for _ in children[0].parameters()):
         return False
     return _some_alike(children) or not any(_runs(child, "") for child in children)
 

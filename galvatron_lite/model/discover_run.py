@@ -48,7 +48,7 @@ def watch(twin: nn.Module, batch: Any, blocks: BlockNames | None) -> Watched:
     seen = observe(twin, batch, unit_paths(twin, paths), flow)
     forked = None
     if blocks is None:
-        paths = [path for path in paths if path in flow.ran] or paths
+        paths = [path for path in paths if path in flow.ran]  # not dicts of modules, which only hold what runs
         forked = forked_blocks(twin, flow, seen.order, paths)
     chosen = paths if forked is None else forked
     as_is = seen if forked is None and not flow.copied else observe(twin, batch, unit_paths(twin, chosen))

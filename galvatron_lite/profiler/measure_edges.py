@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_tensors, tensors_of
 from galvatron_lite.parallelism.precision import compute_context, compute_dtype, holding_copies, narrow_norms
 from galvatron_lite.profiler.measure_layers import (
@@ -78,6 +79,9 @@ def measure_edges(
         settings: keys of the two points, before and after.
         device: where.
         rule: how long to time.
+
+    Raises:
+        TraceError: the loss does not depend on what blocks return that train.
     """
     give_gradients(given.skeleton.model)
     compute = compute_dtype(given.precision)
@@ -144,7 +148,9 @@ def _step(given: EdgeInput, lap: Callable[[], None]) -> None:
     for _ in range(1 if given.skeleton.stubs else 3):
         counted()
     loss.backward()  # type: ignore[no-untyped-call]
-    if len(laps) == 2:  # no gradient reaches the blocks, which are frozen: all of backward was behind them
+    if len(laps) == 2:  # no gradient reaches the blocks: where they are frozen, all of backward was behind them
+        if any(one.requires_grad for stub in given.skeleton.stubs.values() for one in stub.block.parameters()):
+            raise TraceError("blocks", "the loss", "The loss must depend on what the blocks return; name other blocks.")
         lap()
 
 
