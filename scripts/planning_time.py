@@ -32,6 +32,8 @@ from galvatron_lite.units import format_bytes
 EFFORT = 60_000_000
 SHARE = 0.95
 """Of a device's memory that is the budget."""
+TOLERANCE, MARGIN = 0.01, 0.053
+"""Of ``galvatron plan`` for estimated profiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ def _search(question: Question, effort: int, sender: Connection) -> None:
     try:
         plan = find_plan(
             profile, devices=question.gpus, global_batch=question.batch, budget=budget, backend=question.backend,
-            fixed=Fixed(forbidden=question.forbidden), effort=effort,
+            fixed=Fixed(forbidden=question.forbidden), effort=effort, tolerance=TOLERANCE, margin=MARGIN,
         )  # fmt: skip
     except InfeasibleError:
         sender.send(Taken(time.process_time() - started, _peak() - before, None, proven=False, gap=1.0))

@@ -29,6 +29,8 @@ from galvatron_lite.search.tables import Glue, Layout, Store, Table, Tables, glu
 
 OPEN = Choice(None, None, ())
 """Nothing settled: the widest problem of a shape."""
+_KINDS, _FEW = 16, 4
+"""Kinds of layers of a model from which on groups run no more than so many stages."""
 
 
 @dataclass(slots=True)
@@ -147,11 +149,15 @@ def _schedules(request: Request, stages: int) -> list[tuple[Schedule, int]]:
 
 
 def virtual_stages(graph: ModelGraph, schedule: Schedule, stages: int) -> list[int]:
-    """How many stages a group of devices may run; every one of several holds a block, or layers before or after all."""
+    """How many stages a group of devices may run; every one of several holds a block, or layers before or after all.
+
+    Where layers are of many kinds, few stages: one strategy for all of them rarely pays.
+    """
     blocks = sum(layer.role is Role.BLOCK for layer in graph.layers)
     if schedule is Schedule.INTERLEAVED:
         edges = len({layer.role for layer in graph.layers} - {Role.BLOCK})
-        return [count for count in range(2, (blocks + edges) // stages + 1) if blocks >= stages]
+        most = (blocks + edges) // stages if blocks >= stages else 1
+        return list(range(2, (most if len(graph.kinds) <= _KINDS else min(most, _FEW)) + 1))
     if schedule is Schedule.ZERO_BUBBLE_V:
         return [2] if 2 * stages <= blocks else []
     return [1]

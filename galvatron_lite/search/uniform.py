@@ -281,6 +281,8 @@ class Uniform:
 
     def bound(self) -> float:
         """A time that no uniform plan beats, quickly."""
+        if self.pairs is None:
+            return 0.0
         return float(self.least.min(initial=np.inf))
 
     def best(self, limit: int | None) -> Partition | None:
