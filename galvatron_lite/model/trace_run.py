@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from galvatron_lite.errors import GalvatronError, TraceError
 from galvatron_lite.model.batch import call_model, map_tensors, tensors_of
+from galvatron_lite.model.own_checkpoints import left_to_the_plan
 from galvatron_lite.model.trace_attention import FusedAttention
 from galvatron_lite.model.trace_experts import GroupedExperts
 from galvatron_lite.model.trace_flow import Flow
@@ -224,7 +225,7 @@ def run_block(block: nn.Module, call: BlockCall, chain: Sequence[int]) -> Region
     inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in call.inputs]
     supply = iter(entered(tensor) for tensor in inputs)
     args, kwargs = map_tensors((call.args, call.kwargs), lambda _: next(supply))
-    with explaining(call.path, block), shapes_only(recorder), recorder.watching(block):
+    with explaining(call.path, block), shapes_only(recorder), recorder.watching(block), left_to_the_plan():
         recorder.target = recording
         numbers = [recorder.number(tensor) for tensor in inputs]
         output = block(*args, **kwargs)

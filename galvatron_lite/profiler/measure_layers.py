@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.own_checkpoints import left_to_the_plan
 from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.precision import (
     compute_context,
@@ -157,7 +158,7 @@ def computing_in(precision: str, device: torch.device, forward: Callable[..., An
     dtype = compute_dtype(precision)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with compute_context(dtype, device):
+        with compute_context(dtype, device), left_to_the_plan():
             return forward(*args, **kwargs)
 
     return run
