@@ -59,9 +59,11 @@ class TargetCounts:
 
     Attributes:
         counts: of each one with targets, or weights of classes, of its own.
+        even: whether the loss has other terms, whose shares weigh alike: so must these.
     """
 
     counts: tuple[TargetCount, ...]
+    even: bool = False
 
     def __call__(self, batch: Any) -> Tensor:
         """The weight of some samples."""
@@ -78,11 +80,13 @@ class TargetCounts:
             return torch.ones(shares, dtype=torch.float64)
         each = [one.reshape(shares, -1).sum(1) for one in samples]
         relative = [one / one.mean() for one in each]
+        relative = [torch.ones_like(each[0]), *relative] if self.even else relative
         if any(not torch.allclose(one, relative[0], rtol=EVEN, atol=EVEN) for one in relative[1:]):
             names = ", ".join(count.place.lstrip(".") or "the batch" for count in self.counts)
             remedy = (
-                f"It is a sum of means over different targets ({names}), which count unlike in the shares of this "
-                "batch. Give every share as many that count, or a plan that keeps the batch whole (data and zero 1, "
+                f"It is a sum of {'a mean' if self.even else 'means'} over {'' if self.even else 'different '}targets "
+                f"({names}), which count unlike in the shares of this batch{', and of other terms' * self.even}. "
+                "Give every share as many that count, or a plan that keeps the batch whole (data and zero 1, "
                 "one micro-batch)."
             )
             raise InputError("loss", "several means", remedy)

@@ -91,6 +91,8 @@ class Network(nn.Module):
             return each.sum()
         if self.kind == "penalty":
             return each.mean() + 0.01 * sum(one.square().sum() for one in self.parameters())
+        if self.kind == "two terms":
+            return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1) + hidden.square().mean()
         weight = self.classes if self.kind == "classes" else None
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight, ignore_index=-1)
 
@@ -118,7 +120,11 @@ def make(kind: str) -> tuple[nn.Module, Any]:
             "input_ids": tokens, "labels": tokens.where(keeps, -100),
         }  # fmt: skip
     labels = tokens.roll(-1, 1)
-    labels = labels if kind in ("classes", "buffers", "penalty") or "masked" in kind else labels.where(keeps, -1)
+    labels = (
+        labels
+        if kind in ("classes", "buffers", "penalty", "two terms") or "masked" in kind
+        else labels.where(keeps, -1)
+    )
     return Network(kind), {"tokens": tokens, "labels": labels} | ({"mask": keeps} if "masked" in kind else {})
 
 

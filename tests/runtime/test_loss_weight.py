@@ -33,6 +33,7 @@ FOUR = ("pipeline and data",)
         ("sum", {"loss_reduction": "sum"}, ()),
         ("masked", {"loss_weight": count_mask}, ()),
         ("buffers", {}, ()),
+        ("two terms", {}, ()),
     ],
 )
 def test_as_in_one_process(pool: WorkerPool, kind: str, options: dict[str, Any], more: tuple[str, ...]) -> None:
@@ -104,6 +105,10 @@ def test_means_over_different_targets_that_count_unlike() -> None:
     assert share_factors(counts, "mean", {"a": labels, "b": labels}, 2) is not None
     with pytest.raises(InputError, match=r"different targets \(a, b\)"):
         share_factors(counts, "mean", {"a": labels, "b": labels.abs()}, 2)
+    beside = TargetCounts((TargetCount(".a", 0, -100),), even=True)
+    assert share_factors(beside, "mean", {"a": labels.abs()}, 2) is not None
+    with pytest.raises(InputError, match=r"targets \(a\).* and of other terms"):
+        share_factors(beside, "mean", {"a": labels}, 2)
 
 
 def test_weights_are_numbers_of_at_least_zero() -> None:

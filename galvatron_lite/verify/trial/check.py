@@ -191,6 +191,9 @@ def try_model(
                 return replace(findings, weight=None if weight is not None else candidate)
         except InputError as error:
             return replace(findings, unsaid=error)
+    if found is not None and weight is None and _equal(double, trials[0], None, reduction, loss_fn):
+        # right for the example; its counts are compared in every step
+        return replace(findings, weight=replace(found, even=True))
     if several := _several(counts):
         return replace(findings, unsaid=InputError("loss", "several means", several))
     kinds = {_kind(one, sums=reduction != "sum") for one in trials} - {""}
