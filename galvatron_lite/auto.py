@@ -205,7 +205,14 @@ def auto_parallelize(
             kept = (*settings.fix, *pinned["fix"]), (*settings.forbid, *pinned["forbid"])
             settings = replace(settings, fix=kept[0], forbid=kept[1])
         pinned |= {} if tolerance is None else {"tolerance": tolerance}
-        chosen = _found_plan(source, {**asked, **pinned, **_asked(wanted, delay, pinned["fix"])}, delay)
+        try:
+            chosen = _found_plan(source, {**asked, **pinned, **_asked(wanted, delay, pinned["fix"])}, delay)
+        except InputError as error:
+            why = "; ".join(() if findings is None else findings.notes())
+            if not why or (not fix and not forbid):
+                raise
+            remedy = f"{error.remedy} What the model itself asks for: {why}."
+            raise InputError(error.field, error.value, remedy) from error
         if dist.get_rank() == 0:
             say(f"plan: {plan_line(chosen)}")
             notes = () if chosen.provenance is None else chosen.provenance.notes

@@ -196,10 +196,10 @@ def switch_refusal(kind: str, first: str, other: str) -> str:
     return ""
 
 
-def planned(kind: str, profile: str) -> tuple[Plan | None, str]:
+def planned(kind: str, profile: str, fix: Sequence[str] = ()) -> tuple[Plan | None, str]:
     """The plan that is chosen, and its error, if there is none."""
     model, batch = make(kind)
     try:
-        return auto_parallelize(model, batch, profile=profile, device="cpu").plan, ""
+        return auto_parallelize(model, batch, profile=profile, device="cpu", fix=fix).plan, ""
     except Exception as error:
         return None, f"{type(error).__name__}: {error}"

@@ -78,6 +78,8 @@ def test_the_planner_keeps_to_plans_that_train_it_right(pool: WorkerPool, tmp_pa
         return
     strategies = [run.strategy for stage in plan.stages for run in stage.runs]
     if kind == "contrastive":
+        _, error = pool.run(2, planned, kind=kind, profile=str(path), fix=["dp=2"])[0]
+        assert "compares samples with one another" in error
         assert plan.microbatches == 1
         assert {one.batch_degree for one in strategies} == {1}
     else:
