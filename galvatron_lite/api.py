@@ -241,11 +241,7 @@ def plan_phases(
 def _phase_profile(
     phase: Phase, profile: Profile | str | Path | Callable[[int | None], Profile] | None, setup: PlanArguments
 ) -> Profile:
-    """What a phase is planned from.
-
-    Raises:
-        InputError: it is of another sequence than the phase.
-    """
+    """What a phase is planned from."""
     wanted = phase.sequence or setup.get("sequence")
     cluster, gpus, precision = setup.get("cluster"), setup.get("gpus"), setup.get("precision")
     if phase.profile:

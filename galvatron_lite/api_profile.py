@@ -44,11 +44,7 @@ def find_profile(
 
 
 def _check_as_profiled(profile: Profile, sequence: int | None, precision: str | None) -> None:
-    """What a profile was made of cannot be had otherwise from it.
-
-    Raises:
-        InputError: another length of samples, or another precision.
-    """
+    """What a profile was made of cannot be had otherwise from it."""
     for option, wanted, has in (
         ("--seq", sequence, profile.graph.sequence),
         ("--precision", precision, profile.graph.precision),

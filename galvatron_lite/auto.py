@@ -301,33 +301,21 @@ def launched_verifier(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> V
 
 
 def _with_capacity(plan: Plan, capacity: float) -> dict[str, Any]:
-    """The option that has experts drop tokens.
-
-    Raises:
-        InputError: what runs the plan has no such option.
-    """
+    """The option that has experts drop tokens."""
     if plan.cyclic is not None or plan.backend is not Trainer.GALVATRON:
         raise InputError("expert_capacity", capacity, "Only plans of synchronous training with galvatron drop tokens.")
     return {"expert_capacity": capacity}
 
 
 def _randomness(plan: Plan, wanted: str) -> dict[str, Any]:
-    """The option that decides random numbers.
-
-    Raises:
-        InputError: what runs the plan has no such option.
-    """
+    """The option that decides random numbers."""
     if wanted != "own" and (plan.cyclic is not None or plan.backend is not Trainer.GALVATRON):
         raise InputError("randomness", wanted, "Under such a plan every rank draws for itself: take 'own'.")
     return {} if wanted == "own" else {"randomness": wanted}
 
 
 def _with_timeout(plan: Plan, timeout: float) -> dict[str, Any]:
-    """How long a step waits for another rank.
-
-    Raises:
-        InputError: no time, or DeepSpeed's engine trains.
-    """
+    """How long a step waits for another rank."""
     if not timeout > 0:
         raise InputError("timeout", timeout, "It is in seconds, and more than 0.")
     if plan.backend is Trainer.DEEPSPEED:
@@ -338,22 +326,14 @@ def _with_timeout(plan: Plan, timeout: float) -> dict[str, Any]:
 
 
 def _local_batch(plan: Plan) -> dict[str, Any]:
-    """The option that puts the ranks' batches together.
-
-    Raises:
-        InputError: what runs the plan has no such option.
-    """
+    """The option that puts the ranks' batches together."""
     if plan.cyclic is not None or plan.backend is not Trainer.GALVATRON:
         raise InputError("local_batch", True, "Under such a plan every rank gives the same global batch: leave it out.")
     return {"local_batch": True}
 
 
 def _check_unplanned(asked: Mapping[str, Any]) -> None:
-    """Refuse what only a search can keep, where the plan is given.
-
-    Raises:
-        InputError: see above.
-    """
+    """Refuse what only a search can keep, where the plan is given."""
     for name, value in asked.items():
         if value not in (None, (), {}, []):
             raise InputError(name, str(value), "The plan is given: leave one of the two out.")
@@ -369,11 +349,7 @@ def _syncing(plan: Plan, rules: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _compiling(plan: Plan, wanted: bool | str) -> dict[str, Any]:
-    """What compiles blocks, where something is to.
-
-    Raises:
-        InputError: what trains under the plan does not compile.
-    """
+    """What compiles blocks, where something is to."""
     if wanted is False:
         return {}
     if plan.cyclic is not None or plan.backend is Trainer.DEEPSPEED:
@@ -429,11 +405,7 @@ def _given_plan(plan: Plan | str | Path | None, backend: str | None) -> Plan | N
 
 
 def _asked(mode: Mode, delay: str | None, fix: Sequence[str]) -> PlanArguments:
-    """What the planner is told of the mode and of delayed gradients, beside other pins.
-
-    Raises:
-        InputError: there are no gradients.
-    """
+    """What the planner is told of the mode and of delayed gradients, beside other pins."""
     rules = [rule.value for rule in CyclicRule]
     if mode is Mode.INFERENCE:
         if delay is not None:
@@ -444,11 +416,7 @@ def _asked(mode: Mode, delay: str | None, fix: Sequence[str]) -> PlanArguments:
 
 
 def _check_delay(plan: Plan | None, delay: str | None) -> None:
-    """Refuse a delay that is none of the known values, or that is not a given plan's.
-
-    Raises:
-        InputError: see above.
-    """
+    """Refuse a delay that is none of the known values, or that is not a given plan's."""
     rules = [rule.value for rule in CyclicRule]
     if delay not in (None, "cyclic", *rules):
         raise InputError("delay", str(delay), f"Give 'cyclic', {' or '.join(map(repr, rules))}, or leave it out.")

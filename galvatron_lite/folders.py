@@ -28,16 +28,11 @@ _DAY = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a file holds.
-
-    Attributes:
-        bytes: how many.
-        sha256: their checksum, in hexadecimal digits.
-    """
+    """What a file holds."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     bytes: int
-    sha256: str
+    sha256: str  # their checksum, in hexadecimal digits
 
 
 class Sink:

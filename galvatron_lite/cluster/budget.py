@@ -14,14 +14,10 @@ DEFAULT_BUDGET = "95%"
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes that a plan may take on one device.
+    """Bytes that a plan may take on one device."""
 
-    Attributes:
-        least: on any device.
-        own: (name of a device, bytes on it) where types of devices have unlike budgets; none is below ``least``.
-    """
-
-    least: int
+    least: int  # on any device
+    # (name of a device, bytes on it) where types of devices have unlike budgets; none is below ``least``
     own: tuple[tuple[str, int], ...] = ()
 
     def of(self, device: str) -> int:

@@ -31,85 +31,60 @@ class Collective(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator (or one CPU process that stands for one).
-
-    Attributes:
-        name: ``A100-SXM4-80GB``.
-        memory: bytes.
-        memory_bandwidth: bytes per second.
-        peak: dense peak FLOP/s by precision (``fp32``, ``tf32``, ``fp16``, ``bf16``, ``fp8``).
-        units: streaming multiprocessors (or cores), for wave quantisation.
-        launch_overhead: seconds a kernel launch costs at the least.
-        context: bytes taken before the first tensor: driver context, library workspaces.
-        source: address of the data sheet, or ``measured``.
-        host_bandwidth: bytes per second that it can send to host memory while it receives as much; 0: not known, so
-            that nothing is kept there.
-        host_memory_bandwidth: bytes per second of host memory, its even part where devices of a node share it.
-    """
+    """One accelerator (or one CPU process that stands for one)."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: Name
-    memory: Size
-    memory_bandwidth: Rate
-    peak: dict[str, Rate]
-    units: Devices = 1
-    launch_overhead: Seconds = 0.0
-    context: Size = 0
-    source: str = ""
+    name: Name  # ``A100-SXM4-80GB``
+    memory: Size  # bytes
+    memory_bandwidth: Rate  # bytes per second
+    peak: dict[str, Rate]  # dense peak FLOP/s by precision (``fp32``, ``tf32``, ``fp16``, ``bf16``, ``fp8``)
+    units: Devices = 1  # streaming multiprocessors (or cores), for wave quantisation
+    launch_overhead: Seconds = 0.0  # seconds a kernel launch costs at the least
+    context: Size = 0  # bytes taken before the first tensor: driver context, library workspaces
+    source: str = ""  # address of the data sheet, or ``measured``
+    # bytes per second that it can send to host memory while it receives as much; 0: not known, so that nothing is
+    # kept there
     host_bandwidth: RateOrNone = 0.0
+    # bytes per second of host memory, its even part where devices of a node share it
     host_memory_bandwidth: RateOrNone = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One level of nesting: how the members of the level below are joined.
-
-    Attributes:
-        name: ``node`` (devices of one node over NVLink), ``rack``, ``cluster``.
-        size: how many members of the level below it joins.
-        bandwidth: bytes per second that one member can send while it receives as much (one direction), with the whole
-            link to itself. For a level above the node, what one whole node can send: all NICs together.
-        latency: seconds before the first byte of a message arrives.
-        contention: factor >= 1 by which times grow when every member sends at once.
-        efficiency: share of ``bandwidth`` that a collective really reaches on large messages.
-        source: where the figures come from, or ``measured``.
-        lanes: how many equal adapters (NICs) ``bandwidth`` is the sum of; one sending device alone reaches one of them.
-        half_size: bytes a message at which it reaches half of the bandwidth; 0: any message reaches all of it.
-        mesh: share of ``bandwidth`` that a group of at most so many members reaches, ascending by members, where they
-            are joined directly (hybrid cube mesh); empty where a switch joins them.
-        start: seconds that a collective over this level takes to get going, whatever its size and algorithm.
-        rings: how many of the adapters the collective of one group drives (``transport``); 0: all.
-    """
+    """One level of nesting: how the members of the level below are joined."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: Name
-    size: Devices
+    name: Name  # ``node`` (devices of one node over NVLink), ``rack``, ``cluster``
+    size: Devices  # how many members of the level below it joins
+    # bytes per second that one member can send while it receives as much (one direction), with the whole link to
+    # itself. For a level above the node, what one whole node can send: all NICs together
     bandwidth: Rate
-    latency: Seconds
-    contention: Factor = 1.0
+    latency: Seconds  # seconds before the first byte of a message arrives
+    contention: Factor = 1.0  # factor >= 1 by which times grow when every member sends at once
+    # share of ``bandwidth`` that a collective really reaches on large messages
     efficiency: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    source: str = ""
+    source: str = ""  # where the figures come from, or ``measured``
+    # how many equal adapters (NICs) ``bandwidth`` is the sum of; one sending device alone reaches one of them
     lanes: Devices = 1
+    # bytes a message at which it reaches half of the bandwidth; 0: any message reaches all of it
     half_size: Amount = 0.0
+    # share of ``bandwidth`` that a group of at most so many members reaches, ascending by members, where they are
+    # joined directly (hybrid cube mesh); empty where a switch joins them
     mesh: tuple[tuple[Devices, Annotated[float, Interval(gt=0, le=1)]], ...] = ()
+    # seconds that a collective over this level takes to get going, whatever its size and algorithm
     start: Seconds = 0.0
-    rings: Size = 0
+    rings: Size = 0  # how many of the adapters the collective of one group drives (``transport``); 0: all
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceGroup:
-    """A run of consecutive equal devices in a cluster whose devices are not all alike.
-
-    Attributes:
-        device: what they are.
-        count: how many follow one another.
-        levels: their own links, innermost first, as many levels of the same sizes as the cluster's; empty where they
-            are the cluster's.
-    """
+    """A run of consecutive equal devices in a cluster whose devices are not all alike."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    device: Device
-    count: Devices
+    device: Device  # what they are
+    count: Devices  # how many follow one another
+    # their own links, innermost first, as many levels of the same sizes as the cluster's; empty where they are the
+    # cluster's
     levels: tuple[Level, ...] = ()
 
     def like(self, other: DeviceGroup) -> bool:
@@ -193,22 +168,14 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The shape of a process group inside one stage; arrays where there is one for each of several strategies.
+    """The shape of a process group inside one stage; arrays where there is one for each of several strategies."""
 
-    Attributes:
-        size: ranks.
-        stride: ranks from one member to the next, or from one run to the next.
-        siblings: groups that work at the same moment and share the links above the level they fit in.
-        run: members in a run of neighbours; 1 where all are equally far apart.
-        gap: ranks from one member of a run to the next.
-        apart: of arrays, which groups occur, where that was worked out.
-    """
-
-    size: Whole
-    stride: Whole = 1
-    siblings: Whole = 1
-    run: Whole = 1
-    gap: Whole = 1
+    size: Whole  # ranks
+    stride: Whole = 1  # ranks from one member to the next, or from one run to the next
+    siblings: Whole = 1  # groups that work at the same moment and share the links above the level they fit in
+    run: Whole = 1  # members in a run of neighbours; 1 where all are equally far apart
+    gap: Whole = 1  # ranks from one member of a run to the next
+    # of arrays, which groups occur, where that was worked out
     apart: Apart | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -219,14 +186,8 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Apart:
-    """The groups that occur in an array of n groups.
+    """The groups that occur in an array of n groups."""
 
-    Attributes:
-        groups: each of them once.
-        place: (n,) which of them each is.
-        known: what was found out of them, by who asked.
-    """
-
-    groups: Sequence[RankGroup]
-    place: IntArray
-    known: dict[object, object] = field(default_factory=dict)
+    groups: Sequence[RankGroup]  # each of them once
+    place: IntArray  # (n,) which of them each is
+    known: dict[object, object] = field(default_factory=dict)  # what was found out of them, by who asked

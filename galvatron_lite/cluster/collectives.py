@@ -27,25 +27,15 @@ TREE_EFFICIENCY = 0.92
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """What a group has of one level: the links between its sub-groups of the level below.
+    """What a group has of one level: the links between its sub-groups of the level below."""
 
-    Attributes:
-        members: how many sub-groups this level joins (> 1).
-        ranks: ranks of the group inside one such sub-group.
-        latency: seconds before the first byte of a message arrives.
-        bandwidth: bytes per second that one sub-group as a whole can send while all sibling groups send too.
-        lane: bytes per second that a single rank can send over it.
-        ramp: bytes that a message's ramp is worth (``Level.half_size``).
-        start: seconds that a collective takes to get going.
-    """
-
-    members: int
-    ranks: int
-    latency: float
-    bandwidth: float
-    lane: float
-    ramp: float = 0.0
-    start: float = 0.0
+    members: int  # how many sub-groups this level joins (> 1)
+    ranks: int  # ranks of the group inside one such sub-group
+    latency: float  # seconds before the first byte of a message arrives
+    bandwidth: float  # bytes per second that one sub-group as a whole can send while all sibling groups send too
+    lane: float  # bytes per second that a single rank can send over it
+    ramp: float = 0.0  # bytes that a message's ramp is worth (``Level.half_size``)
+    start: float = 0.0  # seconds that a collective takes to get going
 
     @property
     def alpha(self) -> float:

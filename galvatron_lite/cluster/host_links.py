@@ -17,15 +17,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HostLink:
-    """A device's way to host memory.
+    """A device's way to host memory."""
 
-    Attributes:
-        bandwidth: bytes per second one way that copies reach.
-        memory: bytes per second of host memory, a device's part.
-    """
-
-    bandwidth: float
-    memory: float
+    bandwidth: float  # bytes per second one way that copies reach
+    memory: float  # bytes per second of host memory, a device's part
 
 
 _PCIE3 = HostLink(12.5e9, 19.2e9)

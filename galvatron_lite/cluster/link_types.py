@@ -25,28 +25,19 @@ _KIB = 1024.0
 
 @dataclass(frozen=True, slots=True)
 class LinkType:
-    """One type of link.
+    """One type of link."""
 
-    Attributes:
-        name: key of its calibrated constants.
-        bandwidth: bytes per second in one direction, of a device (inside a node) or an adapter (network); 0 where the
-            adapter depends on the design.
-        constants: starting values of what is calibrated.
-        source: address of the data sheet.
-        network: whether it joins nodes.
-        contention: factor by which times grow when all members send at once.
-        domain: devices that one switch domain joins, however many nodes they are in; 0: those of a node.
-        mesh: share of the bandwidth that a group of so many of a node's 8 devices reaches, where they are joined
-            directly and not by a switch; ascending.
-    """
-
-    name: str
+    name: str  # key of its calibrated constants
+    # bytes per second in one direction, of a device (inside a node) or an adapter (network); 0 where the adapter
+    # depends on the design
     bandwidth: float
-    constants: LinkConstants
-    source: str
-    network: bool = False
-    contention: float = 1.0
-    domain: int = 0
+    constants: LinkConstants  # starting values of what is calibrated
+    source: str  # address of the data sheet
+    network: bool = False  # whether it joins nodes
+    contention: float = 1.0  # factor by which times grow when all members send at once
+    domain: int = 0  # devices that one switch domain joins, however many nodes they are in; 0: those of a node
+    # share of the bandwidth that a group of so many of a node's 8 devices reaches, where they are joined directly and
+    # not by a switch; ascending
     mesh: tuple[tuple[int, float], ...] = ()
 
     def mesh_of(self, node: int) -> tuple[tuple[int, float], ...]:

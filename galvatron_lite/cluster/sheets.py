@@ -14,15 +14,10 @@ _LAUNCH = 4e-6
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """One data sheet.
+    """One data sheet."""
 
-    Attributes:
-        device: the figures.
-        aliases: other names of the device, among them what the CUDA driver calls it.
-    """
-
-    device: Device
-    aliases: tuple[str, ...] = ()
+    device: Device  # the figures
+    aliases: tuple[str, ...] = ()  # other names of the device, among them what the CUDA driver calls it
 
 
 def sheet(

@@ -27,20 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """How software sends.
-
-    Attributes:
-        direct: whether adapters read and write device memory.
-        sum_rings: adapters that the all-reduce of one group drives between nodes; 0: all.
-        staged: causes of communication (``spatial``, ``channel``, ``layout``) that go through host memory by MPI.
-        message: seconds that such a message takes beside its bytes.
-    """
+    """How software sends."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    direct: bool = True
-    sum_rings: Size = 0
+    direct: bool = True  # whether adapters read and write device memory
+    sum_rings: Size = 0  # adapters that the all-reduce of one group drives between nodes; 0: all
+    # causes of communication (``spatial``, ``channel``, ``layout``) that go through host memory by MPI
     staged: tuple[str, ...] = ()
-    message: Seconds = 0.0
+    message: Seconds = 0.0  # seconds that such a message takes beside its bytes
 
 
 STRAIGHT = Transport()

@@ -28,26 +28,16 @@ from galvatron_lite.plans.schema import MemoryBreakdown
 
 @dataclass(frozen=True, slots=True)
 class PartCost:
-    """A branch, or the trunk, on its devices.
+    """A branch, or the trunk, on its devices."""
 
-    Attributes:
-        layers: in order.
-        strategies: of each.
-        cost: of one stage that holds them, what moves in and out included.
-        first, devices: consecutive devices.
-        border: what enters and leaves.
-        site: where it works.
-        moved: seconds of a micro-batch that what moves in and out takes, host time of messages included; part of
-            ``cost``.
-    """
-
-    layers: tuple[Layer, ...]
-    strategies: tuple[Strategy, ...]
-    cost: StageCost
-    first: int
+    layers: tuple[Layer, ...]  # in order
+    strategies: tuple[Strategy, ...]  # of each
+    cost: StageCost  # of one stage that holds them, what moves in and out included
+    first: int  # first, devices: consecutive devices
     devices: int
-    border: Border
-    site: Site
+    border: Border  # what enters and leaves
+    site: Site  # where it works
+    # seconds of a micro-batch that what moves in and out takes, host time of messages included; part of ``cost``
     moved: float = 0.0
 
     @property
@@ -62,15 +52,10 @@ class PartCost:
 
 @dataclass(slots=True)
 class PartPricer:
-    """Prices parts of one profile's model; pricers of parts are remembered.
+    """Prices parts of one profile's model; pricers of parts are remembered."""
 
-    Attributes:
-        pricer: of the profile.
-        regions: where the model falls into branches.
-    """
-
-    pricer: LayerPricer
-    regions: tuple[Region, ...] = field(init=False)
+    pricer: LayerPricer  # of the profile
+    regions: tuple[Region, ...] = field(init=False)  # where the model falls into branches
     _known: dict[tuple[str, ...], LayerPricer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -28,41 +28,26 @@ Curve = tuple[list[float], list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a collective costs on a shape of group.
+    """What a collective costs on a shape of group."""
 
-    Attributes:
-        lines: see ``seconds_on``.
-        curve: what was measured; it counts up to its largest size.
-    """
-
-    lines: tuple[Line, ...]
-    curve: Curve | None
+    lines: tuple[Line, ...]  # see ``seconds_on``
+    curve: Curve | None  # what was measured; it counts up to its largest size
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What a collective costs on each of n groups.
+    """What a collective costs on each of n groups."""
 
-    Attributes:
-        place: (n,) the number of the shape of each.
-        lines: of each group.
-        curves: number of a shape and what was measured for it.
-    """
-
-    place: IntArray
-    lines: Sequence[Line]
-    curves: Sequence[tuple[int, Curve]]
+    place: IntArray  # (n,) the number of the shape of each
+    lines: Sequence[Line]  # of each group
+    curves: Sequence[tuple[int, Curve]]  # number of a shape and what was measured for it
 
 
 @dataclass(slots=True, eq=False)
 class Links:
-    """Seconds of collectives on a profile's cluster; shapes of group are remembered.
+    """Seconds of collectives on a profile's cluster; shapes of group are remembered."""
 
-    Attributes:
-        profile: what was measured or estimated.
-    """
-
-    profile: Profile
+    profile: Profile  # what was measured or estimated
     _measured: dict[GroupKey, dict[int, Curve]] = field(default_factory=dict)
     _fits: dict[GroupKey, dict[int, CollectiveFit]] = field(default_factory=dict)
     _shapes: dict[tuple[Collective, RankGroup], Shape] = field(default_factory=dict)

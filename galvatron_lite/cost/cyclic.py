@@ -65,19 +65,12 @@ def price(pricer: LayerPricer, plan: Plan) -> Priced:
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A plan's figures.
+    """A plan's figures."""
 
-    Attributes:
-        pricer: of the profile.
-        cyclic: rule and setting.
-        stages: their figures.
-        known: seconds of messages by bytes and place.
-    """
-
-    pricer: LayerPricer
-    cyclic: Cyclic
-    stages: tuple[StageFigures, ...]
-    known: dict[tuple[int, RankGroup], float] = field(default_factory=dict)
+    pricer: LayerPricer  # of the profile
+    cyclic: Cyclic  # rule and setting
+    stages: tuple[StageFigures, ...]  # their figures
+    known: dict[tuple[int, RankGroup], float] = field(default_factory=dict)  # seconds of messages by bytes and place
 
     @property
     def loop(self) -> Loop:

@@ -23,41 +23,24 @@ WHOLE = Strategy()
 
 @dataclass(frozen=True, slots=True)
 class StageFigures:
-    """What one stage costs one device.
+    """What one stage costs one device."""
 
-    Attributes:
-        forward, backward: seconds of compute of a micro-batch; backward without ``recompute``.
-        recompute: seconds of computing again.
-        host: seconds of fixed host work a micro-batch, half in either pass.
-        update: seconds of the optimizer.
-        update_host: seconds of fixed host work an update.
-        parameters: bytes of one version, buffers included.
-        gradients: bytes of its gradients.
-        states: bytes of optimizer states.
-        kept: bytes from forward to backward, a micro-batch.
-        ahead: bytes live at the worst moment of forward, beyond parameters and what other stages keep.
-        back: the same of backward, its own gradients among them.
-        updating: temporary bytes of the optimizer.
-        entering, leaving: bytes of the tensors that cross its two boundaries, a micro-batch.
-        copied: bytes of a micro-batch that it keeps of tensors made before it, where it runs on devices of its own.
-    """
-
-    forward: float
+    forward: float  # forward, backward: seconds of compute of a micro-batch; backward without ``recompute``
     backward: float
-    recompute: float
-    host: float
-    update: float
-    update_host: float
-    parameters: int
-    gradients: int
-    states: int
-    kept: int
-    ahead: int
-    back: int
-    updating: int
-    entering: int
+    recompute: float  # seconds of computing again
+    host: float  # seconds of fixed host work a micro-batch, half in either pass
+    update: float  # seconds of the optimizer
+    update_host: float  # seconds of fixed host work an update
+    parameters: int  # bytes of one version, buffers included
+    gradients: int  # bytes of its gradients
+    states: int  # bytes of optimizer states
+    kept: int  # bytes from forward to backward, a micro-batch
+    ahead: int  # bytes live at the worst moment of forward, beyond parameters and what other stages keep
+    back: int  # the same of backward, its own gradients among them
+    updating: int  # temporary bytes of the optimizer
+    entering: int  # entering, leaving: bytes of the tensors that cross its two boundaries, a micro-batch
     leaving: int
-    copied: int
+    copied: int  # bytes of a micro-batch that it keeps of tensors made before it, where it runs on devices of its own
 
 
 def stage_figures(pricer: LayerPricer, cuts: Sequence[int], microbatch: int) -> list[StageFigures]:

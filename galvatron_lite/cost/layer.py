@@ -35,18 +35,13 @@ from galvatron_lite.units import ITEM_BYTES, activation_bytes
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What parameter sharing with another layer means for one layer in one stage.
+    """What parameter sharing with another layer means for one layer in one stage."""
 
-    Attributes:
-        grouped: it owns parameters that a later layer of the same stage uses too: gathered ones stay until its own
-            backward, and so do their whole gradients.
-        copied: items of its own copy of parameters that a layer of another stage owns.
-        exchanged: items whose gradients are summed with the other stage once a step.
-    """
-
+    # it owns parameters that a later layer of the same stage uses too: gathered ones stay until its own backward, and
+    # so do their whole gradients
     grouped: bool = False
-    copied: int = 0
-    exchanged: int = 0
+    copied: int = 0  # items of its own copy of parameters that a layer of another stage owns
+    exchanged: int = 0  # items whose gradients are summed with the other stage once a step
 
 
 LAYOUT = "layout"
@@ -87,71 +82,47 @@ class _Seconds:
 
 @dataclass(frozen=True, slots=True)
 class LayerCost(_Seconds):
-    """One layer on one device.
+    """One layer on one device."""
 
-    Attributes:
-        forward, backward, recompute: seconds of compute a micro-batch; ``backward`` without ``recompute``.
-        forward_exposed, backward_exposed: seconds of communication a micro-batch that compute does not hide.
-        host: seconds of fixed host work a micro-batch, half in forward, half in backward.
-        step_exposed: seconds of communication once a step that the last backward does not hide.
-        update: seconds of the optimizer.
-        step_host: seconds of fixed host work once a step.
-        parameters: bytes at rest, buffers included.
-        gradients: bytes of persistent gradient buffers.
-        formed_gradients: bytes of gradients that exist from this layer's first backward of a step to the update.
-        passing_gradients: bytes of gradients that exist from this layer's backward to the end of the backward pass.
-        states: bytes of optimizer state.
-        kept: bytes from forward to backward, one micro-batch; 0 where they wait in host memory.
-        gathered: bytes of parameters gathered from this layer's forward until its backward ends.
-        gather: bytes of parameters gathered only while this layer computes.
-        gathering: bytes of one copy of the gathered parameters: the buffer the collective fills.
-        whole_gradients: bytes of whole gradients made in backward before they are reduced.
-        reducing: bytes of the buffer that is reduced; it lives on during the next layer's backward.
-        working, forward_working: bytes, see ``LayerPoint``.
-        updating: temporary bytes of the optimizer for this layer's items.
-        accumulated: bytes by which gradients are larger where a step has several micro-batches and they stay whole
-            until the last one.
-        copies: bytes of weights in the precision of compute, held beside the parameters in all passes of a step.
-        returning: bytes kept in host memory: on the device while the layer itself computes (part of ``working`` and
-            ``forward_working``) and beside the layer after it, on their way in either pass.
-    """
-
-    forward: float
+    forward: float  # forward, backward, recompute: seconds of compute a micro-batch; ``backward`` without ``recompute``
     backward: float
     recompute: float
+    # forward_exposed, backward_exposed: seconds of communication a micro-batch that compute does not hide
     forward_exposed: float
     backward_exposed: float
-    host: float
-    step_exposed: float
-    update: float
-    step_host: float
-    parameters: int
-    gradients: int
-    formed_gradients: int
-    states: int
-    kept: int
-    gathered: int
-    gather: int
-    gathering: int
-    whole_gradients: int
-    reducing: int
-    working: int
+    host: float  # seconds of fixed host work a micro-batch, half in forward, half in backward
+    step_exposed: float  # seconds of communication once a step that the last backward does not hide
+    update: float  # seconds of the optimizer
+    step_host: float  # seconds of fixed host work once a step
+    parameters: int  # bytes at rest, buffers included
+    gradients: int  # bytes of persistent gradient buffers
+    formed_gradients: int  # bytes of gradients that exist from this layer's first backward of a step to the update
+    states: int  # bytes of optimizer state
+    kept: int  # bytes from forward to backward, one micro-batch; 0 where they wait in host memory
+    gathered: int  # bytes of parameters gathered from this layer's forward until its backward ends
+    gather: int  # bytes of parameters gathered only while this layer computes
+    gathering: int  # bytes of one copy of the gathered parameters: the buffer the collective fills
+    whole_gradients: int  # bytes of whole gradients made in backward before they are reduced
+    reducing: int  # bytes of the buffer that is reduced; it lives on during the next layer's backward
+    working: int  # working, forward_working: bytes, see ``LayerPoint``
     forward_working: int
-    updating: int
+    updating: int  # temporary bytes of the optimizer for this layer's items
+    # bytes of gradients that exist from this layer's backward to the end of the backward pass
     passing_gradients: int = 0
+    # bytes by which gradients are larger where a step has several micro-batches and they stay whole until the last
+    # one
     accumulated: int = 0
+    # bytes kept in host memory: on the device while the layer itself computes (part of ``working`` and
+    # ``forward_working``) and beside the layer after it, on their way in either pass
     returning: int = 0
-    copies: int = 0
+    copies: int = 0  # bytes of weights in the precision of compute, held beside the parameters in all passes of a step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCosts(_Seconds):
-    """One kind of layer under each of n strategies: arrays (n,) of what ``LayerCost`` holds.
+    """One kind of layer under each of n strategies: arrays (n,) of what ``LayerCost`` holds."""
 
-    Attributes:
-        valid: whether the profile holds points for the strategy; the other figures mean nothing where it does not.
-    """
-
+    # whether the profile holds points for the strategy; the other figures mean nothing where it does not
     valid: BoolArray
     forward: FloatArray
     backward: FloatArray
@@ -197,17 +168,11 @@ def _as_arrays(figures: Mapping[str, Any], valid: BoolArray) -> LayerCosts:
 
 @dataclass(slots=True)
 class LayerPricer:
-    """Prices layers from one profile; answers are remembered.
+    """Prices layers from one profile; answers are remembered."""
 
-    Attributes:
-        profile: what was measured or estimated.
-        common: prices communication with devices of other types; None: there are none.
-        links: prices communication.
-    """
-
-    profile: Profile
-    common: Links | None = None
-    links: Links = field(init=False)
+    profile: Profile  # what was measured or estimated
+    common: Links | None = None  # prices communication with devices of other types; None: there are none
+    links: Links = field(init=False)  # prices communication
     _points: dict[PointKey, tuple[LayerPoint, ...]] = field(init=False)
     _host: dict[str, float] = field(init=False)
     _by_kind: dict[str, dict[PointKey, tuple[LayerPoint, ...]]] = field(default_factory=dict)

@@ -42,25 +42,15 @@ UNUSED_SHARE = 0.15
 
 @dataclass(frozen=True, slots=True)
 class MemoryTerms:
-    """The figures of one layer that the peak is made of, in whole bytes; see the module's symbols.
+    """The figures of one layer that the peak is made of, in whole bytes; see the module's symbols."""
 
-    Attributes:
-        rest: r + c + (k - 1) a: adds to every moment.
-        prefix: q: adds to the moments of later layers.
-        peak: w.
-        middle: v.
-        prefetched: g.
-        pending: d.
-        updated: r + u: adds to the optimizer's moment.
-    """
-
-    rest: Whole
-    prefix: Whole
-    peak: Whole
-    middle: Whole
-    prefetched: Whole
-    pending: Whole
-    updated: Whole
+    rest: Whole  # r + c + (k - 1) a: adds to every moment
+    prefix: Whole  # q: adds to the moments of later layers
+    peak: Whole  # w
+    middle: Whole  # v
+    prefetched: Whole  # g
+    pending: Whole  # d
+    updated: Whole  # r + u: adds to the optimizer's moment
 
 
 def resting(cost: LayerCost | LayerCosts, microbatches: int) -> Whole:
@@ -120,15 +110,10 @@ def _unformed(cost: LayerCost | LayerCosts, microbatches: int, filled: bool) -> 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The worst moment of a stage.
+    """The worst moment of a stage."""
 
-    Attributes:
-        size: bytes, without what the stage holds throughout.
-        layer: place of the layer whose backward (or forward) it is; -1 for the optimizer.
-    """
-
-    size: int
-    layer: int
+    size: int  # bytes, without what the stage holds throughout
+    layer: int  # place of the layer whose backward (or forward) it is; -1 for the optimizer
 
 
 def worst_moment(layers: Sequence[MemoryTerms], optimizer: bool = True) -> Moment:

@@ -43,16 +43,11 @@ GATHER = "gather"
 
 @dataclass(frozen=True, slots=True)
 class Exposed:
-    """Seconds of one layer's communication that compute does not hide; arrays under several strategies.
+    """Seconds of one layer's communication that compute does not hide; arrays under several strategies."""
 
-    Attributes:
-        forward, backward: every micro-batch.
-        step: once a step.
-    """
-
-    forward: Real
+    forward: Real  # forward, backward: every micro-batch
     backward: Real
-    step: Real
+    step: Real  # once a step
 
 
 def moment_of(communication: Communication) -> str:

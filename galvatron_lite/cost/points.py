@@ -27,16 +27,11 @@ OTHERS = 2**40
 
 @dataclass(frozen=True, slots=True)
 class LayerFigures:
-    """What one layer costs one device at a number of samples, see ``LayerPoint``; arrays under several strategies.
+    """What one layer costs one device at a number of samples, see ``LayerPoint``; arrays under several strategies."""
 
-    Attributes:
-        forward, backward: seconds.
-        kept, working, forward_working: bytes.
-    """
-
-    forward: Real
+    forward: Real  # forward, backward: seconds
     backward: Real
-    kept: Whole
+    kept: Whole  # kept, working, forward_working: bytes
     working: Whole
     forward_working: Whole
 
@@ -126,19 +121,12 @@ def _figures(values: Sequence[Real]) -> LayerFigures:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curves:
-    """The points of one kind of layer as arrays: R things that were run, each at up to P numbers of samples.
+    """The points of one kind of layer as arrays: R things that were run, each at up to P numbers of samples."""
 
-    Attributes:
-        codes: (R,) what was run, ascending; see ``code_of``.
-        samples: (R, P) ascending; infinite beyond a row's last.
-        counts: (R,) points of each row.
-        values: (F, R, P) figures in the order of ``FIGURES``.
-    """
-
-    codes: IntArray
-    samples: FloatArray
-    counts: IntArray
-    values: FloatArray
+    codes: IntArray  # (R,) what was run, ascending; see ``code_of``
+    samples: FloatArray  # (R, P) ascending; infinite beyond a row's last
+    counts: IntArray  # (R,) points of each row
+    values: FloatArray  # (F, R, P) figures in the order of ``FIGURES``
 
     @staticmethod
     def of(kind: str, points: Points) -> Curves:

@@ -53,20 +53,14 @@ Figure = TypeVar("Figure", float, int, NDArray[np.int64])
 class Form:
     """The closed form of a schedule, over parts c_1..c_K of the time of one micro-batch on each group of devices:
 
-        T = sum_k (ramp_k sum_g c_gk + rounds_k max_g c_gk)
-
-    Attributes:
-        microbatches: a step, rounded up to whole rounds.
-        ramp, rounds: per part.
-        freed: how much of W leaves R; 0 where backward is not split.
-        apart: whether forward and backward count apart (GPipe).
+    T = sum_k (ramp_k sum_g c_gk + rounds_k max_g c_gk)
     """
 
-    microbatches: int
-    ramp: tuple[float, ...]
+    microbatches: int  # a step, rounded up to whole rounds
+    ramp: tuple[float, ...]  # ramp, rounds: per part
     rounds: tuple[float, ...]
-    freed: float = 0.0
-    apart: bool = False
+    freed: float = 0.0  # how much of W leaves R; 0 where backward is not split
+    apart: bool = False  # whether forward and backward count apart (GPipe)
 
     def parts(self, forward: Figure, backward: Figure, saved: Figure) -> tuple[Figure, ...]:
         """The parts of a group, a stage or a layer; they add up over layers.
@@ -129,18 +123,12 @@ def closed_form(stages: Sequence[StageTimes], microbatches: int, schedule: Sched
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One pass of one micro-batch on one stage.
+    """One pass of one micro-batch on one stage."""
 
-    Attributes:
-        stage, microbatch: which.
-        forward: whether it is a forward pass.
-        start, end: seconds since the step began.
-    """
-
-    stage: int
+    stage: int  # stage, microbatch: which
     microbatch: int
-    forward: bool
-    start: float
+    forward: bool  # whether it is a forward pass
+    start: float  # start, end: seconds since the step began
     end: float
 
 

@@ -24,13 +24,9 @@ MOST_EVENTS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The passes of a step in an order in which each comes after all it waits for.
+    """The passes of a step in an order in which each comes after all it waits for."""
 
-    Attributes:
-        steps: (group, index into the seconds, own slot, slot it waits for); slot 0 is the beginning.
-        slots: how many.
-    """
-
+    # (group, index into the seconds, own slot, slot it waits for); slot 0 is the beginning
     steps: tuple[tuple[int, int, int, int], ...]
     slots: int
 

@@ -36,23 +36,14 @@ from galvatron_lite.units import activation_bytes
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is chosen once for the whole plan.
+    """What is chosen once for the whole plan."""
 
-    Attributes:
-        devices: world size.
-        stages: pipeline degree: groups of devices.
-        microbatches: a step.
-        microbatch: samples of one.
-        schedule: order of micro-batches.
-        virtual: stages of each group of devices; the plan has ``stages * virtual`` of them.
-    """
-
-    devices: int
-    stages: int
-    microbatches: int
-    microbatch: int
-    schedule: Schedule = Schedule.ONE_F_ONE_B
-    virtual: int = 1
+    devices: int  # world size
+    stages: int  # pipeline degree: groups of devices
+    microbatches: int  # a step
+    microbatch: int  # samples of one
+    schedule: Schedule = Schedule.ONE_F_ONE_B  # order of micro-batches
+    virtual: int = 1  # stages of each group of devices; the plan has ``stages * virtual`` of them
 
     @property
     def stage_devices(self) -> int:
@@ -62,28 +53,17 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """One stage.
+    """One stage."""
 
-    Attributes:
-        layers: the cost of each.
-        times: seconds of one micro-batch.
-        step: seconds once a step after the last backward: exposed gradient communication, update, host.
-        moving: seconds of redistribution a micro-batch, both passes; part of ``times``.
-        memory: bytes on one device: of all stages that its devices run.
-        buffers: bytes of its send and receive buffers.
-        carried: bytes of one micro-batch that its devices keep as copies of tensors made in earlier stages.
-        pending: bytes of one micro-batch between the gradient of the input and that of the weights; zero-bubble
-            schedules only.
-    """
-
-    layers: tuple[LayerCost, ...]
-    times: StageTimes
-    step: float
-    moving: float
-    memory: MemoryBreakdown
-    buffers: int = 0
+    layers: tuple[LayerCost, ...]  # the cost of each
+    times: StageTimes  # seconds of one micro-batch
+    step: float  # seconds once a step after the last backward: exposed gradient communication, update, host
+    moving: float  # seconds of redistribution a micro-batch, both passes; part of ``times``
+    memory: MemoryBreakdown  # bytes on one device: of all stages that its devices run
+    buffers: int = 0  # bytes of its send and receive buffers
+    # bytes of one micro-batch between the gradient of the input and that of the weights; zero-bubble schedules only
     pending: int = 0
-    carried: int = 0
+    carried: int = 0  # bytes of one micro-batch that its devices keep as copies of tensors made in earlier stages
 
 
 def price_stage(

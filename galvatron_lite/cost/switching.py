@@ -45,19 +45,13 @@ _ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which rectangle of a layer's states a device holds under a strategy.
+    """Which rectangle of a layer's states a device holds under a strategy."""
 
-    Attributes:
-        slices: ways that matmuls are split, and which this device has (n,) of each of n devices.
-        shards: the same of ZeRO.
-        sharded: whether parameters are shards at rest too, not only optimizer states.
-    """
-
-    slices: int
+    slices: int  # ways that matmuls are split, and which this device has (n,) of each of n devices
     slice_of: IntArray
-    shards: int
+    shards: int  # the same of ZeRO
     shard_of: IntArray
-    sharded: bool
+    sharded: bool  # whether parameters are shards at rest too, not only optimizer states
 
     def boxes(self, states: bool) -> tuple[FloatArray, FloatArray]:
         """(n, 2) interval of each device among the slices, and among the shards."""
@@ -87,21 +81,14 @@ def share_of(strategy: Strategy) -> Share:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Layers that go from one strategy to another, and what of them.
+    """Layers that go from one strategy to another, and what of them."""
 
-    Attributes:
-        before, after: strategies.
-        old, new: first rank of the groups of devices.
-        items: parameters whose slices tensor ranks share.
-        whole: parameters that every tensor rank holds.
-    """
-
-    before: Strategy
+    before: Strategy  # before, after: strategies
     after: Strategy
-    old: int
+    old: int  # old, new: first rank of the groups of devices
     new: int
-    items: float
-    whole: float
+    items: float  # parameters whose slices tensor ranks share
+    whole: float  # parameters that every tensor rank holds
 
 
 def switch_cost(profile: Profile, before: Plan, after: Plan) -> SwitchCost:

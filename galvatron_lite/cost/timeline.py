@@ -28,104 +28,63 @@ from galvatron_lite.profiler.schema import Profile
 
 @dataclass(frozen=True, slots=True)
 class TimedPass:
-    """One pass of one micro-batch; seconds from the step's beginning.
+    """One pass of one micro-batch; seconds from the step's beginning."""
 
-    Attributes:
-        what: forward, backward (of a zero-bubble schedule: the gradient of the input only), or gradients of weights.
-        stage: in the order of the model.
-        microbatch: its number.
-        start, end: of the compute, and of all that it waits for inside the stage.
-        free: when the group goes on: after what a send occupies of it.
-        arrives: when the next stage has what it is sent; ``end`` where nothing is sent.
-    """
-
-    what: Pass
-    stage: int
-    microbatch: int
-    start: float
+    what: Pass  # forward, backward (of a zero-bubble schedule: the gradient of the input only), or gradients of weights
+    stage: int  # in the order of the model
+    microbatch: int  # its number
+    start: float  # start, end: of the compute, and of all that it waits for inside the stage
     end: float
-    free: float
-    arrives: float
+    free: float  # when the group goes on: after what a send occupies of it
+    arrives: float  # when the next stage has what it is sent; ``end`` where nothing is sent
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A boundary tensor, or its gradient, on its way from one group of devices to another.
+    """A boundary tensor, or its gradient, on its way from one group of devices to another."""
 
-    Attributes:
-        what: the pass that it is the result of.
-        microbatch: its number.
-        stage, target: stages that send and receive.
-        source_group, target_group: their groups of devices.
-        start, end: seconds from the step's beginning to when it is sent and has arrived.
-    """
-
-    what: Pass
-    microbatch: int
-    stage: int
+    what: Pass  # the pass that it is the result of
+    microbatch: int  # its number
+    stage: int  # stage, target: stages that send and receive
     target: int
-    source_group: int
+    source_group: int  # source_group, target_group: their groups of devices
     target_group: int
-    start: float
+    start: float  # start, end: seconds from the step's beginning to when it is sent and has arrived
     end: float
 
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """What a group does once a step, after its last backward.
+    """What a group does once a step, after its last backward."""
 
-    Attributes:
-        name: ``communication`` (of gradients, that compute does not hide), ``optimizer`` or ``host``.
-        start, end: seconds from the step's beginning.
-        memory: bytes on one device meanwhile.
-    """
-
-    name: str
-    start: float
+    name: str  # ``communication`` (of gradients, that compute does not hide), ``optimizer`` or ``host``
+    start: float  # start, end: seconds from the step's beginning
     end: float
-    memory: MemoryBreakdown
+    memory: MemoryBreakdown  # bytes on one device meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The worst moment of a group of devices.
+    """The worst moment of a group of devices."""
 
-    Attributes:
-        memory: bytes on one device.
-        place: of the pass among the group's passes; -1 for the optimizer.
-        layer: the layer that is computed then; empty for the optimizer.
-    """
-
-    memory: MemoryBreakdown
-    place: int
-    layer: str
+    memory: MemoryBreakdown  # bytes on one device
+    place: int  # of the pass among the group's passes; -1 for the optimizer
+    layer: str  # the layer that is computed then; empty for the optimizer
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTimeline:
-    """What one group of devices does in a step.
+    """What one group of devices does in a step."""
 
-    Attributes:
-        group: its number, in the order of the ranks.
-        ranks: its first to its last.
-        stages: that it runs, in the order of the model.
-        passes: in order.
-        during: bytes on one device at the worst moment of each pass.
-        after: bytes on one device from the end of each pass to the next.
-        resting: bytes on one device before the first pass.
-        closing: what is done once, in order; what takes no time is left out.
-        peak: the worst moment.
-    """
-
-    group: int
-    ranks: range
-    stages: tuple[int, ...]
-    passes: tuple[TimedPass, ...]
-    during: tuple[MemoryBreakdown, ...]
-    after: tuple[MemoryBreakdown, ...]
-    resting: MemoryBreakdown
-    closing: tuple[Closing, ...]
-    peak: Peak
+    group: int  # its number, in the order of the ranks
+    ranks: range  # its first to its last
+    stages: tuple[int, ...]  # that it runs, in the order of the model
+    passes: tuple[TimedPass, ...]  # in order
+    during: tuple[MemoryBreakdown, ...]  # bytes on one device at the worst moment of each pass
+    after: tuple[MemoryBreakdown, ...]  # bytes on one device from the end of each pass to the next
+    resting: MemoryBreakdown  # bytes on one device before the first pass
+    closing: tuple[Closing, ...]  # what is done once, in order; what takes no time is left out
+    peak: Peak  # the worst moment
 
     @property
     def begin(self) -> float:
@@ -146,19 +105,13 @@ class GroupTimeline:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A step.
+    """A step."""
 
-    Attributes:
-        course: of the pipeline.
-        groups: of devices, first ranks first.
-        host: seconds of fixed host work that end the step.
-        overlapping: whether a group begins its next step before others have ended this one (zero-bubble schedules): a
-            step then takes what the busiest group needs, not what passes until all have ended.
-    """
-
-    course: Course
-    groups: tuple[GroupTimeline, ...]
-    host: float
+    course: Course  # of the pipeline
+    groups: tuple[GroupTimeline, ...]  # of devices, first ranks first
+    host: float  # seconds of fixed host work that end the step
+    # whether a group begins its next step before others have ended this one (zero-bubble schedules): a step then
+    # takes what the busiest group needs, not what passes until all have ended
     overlapping: bool
 
     @property

@@ -20,32 +20,20 @@ from galvatron_lite.plans.schema import MemoryBreakdown
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Micro-batches in memory.
+    """Micro-batches in memory."""
 
-    Attributes:
-        whole: by virtual stage, between forward and backward.
-        pending: by virtual stage, between the gradient of the input and that of the weights.
-        formed: whether gradients are there that form in backward.
-    """
-
-    whole: tuple[int, ...]
-    pending: tuple[int, ...]
-    formed: bool
+    whole: tuple[int, ...]  # by virtual stage, between forward and backward
+    pending: tuple[int, ...]  # by virtual stage, between the gradient of the input and that of the weights
+    formed: bool  # whether gradients are there that form in backward
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryCourse:
-    """Memory over the passes of a group.
+    """Memory over the passes of a group."""
 
-    Attributes:
-        during: bytes on one device at the worst moment of each.
-        after: bytes on one device after each.
-        counts: micro-batches in memory during each, its own one included.
-    """
-
-    during: tuple[MemoryBreakdown, ...]
-    after: tuple[MemoryBreakdown, ...]
-    counts: tuple[Counts, ...]
+    during: tuple[MemoryBreakdown, ...]  # bytes on one device at the worst moment of each
+    after: tuple[MemoryBreakdown, ...]  # bytes on one device after each
+    counts: tuple[Counts, ...]  # micro-batches in memory during each, its own one included
 
 
 class GroupMemory:

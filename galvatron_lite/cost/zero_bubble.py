@@ -17,15 +17,10 @@ from galvatron_lite.parallelism.pipeline.zero_bubble import shown_of, shown_roun
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One step.
+    """One step."""
 
-    Attributes:
-        spans: seconds from each group's first pass to its last.
-        actions: of each group, in order, as far as they are simulated (``shown_of``).
-    """
-
-    spans: tuple[float, ...]
-    actions: tuple[tuple[Action, ...], ...]
+    spans: tuple[float, ...]  # seconds from each group's first pass to its last
+    actions: tuple[tuple[Action, ...], ...]  # of each group, in order, as far as they are simulated (``shown_of``)
 
 
 def run_zero_bubble(order: PassOrder, course: Course) -> Run:

@@ -49,19 +49,12 @@ def forked_blocks(model: nn.Module, flow: Flow, order: Sequence[str], blocks: li
 
 @dataclass(frozen=True, slots=True)
 class _Forks:
-    """A model that ran.
-
-    Attributes:
-        model: the model.
-        flow: of the run.
-        calls: by module path how often it ran.
-        places: by module path its place in the order of first runs.
-    """
+    """A model that ran."""
 
     model: nn.Module
-    flow: Flow
-    calls: Counter[str]
-    places: dict[str, int]
+    flow: Flow  # of the run
+    calls: Counter[str]  # by module path how often it ran
+    places: dict[str, int]  # by module path its place in the order of first runs
 
     def blocks_of(self, path: str, blocks: list[str]) -> list[str] | None:
         """Blocks inside a module whose blocks (full paths) are those given otherwise; None where it does not fork."""

@@ -16,21 +16,13 @@ from galvatron_lite.model.trace_run import Observation, observe
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A run of a model on the meta device.
+    """A run of a model on the meta device."""
 
-    Attributes:
-        blocks: paths of its blocks.
-        seen: the run, the calls of units among it.
-        output: what the model gave in the run that ``flow`` is of.
-        flow: what tensors are made of.
-        forked: whether blocks are those of sub-networks that do not depend on each other.
-    """
-
-    blocks: list[str]
-    seen: Observation
-    output: Any
-    flow: Flow
-    forked: bool
+    blocks: list[str]  # paths of its blocks
+    seen: Observation  # the run, the calls of units among it
+    output: Any  # what the model gave in the run that ``flow`` is of
+    flow: Flow  # what tensors are made of
+    forked: bool  # whether blocks are those of sub-networks that do not depend on each other
 
 
 def watch(twin: nn.Module, batch: Any, blocks: BlockNames | None) -> Watched:

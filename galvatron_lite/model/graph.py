@@ -58,18 +58,12 @@ class Sharding(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TensorSplit:
-    """A figure in three parts by how tensor parallelism of degree t divides it.
-
-    Attributes:
-        tensor: the part that is divided by t.
-        sequence: the part that is divided by t where sequence parallelism is on.
-        whole: the part that every device holds or does in full.
-    """
+    """A figure in three parts by how tensor parallelism of degree t divides it."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    tensor: Flops = 0
-    sequence: Flops = 0
-    whole: Flops = 0
+    tensor: Flops = 0  # the part that is divided by t
+    sequence: Flops = 0  # the part that is divided by t where sequence parallelism is on
+    whole: Flops = 0  # the part that every device holds or does in full
 
     def at(self, degree: Whole, sequence_parallel: Flag) -> Real:
         """The figure on one device under tensor parallelism of this degree; an array where there are several."""
@@ -84,47 +78,32 @@ class TensorSplit:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One kind of call inside a layer.
-
-    Attributes:
-        name: where it comes from, for people (``attention.qkv``, ``mlp.act``).
-        kind: what bounds it.
-        shape: matmul (rows per sample, inner, columns); attention (query heads, key-value heads, query length,
-            key length, head size); convolution (input channels, output channels, groups) and sides; memory: (items per
-            sample,), of a window (pooling, interpolation) its channels and sides too. Sides are input extents, kernel
-            extents, strides, paddings and dilations (see ``model.sides``).
-        count: how many such calls one forward pass makes.
-        flops: forward FLOPs per sample, all calls together.
-        backward_flops: backward FLOPs per sample, all calls together.
-        moved: bytes read and written per sample in forward, weights not counted, all calls together.
-        backward_moved: the same in backward.
-        weight_bytes: bytes of weights read once a call whatever the batch, all calls together.
-        sharding: how tensor parallelism divides it.
-        causal: of attention: whether a query sees no later key. ``flops`` count the whole score matrix all the same;
-            a fused kernel does half of them.
-        again: whether selective recompute runs it again; where no operator of a layer says so, all memory-bound
-            ones are.
-        precision: it computes in, where that is not the graph's (``fp8`` matmuls among bf16 activations).
-        statistics: items that are summed over all pixels before the operator's result is known (sums and squares of a
-            batch normalisation's channels, a mean over the picture).
-        channels_last: of a convolution: whether a pixel's channels lie side by side in memory (NHWC).
-    """
+    """One kind of call inside a layer."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: Name
-    kind: OperatorClass
+    name: Name  # where it comes from, for people (``attention.qkv``, ``mlp.act``)
+    kind: OperatorClass  # what bounds it
+    # matmul (rows per sample, inner, columns); attention (query heads, key-value heads, query length, key length,
+    # head size); convolution (input channels, output channels, groups) and sides; memory: (items per sample,), of a
+    # window (pooling, interpolation) its channels and sides too. Sides are input extents, kernel extents, strides,
+    # paddings and dilations (see ``model.sides``)
     shape: tuple[Extent, ...]
-    count: Size
-    flops: Flops
-    backward_flops: Flops
-    moved: Flops
-    backward_moved: Flops
-    weight_bytes: Flops = 0
-    sharding: Sharding = Sharding.NONE
+    count: Size  # how many such calls one forward pass makes
+    flops: Flops  # forward FLOPs per sample, all calls together
+    backward_flops: Flops  # backward FLOPs per sample, all calls together
+    moved: Flops  # bytes read and written per sample in forward, weights not counted, all calls together
+    backward_moved: Flops  # the same in backward
+    weight_bytes: Flops = 0  # bytes of weights read once a call whatever the batch, all calls together
+    sharding: Sharding = Sharding.NONE  # how tensor parallelism divides it
+    # of attention: whether a query sees no later key. ``flops`` count the whole score matrix all the same; a fused
+    # kernel does half of them
     causal: bool = False
+    # whether selective recompute runs it again; where no operator of a layer says so, all memory-bound ones are
     again: bool = False
-    precision: str = ""
-    channels_last: bool = False
+    precision: str = ""  # it computes in, where that is not the graph's (``fp8`` matmuls among bf16 activations)
+    channels_last: bool = False  # of a convolution: whether a pixel's channels lie side by side in memory (NHWC)
+    # items that are summed over all pixels before the operator's result is known (sums and squares of a batch
+    # normalisation's channels, a mean over the picture)
     statistics: Flops = 0
 
 
@@ -149,79 +128,60 @@ class SplitDims:
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What structurally equal layers share.
-
-    Attributes:
-        name: key of the kind (``block``, ``before``, ``encoder_block``).
-        parameters: parameter items of one such layer.
-        buffer_bytes: bytes of non-trained state.
-        operators: what one forward pass calls.
-        kept: bytes per sample that autograd keeps from forward to backward, by recompute choice; absent where a
-            choice cannot be run. The layer's own input counts only where autograd keeps it (it does under full).
-        working: bytes per sample live at the worst moment of the layer's backward beyond what ``kept`` (no
-            recompute) holds: gradients of activations and temporary results.
-        forward_working: the same for forward: temporary results that are not kept.
-        input_bytes: bytes per sample of the boundary tensors that enter.
-        output_bytes: bytes per sample of the boundary tensors that leave.
-        dims: what can be split.
-        tensor_degrees: the largest tensor-parallel degree the layer's structure allows; a degree is legal where it
-            divides this number. 1: tensor parallelism is not offered.
-        tensor_reason: why tensor parallelism is limited or not offered; empty where nothing is to be said.
-        tensor_collectives: all-gathers plus reduce-scatters (or as many all-reduces with half the pairs) of the
-            boundary tensor that tensor parallelism costs in one forward pass: 4 for a transformer block (two
-            gather/scatter pairs).
-        tensor_gathers: how many regions whose first matmul is split by columns begin in one forward pass: each
-            gathers the input under sequence parallelism, and in backward sums (and scatters) its gradient. None:
-            half of ``tensor_collectives``.
-        tensor_scatters: how many regions whose last matmul is split by rows end: each sums (and scatters, under
-            sequence parallelism) the output, and in backward gathers its gradient under sequence parallelism. None:
-            half of ``tensor_collectives``.
-        regathers: all-gathers of the input in one backward pass under sequence parallelism beyond those, where only
-            a shard of gathered inputs is kept and nothing is recomputed.
-        regathers_recomputed: the same where the layer is recomputed.
-        sequence_parallel: whether the layer outside its sharded regions works token by token, so that sequence
-            parallelism may be used.
-        gathered_output_bytes: bytes per sample of an output that is gathered over the tensor group after a
-            column-split last matmul (the logits of an LM head), but where the loss is computed on its shares; 0 where
-            nothing is.
-        loss_bytes: bytes per sample that each device of a tensor group gives of a loss on shares of that output, in one
-            gather of forward; 0 where the loss needs it whole.
-        spared_bytes: bytes per sample that backward of such a loss works with less than that of one on whole logits,
-            the shares of all devices together: it needs no logarithms of likelihoods beside the logits.
-        expert_parameters: the part of ``parameters`` that belongs to experts, which expert parallelism divides; of
-            ``parameters.tensor`` where tensor parallelism is offered.
-        dispatched_bytes: bytes per sample of the copies of tokens that go to experts in one forward pass; as many
-            come back, and the same goes both ways in backward.
-        unique_copies: copies of a token among those where a rank is sent only one of them; 0: all are sent.
-        expert_reason: why the experts of a mixture cannot be spread; empty where nothing is to be said.
-    """
+    """What structurally equal layers share."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: Name
-    parameters: TensorSplit
-    operators: tuple[Operator, ...]
+    name: Name  # key of the kind (``block``, ``before``, ``encoder_block``)
+    parameters: TensorSplit  # parameter items of one such layer
+    operators: tuple[Operator, ...]  # what one forward pass calls
+    # bytes per sample that autograd keeps from forward to backward, by recompute choice; absent where a choice cannot
+    # be run. The layer's own input counts only where autograd keeps it (it does under full)
     kept: dict[Recompute, TensorSplit]
+    # bytes per sample live at the worst moment of the layer's backward beyond what ``kept`` (no recompute) holds:
+    # gradients of activations and temporary results
     working: TensorSplit
-    forward_working: TensorSplit
-    input_bytes: Size
-    output_bytes: Size
-    dims: SplitDims = SplitDims()
-    buffer_bytes: Size = 0
+    forward_working: TensorSplit  # the same for forward: temporary results that are not kept
+    input_bytes: Size  # bytes per sample of the boundary tensors that enter
+    output_bytes: Size  # bytes per sample of the boundary tensors that leave
+    dims: SplitDims = SplitDims()  # what can be split
+    buffer_bytes: Size = 0  # bytes of non-trained state
+    # the largest tensor-parallel degree the layer's structure allows; a degree is legal where it divides this number.
+    # 1: tensor parallelism is not offered
     tensor_degrees: Samples = 1
-    tensor_reason: str = ""
+    tensor_reason: str = ""  # why tensor parallelism is limited or not offered; empty where nothing is to be said
+    # all-gathers plus reduce-scatters (or as many all-reduces with half the pairs) of the boundary tensor that tensor
+    # parallelism costs in one forward pass: 4 for a transformer block (two gather/scatter pairs)
     tensor_collectives: Size = 0
+    # whether the layer outside its sharded regions works token by token, so that sequence parallelism may be used
     sequence_parallel: bool = False
+    # bytes per sample of an output that is gathered over the tensor group after a column-split last matmul (the
+    # logits of an LM head), but where the loss is computed on its shares; 0 where nothing is
     gathered_output_bytes: Size = 0
+    # bytes per sample that each device of a tensor group gives of a loss on shares of that output, in one gather of
+    # forward; 0 where the loss needs it whole
     loss_bytes: Size = 0
+    # bytes per sample that backward of such a loss works with less than that of one on whole logits, the shares of
+    # all devices together: it needs no logarithms of likelihoods beside the logits
     spared_bytes: Size = 0
+    # how many regions whose first matmul is split by columns begin in one forward pass: each gathers the input under
+    # sequence parallelism, and in backward sums (and scatters) its gradient. None: half of ``tensor_collectives``
     tensor_gathers: Size | None = None
+    # how many regions whose last matmul is split by rows end: each sums (and scatters, under sequence parallelism)
+    # the output, and in backward gathers its gradient under sequence parallelism. None: half of
+    # ``tensor_collectives``
     tensor_scatters: Size | None = None
+    # all-gathers of the input in one backward pass under sequence parallelism beyond those, where only a shard of
+    # gathered inputs is kept and nothing is recomputed
     regathers: Size = 0
-    regathers_recomputed: Size = 0
+    regathers_recomputed: Size = 0  # the same where the layer is recomputed
+    # the part of ``parameters`` that belongs to experts, which expert parallelism divides; of ``parameters.tensor``
+    # where tensor parallelism is offered
     expert_parameters: Size = 0
+    # bytes per sample of the copies of tokens that go to experts in one forward pass; as many come back, and the same
+    # goes both ways in backward
     dispatched_bytes: Size = 0
-    unique_copies: Size = 0
-    expert_reason: str = ""
+    unique_copies: Size = 0  # copies of a token among those where a rank is sent only one of them; 0: all are sent
+    expert_reason: str = ""  # why the experts of a mixture cannot be spread; empty where nothing is to be said
 
     @property
     def flops(self) -> int:
@@ -243,69 +203,45 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A submodule, or several that run together, that the planner treats as one unit.
-
-    Attributes:
-        name: unique name, the module path for a block (``model.layers.0``), ``before`` or ``after`` else.
-        kind: key into ``ModelGraph.kinds``.
-        role: where it stands.
-        modules: paths of the modules it is made of, in the order they run.
-    """
+    """A submodule, or several that run together, that the planner treats as one unit."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: Name
-    kind: Name
-    role: Role
-    modules: tuple[str, ...] = ()
+    name: Name  # unique name, the module path for a block (``model.layers.0``), ``before`` or ``after`` else
+    kind: Name  # key into ``ModelGraph.kinds``
+    role: Role  # where it stands
+    modules: tuple[str, ...] = ()  # paths of the modules it is made of, in the order they run
 
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """Parameters that two layers share (embedding and head).
-
-    Attributes:
-        first: name of the layer that owns them.
-        second: name of the layer that uses them too; its kind's ``parameters`` do not count them.
-        parameters: items shared; 0: the two only have the same strategy.
-    """
+    """Parameters that two layers share (embedding and head)."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    first: Name
-    second: Name
-    parameters: Size
+    first: Name  # name of the layer that owns them
+    second: Name  # name of the layer that uses them too; its kind's ``parameters`` do not count them
+    parameters: Size  # items shared; 0: the two only have the same strategy
 
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A tensor that goes from the layer that makes it to the layers that read it.
-
-    Attributes:
-        producer: name of the layer that makes it.
-        readers: names of layers, in the order they run; all run after the producer.
-        size: bytes per sample.
-        borrowed: whether autograd keeps it for readers other than the next layer, and their kinds do not count it: it
-            is part of what the producer keeps, and of a copy where a pipeline stage reads it and did not make it.
-    """
+    """A tensor that goes from the layer that makes it to the layers that read it."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    producer: Name
-    readers: tuple[Name, ...]
-    size: Size
+    producer: Name  # name of the layer that makes it
+    readers: tuple[Name, ...]  # names of layers, in the order they run; all run after the producer
+    size: Size  # bytes per sample
+    # whether autograd keeps it for readers other than the next layer, and their kinds do not count it: it is part of
+    # what the producer keeps, and of a copy where a pipeline stage reads it and did not make it
     borrowed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DeadParameters:
-    """Parameters of a module that never reach an output, or the loss where one was given.
-
-    Attributes:
-        path: of the module, the outermost whose parameters are all dead; or of a single parameter.
-        items: parameter items.
-    """
+    """Parameters of a module that never reach an output, or the loss where one was given."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    path: Name
-    items: Size
+    path: Name  # of the module, the outermost whose parameters are all dead; or of a single parameter
+    items: Size  # parameter items
 
 
 @dataclass(frozen=True, slots=True)

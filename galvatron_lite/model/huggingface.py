@@ -180,11 +180,7 @@ def _model_class(config: Any, path: Path) -> Any:
 
 
 def _sequence(config: Any, wanted: int | None, path: Path) -> int:
-    """Tokens a sample.
-
-    Raises:
-        InputError: more than the model has positions.
-    """
+    """Tokens a sample."""
     text = config.get_text_config()
     names = ("max_target_positions", "max_position_embeddings", "n_positions")
     places = next((value for name in names if (value := getattr(text, name, None))), None)

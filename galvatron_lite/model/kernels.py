@@ -24,69 +24,56 @@ norms: normalisations and activations run again, everything else is kept (Megatr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """Which kernels run; decides the operators of a layer and what autograd keeps of them.
-
-    Attributes:
-        flash_attention: one fused kernel that keeps no score matrix; else scores, softmax and dropout are calls of
-            their own and their results are kept.
-        fused_softmax: of plain attention: scale, mask and softmax are one kernel that keeps its output only; else
-            softmax runs and is kept in fp32.
-        fused_norm: a normalisation is one kernel.
-        fused_activation: bias and activation (GELU, SwiGLU's product too) are one kernel that keeps its input only.
-        fused_residual: bias, dropout and residual addition are one kernel.
-        fused_rotary: rotary positions are one kernel.
-        merged_projections: query, key and value are one matmul, and so are a gated MLP's gate and up projections.
-        parallel_loss: logits stay split over the tensor group and the loss is computed on the parts; embedding and
-            head then take part in sequence parallelism too.
-        fused_loss: cross-entropy works in place on the fp32 logits and keeps no copy of them.
-        jit_loss: as ``fused_loss``, but the exponentials take a second fp32 tensor beside the copy (Megatron's
-            ``--cross-entropy-loss-fusion``, TorchScript).
-        compiled_loss: cross-entropy reads the logits as they are (no fp32 copy) and keeps them.
-        inplace_loss: cross-entropy reads the logits as they are, and their gradient takes their place.
-        compiled: chains of element-wise operators run as one kernel (torch.compile, XLA), and what only such chains
-            read in backward and can make again from what is kept anyway is not kept.
-        regather: the gathered input of a column-split matmul under sequence parallelism is kept as a share and
-            gathered again in backward (Korthikanti et al. 2022, section 4.2.2).
-        regather_recomputed: also where the layer is recomputed, which gathers it anyway (Megatron).
-        autocast: parameters are fp32 and cast to the precision of compute wherever they are used, and normalisations
-            run in fp32; else parameters are in the precision of compute already.
-        fp8: matmuls of blocks run in fp8; inputs are cast by kernels of their own.
-        fp8_rows: fp8 casts scale row by row: inputs are gathered over the tensor group before they are cast, not after.
-        fp8_kept: such a matmul keeps the fp8 copy of its input instead of the input (TransformerEngine).
-        folded_experts: tokens stay shared over the tensor group on their way through the experts, each of which one
-            device holds whole (Megatron-Core's ``--expert-tensor-parallel-size 1``); else every device of the group
-            works on all their tokens with its slice of each expert.
-        remade: outputs of normalisations and activations are not kept but made again in backward, whatever is
-            recomputed (a backward pass written by hand: Touvron et al. 2023, arXiv 2302.13971, section 2.4).
-        unique_dispatch: a token goes once to a node and once to a rank however many experts it visits there, not once
-            to each expert (DeepEP).
-        selective: what selective recomputation means.
-    """
+    """Which kernels run; decides the operators of a layer and what autograd keeps of them."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    # one fused kernel that keeps no score matrix; else scores, softmax and dropout are calls of their own and their
+    # results are kept
     flash_attention: bool = True
+    # of plain attention: scale, mask and softmax are one kernel that keeps its output only; else softmax runs and is
+    # kept in fp32
     fused_softmax: bool = False
-    fused_norm: bool = True
+    fused_norm: bool = True  # a normalisation is one kernel
+    # bias and activation (GELU, SwiGLU's product too) are one kernel that keeps its input only
     fused_activation: bool = False
-    fused_residual: bool = False
-    fused_rotary: bool = False
+    fused_residual: bool = False  # bias, dropout and residual addition are one kernel
+    fused_rotary: bool = False  # rotary positions are one kernel
+    # query, key and value are one matmul, and so are a gated MLP's gate and up projections
     merged_projections: bool = False
+    # logits stay split over the tensor group and the loss is computed on the parts; embedding and head then take part
+    # in sequence parallelism too
     parallel_loss: bool = False
-    fused_loss: bool = False
+    fused_loss: bool = False  # cross-entropy works in place on the fp32 logits and keeps no copy of them
+    # as ``fused_loss``, but the exponentials take a second fp32 tensor beside the copy (Megatron's
+    # ``--cross-entropy-loss-fusion``, TorchScript)
     jit_loss: bool = False
-    compiled_loss: bool = False
-    inplace_loss: bool = False
+    compiled_loss: bool = False  # cross-entropy reads the logits as they are (no fp32 copy) and keeps them
+    inplace_loss: bool = False  # cross-entropy reads the logits as they are, and their gradient takes their place
+    # chains of element-wise operators run as one kernel (torch.compile, XLA), and what only such chains read in
+    # backward and can make again from what is kept anyway is not kept
     compiled: bool = False
+    # the gathered input of a column-split matmul under sequence parallelism is kept as a share and gathered again in
+    # backward (Korthikanti et al. 2022, section 4.2.2)
     regather: bool = False
-    regather_recomputed: bool = False
+    regather_recomputed: bool = False  # also where the layer is recomputed, which gathers it anyway (Megatron)
+    # parameters are fp32 and cast to the precision of compute wherever they are used, and normalisations run in fp32;
+    # else parameters are in the precision of compute already
     autocast: bool = False
-    fp8: bool = False
-    fp8_kept: bool = True
+    fp8: bool = False  # matmuls of blocks run in fp8; inputs are cast by kernels of their own
+    fp8_kept: bool = True  # such a matmul keeps the fp8 copy of its input instead of the input (TransformerEngine)
+    # fp8 casts scale row by row: inputs are gathered over the tensor group before they are cast, not after
     fp8_rows: bool = False
+    # tokens stay shared over the tensor group on their way through the experts, each of which one device holds whole
+    # (Megatron-Core's ``--expert-tensor-parallel-size 1``); else every device of the group works on all their tokens
+    # with its slice of each expert
     folded_experts: bool = False
+    # outputs of normalisations and activations are not kept but made again in backward, whatever is recomputed (a
+    # backward pass written by hand: Touvron et al. 2023, arXiv 2302.13971, section 2.4)
     remade: bool = False
+    # a token goes once to a node and once to a rank however many experts it visits there, not once to each expert
+    # (DeepEP)
     unique_dispatch: bool = False
-    selective: Selective = "operators"
+    selective: Selective = "operators"  # what selective recomputation means
 
 
 EAGER = Kernels(regather=True)

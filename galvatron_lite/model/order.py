@@ -20,17 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A partial order.
+    """A partial order."""
 
-    Attributes:
-        names: of the elements, in a topological order.
-        related: per element the elements that reach it or that it reaches, itself among them, as bits.
-        after: per element those that it reaches, as bits.
-    """
-
-    names: tuple[str, ...]
-    related: tuple[int, ...]
-    after: tuple[int, ...]
+    names: tuple[str, ...]  # of the elements, in a topological order
+    related: tuple[int, ...]  # per element the elements that reach it or that it reaches, itself among them, as bits
+    after: tuple[int, ...]  # per element those that it reaches, as bits
 
     def groups(self, inside: int) -> list[int]:
         """The groups of a set of elements, in order."""

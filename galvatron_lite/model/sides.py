@@ -14,23 +14,14 @@ SIDES = ("depth", "height", "width")
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A window along one side of a picture.
+    """A window along one side of a picture."""
 
-    Attributes:
-        extent: pixels of the input.
-        kernel: pixels of the window.
-        stride: pixels from one window to the next; where the convolution is transposed, of the output.
-        padding: pixels put on at either end.
-        dilation: pixels from one of the window's to the next.
-        transposed: whether the window is laid on the output, once for each pixel of the input.
-    """
-
-    extent: int
-    kernel: int = 1
-    stride: int = 1
-    padding: int = 0
-    dilation: int = 1
-    transposed: bool = False
+    extent: int  # pixels of the input
+    kernel: int = 1  # pixels of the window
+    stride: int = 1  # pixels from one window to the next; where the convolution is transposed, of the output
+    padding: int = 0  # pixels put on at either end
+    dilation: int = 1  # pixels from one of the window's to the next
+    transposed: bool = False  # whether the window is laid on the output, once for each pixel of the input
 
     @property
     def reach(self) -> int:

@@ -154,11 +154,7 @@ def _sequence(batch: Any, calls: Sequence[BlockCall]) -> int:
 
 
 def _block_calls(layers: Sequence[Layer], seen: Observation) -> tuple[BlockCall, ...]:
-    """The calls of blocks, in order.
-
-    Raises:
-        TraceError: a block that never runs.
-    """
+    """The calls of blocks, in order."""
     names = [layer.name for layer in layers if layer.role is Role.BLOCK]
     calls = tuple(call for call in seen.calls if call.path in set(names))
     unused = [name for name in names if name not in {call.path for call in calls}]

@@ -36,31 +36,18 @@ class CallFigures:
 
 @dataclass(frozen=True, slots=True)
 class RegionFigures:
-    """One region for one sample; all in bytes, fields as in ``LayerKind``.
+    """One region for one sample; all in bytes, fields as in ``LayerKind``."""
 
-    Attributes:
-        calls: every call, in order.
-        kept: with no recompute; what leaves counts with the layer that it enters, and is not among it.
-        handed: part of ``kept`` that the layer before made.
-        held: kept of what leaves.
-        overwrites: whether it changes in place what enters it.
-        overwrites_heavy: whether it changes in place what a matmul, convolution or attention gave.
-        selective: kept where outputs of matmuls, convolutions and attention are saved beside the input.
-        side: kept of what enters at the side (position tables, masks), which all layers share.
-        working: beyond ``kept`` in backward.
-        forward_working: beyond ``kept`` in forward.
-    """
-
-    calls: tuple[CallFigures, ...]
-    kept: int
-    handed: int
-    held: int
-    overwrites: bool
-    overwrites_heavy: bool
-    selective: int
-    side: int
-    working: int
-    forward_working: int
+    calls: tuple[CallFigures, ...]  # every call, in order
+    kept: int  # with no recompute; what leaves counts with the layer that it enters, and is not among it
+    handed: int  # part of ``kept`` that the layer before made
+    held: int  # kept of what leaves
+    overwrites: bool  # whether it changes in place what enters it
+    overwrites_heavy: bool  # whether it changes in place what a matmul, convolution or attention gave
+    selective: int  # kept where outputs of matmuls, convolutions and attention are saved beside the input
+    side: int  # kept of what enters at the side (position tables, masks), which all layers share
+    working: int  # beyond ``kept`` in backward
+    forward_working: int  # beyond ``kept`` in forward
 
 
 def figures(small: RegionRun, large: RegionRun) -> RegionFigures:

@@ -52,11 +52,7 @@ def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
 
 
 def _check_hooks(model: nn.Module) -> None:
-    """Refuse weights that old hooks compute, of which torch cannot make copies once they have run.
-
-    Raises:
-        TraceError: there are such.
-    """
+    """Refuse weights that old hooks compute, of which torch cannot make copies once they have run."""
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
     old = next((type(hook) for hook in hooks if isinstance(hook, (WeightNorm, SpectralNorm))), None)
     if old is not None:

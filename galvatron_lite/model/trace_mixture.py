@@ -14,19 +14,12 @@ from galvatron_lite.parallelism.expert.find import Mixture, find_mixtures
 
 @dataclass(frozen=True, slots=True)
 class MixtureFigures:
-    """Mixtures of one layer; 0 where it has none whose experts can be spread.
+    """Mixtures of one layer; 0 where it has none whose experts can be spread."""
 
-    Attributes:
-        experts: every divisor of it divides the experts of each mixture.
-        parameters: items of all experts.
-        dispatched_bytes: per sample, see ``LayerKind``.
-        reason: why experts cannot be spread.
-    """
-
-    experts: int = 0
-    parameters: int = 0
-    dispatched_bytes: int = 0
-    reason: str = ""
+    experts: int = 0  # every divisor of it divides the experts of each mixture
+    parameters: int = 0  # items of all experts
+    dispatched_bytes: int = 0  # per sample, see ``LayerKind``
+    reason: str = ""  # why experts cannot be spread
 
 
 def mixture_figures(block: nn.Module, calls: Sequence[CallFigures]) -> MixtureFigures:

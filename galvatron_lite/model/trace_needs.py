@@ -12,21 +12,14 @@ from galvatron_lite.model.trace_flow import Flow
 
 @dataclass(slots=True)
 class Needs:
-    """What a group of modules did in a run.
+    """What a group of modules did in a run."""
 
-    Attributes:
-        ran: whether any of it did.
-        earlier: names of groups that what it was given is made of, directly or not; itself never.
-        batch: whether it was given the model's inputs, or what code between the groups made of them.
-        work: forward FLOPs.
-        busy: modules of it with FLOPs of their own.
-    """
-
-    ran: bool = False
+    ran: bool = False  # whether any of it did
+    # names of groups that what it was given is made of, directly or not; itself never
     earlier: set[str] = field(default_factory=set)
-    batch: bool = False
-    work: int = 0
-    busy: int = 0
+    batch: bool = False  # whether it was given the model's inputs, or what code between the groups made of them
+    work: int = 0  # forward FLOPs
+    busy: int = 0  # modules of it with FLOPs of their own
 
 
 def needs_of(flow: Flow, model: nn.Module, groups: Mapping[str, Collection[str]]) -> dict[str, Needs]:

@@ -12,19 +12,13 @@ from galvatron_lite.model.graph import Layer, Tie
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """Parameters and buffers by layer.
+    """Parameters and buffers by layer."""
 
-    Attributes:
-        parameters: parameters by layer name and their name in the model; shared ones only in the first layer.
-        everything: the same with shared parameters in every layer that uses them.
-        buffer_bytes: bytes of buffers by layer name.
-        ties: what layers share.
-    """
-
+    # parameters by layer name and their name in the model; shared ones only in the first layer
     parameters: dict[str, dict[str, nn.Parameter]]
-    everything: dict[str, dict[str, nn.Parameter]]
-    buffer_bytes: dict[str, int]
-    ties: tuple[Tie, ...]
+    everything: dict[str, dict[str, nn.Parameter]]  # the same with shared parameters in every layer that uses them
+    buffer_bytes: dict[str, int]  # bytes of buffers by layer name
+    ties: tuple[Tie, ...]  # what layers share
 
     def used(self, layer: Layer) -> list[nn.Parameter]:
         """Every parameter a layer uses, its own or shared."""

@@ -96,25 +96,15 @@ def _sent(
 
 @dataclass(slots=True)
 class _Sight:
-    """What was seen of a run so far.
+    """What was seen of a run so far."""
 
-    Attributes:
-        place: of each layer.
-        needs: of each layer.
-        current: the layer that runs.
-        made: tensors by their storage.
-        edges: tensors by their place in the graph of autograd.
-        sent: who made and who read them.
-        heard: tensors that are heard of inside blocks.
-    """
-
-    place: Mapping[str, int]
-    needs: Mapping[str, Needs]
-    current: str
-    made: dict[int, _Key] = field(default_factory=dict)
-    edges: dict[_Edge, _Key] = field(default_factory=dict)
-    sent: dict[_Key, _Sent] = field(default_factory=dict)
-    heard: set[_Edge] = field(default_factory=set)
+    place: Mapping[str, int]  # of each layer
+    needs: Mapping[str, Needs]  # of each layer
+    current: str  # the layer that runs
+    made: dict[int, _Key] = field(default_factory=dict)  # tensors by their storage
+    edges: dict[_Edge, _Key] = field(default_factory=dict)  # tensors by their place in the graph of autograd
+    sent: dict[_Key, _Sent] = field(default_factory=dict)  # who made and who read them
+    heard: set[_Edge] = field(default_factory=set)  # tensors that are heard of inside blocks
 
     def make(self, tensor: Tensor, key: _Key) -> None:
         """The layer that runs gave a tensor."""

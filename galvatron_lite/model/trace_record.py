@@ -27,54 +27,32 @@ _ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_
 
 @dataclass(slots=True)
 class Call:
-    """One operator call.
+    """One operator call."""
 
-    Attributes:
-        path: module it belongs to, relative to the region.
-        name: of the operator.
-        kind: what bounds it.
-        extents: sizes that make up ``Operator.shape``.
-        flops: multiply-adds counted as two; 0 for memory-bound operators.
-        moved: bytes of its inputs and outputs.
-        backward: whether it ran in backward.
-        outputs: storages of its outputs.
-        causal: of attention: whether a query sees no later key.
-        statistics: items that are summed over all pixels of a picture before its result is known.
-        groups: matmuls of that shape that it runs side by side, one an expert of a mixture.
-    """
-
-    path: str
-    name: str
-    kind: OperatorClass
-    extents: tuple[int, ...]
-    flops: int
-    moved: int
-    backward: bool
-    outputs: tuple[int, ...]
-    causal: bool = False
-    statistics: int = 0
-    groups: int = 1
+    path: str  # module it belongs to, relative to the region
+    name: str  # of the operator
+    kind: OperatorClass  # what bounds it
+    extents: tuple[int, ...]  # sizes that make up ``Operator.shape``
+    flops: int  # multiply-adds counted as two; 0 for memory-bound operators
+    moved: int  # bytes of its inputs and outputs
+    backward: bool  # whether it ran in backward
+    outputs: tuple[int, ...]  # storages of its outputs
+    causal: bool = False  # of attention: whether a query sees no later key
+    statistics: int = 0  # items that are summed over all pixels of a picture before its result is known
+    groups: int = 1  # matmuls of that shape that it runs side by side, one an expert of a mixture
 
 
 @dataclass(slots=True)
 class Recording:
-    """One region's run. Storages are numbered in the order they are first seen.
+    """One region's run. Storages are numbered in the order they are first seen."""
 
-    Attributes:
-        calls: in order.
-        sizes: bytes by storage.
-        events: storages made (number) and freed (-number), in order; those that were there before do not appear.
-        forward_events: how many of the events happened in forward.
-        kept: storages autograd keeps for backward, in order.
-        gradients: storages of parameter gradients.
-    """
-
-    calls: list[Call] = field(default_factory=list)
-    sizes: dict[int, int] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)  # in order
+    sizes: dict[int, int] = field(default_factory=dict)  # bytes by storage
+    # storages made (number) and freed (-number), in order; those that were there before do not appear
     events: list[int] = field(default_factory=list)
-    forward_events: int = 0
-    kept: dict[int, None] = field(default_factory=dict)
-    gradients: set[int] = field(default_factory=set)
+    forward_events: int = 0  # how many of the events happened in forward
+    kept: dict[int, None] = field(default_factory=dict)  # storages autograd keeps for backward, in order
+    gradients: set[int] = field(default_factory=set)  # storages of parameter gradients
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

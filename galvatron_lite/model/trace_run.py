@@ -23,20 +23,13 @@ from galvatron_lite.model.trace_record import Recorder, Recording, ValuesReadErr
 
 @dataclass(slots=True)
 class BlockCall:
-    """One call of a block: what went in and what came out.
+    """One call of a block: what went in and what came out."""
 
-    Attributes:
-        path: of the block.
-        args: what it was given by position.
-        kwargs: what it was given by name.
-        output: what it returned.
-        heard: calls of modules inside it to whose outputs the model listens, by forward hooks of its own.
-    """
-
-    path: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any = None
+    path: str  # of the block
+    args: tuple[Any, ...]  # what it was given by position
+    kwargs: dict[str, Any]  # what it was given by name
+    output: Any = None  # what it returned
+    # calls of modules inside it to whose outputs the model listens, by forward hooks of its own
     heard: list[BlockCall] = field(default_factory=list)
 
     @property
@@ -47,17 +40,11 @@ class BlockCall:
 
 @dataclass(slots=True)
 class Observation:
-    """One run of the whole model.
+    """One run of the whole model."""
 
-    Attributes:
-        order: module paths in the order they were entered.
-        calls: calls of blocks in order.
-        output: what the model returned.
-    """
-
-    order: list[str] = field(default_factory=list)
-    calls: list[BlockCall] = field(default_factory=list)
-    output: Any = None
+    order: list[str] = field(default_factory=list)  # module paths in the order they were entered
+    calls: list[BlockCall] = field(default_factory=list)  # calls of blocks in order
+    output: Any = None  # what the model returned
 
 
 def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: Flow | None = None) -> Observation:
@@ -190,23 +177,14 @@ def chain_inputs(calls: Sequence[BlockCall], paths: Collection[str]) -> tuple[in
 
 @dataclass(slots=True)
 class RegionRun:
-    """One region's recording, and which storages enter and leave it.
+    """One region's recording, and which storages enter and leave it."""
 
-    Attributes:
-        recording: what it did.
-        chain: storages that enter from the layer before, or of the batch.
-        side: those that enter at its side.
-        needed: places of inputs at its side that backward needs.
-        handed: those among ``chain`` that the layer before made.
-        leaving: storages that the next layer takes.
-    """
-
-    recording: Recording
-    chain: tuple[int, ...]
-    side: tuple[int, ...]
-    needed: tuple[int, ...] = ()
-    handed: tuple[int, ...] = ()
-    leaving: tuple[int, ...] = ()
+    recording: Recording  # what it did
+    chain: tuple[int, ...]  # storages that enter from the layer before, or of the batch
+    side: tuple[int, ...]  # those that enter at its side
+    needed: tuple[int, ...] = ()  # places of inputs at its side that backward needs
+    handed: tuple[int, ...] = ()  # those among ``chain`` that the layer before made
+    leaving: tuple[int, ...] = ()  # storages that the next layer takes
 
 
 def run_block(block: nn.Module, call: BlockCall, chain: Sequence[int]) -> RegionRun:

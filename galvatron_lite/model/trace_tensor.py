@@ -28,25 +28,15 @@ _NO_PAIR = f"No two matmuls with weights run in it, one to split by columns and 
 
 @dataclass(frozen=True, slots=True)
 class TensorFigures:
-    """A region run whole, and one device's share of it.
+    """A region run whole, and one device's share of it."""
 
-    Attributes:
-        whole: on one device.
-        plan: how it is split.
-        degree: ways it was split to see the share; 1 where it was not.
-        share: of a tensor group; ``whole`` where it was not split.
-        tokens: of a tensor group with sequence parallelism; ``share`` where that is not offered.
-        sharded: names of parameters (inside the layer) that are split.
-        loss_bytes: of an edge, see ``LayerKind``.
-    """
-
-    whole: RegionFigures
-    plan: TensorPlan
-    degree: int
-    share: RegionFigures
-    tokens: RegionFigures
-    sharded: frozenset[str] = frozenset()
-    loss_bytes: int = 0
+    whole: RegionFigures  # on one device
+    plan: TensorPlan  # how it is split
+    degree: int  # ways it was split to see the share; 1 where it was not
+    share: RegionFigures  # of a tensor group; ``whole`` where it was not split
+    tokens: RegionFigures  # of a tensor group with sequence parallelism; ``share`` where that is not offered
+    sharded: frozenset[str] = frozenset()  # names of parameters (inside the layer) that are split
+    loss_bytes: int = 0  # of an edge, see ``LayerKind``
 
     def split(self, figure: str) -> TensorSplit:
         """The parts of a figure of ``RegionFigures`` by how they are divided."""

@@ -28,36 +28,26 @@ class Trainer(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What a way to train supports.
+    """What a way to train supports."""
 
-    Attributes:
-        name: as given to ``--backend``.
-        schedules: pipeline schedules it runs.
-        values: what fields of ``Strategy`` may be; a field that is absent may have any value.
-        missing: what it leaves out, a line each, told with every plan.
-        rule: what it asks of fields together; None: nothing.
-        pipelines: the modes in which it runs several stages.
-        modes: what it runs plans for.
-        uniform: fields of ``Strategy`` that have one value in all layers that have parameters; the search takes each
-            value in turn (``search.alike``).
-        beside: whether it runs plans other than stages in the model's order: branches on devices of their own, and
-            delayed gradients.
-        asked: by schedule: fields of ``Strategy``, and the value that each must have under it.
-        pinned: schedules that the search tries only where they are asked for.
-        reserved: by field of ``Strategy``: the value that the search keeps to where none is asked for.
-    """
-
-    name: str
-    schedules: tuple[Schedule, ...]
+    name: str  # as given to ``--backend``
+    schedules: tuple[Schedule, ...]  # pipeline schedules it runs
+    # what fields of ``Strategy`` may be; a field that is absent may have any value
     values: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    missing: tuple[str, ...] = ()
-    rule: Callable[[Strategy], bool] | None = None
-    pipelines: tuple[Mode, ...] = tuple(Mode)
-    modes: tuple[Mode, ...] = tuple(Mode)
+    missing: tuple[str, ...] = ()  # what it leaves out, a line each, told with every plan
+    rule: Callable[[Strategy], bool] | None = None  # what it asks of fields together; None: nothing
+    pipelines: tuple[Mode, ...] = tuple(Mode)  # the modes in which it runs several stages
+    modes: tuple[Mode, ...] = tuple(Mode)  # what it runs plans for
+    # fields of ``Strategy`` that have one value in all layers that have parameters; the search takes each value in
+    # turn (``search.alike``)
     uniform: tuple[str, ...] = ()
+    # whether it runs plans other than stages in the model's order: branches on devices of their own, and delayed
+    # gradients
     beside: bool = True
+    # by schedule: fields of ``Strategy``, and the value that each must have under it
     asked: Mapping[Schedule, tuple[tuple[str, object], ...]] = field(default_factory=dict)
-    pinned: tuple[Schedule, ...] = ()
+    pinned: tuple[Schedule, ...] = ()  # schedules that the search tries only where they are asked for
+    # by field of ``Strategy``: the value that the search keeps to where none is asked for
     reserved: Mapping[str, object] = field(default_factory=dict)
 
     @property

@@ -33,25 +33,15 @@ class Moment(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """One communication of one layer on one device; arrays where there is one under each of several strategies.
+    """One communication of one layer on one device; arrays where there is one under each of several strategies."""
 
-    Attributes:
-        collective: its kind.
-        size: bytes of the whole (unsharded) tensor: what an all-gather yields and a reduce-scatter takes.
-        group: the ranks that take part.
-        moment: when it happens.
-        overlaps: whether compute of the same layer or its neighbours can hide it.
-        count: how many times; 0 where a strategy does not need it.
-        cause: the dimension it comes from, for people.
-    """
-
-    collective: Collective
-    size: Real
-    group: RankGroup
-    moment: Moment
-    overlaps: bool
-    count: Whole = 1
-    cause: str = ""
+    collective: Collective  # its kind
+    size: Real  # bytes of the whole (unsharded) tensor: what an all-gather yields and a reduce-scatter takes
+    group: RankGroup  # the ranks that take part
+    moment: Moment  # when it happens
+    overlaps: bool  # whether compute of the same layer or its neighbours can hide it
+    count: Whole = 1  # how many times; 0 where a strategy does not need it
+    cause: str = ""  # the dimension it comes from, for people
 
 
 def sent(*communications: Communication) -> tuple[Communication, ...]:
@@ -61,71 +51,46 @@ def sent(*communications: Communication) -> tuple[Communication, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """What one device does and holds for one layer, one micro-batch at a time; arrays under several strategies.
+    """What one device does and holds for one layer, one micro-batch at a time; arrays under several strategies."""
 
-    Attributes:
-        samples: samples of one micro-batch on this device.
-        tensor: degree that divides the sharded operators.
-        sequence_parallel: whether tokens are shared between sharded operators.
-        recompute: what is computed again in backward.
-        parameters: items of parameters this device computes with (after tensor splitting).
-        state_items: items whose optimizer state this device holds and updates.
-        parameter_items: items of parameters held at rest.
-        gradient_items: items of gradients held at rest, between micro-batches and at the optimizer.
-        gathered_items: items of parameters gathered for as long as the stage computes (ZeRO-2).
-        transient_items: items of parameters gathered only while this one layer computes (ZeRO-3).
-        communications: what it sends and receives.
-        reduce_items: items of whole gradients made in this layer's backward and reduced right after it; 0 where
-            gradients go straight into their buffers.
-        gradients_persist: whether gradients live in buffers all the time, or come into being in the first backward
-            of a step and go after the update.
-        microbatch_overhead: host seconds once a micro-batch, half in forward, half in backward.
-        step_overhead: host seconds once a step.
-        expert_items: the part of ``parameters`` that belongs to experts which are spread over ranks.
-        host_items: items of ``state_items`` whose optimizer state lies and is updated in host memory.
-        host_kept: share (0 or 1) of what is kept from forward to backward that waits in host memory.
-        edge_bytes: bytes of neighbours' pixels, or of whole logits, that are kept from forward to backward, one
-            micro-batch.
-        edge_working: bytes that backward and forward work with beside them.
-    """
-
-    samples: Real
-    tensor: Whole
-    sequence_parallel: Flag
-    recompute: Recompute | IntArray
-    parameters: Real
-    state_items: Real
-    parameter_items: Real
-    gradient_items: Real
-    gathered_items: Real = 0.0
-    transient_items: Real = 0.0
-    communications: tuple[Communication, ...] = ()
+    samples: Real  # samples of one micro-batch on this device
+    tensor: Whole  # degree that divides the sharded operators
+    sequence_parallel: Flag  # whether tokens are shared between sharded operators
+    recompute: Recompute | IntArray  # what is computed again in backward
+    parameters: Real  # items of parameters this device computes with (after tensor splitting)
+    state_items: Real  # items whose optimizer state this device holds and updates
+    parameter_items: Real  # items of parameters held at rest
+    gradient_items: Real  # items of gradients held at rest, between micro-batches and at the optimizer
+    gathered_items: Real = 0.0  # items of parameters gathered for as long as the stage computes (ZeRO-2)
+    transient_items: Real = 0.0  # items of parameters gathered only while this one layer computes (ZeRO-3)
+    communications: tuple[Communication, ...] = ()  # what it sends and receives
+    # items of whole gradients made in this layer's backward and reduced right after it; 0 where gradients go straight
+    # into their buffers
     reduce_items: Real = 0.0
+    # whether gradients live in buffers all the time, or come into being in the first backward of a step and go after
+    # the update
     gradients_persist: Flag = True
-    microbatch_overhead: Real = 0.0
-    step_overhead: Real = 0.0
-    expert_items: Real = 0.0
-    host_items: Real = 0.0
-    host_kept: Real = 0.0
+    microbatch_overhead: Real = 0.0  # host seconds once a micro-batch, half in forward, half in backward
+    step_overhead: Real = 0.0  # host seconds once a step
+    expert_items: Real = 0.0  # the part of ``parameters`` that belongs to experts which are spread over ranks
+    host_items: Real = 0.0  # items of ``state_items`` whose optimizer state lies and is updated in host memory
+    host_kept: Real = 0.0  # share (0 or 1) of what is kept from forward to backward that waits in host memory
+    # bytes of neighbours' pixels, or of whole logits, that are kept from forward to backward, one micro-batch
     edge_bytes: Whole = 0
-    edge_working: tuple[Whole, Whole] = (0, 0)
+    edge_working: tuple[Whole, Whole] = (0, 0)  # bytes that backward and forward work with beside them
 
 
 @dataclass(frozen=True, slots=True)
 class PictureSplit:
-    """What software that splits pictures does beside what is needed (all False: our own runtime).
-
-    Attributes:
-        gathers_each: filters: the output of every convolution is gathered at once, and in backward its gradient is
-            reduced and scattered; channels: every output is all-reduced, and in backward the gradient of every input is
-            gathered. All else works on whole pictures, on every device.
-        own_statistics: batch normalisation takes the statistics of each device's own pixels.
-        whole_weights: of a group that shares channels each device sums gradients of, and updates, whole weights.
-    """
+    """What software that splits pictures does beside what is needed (all False: our own runtime)."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    # filters: the output of every convolution is gathered at once, and in backward its gradient is reduced and
+    # scattered; channels: every output is all-reduced, and in backward the gradient of every input is gathered. All
+    # else works on whole pictures, on every device
     gathers_each: bool = False
-    own_statistics: bool = False
+    own_statistics: bool = False  # batch normalisation takes the statistics of each device's own pixels
+    # of a group that shares channels each device sums gradients of, and updates, whole weights
     whole_weights: bool = False
 
 
@@ -135,33 +100,20 @@ SPARING = PictureSplit()
 
 @dataclass(frozen=True, slots=True)
 class DimensionContext:
-    """What a dimension may look at besides the layer.
+    """What a dimension may look at besides the layer."""
 
-    Attributes:
-        devices: devices of the stage.
-        node_devices: devices of one node (the innermost level).
-        activation_item_bytes: bytes of one activation item.
-        gather_item_bytes: bytes of one item where parameters are gathered for their use.
-        parameter_item_bytes: bytes of one item of parameters at rest.
-        reduce_item_bytes: bytes of one item where gradients are reduced.
-        microbatches: micro-batches a step.
-        host: fixed host seconds by the dimension's name (see ``HostOverhead``).
-        accumulates: see ``Profile``.
-        shard_share: share of a layer's states by which each shard is larger than an even one.
-        pictures: how pictures are split.
-    """
-
-    devices: Whole
-    node_devices: int
-    activation_item_bytes: int
-    gather_item_bytes: int
-    parameter_item_bytes: int
-    reduce_item_bytes: int
-    microbatches: int
+    devices: Whole  # devices of the stage
+    node_devices: int  # devices of one node (the innermost level)
+    activation_item_bytes: int  # bytes of one activation item
+    gather_item_bytes: int  # bytes of one item where parameters are gathered for their use
+    parameter_item_bytes: int  # bytes of one item of parameters at rest
+    reduce_item_bytes: int  # bytes of one item where gradients are reduced
+    microbatches: int  # micro-batches a step
+    # fixed host seconds by the dimension's name (see ``HostOverhead``)
     host: Mapping[str, float] = field(default_factory=dict)
-    accumulates: bool = False
-    shard_share: float = 0.0
-    pictures: PictureSplit = SPARING
+    accumulates: bool = False  # see ``Profile``
+    shard_share: float = 0.0  # share of a layer's states by which each shard is larger than an even one
+    pictures: PictureSplit = SPARING  # how pictures are split
 
 
 Chosen = Mapping[str, Any]
@@ -180,17 +132,11 @@ def shared(chosen: Chosen) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Where a strategy is to run, and how far sense goes beyond legality.
+    """Where a strategy is to run, and how far sense goes beyond legality."""
 
-    Attributes:
-        devices: of the stage.
-        node: devices of a node; None: every legal choice counts as sensible.
-        tokens: the fewest tokens of a sample that are worth a device of its own.
-    """
-
-    devices: int
-    node: int | None = None
-    tokens: int = 1
+    devices: int  # of the stage
+    node: int | None = None  # devices of a node; None: every legal choice counts as sensible
+    tokens: int = 1  # the fewest tokens of a sample that are worth a device of its own
 
     def near(self, size: int) -> bool:
         """Whether a group of so many neighbours always lies within one node."""

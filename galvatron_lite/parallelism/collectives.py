@@ -14,13 +14,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """Processes of ``torch.distributed``.
+    """Processes of ``torch.distributed``."""
 
-    Attributes:
-        process_group: the group; None for all processes.
-    """
-
-    process_group: dist.ProcessGroup | None = None
+    process_group: dist.ProcessGroup | None = None  # the group; None for all processes
 
     @property
     def size(self) -> int:

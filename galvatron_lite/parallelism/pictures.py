@@ -28,19 +28,13 @@ class Same:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A window that passes over a picture: a convolution's kernel or a pooling window.
+    """A window that passes over a picture: a convolution's kernel or a pooling window."""
 
-    Attributes:
-        count: how many such there are in a layer.
-        channels: of the input, and of the output.
-        sides: depth, height and width; those that a picture or a line does not have are one pixel.
-        gradient: whether the input takes one.
-    """
-
-    count: int
-    channels: tuple[int, int]
+    count: int  # how many such there are in a layer
+    channels: tuple[int, int]  # of the input, and of the output
+    # depth, height and width; those that a picture or a line does not have are one pixel
     sides: tuple[Side, Side, Side]
-    gradient: bool
+    gradient: bool  # whether the input takes one
 
     @property
     def items(self) -> tuple[int, int]:

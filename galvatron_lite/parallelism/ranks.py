@@ -42,28 +42,18 @@ _WIDTH = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Ranks that differ in one dimension only.
-
-    Attributes:
-        size: how many.
-        stride: ranks from one to the next.
-    """
+    """Ranks that differ in one dimension only."""
 
     size: Whole
-    stride: Whole
+    stride: Whole  # ranks from one to the next
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How the states of some parameters lie on the ranks of a stage.
+    """How the states of some parameters lie on the ranks of a stage."""
 
-    Attributes:
-        shards: ranks that share them.
-        replicas: ranks that hold the same shard and sum its gradients.
-    """
-
-    shards: RankGroup
-    replicas: RankGroup
+    shards: RankGroup  # ranks that share them
+    replicas: RankGroup  # ranks that hold the same shard and sum its gradients
 
 
 def _remembered(make: Callable[[Either], T]) -> Callable[[Either], T]:

@@ -17,11 +17,7 @@ from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
 
 @dataclass(frozen=True, eq=False)
 class Strategies:
-    """n strategies: each field of ``Strategy`` as an array (n,), choices as places among their options.
-
-    Attributes:
-        known: what ``ranks`` worked out.
-    """
+    """n strategies: each field of ``Strategy`` as an array (n,), choices as places among their options."""
 
     data: IntArray
     zero: IntArray
@@ -40,7 +36,7 @@ class Strategies:
     width: IntArray
     filters: IntArray
     channels: IntArray
-    known: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
+    known: dict[object, Any] = field(default_factory=dict, init=False, repr=False)  # what ``ranks`` worked out
 
     @staticmethod
     def of(strategies: Sequence[Strategy]) -> Strategies:

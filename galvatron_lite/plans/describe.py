@@ -32,17 +32,12 @@ _SHOWN = {"context": "driver context"}
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """One run of layers of one stage, or of several that do the same, in words.
+    """One run of layers of one stage, or of several that do the same, in words."""
 
-    Attributes:
-        stage: numbers of the stages, from 0, with its devices where they are of several types; empty for further runs.
-        layers: names of the layers.
-        strategy: what they do.
-    """
-
+    # numbers of the stages, from 0, with its devices where they are of several types; empty for further runs
     stage: str
-    layers: str
-    strategy: str
+    layers: str  # names of the layers
+    strategy: str  # what they do
 
 
 def headline(plan: Plan) -> str:

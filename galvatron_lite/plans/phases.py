@@ -23,92 +23,57 @@ PHASES_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class PhaseEntry:
-    """A phase as it is written; one with a list of batches or sequences is a ramp of as many equal parts.
-
-    Attributes:
-        name: for people.
-        steps: optimizer steps, of all parts together.
-        batch: samples a step.
-        sequence: tokens a sample; that of the profile if not given.
-        profile: file of a profile of that sequence; with a model by name there is no need.
-    """
+    """A phase as it is written; one with a list of batches or sequences is a ramp of as many equal parts."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: Name
-    steps: Steps
-    batch: Annotated[int, Interval(le=SAMPLES)] | tuple[Annotated[int, Interval(le=SAMPLES)], ...]
-    sequence: int | tuple[int, ...] | None = None
-    profile: Name = ""
+    name: Name  # for people
+    steps: Steps  # optimizer steps, of all parts together
+    batch: Annotated[int, Interval(le=SAMPLES)] | tuple[Annotated[int, Interval(le=SAMPLES)], ...]  # samples a step
+    sequence: int | tuple[int, ...] | None = None  # tokens a sample; that of the profile if not given
+    profile: Name = ""  # file of a profile of that sequence; with a model by name there is no need
 
 
 @dataclass(frozen=True, slots=True)
 class PhasesFile:
-    """What a file of phases holds.
-
-    Attributes:
-        version: of this schema.
-        phases: in the order of training.
-    """
+    """What a file of phases holds."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    version: int
-    phases: tuple[PhaseEntry, ...]
+    version: int  # of this schema
+    phases: tuple[PhaseEntry, ...]  # in the order of training
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Steps of equal batch and sequence.
+    """Steps of equal batch and sequence."""
 
-    Attributes:
-        name: for people.
-        steps: how many.
-        batch: samples a step.
-        sequence: tokens a sample; None: as profiled.
-        profile: file of its profile; empty: that of the run.
-    """
-
-    name: str
+    name: str  # for people
     steps: int
-    batch: int
-    sequence: int | None = None
-    profile: str = ""
+    batch: int  # samples a step
+    sequence: int | None = None  # tokens a sample; None: as profiled
+    profile: str = ""  # file of its profile; empty: that of the run
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchCost:
-    """What going from one plan to another while training is estimated to cost (``cost.switching``).
-
-    Attributes:
-        seconds: from the end of one step to the start of the next.
-        received: bytes that the device that receives most gets from others.
-        moved: bytes that all devices together get from others.
-    """
+    """What going from one plan to another while training is estimated to cost (``cost.switching``)."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    seconds: Seconds = 0.0
-    received: Size = 0
-    moved: Size = 0
+    seconds: Seconds = 0.0  # from the end of one step to the start of the next
+    received: Size = 0  # bytes that the device that receives most gets from others
+    moved: Size = 0  # bytes that all devices together get from others
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedPhase:
-    """A phase and how it is trained.
-
-    Attributes:
-        name: for people.
-        first: number of its first step, from 0.
-        steps: how many.
-        sequence: tokens a sample.
-        plan: with its prediction for this phase; its ``global_batch`` is the phase's.
-        switch: cost of the change before its first step; None where the model stays split as it is.
-    """
+    """A phase and how it is trained."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: Name
-    first: Size
+    name: Name  # for people
+    first: Size  # number of its first step, from 0
     steps: Steps
-    sequence: Samples
-    plan: Plan
+    sequence: Samples  # tokens a sample
+    plan: Plan  # with its prediction for this phase; its ``global_batch`` is the phase's
+    # cost of the change before its first step; None where the model stays split as it is
     switch: SwitchCost | None = None
 
     @property
@@ -120,21 +85,14 @@ class PlannedPhase:
 
 @dataclass(frozen=True, slots=True)
 class PhasedPlan:
-    """The plans of a run.
-
-    Attributes:
-        version: of this schema.
-        phases: in the order of training.
-        single_seconds: predicted seconds of the run under the best one of the plans for all phases; None where none
-            fits them all.
-        always_seconds: predicted seconds with the fastest plan of every phase, every switch paid.
-    """
+    """The plans of a run."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    version: int
-    phases: tuple[PlannedPhase, ...]
+    version: int  # of this schema
+    phases: tuple[PlannedPhase, ...]  # in the order of training
+    # predicted seconds of the run under the best one of the plans for all phases; None where none fits them all
     single_seconds: Seconds | None = None
-    always_seconds: Seconds | None = None
+    always_seconds: Seconds | None = None  # predicted seconds with the fastest plan of every phase, every switch paid
 
     @property
     def seconds(self) -> float:

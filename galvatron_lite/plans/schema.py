@@ -134,40 +134,25 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Cyclic:
-    """Cyclic data parallelism: as many micro-batches as stages, each two time steps behind the one before it.
-
-    Attributes:
-        rule: which parameters a micro-batch uses. Both train by gradients that are partly one step old.
-        setting: where its passes run.
-    """
+    """Cyclic data parallelism: as many micro-batches as stages, each two time steps behind the one before it."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    rule: CyclicRule
-    setting: CyclicSetting
+    rule: CyclicRule  # which parameters a micro-batch uses. Both train by gradients that are partly one step old
+    setting: CyclicSetting  # where its passes run
 
 
 @dataclass(frozen=True, slots=True)
 class BranchPlacement:
-    """An independent branch of the model on devices of its own.
-
-    Attributes:
-        name: of the branch.
-        roots: paths of the modules that hold its layers, and nothing else, in the order they run.
-        first: number of its first device.
-        devices: how many consecutive devices it has.
-        runs: its layers, in order.
-        memory: predicted bytes on each of its devices, for it alone.
-        seconds: predicted time of its passes in a step.
-    """
+    """An independent branch of the model on devices of its own."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: Name
-    roots: tuple[Name, ...]
-    first: Size
-    devices: Devices
-    runs: tuple[LayerRun, ...]
-    memory: MemoryBreakdown = MemoryBreakdown()
-    seconds: Seconds = 0.0
+    name: Name  # of the branch
+    roots: tuple[Name, ...]  # paths of the modules that hold its layers, and nothing else, in the order they run
+    first: Size  # number of its first device
+    devices: Devices  # how many consecutive devices it has
+    runs: tuple[LayerRun, ...]  # its layers, in order
+    memory: MemoryBreakdown = MemoryBreakdown()  # predicted bytes on each of its devices, for it alone
+    seconds: Seconds = 0.0  # predicted time of its passes in a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,67 +179,44 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A runner-up.
-
-    Attributes:
-        summary: what it does, in a line.
-        step_seconds: what it would have cost.
-        peak_memory: bytes on its fullest device.
-        fits: whether that is within the budget.
-        least_seconds, most_seconds: of a step over scenarios (``search.scenarios``); 0.0: not asked for.
-    """
+    """A runner-up."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    summary: str
-    step_seconds: float
-    peak_memory: int
-    fits: bool
+    summary: str  # what it does, in a line
+    step_seconds: float  # what it would have cost
+    peak_memory: int  # bytes on its fullest device
+    fits: bool  # whether that is within the budget
+    # least_seconds, most_seconds: of a step over scenarios (``search.scenarios``); 0.0: not asked for
     least_seconds: float = 0.0
     most_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What a plan was made from.
-
-    Attributes:
-        galvatron: version of this package.
-        profile: name of the profile.
-        profile_hash: SHA-256 of its canonical JSON, shortened.
-        profile_origin: ``measured`` or ``estimated`` and from what.
-        cluster: its name.
-        fingerprint: of the machine the profile was measured on; empty for data-sheet clusters.
-        budget: bytes a device; the least of them where ``budgets`` are unlike.
-        proof: whether the search proved that no plan of its space is better by more than ``tolerance``.
-        gap: by the closed form of ``cost.schedule`` no plan takes less than (1 - gap) of this one.
-        budgets: bytes on each type of device by its name, where they are unlike.
-        notes: where a plan that was given is priced otherwise than it says (another batch, model or number of
-            devices), and where results under it are not those of one process (``plans.notes``).
-        certificate: what an integer programme of the same shape said (``search.ilp``); empty where none was asked.
-        interrupted: whether the user stopped the search before its end.
-        parameters: items of the model's parameters, by which another width of it is told; 0: not known.
-        tolerance: share of the step time that was given up for a simpler plan at the most.
-        margin: share of the budget that the prediction keeps free.
-        least_seconds, most_seconds: of a step over scenarios (``search.scenarios``); 0.0: not asked for.
-    """
+    """What a plan was made from."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    galvatron: str
-    profile: Name
-    profile_hash: Name
-    profile_origin: str
-    cluster: Name
-    fingerprint: dict[str, str]
-    budget: Size
-    proof: Proof
-    gap: float = 0.0
+    galvatron: str  # version of this package
+    profile: Name  # name of the profile
+    profile_hash: Name  # SHA-256 of its canonical JSON, shortened
+    profile_origin: str  # ``measured`` or ``estimated`` and from what
+    cluster: Name  # its name
+    fingerprint: dict[str, str]  # of the machine the profile was measured on; empty for data-sheet clusters
+    budget: Size  # bytes a device; the least of them where ``budgets`` are unlike
+    proof: Proof  # whether the search proved that no plan of its space is better by more than ``tolerance``
+    gap: float = 0.0  # by the closed form of ``cost.schedule`` no plan takes less than (1 - gap) of this one
+    # what an integer programme of the same shape said (``search.ilp``); empty where none was asked
     certificate: str = ""
+    # bytes on each type of device by its name, where they are unlike
     budgets: dict[str, int] = field(default_factory=dict)
+    # where a plan that was given is priced otherwise than it says (another batch, model or number of devices), and
+    # where results under it are not those of one process (``plans.notes``)
     notes: tuple[str, ...] = ()
-    interrupted: bool = False
-    parameters: Size = 0
-    tolerance: float = 0.0
-    margin: float = 0.0
+    interrupted: bool = False  # whether the user stopped the search before its end
+    parameters: Size = 0  # items of the model's parameters, by which another width of it is told; 0: not known
+    tolerance: float = 0.0  # share of the step time that was given up for a simpler plan at the most
+    margin: float = 0.0  # share of the budget that the prediction keeps free
+    # least_seconds, most_seconds: of a step over scenarios (``search.scenarios``); 0.0: not asked for
     least_seconds: float = 0.0
     most_seconds: float = 0.0
 

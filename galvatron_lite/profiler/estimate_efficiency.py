@@ -85,19 +85,12 @@ kernel and the conversion of the queries' gradient (FlashAttention-2's source); 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTraffic:
-    """Memory traffic of one optimizer step for one parameter item, its gradient and states in fp32.
+    """Memory traffic of one optimizer step for one parameter item, its gradient and states in fp32."""
 
-    Attributes:
-        state: bytes of state kept.
-        moved: bytes read and written.
-        working: temporary bytes.
-        launches: kernels' worth of host time that one tensor costs.
-    """
-
-    state: int
-    moved: int
-    working: int
-    launches: float = 0.0
+    state: int  # bytes of state kept
+    moved: int  # bytes read and written
+    working: int  # temporary bytes
+    launches: float = 0.0  # kernels' worth of host time that one tensor costs
 
 
 OPTIMIZERS: dict[str, OptimizerTraffic] = {

@@ -15,19 +15,12 @@ from galvatron_lite.units import ITEM_BYTES
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """Seconds of one layer, on the device and on the host, which run side by side.
+    """Seconds of one layer, on the device and on the host, which run side by side."""
 
-    Attributes:
-        forward, backward: of the device.
-        again: of the device in the forward of what selective recompute runs again.
-        whole: the same for full recompute.
-        forward_host, backward_host, again_host, whole_host: of the host.
-    """
-
-    forward: float
+    forward: float  # forward, backward: of the device
     backward: float
-    again: float
-    whole: float
+    again: float  # of the device in the forward of what selective recompute runs again
+    whole: float  # the same for full recompute
     forward_host: float
     backward_host: float
     again_host: float

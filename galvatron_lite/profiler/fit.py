@@ -15,17 +15,11 @@ _SLOWEST = 1e-15
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """``latency + slope * size``.
+    """``latency + slope * size``."""
 
-    Attributes:
-        latency: seconds, >= 0.
-        slope: seconds per byte, > 0.
-        residual: median of |predicted - measured| / measured.
-    """
-
-    latency: float
-    slope: float
-    residual: float
+    latency: float  # seconds, >= 0
+    slope: float  # seconds per byte, > 0
+    residual: float  # median of |predicted - measured| / measured
 
     def __call__(self, size: float) -> float:
         """Seconds for a size."""

@@ -39,25 +39,15 @@ BranchTimer: TypeAlias = Callable[[torch.device, TimingRule], float]
 
 @dataclass(slots=True)
 class LayerBench:
-    """Measures the layers of one model on one device.
+    """Measures the layers of one model on one device."""
 
-    Attributes:
-        model: the user's model, perhaps on meta; it is not changed.
-        graph: what it was captured as; says which submodules are blocks and of which kind.
-        batch: example batch; rows are repeated where more samples are asked for.
-        loss_fn: see ``model.batch.loss_of``.
-        device: where to measure.
-        rule: how long to time one point.
-        branch_seconds: measures what a call of a branch costs the host; None: nothing does.
-    """
-
-    model: nn.Module
-    graph: ModelGraph
-    batch: Any
-    loss_fn: LossFn | None
-    device: torch.device
-    rule: TimingRule = DEFAULT_RULE
-    branch_seconds: BranchTimer | None = None
+    model: nn.Module  # the user's model, perhaps on meta; it is not changed
+    graph: ModelGraph  # what it was captured as; says which submodules are blocks and of which kind
+    batch: Any  # example batch; rows are repeated where more samples are asked for
+    loss_fn: LossFn | None  # see ``model.batch.loss_of``
+    device: torch.device  # where to measure
+    rule: TimingRule = DEFAULT_RULE  # how long to time one point
+    branch_seconds: BranchTimer | None = None  # measures what a call of a branch costs the host; None: nothing does
     _skeleton: Skeleton | None = None
     _blocks: dict[str, nn.Module] = field(default_factory=dict)
     _plans: dict[str, TensorPlan] = field(default_factory=dict)

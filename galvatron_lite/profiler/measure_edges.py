@@ -42,21 +42,13 @@ from galvatron_lite.profiler.timing import DEFAULT_RULE, Lap, Timing, TimingRule
 
 @dataclass(frozen=True, slots=True)
 class EdgeInput:
-    """What the edges are run on.
+    """What the edges are run on."""
 
-    Attributes:
-        skeleton: the model without blocks; sharded already where a shard is measured.
-        calls: what each kind of block returns, for the stubs.
-        batch: on the skeleton's device.
-        loss_fn: see ``model.batch.loss_of``.
-        precision: of compute, as the runtime has it.
-    """
-
-    skeleton: Skeleton
-    calls: Mapping[str, BlockCall]
-    batch: Any
-    loss_fn: LossFn | None = None
-    precision: str = "fp32"
+    skeleton: Skeleton  # the model without blocks; sharded already where a shard is measured
+    calls: Mapping[str, BlockCall]  # what each kind of block returns, for the stubs
+    batch: Any  # on the skeleton's device
+    loss_fn: LossFn | None = None  # see ``model.batch.loss_of``
+    precision: str = "fp32"  # of compute, as the runtime has it
 
     def copied(self) -> EdgeInput:
         """The same on a copy of the batch, as training has its samples on the device; so they count as held."""

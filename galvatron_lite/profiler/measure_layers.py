@@ -39,23 +39,16 @@ _CPU_ROOM = 2**29
 
 @dataclass(frozen=True, slots=True)
 class LayerSetting:
-    """Under which choices a layer is measured; the key of a ``LayerPoint``.
+    """Under which choices a layer is measured; the key of a ``LayerPoint``."""
 
-    Attributes:
-        kind, samples, tensor, sequence_parallel, recompute: see ``LayerPoint``.
-        grid: devices that share the pixels of one sample, of which the first has ``samples``.
-        by: ``filters`` or ``channels`` where devices share channels of convolutions.
-        ways: how many do.
-    """
-
-    kind: str
+    kind: str  # kind, samples, tensor, sequence_parallel, recompute: see ``LayerPoint``
     samples: float
     tensor: int = 1
     sequence_parallel: bool = False
     recompute: Recompute = Recompute.NONE
-    grid: Grid = WHOLE
-    by: str = ""
-    ways: int = 1
+    grid: Grid = WHOLE  # devices that share the pixels of one sample, of which the first has ``samples``
+    by: str = ""  # ``filters`` or ``channels`` where devices share channels of convolutions
+    ways: int = 1  # how many do
 
 
 @dataclass(frozen=True, slots=True)

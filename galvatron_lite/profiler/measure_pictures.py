@@ -107,13 +107,9 @@ def measured_slices(kind: LayerKind, degrees: Sequence[int]) -> Iterator[tuple[s
 
 @dataclass(frozen=True, slots=True)
 class Slicing:
-    """The first device's slice of a layer.
+    """The first device's slice of a layer."""
 
-    Attributes:
-        plan: how channels are shared; None: they are not.
-    """
-
-    plan: ChannelPlan | None = None
+    plan: ChannelPlan | None = None  # how channels are shared; None: they are not
 
     def slice(self, layer: nn.Module) -> None:
         """Slice a layer's weights in place; it then runs without the other devices."""

@@ -29,28 +29,17 @@ EDGES = "before and after"
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What is measured, and where.
+    """What is measured, and where."""
 
-    Attributes:
-        graph: the model.
-        parameter_precision: of the user's parameters.
-        samples: numbers of samples on the device, fewest first.
-        degrees: tensor-parallel degrees.
-        world: processes that measure together.
-        cluster: what the world is; what cannot fit its devices is not run.
-        device: of this process.
-        rule: how long to time one point.
-        whole: whether samples are only measured whole, and not shares of their pixels: for plans of one device.
-    """
-
-    graph: ModelGraph
-    parameter_precision: str
-    samples: tuple[int, ...]
-    degrees: tuple[int, ...]
-    world: int
-    cluster: Cluster
-    device: torch.device
-    rule: TimingRule
+    graph: ModelGraph  # the model
+    parameter_precision: str  # of the user's parameters
+    samples: tuple[int, ...]  # numbers of samples on the device, fewest first
+    degrees: tuple[int, ...]  # tensor-parallel degrees
+    world: int  # processes that measure together
+    cluster: Cluster  # what the world is; what cannot fit its devices is not run
+    device: torch.device  # of this process
+    rule: TimingRule  # how long to time one point
+    # whether samples are only measured whole, and not shares of their pixels: for plans of one device
     whole: bool = False
 
 

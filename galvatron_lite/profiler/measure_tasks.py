@@ -20,16 +20,11 @@ Progress: TypeAlias = Callable[[int, int, str], object]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to measure.
+    """One thing to measure."""
 
-    Attributes:
-        key: tells it from every other task of the profile.
-        label: for people.
-        run: measures it, on every rank at once; gets what is finished so far; gives plain data (JSON).
-    """
-
-    key: str
-    label: str
+    key: str  # tells it from every other task of the profile
+    label: str  # for people
+    # measures it, on every rank at once; gets what is finished so far; gives plain data (JSON)
     run: Callable[[Mapping[str, Any]], Any]
 
 

@@ -28,29 +28,19 @@ _MARK = "galvatron_lite.memory.mark"
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Memory between two marks, in bytes above what lived when tracking began.
+    """Memory between two marks, in bytes above what lived when tracking began."""
 
-    Attributes:
-        start: live when the phase began.
-        peak: live at its worst moment.
-        end: live when it ended.
-    """
-
-    start: int
-    peak: int
-    end: int
+    start: int  # live when the phase began
+    peak: int  # live at its worst moment
+    end: int  # live when it ended
 
 
 @dataclass(slots=True)
 class PeakMemory:
-    """What ``track_peak`` found; filled in when its ``with`` block ends.
-
-    Attributes:
-        phases: one between the entry, each ``mark``, and the exit.
-    """
+    """What ``track_peak`` found; filled in when its ``with`` block ends."""
 
     device: torch.device
-    phases: tuple[Phase, ...] = ()
+    phases: tuple[Phase, ...] = ()  # one between the entry, each ``mark``, and the exit
     _measured: list[Phase] = field(default_factory=list)
 
     @property

@@ -44,23 +44,14 @@ DEPTHWISE_RATE = 0.09
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How cuDNN's 16-bit kernels serve a memory layout. [Empirical], from the same runs as ``DEPTHWISE``.
+    """How cuDNN's 16-bit kernels serve a memory layout. [Empirical], from the same runs as ``DEPTHWISE``."""
 
-    Attributes:
-        conversions: times input and output are moved besides, in each of the three products.
-        grouped: rate of grouped convolutions beside dense ones.
-        width: channels a group at which that rate is reached; narrower groups are padded to it.
-        even: groups must come in multiples of this for that rate; 1: any number.
-        uneven: rate of other grouped convolutions.
-        uneven_ramp: input channels a group at which they reach half of it.
-    """
-
-    conversions: float
-    grouped: float
-    width: float
-    even: int = 1
-    uneven: float = 1.0
-    uneven_ramp: float = 0.0
+    conversions: float  # times input and output are moved besides, in each of the three products
+    grouped: float  # rate of grouped convolutions beside dense ones
+    width: float  # channels a group at which that rate is reached; narrower groups are padded to it
+    even: int = 1  # groups must come in multiples of this for that rate; 1: any number
+    uneven: float = 1.0  # rate of other grouped convolutions
+    uneven_ramp: float = 0.0  # input channels a group at which they reach half of it
 
 
 FIRST = Layout(conversions=2.0, grouped=0.37, width=33.0)

@@ -29,54 +29,32 @@ _SHARES = {"fp16": ("fp16", "bf16"), "tf32": ("tf32", "bf16"), "fp32": ("fp32", 
 
 
 class Rates(NamedTuple):
-    """What the kernels of one precision reach on one device; hashable, so that answers can be remembered.
+    """What the kernels of one precision reach on one device; hashable, so that answers can be remembered."""
 
-    Attributes:
-        units: multiprocessors.
-        unit: FLOP/s of one of them in the best matmul tile.
-        bandwidth: bytes per second of memory.
-        launch: seconds of the shortest kernel.
-        tail: seconds before a kernel's memory streams at full rate.
-        item_bytes: bytes of one item.
-        gpu: whether matmul kernels work in a GPU's tiles.
-        uneven: whether slices of an extent that does not divide differ by one, so that all wait for the slower of both.
-    """
-
-    units: int
-    unit: float
-    bandwidth: float
-    launch: float
-    tail: float
-    item_bytes: int
-    gpu: bool
+    units: int  # multiprocessors
+    unit: float  # FLOP/s of one of them in the best matmul tile
+    bandwidth: float  # bytes per second of memory
+    launch: float  # seconds of the shortest kernel
+    tail: float  # seconds before a kernel's memory streams at full rate
+    item_bytes: int  # bytes of one item
+    gpu: bool  # whether matmul kernels work in a GPU's tiles
+    # whether slices of an extent that does not divide differ by one, so that all wait for the slower of both
     uneven: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Machine:
-    """One device at one precision.
+    """One device at one precision."""
 
-    Attributes:
-        device: its data sheet.
-        constants: what kernels reach of it.
-        stack: what the training software adds.
-        precision: of linear layers.
-        item_bytes: bytes of one item of activations.
-        peak: FLOP/s of the data sheet in linear layers.
-        wide: FLOP/s of the data sheet in all other matmuls and in attention.
-        linear: rates of matmuls that run in ``precision``.
-        other: rates of everything else.
-    """
-
-    device: Device
-    constants: DeviceConstants
-    stack: StackConstants
-    precision: str
-    item_bytes: int
-    peak: float
-    wide: float
-    linear: Rates
-    other: Rates
+    device: Device  # its data sheet
+    constants: DeviceConstants  # what kernels reach of it
+    stack: StackConstants  # what the training software adds
+    precision: str  # of linear layers
+    item_bytes: int  # bytes of one item of activations
+    peak: float  # FLOP/s of the data sheet in linear layers
+    wide: float  # FLOP/s of the data sheet in all other matmuls and in attention
+    linear: Rates  # rates of matmuls that run in ``precision``
+    other: Rates  # rates of everything else
 
     @property
     def bandwidth(self) -> float:

@@ -42,159 +42,101 @@ class OriginKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where figures come from.
-
-    Attributes:
-        kind: measured or estimated.
-        source: the device and backend they were measured on, or what they were estimated from.
-        date: ISO date of the measurement; empty for estimates.
-        repetitions: how often each point was measured; 0 for estimates.
-        spread: median over points of (third quartile - first quartile) / median of the repetitions.
-    """
+    """Where figures come from."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    kind: OriginKind
-    source: str
-    date: str = ""
-    repetitions: Size = 0
-    spread: Amount = 0.0
+    kind: OriginKind  # measured or estimated
+    source: str  # the device and backend they were measured on, or what they were estimated from
+    date: str = ""  # ISO date of the measurement; empty for estimates
+    repetitions: Size = 0  # how often each point was measured; 0 for estimates
+    spread: Amount = 0.0  # median over points of (third quartile - first quartile) / median of the repetitions
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPoint:
-    """One measured or estimated point of one kind of layer on one device.
-
-    Attributes:
-        kind: key into ``ModelGraph.kinds``.
-        samples: samples on the device; fractions where devices share the tokens of one.
-        tensor: tensor-parallel degree whose shard was run (communication left out).
-        sequence_parallel: whether tokens were shared too.
-        recompute: what is computed again; ``backward`` includes it.
-        forward: seconds.
-        backward: seconds.
-        kept: bytes that stay from forward to backward.
-        working: bytes live at the worst moment of backward beyond parameters, their gradients, and what all
-            earlier layers keep; includes this layer's own ``kept``.
-        forward_working: bytes live at the worst moment of forward beyond parameters and what all earlier layers
-            keep; includes this layer's own ``kept``.
-        spread: interquartile range / median of forward + backward; 0 for estimates.
-        expert: devices that the experts of a mixture were spread over, each of which works on the tokens of them all.
-        filters: devices that share the output channels of convolutions.
-        channels: devices that share their input channels.
-    """
+    """One measured or estimated point of one kind of layer on one device."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    kind: Name
+    kind: Name  # key into ``ModelGraph.kinds``
+    # samples on the device; fractions where devices share the tokens of one
     samples: Annotated[int | float, Interval(gt=0, le=SAMPLES)]
-    tensor: Devices
-    sequence_parallel: bool
-    recompute: Recompute
-    forward: Seconds
-    backward: Seconds
-    kept: Size
+    tensor: Devices  # tensor-parallel degree whose shard was run (communication left out)
+    sequence_parallel: bool  # whether tokens were shared too
+    recompute: Recompute  # what is computed again; ``backward`` includes it
+    forward: Seconds  # seconds
+    backward: Seconds  # seconds
+    kept: Size  # bytes that stay from forward to backward
+    # bytes live at the worst moment of backward beyond parameters, their gradients, and what all earlier layers keep;
+    # includes this layer's own ``kept``
     working: Size
+    # bytes live at the worst moment of forward beyond parameters and what all earlier layers keep; includes this
+    # layer's own ``kept``
     forward_working: Size
-    spread: Amount = 0.0
+    spread: Amount = 0.0  # interquartile range / median of forward + backward; 0 for estimates
+    # devices that the experts of a mixture were spread over, each of which works on the tokens of them all
     expert: Devices = 1
-    filters: Devices = 1
-    channels: Devices = 1
+    filters: Devices = 1  # devices that share the output channels of convolutions
+    channels: Devices = 1  # devices that share their input channels
 
 
 @dataclass(frozen=True, slots=True)
 class CollectivePoint:
-    """One measured point of communication.
-
-    Attributes:
-        collective: its kind.
-        group: ranks in the group.
-        stride: ranks between its members (1: near).
-        siblings: groups that ran at the same moment.
-        size: bytes of the whole tensor (what an all-gather yields, what a reduce-scatter takes).
-        seconds: time of one call.
-    """
+    """One measured point of communication."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    collective: Collective
-    group: Devices
-    stride: Devices
-    siblings: Devices
-    size: Size
-    seconds: Seconds
+    collective: Collective  # its kind
+    group: Devices  # ranks in the group
+    stride: Devices  # ranks between its members (1: near)
+    siblings: Devices  # groups that ran at the same moment
+    size: Size  # bytes of the whole tensor (what an all-gather yields, what a reduce-scatter takes)
+    seconds: Seconds  # time of one call
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveFit:
-    """Straight line through the points of one collective on one shape of group: ``latency + size / bandwidth``.
-
-    Attributes:
-        collective, group, stride, siblings: what it was fitted for.
-        latency: seconds.
-        bandwidth: bytes of the whole tensor per second.
-        residual: median of |predicted - measured| / measured.
-    """
+    """Straight line through the points of one collective on one shape of group: ``latency + size / bandwidth``."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    collective: Collective
+    collective: Collective  # collective, group, stride, siblings: what it was fitted for
     group: Devices
     stride: Devices
     siblings: Devices
-    latency: Seconds
-    bandwidth: Rate
-    residual: Amount
+    latency: Seconds  # seconds
+    bandwidth: Rate  # bytes of the whole tensor per second
+    residual: Amount  # median of |predicted - measured| / measured
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How much compute and communication slow one another down while both run.
-
-    Attributes:
-        compute_slowdown: factor >= 1 on compute time.
-        communication_slowdown: factor >= 1 on communication time.
-    """
+    """How much compute and communication slow one another down while both run."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    compute_slowdown: Factor = 1.0
-    communication_slowdown: Factor = 1.0
+    compute_slowdown: Factor = 1.0  # factor >= 1 on compute time
+    communication_slowdown: Factor = 1.0  # factor >= 1 on communication time
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerCost:
-    """What updating parameters costs on one device.
-
-    Attributes:
-        name: the optimizer (``adamw``).
-        state_bytes: bytes of optimizer state for one parameter item (two fp32 moments: 8; with an fp32 master: 12).
-        seconds_per_item: update time for one item held on the device.
-        seconds_per_tensor: fixed time for one parameter tensor.
-        working_bytes: temporary bytes for one item of the tensor (or tensors) updated at once.
-        working_share: share of the device's items that are updated at once (1: all together, foreach).
-    """
+    """What updating parameters costs on one device."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    name: Name
-    state_bytes: Size
-    seconds_per_item: Seconds
-    seconds_per_tensor: Seconds = 0.0
-    working_bytes: Amount = 0.0
-    working_share: Amount = 0.0
+    name: Name  # the optimizer (``adamw``)
+    state_bytes: Size  # bytes of optimizer state for one parameter item (two fp32 moments: 8; with an fp32 master: 12)
+    seconds_per_item: Seconds  # update time for one item held on the device
+    seconds_per_tensor: Seconds = 0.0  # fixed time for one parameter tensor
+    working_bytes: Amount = 0.0  # temporary bytes for one item of the tensor (or tensors) updated at once
+    working_share: Amount = 0.0  # share of the device's items that are updated at once (1: all together, foreach)
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """What one device reaches on large single operators, for people and reports.
-
-    Attributes:
-        matmul: FLOP/s of the fastest shape tried.
-        attention: FLOP/s of attention without a mask.
-        bandwidth: bytes per second read and written by an elementwise addition larger than the caches.
-        launch: seconds of the smallest operation.
-    """
+    """What one device reaches on large single operators, for people and reports."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    matmul: RateOrNone
-    attention: RateOrNone
-    bandwidth: RateOrNone
-    launch: Seconds
+    matmul: RateOrNone  # FLOP/s of the fastest shape tried
+    attention: RateOrNone  # FLOP/s of attention without a mask
+    bandwidth: RateOrNone  # bytes per second read and written by an elementwise addition larger than the caches
+    launch: Seconds  # seconds of the smallest operation
 
 
 BRANCH_HOST = 1.5e-3
@@ -204,48 +146,34 @@ a call of one convolution of two, on two gloo processes of a server CPU."""
 
 @dataclass(frozen=True, slots=True)
 class HostOverhead:
-    """Fixed host time of the runtime's own machinery, once a layer and micro-batch (seconds).
-
-    Attributes:
-        zero: hooks and copies around one ZeRO layer beside its collectives, forward and backward together.
-        data: bucket handling of one data-parallel layer, once a step.
-        step: everything once a step that belongs to no layer (batch slicing, clipping, zeroing gradients).
-        pipeline: one send or receive of one micro-batch beside the transfer.
-        tensor: one blocking collective of a tensor group beside the transfer: waiting for the others, waking up.
-        tensor_per_byte: what that grows by with each byte of the tensor.
-        gathered_per_byte: seconds a byte of a tensor whose tokens are gathered or scattered: copying it into, or
-            out of, the order of its tokens on the device (0 in a measured profile, whose ``tensor_per_byte`` holds it).
-        microbatch: once a micro-batch and stage, outside all layers.
-        spatial: finding out what every function means for shares of pixels, of one layer, both passes together.
-        branch: one call of a branch with devices of its own, on every rank, forward and backward together beside the
-            transfer: putting it off, and one exchange of what it returns (estimated where it was not measured).
-    """
+    """Fixed host time of the runtime's own machinery, once a layer and micro-batch (seconds)."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    zero: Seconds = 0.0
-    data: Seconds = 0.0
-    step: Seconds = 0.0
-    pipeline: Seconds = 0.0
+    zero: Seconds = 0.0  # hooks and copies around one ZeRO layer beside its collectives, forward and backward together
+    data: Seconds = 0.0  # bucket handling of one data-parallel layer, once a step
+    step: Seconds = 0.0  # everything once a step that belongs to no layer (batch slicing, clipping, zeroing gradients)
+    pipeline: Seconds = 0.0  # one send or receive of one micro-batch beside the transfer
+    # one blocking collective of a tensor group beside the transfer: waiting for the others, waking up
     tensor: Seconds = 0.0
-    tensor_per_byte: Seconds = 0.0
+    tensor_per_byte: Seconds = 0.0  # what that grows by with each byte of the tensor
+    # seconds a byte of a tensor whose tokens are gathered or scattered: copying it into, or out of, the order of its
+    # tokens on the device (0 in a measured profile, whose ``tensor_per_byte`` holds it)
     gathered_per_byte: Seconds = 0.0
-    microbatch: Seconds = 0.0
+    microbatch: Seconds = 0.0  # once a micro-batch and stage, outside all layers
+    # finding out what every function means for shares of pixels, of one layer, both passes together
     spatial: Seconds = 0.0
+    # one call of a branch with devices of its own, on every rank, forward and backward together beside the transfer:
+    # putting it off, and one exchange of what it returns (estimated where it was not measured)
     branch: Seconds = BRANCH_HOST
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFigures:
-    """What layers cost on one type of device in a cluster of several.
-
-    Attributes:
-        device: its name.
-        layers, optimizer, overhead: as in ``Profile``.
-    """
+    """What layers cost on one type of device in a cluster of several."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    device: Name
-    layers: tuple[LayerPoint, ...]
+    device: Name  # its name
+    layers: tuple[LayerPoint, ...]  # layers, optimizer, overhead: as in ``Profile``
     optimizer: OptimizerCost
     overhead: HostOverhead = HostOverhead()
 

@@ -26,16 +26,11 @@ from galvatron_lite.parallelism.precision import compute_context
 
 @dataclass(frozen=True, slots=True)
 class BlockCall:
-    """What a block is called with, and the shapes of what it returns.
+    """What a block is called with, and the shapes of what it returns."""
 
-    Attributes:
-        args, kwargs: detached arguments.
-        result: what it returned, tensors on the meta device.
-    """
-
-    args: tuple[Any, ...]
+    args: tuple[Any, ...]  # args, kwargs: detached arguments
     kwargs: dict[str, Any]
-    result: Any
+    result: Any  # what it returned, tensors on the meta device
 
 
 class PassThrough(nn.Module):
@@ -62,15 +57,10 @@ class PassThrough(nn.Module):
 
 @dataclass(slots=True)
 class Skeleton:
-    """A model without its blocks.
+    """A model without its blocks."""
 
-    Attributes:
-        model: a copy of the user's model with stubs for blocks, on the device.
-        stubs: by path, in running order.
-    """
-
-    model: nn.Module
-    stubs: dict[str, PassThrough] = field(default_factory=dict)
+    model: nn.Module  # a copy of the user's model with stubs for blocks, on the device
+    stubs: dict[str, PassThrough] = field(default_factory=dict)  # by path, in running order
 
     def visit_with(self, visitor: Callable[[PassThrough, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         """Let every stub ask ``visitor(stub, args, kwargs)`` for its result."""

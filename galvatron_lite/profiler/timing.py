@@ -34,21 +34,13 @@ class Across(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TimingRule:
-    """How long to go on measuring one point.
+    """How long to go on measuring one point."""
 
-    Attributes:
-        warmup: repetitions that are thrown away.
-        least: repetitions at the least.
-        most: repetitions at the most.
-        spread: stop once (third quartile - first quartile) / median is this small.
-        seconds: stop once so much time was spent.
-    """
-
-    warmup: int = 2
-    least: int = 5
-    most: int = 60
-    spread: float = 0.05
-    seconds: float = 0.3
+    warmup: int = 2  # repetitions that are thrown away
+    least: int = 5  # repetitions at the least
+    most: int = 60  # repetitions at the most
+    spread: float = 0.05  # stop once (third quartile - first quartile) / median is this small
+    seconds: float = 0.3  # stop once so much time was spent
 
 
 DEFAULT_RULE = TimingRule()
@@ -62,17 +54,11 @@ _CLEAR = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one point took.
+    """What one point took."""
 
-    Attributes:
-        laps: seconds of each part, median over the repetitions.
-        repetitions: how many were counted.
-        spread: (third quartile - first quartile) / median of the sum of the parts.
-    """
-
-    laps: tuple[float, ...]
-    repetitions: int
-    spread: float
+    laps: tuple[float, ...]  # seconds of each part, median over the repetitions
+    repetitions: int  # how many were counted
+    spread: float  # (third quartile - first quartile) / median of the sum of the parts
 
     @property
     def seconds(self) -> float:
@@ -125,32 +111,20 @@ def time_call(
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One of the times that a difference is made of.
+    """One of the times that a difference is made of."""
 
-    Attributes:
-        weight: what its seconds count.
-        run: what to time; of the parts that it ends by calling its argument, the last one counts.
-        across: how the ranks' figures become one.
-    """
-
-    weight: float
-    run: Callable[[Lap], object]
-    across: Across = Across.MEAN
+    weight: float  # what its seconds count
+    run: Callable[[Lap], object]  # what to time; of the parts that it ends by calling its argument, the last one counts
+    across: Across = Across.MEAN  # how the ranks' figures become one
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What times differ by.
+    """What times differ by."""
 
-    Attributes:
-        seconds: the sum of all terms, median over the repetitions.
-        noise: standard error of that, seconds.
-        repetitions: how many were counted.
-    """
-
-    seconds: float
-    noise: float
-    repetitions: int
+    seconds: float  # the sum of all terms, median over the repetitions
+    noise: float  # standard error of that, seconds
+    repetitions: int  # how many were counted
 
     @property
     def is_clear(self) -> bool:

@@ -143,11 +143,7 @@ def _difference(own: Sequence[Any], other: Sequence[Any]) -> str:
 
 
 def _behind_one_another(batches: Sequence[Any]) -> Any:
-    """Batches as one.
-
-    Raises:
-        InputError: their samples have unlike shapes.
-    """
+    """Batches as one."""
     sizes = [batch_size(batch) for batch in batches]
     held = [dict(places(batch)) for batch in batches]
 

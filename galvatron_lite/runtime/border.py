@@ -21,36 +21,23 @@ from galvatron_lite.runtime.placement import Placed
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """A rank's part of a tensor of the stage.
+    """A rank's part of a tensor of the stage."""
 
-    Attributes:
-        tensor: a plain one; its gradient is complete on every rank that holds the same.
-        split: how the whole lies on the stage.
-        shape: of the whole.
-    """
-
-    tensor: Tensor
-    split: Split
-    shape: tuple[int, ...]
+    tensor: Tensor  # a plain one; its gradient is complete on every rank that holds the same
+    split: Split  # how the whole lies on the stage
+    shape: tuple[int, ...]  # of the whole
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Border:
-    """What code in one layout works on.
+    """What code in one layout works on."""
 
-    Attributes:
-        layout: of its activations.
-        axes: those along which its pictures or tokens are cut; none where it works on plain tensors.
-        lines: the ranks along each.
-        slices: the ranks that share the channels of what enters and leaves; None where they are whole.
-        outputs: channels of the pictures that leave, in order; empty where their shares are equal.
-    """
-
-    layout: Layout
+    layout: Layout  # of its activations
+    # those along which its pictures or tokens are cut; none where it works on plain tensors
     axes: tuple[Axis, ...] = ()
-    lines: tuple[Line, ...] = ()
-    slices: Line | None = None
-    outputs: tuple[int, ...] = ()
+    lines: tuple[Line, ...] = ()  # the ranks along each
+    slices: Line | None = None  # the ranks that share the channels of what enters and leaves; None where they are whole
+    outputs: tuple[int, ...] = ()  # channels of the pictures that leave, in order; empty where their shares are equal
 
     def cuts(self, split: Split, shape: Sequence[int]) -> Cuts:
         """How a rank's box of a tensor is cut inside.

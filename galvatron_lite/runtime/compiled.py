@@ -59,36 +59,22 @@ def _torch_version() -> tuple[int, int]:
 
 @dataclass(slots=True)
 class Verdict:
-    """What was found of a kind of block.
+    """What was found of a kind of block."""
 
-    Attributes:
-        takes: whether its blocks run compiled; None until the first of them has been tried.
-    """
-
-    takes: bool | None = None
+    takes: bool | None = None  # whether its blocks run compiled; None until the first of them has been tried
 
 
 @dataclass(slots=True)
 class Block:
-    """A block whose forward may be compiled.
+    """A block whose forward may be compiled."""
 
-    Attributes:
-        name: of the layer.
-        module: the block.
-        forward: as it was.
-        compiled: the same, compiled when it is first called.
-        verdict: of its kind.
-        group: ranks that run it together; their slowest counts.
-        measures: whether the faster way is kept, instead of the compiled one.
-    """
-
-    name: str
-    module: nn.Module
-    forward: Forward
-    compiled: Forward
-    verdict: Verdict
-    group: Group
-    measures: bool
+    name: str  # of the layer
+    module: nn.Module  # the block
+    forward: Forward  # as it was
+    compiled: Forward  # the same, compiled when it is first called
+    verdict: Verdict  # of its kind
+    group: Group  # ranks that run it together; their slowest counts
+    measures: bool  # whether the faster way is kept, instead of the compiled one
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The forward that was found best."""

@@ -25,21 +25,14 @@ EXPERTS = "experts"
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """This rank's groups for the experts of a layer.
+    """This rank's groups for the experts of a layer."""
 
-    Attributes:
-        line: ranks over which the experts are spread.
-        gradients: ranks that hold the same experts (the same slices of them) and took other tokens to them.
-        mesh: what ``fully_shard`` takes where some of those share the states: axes (data, zero), or only zero.
-        sliced: whether the tensor group shares each expert.
-        shards: ranks that share the states of the same experts.
-    """
-
-    line: Group
-    gradients: Group
+    line: Group  # ranks over which the experts are spread
+    gradients: Group  # ranks that hold the same experts (the same slices of them) and took other tokens to them
+    # what ``fully_shard`` takes where some of those share the states: axes (data, zero), or only zero
     mesh: DeviceMesh | None
-    sliced: bool
-    shards: int
+    sliced: bool  # whether the tensor group shares each expert
+    shards: int  # ranks that share the states of the same experts
 
 
 def expert_keys(strategy: Strategy, start: int, states: str, gradients: str) -> list[Key]:

@@ -28,18 +28,12 @@ IDS, HIDDEN = 2, 3
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Ranks along which one dim of a tensor is shared: the rank at ``place`` takes share ``place // stride % ways``.
+    """Ranks along which one dim of a tensor is shared: the rank at ``place`` takes share ``place // stride % ways``."""
 
-    Attributes:
-        ways: shares.
-        stride: ranks from one share to the next.
-        inner: ways that neighbours share each share again, evenly.
-        mirrored: whether a share is an early and a late piece (``shares.mirrored``): tokens of context parallelism.
-    """
-
-    ways: int = 1
-    stride: int = 1
-    inner: int = 1
+    ways: int = 1  # shares
+    stride: int = 1  # ranks from one share to the next
+    inner: int = 1  # ways that neighbours share each share again, evenly
+    # whether a share is an early and a late piece (``shares.mirrored``): tokens of context parallelism
     mirrored: bool = False
 
     def pieces(self, place: int, extent: int) -> tuple[Range, ...]:
@@ -94,15 +88,10 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How one tensor is shared by the ranks of a stage; ranks that differ in no axis hold the same.
+    """How one tensor is shared by the ranks of a stage; ranks that differ in no axis hold the same."""
 
-    Attributes:
-        devices: ranks of the stage.
-        axes: one a dim.
-    """
-
-    devices: int
-    axes: tuple[Axis, ...]
+    devices: int  # ranks of the stage
+    axes: tuple[Axis, ...]  # one a dim
 
     def box(self, place: int, shape: Sequence[int]) -> Box:
         """What the rank at ``place`` of the stage holds of a whole tensor of that shape, by ``shares.share``.
@@ -132,23 +121,15 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a strategy lays activations on a stage.
+    """How a strategy lays activations on a stage."""
 
-    Attributes:
-        batch: ways the samples are split; divides ``devices``.
-        sequence: ways the tokens are split by tensor groups: 1, or ``devices / batch / context``.
-        devices: ranks of the stage.
-        sides: ways the planes, rows and columns of pictures are split: 1, or ``devices / batch`` together.
-        channels: ways the channels of pictures are split: 1, or ``devices / batch``.
-        context: ways the tokens are split, attention included; outside of ``sequence``.
-    """
-
-    batch: int
-    sequence: int
-    devices: int
+    batch: int  # ways the samples are split; divides ``devices``
+    sequence: int  # ways the tokens are split by tensor groups: 1, or ``devices / batch / context``
+    devices: int  # ranks of the stage
+    # ways the planes, rows and columns of pictures are split: 1, or ``devices / batch`` together
     sides: Sides = (1, 1, 1)
-    channels: int = 1
-    context: int = 1
+    channels: int = 1  # ways the channels of pictures are split: 1, or ``devices / batch``
+    context: int = 1  # ways the tokens are split, attention included; outside of ``sequence``
 
     def __post_init__(self) -> None:
         inside, outside = self.sequence * prod(self.sides) * self.channels, self.batch * self.context
@@ -247,21 +228,13 @@ def layout_of(strategy: Strategy) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one rank sends and receives to change the split of one tensor.
+    """What one rank sends and receives to change the split of one tensor."""
 
-    Attributes:
-        held: what the rank holds before.
-        wanted: what it holds after.
-        sends: what goes to each rank of the stage; without items where nothing does.
-        receives: what comes from each rank.
-        local: whether no rank of the stage needs anything from another.
-    """
-
-    held: Box
-    wanted: Box
-    sends: tuple[Box, ...]
-    receives: tuple[Box, ...]
-    local: bool
+    held: Box  # what the rank holds before
+    wanted: Box  # what it holds after
+    sends: tuple[Box, ...]  # what goes to each rank of the stage; without items where nothing does
+    receives: tuple[Box, ...]  # what comes from each rank
+    local: bool  # whether no rank of the stage needs anything from another
 
 
 @lru_cache(maxsize=4096)

@@ -26,19 +26,12 @@ EVEN = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class TargetCount:
-    """What a mean cross-entropy divides by: its targets that are not ignored, each times the weight of its class.
+    """What a mean cross-entropy divides by: its targets that are not ignored, each times the weight of its class."""
 
-    Attributes:
-        place: of the targets in a batch; see ``model.batch.map_places``.
-        shift: how many tokens at the start of each sample are no target (1: the next token is predicted).
-        ignored: the target that does not count.
-        classes: weight of each class; None: all alike.
-    """
-
-    place: str
-    shift: int
-    ignored: int
-    classes: Tensor | None = None
+    place: str  # of the targets in a batch; see ``model.batch.map_places``
+    shift: int  # how many tokens at the start of each sample are no target (1: the next token is predicted)
+    ignored: int  # the target that does not count
+    classes: Tensor | None = None  # weight of each class; None: all alike
 
     def by_sample(self, batch: Any) -> Tensor | None:
         """The weight of each sample (samples,); None where the batch has no such targets."""
@@ -55,15 +48,10 @@ class TargetCount:
 
 @dataclass(frozen=True, slots=True)
 class TargetCounts:
-    """A loss weight found by itself: a loss made of mean cross-entropies.
+    """A loss weight found by itself: a loss made of mean cross-entropies."""
 
-    Attributes:
-        counts: of each one with targets, or weights of classes, of its own.
-        even: whether the loss has other terms, whose shares weigh alike: so must these.
-    """
-
-    counts: tuple[TargetCount, ...]
-    even: bool = False
+    counts: tuple[TargetCount, ...]  # of each one with targets, or weights of classes, of its own
+    even: bool = False  # whether the loss has other terms, whose shares weigh alike: so must these
 
     def __call__(self, batch: Any) -> Tensor:
         """The weight of some samples."""

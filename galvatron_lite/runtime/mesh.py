@@ -36,62 +36,37 @@ TOKENS = "tokens"
 
 @dataclass(frozen=True, slots=True)
 class StrategyGroups:
-    """This rank's process groups under one strategy of its stage, and its place in them.
+    """This rank's process groups under one strategy of its stage, and its place in them."""
 
-    Attributes:
-        data: ranks that hold the same states and take other samples (for ZeRO's mesh).
-        zero: ranks that share the states: ZeRO's, those of context and the spatial ones.
-        context: ranks that share the tokens of samples, attention included.
-        tensor: ranks that share the matmuls of each sample.
-        slices: ranks that share the channels of convolutions.
-        batch: data and zero together: ranks that take other samples; for statistics of all samples.
-        gradients: ranks that take other samples, tokens or pixels with equal slices of the parameters.
-        stage: all ranks of the stage; for gradients of parameters used on shares of tokens or channels.
-        everyone: all ranks of the stage; for moving activations between layouts.
-        depth, height, width: ranks along a side of pictures.
-        zero_mesh: what ``fully_shard`` takes: axes (data, zero), or only zero; None without ZeRO.
-        batch_index: which share of the samples this rank takes.
-        tensor_index: this rank's place in ``tensor``.
-        expert: groups of experts that are spread; None where they are not.
-    """
-
-    data: Group
-    zero: Group
-    context: Group
-    tensor: Group
-    slices: Group
-    batch: Group
-    gradients: Group
-    stage: Group
-    everyone: Group
-    depth: Group
+    data: Group  # ranks that hold the same states and take other samples (for ZeRO's mesh)
+    zero: Group  # ranks that share the states: ZeRO's, those of context and the spatial ones
+    context: Group  # ranks that share the tokens of samples, attention included
+    tensor: Group  # ranks that share the matmuls of each sample
+    slices: Group  # ranks that share the channels of convolutions
+    batch: Group  # data and zero together: ranks that take other samples; for statistics of all samples
+    gradients: Group  # ranks that take other samples, tokens or pixels with equal slices of the parameters
+    stage: Group  # all ranks of the stage; for gradients of parameters used on shares of tokens or channels
+    everyone: Group  # all ranks of the stage; for moving activations between layouts
+    depth: Group  # depth, height, width: ranks along a side of pictures
     height: Group
     width: Group
-    zero_mesh: DeviceMesh | None
-    batch_index: int
-    tensor_index: int
-    expert: ExpertGroups | None = None
+    zero_mesh: DeviceMesh | None  # what ``fully_shard`` takes: axes (data, zero), or only zero; None without ZeRO
+    batch_index: int  # which share of the samples this rank takes
+    tensor_index: int  # this rank's place in ``tensor``
+    expert: ExpertGroups | None = None  # groups of experts that are spread; None where they are not
 
 
 @dataclass(frozen=True, slots=True)
 class Meshes:
-    """The world, and this rank's place in it.
+    """The world, and this rank's place in it."""
 
-    Attributes:
-        rank: this rank.
-        stages: pipeline stages.
-        stage_devices: ranks of one stage.
-        pipeline: ranks with this rank's place in every stage, in stage order.
-        by_degrees: groups of strategies, of which only the degrees count, for this rank's stage.
-        first: rank of the first stage's first; not 0 where a part of the model has ranks of its own.
-    """
-
-    rank: int
-    stages: int
-    stage_devices: int
-    pipeline: Group
+    rank: int  # this rank
+    stages: int  # pipeline stages
+    stage_devices: int  # ranks of one stage
+    pipeline: Group  # ranks with this rank's place in every stage, in stage order
+    # groups of strategies, of which only the degrees count, for this rank's stage
     by_degrees: Mapping[Strategy, StrategyGroups]
-    first: int = 0
+    first: int = 0  # rank of the first stage's first; not 0 where a part of the model has ranks of its own
 
     @property
     def world(self) -> int:
@@ -149,17 +124,11 @@ def join_world(plan: Plan, device_type: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Layers that have ranks of their own, and no pipeline.
+    """Layers that have ranks of their own, and no pipeline."""
 
-    Attributes:
-        first: their first rank.
-        devices: how many consecutive ranks.
-        strategies: of the layers. Those of one device: every rank does the whole work.
-    """
-
-    first: int
-    devices: int
-    strategies: tuple[Strategy, ...]
+    first: int  # their first rank
+    devices: int  # how many consecutive ranks
+    strategies: tuple[Strategy, ...]  # of the layers. Those of one device: every rank does the whole work
 
 
 def build_part_meshes(parts: Sequence[Part], device_type: str) -> list[Meshes | None]:

@@ -27,45 +27,28 @@ RUNNING = ("running_mean", "running_var")
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Items that are in one place both in a rank's tensor and in the whole one; the boxes' shapes are equal.
+    """Items that are in one place both in a rank's tensor and in the whole one; the boxes' shapes are equal."""
 
-    Attributes:
-        local: where in the rank's tensor.
-        whole: where in the whole tensor.
-    """
-
-    local: Box
-    whole: Box
+    local: Box  # where in the rank's tensor
+    whole: Box  # where in the whole tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a rank holds of one tensor.
+    """What a rank holds of one tensor."""
 
-    Attributes:
-        name: the user's; of a shared parameter the first of its names in the model's ``state_dict()``.
-        shape: of the whole tensor.
-        tensor: this rank's, plain; it shares its storage with what training uses.
-        chunks: which items it has; none where the rank has no part.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    tensor: Tensor
-    chunks: tuple[Chunk, ...]
+    name: str  # the user's; of a shared parameter the first of its names in the model's ``state_dict()``
+    shape: tuple[int, ...]  # of the whole tensor
+    tensor: Tensor  # this rank's, plain; it shares its storage with what training uses
+    chunks: tuple[Chunk, ...]  # which items it has; none where the rank has no part
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """The entries of a whole model's ``state_dict()``, known before the model is split.
+    """The entries of a whole model's ``state_dict()``, known before the model is split."""
 
-    Attributes:
-        names: every entry, and the first name of the tensor behind it.
-        homes: of each entry that is a buffer: the layer that holds it; empty where none does.
-    """
-
-    names: Mapping[str, str]
-    homes: Mapping[str, str]
+    names: Mapping[str, str]  # every entry, and the first name of the tensor behind it
+    homes: Mapping[str, str]  # of each entry that is a buffer: the layer that holds it; empty where none does
 
 
 class Parallel(Protocol):
@@ -224,11 +207,7 @@ def _laid(tensor: Tensor, one: Owned) -> tuple[Tensor, Box, tuple[int, ...]]:
 
 
 def _own_box(tensor: DTensor) -> Box:
-    """Which items of a DTensor this rank has: along each axis of the mesh torch cuts as ``torch.chunk`` does.
-
-    Raises:
-        InputError: it is placed in another way.
-    """
+    """Which items of a DTensor this rank has: along each axis of the mesh torch cuts as ``torch.chunk`` does."""
     ranges = [(0, extent) for extent in tensor.shape]
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None  # this rank has the tensor

@@ -17,19 +17,12 @@ Boxes = tuple[Box, ...]
 
 @dataclass(frozen=True, slots=True)
 class PieceRoute:
-    """What one rank sends and receives.
+    """What one rank sends and receives."""
 
-    Attributes:
-        held: the boxes that the rank holds before, one behind the other along a dim.
-        wanted: those it holds after.
-        sends: boxes that go to each rank.
-        receives: boxes that come from each rank.
-    """
-
-    held: Boxes
-    wanted: Boxes
-    sends: tuple[Boxes, ...]
-    receives: tuple[Boxes, ...]
+    held: Boxes  # the boxes that the rank holds before, one behind the other along a dim
+    wanted: Boxes  # those it holds after
+    sends: tuple[Boxes, ...]  # boxes that go to each rank
+    receives: tuple[Boxes, ...]  # boxes that come from each rank
 
 
 @lru_cache(maxsize=1024)

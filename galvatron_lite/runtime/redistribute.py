@@ -18,15 +18,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Mover:
-    """Moves activations between splits on a stage.
+    """Moves activations between splits on a stage."""
 
-    Attributes:
-        group: all ranks of the stage; None for a stage of one rank.
-        place: this rank's place in the stage.
-    """
-
-    group: dist.ProcessGroup | None
-    place: int
+    group: dist.ProcessGroup | None  # all ranks of the stage; None for a stage of one rank
+    place: int  # this rank's place in the stage
 
     def __call__(self, tensor: Tensor, source: Split, target: Split, shape: Shape) -> Tensor:
         """The tensor split another way.

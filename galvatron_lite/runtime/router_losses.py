@@ -50,19 +50,12 @@ def check_router_losses(model: nn.Module, batch: Any, plan: Plan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Shares:
-    """How the ranks of a stage have a block's tokens between them.
+    """How the ranks of a stage have a block's tokens between them."""
 
-    Attributes:
-        group: ranks with other tokens; None: each has all of them.
-        scale: how many times too small the ranks' gradients of a loss of all tokens are together.
-        samples: this rank's share of the samples, of how many.
-        tokens: this rank's share of those tokens of its samples that a tensor group has, of how many.
-    """
-
-    group: dist.ProcessGroup | None
-    scale: float
-    samples: tuple[int, int]
-    tokens: tuple[int, int]
+    group: dist.ProcessGroup | None  # ranks with other tokens; None: each has all of them
+    scale: float  # how many times too small the ranks' gradients of a loss of all tokens are together
+    samples: tuple[int, int]  # this rank's share of the samples, of how many
+    tokens: tuple[int, int]  # this rank's share of those tokens of its samples that a tensor group has, of how many
 
 
 @dataclass(slots=True)
@@ -173,11 +166,7 @@ class _Hook:
 
 
 def _of_all_tokens(logits: Tensor, shares: _Shares, mask: Tensor | None) -> Tensor:
-    """The logits (tokens, experts) of all ranks of a group, in the order of a mask (samples, tokens) of them all.
-
-    Raises:
-        InputError: context parallelism leaves ranks unequal shares of the tokens, or the mask is not one of tokens.
-    """
+    """The logits (tokens, experts) of all ranks of a group, in the order of a mask (samples, tokens) of them all."""
     for cut in cuts_of(logits):
         if cut.extent % cut.line.size:
             remedy = f"A loss on the {LOGITS} needs tokens that {cut.line.size} ranks can share evenly: pad the batch."

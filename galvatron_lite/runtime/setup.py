@@ -89,33 +89,19 @@ class Options:
 
 @dataclass(slots=True)
 class StageRuntime:
-    """What this rank's stage is made of.
+    """What this rank's stage is made of."""
 
-    Attributes:
-        stage: its layers and strategies.
-        meshes: process groups.
-        owned: its parameters.
-        sharded: how they were split.
-        reducer: sums the gradients of the others.
-        traffic: shared by the hooks.
-        pipeline: runs the schedule; None for a single stage.
-        shared: copies of parameters on several stages; None for a single stage.
-        updates: brings gradients to what the optimizer updates, and updated values back.
-        model: holds its modules, under the names of the whole model.
-        is_last: whether this stage computes the loss.
-    """
-
-    stage: tuple[Placed, ...]
-    meshes: Meshes
-    owned: list[Owned]
-    sharded: Sharded
-    reducer: GradientReducer
-    traffic: Traffic
-    pipeline: PipelineRunner | None
-    shared: SharedCopies | None
-    updates: Updates
-    model: nn.Module
-    is_last: bool = True
+    stage: tuple[Placed, ...]  # its layers and strategies
+    meshes: Meshes  # process groups
+    owned: list[Owned]  # its parameters
+    sharded: Sharded  # how they were split
+    reducer: GradientReducer  # sums the gradients of the others
+    traffic: Traffic  # shared by the hooks
+    pipeline: PipelineRunner | None  # runs the schedule; None for a single stage
+    shared: SharedCopies | None  # copies of parameters on several stages; None for a single stage
+    updates: Updates  # brings gradients to what the optimizer updates, and updated values back
+    model: nn.Module  # holds its modules, under the names of the whole model
+    is_last: bool = True  # whether this stage computes the loss
 
     @property
     def glue_groups(self) -> StrategyGroups:
@@ -159,23 +145,14 @@ def set_up(
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A plan for a model, and all that must be found out of the whole model before it is split.
+    """A plan for a model, and all that must be found out of the whole model before it is split."""
 
-    Attributes:
-        plan: for this model.
-        layers: of the model.
-        stages: the layers of each stage, with their strategies.
-        ties: parameters that layers share.
-        known: of each of this rank's stages: how layers are split inside.
-        flow: which layers read what, where there are several stages.
-    """
-
-    plan: Plan
-    layers: Sequence[Layer]
-    stages: Stages
-    ties: tuple[SharedParameter, ...]
-    known: tuple[Known, ...]
-    flow: Flow | None
+    plan: Plan  # for this model
+    layers: Sequence[Layer]  # of the model
+    stages: Stages  # the layers of each stage, with their strategies
+    ties: tuple[SharedParameter, ...]  # parameters that layers share
+    known: tuple[Known, ...]  # of each of this rank's stages: how layers are split inside
+    flow: Flow | None  # which layers read what, where there are several stages
 
     @property
     def names(self) -> list[list[str]]:
@@ -313,15 +290,10 @@ def make_pipeline_groups(prepared: Prepared, groups: ProcessGroups) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What must be found out of a whole model before it is changed.
+    """What must be found out of a whole model before it is changed."""
 
-    Attributes:
-        plans: how layers are split inside.
-        sampled: how arguments of layers hold the samples; see ``Traffic``.
-    """
-
-    plans: LayerPlans
-    sampled: Mapping[str, Mapping[str, int]]
+    plans: LayerPlans  # how layers are split inside
+    sampled: Mapping[str, Mapping[str, int]]  # how arguments of layers hold the samples; see ``Traffic``
 
 
 def examine(

@@ -43,27 +43,18 @@ from galvatron_lite.runtime.placement import Placed, glue_layout
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A parameter on this rank.
+    """A parameter on this rank."""
 
-    Attributes:
-        names: its paths in the model; several where it is shared.
-        parameter: what this rank holds: a DTensor under ZeRO, else a plain one.
-        shard: how that lies in the whole parameter by tensor parallelism; None without it.
-        groups: of its layer's strategy.
-        copies: ranks of the stage that hold (under ZeRO-1: update) the same.
-        share: the rows of it that this rank updates under ZeRO-1, where the parameter itself is whole.
-        host: its copy in host memory, where the optimizer's states are kept there.
-        spread: how it lies in the whole parameter of a mixture whose experts are spread; ``shard`` tells of this part
-            of it. None for all others.
-    """
-
-    names: tuple[str, ...]
-    parameter: nn.Parameter
-    shard: ParameterShard | None
-    groups: StrategyGroups
-    copies: int
+    names: tuple[str, ...]  # its paths in the model; several where it is shared
+    parameter: nn.Parameter  # what this rank holds: a DTensor under ZeRO, else a plain one
+    shard: ParameterShard | None  # how that lies in the whole parameter by tensor parallelism; None without it
+    groups: StrategyGroups  # of its layer's strategy
+    copies: int  # ranks of the stage that hold (under ZeRO-1: update) the same
+    # the rows of it that this rank updates under ZeRO-1, where the parameter itself is whole
     share: Share | None = None
-    host: HostCopy | None = None
+    host: HostCopy | None = None  # its copy in host memory, where the optimizer's states are kept there
+    # how it lies in the whole parameter of a mixture whose experts are spread; ``shard`` tells of this part of it.
+    # None for all others
     spread: ParameterShard | None = None
 
     @property
@@ -122,38 +113,25 @@ class Owned:
 
 @dataclass(slots=True)
 class Sharded:
-    """What splitting a stage left behind.
+    """What splitting a stage left behind."""
 
-    Attributes:
-        shards: how parameters lie in the whole ones by tensor parallelism, by name.
-        experts: how parameters of experts that are spread lie in the whole ones, by name.
-        zero_modules: modules that FSDP manages.
-        replicated: those of them whose mesh has a data axis, too.
-        borders: modules of layers, and what they work on.
-        traveller: carries to host memory what layers keep there.
-    """
-
+    # how parameters lie in the whole ones by tensor parallelism, by name
     shards: dict[str, ParameterShard] = field(default_factory=dict)
+    # how parameters of experts that are spread lie in the whole ones, by name
     experts: dict[str, ParameterShard] = field(default_factory=dict)
-    zero_modules: list[FSDPModule] = field(default_factory=list)
-    replicated: list[FSDPModule] = field(default_factory=list)
-    borders: list[Bordered] = field(default_factory=list)
-    traveller: HostTraveller = field(default_factory=HostTraveller)
+    zero_modules: list[FSDPModule] = field(default_factory=list)  # modules that FSDP manages
+    replicated: list[FSDPModule] = field(default_factory=list)  # those of them whose mesh has a data axis, too
+    borders: list[Bordered] = field(default_factory=list)  # modules of layers, and what they work on
+    traveller: HostTraveller = field(default_factory=HostTraveller)  # carries to host memory what layers keep there
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlans:
-    """How layers are split inside.
+    """How layers are split inside."""
 
-    Attributes:
-        tensor: by layer name, where a strategy splits matmuls.
-        channel: by module path, where it shares channels.
-        capacity: of experts, see ``expert.dispatch.Spread``.
-    """
-
-    tensor: Mapping[str, TensorPlan]
-    channel: Mapping[str, ChannelPlan]
-    capacity: float | None = None
+    tensor: Mapping[str, TensorPlan]  # by layer name, where a strategy splits matmuls
+    channel: Mapping[str, ChannelPlan]  # by module path, where it shares channels
+    capacity: float | None = None  # of experts, see ``expert.dispatch.Spread``
 
 
 def shard_stage(
@@ -266,11 +244,7 @@ def _beside_experts(plan: TensorPlan, groups: StrategyGroups, sequence_parallel:
 
 
 def _mixtures(model: nn.Module, placed: Placed) -> tuple[Mixture, ...]:
-    """The mixtures of experts of a block.
-
-    Raises:
-        InputError: it has none, and its strategy spreads experts.
-    """
+    """The mixtures of experts of a block."""
     if placed.layer.role is not Role.BLOCK:
         return ()
     found = find_mixtures(model.get_submodule(placed.layer.modules[0]))

@@ -34,27 +34,17 @@ from galvatron_lite.runtime.synced_buffers import SyncedBuffers
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """How models of stages are called.
+    """How models of stages are called."""
 
-    Attributes:
-        compute: dtype of compute; None: that of the parameters.
-        device: of this rank.
-        loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``.
-        draws: decides random numbers; None: each rank draws for itself.
-        weight: how much the loss of some samples counts; None: as much as that of as many others.
-        reduction: what the loss is over samples, ``mean`` or ``sum``.
-        factors: on the loss of each part, by its identity.
-        buffers: that forward passes update.
-    """
-
-    compute: torch.dtype | None
-    device: torch.device
-    loss_fn: LossFn | None
-    draws: Draws | None = None
+    compute: torch.dtype | None  # dtype of compute; None: that of the parameters
+    device: torch.device  # of this rank
+    loss_fn: LossFn | None  # ``loss_fn(output, batch)``; see ``model.batch.loss_of``
+    draws: Draws | None = None  # decides random numbers; None: each rank draws for itself
+    # how much the loss of some samples counts; None: as much as that of as many others
     weight: LossWeight | None = None
-    reduction: str = "mean"
-    factors: dict[int, Tensor] = field(default_factory=dict)
-    buffers: SyncedBuffers = field(default_factory=lambda: SyncedBuffers({}))
+    reduction: str = "mean"  # what the loss is over samples, ``mean`` or ``sum``
+    factors: dict[int, Tensor] = field(default_factory=dict)  # on the loss of each part, by its identity
+    buffers: SyncedBuffers = field(default_factory=lambda: SyncedBuffers({}))  # that forward passes update
 
     def parts(self, runtime: StageRuntime, batch: Any, rows: int) -> list[Any]:
         """This rank's samples of every micro-batch of so many rows, in the layout of a stage's glue code."""

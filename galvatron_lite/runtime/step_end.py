@@ -38,17 +38,11 @@ class Trained(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What is not finite on a rank.
+    """What is not finite on a rank."""
 
-    Attributes:
-        loss: whether its part of the loss.
-        made: whether gradients that it made itself.
-        names: parameters whose gradient, summed over ranks.
-    """
-
-    loss: bool
-    made: bool
-    names: tuple[str, ...]
+    loss: bool  # whether its part of the loss
+    made: bool  # whether gradients that it made itself
+    names: tuple[str, ...]  # parameters whose gradient, summed over ranks
 
 
 def reduced(parallel: Trained, values: list[Tensor], with_norm: bool = True) -> Tensor:

@@ -26,25 +26,17 @@ named hold no samples. And the layout that they come from."""
 
 @dataclass(slots=True)
 class Traffic:
-    """What the hooks of one stage share.
+    """What the hooks of one stage share."""
 
-    Attributes:
-        mover: changes layouts.
-        border: of the glue code: its layout, and the ranks that share its pictures.
-        rules: what functions do with cut tensors.
-        compute: what floating-point inputs of blocks are cast to; None: left alone.
-        sampled: by layer and place, how many items of dim 0 of an argument each sample has; where nothing is known, one
-            whose dim 0 has as many items as there are samples is taken to have one.
-        rows: of the micro-batch, over the whole stage.
-        brought: glue tensors that were converted for a layer in this micro-batch, by identity.
-    """
-
-    mover: Mover
-    border: Border
-    rules: Rules
-    compute: torch.dtype | None
+    mover: Mover  # changes layouts
+    border: Border  # of the glue code: its layout, and the ranks that share its pictures
+    rules: Rules  # what functions do with cut tensors
+    compute: torch.dtype | None  # what floating-point inputs of blocks are cast to; None: left alone
+    # by layer and place, how many items of dim 0 of an argument each sample has; where nothing is known, one whose
+    # dim 0 has as many items as there are samples is taken to have one
     sampled: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    rows: int = 0
+    rows: int = 0  # of the micro-batch, over the whole stage
+    # glue tensors that were converted for a layer in this micro-batch, by identity
     brought: dict[tuple[int, object], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property

@@ -18,20 +18,13 @@ class Updates:
     """Carries gradients to what the optimizer updates, and updated values back; nothing to do for plain parameters.
 
     Every call is made by all ranks of a stage together.
-
-    Attributes:
-        owned: this rank's parameters.
-        reducer: of their gradients.
-        guarded: whether gradients refuse that other code takes their norm; see ``gradient_guard``.
-        due: whether an optimizer may have stepped since updated values were last brought back.
-        lowering: brings gradients to host memory.
     """
 
-    owned: Sequence[Owned]
-    reducer: GradientReducer
-    guarded: bool = False
-    due: bool = False
-    lowering: Lowering = field(init=False)
+    owned: Sequence[Owned]  # this rank's parameters
+    reducer: GradientReducer  # of their gradients
+    guarded: bool = False  # whether gradients refuse that other code takes their norm; see ``gradient_guard``
+    due: bool = False  # whether an optimizer may have stepped since updated values were last brought back
+    lowering: Lowering = field(init=False)  # brings gradients to host memory
 
     def __post_init__(self) -> None:
         final = [one.host for one in self.owned if one.host is not None and one.is_final]

@@ -29,21 +29,13 @@ _TRIES = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Finalist:
-    """A plan whose step has been simulated.
+    """A plan whose step has been simulated."""
 
-    Attributes:
-        name: of its shape.
-        found: what a search ended with.
-        plan: with its prediction.
-        fits: whether that is within the budget.
-        range: of its step over scenarios; None: not asked for.
-    """
-
-    name: str
-    found: Found
-    plan: Plan
-    fits: bool
-    range: Range | None = None
+    name: str  # of its shape
+    found: Found  # what a search ended with
+    plan: Plan  # with its prediction
+    fits: bool  # whether that is within the budget
+    range: Range | None = None  # of its step over scenarios; None: not asked for
 
     @property
     def seconds(self) -> float:

@@ -43,23 +43,15 @@ _QUICK_WORK, _LOOK = 60_000, 20_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """What the search ends with.
+    """What the search ends with."""
 
-    Attributes:
-        problem: the winning shape.
-        partition: its best plan.
-        gap: no plan of the space takes less than (1 - gap) of its time; 0.0: there is no better one.
-        others: by pipeline degree and schedule the best plan met on the way, the winner among them.
-        stopped: whether the user stopped the search.
-        given: whether the plan is one that the user gave.
-    """
-
-    problem: Problem
-    partition: Partition
-    gap: float = 0.0
+    problem: Problem  # the winning shape
+    partition: Partition  # its best plan
+    gap: float = 0.0  # no plan of the space takes less than (1 - gap) of its time; 0.0: there is no better one
+    # by pipeline degree and schedule the best plan met on the way, the winner among them
     others: tuple[Found, ...] = ()
-    stopped: bool = False
-    given: bool = False
+    stopped: bool = False  # whether the user stopped the search
+    given: bool = False  # whether the plan is one that the user gave
 
 
 def search(
@@ -247,35 +239,23 @@ class _Node:
 
 @dataclass(slots=True)
 class _Walk:
-    """Nodes in the order they are looked into, and the best plan so far.
+    """Nodes in the order they are looked into, and the best plan so far."""
 
-    Attributes:
-        heap: (rank, number, node); the rank is the node's bound, or what ``_later`` says.
-        order: gives the numbers.
-        most_work: labels after which the search ends; an exact one only once there is a plan.
-        exact, below, slack: see ``search``.
-        best: plan so far.
-        work: labels looked at.
-        open: a time that no plan beats in the nodes that were looked into but not to the end.
-        inside: the node that is being looked into.
-        met: best plan so far by pipeline degree and schedule.
-        known, ahead: see ``search``.
-        edges: bound by shape and layouts at the edges, whatever the strategies of tied layers.
-    """
-
-    heap: list[tuple[float, int, _Node]]
-    order: Iterator[int]
-    most_work: int
-    exact: bool
-    best: Found | None = None
-    work: int = 0
-    open: float = inf
-    inside: _Node | None = None
+    heap: list[tuple[float, int, _Node]]  # (rank, number, node); the rank is the node's bound, or what ``_later`` says
+    order: Iterator[int]  # gives the numbers
+    most_work: int  # labels after which the search ends; an exact one only once there is a plan
+    exact: bool  # exact, below, slack: see ``search``
+    best: Found | None = None  # plan so far
+    work: int = 0  # labels looked at
+    open: float = inf  # a time that no plan beats in the nodes that were looked into but not to the end
+    inside: _Node | None = None  # the node that is being looked into
+    # best plan so far by pipeline degree and schedule
     met: dict[tuple[int, Schedule], Found] = field(default_factory=dict)
+    # bound by shape and layouts at the edges, whatever the strategies of tied layers
     edges: dict[tuple[object, ...], float] = field(default_factory=dict)
     below: int | None = None
     slack: float = 0.0
-    known: Found | None = None
+    known: Found | None = None  # known, ahead: see ``search``
     ahead: float = 0.0
 
     @property

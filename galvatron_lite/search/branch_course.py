@@ -19,17 +19,11 @@ Strategies = tuple[Strategy, ...]
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """A number of micro-batches.
+    """A number of micro-batches."""
 
-    Attributes:
-        request: what is planned.
-        parts: prices parts of the model.
-        count: micro-batches of a step.
-    """
-
-    request: Request
-    parts: PartPricer
-    count: int
+    request: Request  # what is planned
+    parts: PartPricer  # prices parts of the model
+    count: int  # micro-batches of a step
 
     @property
     def microbatch(self) -> int:

@@ -23,13 +23,9 @@ Choices = Mapping[int, Mapping[Option, Strategies]]
 
 @dataclass(slots=True)
 class Options:
-    """Options of branches under one course; those of branches that are alike are searched once.
+    """Options of branches under one course; those of branches that are alike are searched once."""
 
-    Attributes:
-        course: the number of micro-batches.
-    """
-
-    course: Course
+    course: Course  # the number of micro-batches
     _known: dict[tuple[object, ...], Strategies | None] = field(default_factory=dict)
     _figures: dict[tuple[str, ...], Known] = field(default_factory=dict)
 

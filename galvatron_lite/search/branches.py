@@ -32,21 +32,13 @@ from galvatron_lite.search.ways import Asked, seconds_of
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """A region whose branches have devices of their own.
+    """A region whose branches have devices of their own."""
 
-    Attributes:
-        region: of the model.
-        assigned: its branches to groups.
-        choices: of each branch.
-        gain: seconds of a step that it takes less than as part of the trunk.
-        certificate: what an integer programme said of the assignment; empty where none was asked.
-    """
-
-    region: Region
-    assigned: Assignment
-    choices: tuple[Choices, ...]
-    gain: float
-    certificate: str = ""
+    region: Region  # of the model
+    assigned: Assignment  # its branches to groups
+    choices: tuple[Choices, ...]  # of each branch
+    gain: float  # seconds of a step that it takes less than as part of the trunk
+    certificate: str = ""  # what an integer programme said of the assignment; empty where none was asked
 
     def placements(self, course: Course) -> Iterator[BranchPlacement]:
         """Where each branch is, group by group."""

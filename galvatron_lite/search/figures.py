@@ -31,25 +31,19 @@ def all_ticks(seconds: FloatArray) -> IntArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Figures:
-    """What S strategies cost a layer.
+    """What S strategies cost a layer."""
 
-    Attributes:
-        forward, backward, weight, step: (S,) picoseconds a micro-batch (``weight``: of ``backward``, the gradients of
-            weights) and a step.
-        kept: (S,) bytes.
-        memory: (S, 7) bytes with one micro-batch in flight, columns as ``MEMORY``.
-        late: (S,) bytes by which prefix is less in the first backward, where that has all of several micro-batches in
-            memory.
-        resting: (S, 2) bytes of states, parameters and gradients while other layers compute, and gathered beside them.
-    """
-
+    # forward, backward, weight, step: (S,) picoseconds a micro-batch (``weight``: of ``backward``, the gradients of
+    # weights) and a step
     forward: IntArray
     backward: IntArray
     weight: IntArray
     step: IntArray
-    kept: IntArray
-    memory: IntArray
+    kept: IntArray  # (S,) bytes
+    memory: IntArray  # (S, 7) bytes with one micro-batch in flight, columns as ``MEMORY``
+    # (S,) bytes by which prefix is less in the first backward, where that has all of several micro-batches in memory
     late: IntArray
+    # (S, 2) bytes of states, parameters and gradients while other layers compute, and gathered beside them
     resting: IntArray
 
     def at(self, rows: IntArray) -> Figures:

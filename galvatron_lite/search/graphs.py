@@ -38,14 +38,10 @@ _MOST, _QUICK = 400, 6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Net:
-    """A stage.
+    """A stage."""
 
-    Attributes:
-        chain: its layers, with what goes from each to the next.
-        skips: by places of producer and reader, (groups, groups) picoseconds in one pass.
-    """
-
-    chain: Chain
+    chain: Chain  # its layers, with what goes from each to the next
+    # by places of producer and reader, (groups, groups) picoseconds in one pass
     skips: Mapping[Pair, IntArray] = field(default_factory=dict)
 
     def groups(self, choices: Sequence[int]) -> list[int]:
@@ -62,16 +58,11 @@ class Net:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Relaxed:
-    """A net as a chain, with the layouts of some layers settled.
+    """A net as a chain, with the layouts of some layers settled."""
 
-    Attributes:
-        chain: the layers that are left; times hold what edges take at the least.
-        rows: per layer, its choices among those of the net.
-        charged: by edge, which end has it in its time, and what each of that layer's layouts takes.
-    """
-
-    chain: Chain
-    rows: list[IntArray]
+    chain: Chain  # the layers that are left; times hold what edges take at the least
+    rows: list[IntArray]  # per layer, its choices among those of the net
+    # by edge, which end has it in its time, and what each of that layer's layouts takes
     charged: dict[Pair, tuple[int, IntArray]]
 
 
@@ -91,23 +82,14 @@ def net_paths(net: Net, cap: int | None = None, beam: int | None = None, exact: 
 
 @dataclass(slots=True, eq=False)
 class _Walk:
-    """The search of one net.
+    """The search of one net."""
 
-    Attributes:
-        net: the problem.
-        cap: on the weighted time.
-        beam: labels of a layer.
-        best: Pareto-best paths met.
-        work: labels looked at.
-        dropped: a weighted time that no path left out beats.
-    """
-
-    net: Net
-    cap: int | None
-    beam: int | None
-    best: list[Path] = field(default_factory=list)
-    work: int = 0
-    dropped: float = np.inf
+    net: Net  # the problem
+    cap: int | None  # on the weighted time
+    beam: int | None  # labels of a layer
+    best: list[Path] = field(default_factory=list)  # Pareto-best paths met
+    work: int = 0  # labels looked at
+    dropped: float = np.inf  # a weighted time that no path left out beats
 
     def run(self, most: int) -> Front:
         """Looks into so many nodes, the most promising first."""

@@ -42,17 +42,11 @@ class StageBounds(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A whole plan of one shape.
+    """A whole plan of one shape."""
 
-    Attributes:
-        time: picoseconds a step, without fixed host time.
-        cuts: (0, ..., L).
-        stages: how each is run.
-    """
-
-    time: int
-    cuts: tuple[int, ...]
-    stages: tuple[StagePlan, ...]
+    time: int  # picoseconds a step, without fixed host time
+    cuts: tuple[int, ...]  # (0, ..., L)
+    stages: tuple[StagePlan, ...]  # how each is run
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +84,10 @@ class _Joined:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is known of one shape.
+    """What is known of one shape."""
 
-    Attributes:
-        plan: a plan that takes less than the limit; None if none was met.
-        least: no plan of the shape that takes less than the limit takes less than this (picoseconds).
-    """
-
-    plan: Partition | None
-    least: float
+    plan: Partition | None  # a plan that takes less than the limit; None if none was met
+    least: float  # no plan of the shape that takes less than the limit takes less than this (picoseconds)
 
 
 def best_partition(problem: Problem, bounds: StageBounds | None, limit: int | None) -> Answer:

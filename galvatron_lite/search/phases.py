@@ -35,19 +35,12 @@ from galvatron_lite.search.session import Session
 
 @dataclass(frozen=True, slots=True)
 class PhaseCase:
-    """A phase and what its plans are made from.
+    """A phase and what its plans are made from."""
 
-    Attributes:
-        phase: its steps, batch and sequence.
-        session: of the profile at its sequence.
-        budget: bytes a device.
-        best: the fastest plan for it alone.
-    """
-
-    phase: Phase
-    session: Session
-    budget: int | Budget
-    best: Plan
+    phase: Phase  # its steps, batch and sequence
+    session: Session  # of the profile at its sequence
+    budget: int | Budget  # bytes a device
+    best: Plan  # the fastest plan for it alone
 
 
 def choose(
@@ -163,11 +156,7 @@ def _distinct(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def _check_layers(cases: Sequence[PhaseCase]) -> None:
-    """Refuse profiles of several models.
-
-    Raises:
-        InputError: names the phase.
-    """
+    """Refuse profiles of several models."""
     first = [layer.name for layer in cases[0].session.profile.graph.layers]
     for case in cases:
         if [layer.name for layer in case.session.profile.graph.layers] != first:

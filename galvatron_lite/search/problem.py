@@ -37,32 +37,20 @@ HEAVY = 4096
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is chosen once for all layers, besides the shape.
+    """What is chosen once for all layers, besides the shape."""
 
-    Attributes:
-        glue: degrees of the layers before and after the blocks; None: not bound.
-        wire: layout at stage boundaries; None without boundaries.
-        tied: strategy by place of layers that share parameters.
-    """
-
-    glue: Glue | None
-    wire: Layout | None
-    tied: tuple[tuple[int, Strategy], ...]
+    glue: Glue | None  # degrees of the layers before and after the blocks; None: not bound
+    wire: Layout | None  # layout at stage boundaries; None without boundaries
+    tied: tuple[tuple[int, Strategy], ...]  # strategy by place of layers that share parameters
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """A way to run one stage.
+    """A way to run one stage."""
 
-    Attributes:
-        bottleneck: picoseconds a micro-batch, in the parts of the schedule's ``Form``.
-        step: picoseconds once a step.
-        strategies: of its layers.
-    """
-
-    bottleneck: tuple[int, ...]
-    step: int
-    strategies: tuple[Strategy, ...]
+    bottleneck: tuple[int, ...]  # picoseconds a micro-batch, in the parts of the schedule's ``Form``
+    step: int  # picoseconds once a step
+    strategies: tuple[Strategy, ...]  # of its layers
 
 
 def is_glued(graph: ModelGraph) -> bool:
@@ -79,56 +67,41 @@ def part_of(graph: ModelGraph) -> list[int]:
 
 @dataclass(slots=True)
 class Answers:
-    """What is known of stages under one shape, whatever else is settled.
+    """What is known of stages under one shape, whatever else is settled."""
 
-    Attributes:
-        tables: with some of the strategies, by table and what is settled.
-        plans: by problem of a stage, the cap it was asked with and ``Problem.plans``.
-        quickest: the same of ``Problem.quickest``.
-        lightest: by problem of a stage, ``Problem.lightest``.
-        alike: by layout at boundaries, stages that cost the same (``alike``).
-        runs: of equal layers, once known (``alike``).
-        sends: by layout at boundaries, stage and bytes of the tensor, ``Problem.send``.
-        least_sends: by layout at boundaries, ``Problem.least_sends``.
-        alike_parts: whether all blocks are of one kind, and no more than one layer is before them, and behind them.
-    """
-
+    # with some of the strategies, by table and what is settled
     tables: dict[tuple[int, object], Table] = field(default_factory=dict)
+    # by problem of a stage, the cap it was asked with and ``Problem.plans``
     plans: dict[tuple[object, ...], tuple[int, list[StagePlan], float]] = field(default_factory=dict)
+    # the same of ``Problem.quickest``
     quickest: dict[tuple[object, ...], tuple[float, StagePlan | None, float]] = field(default_factory=dict)
+    # by problem of a stage, ``Problem.lightest``
     lightest: dict[tuple[object, ...], tuple[StagePlan | None, float]] = field(default_factory=dict)
+    # by layout at boundaries, stages that cost the same (``alike``)
     alike: dict[Layout | None, list[list[int]]] = field(default_factory=dict)
-    runs: list[tuple[int, int]] = field(default_factory=list)
+    runs: list[tuple[int, int]] = field(default_factory=list)  # of equal layers, once known (``alike``)
+    # by layout at boundaries, stage and bytes of the tensor, ``Problem.send``
     sends: dict[tuple[Layout | None, int, int], tuple[int, float]] = field(default_factory=dict)
+    # by layout at boundaries, ``Problem.least_sends``
     least_sends: dict[Layout | None, list[int]] = field(default_factory=dict)
+    # whether all blocks are of one kind, and no more than one layer is before them, and behind them
     alike_parts: bool = True
 
 
 @dataclass(slots=True)
 class Problem:
-    """The choice of strategies under one shape of plan and one ``Choice``.
+    """The choice of strategies under one shape of plan and one ``Choice``."""
 
-    Attributes:
-        graph: the model.
-        pricer: of the profile, for what lies between stages.
-        shape: of the plan.
-        tables: figures under that shape, by stage; the same for all stages where all devices are alike.
-        choice: what is settled.
-        budgets: bytes a device, by stage.
-        work: labels looked at so far.
-        answers: shared by all problems of one shape.
-        runs: of equal strategies that a part of the model may have in a stage; None: any.
-    """
-
-    graph: ModelGraph
-    pricer: LayerPricer
-    shape: Shape
+    graph: ModelGraph  # the model
+    pricer: LayerPricer  # of the profile, for what lies between stages
+    shape: Shape  # of the plan
+    # figures under that shape, by stage; the same for all stages where all devices are alike
     tables: tuple[Tables, ...]
-    choice: Choice
-    budgets: tuple[int, ...]
-    work: int = 0
-    answers: Answers = field(default_factory=Answers)
-    runs: int | None = None
+    choice: Choice  # what is settled
+    budgets: tuple[int, ...]  # bytes a device, by stage
+    work: int = 0  # labels looked at so far
+    answers: Answers = field(default_factory=Answers)  # shared by all problems of one shape
+    runs: int | None = None  # of equal strategies that a part of the model may have in a stage; None: any
     _tied: Mapping[int, Strategy] = field(init=False)
     _sharings: dict[tuple[int, int], dict[int, Sharing]] = field(default_factory=dict)
 

@@ -28,16 +28,11 @@ _OVERLAPPING = ("data", "zero")
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Seconds of a step over all scenarios.
+    """Seconds of a step over all scenarios."""
 
-    Attributes:
-        least, most: of any.
-        mean: the expected step, all alike.
-    """
-
-    least: float
+    least: float  # least, most: of any
     most: float
-    mean: float
+    mean: float  # the expected step, all alike
 
 
 def ranges_of(pricer: LayerPricer, plans: Sequence[Plan]) -> list[Range]:

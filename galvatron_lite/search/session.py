@@ -15,17 +15,11 @@ from galvatron_lite.search.space import Space
 
 @dataclass(slots=True)
 class Session:
-    """Give the same one to ``find_plan`` again and again: answers are the same, only sooner.
+    """Give the same one to ``find_plan`` again and again: answers are the same, only sooner."""
 
-    Attributes:
-        profile: what layers and communication cost.
-        mode: what plans are for.
-        pricer: of the profile in that mode.
-    """
-
-    profile: Profile
-    mode: Mode = Mode.TRAINING
-    pricer: LayerPricer = field(init=False)
+    profile: Profile  # what layers and communication cost
+    mode: Mode = Mode.TRAINING  # what plans are for
+    pricer: LayerPricer = field(init=False)  # of the profile in that mode
     _known: dict[str, tuple[Space, Known]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

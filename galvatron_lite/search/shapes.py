@@ -35,17 +35,11 @@ _KINDS, _FEW = 16, 4
 
 @dataclass(slots=True)
 class Known:
-    """Figures by pricer, and by pricer, shape and pins.
+    """Figures by pricer, and by pricer, shape and pins."""
 
-    Attributes:
-        stores: by the pricer they hold, which they keep alive.
-        tables: by pricer, shape and pins.
-        glances: by the profile they hold.
-    """
-
-    stores: dict[int, Store] = field(default_factory=dict)
-    tables: dict[tuple[int, Shape, Fixed], Tables] = field(default_factory=dict)
-    glances: dict[int, Glance] = field(default_factory=dict)
+    stores: dict[int, Store] = field(default_factory=dict)  # by the pricer they hold, which they keep alive
+    tables: dict[tuple[int, Shape, Fixed], Tables] = field(default_factory=dict)  # by pricer, shape and pins
+    glances: dict[int, Glance] = field(default_factory=dict)  # by the profile they hold
 
     def glance(self, profile: Profile) -> Glance:
         """First bounds on shapes by a profile."""
@@ -56,33 +50,19 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is planned.
+    """What is planned."""
 
-    Attributes:
-        graph: the model.
-        devices: world size.
-        global_batch: samples a step.
-        budget: bytes a device, or of each type of device.
-        fixed: what is not searched.
-        schedules: to choose from.
-        space: the strategies to choose from.
-        known: figures, remembered for all searches with one space.
-        cluster: the devices; None: all alike.
-        runs: see ``Problem``.
-        margin: share of what a device may take that is kept free and not in ``budget``.
-    """
-
-    graph: ModelGraph
-    devices: int
-    global_batch: int
-    budget: int | Budget
-    fixed: Fixed
-    schedules: tuple[Schedule, ...]
-    space: Space
-    known: Known = field(default_factory=Known, compare=False)
-    cluster: Cluster | None = None
-    runs: int | None = None
-    margin: float = 0.0
+    graph: ModelGraph  # the model
+    devices: int  # world size
+    global_batch: int  # samples a step
+    budget: int | Budget  # bytes a device, or of each type of device
+    fixed: Fixed  # what is not searched
+    schedules: tuple[Schedule, ...]  # to choose from
+    space: Space  # the strategies to choose from
+    known: Known = field(default_factory=Known, compare=False)  # figures, remembered for all searches with one space
+    cluster: Cluster | None = None  # the devices; None: all alike
+    runs: int | None = None  # see ``Problem``
+    margin: float = 0.0  # share of what a device may take that is kept free and not in ``budget``
 
     @property
     def pipelines(self) -> tuple[int, ...]:

@@ -43,27 +43,20 @@ from galvatron_lite.search.strategies import Narrowed, strategies_for
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """What is not left to the search.
+    """What is not left to the search."""
 
-    Attributes:
-        pipeline: stages; None: searched.
-        microbatches: a step; None: searched.
-        schedule: of the pipeline, where there is one; None: searched.
-        virtual: virtual stages of each group of devices; None: searched.
-        strategy: attributes of ``Strategy`` (fields, or ``batch_degree``) and the value each must have in every layer.
-        layers: (name or glob of layers, attribute of ``Strategy``, value): the same for some layers.
-        forbidden: names of dimensions (``tensor``, ``pipeline``, ``recompute`` ...) that no layer may use.
-        even: whether every stage of a pipeline has as many blocks as any other (the smallest budget that an error names
-            is that of any split).
-    """
-
-    pipeline: int | None = None
-    microbatches: int | None = None
-    schedule: Schedule | None = None
-    virtual: int | None = None
+    pipeline: int | None = None  # stages; None: searched
+    microbatches: int | None = None  # a step; None: searched
+    schedule: Schedule | None = None  # of the pipeline, where there is one; None: searched
+    virtual: int | None = None  # virtual stages of each group of devices; None: searched
+    # attributes of ``Strategy`` (fields, or ``batch_degree``) and the value each must have in every layer
     strategy: tuple[tuple[str, object], ...] = ()
+    # (name or glob of layers, attribute of ``Strategy``, value): the same for some layers
     layers: tuple[tuple[str, str, object], ...] = ()
+    # names of dimensions (``tensor``, ``pipeline``, ``recompute`` ...) that no layer may use
     forbidden: tuple[str, ...] = ()
+    # whether every stage of a pipeline has as many blocks as any other (the smallest budget that an error names is
+    # that of any split)
     even: bool = False
 
     def allows(self, strategy: Strategy) -> bool:
@@ -121,21 +114,13 @@ UNPINNED = Fixed()
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The strategies of a model's layers on a cluster; answers are remembered.
+    """The strategies of a model's layers on a cluster; answers are remembered."""
 
-    Attributes:
-        graph: the model.
-        node_devices: devices in a node.
-        backend: what is to run them.
-        offload: whether devices can reach host memory at a known speed.
-        tokens: the fewest tokens of a sample that are worth a device of its own.
-    """
-
-    graph: ModelGraph
-    node_devices: int
-    backend: Backend = GALVATRON
-    offload: bool = False
-    tokens: int = LEAST_TOKENS
+    graph: ModelGraph  # the model
+    node_devices: int  # devices in a node
+    backend: Backend = GALVATRON  # what is to run them
+    offload: bool = False  # whether devices can reach host memory at a known speed
+    tokens: int = LEAST_TOKENS  # the fewest tokens of a sample that are worth a device of its own
     _known: dict[tuple[str, int, Fixed], tuple[Strategy, ...]] = field(default_factory=dict)
 
     def strategies(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:

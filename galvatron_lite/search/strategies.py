@@ -18,12 +18,9 @@ _LAST = [dimension for dimension in CHOSEN if dimension.degree][-1]
 
 @dataclass(frozen=True, slots=True)
 class Narrowed:
-    """Values that fields of ``Strategy`` are limited to.
+    """Values that fields of ``Strategy`` are limited to."""
 
-    Attributes:
-        values: by field; a field that is absent may have any.
-    """
-
+    # by field; a field that is absent may have any
     values: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
 
     def keeps(self, option: Option) -> bool:

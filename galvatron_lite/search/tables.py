@@ -38,25 +38,15 @@ def glue_of(own: Layout) -> Glue:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Options:
-    """Strategies that tables choose from, with what does not depend on the micro-batch.
+    """Strategies that tables choose from, with what does not depend on the micro-batch."""
 
-    Attributes:
-        strategies: S of them.
-        many: the same as arrays.
-        batch: (S,) batch degrees.
-        codes: (S,) the number of the layout of each.
-        degrees: (S,) the same number for strategies that only recompute differently.
-        layouts: by number.
-        samples: a strategy of each layout.
-    """
-
-    strategies: tuple[Strategy, ...]
-    many: Strategies
-    batch: IntArray
-    codes: IntArray
-    degrees: IntArray
-    layouts: tuple[Layout, ...]
-    samples: tuple[Strategy, ...]
+    strategies: tuple[Strategy, ...]  # S of them
+    many: Strategies  # the same as arrays
+    batch: IntArray  # (S,) batch degrees
+    codes: IntArray  # (S,) the number of the layout of each
+    degrees: IntArray  # (S,) the same number for strategies that only recompute differently
+    layouts: tuple[Layout, ...]  # by number
+    samples: tuple[Strategy, ...]  # a strategy of each layout
     _parts: dict[bytes, Strategies] = field(default_factory=dict, repr=False)
     _alike: dict[bytes, tuple[IntArray, IntArray]] = field(default_factory=dict, repr=False)
     _allowed: dict[Fixed, BoolArray] = field(default_factory=dict, repr=False)
@@ -103,17 +93,11 @@ def options_of(strategies: Sequence[Strategy]) -> Options:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """What strategies of one kind of layer cost under one shape of plan.
+    """What strategies of one kind of layer cost under one shape of plan."""
 
-    Attributes:
-        options: that the strategies are among.
-        rows: (S,) which of them.
-        figures: of each.
-    """
-
-    options: Options
-    rows: IntArray
-    figures: Figures
+    options: Options  # that the strategies are among
+    rows: IntArray  # (S,) which of them
+    figures: Figures  # of each
 
     @cached_property
     def strategies(self) -> tuple[Strategy, ...]:
@@ -233,18 +217,13 @@ class Table:
 
 @dataclass(slots=True)
 class Store:
-    """Figures of all strategies of all kinds of layers, whatever the schedule; made when asked for.
+    """Figures of all strategies of all kinds of layers, whatever the schedule; made when asked for."""
 
-    Attributes:
-        pricer: of the profile.
-        space: the strategies to choose from.
-        crossing: bytes a sample that go over each boundary between layers (``ModelGraph.crossings``).
-        useful: rows of tables that are of use in uniform plans (``uniform``).
-    """
-
-    pricer: LayerPricer
-    space: Space
+    pricer: LayerPricer  # of the profile
+    space: Space  # the strategies to choose from
+    # bytes a sample that go over each boundary between layers (``ModelGraph.crossings``)
     crossing: tuple[int, ...] = field(init=False)
+    # rows of tables that are of use in uniform plans (``uniform``)
     useful: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
     _borrowed: dict[tuple[int, int], int] = field(default_factory=dict)
     _exchanges: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = field(default_factory=dict)
@@ -320,17 +299,11 @@ class Store:
 
 @dataclass(slots=True)
 class Tables:
-    """Tables of all kinds of layers under one shape of plan; made when asked for.
+    """Tables of all kinds of layers under one shape of plan; made when asked for."""
 
-    Attributes:
-        store: of figures.
-        shape: of the plan.
-        fixed: what the user pinned.
-    """
-
-    store: Store
-    shape: Shape
-    fixed: Fixed
+    store: Store  # of figures
+    shape: Shape  # of the plan
+    fixed: Fixed  # what the user pinned
     form: Form = field(init=False)
     _plain: Fixed = field(init=False)
     _known: dict[tuple[object, ...], Table] = field(default_factory=dict)

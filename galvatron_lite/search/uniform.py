@@ -71,15 +71,10 @@ def _shares(count: int, chunks: int, first: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """What all layers before the blocks, all blocks, or all layers after them may take.
+    """What all layers before the blocks, all blocks, or all layers after them may take."""
 
-    Attributes:
-        size: number of choices; one without meaning where there are no layers.
-        tables: figures of each layer under each choice.
-    """
-
-    size: int
-    tables: dict[int, Table]
+    size: int  # number of choices; one without meaning where there are no layers
+    tables: dict[int, Table]  # figures of each layer under each choice
 
     def at(self, rows: IntArray) -> _Part:
         """Some of the choices."""
@@ -89,15 +84,10 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pairs:
-    """Choices of two strategies for blocks: of those of each group the first so many parts have the first.
+    """Choices of two strategies for blocks: of those of each group the first so many parts have the first."""
 
-    Attributes:
-        table: S strategies, each by itself the first of the choices.
-        first, second: (Q,) rows of the others, once for each number of parts from 1 on.
-    """
-
-    table: Table
-    first: IntArray
+    table: Table  # S strategies, each by itself the first of the choices
+    first: IntArray  # first, second: (Q,) rows of the others, once for each number of parts from 1 on
     second: IntArray
 
     def at(self, number: int, rows: IntArray) -> Table:
@@ -112,19 +102,13 @@ class _Pairs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunks:
-    """Which layers groups of devices hold.
+    """Which layers groups of devices hold."""
 
-    Attributes:
-        stages_of: per group, the numbers of its stages.
-        held: per group, the places of all its layers.
-        positions: in which of as many equal parts as there are of its group's blocks each block is.
-        placed: (groups, chunks, 2, parts) blocks of each chunk that have the first strategy and the second, where those
-            of the first so many parts have the first.
-    """
-
-    stages_of: tuple[tuple[int, ...], ...]
-    held: tuple[frozenset[int], ...]
-    positions: dict[int, int]
+    stages_of: tuple[tuple[int, ...], ...]  # per group, the numbers of its stages
+    held: tuple[frozenset[int], ...]  # per group, the places of all its layers
+    positions: dict[int, int]  # in which of as many equal parts as there are of its group's blocks each block is
+    # (groups, chunks, 2, parts) blocks of each chunk that have the first strategy and the second, where those of the
+    # first so many parts have the first
     placed: IntArray
 
 
@@ -148,19 +132,12 @@ def _chunks(schedule: Schedule, groups: int, virtual: int, cuts: tuple[int, ...]
 
 @dataclass(eq=False)
 class Uniform:
-    """The uniform plans of one shape.
+    """The uniform plans of one shape."""
 
-    Attributes:
-        problem: the shape, its tables and budgets.
-        cuts: where chunks begin.
-        lean: whether only memory matters.
-        settled: ``parts``, where they are known.
-    """
-
-    problem: Problem
-    cuts: tuple[int, ...]
-    lean: bool = False
-    settled: list[_Part] = field(default_factory=list)
+    problem: Problem  # the shape, its tables and budgets
+    cuts: tuple[int, ...]  # where chunks begin
+    lean: bool = False  # whether only memory matters
+    settled: list[_Part] = field(default_factory=list)  # ``parts``, where they are known
     _sent: dict[tuple[int, int, int, int], IntArray] = field(default_factory=dict, init=False)
 
     @cached_property

@@ -20,42 +20,25 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """Which rules of delayed gradients the user allows.
+    """Which rules of delayed gradients the user allows."""
 
-    Attributes:
-        rule: None: any.
-        setting: None: any.
-        only: whether no other plan is wanted.
-    """
-
-    rule: CyclicRule | None = None
-    setting: CyclicSetting | None = None
-    only: bool = False
+    rule: CyclicRule | None = None  # None: any
+    setting: CyclicSetting | None = None  # None: any
+    only: bool = False  # whether no other plan is wanted
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a way is asked for.
+    """What a way is asked for."""
 
-    Attributes:
-        session: of the profile and the mode.
-        request: what is planned.
-        backend: what is to run the plan.
-        budget: bytes a device, or of each type of device.
-        delay: which rules of delayed gradients the user allows; None: none.
-        ordinary: the best plan of stages in the model's order; None where none fits.
-        certify: whether integer programmes are to say the same as the search.
-        tolerance: see ``find_plan``.
-    """
-
-    session: Session
-    request: Request
-    backend: Backend
-    budget: int | Budget
-    delay: Delay | None = None
-    ordinary: Plan | None = None
-    certify: bool = False
-    tolerance: float = 0.0
+    session: Session  # of the profile and the mode
+    request: Request  # what is planned
+    backend: Backend  # what is to run the plan
+    budget: int | Budget  # bytes a device, or of each type of device
+    delay: Delay | None = None  # which rules of delayed gradients the user allows; None: none
+    ordinary: Plan | None = None  # the best plan of stages in the model's order; None where none fits
+    certify: bool = False  # whether integer programmes are to say the same as the search
+    tolerance: float = 0.0  # see ``find_plan``
 
 
 Way = Callable[[Asked], Sequence[Plan]]

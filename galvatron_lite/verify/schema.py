@@ -43,141 +43,89 @@ class During(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One collective, or one message from rank to rank, as one rank gave it.
+    """One collective, or one message from rank to rank, as one rank gave it."""
 
-    Attributes:
-        number: of this rank's messages, in the order in which they start, from 0.
-        kind: what it is.
-        ranks: world ranks of its group, in order.
-        purpose: what its group is for: the name that the runtime made it with.
-        peer: the world rank that a message goes to or comes from, or the root of a collective.
-        tag: of a message from rank to rank.
-        shape: of what this rank gives; of what it gets, where it only receives.
-        dtype: of it (``float32``).
-        bytes: that this rank gives: of a reduce-scatter or all-to-all its whole input, of an all-gather its own part;
-            of what only arrives, 0.
-        phase: of the step.
-        microbatch: ``NOBODY``: none.
-        layer: whose forward or backward it belongs to; empty: none, or unknown.
-        sent, taken: of an all-to-all of uneven parts: items for and from each rank of the group; empty: even ones.
-        waited: how many messages this rank had started when it first waited for this one; ``NOBODY``: it did not.
-        used: the micro-batch that was worked on when this rank first waited for this one; ``NOBODY``: it did not, or
-            there was none.
-        operator: of a sum: ``sum``, ``max``, ...; empty elsewhere.
-    """
-
-    number: int
-    kind: Kind
-    ranks: tuple[int, ...]
-    purpose: str
-    peer: int
-    tag: int
-    shape: tuple[int, ...]
-    dtype: str
+    number: int  # of this rank's messages, in the order in which they start, from 0
+    kind: Kind  # what it is
+    ranks: tuple[int, ...]  # world ranks of its group, in order
+    purpose: str  # what its group is for: the name that the runtime made it with
+    peer: int  # the world rank that a message goes to or comes from, or the root of a collective
+    tag: int  # of a message from rank to rank
+    shape: tuple[int, ...]  # of what this rank gives; of what it gets, where it only receives
+    dtype: str  # of it (``float32``)
+    # that this rank gives: of a reduce-scatter or all-to-all its whole input, of an all-gather its own part; of what
+    # only arrives, 0
     bytes: int
-    phase: During
-    microbatch: int = NOBODY
-    layer: str = ""
+    phase: During  # of the step
+    microbatch: int = NOBODY  # ``NOBODY``: none
+    layer: str = ""  # whose forward or backward it belongs to; empty: none, or unknown
+    # sent, taken: of an all-to-all of uneven parts: items for and from each rank of the group; empty: even ones
     sent: tuple[int, ...] = ()
     taken: tuple[int, ...] = ()
+    # how many messages this rank had started when it first waited for this one; ``NOBODY``: it did not
     waited: int = NOBODY
+    # the micro-batch that was worked on when this rank first waited for this one; ``NOBODY``: it did not, or there
+    # was none
     used: int = NOBODY
-    operator: str = ""
+    operator: str = ""  # of a sum: ``sum``, ``max``, ...; empty elsewhere
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Memory at one moment of the run.
+    """Memory at one moment of the run."""
 
-    Attributes:
-        number: of the moment: how many operations had run.
-        phase: of the step.
-        microbatch: ``NOBODY``: none.
-        layer: that ran last; empty: none.
-        memory: bytes by category; ``context`` is not seen in a dry run and 0 here.
-    """
-
-    number: int
-    phase: During
-    microbatch: int
-    layer: str
-    memory: MemoryBreakdown
+    number: int  # of the moment: how many operations had run
+    phase: During  # of the step
+    microbatch: int  # ``NOBODY``: none
+    layer: str  # that ran last; empty: none
+    memory: MemoryBreakdown  # bytes by category; ``context`` is not seen in a dry run and 0 here
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSplit:
-    """What a rank has of a parameter.
+    """What a rank has of a parameter."""
 
-    Attributes:
-        name: in the model.
-        whole: its shape in the unsplit model.
-        held: shape of this rank's part at rest.
-        updated: items that this rank's optimizer updates.
-        sharded: whether other ranks hold the rest of what this rank computes with, which is gathered for use (ZeRO).
-        on_host: whether the optimizer updates it in host memory.
-        used: shape of what this rank computes with: ``held``, or what is gathered of it; empty: not known.
-    """
-
-    name: str
-    whole: tuple[int, ...]
-    held: tuple[int, ...]
-    updated: int
+    name: str  # in the model
+    whole: tuple[int, ...]  # its shape in the unsplit model
+    held: tuple[int, ...]  # shape of this rank's part at rest
+    updated: int  # items that this rank's optimizer updates
+    # whether other ranks hold the rest of what this rank computes with, which is gathered for use (ZeRO)
     sharded: bool = False
-    on_host: bool = False
+    on_host: bool = False  # whether the optimizer updates it in host memory
+    # shape of what this rank computes with: ``held``, or what is gathered of it; empty: not known
     used: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSplit:
-    """What was really done to a layer on one rank.
+    """What was really done to a layer on one rank."""
 
-    Attributes:
-        layer: its name.
-        taken: shape of the hidden state it was given in a micro-batch (as it lies on this rank); of its first tensor
-            where it is given no floating-point one; empty: it never ran.
-        returned: shape of the first tensor that it returned.
-        forwards: how often its forward ran in a step, recomputation included.
-        parameters: of it.
-    """
-
-    layer: str
+    layer: str  # its name
+    # shape of the hidden state it was given in a micro-batch (as it lies on this rank); of its first tensor where it
+    # is given no floating-point one; empty: it never ran
     taken: tuple[int, ...]
-    returned: tuple[int, ...]
-    forwards: int
-    parameters: tuple[ParameterSplit, ...] = ()
+    returned: tuple[int, ...]  # shape of the first tensor that it returned
+    forwards: int  # how often its forward ran in a step, recomputation included
+    parameters: tuple[ParameterSplit, ...] = ()  # of it
 
 
 @dataclass(frozen=True, slots=True)
 class RoleRun:
-    """A whole step of one rank, of which others do exactly what it does.
+    """A whole step of one rank, of which others do exactly what it does."""
 
-    Attributes:
-        rank: that was run.
-        stage: the group of devices that it belongs to; its stage, where each has one.
-        role: what is particular about it, in words.
-        ranks: all that play this role.
-        messages: of setting up and of one step, in order.
-        samples: memory over the step, in order; not all moments, but every layer's end and the peak.
-        peak: memory at the step's worst moment. ``context`` is the prediction's, where one was given.
-        kept: bytes kept behind a layer's forward until its backward, of one micro-batch, by layer.
-        splits: what was done to this rank's layers.
-        seconds: of processor time that the dry run took.
-        host: most bytes held in host memory meanwhile (offload).
-        notes: what the run took for granted, or could not see.
-    """
-
-    rank: int
-    stage: int
-    role: str
-    ranks: tuple[int, ...]
-    messages: tuple[Message, ...]
-    samples: tuple[Sample, ...]
-    peak: MemoryBreakdown
+    rank: int  # that was run
+    stage: int  # the group of devices that it belongs to; its stage, where each has one
+    role: str  # what is particular about it, in words
+    ranks: tuple[int, ...]  # all that play this role
+    messages: tuple[Message, ...]  # of setting up and of one step, in order
+    samples: tuple[Sample, ...]  # memory over the step, in order; not all moments, but every layer's end and the peak
+    peak: MemoryBreakdown  # memory at the step's worst moment. ``context`` is the prediction's, where one was given
+    # bytes kept behind a layer's forward until its backward, of one micro-batch, by layer
     kept: dict[str, int] = field(default_factory=dict)
-    splits: tuple[LayerSplit, ...] = ()
-    seconds: float = 0.0
-    host: int = 0
-    notes: tuple[str, ...] = ()
+    splits: tuple[LayerSplit, ...] = ()  # what was done to this rank's layers
+    seconds: float = 0.0  # of processor time that the dry run took
+    host: int = 0  # most bytes held in host memory meanwhile (offload)
+    notes: tuple[str, ...] = ()  # what the run took for granted, or could not see
 
 
 class Verdict(StrEnum):
@@ -191,32 +139,20 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One question about a plan, answered.
+    """One question about a plan, answered."""
 
-    Attributes:
-        name: of the question.
-        verdict: the answer.
-        said: one line that a person can act on.
-        details: more lines.
-    """
-
-    name: str
-    verdict: Verdict
-    said: str
-    details: tuple[str, ...] = ()
+    name: str  # of the question
+    verdict: Verdict  # the answer
+    said: str  # one line that a person can act on
+    details: tuple[str, ...] = ()  # more lines
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """All that was checked of a plan.
+    """All that was checked of a plan."""
 
-    Attributes:
-        checks: in the order in which they are told.
-        roles: what was run for them.
-    """
-
-    checks: Sequence[Check]
-    roles: Sequence[RoleRun] = ()
+    checks: Sequence[Check]  # in the order in which they are told
+    roles: Sequence[RoleRun] = ()  # what was run for them
 
     @property
     def passed(self) -> bool:

@@ -20,18 +20,13 @@ Made = tuple[nn.Module, Any, LossFn | None]
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model that can be built again and again.
+    """A model that can be built again and again."""
 
-    Attributes:
-        name: for people.
-        configured: whether it is known that the model is made of its ``config`` alone.
-        make: builds the model on the current default device, with an example batch and its ``loss_fn(output, batch)``;
-            None for what it has not: a model without a batch makes its own.
-    """
-
-    name: str
+    name: str  # for people
+    # builds the model on the current default device, with an example batch and its ``loss_fn(output, batch)``; None
+    # for what it has not: a model without a batch makes its own
     make: Callable[[], Made]
-    configured: bool = False
+    configured: bool = False  # whether it is known that the model is made of its ``config`` alone
 
     def on_meta(self) -> Made:
         """What ``make`` gives, the model without storages.

@@ -11,19 +11,12 @@ from galvatron_lite.model.shapes.tape import Tape, memory_operator, sharding_of
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Sizes of attention.
+    """Sizes of attention."""
 
-    Attributes:
-        queries: heads of queries.
-        keys: heads of keys and values.
-        size: items of one head of queries and keys.
-        value_size: items of one head of values; 0: as many as ``size``.
-    """
-
-    queries: int
-    keys: int
-    size: int
-    value_size: int = 0
+    queries: int  # heads of queries
+    keys: int  # heads of keys and values
+    size: int  # items of one head of queries and keys
+    value_size: int = 0  # items of one head of values; 0: as many as ``size``
 
     @property
     def values(self) -> int:

@@ -22,23 +22,14 @@ class Part(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One tensor of one sample.
+    """One tensor of one sample."""
 
-    Attributes:
-        key: which storage; two values of one key are the same memory on one device.
-        items: elements per sample.
-        item_bytes: bytes of one element.
-        part: how tensor parallelism divides it.
-        grad: whether a gradient flows to it.
-        storage: bytes of the storage where the value is a view of part of it; 0: it has its own.
-    """
-
-    key: int
-    items: int
-    item_bytes: int
-    part: Part
-    grad: bool = True
-    storage: int = 0
+    key: int  # which storage; two values of one key are the same memory on one device
+    items: int  # elements per sample
+    item_bytes: int  # bytes of one element
+    part: Part  # how tensor parallelism divides it
+    grad: bool = True  # whether a gradient flows to it
+    storage: int = 0  # bytes of the storage where the value is a view of part of it; 0: it has its own
 
     @property
     def bytes(self) -> int:
@@ -53,26 +44,16 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operator call.
+    """One operator call."""
 
-    Attributes:
-        inputs: tensors it reads, parameters left out.
-        output: tensor it makes.
-        saved: what autograd keeps for its backward pass.
-        anchor: what selective recomputation by operators keeps of it (matmul and attention outputs), empty else.
-        shares_gradient: whether the inputs' gradients are the output's gradient itself (addition).
-        inplace: whether the input's gradient takes the place of what is saved.
-        core: whether it belongs to the attention core (scores, softmax, dropout, context).
-        fusible: whether a compiler joins it with its neighbours (element-wise and row-wise calls).
-        rebuilt: what exists again while its backward runs (gathered inputs of which a share is kept).
-    """
-
-    inputs: tuple[Value, ...]
-    output: Value
-    saved: tuple[Value, ...] = ()
+    inputs: tuple[Value, ...]  # tensors it reads, parameters left out
+    output: Value  # tensor it makes
+    saved: tuple[Value, ...] = ()  # what autograd keeps for its backward pass
+    # what selective recomputation by operators keeps of it (matmul and attention outputs), empty else
     anchor: tuple[Value, ...] = ()
-    shares_gradient: bool = False
-    inplace: bool = False
-    core: bool = False
-    fusible: bool = False
+    shares_gradient: bool = False  # whether the inputs' gradients are the output's gradient itself (addition)
+    inplace: bool = False  # whether the input's gradient takes the place of what is saved
+    core: bool = False  # whether it belongs to the attention core (scores, softmax, dropout, context)
+    fusible: bool = False  # whether a compiler joins it with its neighbours (element-wise and row-wise calls)
+    # what exists again while its backward runs (gathered inputs of which a share is kept)
     rebuilt: tuple[Value, ...] = ()

@@ -115,11 +115,7 @@ def pooled_extent(extent: Extent, kernel: int, stride: int, padding: int) -> Ext
 
 
 def _left(after: Extent, extent: Extent, sides: Extent) -> Extent:
-    """The extent after a window.
-
-    Raises:
-        InputError: nothing is left of the picture.
-    """
+    """The extent after a window."""
     if min(after) < 1:
         shown = (" x ".join(map(str, one)) for one in (sides, extent))
         raise InputError("image_size", extent, "Give larger pictures: a window of {} passes over {}.".format(*shown))

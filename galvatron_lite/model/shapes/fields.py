@@ -26,67 +26,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerShape:
-    """Fields that all transformers share.
+    """Fields that all transformers share."""
 
-    Attributes:
-        name: for people; the file's stem where empty.
-        source: address of the published shape.
-        layers: blocks (of the encoder, where there are two stacks).
-        hidden: width of the hidden state.
-        heads: query heads.
-        kv_heads: key-value heads; 0: as many as ``heads``.
-        head_dim: items of one head; 0: hidden / heads.
-        ffn_hidden: inner width of the MLP; 0: 4 x hidden.
-        gated_mlp: whether the MLP multiplies two projections (SwiGLU) instead of activating one.
-        activation: function of the MLP; decides what autograd keeps.
-        norm: kind of normalisation.
-        fused_norm: whether RMSNorm runs as one kernel (CUDA) or step by step in fp32 (CPU).
-        biases: whether linear layers and LayerNorm have biases.
-        qkv_bias: whether query, key and value projections have biases even where ``biases`` is false.
-        positions: how places are told: a learned table, rotary, relative buckets (T5), a bias by distance (ALiBi), or
-            none.
-        vocab: entries of the vocabulary.
-        vocab_multiple: the tables are padded so that their entries are a multiple of this (tensor parallelism
-            splits them evenly); 1: not padded.
-        tied_embeddings: whether the head shares the token table.
-        seq_len: tokens per sample.
-        position_entries: entries of the table of learned positions; 0: ``seq_len``.
-        dropout: probability after embedding, attention and MLP, and on attention weights.
-        split_vocabulary: whether tensor parallelism splits token table and head; None: where they are more than
-            twice as tall as wide.
-        kv_rank: of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): items of a token's compressed keys and
-            values; 0: plain attention.
-        q_rank: items of a token's compressed query; 0: queries are not compressed.
-        rope_dim: of latent attention: items of a head that rotary positions turn, part of ``head_dim``.
-        value_dim: of latent attention: items of one head of values; 0: ``head_dim``.
-    """
-
-    name: str = ""
-    source: str = ""
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int = 0
-    head_dim: int = 0
-    ffn_hidden: int = 0
-    gated_mlp: bool = False
-    activation: Literal["gelu", "silu", "relu"] = "gelu"
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    fused_norm: bool = True
-    biases: bool = True
-    qkv_bias: bool = False
+    name: str = ""  # for people; the file's stem where empty
+    source: str = ""  # address of the published shape
+    layers: int  # blocks (of the encoder, where there are two stacks)
+    hidden: int  # width of the hidden state
+    heads: int  # query heads
+    kv_heads: int = 0  # key-value heads; 0: as many as ``heads``
+    head_dim: int = 0  # items of one head; 0: hidden / heads
+    ffn_hidden: int = 0  # inner width of the MLP; 0: 4 x hidden
+    gated_mlp: bool = False  # whether the MLP multiplies two projections (SwiGLU) instead of activating one
+    activation: Literal["gelu", "silu", "relu"] = "gelu"  # function of the MLP; decides what autograd keeps
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"  # kind of normalisation
+    fused_norm: bool = True  # whether RMSNorm runs as one kernel (CUDA) or step by step in fp32 (CPU)
+    biases: bool = True  # whether linear layers and LayerNorm have biases
+    qkv_bias: bool = False  # whether query, key and value projections have biases even where ``biases`` is false
+    # how places are told: a learned table, rotary, relative buckets (T5), a bias by distance (ALiBi), or none
     positions: Literal["learned", "rotary", "relative", "alibi", "none"] = "learned"
-    vocab: int
+    vocab: int  # entries of the vocabulary
+    # the tables are padded so that their entries are a multiple of this (tensor parallelism splits them evenly); 1:
+    # not padded
     vocab_multiple: int = 1
-    tied_embeddings: bool = True
-    seq_len: int
-    position_entries: int = 0
-    dropout: float = 0.0
+    tied_embeddings: bool = True  # whether the head shares the token table
+    seq_len: int  # tokens per sample
+    position_entries: int = 0  # entries of the table of learned positions; 0: ``seq_len``
+    dropout: float = 0.0  # probability after embedding, attention and MLP, and on attention weights
+    # whether tensor parallelism splits token table and head; None: where they are more than twice as tall as wide
     split_vocabulary: bool | None = None
+    # of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): items of a token's compressed keys and values;
+    # 0: plain attention
     kv_rank: int = 0
-    q_rank: int = 0
-    rope_dim: int = 0
-    value_dim: int = 0
+    q_rank: int = 0  # items of a token's compressed query; 0: queries are not compressed
+    rope_dim: int = 0  # of latent attention: items of a head that rotary positions turn, part of ``head_dim``
+    value_dim: int = 0  # of latent attention: items of one head of values; 0: ``head_dim``
 
     @property
     def entries(self) -> int:
@@ -119,143 +92,95 @@ class DecoderShape(TransformerShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderShape(TransformerShape):
-    """A post-norm encoder (BERT).
-
-    Attributes:
-        segments: entries of the segment table.
-        head: masked language model, or that plus pooler and next-sentence prediction (pretraining).
-        predicted: tokens of a sample whose logits are computed; 0: all.
-    """
+    """A post-norm encoder (BERT)."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["encoder"] = "encoder"
-    segments: int = 2
+    segments: int = 2  # entries of the segment table
+    # masked language model, or that plus pooler and next-sentence prediction (pretraining)
     head: Literal["masked_lm", "pretraining"] = "masked_lm"
-    predicted: int = 0
+    predicted: int = 0  # tokens of a sample whose logits are computed; 0: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeShape(TransformerShape):
-    """A causal language model whose MLPs are mixtures of experts (Mixtral).
-
-    Attributes:
-        n_experts: experts a block.
-        moe_topk: experts a token visits.
-        moe_ffn: inner width of one expert; 0: ``ffn_hidden``.
-        shared_ffn: inner width of all shared experts together, which every token visits; 0: there are none.
-        dense_layers: how many of the first blocks have a plain MLP of ``ffn_hidden``.
-        capacity: rows of an expert over its even share, where experts take a fixed number; 1: each takes what comes.
-    """
+    """A causal language model whose MLPs are mixtures of experts (Mixtral)."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["moe"] = "moe"
-    n_experts: int
-    moe_topk: int = 2
-    moe_ffn: int = 0
-    shared_ffn: int = 0
-    dense_layers: int = 0
+    n_experts: int  # experts a block
+    moe_topk: int = 2  # experts a token visits
+    moe_ffn: int = 0  # inner width of one expert; 0: ``ffn_hidden``
+    shared_ffn: int = 0  # inner width of all shared experts together, which every token visits; 0: there are none
+    dense_layers: int = 0  # how many of the first blocks have a plain MLP of ``ffn_hidden``
+    # rows of an expert over its even share, where experts take a fixed number; 1: each takes what comes
     capacity: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderDecoderShape(TransformerShape):
-    """An encoder and a decoder with cross-attention (T5).
-
-    Attributes:
-        decoder_layers: blocks of the decoder; 0: ``layers``.
-        decoder_seq_len: tokens of the decoder's sample; 0: as many as the encoder's.
-        buckets: relative position buckets.
-    """
+    """An encoder and a decoder with cross-attention (T5)."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["encoder_decoder"] = "encoder_decoder"
-    decoder_layers: int = 0
-    decoder_seq_len: int = 0
-    buckets: int = 32
+    decoder_layers: int = 0  # blocks of the decoder; 0: ``layers``
+    decoder_seq_len: int = 0  # tokens of the decoder's sample; 0: as many as the encoder's
+    buckets: int = 32  # relative position buckets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VitShape:
-    """A vision transformer: square images cut into patches, a class token, pre-norm blocks, a linear head.
-
-    Attributes:
-        name, source, layers, hidden, heads, ffn_hidden, dropout: as in ``TransformerShape``.
-        image_size: pixels along each side.
-        patch: pixels along each side of a patch.
-        channels: of the image.
-        classes: outputs of the head.
-    """
+    """A vision transformer: square images cut into patches, a class token, pre-norm blocks, a linear head."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["vit"] = "vit"
-    name: str = ""
+    name: str = ""  # name, source, layers, hidden, heads, ffn_hidden, dropout: as in ``TransformerShape``
     source: str = ""
     layers: int
     hidden: int
     heads: int
     ffn_hidden: int = 0
     dropout: float = 0.0
-    image_size: int = 224
-    patch: int = 16
-    channels: int = 3
-    classes: int = 1000
+    image_size: int = 224  # pixels along each side
+    patch: int = 16  # pixels along each side of a patch
+    channels: int = 3  # of the image
+    classes: int = 1000  # outputs of the head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResNetShape:
-    """A residual network of bottleneck blocks (ResNet-50 and deeper).
-
-    Attributes:
-        name, source: for people.
-        depths: blocks a stage.
-        width: channels of the first stage's bottleneck; doubled from stage to stage.
-        expansion: output channels / bottleneck channels.
-        image_size: pixels along each side.
-        channels: of the image.
-        classes: outputs of the head.
-    """
+    """A residual network of bottleneck blocks (ResNet-50 and deeper)."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["resnet"] = "resnet"
-    name: str = ""
+    name: str = ""  # name, source: for people
     source: str = ""
-    depths: tuple[int, ...] = (3, 4, 6, 3)
-    width: int = 64
-    expansion: int = 4
-    image_size: int = 224
-    channels: int = 3
-    classes: int = 1000
+    depths: tuple[int, ...] = (3, 4, 6, 3)  # blocks a stage
+    width: int = 64  # channels of the first stage's bottleneck; doubled from stage to stage
+    expansion: int = 4  # output channels / bottleneck channels
+    image_size: int = 224  # pixels along each side
+    channels: int = 3  # of the image
+    classes: int = 1000  # outputs of the head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvNextShape:
-    """A ConvNeXt.
-
-    Attributes:
-        name, source: for people.
-        depths: blocks a stage.
-        widths: channels a stage.
-        kernel: of the depthwise convolutions.
-        image_size: pixels along each side.
-        image_height, image_width: where the picture is not square; 0: ``image_size``.
-        channels: of the image.
-        classes: outputs of the head.
-        fused_norm: whether LayerNorm runs as one kernel, or step by step over channels that lie first (as PyTorch's
-            ``torch/distributed/tensor/examples/convnext_example.py`` has it); the last one, of the mean, always does.
-    """
+    """A ConvNeXt."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["convnext"] = "convnext"
-    name: str = ""
+    name: str = ""  # name, source: for people
     source: str = ""
-    depths: tuple[int, ...]
-    widths: tuple[int, ...]
-    kernel: int = 7
-    image_size: int = 224
-    image_height: int = 0
+    depths: tuple[int, ...]  # blocks a stage
+    widths: tuple[int, ...]  # channels a stage
+    kernel: int = 7  # of the depthwise convolutions
+    image_size: int = 224  # pixels along each side
+    image_height: int = 0  # image_height, image_width: where the picture is not square; 0: ``image_size``
     image_width: int = 0
-    channels: int = 3
-    classes: int = 1000
+    channels: int = 3  # of the image
+    classes: int = 1000  # outputs of the head
+    # whether LayerNorm runs as one kernel, or step by step over channels that lie first (as PyTorch's
+    # ``torch/distributed/tensor/examples/convnext_example.py`` has it); the last one, of the mean, always does
     fused_norm: bool = True
 
 

@@ -15,97 +15,63 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureShape:
-    """Fields that these networks share.
+    """Fields that these networks share."""
 
-    Attributes:
-        name, source: for people.
-        image_size: pixels along each side.
-        channels: of the image.
-        classes: outputs of the head.
-    """
-
-    name: str = ""
+    name: str = ""  # name, source: for people
     source: str = ""
-    image_size: int = 224
-    channels: int = 3
-    classes: int = 1000
+    image_size: int = 224  # pixels along each side
+    channels: int = 3  # of the image
+    classes: int = 1000  # outputs of the head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VggShape(PictureShape):
-    """A VGG: groups of 3 x 3 convolutions with max pooling between them, three fully connected layers.
-
-    Attributes:
-        depths: convolutions a group.
-        widths: channels a group.
-        hidden: outputs of the first two fully connected layers.
-        pooled: pixels along each side of what enters the first of these.
-        dropout: probability after them.
-    """
+    """A VGG: groups of 3 x 3 convolutions with max pooling between them, three fully connected layers."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["vgg"] = "vgg"
-    depths: tuple[int, ...]
-    widths: tuple[int, ...] = (64, 128, 256, 512, 512)
-    hidden: int = 4096
-    pooled: int = 7
-    dropout: float = 0.5
+    depths: tuple[int, ...]  # convolutions a group
+    widths: tuple[int, ...] = (64, 128, 256, 512, 512)  # channels a group
+    hidden: int = 4096  # outputs of the first two fully connected layers
+    pooled: int = 7  # pixels along each side of what enters the first of these
+    dropout: float = 0.5  # probability after them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlexNetShape(PictureShape):
-    """An AlexNet in one tower.
-
-    Attributes:
-        widths: channels of the five convolutions.
-        hidden, pooled: as of a VGG.
-        dropout: probability before the first two fully connected layers.
-    """
+    """An AlexNet in one tower."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["alexnet"] = "alexnet"
-    widths: tuple[int, ...] = (64, 192, 384, 256, 256)
-    hidden: int = 4096
+    widths: tuple[int, ...] = (64, 192, 384, 256, 256)  # channels of the five convolutions
+    hidden: int = 4096  # hidden, pooled: as of a VGG
     pooled: int = 6
-    dropout: float = 0.5
+    dropout: float = 0.5  # probability before the first two fully connected layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegNetShape(PictureShape):
-    """A RegNet.
-
-    Attributes:
-        widths: channels of every block; the picture is halved where they grow.
-        group: channels of a group of the 3 x 3 convolutions.
-        squeeze: whether blocks squeeze and excite.
-        stem: channels of the first convolution.
-    """
+    """A RegNet."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["regnet"] = "regnet"
-    widths: tuple[int, ...]
-    group: int
-    squeeze: bool = False
-    stem: int = 32
+    widths: tuple[int, ...]  # channels of every block; the picture is halved where they grow
+    group: int  # channels of a group of the 3 x 3 convolutions
+    squeeze: bool = False  # whether blocks squeeze and excite
+    stem: int = 32  # channels of the first convolution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UNetShape(PictureShape):
-    """A U-Net with padded convolutions, a class for every pixel.
-
-    Attributes:
-        base: channels of the first level; doubled from level to level.
-        levels: halvings of the picture.
-        norm: whether batch normalisation follows every convolution (which then has no bias).
-        bilinear: whether the way back enlarges by interpolation (the lowest level has half of its channels then), not
-            by transposed convolution.
-    """
+    """A U-Net with padded convolutions, a class for every pixel."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["unet"] = "unet"
-    base: int = 64
-    levels: int = 4
-    norm: bool = False
+    base: int = 64  # channels of the first level; doubled from level to level
+    levels: int = 4  # halvings of the picture
+    norm: bool = False  # whether batch normalisation follows every convolution (which then has no bias)
+    # whether the way back enlarges by interpolation (the lowest level has half of its channels then), not by
+    # transposed convolution
     bilinear: bool = False
     image_size: int = 512
     channels: int = 1
@@ -114,25 +80,17 @@ class UNetShape(PictureShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CosmoFlowShape(PictureShape):
-    """A CosmoFlow: 3-D convolutions with mean pooling, fully connected layers, ``classes`` numbers to be found.
-
-    Attributes:
-        widths: channels of every convolution.
-        kernels: voxels along each side of their kernels.
-        strides: along each side.
-        padded: whether all convolutions but the last one are padded, so that only strides and pooling shrink volumes.
-        hidden: outputs of the fully connected layers before the last one.
-        bias: whether convolutions and fully connected layers have biases.
-    """
+    """A CosmoFlow: 3-D convolutions with mean pooling, fully connected layers, ``classes`` numbers to be found."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["cosmoflow"] = "cosmoflow"
-    widths: tuple[int, ...] = (16, 32, 64, 128, 256, 256, 128)
-    kernels: tuple[int, ...] = (3, 3, 3, 3, 2, 2, 2)
-    strides: tuple[int, ...] = (1, 1, 2, 1, 1, 1, 1)
+    widths: tuple[int, ...] = (16, 32, 64, 128, 256, 256, 128)  # channels of every convolution
+    kernels: tuple[int, ...] = (3, 3, 3, 3, 2, 2, 2)  # voxels along each side of their kernels
+    strides: tuple[int, ...] = (1, 1, 2, 1, 1, 1, 1)  # along each side
+    # whether all convolutions but the last one are padded, so that only strides and pooling shrink volumes
     padded: bool = False
-    hidden: tuple[int, ...] = (2048, 256)
-    bias: bool = False
+    hidden: tuple[int, ...] = (2048, 256)  # outputs of the fully connected layers before the last one
+    bias: bool = False  # whether convolutions and fully connected layers have biases
     image_size: int = 512
     channels: int = 4
     classes: int = 4
@@ -150,19 +108,14 @@ class CosmoFlowShape(PictureShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerceptionShape(PictureShape):
-    """Two encoder-decoders that read one bird's-eye view of LiDAR scans, one channel each, and give a picture each.
-
-    Attributes:
-        base: channels of the first level; doubled from level to level.
-        levels: halvings of the picture, rounded down.
-        chained: whether each level of the segmentation network's way up takes what the level below gives; else, as
-            published, all but the finest are computed and dropped.
-    """
+    """Two encoder-decoders that read one bird's-eye view of LiDAR scans, one channel each, and give a picture each."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["perception"] = "perception"
-    base: int = 32
-    levels: int = 6
+    base: int = 32  # channels of the first level; doubled from level to level
+    levels: int = 6  # halvings of the picture, rounded down
+    # whether each level of the segmentation network's way up takes what the level below gives; else, as published,
+    # all but the finest are computed and dropped
     chained: bool = True
     image_size: int = 1000
     channels: int = 16

@@ -33,33 +33,21 @@ _SHARDING = {Part.TENSOR: Sharding.TENSOR, Part.SEQUENCE: Sharding.SEQUENCE, Par
 
 @dataclass(slots=True)
 class Tape:
-    """Calls of one layer in the order they run; a builder, used once.
+    """Calls of one layer in the order they run; a builder, used once."""
 
-    Attributes:
-        item_bytes: bytes of one activation item.
-        kernels: which kernels run.
-        records: what ran, and what it costs.
-        inputs: boundary tensors that enter.
-        weights: parameter items, by how tensor parallelism divides them (tensor, whole).
-        buffer_bytes: bytes of non-trained state.
-        lent: tensors kept for other layers' backward passes.
-        borrowed: keys of inputs that another layer keeps (the encoder's output, read by every decoder block).
-        expert_items: parameter items that expert parallelism divides; part of the weights.
-        dispatched_bytes: bytes of the copies of tokens that go to experts.
-        unique_copies: copies of a token, where a rank is sent only one.
-    """
-
-    item_bytes: int
-    kernels: Kernels = EAGER
-    records: list[Record] = field(default_factory=list)
-    inputs: list[Value] = field(default_factory=list)
+    item_bytes: int  # bytes of one activation item
+    kernels: Kernels = EAGER  # which kernels run
+    records: list[Record] = field(default_factory=list)  # what ran, and what it costs
+    inputs: list[Value] = field(default_factory=list)  # boundary tensors that enter
+    # parameter items, by how tensor parallelism divides them (tensor, whole)
     weights: dict[Part, int] = field(default_factory=lambda: dict.fromkeys(Part, 0))
-    buffer_bytes: int = 0
-    lent: list[Value] = field(default_factory=list)
+    buffer_bytes: int = 0  # bytes of non-trained state
+    lent: list[Value] = field(default_factory=list)  # tensors kept for other layers' backward passes
+    # keys of inputs that another layer keeps (the encoder's output, read by every decoder block)
     borrowed: set[int] = field(default_factory=set)
-    expert_items: int = 0
-    dispatched_bytes: int = 0
-    unique_copies: int = 0
+    expert_items: int = 0  # parameter items that expert parallelism divides; part of the weights
+    dispatched_bytes: int = 0  # bytes of the copies of tokens that go to experts
+    unique_copies: int = 0  # copies of a token, where a rank is sent only one
     _keys: int = 0
     _read: set[int] = field(default_factory=set)
     _gathered: set[int] = field(default_factory=set)

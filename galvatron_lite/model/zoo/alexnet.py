@@ -12,25 +12,15 @@ from galvatron_lite.model.zoo.pictures import classification_loss, random_pictur
 
 @dataclass(frozen=True, slots=True)
 class AlexNetConfig:
-    """Shape of an AlexNet.
+    """Shape of an AlexNet."""
 
-    Attributes:
-        widths: channels of the five convolutions.
-        hidden: outputs of the first two fully connected layers.
-        pooled: pixels along each side of what enters the first of these.
-        dropout: probability of dropping an input of them.
-        side: pixels along each side of an example picture.
-        channels: of the picture.
-        classes: outputs of the head.
-    """
-
-    widths: tuple[int, int, int, int, int] = (64, 192, 384, 256, 256)
-    hidden: int = 4096
-    pooled: int = 6
-    dropout: float = 0.5
-    side: int = 224
-    channels: int = 3
-    classes: int = 1000
+    widths: tuple[int, int, int, int, int] = (64, 192, 384, 256, 256)  # channels of the five convolutions
+    hidden: int = 4096  # outputs of the first two fully connected layers
+    pooled: int = 6  # pixels along each side of what enters the first of these
+    dropout: float = 0.5  # probability of dropping an input of them
+    side: int = 224  # pixels along each side of an example picture
+    channels: int = 3  # of the picture
+    classes: int = 1000  # outputs of the head
 
 
 _WINDOWS = ((11, 4, 2), (5, 1, 2), (3, 1, 1), (3, 1, 1), (3, 1, 1))

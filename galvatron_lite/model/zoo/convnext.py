@@ -18,27 +18,16 @@ from galvatron_lite.model.zoo.pictures import classification_loss, random_pictur
 
 @dataclass(frozen=True, slots=True)
 class ConvNeXtConfig:
-    """Shape of a ConvNeXt.
+    """Shape of a ConvNeXt."""
 
-    Attributes:
-        depths: blocks a stage.
-        widths: channels a stage.
-        kernel: of the depthwise convolutions.
-        scale: first value of the learned factor on each block's result.
-        height: pixels of an example picture.
-        width: the same.
-        channels: of the picture.
-        classes: outputs of the head.
-    """
-
-    depths: tuple[int, ...]
-    widths: tuple[int, ...]
-    kernel: int = 7
-    scale: float = 1e-6
-    height: int = 224
-    width: int = 224
-    channels: int = 3
-    classes: int = 1000
+    depths: tuple[int, ...]  # blocks a stage
+    widths: tuple[int, ...]  # channels a stage
+    kernel: int = 7  # of the depthwise convolutions
+    scale: float = 1e-6  # first value of the learned factor on each block's result
+    height: int = 224  # pixels of an example picture
+    width: int = 224  # the same
+    channels: int = 3  # of the picture
+    classes: int = 1000  # outputs of the head
 
     def __post_init__(self) -> None:
         if len(self.depths) != len(self.widths):

@@ -19,29 +19,18 @@ from galvatron_lite.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class CosmoFlowConfig:
-    """Shape of a CosmoFlow.
+    """Shape of a CosmoFlow."""
 
-    Attributes:
-        widths: channels of every convolution.
-        kernels: voxels along each side of their kernels.
-        strides: along each side.
-        padded: whether all convolutions but the last one are padded, so that only strides and pooling shrink volumes.
-        hidden: outputs of the fully connected layers before the last one.
-        bias: whether convolutions and fully connected layers have biases; the tables count none.
-        side: voxels along each side of a volume; one must be left after the last convolution.
-        channels: of the volume.
-        targets: parameters to be found.
-    """
-
-    widths: tuple[int, ...] = (16, 32, 64, 128, 256, 256, 128)
-    kernels: tuple[int, ...] = (3, 3, 3, 3, 2, 2, 2)
-    strides: tuple[int, ...] = (1, 1, 2, 1, 1, 1, 1)
+    widths: tuple[int, ...] = (16, 32, 64, 128, 256, 256, 128)  # channels of every convolution
+    kernels: tuple[int, ...] = (3, 3, 3, 3, 2, 2, 2)  # voxels along each side of their kernels
+    strides: tuple[int, ...] = (1, 1, 2, 1, 1, 1, 1)  # along each side
+    # whether all convolutions but the last one are padded, so that only strides and pooling shrink volumes
     padded: bool = False
-    hidden: tuple[int, ...] = (2048, 256)
-    bias: bool = False
-    side: int = 512
-    channels: int = 4
-    targets: int = 4
+    hidden: tuple[int, ...] = (2048, 256)  # outputs of the fully connected layers before the last one
+    bias: bool = False  # whether convolutions and fully connected layers have biases; the tables count none
+    side: int = 512  # voxels along each side of a volume; one must be left after the last convolution
+    channels: int = 4  # of the volume
+    targets: int = 4  # parameters to be found
 
     def __post_init__(self) -> None:
         sides = self.sides

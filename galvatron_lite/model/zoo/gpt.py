@@ -13,27 +13,16 @@ from galvatron_lite.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class GPTConfig:
-    """Shape of a GPT.
+    """Shape of a GPT."""
 
-    Attributes:
-        vocab: entries of the vocabulary.
-        layers: blocks.
-        hidden: width of the hidden state.
-        heads: attention heads; divides ``hidden``.
-        kv_heads: key-value heads; 0 means as many as ``heads``; divides ``heads``.
-        ffn_hidden: inner width of the MLP; 0 means 4 x hidden.
-        sequence: tokens of the longest sample (size of the position table).
-        dropout: probability of dropping an activation.
-    """
-
-    vocab: int
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int = 0
-    ffn_hidden: int = 0
-    sequence: int = 1024
-    dropout: float = 0.0
+    vocab: int  # entries of the vocabulary
+    layers: int  # blocks
+    hidden: int  # width of the hidden state
+    heads: int  # attention heads; divides ``hidden``
+    kv_heads: int = 0  # key-value heads; 0 means as many as ``heads``; divides ``heads``
+    ffn_hidden: int = 0  # inner width of the MLP; 0 means 4 x hidden
+    sequence: int = 1024  # tokens of the longest sample (size of the position table)
+    dropout: float = 0.0  # probability of dropping an activation
 
     def __post_init__(self) -> None:
         check_heads(self.hidden, self.heads, self.kv_heads or self.heads)

@@ -13,33 +13,19 @@ from galvatron_lite.model.zoo.gpt import check_heads, initialise, language_loss,
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """Shape of a Llama.
+    """Shape of a Llama."""
 
-    Attributes:
-        vocab: entries of the vocabulary.
-        layers: blocks.
-        hidden: width of the hidden state.
-        heads: query heads; divides ``hidden``.
-        kv_heads: key-value heads; divides ``heads``.
-        ffn_hidden: inner width of the gated MLP.
-        sequence: tokens of the longest sample.
-        dropout: probability of dropping an attention weight.
-        tied: whether the head shares the embedding's weight.
-        rope_theta: base of the rotary frequencies.
-        norm_eps: added to the mean square before its root.
-    """
-
-    vocab: int
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn_hidden: int
-    sequence: int = 2048
-    dropout: float = 0.0
-    tied: bool = False
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-5
+    vocab: int  # entries of the vocabulary
+    layers: int  # blocks
+    hidden: int  # width of the hidden state
+    heads: int  # query heads; divides ``hidden``
+    kv_heads: int  # key-value heads; divides ``heads``
+    ffn_hidden: int  # inner width of the gated MLP
+    sequence: int = 2048  # tokens of the longest sample
+    dropout: float = 0.0  # probability of dropping an attention weight
+    tied: bool = False  # whether the head shares the embedding's weight
+    rope_theta: float = 10000.0  # base of the rotary frequencies
+    norm_eps: float = 1e-5  # added to the mean square before its root
 
     def __post_init__(self) -> None:
         check_heads(self.hidden, self.heads, self.kv_heads)

@@ -15,15 +15,10 @@ from galvatron_lite.model.zoo.llama import Llama, LlamaBlock, LlamaConfig
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig(LlamaConfig):
-    """Shape of a mixture; ``ffn_hidden`` is the inner width of one expert.
+    """Shape of a mixture; ``ffn_hidden`` is the inner width of one expert."""
 
-    Attributes:
-        experts: of each block.
-        choices: experts that a token takes.
-    """
-
-    experts: int = 8
-    choices: int = 2
+    experts: int = 8  # of each block
+    choices: int = 2  # experts that a token takes
 
     def __post_init__(self) -> None:
         # super() does not work in dataclasses with slots

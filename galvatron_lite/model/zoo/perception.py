@@ -33,28 +33,18 @@ from galvatron_lite.model.zoo.perception_view import Grid, birds_eye_view
 
 @dataclass(frozen=True, slots=True)
 class PerceptionConfig:
-    """Shape of a perception network.
+    """Shape of a perception network."""
 
-    Attributes:
-        base: channels of the first level; doubled from level to level.
-        levels: halvings of the picture, rounded down.
-        side: pixels along each side of a bird's-eye view.
-        channels: scans of a sample, the current one among them.
-        depth: voxels above each other, of which a bird's-eye view shows the largest.
-        resolution: metres along an edge of a voxel.
-        chained: whether each level of the segmentation network's way up takes what the level below gives, so that all
-            of it is used. As published (False) only the finest level reaches the output; the others are computed and
-            dropped.
-        detached: whether the reconstruction network's target, the segmentation network's output, takes no gradient.
-    """
-
-    base: int = 32
-    levels: int = 6
-    side: int = 1000
-    channels: int = 16
-    depth: int = 50
-    resolution: float = 0.2
+    base: int = 32  # channels of the first level; doubled from level to level
+    levels: int = 6  # halvings of the picture, rounded down
+    side: int = 1000  # pixels along each side of a bird's-eye view
+    channels: int = 16  # scans of a sample, the current one among them
+    depth: int = 50  # voxels above each other, of which a bird's-eye view shows the largest
+    resolution: float = 0.2  # metres along an edge of a voxel
+    # whether each level of the segmentation network's way up takes what the level below gives, so that all of it is
+    # used. As published (False) only the finest level reaches the output; the others are computed and dropped
     chained: bool = True
+    # whether the reconstruction network's target, the segmentation network's output, takes no gradient
     detached: bool = True
 
     def __post_init__(self) -> None:

@@ -13,17 +13,11 @@ from galvatron_lite.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Voxels around a sensor, which stands in the middle of them.
+    """Voxels around a sensor, which stands in the middle of them."""
 
-    Attributes:
-        side: voxels along each side of the ground; rows are x, columns y.
-        depth: voxels from the lowest to the highest.
-        resolution: metres along an edge of a voxel.
-    """
-
-    side: int = 1000
-    depth: int = 50
-    resolution: float = 0.2
+    side: int = 1000  # voxels along each side of the ground; rows are x, columns y
+    depth: int = 50  # voxels from the lowest to the highest
+    resolution: float = 0.2  # metres along an edge of a voxel
 
     def __post_init__(self) -> None:
         for field in ("side", "depth", "resolution"):

@@ -17,25 +17,15 @@ from galvatron_lite.model.zoo.pictures import classification_loss, random_pictur
 
 @dataclass(frozen=True, slots=True)
 class RegNetConfig:
-    """Shape of a RegNet.
+    """Shape of a RegNet."""
 
-    Attributes:
-        widths: channels of every block; the picture is halved where they grow.
-        group: channels of a group of the 3 x 3 convolutions; divides all widths above it.
-        squeeze: whether blocks squeeze and excite (Y).
-        stem: channels of the first convolution.
-        side: pixels along each side of an example picture.
-        channels: of the picture.
-        classes: outputs of the head.
-    """
-
-    widths: tuple[int, ...]
-    group: int
-    squeeze: bool
-    stem: int = 32
-    side: int = 224
-    channels: int = 3
-    classes: int = 1000
+    widths: tuple[int, ...]  # channels of every block; the picture is halved where they grow
+    group: int  # channels of a group of the 3 x 3 convolutions; divides all widths above it
+    squeeze: bool  # whether blocks squeeze and excite (Y)
+    stem: int = 32  # channels of the first convolution
+    side: int = 224  # pixels along each side of an example picture
+    channels: int = 3  # of the picture
+    classes: int = 1000  # outputs of the head
 
     def __post_init__(self) -> None:
         uneven = [width for width in self.widths if width % min(self.group, width)]

@@ -15,23 +15,14 @@ from galvatron_lite.model.zoo.pictures import classification_loss, random_pictur
 
 @dataclass(frozen=True, slots=True)
 class ResNetConfig:
-    """Shape of a residual network.
+    """Shape of a residual network."""
 
-    Attributes:
-        depths: blocks a stage.
-        width: channels of the first stage's bottleneck; doubled from stage to stage.
-        expansion: output channels / bottleneck channels.
-        side: pixels along each side of an example picture.
-        channels: of the picture.
-        classes: outputs of the head.
-    """
-
-    depths: tuple[int, ...]
-    width: int = 64
-    expansion: int = 4
-    side: int = 224
-    channels: int = 3
-    classes: int = 1000
+    depths: tuple[int, ...]  # blocks a stage
+    width: int = 64  # channels of the first stage's bottleneck; doubled from stage to stage
+    expansion: int = 4  # output channels / bottleneck channels
+    side: int = 224  # pixels along each side of an example picture
+    channels: int = 3  # of the picture
+    classes: int = 1000  # outputs of the head
 
 
 class Bottleneck(nn.Module):

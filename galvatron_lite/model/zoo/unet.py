@@ -18,26 +18,17 @@ from galvatron_lite.model.zoo.pictures import classification_loss, random_pictur
 
 @dataclass(frozen=True, slots=True)
 class UNetConfig:
-    """Shape of a U-Net.
+    """Shape of a U-Net."""
 
-    Attributes:
-        base: channels of the first level; doubled from level to level.
-        levels: halvings of the picture.
-        norm: whether batch normalisation follows every convolution (which then has no bias).
-        bilinear: whether the way back enlarges pictures by interpolation; else by transposed convolution. The lowest
-            level has half of its channels then, so that the widths of the way back fit.
-        side: pixels along each side of an example picture; divided by 2 at every level.
-        channels: of the picture.
-        classes: outputs for every pixel.
-    """
-
-    base: int = 64
-    levels: int = 4
-    norm: bool = False
+    base: int = 64  # channels of the first level; doubled from level to level
+    levels: int = 4  # halvings of the picture
+    norm: bool = False  # whether batch normalisation follows every convolution (which then has no bias)
+    # whether the way back enlarges pictures by interpolation; else by transposed convolution. The lowest level has
+    # half of its channels then, so that the widths of the way back fit
     bilinear: bool = False
-    side: int = 512
-    channels: int = 1
-    classes: int = 2
+    side: int = 512  # pixels along each side of an example picture; divided by 2 at every level
+    channels: int = 1  # of the picture
+    classes: int = 2  # outputs for every pixel
 
     def __post_init__(self) -> None:
         if self.side % 2**self.levels:

@@ -15,27 +15,16 @@ from galvatron_lite.model.zoo.pictures import classification_loss, random_pictur
 
 @dataclass(frozen=True, slots=True)
 class VGGConfig:
-    """Shape of a VGG.
+    """Shape of a VGG."""
 
-    Attributes:
-        depths: convolutions a group.
-        widths: channels a group.
-        hidden: outputs of the first two fully connected layers.
-        pooled: pixels along each side of what enters the first of these.
-        dropout: probability of dropping an output of them.
-        side: pixels along each side of an example picture.
-        channels: of the picture.
-        classes: outputs of the head.
-    """
-
-    depths: tuple[int, ...]
-    widths: tuple[int, ...] = (64, 128, 256, 512, 512)
-    hidden: int = 4096
-    pooled: int = 7
-    dropout: float = 0.5
-    side: int = 224
-    channels: int = 3
-    classes: int = 1000
+    depths: tuple[int, ...]  # convolutions a group
+    widths: tuple[int, ...] = (64, 128, 256, 512, 512)  # channels a group
+    hidden: int = 4096  # outputs of the first two fully connected layers
+    pooled: int = 7  # pixels along each side of what enters the first of these
+    dropout: float = 0.5  # probability of dropping an output of them
+    side: int = 224  # pixels along each side of an example picture
+    channels: int = 3  # of the picture
+    classes: int = 1000  # outputs of the head
 
 
 def conv_group(inner: int, outer: int, depth: int) -> nn.Sequential:

@@ -27,17 +27,11 @@ MOST_WORK = 300_000
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A way to run a branch on so many devices.
+    """A way to run a branch on so many devices."""
 
-    Attributes:
-        seconds: of each phase.
-        held: bytes on each device that stay while other branches of the group run.
-        working: bytes beyond them while it runs.
-    """
-
-    seconds: Phases
-    held: int = 0
-    working: int = 0
+    seconds: Phases  # of each phase
+    held: int = 0  # bytes on each device that stay while other branches of the group run
+    working: int = 0  # bytes beyond them while it runs
 
     @property
     def total(self) -> float:
@@ -51,17 +45,11 @@ Job = Mapping[int, Sequence[Option]]
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A group of devices and what it runs.
+    """A group of devices and what it runs."""
 
-    Attributes:
-        first: its first device.
-        devices: how many.
-        branches: number of each branch and its option, in the order they run.
-    """
-
-    first: int
+    first: int  # its first device
     devices: int
-    branches: tuple[tuple[int, Option], ...]
+    branches: tuple[tuple[int, Option], ...]  # number of each branch and its option, in the order they run
 
     @property
     def seconds(self) -> Phases:
@@ -76,15 +64,10 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Every branch in a group.
+    """Every branch in a group."""
 
-    Attributes:
-        groups: by their first device.
-        proven: whether none is quicker.
-    """
-
-    groups: tuple[Placed, ...]
-    proven: bool
+    groups: tuple[Placed, ...]  # by their first device
+    proven: bool  # whether none is quicker
 
     @property
     def seconds(self) -> float:

@@ -31,36 +31,22 @@ NAME = "branch"
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """What enters and leaves a set of layers, bytes a sample.
+    """What enters and leaves a set of layers, bytes a sample."""
 
-    Attributes:
-        read: tensors that layers outside make and it reads; what the model is given is not counted.
-        given: tensors that it makes and layers outside read.
-        results: outputs that no layer reads.
-    """
-
-    read: int = 0
-    given: int = 0
-    results: int = 0
+    read: int = 0  # tensors that layers outside make and it reads; what the model is given is not counted
+    given: int = 0  # tensors that it makes and layers outside read
+    results: int = 0  # outputs that no layer reads
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a branch works.
+    """Where a branch works."""
 
-    Attributes:
-        world: all devices (D).
-        devices: of its group (d).
-        sharing: ways that its group shares the samples (b).
-        spread: whether the trunk shares the samples among all devices.
-        microbatch: samples.
-    """
-
-    world: int
-    devices: int
-    sharing: int
-    spread: bool
-    microbatch: int
+    world: int  # all devices (D)
+    devices: int  # of its group (d)
+    sharing: int  # ways that its group shares the samples (b)
+    spread: bool  # whether the trunk shares the samples among all devices
+    microbatch: int  # samples
 
     @property
     def everyone(self) -> RankGroup:

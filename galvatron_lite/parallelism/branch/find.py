@@ -16,38 +16,25 @@ from galvatron_lite.model.order import Order, bits, order_of
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """An independent sub-network.
+    """An independent sub-network."""
 
-    Attributes:
-        name: the first of its roots.
-        layers: names of its layers, in the order they run.
-        roots: the fewest module paths that hold its layers' modules and no other layer's, in the order they run.
-        input_bytes: bytes per sample that it reads of the model's inputs and of other layers.
-        output_bytes: bytes per sample that it makes and other layers read.
-        inside: regions inside it, whose branches are parts of this one.
-    """
-
-    name: str
-    layers: tuple[str, ...]
+    name: str  # the first of its roots
+    layers: tuple[str, ...]  # names of its layers, in the order they run
+    # the fewest module paths that hold its layers' modules and no other layer's, in the order they run
     roots: tuple[str, ...]
-    input_bytes: int
-    output_bytes: int
-    inside: tuple[Region, ...] = ()
+    input_bytes: int  # bytes per sample that it reads of the model's inputs and of other layers
+    output_bytes: int  # bytes per sample that it makes and other layers read
+    inside: tuple[Region, ...] = ()  # regions inside it, whose branches are parts of this one
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Where a model falls into branches.
+    """Where a model falls into branches."""
 
-    Attributes:
-        branches: two or more, by their first layer.
-        entry: names of layers outside it that its branches read; empty where they read the model's inputs alone.
-        exit: names of layers outside it that read its branches; empty where they end the model.
-    """
-
-    branches: tuple[Branch, ...]
+    branches: tuple[Branch, ...]  # two or more, by their first layer
+    # names of layers outside it that its branches read; empty where they read the model's inputs alone
     entry: tuple[str, ...]
-    exit: tuple[str, ...]
+    exit: tuple[str, ...]  # names of layers outside it that read its branches; empty where they end the model
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -26,21 +26,13 @@ _FUNCTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """Channels of a convolution or linear, and the dims of its weight that hold them.
+    """Channels of a convolution or linear, and the dims of its weight that hold them."""
 
-    Attributes:
-        inputs: channels that enter.
-        outputs: channels that leave.
-        groups: of the convolution; they follow one another along dim 0 of the weight.
-        input_dim: of the weight.
-        output_dim: of the weight.
-    """
-
-    inputs: int
-    outputs: int
-    groups: int
-    input_dim: int
-    output_dim: int
+    inputs: int  # channels that enter
+    outputs: int  # channels that leave
+    groups: int  # of the convolution; they follow one another along dim 0 of the weight
+    input_dim: int  # of the weight
+    output_dim: int  # of the weight
 
     def shares_groups(self, degree: int) -> bool:
         """Whether shares of the channels are whole groups: groups divide evenly, or each is one channel."""

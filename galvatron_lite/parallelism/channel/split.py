@@ -29,17 +29,11 @@ from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Who shares the channels of a layer, and how.
+    """Who shares the channels of a layer, and how."""
 
-    Attributes:
-        by: ``filters`` or ``channels``.
-        line: the devices.
-        rules: what functions do with shares.
-    """
-
-    by: str
-    line: Line
-    rules: Rules
+    by: str  # ``filters`` or ``channels``
+    line: Line  # the devices
+    rules: Rules  # what functions do with shares
 
     @property
     def is_complete(self) -> bool:

@@ -157,21 +157,14 @@ ULYSSES = "ulysses"
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """An attention of a layer.
+    """An attention of a layer."""
 
-    Attributes:
-        count: how many such there are.
-        heads, kv_heads: of queries, and of keys and values.
-        queries, keys: tokens.
-        size: items of a head.
-    """
-
-    count: int
-    heads: int
+    count: int  # how many such there are
+    heads: int  # heads, kv_heads: of queries, and of keys and values
     kv_heads: int
-    queries: int
+    queries: int  # queries, keys: tokens
     keys: int
-    size: float
+    size: float  # items of a head
 
 
 def attention_of(kind: LayerKind) -> tuple[Attention, ...]:

@@ -24,22 +24,15 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """How a block is computed.
+    """How a block is computed."""
 
-    Attributes:
-        scale: of the scores.
-        before: whether each query sees only keys up to its own place, of as many keys as queries.
-        mask: what is added to the scores, or (of booleans) which of them count; broadcast to (samples, heads,
-            queries, keys). Takes no gradient.
-        drop: probability that an item of the softmax is dropped.
-        seed: of what is dropped.
-    """
-
-    scale: float
-    before: bool = False
+    scale: float  # of the scores
+    before: bool = False  # whether each query sees only keys up to its own place, of as many keys as queries
+    # what is added to the scores, or (of booleans) which of them count; broadcast to (samples, heads, queries, keys).
+    # Takes no gradient
     mask: Tensor | None = None
-    drop: float = 0.0
-    seed: int = 0
+    drop: float = 0.0  # probability that an item of the softmax is dropped
+    seed: int = 0  # of what is dropped
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:

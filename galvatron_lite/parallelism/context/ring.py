@@ -30,27 +30,16 @@ TOKENS = 2
 
 @dataclass(frozen=True)
 class Ring:
-    """One attention of a ring.
+    """One attention of a ring."""
 
-    Attributes:
-        line: the ranks.
-        queries: what each rank holds of the queries.
-        keys: what each holds of the keys and values.
-        scale: of the scores.
-        causal: whether a query sees only keys up to its own place.
-        mask: of the whole queries and keys; see ``kernels.Block``.
-        drop: probability that an item of the softmax is dropped.
-        seed: the same on all ranks.
-    """
-
-    line: Line
-    queries: tuple[Pieces, ...]
-    keys: tuple[Pieces, ...]
-    scale: float
-    causal: bool = False
-    mask: Tensor | None = None
-    drop: float = 0.0
-    seed: int = 0
+    line: Line  # the ranks
+    queries: tuple[Pieces, ...]  # what each rank holds of the queries
+    keys: tuple[Pieces, ...]  # what each holds of the keys and values
+    scale: float  # of the scores
+    causal: bool = False  # whether a query sees only keys up to its own place
+    mask: Tensor | None = None  # of the whole queries and keys; see ``kernels.Block``
+    drop: float = 0.0  # probability that an item of the softmax is dropped
+    seed: int = 0  # the same on all ranks
 
     @cached_property
     def next(self) -> int:

@@ -24,17 +24,11 @@ class Seen(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One block.
+    """One block."""
 
-    Attributes:
-        rows: of the rank's own queries, as it holds them.
-        columns: of the keys, as their rank holds them.
-        seen: which of these the queries see.
-    """
-
-    rows: Range
-    columns: Range
-    seen: Seen
+    rows: Range  # of the rank's own queries, as it holds them
+    columns: Range  # of the keys, as their rank holds them
+    seen: Seen  # which of these the queries see
 
 
 def tasks(queries: Pieces, keys: Pieces, causal: bool) -> tuple[Task, ...]:

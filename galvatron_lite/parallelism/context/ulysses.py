@@ -21,17 +21,11 @@ HEADS, TOKENS = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """How tokens are swapped for heads.
+    """How tokens are swapped for heads."""
 
-    Attributes:
-        line: the ranks.
-        tokens: what each holds of the tokens outside attention.
-        heads: what each has of the heads in attention; several may have the same.
-    """
-
-    line: Line
-    tokens: tuple[Pieces, ...]
-    heads: tuple[Range, ...]
+    line: Line  # the ranks
+    tokens: tuple[Pieces, ...]  # what each holds of the tokens outside attention
+    heads: tuple[Range, ...]  # what each has of the heads in attention; several may have the same
 
 
 def heads_by_rank(heads: int, ranks: int) -> tuple[Range, ...]:

@@ -14,15 +14,10 @@ PIXELS = 2
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Lines of ranks along the sides of a picture.
+    """Lines of ranks along the sides of a picture."""
 
-    Attributes:
-        lines: along planes, rows and columns; None where a side is not cut.
-        everyone: all ranks of the grid, planes outermost.
-    """
-
-    lines: tuple[Line | None, Line | None, Line | None]
-    everyone: Line
+    lines: tuple[Line | None, Line | None, Line | None]  # along planes, rows and columns; None where a side is not cut
+    everyone: Line  # all ranks of the grid, planes outermost
 
     def cuts(self, shape: Sequence[int]) -> Cuts:
         """How a picture of that whole shape is cut: (samples, channels, [[planes,] rows,] columns)."""

@@ -22,15 +22,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """A cut dim before and after.
+    """A cut dim before and after."""
 
-    Attributes:
-        before: the cut.
-        after: the cut of the new shape.
-    """
-
-    before: Cut
-    after: Cut
+    before: Cut  # the cut
+    after: Cut  # the cut of the new shape
 
     @property
     def moves(self) -> bool:

@@ -18,19 +18,12 @@ Index = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class IndexPlan:
-    """What an index means for a share.
+    """What an index means for a share."""
 
-    Attributes:
-        local: index of the share, in which cut dims are taken whole, or of the one row that is left.
-        sliced: slices of cut dims, by dims of the tensor.
-        chosen: rows of cut dims, by dims of the tensor.
-        homes: which dim of the result each cut dim becomes.
-    """
-
-    local: Index
-    sliced: dict[int, slice]
-    chosen: dict[int, int]
-    homes: dict[int, int]
+    local: Index  # index of the share, in which cut dims are taken whole, or of the one row that is left
+    sliced: dict[int, slice]  # slices of cut dims, by dims of the tensor
+    chosen: dict[int, int]  # rows of cut dims, by dims of the tensor
+    homes: dict[int, int]  # which dim of the result each cut dim becomes
 
 
 def plan_of(index: Any, cuts: Cuts, dims: int) -> IndexPlan | None:

@@ -24,13 +24,9 @@ Pieces = tuple[Range, ...]
 
 @dataclass(frozen=True, slots=True)
 class LaidLine:
-    """A line with the ranks and messages of another one, and items of its own.
+    """A line with the ranks and messages of another one, and items of its own."""
 
-    Attributes:
-        line: the other one.
-    """
-
-    line: Line
+    line: Line  # the other one
 
     @property
     def size(self) -> int:

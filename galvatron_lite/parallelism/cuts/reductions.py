@@ -29,21 +29,13 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class Reduction(NamedTuple):
-    """What is reduced.
+    """What is reduced."""
 
-    Attributes:
-        dims: counted from the front.
-        keepdim: whether they stay, with extent 1.
-        lines: along which they were cut.
-        cuts: of the result.
-        items: of the whole that make one of the result.
-    """
-
-    dims: tuple[int, ...]
-    keepdim: bool
-    lines: tuple[Line, ...]
-    cuts: Cuts
-    items: int
+    dims: tuple[int, ...]  # counted from the front
+    keepdim: bool  # whether they stay, with extent 1
+    lines: tuple[Line, ...]  # along which they were cut
+    cuts: Cuts  # of the result
+    items: int  # of the whole that make one of the result
 
 
 def reduction_of(tensor: CutTensor, dims: Any, keepdim: bool) -> Reduction:

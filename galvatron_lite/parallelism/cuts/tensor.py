@@ -26,17 +26,11 @@ from galvatron_lite.parallelism.cuts.line import Line
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one dim of a tensor is shared.
+    """How one dim of a tensor is shared."""
 
-    Attributes:
-        dim: counted from the front.
-        extent: of the whole tensor.
-        line: the ranks that share it, by ``shares.share`` unless it has pieces of its own (``laying.LaidLine``).
-    """
-
-    dim: int
-    extent: int
-    line: Line
+    dim: int  # counted from the front
+    extent: int  # of the whole tensor
+    line: Line  # the ranks that share it, by ``shares.share`` unless it has pieces of its own (``laying.LaidLine``)
 
     @property
     def pieces(self) -> Pieces:
@@ -67,23 +61,14 @@ Cuts = tuple[Cut, ...]
 
 
 class Call(NamedTuple):
-    """A torch function that was called with a cut tensor.
+    """A torch function that was called with a cut tensor."""
 
-    Attributes:
-        function: what was called.
-        name: its name: ``conv2d``, ``add``, ``shape`` (of a property).
-        args: as they were given.
-        kwargs: as they were given.
-        rules: of the first cut tensor among the arguments.
-        because: why the picture is gathered, where that is by design.
-    """
-
-    function: Callable[..., Any]
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    rules: Rules
-    because: str = ""
+    function: Callable[..., Any]  # what was called
+    name: str  # its name: ``conv2d``, ``add``, ``shape`` (of a property)
+    args: tuple[Any, ...]  # as they were given
+    kwargs: dict[str, Any]  # as they were given
+    rules: Rules  # of the first cut tensor among the arguments
+    because: str = ""  # why the picture is gathered, where that is by design
 
 
 Handler = Callable[[Call], Any]
@@ -92,31 +77,19 @@ Handler = Callable[[Call], Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rules:
-    """What functions do with cut tensors.
+    """What functions do with cut tensors."""
 
-    Attributes:
-        handlers: by the function's name.
-        otherwise: of every other function.
-        pins: degrees of a plan that cut what has these rules.
-        what: what that is, for messages.
-    """
-
-    handlers: Mapping[str, Handler]
-    otherwise: Handler
-    pins: tuple[str, ...] = ("depth", "height", "width")
-    what: str = "picture"
+    handlers: Mapping[str, Handler]  # by the function's name
+    otherwise: Handler  # of every other function
+    pins: tuple[str, ...] = ("depth", "height", "width")  # degrees of a plan that cut what has these rules
+    what: str = "picture"  # what that is, for messages
 
 
 class CutTensor(torch.Tensor):
-    """See the module. Made by ``cut_tensor``; read by ``local_of``.
+    """See the module. Made by ``cut_tensor``; read by ``local_of``."""
 
-    Attributes:
-        cuts: how it is cut; never empty.
-        rules: what functions do with it.
-    """
-
-    cuts: Cuts
-    rules: Rules
+    cuts: Cuts  # how it is cut; never empty
+    rules: Rules  # what functions do with it
 
     @classmethod
     def __torch_function__(

@@ -27,14 +27,10 @@ class SeededDraws:
     """Every pass has a seed of its own; the process's generators go on afterwards as if nothing had been drawn.
 
     Recomputation draws the same again: ``torch.utils.checkpoint`` keeps the state that it began with.
-
-    Attributes:
-        seed: of the run, the same on every process.
-        device: where passes run.
     """
 
-    seed: int
-    device: torch.device
+    seed: int  # of the run, the same on every process
+    device: torch.device  # where passes run
 
     @contextmanager
     def __call__(self, stage: int, number: int) -> Iterator[None]:

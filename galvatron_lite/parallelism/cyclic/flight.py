@@ -22,20 +22,13 @@ class InFlight:
     """A micro-batch between the forward and the backward pass of a stage.
 
     Outputs are edges of the autograd graph, not tensors: nothing is kept but what autograd needs.
-
-    Attributes:
-        version: of the parameters.
-        parameters: those that the graph leads to.
-        inputs: where gradients of what the stage was given are put.
-        outputs: of the graph.
-        shapes: of the outputs, without values.
     """
 
-    version: int
-    parameters: Mapping[str, nn.Parameter]
-    inputs: list[Slot]
-    outputs: list[GradientEdge]
-    shapes: list[Tensor]
+    version: int  # of the parameters
+    parameters: Mapping[str, nn.Parameter]  # those that the graph leads to
+    inputs: list[Slot]  # where gradients of what the stage was given are put
+    outputs: list[GradientEdge]  # of the graph
+    shapes: list[Tensor]  # of the outputs, without values
 
 
 def in_flight(version: int, parameters: Mapping[str, nn.Parameter], inputs: list[Slot], produced: Value) -> InFlight:
@@ -47,15 +40,10 @@ def in_flight(version: int, parameters: Mapping[str, nn.Parameter], inputs: list
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """What a stage made for the next one, outside the graph.
+    """What a stage made for the next one, outside the graph."""
 
-    Attributes:
-        template: its structure and shapes.
-        tensors: its values.
-    """
-
-    template: Value
-    tensors: list[Tensor]
+    template: Value  # its structure and shapes
+    tensors: list[Tensor]  # its values
 
 
 def handed(produced: Value) -> Handed:
@@ -65,31 +53,19 @@ def handed(produced: Value) -> Handed:
 
 @dataclass(slots=True)
 class Returned:
-    """Gradients of what a stage made, and the loss of the micro-batch.
+    """Gradients of what a stage made, and the loss of the micro-batch."""
 
-    Attributes:
-        gradients: in the order of the outputs.
-        loss: of the micro-batch; a scalar in single precision.
-    """
-
-    gradients: list[Tensor] = field(default_factory=list)
-    loss: Tensor | None = None
+    gradients: list[Tensor] = field(default_factory=list)  # in the order of the outputs
+    loss: Tensor | None = None  # of the micro-batch; a scalar in single precision
 
 
 @dataclass(frozen=True, slots=True)
 class Desk:
-    """What lies between a process's passes, by stage and number of the micro-batch that is to take it.
+    """What lies between a process's passes, by stage and number of the micro-batch that is to take it."""
 
-    Attributes:
-        batches: micro-batches that were given, by number.
-        handed: what stages are to be given.
-        returned: gradients of what stages made.
-        flights: micro-batches between their passes.
-        losses: of micro-batches, as they become known, by number; scalars.
-    """
-
-    batches: dict[int, Any] = field(default_factory=dict)
-    handed: dict[Place, Handed] = field(default_factory=dict)
-    returned: dict[Place, Returned] = field(default_factory=dict)
-    flights: dict[Place, InFlight] = field(default_factory=dict)
+    batches: dict[int, Any] = field(default_factory=dict)  # micro-batches that were given, by number
+    handed: dict[Place, Handed] = field(default_factory=dict)  # what stages are to be given
+    returned: dict[Place, Returned] = field(default_factory=dict)  # gradients of what stages made
+    flights: dict[Place, InFlight] = field(default_factory=dict)  # micro-batches between their passes
+    # of micro-batches, as they become known, by number; scalars
     losses: dict[int, Tensor] = field(default_factory=dict)

@@ -18,27 +18,17 @@ Counts = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What is on a process during one pass of steady state, besides what the pass itself makes.
+    """What is on a process during one pass of steady state, besides what the pass itself makes."""
 
-    Attributes:
-        process: which.
-        does: the pass.
-        live: micro-batches, by stage, whose activations wait for their backward passes; the pass's own is not counted.
-        sums: stages whose gradient sums grow there (``single``); the pass's own is not counted.
-        updates: complete gradient sums, by stage, that are there before the pass and wait to be applied or sent.
-        versions: of each stage's parameters that are there, those that the pass makes among them.
-        waiting: messages that the process has sent and nobody has taken yet.
-        coming: messages that its next pass waits for: they may come while this one runs.
-    """
-
-    process: int
-    does: Pass
+    process: int  # which
+    does: Pass  # the pass
+    # micro-batches, by stage, whose activations wait for their backward passes; the pass's own is not counted
     live: Counts
-    sums: tuple[int, ...]
-    updates: Counts
-    versions: Counts
-    waiting: tuple[Message, ...]
-    coming: tuple[Message, ...]
+    sums: tuple[int, ...]  # stages whose gradient sums grow there (``single``); the pass's own is not counted
+    updates: Counts  # complete gradient sums, by stage, that are there before the pass and wait to be applied or sent
+    versions: Counts  # of each stage's parameters that are there, those that the pass makes among them
+    waiting: tuple[Message, ...]  # messages that the process has sent and nobody has taken yet
+    coming: tuple[Message, ...]  # messages that its next pass waits for: they may come while this one runs
 
 
 @lru_cache(maxsize=16)
@@ -69,25 +59,16 @@ def _following(every: Sequence[tuple[int, Pass]]) -> list[tuple[Message, ...]]:
 
 @dataclass(slots=True)
 class _Known:
-    """One process on its way through the table.
+    """One process on its way through the table."""
 
-    Attributes:
-        programme: that it runs.
-        taken: time step at which each message is received; those that are not there are received later.
-        live: stage and micro-batch.
-        sums: stages.
-        updates: stage and training step.
-        newest: version of each stage (``single``).
-        sent: messages.
-    """
-
-    programme: Programme
+    programme: Programme  # that it runs
+    # time step at which each message is received; those that are not there are received later
     taken: dict[Message, int]
-    live: dict[tuple[int, int], int] = field(default_factory=dict)
-    sums: set[int] = field(default_factory=set)
-    updates: set[tuple[int, int]] = field(default_factory=set)
-    newest: dict[int, int] = field(default_factory=dict)
-    sent: list[Message] = field(default_factory=list)
+    live: dict[tuple[int, int], int] = field(default_factory=dict)  # stage and micro-batch
+    sums: set[int] = field(default_factory=set)  # stages
+    updates: set[tuple[int, int]] = field(default_factory=set)  # stage and training step
+    newest: dict[int, int] = field(default_factory=dict)  # version of each stage (``single``)
+    sent: list[Message] = field(default_factory=list)  # messages
 
     def holding(self, process: int, one: Pass, coming: tuple[Message, ...]) -> Holding:
         """What is there while it runs a pass."""

@@ -27,43 +27,25 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one process sends to another.
+    """What one process sends to another."""
 
-    Attributes:
-        kind: what it holds.
-        stage: whose parameters or gradients; of an activation or its gradient, the stage whose pass made it.
-        step: training step of the pass at which it is sent; of an update, the one whose gradients it holds.
-        worker: of the pass at which it is sent.
-        source: process that sends it.
-        target: process that receives it.
-        versions: of the parameters it holds.
-    """
-
-    kind: Kind
-    stage: int
-    step: int
-    worker: int
-    source: int
-    target: int
-    versions: tuple[int, ...] = ()
+    kind: Kind  # what it holds
+    stage: int  # whose parameters or gradients; of an activation or its gradient, the stage whose pass made it
+    step: int  # training step of the pass at which it is sent; of an update, the one whose gradients it holds
+    worker: int  # of the pass at which it is sent
+    source: int  # process that sends it
+    target: int  # process that receives it
+    versions: tuple[int, ...] = ()  # of the parameters it holds
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward or backward pass of a stage.
+    """One forward or backward pass of a stage."""
 
-    Attributes:
-        moment: which, and in which time step.
-        version: of the stage's parameters, which forward and backward of a micro-batch use.
-        receives: messages that must be there before it.
-        sends: messages sent once it is done.
-        applies: training steps whose updates the process applies to the stage before it (``data``, ``stages``).
-        finishes: whether it completes the stage's gradient of its training step.
-    """
-
-    moment: Moment
-    version: int
-    receives: tuple[Message, ...] = ()
-    sends: tuple[Message, ...] = ()
+    moment: Moment  # which, and in which time step
+    version: int  # of the stage's parameters, which forward and backward of a micro-batch use
+    receives: tuple[Message, ...] = ()  # messages that must be there before it
+    sends: tuple[Message, ...] = ()  # messages sent once it is done
+    # training steps whose updates the process applies to the stage before it (``data``, ``stages``)
     applies: tuple[int, ...] = ()
-    finishes: bool = False
+    finishes: bool = False  # whether it completes the stage's gradient of its training step

@@ -14,21 +14,13 @@ from galvatron_lite.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One state of one parameter.
+    """One state of one parameter."""
 
-    Attributes:
-        index: of the parameter.
-        key: of the state.
-        like: its shape and dtype, without values; a scalar in double precision for a number.
-        device: where it lives; None for a number.
-        number: what a number is made by; None for a tensor.
-    """
-
-    index: int
-    key: str
-    like: Tensor
-    device: torch.device | None = None
-    number: Callable[[Any], Any] | None = None
+    index: int  # of the parameter
+    key: str  # of the state
+    like: Tensor  # its shape and dtype, without values; a scalar in double precision for a number
+    device: torch.device | None = None  # where it lives; None for a number
+    number: Callable[[Any], Any] | None = None  # what a number is made by; None for a tensor
 
 
 Layout = tuple[Entry, ...]

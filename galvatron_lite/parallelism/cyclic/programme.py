@@ -18,13 +18,9 @@ from galvatron_lite.parallelism.cyclic.zero_tracks import from_home
 
 @dataclass(frozen=True, slots=True)
 class Programme(Roster):
-    """Cyclic data parallelism of ``workers`` micro-batches over as many stages.
+    """Cyclic data parallelism of ``workers`` micro-batches over as many stages."""
 
-    Attributes:
-        early_release: backward passes of a time step come before its forward passes (``single`` only).
-    """
-
-    early_release: bool = False
+    early_release: bool = False  # backward passes of a time step come before its forward passes (``single`` only)
 
     def passes(self, process: int, step: int) -> tuple[Pass, ...]:
         """What a process does when it is given the batch of a training step, in order.

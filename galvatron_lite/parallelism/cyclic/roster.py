@@ -19,21 +19,14 @@ from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, d
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """``workers`` micro-batches over as many stages.
+    """``workers`` micro-batches over as many stages."""
 
-    Attributes:
-        rule: which parameters a micro-batch uses.
-        setting: where its passes run.
-        workers: N.
-        begin: first training step that is run. All processes know the parameters at versions ``base`` and ``begin``.
-        base: oldest version used: ``begin`` where nothing is delayed yet, ``begin`` - 1 where a run is continued.
-    """
-
-    rule: CyclicRule
-    setting: CyclicSetting
-    workers: int
+    rule: CyclicRule  # which parameters a micro-batch uses
+    setting: CyclicSetting  # where its passes run
+    workers: int  # N
+    # first training step that is run. All processes know the parameters at versions ``base`` and ``begin``
     begin: int = 0
-    base: int = 0
+    base: int = 0  # oldest version used: ``begin`` where nothing is delayed yet, ``begin`` - 1 where a run is continued
 
     @property
     def processes(self) -> int:

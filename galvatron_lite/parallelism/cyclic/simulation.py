@@ -34,36 +34,22 @@ Awaited = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A pass, as it comes once in every round of 2N time steps.
+    """A pass, as it comes once in every round of 2N time steps."""
 
-    Attributes:
-        process: that runs it (in the round that was looked at).
-        does: the pass.
-        after: the pass before it on its process.
-        receives: messages it waits for, by their numbers.
-        sends: its messages: their numbers in the round.
-    """
-
-    process: int
-    does: Pass
-    after: Awaited | None
-    receives: tuple[Awaited, ...]
-    sends: tuple[int, ...]
+    process: int  # that runs it (in the round that was looked at)
+    does: Pass  # the pass
+    after: Awaited | None  # the pass before it on its process
+    receives: tuple[Awaited, ...]  # messages it waits for, by their numbers
+    sends: tuple[int, ...]  # its messages: their numbers in the round
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """What is done over and over: each stage forward and backward by each worker once.
+    """What is done over and over: each stage forward and backward by each worker once."""
 
-    Attributes:
-        slots: in an order in which each comes after all it waits for.
-        messages: that the slots send.
-        behind: of each message, the one before it from the same process; None: there is none.
-    """
-
-    slots: tuple[Slot, ...]
-    messages: tuple[Message, ...]
-    behind: tuple[Awaited | None, ...]
+    slots: tuple[Slot, ...]  # in an order in which each comes after all it waits for
+    messages: tuple[Message, ...]  # that the slots send
+    behind: tuple[Awaited | None, ...]  # of each message, the one before it from the same process; None: there is none
 
 
 @lru_cache(maxsize=1)

@@ -25,17 +25,11 @@ Holder = tuple[nn.Module, str]
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """One stage.
+    """One stage."""
 
-    Attributes:
-        number: of the stage, from 0.
-        cut: runs it.
-        holders: by each of its parameters' name in the model: all modules that hold it.
-    """
-
-    number: int
-    cut: StageModel
-    holders: Mapping[str, tuple[Holder, ...]]
+    number: int  # of the stage, from 0
+    cut: StageModel  # runs it
+    holders: Mapping[str, tuple[Holder, ...]]  # by each of its parameters' name in the model: all modules that hold it
 
     @property
     def model(self) -> nn.Module:

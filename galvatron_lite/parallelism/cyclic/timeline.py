@@ -11,21 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class Moment:
-    """One pass of a stage.
+    """One pass of a stage."""
 
-    Attributes:
-        time: time step, from 0.
-        backward: whether it is a backward pass.
-        step: training step, from 0.
-        worker: whose micro-batch, from 0.
-        stage: of the model, from 0.
-    """
-
-    time: int
-    backward: bool
-    step: int
-    worker: int
-    stage: int
+    time: int  # time step, from 0
+    backward: bool  # whether it is a backward pass
+    step: int  # training step, from 0
+    worker: int  # whose micro-batch, from 0
+    stage: int  # of the model, from 0
 
 
 def forward_time(step: int, worker: int, stage: int, workers: int) -> int:

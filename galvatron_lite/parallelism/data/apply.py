@@ -47,28 +47,17 @@ class Reduced:
 
 @dataclass(slots=True)
 class Bucket:
-    """Gradients that are reduced together.
+    """Gradients that are reduced together."""
 
-    Attributes:
-        group: the ranks that hold the same parameters.
-        buffer: all gradients, then one item a parameter: on how many ranks it got a gradient.
-        parameters: in the order of the buffer.
-        views: their places in the buffer.
-        missing: parameters whose gradient is not there yet in this backward pass.
-        reduced: whether the buffer holds sums over the group, from an earlier backward pass.
-        work: the all-reduce under way.
-        sharing: how ranks share the gradients; None where each gets all.
-        given: the sum of what this rank gave to the last reduction: not finite where an item of it is not.
-    """
-
-    group: Group
-    buffer: Tensor
-    parameters: list[nn.Parameter]
-    views: list[Tensor]
-    missing: set[int] = field(default_factory=set)
-    reduced: bool = False
-    work: dist.Work | None = None
-    sharing: Sharing | None = None
+    group: Group  # the ranks that hold the same parameters
+    buffer: Tensor  # all gradients, then one item a parameter: on how many ranks it got a gradient
+    parameters: list[nn.Parameter]  # in the order of the buffer
+    views: list[Tensor]  # their places in the buffer
+    missing: set[int] = field(default_factory=set)  # parameters whose gradient is not there yet in this backward pass
+    reduced: bool = False  # whether the buffer holds sums over the group, from an earlier backward pass
+    work: dist.Work | None = None  # the all-reduce under way
+    sharing: Sharing | None = None  # how ranks share the gradients; None where each gets all
+    # the sum of what this rank gave to the last reduction: not finite where an item of it is not
     given: Tensor | None = None
 
     @property

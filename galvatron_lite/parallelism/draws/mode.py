@@ -19,38 +19,23 @@ from galvatron_lite.parallelism.draws.sites import REMEDY, Drawn, Lot, Rows, Sit
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ticket:
-    """A call of a module: what its draws depend on. It is kept for recomputation, which draws the same.
+    """A call of a module: what its draws depend on. It is kept for recomputation, which draws the same."""
 
-    Attributes:
-        seed: of the run.
-        step: of training.
-        path: of the module.
-        call: how often it was called before with this micro-batch.
-        rows: samples that this rank has of it.
-        lot: what else.
-        sites: draws of the whole model.
-    """
-
-    seed: int
-    step: int
-    path: str
-    call: int
-    rows: Rows
-    lot: Lot
-    sites: Sites
+    seed: int  # of the run
+    step: int  # of training
+    path: str  # of the module
+    call: int  # how often it was called before with this micro-batch
+    rows: Rows  # samples that this rank has of it
+    lot: Lot  # what else
+    sites: Sites  # draws of the whole model
 
 
 @dataclass
 class Numbers:
-    """The numbers of a module's call, draw after draw.
+    """The numbers of a module's call, draw after draw."""
 
-    Attributes:
-        ticket: of the call.
-        drawn: draws so far.
-    """
-
-    ticket: Ticket
-    drawn: int = field(default=0, init=False)
+    ticket: Ticket  # of the call
+    drawn: int = field(default=0, init=False)  # draws so far
 
     def uniform(self, name: str, shape: torch.Size, cuts: Cuts, device: torch.device) -> Tensor:
         """See ``functions.Source``."""
@@ -74,17 +59,11 @@ class Numbers:
 
 @dataclass
 class Noted:
-    """Notes the draws of a module's call; the numbers are none.
+    """Notes the draws of a module's call; the numbers are none."""
 
-    Attributes:
-        path: of the module.
-        call: how often it was called before.
-        found: draws by site: the function, and the shape.
-    """
-
-    path: str
-    call: int
-    found: dict[Site, tuple[str, tuple[int, ...]]]
+    path: str  # of the module
+    call: int  # how often it was called before
+    found: dict[Site, tuple[str, tuple[int, ...]]]  # draws by site: the function, and the shape
     drawn: int = field(default=0, init=False)
 
     def uniform(self, name: str, shape: torch.Size, cuts: Cuts, device: torch.device) -> Tensor:  # noqa: ARG002

@@ -18,34 +18,21 @@ REMEDY = "Take randomness='own', under which every rank draws for itself."
 
 
 class Site(NamedTuple):
-    """A draw of a forward pass.
+    """A draw of a forward pass."""
 
-    Attributes:
-        path: of the module that draws, which a layer is made of; nothing for code between layers.
-        call: how often the module was called before.
-        number: how often it drew before, in this call.
-    """
-
-    path: str
-    call: int
-    number: int
+    path: str  # of the module that draws, which a layer is made of; nothing for code between layers
+    call: int  # how often the module was called before
+    number: int  # how often it drew before, in this call
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What a draw of the whole model is like.
+    """What a draw of the whole model is like."""
 
-    Attributes:
-        function: that draws.
-        shape: of the whole tensor, for some samples.
-        samples: the dim along which they lie; None where the same is drawn for all.
-        each: items of that dim for one sample.
-    """
-
-    function: str
-    shape: tuple[int, ...]
-    samples: int | None
-    each: int
+    function: str  # that draws
+    shape: tuple[int, ...]  # of the whole tensor, for some samples
+    samples: int | None  # the dim along which they lie; None where the same is drawn for all
+    each: int  # items of that dim for one sample
 
 
 Sites = Mapping[Site, Drawn]
@@ -53,29 +40,19 @@ Sites = Mapping[Site, Drawn]
 
 @dataclass(frozen=True, slots=True)
 class Lot:
-    """What a rank has of a layer's work.
+    """What a rank has of a layer's work."""
 
-    Attributes:
-        batch: ranks' shares of the samples.
-        place: number of this rank's.
-        inner: ways, and place, of ranks that share the rest of a sample evenly: tokens, heads, features.
-    """
-
-    batch: int = 1
-    place: int = 0
+    batch: int = 1  # ranks' shares of the samples
+    place: int = 0  # number of this rank's
+    # ways, and place, of ranks that share the rest of a sample evenly: tokens, heads, features
     inner: tuple[int, int] = (1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Samples of a micro-batch that a rank has.
+    """Samples of a micro-batch that a rank has."""
 
-    Attributes:
-        first: its number in the global batch.
-        count: how many.
-    """
-
-    first: int
+    first: int  # its number in the global batch
     count: int
 
 

@@ -25,18 +25,13 @@ Run = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How the experts of a mixture lie on ranks.
+    """How the experts of a mixture lie on ranks."""
 
-    Attributes:
-        experts: of the whole mixture.
-        line: ranks over which they are spread, in order, evenly; None: this rank has all of them.
-        slices: ranks that have slices of the same experts and other tokens; None: what a rank takes is its own.
-        capacity: times an even share of its copies that each expert takes of a rank; None: all of them.
-    """
-
-    experts: int
-    line: Exchange | None = None
+    experts: int  # of the whole mixture
+    line: Exchange | None = None  # ranks over which they are spread, in order, evenly; None: this rank has all of them
+    # ranks that have slices of the same experts and other tokens; None: what a rank takes is its own
     slices: Exchange | None = None
+    # times an even share of its copies that each expert takes of a rank; None: all of them
     capacity: float | None = None
 
 

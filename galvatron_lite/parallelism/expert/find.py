@@ -13,19 +13,13 @@ NOT_SPREAD = "so its experts cannot be spread"
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """The experts of one mixture.
+    """The experts of one mixture."""
 
-    Attributes:
-        path: of the module that holds them, inside the block.
-        experts: how many.
-        parameters: names, inside that module, of those that hold a slice for each expert along their first dim.
-        reason: why they cannot be spread; empty where they can.
-    """
-
-    path: str
+    path: str  # of the module that holds them, inside the block
     experts: int
+    # names, inside that module, of those that hold a slice for each expert along their first dim
     parameters: tuple[str, ...]
-    reason: str = ""
+    reason: str = ""  # why they cannot be spread; empty where they can
 
 
 def find_mixtures(block: nn.Module) -> tuple[Mixture, ...]:

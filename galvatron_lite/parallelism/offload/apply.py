@@ -26,35 +26,23 @@ SMALLEST = 1024
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Item:
-    """A storage that waits on the host.
+    """A storage that waits on the host."""
 
-    Attributes:
-        host: its bytes there.
-        device: where it came from, and is brought back to.
-        back: its bytes on the device again.
-        arrived: when they are there; None without an accelerator.
-    """
-
-    host: Tensor
-    device: torch.device
-    back: Tensor | None = None
-    arrived: torch.cuda.Event | None = None
+    host: Tensor  # its bytes there
+    device: torch.device  # where it came from, and is brought back to
+    back: Tensor | None = None  # its bytes on the device again
+    arrived: torch.cuda.Event | None = None  # when they are there; None without an accelerator
 
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """What one pass through a layer keeps.
+    """What one pass through a layer keeps."""
 
-    Attributes:
-        before: the pass before it; brought up next in backward.
-        weights: places of storages that stay on the device.
-        items: by place, bytes, version and part (``_part``) of their storages; the graph holds them.
-        alive: the tensors themselves while forward runs, so that no place is used twice.
-    """
-
-    before: Kept | None
-    weights: frozenset[int]
+    before: Kept | None  # the pass before it; brought up next in backward
+    weights: frozenset[int]  # places of storages that stay on the device
+    # by place, bytes, version and part (``_part``) of their storages; the graph holds them
     items: WeakValueDictionary[tuple[int, int, int, int], Item] = field(default_factory=WeakValueDictionary)
+    # the tensors themselves while forward runs, so that no place is used twice
     alive: list[Tensor] = field(default_factory=list)
 
 

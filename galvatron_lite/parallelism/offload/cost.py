@@ -67,18 +67,12 @@ class OffloadDimension:
 
 @dataclass(frozen=True, slots=True)
 class HostTraffic:
-    """Seconds of one layer's copies to and from the host, and of the update there; arrays for many strategies.
+    """Seconds of one layer's copies to and from the host, and of the update there; arrays for many strategies."""
 
-    Attributes:
-        forward, backward: a micro-batch, beyond the layer's own compute, which they run beside.
-        step: once a step beyond the last backward.
-        update: once a step.
-    """
-
-    forward: Real
+    forward: Real  # forward, backward: a micro-batch, beyond the layer's own compute, which they run beside
     backward: Real
-    step: Real
-    update: Real
+    step: Real  # once a step beyond the last backward
+    update: Real  # once a step
 
 
 def host_traffic(
@@ -113,17 +107,11 @@ items (28 bytes each) on a DGX-2 (2 x 6 DDR4-2666: 256 GB/s; table 4)."""
 
 @dataclass(frozen=True, slots=True)
 class HostItem:
-    """Bytes of one parameter item.
+    """Bytes of one parameter item."""
 
-    Attributes:
-        gradient: that goes down.
-        parameter: that comes up.
-        state: of the optimizer, at rest.
-    """
-
-    gradient: int
-    parameter: int
-    state: int
+    gradient: int  # that goes down
+    parameter: int  # that comes up
+    state: int  # of the optimizer, at rest
 
     @property
     def updated(self) -> int:

@@ -23,19 +23,12 @@ def local_of_rank(tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class HostCopy:
-    """A parameter's copy in host memory, over which the optimizer runs.
+    """A parameter's copy in host memory, over which the optimizer runs."""
 
-    Attributes:
-        source: the parameter on the device; a DTensor under ZeRO.
-        copy: of what this rank holds of it; page-locked beside an accelerator.
-        buffer: where its gradient arrives; made for the first one.
-        version: of the gradient when it was brought down, so that what was done to it since can be told.
-    """
-
-    source: nn.Parameter
-    copy: nn.Parameter = field(init=False)
-    buffer: Tensor | None = None
-    version: int = -1
+    source: nn.Parameter  # the parameter on the device; a DTensor under ZeRO
+    copy: nn.Parameter = field(init=False)  # of what this rank holds of it; page-locked beside an accelerator
+    buffer: Tensor | None = None  # where its gradient arrives; made for the first one
+    version: int = -1  # of the gradient when it was brought down, so that what was done to it since can be told
 
     def __post_init__(self) -> None:
         local = local_of_rank(self.source.detach())

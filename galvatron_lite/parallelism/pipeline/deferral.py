@@ -73,17 +73,12 @@ class _Deferring(TorchFunctionMode):
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What a product is called with.
+    """What a product is called with."""
 
-    Attributes:
-        input, weight, bias: tensors; no bias: None.
-        options: of a convolution: stride, padding, dilation, groups.
-    """
-
-    input: Tensor
+    input: Tensor  # input, weight, bias: tensors; no bias: None
     weight: Tensor
     bias: Tensor | None = None
-    options: tuple[Any, ...] = ()
+    options: tuple[Any, ...] = ()  # of a convolution: stride, padding, dilation, groups
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -112,15 +107,10 @@ class Product(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Matmul:
-    """``input @ weight``, or with the weight's transpose (``linear``); batched where the weight is.
+    """``input @ weight``, or with the weight's transpose (``linear``); batched where the weight is."""
 
-    Attributes:
-        signature: its arguments in order.
-        transposed: whether the weight is [outputs, inputs].
-    """
-
-    signature: tuple[str, ...] = ("input", "weight")
-    transposed: bool = False
+    signature: tuple[str, ...] = ("input", "weight")  # its arguments in order
+    transposed: bool = False  # whether the weight is [outputs, inputs]
 
     def operands(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands | None:
         named: dict[str, Any] = {**dict(zip(self.signature, args, strict=False)), **kwargs}

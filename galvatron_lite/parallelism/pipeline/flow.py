@@ -37,35 +37,24 @@ LOOSE = -1
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A layer reads something.
+    """A layer reads something."""
 
-    Attributes:
-        sources: what that is made of.
-        reader: place of the layer among the layers.
-        is_entry: whether it is the hidden state that the first block is given, made by code behind the layer before.
-    """
-
-    sources: Sources
-    reader: int
+    sources: Sources  # what that is made of
+    reader: int  # place of the layer among the layers
+    # whether it is the hidden state that the first block is given, made by code behind the layer before
     is_entry: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """How tensors go between the layers of a model.
+    """How tensors go between the layers of a model."""
 
-    Attributes:
-        places: of the layers' modules: the number of their layer.
-        calls: of the layers' modules, in order: path, and how many times it had run before.
-        reads: in order.
-        made: by path, what the layers' modules returned last in a run of a few samples; its tensors without values.
-        borrowed: parameters of modules that never run, which another layer than theirs is handed; and that layer.
-    """
-
-    places: Mapping[str, int]
-    calls: tuple[tuple[str, int], ...]
-    reads: tuple[Read, ...]
+    places: Mapping[str, int]  # of the layers' modules: the number of their layer
+    calls: tuple[tuple[str, int], ...]  # of the layers' modules, in order: path, and how many times it had run before
+    reads: tuple[Read, ...]  # in order
+    # by path, what the layers' modules returned last in a run of a few samples; its tensors without values
     made: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    # parameters of modules that never run, which another layer than theirs is handed; and that layer
     borrowed: tuple[tuple[str, int], ...] = ()
 
     def like(self, path: str, received: Any, sender: str) -> Any:

@@ -21,21 +21,15 @@ Template = tuple[Value, Any]
 
 @dataclass(slots=True)
 class Box:
-    """The messages of one step.
+    """The messages of one step."""
 
-    Attributes:
-        programme: what this rank's group does.
-        kind: what templates are kept by: shapes of a micro-batch, and whether gradients will flow.
-        gradients: shapes of the gradients that will come for an action whose forward pass is done.
-        due: by link: actions whose messages were not asked for yet.
-        arriving: by action: what was asked for.
-    """
-
-    programme: Programme
-    kind: Hashable
+    programme: Programme  # what this rank's group does
+    kind: Hashable  # what templates are kept by: shapes of a micro-batch, and whether gradients will flow
+    # shapes of the gradients that will come for an action whose forward pass is done
     gradients: Callable[[Action], list[Tensor] | None]
+    # by link: actions whose messages were not asked for yet
     due: dict[Link, deque[Action]] = field(default_factory=dict)
-    arriving: dict[Action, Incoming] = field(default_factory=dict)
+    arriving: dict[Action, Incoming] = field(default_factory=dict)  # by action: what was asked for
 
     def __post_init__(self) -> None:
         """Everything is due."""

@@ -43,30 +43,21 @@ class _InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Luggage:
-    """What the stages make of values that travel: by default nothing.
+    """What the stages make of values that travel: by default nothing."""
 
-    Attributes:
-        pack: plain tensors to be sent, and what the next stage must know of them beside their shapes.
-        unpack: what the stage is given of tensors that arrived, and of that.
-    """
-
+    # plain tensors to be sent, and what the next stage must know of them beside their shapes
     pack: Callable[[Value], tuple[Value, Any]] = lambda value: (value, None)
+    # what the stage is given of tensors that arrived, and of that
     unpack: Callable[[Value, Any], Value] = lambda value, _: value
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One of a rank's stages.
+    """One of a rank's stages."""
 
-    Attributes:
-        stage: its part of the model.
-        luggage: how values travel.
-        deferral: keeps what makes the gradients of weights; None: they are made in backward.
-    """
-
-    stage: StageModel
-    luggage: Luggage = Luggage()
-    deferral: Deferral | None = None
+    stage: StageModel  # its part of the model
+    luggage: Luggage = Luggage()  # how values travel
+    deferral: Deferral | None = None  # keeps what makes the gradients of weights; None: they are made in backward
 
 
 @dataclass(slots=True)

@@ -44,34 +44,21 @@ class Pass(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One pass of one micro-batch.
+    """One pass of one micro-batch."""
 
-    Attributes:
-        what: the pass; with a zero-bubble schedule ``BACKWARD`` is the gradient of the input only.
-        microbatch: its number.
-        chunk: which of the group's virtual stages, in the order of the model.
-    """
-
-    what: Pass
-    microbatch: int
-    chunk: int = 0
+    what: Pass  # the pass; with a zero-bubble schedule ``BACKWARD`` is the gradient of the input only
+    microbatch: int  # its number
+    chunk: int = 0  # which of the group's virtual stages, in the order of the model
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What the passes of a step, and what they wait for, depend on.
+    """What the passes of a step, and what they wait for, depend on."""
 
-    Attributes:
-        schedule: order of passes.
-        groups: of devices that the stages are spread over (the pipeline degree).
-        virtual: stages of each group.
-        microbatches: a step.
-    """
-
-    schedule: Schedule
-    groups: int
-    virtual: int
-    microbatches: int
+    schedule: Schedule  # order of passes
+    groups: int  # of devices that the stages are spread over (the pipeline degree)
+    virtual: int  # stages of each group
+    microbatches: int  # a step
 
 
 def group_of(schedule: Schedule, pipeline: int, stage: int) -> int:

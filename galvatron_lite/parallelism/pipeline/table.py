@@ -73,19 +73,12 @@ def sender(course: Course, group: int, action: Action) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """How stages are spread over groups of devices, and in which order they work.
+    """How stages are spread over groups of devices, and in which order they work."""
 
-    Attributes:
-        schedule: order of passes.
-        groups: of devices.
-        virtual: stages of each group.
-        order: what a zero-bubble order is made from; None: passes that all take as long.
-    """
-
-    schedule: Schedule
-    groups: int
-    virtual: int = 1
-    order: PassOrder | None = None
+    schedule: Schedule  # order of passes
+    groups: int  # of devices
+    virtual: int = 1  # stages of each group
+    order: PassOrder | None = None  # what a zero-bubble order is made from; None: passes that all take as long
 
     @property
     def splits_backward(self) -> bool:
@@ -107,21 +100,14 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Programme:
-    """What one group of devices does in a step.
+    """What one group of devices does in a step."""
 
-    Attributes:
-        course: of the pipeline.
-        group: which.
-        actions: in order.
-        arriving: by link that ends here: the actions that its messages are for, in the order they are sent.
-        room: messages of a link that may be under way before the sender waits.
-    """
-
-    course: Course
-    group: int
-    actions: tuple[Action, ...]
+    course: Course  # of the pipeline
+    group: int  # which
+    actions: tuple[Action, ...]  # in order
+    # by link that ends here: the actions that its messages are for, in the order they are sent
     arriving: dict[Link, tuple[Action, ...]]
-    room: int
+    room: int  # messages of a link that may be under way before the sender waits
 
 
 @lru_cache(maxsize=64)

@@ -28,15 +28,10 @@ COPIES = "shared parameters"
 
 @dataclass(frozen=True, slots=True)
 class SharedParameter:
-    """One parameter under several names.
+    """One parameter under several names."""
 
-    Attributes:
-        names: its paths in the model, in the order of the layers that hold them.
-        layers: the layer of each name.
-    """
-
-    names: tuple[str, ...]
-    layers: tuple[str, ...]
+    names: tuple[str, ...]  # its paths in the model, in the order of the layers that hold them
+    layers: tuple[str, ...]  # the layer of each name
 
 
 def find_shared(model: nn.Module, layers: Sequence[Layer]) -> tuple[SharedParameter, ...]:

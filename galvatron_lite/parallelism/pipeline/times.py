@@ -13,22 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Seconds of one stage for one micro-batch.
-
-    Attributes:
-        forward: of compute and what it waits for inside the stage.
-        backward: the same for backward.
-        send_forward: of sending the boundary tensor on; 0 in the last stage.
-        send_backward: of sending the gradient back; 0 in the first stage.
-        weight: the part of ``backward`` that makes the gradients of weights, which nothing waits for.
-    """
+    """Seconds of one stage for one micro-batch."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    forward: float
-    backward: float
-    send_forward: float = 0.0
-    send_backward: float = 0.0
-    weight: float = 0.0
+    forward: float  # of compute and what it waits for inside the stage
+    backward: float  # the same for backward
+    send_forward: float = 0.0  # of sending the boundary tensor on; 0 in the last stage
+    send_backward: float = 0.0  # of sending the gradient back; 0 in the first stage
+    weight: float = 0.0  # the part of ``backward`` that makes the gradients of weights, which nothing waits for
 
     @property
     def forward_total(self) -> float:
@@ -48,18 +40,13 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class PassOrder:
-    """What a zero-bubble order of passes is made from; planner and runtime make the same order of it.
-
-    Attributes:
-        stages: in the order of the model.
-        hidden: share of a send that the sender's compute hides: it delays the receiver only.
-        share: bytes held between the gradient of the input and that of the weights, for one byte held between forward
-            and the gradient of the input.
-    """
+    """What a zero-bubble order of passes is made from; planner and runtime make the same order of it."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    stages: tuple[StageTimes, ...]
-    hidden: float = 0.0
+    stages: tuple[StageTimes, ...]  # in the order of the model
+    hidden: float = 0.0  # share of a send that the sender's compute hides: it delays the receiver only
+    # bytes held between the gradient of the input and that of the weights, for one byte held between forward and the
+    # gradient of the input
     share: float = 1.0
 
 

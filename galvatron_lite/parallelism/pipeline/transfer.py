@@ -28,14 +28,11 @@ class PipelineGroups:
     Forward and backward traffic have a group each: with NCCL the transfers between two ranks of one group run in order,
     and a send that waits for its receiver must not hold back the opposite direction. So has what goes back to an
     earlier group of devices to be passed forward there, and the other way round.
-
-    Attributes:
-        forward, backward: to the next group of devices, and its gradients back.
-        forth, back: to an earlier group of devices in forward, and its gradients; None where each has one stage.
     """
 
-    forward: dist.ProcessGroup
+    forward: dist.ProcessGroup  # forward, backward: to the next group of devices, and its gradients back
     backward: dist.ProcessGroup
+    # forth, back: to an earlier group of devices in forward, and its gradients; None where each has one stage
     forth: dist.ProcessGroup | None = None
     back: dist.ProcessGroup | None = None
 

@@ -19,32 +19,21 @@ from galvatron_lite.parallelism.cuts.tensor import CutTensor, name_of, shares_on
 
 
 class Output(NamedTuple):
-    """A tensor that a layer's module returned.
+    """A tensor that a layer's module returned."""
 
-    Attributes:
-        path: of the module; a parameter that no layer holds has its own path and call -1.
-        call: how many times it had run before in this pass.
-        place: of the tensor in what it returned (see ``map_places``).
-    """
-
-    path: str
-    call: int
-    place: str
+    path: str  # of the module; a parameter that no layer holds has its own path and call -1
+    call: int  # how many times it had run before in this pass
+    place: str  # of the tensor in what it returned (see ``map_places``)
 
 
 Sources = frozenset[Output]
 
 
 class UnknownTensor(CutTensor):
-    """See the module; made by ``unknown``. A subclass of cut tensors, so that among them it is asked first.
+    """See the module; made by ``unknown``. A subclass of cut tensors, so that among them it is asked first."""
 
-    Attributes:
-        sources: what it is made of.
-        home: the device that it tells.
-    """
-
-    sources: Sources
-    home: torch.device
+    sources: Sources  # what it is made of
+    home: torch.device  # the device that it tells
 
     @classmethod
     def __torch_function__(

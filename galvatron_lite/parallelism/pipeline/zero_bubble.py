@@ -26,17 +26,11 @@ _PATIENCE = (0.0, 0.5)
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """What one group of devices did in a step.
+    """What one group of devices did in a step."""
 
-    Attributes:
-        actions: its passes, in order.
-        starts: seconds from the step's beginning to the start of each.
-        span: seconds from its first pass to its last.
-    """
-
-    actions: tuple[Action, ...]
-    starts: tuple[float, ...]
-    span: float
+    actions: tuple[Action, ...]  # its passes, in order
+    starts: tuple[float, ...]  # seconds from the step's beginning to the start of each
+    span: float  # seconds from its first pass to its last
 
 
 @dataclass(slots=True)

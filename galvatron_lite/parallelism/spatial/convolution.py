@@ -46,17 +46,11 @@ from galvatron_lite.parallelism.spatial.windows import Window, crop, needed
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A convolution of a picture.
+    """A convolution of a picture."""
 
-    Attributes:
-        name: of torch's function.
-        windows: one a side of the picture.
-        groups: of channels.
-    """
-
-    name: str
-    windows: tuple[Window, ...]
-    groups: int
+    name: str  # of torch's function
+    windows: tuple[Window, ...]  # one a side of the picture
+    groups: int  # of channels
 
     @property
     def transposed(self) -> bool:

@@ -26,34 +26,21 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """What devices exchange along one side in forward, a sample.
+    """What devices exchange along one side in forward, a sample."""
 
-    Attributes:
-        items: of all windows, in both directions together; the device that borrows most.
-        sends: messages of a device.
-        returned: messages of gradients in backward.
-        returned_items: their items.
-    """
-
-    items: int = 0
-    sends: int = 0
-    returned: int = 0
-    returned_items: int = 0
+    items: int = 0  # of all windows, in both directions together; the device that borrows most
+    sends: int = 0  # messages of a device
+    returned: int = 0  # messages of gradients in backward
+    returned_items: int = 0  # their items
 
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """A layer on a grid of devices.
+    """A layer on a grid of devices."""
 
-    Attributes:
-        share: of a sample's pixels on the device that holds most.
-        borders: along depth, height and width.
-        legal: whether the grid can be used.
-    """
-
-    share: float
-    borders: tuple[Border, Border, Border]
-    legal: bool
+    share: float  # of a sample's pixels on the device that holds most
+    borders: tuple[Border, Border, Border]  # along depth, height and width
+    legal: bool  # whether the grid can be used
 
 
 def splits_pixels(kind: LayerKind) -> bool:

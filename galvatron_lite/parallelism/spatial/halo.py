@@ -40,21 +40,13 @@ Loans = tuple[tuple[int, Box], ...]
 
 
 class Side(NamedTuple):
-    """A side of a picture, the window that slides along it, and who shares it.
+    """A side of a picture, the window that slides along it, and who shares it."""
 
-    Attributes:
-        dim: of the picture.
-        extent: of the whole picture.
-        window: of mode "constant".
-        degree: ranks that share it.
-        rank: this one.
-    """
-
-    dim: int
-    extent: int
-    window: Window
-    degree: int
-    rank: int
+    dim: int  # of the picture
+    extent: int  # of the whole picture
+    window: Window  # of mode "constant"
+    degree: int  # ranks that share it
+    rank: int  # this one
 
 
 Sides = tuple[Side, ...]
@@ -63,28 +55,17 @@ Sides = tuple[Side, ...]
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """What a rank holds, needs and makes along sides of a picture.
+    """What a rank holds, needs and makes along sides of a picture."""
 
-    Attributes:
-        sides: which.
-        own: its share.
-        needed: what its outputs need, with places outside the picture.
-        outputs: what it makes.
-        interior: outputs that need its own share only; nothing of transposed windows.
-        travelling: sides along which there is something to send, by number; the same on every rank.
-        given: by side, what it lends to whom: of sides before, what outputs need (it has arrived), of later ones the
-            own share.
-        taken: what it borrows, likewise.
-    """
-
-    sides: Sides
-    own: Box
-    needed: Box
-    outputs: Box
-    interior: Box
-    travelling: tuple[int, ...]
+    sides: Sides  # which
+    own: Box  # its share
+    needed: Box  # what its outputs need, with places outside the picture
+    outputs: Box  # what it makes
+    interior: Box  # outputs that need its own share only; nothing of transposed windows
+    travelling: tuple[int, ...]  # sides along which there is something to send, by number; the same on every rank
+    # by side, what it lends to whom: of sides before, what outputs need (it has arrived), of later ones the own share
     given: tuple[Loans, ...]
-    taken: tuple[Loans, ...]
+    taken: tuple[Loans, ...]  # what it borrows, likewise
 
     def borders(self) -> tuple[Box, ...]:
         """What is borrowed, in the order in which it arrives."""
@@ -162,17 +143,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """Borders on their way.
+    """Borders on their way."""
 
-    Attributes:
-        here: this rank's share and the borders of sides taken before.
-        border: what is to come.
-        arrival: when it is here.
-    """
-
-    here: tuple[Part, ...]
-    border: tuple[Part, ...] = ()
-    arrival: Arrival | None = None
+    here: tuple[Part, ...]  # this rank's share and the borders of sides taken before
+    border: tuple[Part, ...] = ()  # what is to come
+    arrival: Arrival | None = None  # when it is here
 
     def wait(self) -> tuple[Part, ...]:
         """This rank's share, and then all borders in their order."""
@@ -243,21 +218,13 @@ def layout_of(tensor: Tensor) -> torch.memory_format:
 
 @dataclass(frozen=True, slots=True)
 class Returning:
-    """Gradients of borders on their way to where the borders came from.
+    """Gradients of borders on their way to where the borders came from."""
 
-    Attributes:
-        gradient: of all places that this rank holds or needs.
-        halo: whose sides are meant.
-        left: sides that are still to be done, in their order; the last one is under way.
-        lent: gradients of what this rank lent along that side.
-        arrival: when they are here.
-    """
-
-    gradient: Part
-    halo: Halo
-    left: tuple[int, ...]
-    lent: tuple[Part, ...] = ()
-    arrival: Arrival | None = None
+    gradient: Part  # of all places that this rank holds or needs
+    halo: Halo  # whose sides are meant
+    left: tuple[int, ...]  # sides that are still to be done, in their order; the last one is under way
+    lent: tuple[Part, ...] = ()  # gradients of what this rank lent along that side
+    arrival: Arrival | None = None  # when they are here
 
     def wait(self) -> Tensor:
         """The gradient of this rank's share."""

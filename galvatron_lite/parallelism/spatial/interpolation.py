@@ -35,36 +35,23 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """How one side of a picture is resampled.
+    """How one side of a picture is resampled."""
 
-    Attributes:
-        mode: along this side alone: nearest, nearest-exact, linear, bicubic or area.
-        extent: input rows.
-        result: output rows.
-        factor: the scale to take; None for that of the extents.
-        align: whether the corners of first and last pixels are aligned; None where the mode has no such choice.
-    """
-
-    mode: str
-    extent: int
-    result: int
-    factor: float | None
+    mode: str  # along this side alone: nearest, nearest-exact, linear, bicubic or area
+    extent: int  # input rows
+    result: int  # output rows
+    factor: float | None  # the scale to take; None for that of the extents
+    # whether the corners of first and last pixels are aligned; None where the mode has no such choice
     align: bool | None
 
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """What output rows of a rank are made of.
+    """What output rows of a rank are made of."""
 
-    Attributes:
-        rows: the input rows that they need, of all of them.
-        places: input rows of each tap of each output row, counted from the first of ``rows`` (taps, outputs).
-        weights: of those (taps, outputs); None where all are one.
-    """
-
-    rows: Range
-    places: Tensor
-    weights: Tensor | None
+    rows: Range  # the input rows that they need, of all of them
+    places: Tensor  # input rows of each tap of each output row, counted from the first of ``rows`` (taps, outputs)
+    weights: Tensor | None  # of those (taps, outputs); None where all are one
 
 
 def interpolate(call: Call) -> Any:

@@ -26,19 +26,12 @@ from galvatron_lite.parallelism.spatial.windows import Window, needed, output_ex
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A pool of a picture.
+    """A pool of a picture."""
 
-    Attributes:
-        name: of torch's function.
-        windows: one a side of the picture.
-        halo: sides that are cut.
-        whole: extents of the whole picture.
-    """
-
-    name: str
-    windows: tuple[Window, ...]
-    halo: Halo
-    whole: tuple[int, ...]
+    name: str  # of torch's function
+    windows: tuple[Window, ...]  # one a side of the picture
+    halo: Halo  # sides that are cut
+    whole: tuple[int, ...]  # extents of the whole picture
 
     @property
     def steps(self) -> dict[str, Any]:

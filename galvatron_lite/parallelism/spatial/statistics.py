@@ -24,17 +24,11 @@ from galvatron_lite.parallelism.cuts.tensor import Cut
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Statistics of a tensor.
+    """Statistics of a tensor."""
 
-    Attributes:
-        mean: one number a statistic.
-        variance: the mean squared deviation, likewise.
-        count: items of each statistic.
-    """
-
-    mean: Tensor
-    variance: Tensor
-    count: float | Tensor
+    mean: Tensor  # one number a statistic
+    variance: Tensor  # the mean squared deviation, likewise
+    count: float | Tensor  # items of each statistic
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -121,21 +115,13 @@ def _weights(cut: Cut, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Normal:
-    """How a picture is normalised, feature by feature.
+    """How a picture is normalised, feature by feature."""
 
-    Attributes:
-        shape: in which features are dim 1.
-        each: features that follow one another and share a statistic.
-        count: items of a statistic, of all ranks.
-        lines: along which statistics were taken.
-        eps: added to the variance.
-    """
-
-    shape: tuple[int, ...]
-    each: int
-    count: float | Tensor
-    lines: tuple[Line, ...]
-    eps: float
+    shape: tuple[int, ...]  # in which features are dim 1
+    each: int  # features that follow one another and share a statistic
+    count: float | Tensor  # items of a statistic, of all ranks
+    lines: tuple[Line, ...]  # along which statistics were taken
+    eps: float  # added to the variance
 
 
 def normalise(tensor: Tensor, affine: tuple[Tensor | None, Tensor | None], found: Moments, how: Normal) -> Tensor:
@@ -208,17 +194,11 @@ def _wanted(ctx: Any, by_weight: Tensor, by_bias: Tensor) -> tuple[Tensor | None
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How items of normalised dims, which are the last, are shared.
+    """How items of normalised dims, which are the last, are shared."""
 
-    Attributes:
-        dims: how many they are.
-        count: items of a row, of all ranks.
-        lines: along which they are shared.
-    """
-
-    dims: int
-    count: int
-    lines: tuple[Line, ...]
+    dims: int  # how many they are
+    count: int  # items of a row, of all ranks
+    lines: tuple[Line, ...]  # along which they are shared
 
     @property
     def last(self) -> tuple[int, ...]:

@@ -22,27 +22,17 @@ Loan = tuple[int, tuple[Range, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A window along one side, as ``torch.nn.functional`` describes convolutions, pools and pads.
+    """A window along one side, as ``torch.nn.functional`` describes convolutions, pools and pads."""
 
-    Attributes:
-        kernel: places it reads.
-        stride: places from one output to the next.
-        before: places outside the picture that the first output begins with; less than zero: places left out.
-        after: the same behind the picture. Of a transposed window: padding less output padding.
-        dilation: from one place it reads to the next.
-        ceil: a last output that begins in the picture, or before it, counts although it is not complete (pools).
-        transposed: see the module.
-        mode: what lies outside the picture, of ``PAD_MODES``.
-    """
-
-    kernel: int = 1
-    stride: int = 1
-    before: int = 0
-    after: int = 0
-    dilation: int = 1
+    kernel: int = 1  # places it reads
+    stride: int = 1  # places from one output to the next
+    before: int = 0  # places outside the picture that the first output begins with; less than zero: places left out
+    after: int = 0  # the same behind the picture. Of a transposed window: padding less output padding
+    dilation: int = 1  # from one place it reads to the next
+    # a last output that begins in the picture, or before it, counts although it is not complete (pools)
     ceil: bool = False
-    transposed: bool = False
-    mode: str = "constant"
+    transposed: bool = False  # see the module
+    mode: str = "constant"  # what lies outside the picture, of ``PAD_MODES``
 
     @property
     def reach(self) -> int:
@@ -56,16 +46,11 @@ PAD_MODES = ("constant", "reflect", "replicate", "circular")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Successive places of what a rank needs.
-
-    Attributes:
-        length: how many.
-        start: the place in the picture of the first.
-        step: to the next: 1, -1 (mirrored) or 0 (the same again); None where they lie outside the picture.
-    """
+    """Successive places of what a rank needs."""
 
     length: int
-    start: int = 0
+    start: int = 0  # the place in the picture of the first
+    # to the next: 1, -1 (mirrored) or 0 (the same again); None where they lie outside the picture
     step: int | None = None
 
 

@@ -70,14 +70,10 @@ class ShapeOnlyGroup:
     """A group without communication: results have the right shapes and the wrong values.
 
     With it one device's share of a layer runs alone, on any device including meta, to be captured or timed.
-
-    Attributes:
-        size: the tensor-parallel degree.
-        rank: whose share is run.
     """
 
-    size: int
-    rank: int = 0
+    size: int  # the tensor-parallel degree
+    rank: int = 0  # whose share is run
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """A copy of the tensor."""
@@ -95,14 +91,11 @@ class ShapeOnlyGroup:
 
 @dataclass(frozen=True, slots=True)
 class ListeningGroup(ShapeOnlyGroup):
-    """A group without communication that writes down what is gathered.
+    """A group without communication that writes down what is gathered."""
 
-    Attributes:
-        outputs: bytes of all that was gathered along the last dim: outputs of layers.
-        figures: bytes of all else, of which each device gives its share: figures of tokens that a loss needs.
-    """
-
+    # bytes of all that was gathered along the last dim: outputs of layers
     outputs: list[int] = field(default_factory=list)
+    # bytes of all else, of which each device gives its share: figures of tokens that a loss needs
     figures: list[int] = field(default_factory=list)
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:

@@ -42,17 +42,11 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Linears that may form a region, unproven.
+    """Linears that may form a region, unproven."""
 
-    Attributes:
-        columns: paths of linears whose outputs reach only the row.
-        row: path of the linear that takes in nothing else.
-        inner: names of parameters used between them.
-    """
-
-    columns: tuple[str, ...]
-    row: str
-    inner: tuple[str, ...]
+    columns: tuple[str, ...]  # paths of linears whose outputs reach only the row
+    row: str  # path of the linear that takes in nothing else
+    inner: tuple[str, ...]  # names of parameters used between them
 
 
 class _Mark(Function):

@@ -77,22 +77,14 @@ class LowRank:
 
 @dataclass
 class Probe:
-    """The double of a block, with small inputs.
+    """The double of a block, with small inputs."""
 
-    Attributes:
-        block: the double.
-        args: positional inputs, the hidden state among them.
-        kwargs: keyword inputs.
-        hidden: the hidden state.
-        weights: stand-in weights of its linear layers by path.
-        handlers: what a linear does instead of its stand-in, by path; changed from run to run.
-    """
-
-    block: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    hidden: Tensor
-    weights: dict[str, LowRank]
+    block: nn.Module  # the double
+    args: tuple[Any, ...]  # positional inputs, the hidden state among them
+    kwargs: dict[str, Any]  # keyword inputs
+    hidden: Tensor  # the hidden state
+    weights: dict[str, LowRank]  # stand-in weights of its linear layers by path
+    # what a linear does instead of its stand-in, by path; changed from run to run
     handlers: dict[str, Handler] = field(default_factory=dict)
 
     def run(self, handlers: Mapping[str, Handler], hidden: Tensor | None = None) -> list[Tensor]:

@@ -9,119 +9,74 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A linear whose output features are split.
+    """A linear whose output features are split."""
 
-    Attributes:
-        path: module path inside the layer.
-        parts: output features of the projections fused in it, each split by itself (GPT-2's query, key and value);
-            one entry where nothing is fused.
-    """
-
-    path: str
+    path: str  # module path inside the layer
+    # output features of the projections fused in it, each split by itself (GPT-2's query, key and value); one entry
+    # where nothing is fused
     parts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AttributePatch:
-    """An integer attribute that is divided by the degree (a number of heads, the size of a split).
+    """An integer attribute that is divided by the degree (a number of heads, the size of a split)."""
 
-    Attributes:
-        path: path of the module that holds it; empty for the layer itself.
-        name: attribute name.
-        value: what it is before.
-    """
-
-    path: str
-    name: str
-    value: int
+    path: str  # path of the module that holds it; empty for the layer itself
+    name: str  # attribute name
+    value: int  # what it is before
 
 
 @dataclass(frozen=True, slots=True)
 class TokenGather:
-    """Where token shards become whole under sequence parallelism: an argument of a module that holds the columns.
+    """Where token shards become whole under sequence parallelism: an argument of a module that holds the columns."""
 
-    Attributes:
-        path: module path inside the layer.
-        argument: position or keyword of the argument.
-    """
-
-    path: str
-    argument: int | str
+    path: str  # module path inside the layer
+    argument: int | str  # position or keyword of the argument
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Column linears, what runs on their shares, and the row linear that sums up.
+    """Column linears, what runs on their shares, and the row linear that sums up."""
 
-    Attributes:
-        columns: linears split over their output features.
-        row: path of the linear split over its input features.
-        attributes: integers divided by the degree.
-        inner_parameters: names of whole parameters used between columns and row: each device has part of their
-            gradient.
-        gather: where tokens are gathered under sequence parallelism; None: at the columns.
-    """
-
-    columns: tuple[Column, ...]
-    row: str
-    attributes: tuple[AttributePatch, ...] = ()
+    columns: tuple[Column, ...]  # linears split over their output features
+    row: str  # path of the linear split over its input features
+    attributes: tuple[AttributePatch, ...] = ()  # integers divided by the degree
+    # names of whole parameters used between columns and row: each device has part of their gradient
     inner_parameters: tuple[str, ...] = ()
-    gather: TokenGather | None = None
+    gather: TokenGather | None = None  # where tokens are gathered under sequence parallelism; None: at the columns
 
 
 @dataclass(frozen=True, slots=True)
 class SlicedParameter:
-    """A parameter of a mixture's experts, and how it is sliced.
+    """A parameter of a mixture's experts, and how it is sliced."""
 
-    Attributes:
-        name: inside the module that holds the experts.
-        dim: along which it is sliced.
-        parts: lengths along ``dim`` of the fused parts, each sliced by itself.
-    """
-
-    name: str
-    dim: int
-    parts: tuple[int, ...]
+    name: str  # inside the module that holds the experts
+    dim: int  # along which it is sliced
+    parts: tuple[int, ...]  # lengths along ``dim`` of the fused parts, each sliced by itself
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSlices:
-    """A mixture's experts, each of which is sliced: columns, what runs on their shares, and rows, in one module.
+    """A mixture's experts, each of which is sliced: columns, what runs on their shares, and rows, in one module."""
 
-    Attributes:
-        path: of the module that holds the experts.
-        parameters: all of them.
-        max_degree: every divisor of it is a legal degree.
-        summed: whether the slices' outputs are summed around the module; False: what spreads the experts does.
-    """
-
-    path: str
-    parameters: tuple[SlicedParameter, ...]
-    max_degree: int
+    path: str  # of the module that holds the experts
+    parameters: tuple[SlicedParameter, ...]  # all of them
+    max_degree: int  # every divisor of it is a legal degree
+    # whether the slices' outputs are summed around the module; False: what spreads the experts does
     summed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """How a layer may be split over a tensor-parallel group.
+    """How a layer may be split over a tensor-parallel group."""
 
-    Attributes:
-        regions: column/row regions of a block.
-        embeddings: paths of embeddings split over the vocabulary.
-        heads: paths of linears split over columns whose outputs are gathered.
-        max_degree: every divisor of it is a legal degree; 1: tensor parallelism is not offered.
-        sequence_parallel: whether all else works token by token, so that the group may share the tokens.
-        reason: what is limited or not offered, and why; empty where nothing is to be said.
-        experts: mixtures whose experts are sliced.
-    """
-
-    regions: tuple[Region, ...] = ()
-    embeddings: tuple[str, ...] = ()
-    heads: tuple[str, ...] = ()
-    max_degree: int = 1
-    sequence_parallel: bool = False
-    reason: str = ""
-    experts: tuple[ExpertSlices, ...] = ()
+    regions: tuple[Region, ...] = ()  # column/row regions of a block
+    embeddings: tuple[str, ...] = ()  # paths of embeddings split over the vocabulary
+    heads: tuple[str, ...] = ()  # paths of linears split over columns whose outputs are gathered
+    max_degree: int = 1  # every divisor of it is a legal degree; 1: tensor parallelism is not offered
+    sequence_parallel: bool = False  # whether all else works token by token, so that the group may share the tokens
+    reason: str = ""  # what is limited or not offered, and why; empty where nothing is to be said
+    experts: tuple[ExpertSlices, ...] = ()  # mixtures whose experts are sliced
 
     @property
     def collectives(self) -> int:

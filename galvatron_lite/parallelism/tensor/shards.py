@@ -27,23 +27,15 @@ class Placement(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ParameterShard:
-    """One device's part of a parameter.
+    """One device's part of a parameter."""
 
-    Attributes:
-        placement: what the device holds.
-        shape: of the whole parameter.
-        degree: devices that share it.
-        rank: index of this device among them.
-        dim: along which it is split (``SHARDED`` only).
-        parts: lengths along ``dim`` of the fused parts, each split by itself, the first ranks holding one more
-            where it does not divide (``SHARDED`` only).
-    """
-
-    placement: Placement
-    shape: tuple[int, ...]
-    degree: int = 1
-    rank: int = 0
-    dim: int = 0
+    placement: Placement  # what the device holds
+    shape: tuple[int, ...]  # of the whole parameter
+    degree: int = 1  # devices that share it
+    rank: int = 0  # index of this device among them
+    dim: int = 0  # along which it is split (``SHARDED`` only)
+    # lengths along ``dim`` of the fused parts, each split by itself, the first ranks holding one more where it does
+    # not divide (``SHARDED`` only)
     parts: tuple[int, ...] = ()
 
     @property

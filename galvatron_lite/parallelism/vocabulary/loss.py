@@ -26,15 +26,10 @@ and the target's logit. With label smoothing there is one more."""
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The part of a vocabulary that a rank has.
+    """The part of a vocabulary that a rank has."""
 
-    Attributes:
-        group: ranks that share it.
-        extent: items of the whole vocabulary; ranks have shares of it that may differ by one.
-    """
-
-    group: TensorGroup
-    extent: int
+    group: TensorGroup  # ranks that share it
+    extent: int  # items of the whole vocabulary; ranks have shares of it that may differ by one
 
     @property
     def start(self) -> int:

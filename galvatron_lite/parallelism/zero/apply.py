@@ -20,17 +20,11 @@ STAGE_2, STAGE_3 = 2, 3
 
 @dataclass(frozen=True, slots=True)
 class ZeroGroup:
-    """Modules whose parameters are gathered and reduced together: a layer, or layers that share parameters.
+    """Modules whose parameters are gathered and reduced together: a layer, or layers that share parameters."""
 
-    Attributes:
-        modules: outermost first where they are nested.
-        mesh: axes (data, zero), or only zero.
-        zero_stage: 3: parameters are gathered for each use; 2: from forward until backward ends.
-    """
-
-    modules: tuple[nn.Module, ...]
-    mesh: DeviceMesh
-    zero_stage: int
+    modules: tuple[nn.Module, ...]  # outermost first where they are nested
+    mesh: DeviceMesh  # axes (data, zero), or only zero
+    zero_stage: int  # 3: parameters are gathered for each use; 2: from forward until backward ends
 
 
 def mixed_precision(compute: torch.dtype | None) -> MixedPrecisionPolicy:

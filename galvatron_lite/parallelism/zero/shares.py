@@ -23,26 +23,16 @@ from galvatron_lite.parallelism.zero.cut import cut_dim
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """This rank's rows of a parameter.
+    """This rank's rows of a parameter."""
 
-    Attributes:
-        whole: what the model computes with.
-        part: the rows, as the optimizer takes them; its storage is the whole parameter's.
-        dim: along which rows lie; all before it have an extent of 1.
-        first, stop: which rows.
-        most: rows of the rank that has most.
-        ranks: that share the rows.
-        replicas: ranks with equal rows, and other samples; None where there are none.
-    """
-
-    whole: nn.Parameter
-    part: nn.Parameter
-    dim: int
-    first: int
+    whole: nn.Parameter  # what the model computes with
+    part: nn.Parameter  # the rows, as the optimizer takes them; its storage is the whole parameter's
+    dim: int  # along which rows lie; all before it have an extent of 1
+    first: int  # first, stop: which rows
     stop: int
-    most: int
-    ranks: dist.ProcessGroup
-    replicas: dist.ProcessGroup | None
+    most: int  # rows of the rank that has most
+    ranks: dist.ProcessGroup  # that share the rows
+    replicas: dist.ProcessGroup | None  # ranks with equal rows, and other samples; None where there are none
 
     @property
     def items_of_row(self) -> int:
@@ -96,34 +86,22 @@ def _as_rows(rows: Tensor, like: Tensor) -> DTensor:
 
 @dataclass(slots=True)
 class Flight:
-    """A reduce-scatter under way.
+    """A reduce-scatter under way."""
 
-    Attributes:
-        own: what this rank receives.
-        sent: kept until it has arrived.
-        work: of the last message; None where the sum over replicas has yet to start.
-        scattering: of the first.
-    """
-
-    own: Tensor
-    sent: Tensor
-    scattering: dist.Work
-    work: dist.Work | None
+    own: Tensor  # what this rank receives
+    sent: Tensor  # kept until it has arrived
+    scattering: dist.Work  # of the first
+    work: dist.Work | None  # of the last message; None where the sum over replicas has yet to start
 
 
 @dataclass(slots=True)
 class Sharing:
-    """How the ranks share the gradients of one bucket.
+    """How the ranks share the gradients of one bucket."""
 
-    Attributes:
-        shares: of its parameters, in the order of the bucket; all over the same ranks.
-        offsets: where each begins in a rank's part of a message, and at last where they end.
-        flight: the reduce-scatter under way.
-    """
-
-    shares: list[Share]
+    shares: list[Share]  # of its parameters, in the order of the bucket; all over the same ranks
+    # where each begins in a rank's part of a message, and at last where they end
     offsets: list[int] = field(init=False)
-    flight: Flight | None = None
+    flight: Flight | None = None  # the reduce-scatter under way
     side: torch.cuda.Stream | None = None
 
     def __post_init__(self) -> None:

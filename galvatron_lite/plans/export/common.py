@@ -16,17 +16,11 @@ EDGES = ("before", "after")
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A plan in a tool's words.
+    """A plan in a tool's words."""
 
-    Attributes:
-        tool: its name.
-        text: the file.
-        left_out: what of the plan the file does not say, a line each.
-    """
-
-    tool: str
-    text: str
-    left_out: tuple[str, ...]
+    tool: str  # its name
+    text: str  # the file
+    left_out: tuple[str, ...]  # what of the plan the file does not say, a line each
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,28 +14,18 @@ from galvatron_lite.plans.schema import Plan
 
 @dataclass(frozen=True, slots=True)
 class OffloadTarget:
-    """Where states are kept.
+    """Where states are kept."""
 
-    Attributes:
-        device: ``cpu``: host memory.
-        pin_memory: whether host memory is locked, for quicker copies; of no use without a GPU.
-    """
-
-    device: str = ""
-    pin_memory: bool = False
+    device: str = ""  # ``cpu``: host memory
+    pin_memory: bool = False  # whether host memory is locked, for quicker copies; of no use without a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class ZeroOptimization:
-    """ZeRO.
+    """ZeRO."""
 
-    Attributes:
-        stage: 0 (plain data parallelism) to 3.
-        offload_optimizer: where optimizer states are kept and updated; None: on the device.
-    """
-
-    stage: int
-    offload_optimizer: OffloadTarget | None = None
+    stage: int  # 0 (plain data parallelism) to 3
+    offload_optimizer: OffloadTarget | None = None  # where optimizer states are kept and updated; None: on the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,30 +46,18 @@ class TensorParallel:
 class DeepSpeedConfig:
     """The whole file. Fields without a default are always written: where DeepSpeed has one, it is not always the plain
     choice (it clips gradients to norm 1 where nothing is said).
-
-    Attributes:
-        train_batch_size: samples a step.
-        train_micro_batch_size_per_gpu: of one micro-batch on one device.
-        gradient_accumulation_steps: micro-batches.
-        zero_optimization: ZeRO.
-        bf16: compute in bf16, float32 master weights.
-        fp16: compute in fp16, dynamic loss scaling.
-        gradient_clipping: largest norm of the gradient; 0: not clipped.
-        tensor_parallel: AutoTP.
-        zero_allow_untested_optimizer: any torch optimizer is taken.
-        zero_force_ds_cpu_optimizer: whether states in host memory need DeepSpeed's own Adam.
     """
 
-    train_batch_size: int
-    train_micro_batch_size_per_gpu: int
-    gradient_accumulation_steps: int
+    train_batch_size: int  # samples a step
+    train_micro_batch_size_per_gpu: int  # of one micro-batch on one device
+    gradient_accumulation_steps: int  # micro-batches
     zero_optimization: ZeroOptimization
-    bf16: Precision
-    fp16: Precision
-    gradient_clipping: float
-    tensor_parallel: TensorParallel | None = None
-    zero_allow_untested_optimizer: bool | None = None
-    zero_force_ds_cpu_optimizer: bool | None = None
+    bf16: Precision  # compute in bf16, float32 master weights
+    fp16: Precision  # compute in fp16, dynamic loss scaling
+    gradient_clipping: float  # largest norm of the gradient; 0: not clipped
+    tensor_parallel: TensorParallel | None = None  # AutoTP
+    zero_allow_untested_optimizer: bool | None = None  # any torch optimizer is taken
+    zero_force_ds_cpu_optimizer: bool | None = None  # whether states in host memory need DeepSpeed's own Adam
 
 
 def config_of(

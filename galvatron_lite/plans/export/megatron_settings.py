@@ -29,23 +29,14 @@ _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 
 @dataclass(frozen=True, slots=True)
 class Megatron:
-    """Settings by the part of the configuration that holds them.
+    """Settings by the part of the configuration that holds them."""
 
-    Attributes:
-        model: of TransformerConfig and ModelParallelConfig.
-        train: batch sizes.
-        ddp: of DistributedDataParallelConfig.
-        optimizer: of OptimizerConfig.
-        precision: ``fp32``, ``bf16`` or ``fp16``.
-        left_out: what they do not say, a line each.
-    """
-
-    model: Values
-    train: Values
-    ddp: Values
-    optimizer: Values
-    precision: str
-    left_out: tuple[str, ...]
+    model: Values  # of TransformerConfig and ModelParallelConfig
+    train: Values  # batch sizes
+    ddp: Values  # of DistributedDataParallelConfig
+    optimizer: Values  # of OptimizerConfig
+    precision: str  # ``fp32``, ``bf16`` or ``fp16``
+    left_out: tuple[str, ...]  # what they do not say, a line each
 
 
 def settings_of(plan: Plan) -> Megatron:

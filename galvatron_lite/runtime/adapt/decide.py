@@ -36,41 +36,23 @@ _BACK = 2.0
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What decisions hang on besides the event.
+    """What decisions hang on besides the event."""
 
-    Attributes:
-        settings: of adapting.
-        profile: as it was made.
-        plan: under way.
-        corrections: of the profile.
-        cool_until: no plan is made before this step.
-        deviating: windows in a row that deviated.
-        planning: whether a plan is being made.
-        former: the plan before the last switch, until that has proved itself.
-        former_seconds: median step under it.
-        measured: median step of the last window.
-        left: names of plans that were gone away from.
-        blocked: names of plans that made steps slower.
-        switch_seconds: the longest that a switch took; 0 where there was none.
-        probed: step at which links were last measured.
-        forced: whether the plan under way does not fit, and any other is taken that does.
-    """
-
-    settings: Adapt
-    profile: Profile
-    plan: Plan
-    corrections: Corrections = AS_PROFILED
-    cool_until: int = 0
-    deviating: int = 0
-    planning: bool = False
-    former: Plan | None = None
-    former_seconds: float = 0.0
-    measured: float = 0.0
-    left: frozenset[str] = field(default_factory=frozenset)
-    blocked: frozenset[str] = field(default_factory=frozenset)
-    switch_seconds: float = 0.0
-    probed: int = 0
-    forced: bool = False
+    settings: Adapt  # of adapting
+    profile: Profile  # as it was made
+    plan: Plan  # under way
+    corrections: Corrections = AS_PROFILED  # of the profile
+    cool_until: int = 0  # no plan is made before this step
+    deviating: int = 0  # windows in a row that deviated
+    planning: bool = False  # whether a plan is being made
+    former: Plan | None = None  # the plan before the last switch, until that has proved itself
+    former_seconds: float = 0.0  # median step under it
+    measured: float = 0.0  # median step of the last window
+    left: frozenset[str] = field(default_factory=frozenset)  # names of plans that were gone away from
+    blocked: frozenset[str] = field(default_factory=frozenset)  # names of plans that made steps slower
+    switch_seconds: float = 0.0  # the longest that a switch took; 0 where there was none
+    probed: int = 0  # step at which links were last measured
+    forced: bool = False  # whether the plan under way does not fit, and any other is taken that does
 
     @property
     def predicted(self) -> float:

@@ -24,17 +24,11 @@ _REPETITIONS = 9
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One level's groups.
+    """One level's groups."""
 
-    Attributes:
-        level: its name.
-        group: this rank's; None: the whole world.
-        points: bytes of the tensor, and predicted seconds.
-    """
-
-    level: str
-    group: dist.ProcessGroup | None
-    points: tuple[tuple[int, float], ...]
+    level: str  # its name
+    group: dist.ProcessGroup | None  # this rank's; None: the whole world
+    points: tuple[tuple[int, float], ...]  # bytes of the tensor, and predicted seconds
 
 
 def probes_of(profile: Profile) -> tuple[Probe, ...]:

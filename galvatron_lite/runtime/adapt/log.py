@@ -76,15 +76,10 @@ def _record(line: str, field: str) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """A decision as it was taken, and as it is taken again.
+    """A decision as it was taken, and as it is taken again."""
 
-    Attributes:
-        logged: as the log has it; None where it has none.
-        again: from the same events.
-    """
-
-    logged: Decision | None
-    again: Decision
+    logged: Decision | None  # as the log has it; None where it has none
+    again: Decision  # from the same events
 
     @property
     def same(self) -> bool:

@@ -68,17 +68,11 @@ _SAMPLED = 3
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one rank measured in a window.
+    """What one rank measured in a window."""
 
-    Attributes:
-        steps: seconds of each.
-        layers: median seconds of a forward pass, by block.
-        memory: peak bytes; 0: not known.
-    """
-
-    steps: tuple[float, ...]
-    layers: dict[str, float]
-    memory: int
+    steps: tuple[float, ...]  # seconds of each
+    layers: dict[str, float]  # median seconds of a forward pass, by block
+    memory: int  # peak bytes; 0: not known
 
 
 class Monitor:
@@ -137,11 +131,7 @@ class Monitor:
         return loss
 
     def _step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> Tensor:
-        """One step; again under a plan that takes less where memory runs out on all ranks alike.
-
-        Raises:
-            ExhaustedError: it ran out where training cannot go on, or no plan takes less.
-        """
+        """One step; again under a plan that takes less where memory runs out on all ranks alike."""
         while True:
             try:
                 return self._parallel.plain_step(batch, optimizer, max_grad_norm)

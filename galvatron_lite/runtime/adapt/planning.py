@@ -32,20 +32,13 @@ _NICE = 10
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What plan is looked for.
-
-    Attributes:
-        profile: as it was made.
-        corrections: of it.
-        plan: under way, of the devices and the batch; its tolerance and margin hold for the next one.
-        settings: the budget and the pins.
-    """
+    """What plan is looked for."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    profile: Profile
-    corrections: Corrections
-    plan: Plan
-    settings: Adapt
+    profile: Profile  # as it was made
+    corrections: Corrections  # of it
+    plan: Plan  # under way, of the devices and the batch; its tolerance and margin hold for the next one
+    settings: Adapt  # the budget and the pins
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,90 +62,58 @@ class Adapt:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Consecutive layers of one stage and strategy, in forward.
-
-    Attributes:
-        first: name of its first layer.
-        ranks: that run it, in order.
-        seconds: of one micro-batch's forward, median, on each of them.
-    """
+    """Consecutive layers of one stage and strategy, in forward."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    first: str
-    ranks: tuple[int, ...]
-    seconds: tuple[float, ...]
+    first: str  # name of its first layer
+    ranks: tuple[int, ...]  # that run it, in order
+    seconds: tuple[float, ...]  # of one micro-batch's forward, median, on each of them
 
 
 @dataclass(frozen=True, slots=True)
 class LinkPoint:
-    """An all-reduce between the members of a level, measured between two steps on all groups of the level at once.
-
-    Attributes:
-        level: its name.
-        size: bytes of the tensor.
-        seconds: of the slowest rank; the second quickest of nine times.
-        predicted: seconds, by the profile as it was made.
-    """
+    """An all-reduce between the members of a level, measured between two steps on all groups of the level at once."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    level: str
-    size: int
-    seconds: float
-    predicted: float
+    level: str  # its name
+    size: int  # bytes of the tensor
+    seconds: float  # of the slowest rank; the second quickest of nine times
+    predicted: float  # seconds, by the profile as it was made
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What was measured of some steps.
-
-    Attributes:
-        step: steps trained at its end.
-        seconds: first quartile, median and third quartile over its steps of the slowest rank's step time.
-        groups: layers.
-        memory: peak bytes by rank, as the allocator holds them; empty where it does not tell (on CPUs).
-        links: by level and size; empty where nothing was wrong with the steps.
-    """
+    """What was measured of some steps."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    step: int
+    step: int  # steps trained at its end
+    # first quartile, median and third quartile over its steps of the slowest rank's step time
     seconds: tuple[float, float, float]
-    groups: tuple[LayerGroup, ...] = ()
+    groups: tuple[LayerGroup, ...] = ()  # layers
+    # peak bytes by rank, as the allocator holds them; empty where it does not tell (on CPUs)
     memory: tuple[int, ...] = ()
-    links: tuple[LinkPoint, ...] = ()
+    links: tuple[LinkPoint, ...] = ()  # by level and size; empty where nothing was wrong with the steps
 
 
 @dataclass(frozen=True, slots=True)
 class LinkFactor:
-    """How a level differs from the profile.
-
-    Attributes:
-        level: its name.
-        per_byte: factor on the time a byte takes.
-        latency: seconds that an all-reduce between its members takes longer, whatever its size.
-    """
+    """How a level differs from the profile."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    level: str
-    per_byte: float
-    latency: float = 0.0
+    level: str  # its name
+    per_byte: float  # factor on the time a byte takes
+    latency: float = 0.0  # seconds that an all-reduce between its members takes longer, whatever its size
 
 
 @dataclass(frozen=True, slots=True)
 class Corrections:
-    """How the profile is corrected.
-
-    Attributes:
-        links: by level.
-        devices: factor on the compute time of each rank; empty: as profiled.
-        memory: factor on the bytes that a plan is predicted to take; at least 1.
-        residual: factor on step times that none of these explains.
-    """
+    """How the profile is corrected."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    links: tuple[LinkFactor, ...] = ()
-    devices: tuple[float, ...] = ()
-    memory: float = 1.0
-    residual: float = 1.0
+    links: tuple[LinkFactor, ...] = ()  # by level
+    devices: tuple[float, ...] = ()  # factor on the compute time of each rank; empty: as profiled
+    memory: float = 1.0  # factor on the bytes that a plan is predicted to take; at least 1
+    residual: float = 1.0  # factor on step times that none of these explains
 
 
 class Action(StrEnum):
@@ -159,44 +127,27 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is done, and why.
-
-    Attributes:
-        step: steps trained when it was taken.
-        action: what is done.
-        reason: in words, with the figures.
-        corrections: of the profile, as they are from now on.
-        plan: name of the plan to go on with (``plan_name``); empty: the present one.
-    """
+    """What is done, and why."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    step: int
-    action: Action
-    reason: str
-    corrections: Corrections = Corrections()
-    plan: str = ""
+    step: int  # steps trained when it was taken
+    action: Action  # what is done
+    reason: str  # in words, with the figures
+    corrections: Corrections = Corrections()  # of the profile, as they are from now on
+    plan: str = ""  # name of the plan to go on with (``plan_name``); empty: the present one
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """First record of a log: what decisions are taken from.
-
-    Attributes:
-        version: of this schema.
-        settings: of adapting.
-        profile: as it was made.
-        plan: that training began with, with its prediction.
-        step: steps that were trained before.
-        corrections: of the profile, from an earlier run.
-    """
+    """First record of a log: what decisions are taken from."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    version: int
-    settings: Adapt
-    profile: Profile
-    plan: Plan
-    step: int = 0
-    corrections: Corrections = Corrections()
+    version: int  # of this schema
+    settings: Adapt  # of adapting
+    profile: Profile  # as it was made
+    plan: Plan  # that training began with, with its prediction
+    step: int = 0  # steps that were trained before
+    corrections: Corrections = Corrections()  # of the profile, from an earlier run
     kind: Literal["started"] = "started"
 
 
@@ -242,18 +193,12 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Exhausted:
-    """Memory ran out on some ranks.
-
-    Attributes:
-        step: steps trained before.
-        ranks: where.
-        factor: on the bytes that were predicted, by which the budget is corrected.
-    """
+    """Memory ran out on some ranks."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    step: int
-    ranks: tuple[int, ...]
-    factor: float
+    step: int  # steps trained before
+    ranks: tuple[int, ...]  # where
+    factor: float  # on the bytes that were predicted, by which the budget is corrected
     kind: Literal["exhausted"] = "exhausted"
 
 

@@ -129,17 +129,11 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What a call returned.
+    """What a call returned."""
 
-    Attributes:
-        local: on the branch's device.
-        moved: on the first device.
-        done: recorded behind the copy; None on a CPU.
-    """
-
-    local: Any
-    moved: Any
-    done: torch.cuda.Event | None
+    local: Any  # on the branch's device
+    moved: Any  # on the first device
+    done: torch.cuda.Event | None  # recorded behind the copy; None on a CPU
 
 
 class _Call:

@@ -19,23 +19,14 @@ TRUNK = "trunk"
 
 @dataclass(frozen=True, slots=True)
 class PlacedPart:
-    """The trunk or a branch.
+    """The trunk or a branch."""
 
-    Attributes:
-        name: of it.
-        first: its first rank.
-        devices: how many consecutive ranks.
-        stage: its layers and strategies.
-        roots: paths of the modules that hold it; none of the trunk.
-        layout: how what enters and leaves lies on its ranks.
-    """
-
-    name: str
-    first: int
-    devices: int
-    stage: tuple[Placed, ...]
-    roots: tuple[str, ...] = ()
-    layout: Layout = field(init=False)
+    name: str  # of it
+    first: int  # its first rank
+    devices: int  # how many consecutive ranks
+    stage: tuple[Placed, ...]  # its layers and strategies
+    roots: tuple[str, ...] = ()  # paths of the modules that hold it; none of the trunk
+    layout: Layout = field(init=False)  # how what enters and leaves lies on its ranks
 
     def __post_init__(self) -> None:
         """Asked at every call."""

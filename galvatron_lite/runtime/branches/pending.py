@@ -21,17 +21,11 @@ from galvatron_lite.parallelism.pipeline.unknown import shape_of, writes
 
 
 class Pass(Protocol):
-    """One run of the model.
+    """One run of the model."""
 
-    Attributes:
-        device: of the values.
-        applied: functions that were put off in it, in order.
-        shapes: what functions make of shapes, from this run and earlier ones.
-    """
-
-    device: torch.device
-    applied: list[Applied]
-    shapes: dict[object, Any]
+    device: torch.device  # of the values
+    applied: list[Applied]  # functions that were put off in it, in order
+    shapes: dict[object, Any]  # what functions make of shapes, from this run and earlier ones
 
 
 class Node(Protocol):
@@ -46,17 +40,11 @@ class Node(Protocol):
 
 
 class PendingTensor(CutTensor):
-    """See the module; made by ``pending``. A subclass of cut tensors, so that among them it is asked first.
+    """See the module; made by ``pending``. A subclass of cut tensors, so that among them it is asked first."""
 
-    Attributes:
-        node: that makes it.
-        place: of it in what the node makes (see ``map_places``).
-        template: like it, on the meta device.
-    """
-
-    node: Node
-    place: str
-    template: Tensor
+    node: Node  # that makes it
+    place: str  # of it in what the node makes (see ``map_places``)
+    template: Tensor  # like it, on the meta device
 
     @classmethod
     def __torch_function__(

@@ -44,41 +44,25 @@ Origins = Mapping[int, tuple[Tensor, Tensor]]
 
 @dataclass(slots=True)
 class Branch:
-    """A branch, as a rank knows it.
+    """A branch, as a rank knows it."""
 
-    Attributes:
-        part: its layers and ranks.
-        foreseen: what its entrances return, by path.
-        runtime: what trains it; None on other ranks.
-        stream: what it draws random numbers from.
-    """
-
-    part: PlacedPart
-    foreseen: Mapping[str, Foreseen]
-    runtime: StageRuntime | None
-    stream: Stream
+    part: PlacedPart  # its layers and ranks
+    foreseen: Mapping[str, Foreseen]  # what its entrances return, by path
+    runtime: StageRuntime | None  # what trains it; None on other ranks
+    stream: Stream  # what it draws random numbers from
 
 
 @dataclass(slots=True)
 class Setting:
-    """What all passes of a model share.
+    """What all passes of a model share."""
 
-    Attributes:
-        trunk: its layers and ranks.
-        runtime: what trains it.
-        branches: by path of their entrances.
-        post: sends and receives.
-        session: the pass under way.
-        shapes: what functions of pending tensors make of shapes.
-        returned: what moves of a call, by identity of its template, which the branch keeps.
-    """
-
-    trunk: PlacedPart
-    runtime: StageRuntime
-    branches: Mapping[str, Branch]
-    post: Post
-    session: Session | None = None
-    shapes: dict[object, Any] = field(default_factory=dict)
+    trunk: PlacedPart  # its layers and ranks
+    runtime: StageRuntime  # what trains it
+    branches: Mapping[str, Branch]  # by path of their entrances
+    post: Post  # sends and receives
+    session: Session | None = None  # the pass under way
+    shapes: dict[object, Any] = field(default_factory=dict)  # what functions of pending tensors make of shapes
+    # what moves of a call, by identity of its template, which the branch keeps
     returned: dict[int, Manifest] = field(default_factory=dict)
 
     def call(self, stand_in: StandIn, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -178,36 +162,22 @@ class _Tie(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moved:
-    """A tensor that travels into a branch.
+    """A tensor that travels into a branch."""
 
-    Attributes:
-        tensor: as the trunk has it.
-        own: this rank's part.
-        shape: of the whole; what holds no samples is once a share of the trunk.
-        source: how it lies in the trunk.
-        target: how it lies in the branch.
-        sampled: whether it holds samples.
-    """
-
-    tensor: Tensor
-    own: Tensor
-    shape: tuple[int, ...]
-    source: Split
-    target: Split
-    sampled: bool
+    tensor: Tensor  # as the trunk has it
+    own: Tensor  # this rank's part
+    shape: tuple[int, ...]  # of the whole; what holds no samples is once a share of the trunk
+    source: Split  # how it lies in the trunk
+    target: Split  # how it lies in the branch
+    sampled: bool  # whether it holds samples
 
 
 @dataclass(slots=True)
 class Entering:
-    """What a call is given, by kind.
+    """What a call is given, by kind."""
 
-    Attributes:
-        moved: tensors that travel.
-        known: tensors of the batch, which every rank has whole.
-    """
-
-    moved: list[Moved] = field(default_factory=list)
-    known: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    moved: list[Moved] = field(default_factory=list)  # tensors that travel
+    known: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # tensors of the batch, which every rank has whole
 
 
 class Call:

@@ -35,19 +35,12 @@ from galvatron_lite.runtime.setup import (
 
 @dataclass(slots=True)
 class Branches:
-    """A model with branches, on this rank.
+    """A model with branches, on this rank."""
 
-    Attributes:
-        setting: what its passes share.
-        parts: the trunk, then all branches.
-        trees: modules of this rank's branches, at their paths in the model.
-        runtimes: of the trunk, then of this rank's branches.
-    """
-
-    setting: Setting
-    parts: tuple[PlacedPart, ...]
-    trees: list[nn.Module]
-    runtimes: list[StageRuntime]
+    setting: Setting  # what its passes share
+    parts: tuple[PlacedPart, ...]  # the trunk, then all branches
+    trees: list[nn.Module]  # modules of this rank's branches, at their paths in the model
+    runtimes: list[StageRuntime]  # of the trunk, then of this rank's branches
 
 
 def set_up_branches(

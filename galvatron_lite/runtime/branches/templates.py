@@ -20,17 +20,11 @@ Like = Callable[[Tensor, int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What a call returns.
+    """What a call returns."""
 
-    Attributes:
-        nest: tensors on the meta device, for all samples of the micro-batch.
-        sampled: places of those that hold the samples along dim 0.
-        rows: the samples.
-    """
-
-    nest: Any
-    sampled: frozenset[str]
-    rows: int
+    nest: Any  # tensors on the meta device, for all samples of the micro-batch
+    sampled: frozenset[str]  # places of those that hold the samples along dim 0
+    rows: int  # the samples
 
     def resized(self, rows: int) -> Any:
         """The nest for another number of samples."""

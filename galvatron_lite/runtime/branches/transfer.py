@@ -22,34 +22,21 @@ from galvatron_lite.runtime.layout import Box, Route, route_boxes
 
 @dataclass(frozen=True, slots=True)
 class Cargo:
-    """One tensor of a move.
+    """One tensor of a move."""
 
-    Attributes:
-        dtype: of it.
-        before: by rank of the world, what it holds; ranks that hold the same have complete gradients.
-        after: by rank, what it wants.
-        differentiable: whether its gradient comes back.
-    """
-
-    dtype: torch.dtype
-    before: tuple[Box, ...]
-    after: tuple[Box, ...]
-    differentiable: bool
+    dtype: torch.dtype  # of it
+    before: tuple[Box, ...]  # by rank of the world, what it holds; ranks that hold the same have complete gradients
+    after: tuple[Box, ...]  # by rank, what it wants
+    differentiable: bool  # whether its gradient comes back
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a rank sends and receives of some tensors; the same in every pass.
+    """What a rank sends and receives of some tensors; the same in every pass."""
 
-    Attributes:
-        cargo: the tensors.
-        there: this rank's part in the move of each.
-        back: the same of the gradients of those that have some.
-    """
-
-    cargo: tuple[Cargo, ...]
-    there: tuple[Route, ...]
-    back: tuple[Route, ...]
+    cargo: tuple[Cargo, ...]  # the tensors
+    there: tuple[Route, ...]  # this rank's part in the move of each
+    back: tuple[Route, ...]  # the same of the gradients of those that have some
 
     @classmethod
     def of(cls, cargo: Sequence[Cargo], rank: int) -> Manifest:

@@ -12,38 +12,24 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is saved beside the model, and where it is put back.
+    """What is saved beside the model, and where it is put back."""
 
-    Attributes:
-        optimizer: over the model's parameters.
-        scheduler: of its learning rates.
-        data: position in the data of this process: an object with ``state_dict()``, or plain data.
-        extra: whatever else, by name, as ``data``; that of rank 0 counts.
-    """
-
-    optimizer: torch.optim.Optimizer | None = None
-    scheduler: Any = None
-    data: Any = None
-    extra: Mapping[str, Any] | None = None
+    optimizer: torch.optim.Optimizer | None = None  # over the model's parameters
+    scheduler: Any = None  # of its learning rates
+    data: Any = None  # position in the data of this process: an object with ``state_dict()``, or plain data
+    extra: Mapping[str, Any] | None = None  # whatever else, by name, as ``data``; that of rank 0 counts
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a run goes on from.
+    """What a run goes on from."""
 
-    Attributes:
-        folder: of the checkpoint.
-        step: training steps done.
-        data: position in the data, as it was saved: that of this process, or of rank 0 where there are other processes.
-        extra: what else was saved, by name.
-        exact: whether the plan splits all as the one that wrote it: the run then goes on bit for bit.
-    """
-
-    folder: Path
-    step: int
+    folder: Path  # of the checkpoint
+    step: int  # training steps done
+    # position in the data, as it was saved: that of this process, or of rank 0 where there are other processes
     data: Any
-    extra: dict[str, Any]
-    exact: bool
+    extra: dict[str, Any]  # what else was saved, by name
+    exact: bool  # whether the plan splits all as the one that wrote it: the run then goes on bit for bit
 
 
 class Saver(Protocol):

@@ -127,11 +127,7 @@ def _all_of(name: str, tensor: Tensor) -> Held:
 
 
 def _files(folder: Path) -> Mapping[str, Path]:
-    """The file of each tensor of a folder.
-
-    Raises:
-        FileFormatError: there are none, or the index does not say.
-    """
+    """The file of each tensor of a folder."""
     if (folder / SINGLE).is_file():
         return dict.fromkeys(TensorFile(folder / SINGLE).places, folder / SINGLE)
     if not (folder / INDEX).is_file():

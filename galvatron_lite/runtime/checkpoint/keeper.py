@@ -211,11 +211,7 @@ class Keeper:
             raise
 
     def _verified(self, folder: Path) -> Manifest:
-        """The manifest of a checkpoint whose files are whole; each rank looks at some.
-
-        Raises:
-            InputError: it is damaged, or ranks see different ones.
-        """
+        """The manifest of a checkpoint whose files are whole; each rank looks at some."""
         peers = self._peers
 
         def look() -> Manifest:

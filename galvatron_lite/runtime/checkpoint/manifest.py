@@ -32,18 +32,12 @@ TRAINING, PLAN, CONFIG = "training.pt", "plan.json", "config.json"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Items of a tensor in one file.
-
-    Attributes:
-        at: the first item's place in the whole tensor, dim by dim.
-        size: extents.
-        file: that holds them, under ``key_of``.
-    """
+    """Items of a tensor in one file."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    at: tuple[int, ...]
-    size: tuple[int, ...]
-    file: str
+    at: tuple[int, ...]  # the first item's place in the whole tensor, dim by dim
+    size: tuple[int, ...]  # extents
+    file: str  # that holds them, under ``key_of``
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,38 +52,24 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A checkpoint.
-
-    Attributes:
-        format: of the folder.
-        step: training steps done.
-        layout: digest of how the plan splits the model; see ``layout_digest``.
-        processes: that wrote it.
-        names: every entry of the model's ``state_dict()``, and the first name of the tensor behind it.
-        tensors: parameters and buffers by their first name, states of the optimizer as ``PARAMETER/exp_avg``.
-        files: what they hold, by name.
-        run: id of the training that wrote it; "" in checkpoints of versions that kept none.
-        sequence: counts checkpoints in the order in which they were written.
-        ancestors: trainings that it continues, and the sequence of the last checkpoint of each that belongs to it.
-        optimizer: its class; None where none was saved.
-        scheduler: its class; None where none was saved.
-        digest: checksum of all this.
-    """
+    """A checkpoint."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    format: int
-    step: int
-    layout: str
-    processes: int
-    names: dict[str, str]
+    format: int  # of the folder
+    step: int  # training steps done
+    layout: str  # digest of how the plan splits the model; see ``layout_digest``
+    processes: int  # that wrote it
+    names: dict[str, str]  # every entry of the model's ``state_dict()``, and the first name of the tensor behind it
+    # parameters and buffers by their first name, states of the optimizer as ``PARAMETER/exp_avg``
     tensors: dict[str, Whole]
-    files: dict[str, Content]
-    optimizer: str | None = None
-    scheduler: str | None = None
-    run: str = ""
-    sequence: int = 0
+    files: dict[str, Content]  # what they hold, by name
+    optimizer: str | None = None  # its class; None where none was saved
+    scheduler: str | None = None  # its class; None where none was saved
+    run: str = ""  # id of the training that wrote it; "" in checkpoints of versions that kept none
+    sequence: int = 0  # counts checkpoints in the order in which they were written
+    # trainings that it continues, and the sequence of the last checkpoint of each that belongs to it
     ancestors: dict[str, int] = field(default_factory=dict)
-    digest: str = field(default="")
+    digest: str = field(default="")  # checksum of all this
 
 
 def tensors_file(rank: int) -> str:

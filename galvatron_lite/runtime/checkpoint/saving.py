@@ -14,13 +14,9 @@ from galvatron_lite.runtime.checkpoint.keeper import Keeper, Trained
 
 
 class Saving:
-    """Saves and loads a model with the state of its training: a part of the models that are trained.
+    """Saves and loads a model with the state of its training: a part of the models that are trained."""
 
-    Attributes:
-        step: training steps done: those of ``train_step``, on top of those of the checkpoint that was loaded.
-    """
-
-    step: int = 0
+    step: int = 0  # training steps done: those of ``train_step``, on top of those of the checkpoint that was loaded
     _kept_by: Saver | None = None
 
     def save(

@@ -25,21 +25,13 @@ FIELD = "checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that this process writes, so that training may go on meanwhile.
+    """All that this process writes, so that training may go on meanwhile."""
 
-    Attributes:
-        held: pieces of tensors.
-        plain: files of plain data, by name.
-        manifest: without tensors and files.
-        plan: it was trained under.
-        config: a transformers model's configuration; None where there is none.
-    """
-
-    held: list[Held]
-    plain: dict[str, Any]
-    manifest: Manifest
-    plan: Plan
-    config: str | None
+    held: list[Held]  # pieces of tensors
+    plain: dict[str, Any]  # files of plain data, by name
+    manifest: Manifest  # without tensors and files
+    plan: Plan  # it was trained under
+    config: str | None  # a transformers model's configuration; None where there is none
 
 
 def begin(place: Path) -> Path:

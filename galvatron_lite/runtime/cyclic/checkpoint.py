@@ -56,17 +56,11 @@ class _Written:
 
 @dataclass(frozen=True, slots=True)
 class Keeper:
-    """Writes and reads checkpoints of a process between whose passes nothing is left.
+    """Writes and reads checkpoints of a process between whose passes nothing is left."""
 
-    Attributes:
-        runtime: of the process.
-        whole: knows the entries of the model's state.
-        peers: all processes.
-    """
-
-    runtime: CyclicRuntime
-    whole: WholeState
-    peers: Peers
+    runtime: CyclicRuntime  # of the process
+    whole: WholeState  # knows the entries of the model's state
+    peers: Peers  # all processes
 
     def write(self, place: Path, step: int) -> None:
         """Write a checkpoint before training step ``step``; all processes call it.

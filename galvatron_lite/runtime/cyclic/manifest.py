@@ -25,54 +25,32 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class StageRecord:
-    """What a checkpoint holds of a stage.
-
-    Attributes:
-        parameters: dtype and shape, by name in the user's model.
-        optimizer: its class; None where there is none.
-        scheduler: its class; None where there is none.
-    """
+    """What a checkpoint holds of a stage."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    parameters: dict[str, str]
-    optimizer: str | None = None
-    scheduler: str | None = None
+    parameters: dict[str, str]  # dtype and shape, by name in the user's model
+    optimizer: str | None = None  # its class; None where there is none
+    scheduler: str | None = None  # its class; None where there is none
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A checkpoint.
-
-    Attributes:
-        format: of the folder.
-        rule: which parameters a micro-batch uses.
-        setting: where passes ran when it was written; it may be continued in any.
-        workers: N.
-        step: training steps done: parameters have had so many updates.
-        base: oldest version that the next training step uses: ``step`` - 1, or ``step`` after a flush.
-        seed: of what passes draw; None where they drew as it came.
-        processes: that wrote it.
-        stages: in order.
-        names: every entry of the model's ``state_dict()``, and the first name of the tensor behind it.
-        files: what they hold, by name.
-        sequence: counts checkpoints in the order in which they were written.
-        digest: checksum of all this.
-    """
+    """A checkpoint."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    format: int
-    rule: CyclicRule
-    setting: CyclicSetting
-    workers: int
-    step: int
-    base: int
-    seed: int | None
-    processes: int
-    stages: tuple[StageRecord, ...]
-    names: dict[str, str]
-    files: dict[str, Content]
-    sequence: int = 0
-    digest: str = ""
+    format: int  # of the folder
+    rule: CyclicRule  # which parameters a micro-batch uses
+    setting: CyclicSetting  # where passes ran when it was written; it may be continued in any
+    workers: int  # N
+    step: int  # training steps done: parameters have had so many updates
+    base: int  # oldest version that the next training step uses: ``step`` - 1, or ``step`` after a flush
+    seed: int | None  # of what passes draw; None where they drew as it came
+    processes: int  # that wrote it
+    stages: tuple[StageRecord, ...]  # in order
+    names: dict[str, str]  # every entry of the model's ``state_dict()``, and the first name of the tensor behind it
+    files: dict[str, Content]  # what they hold, by name
+    sequence: int = 0  # counts checkpoints in the order in which they were written
+    digest: str = ""  # checksum of all this
 
 
 def stage_file(stage: int) -> str:

@@ -308,11 +308,7 @@ def _refuse_clipping(max_grad_norm: float | None) -> None:
 
 
 def _unscaled(precision: str) -> torch.dtype | None:
-    """The dtype of compute; gradients that are delayed are not scaled.
-
-    Raises:
-        InputError: fp16, whose loss would have to be.
-    """
+    """The dtype of compute; gradients that are delayed are not scaled."""
     if precision == "fp16":
         raise InputError(
             "precision", precision, "Delayed gradients do not have the loss scaling that it needs: use bf16."

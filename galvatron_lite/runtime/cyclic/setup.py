@@ -43,19 +43,12 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class CyclicRuntime:
-    """What a process is made of.
+    """What a process is made of."""
 
-    Attributes:
-        process: its number.
-        parts: the stages that it runs, by number.
-        executor: runs them.
-        device: where it runs them.
-    """
-
-    process: int
-    parts: Mapping[int, StagePart]
-    executor: Executor
-    device: torch.device
+    process: int  # its number
+    parts: Mapping[int, StagePart]  # the stages that it runs, by number
+    executor: Executor  # runs them
+    device: torch.device  # where it runs them
 
 
 def programme_of(plan: Plan, early_release: bool = False) -> Programme:

@@ -81,9 +81,6 @@ def _kinds(states: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
 def _flats(optimizer: Any) -> Sequence[Tensor]:
     """The flat float32 shards that the optimizer updates: attributes of DeepSpeed's optimizers without underscore, by
     the names that its stages give them. There is no function for them.
-
-    Raises:
-        InputError: another kind of optimizer.
     """
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
         flats: Sequence[Tensor] | None = getattr(optimizer, name, None)

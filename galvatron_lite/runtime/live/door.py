@@ -143,11 +143,7 @@ def _sinks(made: Any, seen: Seen, head: RunHeader, listening: _Listening, profil
 
 
 def _files(folder: Path, head: RunHeader) -> _Files:
-    """The files of this rank; an error on all ranks where any cannot make its own.
-
-    Raises:
-        InputError: the folder cannot be written.
-    """
+    """The files of this rank; an error on all ranks where any cannot make its own."""
     rank, made, reason = dist.get_rank(), None, ""
     try:
         made = _Files(folder, rank, head)

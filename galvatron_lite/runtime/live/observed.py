@@ -25,13 +25,9 @@ class Observer(Protocol):
 
 
 class Observable:
-    """A part of the models that are trained.
+    """A part of the models that are trained."""
 
-    Attributes:
-        observer: sees their steps; None: nothing does.
-    """
-
-    observer: Observer | None = None
+    observer: Observer | None = None  # sees their steps; None: nothing does
 
 
 def observed(train_step: TrainStep) -> TrainStep:

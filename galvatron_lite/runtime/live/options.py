@@ -10,17 +10,11 @@ from galvatron_lite.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is wanted of a run.
+    """What is wanted of a run."""
 
-    Attributes:
-        log: folder that it is written to; None: none.
-        live: whether it is shown while it goes on.
-        profile_steps: steps of which traces are made, from the first to before the last; empty: none.
-    """
-
-    log: Path | None = None
-    live: bool = False
-    profile_steps: range = range(0)
+    log: Path | None = None  # folder that it is written to; None: none
+    live: bool = False  # whether it is shown while it goes on
+    profile_steps: range = range(0)  # steps of which traces are made, from the first to before the last; empty: none
 
 
 def seen_of(log: Path | str | None, live: bool, profile_steps: range | None) -> Seen | None:

@@ -27,17 +27,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a rank tells the others of a tensor.
+    """What a rank tells the others of a tensor."""
 
-    Attributes:
-        shape: of the whole tensor.
-        dtype: of its items.
-        boxes: that the rank has.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    boxes: tuple[Box, ...]
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: torch.dtype  # of its items
+    boxes: tuple[Box, ...]  # that the rank has
 
 
 class Hold:
@@ -62,21 +56,13 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A tensor that changes hands.
+    """A tensor that changes hands."""
 
-    Attributes:
-        name: of it.
-        shape: of the whole.
-        dtype: of its items.
-        before: what every rank holds.
-        after: what every rank is to hold.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    before: Everyone
-    after: Everyone
+    name: str  # of it
+    shape: tuple[int, ...]  # of the whole
+    dtype: torch.dtype  # of its items
+    before: Everyone  # what every rank holds
+    after: Everyone  # what every rank is to hold
 
     @property
     def nbytes(self) -> int:

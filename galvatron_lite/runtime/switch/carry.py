@@ -22,33 +22,19 @@ SHARE = 4
 
 @dataclass(slots=True)
 class Carrying:
-    """Tensors that change hands.
+    """Tensors that change hands."""
 
-    Attributes:
-        items: all of them, alike on every rank.
-        before: this rank's tensors under the plan that is left.
-        after: those under the other.
-        blank: memory of the latter that is to be taken first, by name.
-        lasting: names of tensors that are not given up (buffers).
-        device: of this rank.
-        observe: told of phases.
-        moved: bytes this rank sent to others.
-        worst: bytes of tensors and messages at the worst moment (computed from their sizes).
-        by_turns: whether old tensors are given up as new ones arrive, because both do not fit.
-        given: what was given up so far, turn by turn.
-    """
-
-    items: Sequence[Item]
-    before: Hold
-    after: Hold
-    blank: dict[str, Sized]
-    lasting: Collection[str]
-    device: torch.device
-    observe: Callable[[str], None]
-    moved: int = 0
-    worst: int = 0
-    by_turns: bool = False
-    given: list[tuple[list[Item], Sized]] = field(default_factory=list)
+    items: Sequence[Item]  # all of them, alike on every rank
+    before: Hold  # this rank's tensors under the plan that is left
+    after: Hold  # those under the other
+    blank: dict[str, Sized]  # memory of the latter that is to be taken first, by name
+    lasting: Collection[str]  # names of tensors that are not given up (buffers)
+    device: torch.device  # of this rank
+    observe: Callable[[str], None]  # told of phases
+    moved: int = 0  # bytes this rank sent to others
+    worst: int = 0  # bytes of tensors and messages at the worst moment (computed from their sizes)
+    by_turns: bool = False  # whether old tensors are given up as new ones arrive, because both do not fit
+    given: list[tuple[list[Item], Sized]] = field(default_factory=list)  # what was given up so far, turn by turn
 
     def run(self, free: int | None) -> None:
         """Carry everything; all ranks call it.

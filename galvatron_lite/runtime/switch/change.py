@@ -92,52 +92,30 @@ class Clock:
 
 @dataclass(slots=True)
 class Old:
-    """What is kept of the plan that is left, to go back to it.
+    """What is kept of the plan that is left, to go back to it."""
 
-    Attributes:
-        hold: this rank's tensors.
-        structure: the modules, split as they were; None as long as they still are.
-        gradients: memory of gradient buffers.
-        random: random states.
-        copies: of parameters, that an optimizer updates in their stead.
-        changes: of the user's since the model was split last.
-    """
-
-    hold: Hold
-    random: RandomStates
-    structure: Structure | None = None
-    gradients: Sized = field(default_factory=list)
-    copies: list[Tensor] = field(default_factory=list)
-    changes: Changes = field(default_factory=lambda: Changes([], []))
+    hold: Hold  # this rank's tensors
+    random: RandomStates  # random states
+    structure: Structure | None = None  # the modules, split as they were; None as long as they still are
+    gradients: Sized = field(default_factory=list)  # memory of gradient buffers
+    copies: list[Tensor] = field(default_factory=list)  # of parameters, that an optimizer updates in their stead
+    changes: Changes = field(default_factory=lambda: Changes([], []))  # of the user's since the model was split last
 
 
 @dataclass(slots=True)
 class New:
-    """What there is of the plan that comes.
+    """What there is of the plan that comes."""
 
-    Attributes:
-        options: how the model is set up.
-        prepared: what is known of the plan.
-        meshes: process groups.
-        runtimes: what trains this rank's parts.
-        hold: this rank's tensors.
-        blank: memory of optimizer states, to be taken later, by name.
-        buffers: names of buffers.
-        states: of the optimizer.
-        regrouping: of its groups.
-        gradients: memory of gradient buffers.
-    """
-
-    options: Options
-    prepared: Prepared
-    meshes: Meshes | None = None
-    runtimes: list[StageRuntime] = field(default_factory=list)
-    hold: Hold = field(default_factory=lambda: Hold([]))
-    blank: dict[str, Sized] = field(default_factory=dict)
-    buffers: frozenset[str] = frozenset()
-    states: States = field(default_factory=States)
-    regrouping: Regrouping = field(default_factory=lambda: Regrouping([], []))
-    gradients: Sized = field(default_factory=list)
+    options: Options  # how the model is set up
+    prepared: Prepared  # what is known of the plan
+    meshes: Meshes | None = None  # process groups
+    runtimes: list[StageRuntime] = field(default_factory=list)  # what trains this rank's parts
+    hold: Hold = field(default_factory=lambda: Hold([]))  # this rank's tensors
+    blank: dict[str, Sized] = field(default_factory=dict)  # memory of optimizer states, to be taken later, by name
+    buffers: frozenset[str] = frozenset()  # names of buffers
+    states: States = field(default_factory=States)  # of the optimizer
+    regrouping: Regrouping = field(default_factory=lambda: Regrouping([], []))  # of its groups
+    gradients: Sized = field(default_factory=list)  # memory of gradient buffers
 
 
 class Change:

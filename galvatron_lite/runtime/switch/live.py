@@ -13,22 +13,15 @@ from galvatron_lite.runtime.switch.change import Change, Observe, Split
 
 @dataclass(frozen=True, slots=True)
 class Switched:
-    """What a change of plan took.
+    """What a change of plan took."""
 
-    Attributes:
-        seconds: from the call to its end.
-        moved_bytes: that this rank sent to others.
-        worst_bytes: of parameters, states, buffers and messages on this rank at the worst moment (computed from their
-            sizes); gradients and activations are not there then.
-        by_turns: whether old tensors were given up as new ones arrived, because both plans' did not fit at once.
-        phases: seconds of each phase.
-    """
-
-    seconds: float
-    moved_bytes: int
+    seconds: float  # from the call to its end
+    moved_bytes: int  # that this rank sent to others
+    # of parameters, states, buffers and messages on this rank at the worst moment (computed from their sizes);
+    # gradients and activations are not there then
     worst_bytes: int
-    by_turns: bool
-    phases: dict[str, float]
+    by_turns: bool  # whether old tensors were given up as new ones arrived, because both plans' did not fit at once
+    phases: dict[str, float]  # seconds of each phase
 
 
 def switch(

@@ -29,34 +29,21 @@ NESTED = "_schedulers"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry of a parameter's state, as others are told of it.
+    """An entry of a parameter's state, as others are told of it."""
 
-    Attributes:
-        dtype: of a tensor of the parameter's shape; None of any other entry.
-        value: of an entry that is the same whole thing everywhere: a number, a tensor of one item.
-        on_device: whether such a tensor lies on the parameter's device.
-    """
-
-    dtype: torch.dtype | None = None
-    value: Any = None
-    on_device: bool = False
+    dtype: torch.dtype | None = None  # of a tensor of the parameter's shape; None of any other entry
+    value: Any = None  # of an entry that is the same whole thing everywhere: a number, a tensor of one item
+    on_device: bool = False  # whether such a tensor lies on the parameter's device
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What a rank tells of its optimizer.
+    """What a rank tells of its optimizer."""
 
-    Attributes:
-        options: of the user's groups, by number.
-        groups: of each parameter's name: the number of its group.
-        states: of each parameter's name: its entries.
-        trained: of each parameter's name: whether it asks for gradients.
-    """
-
-    options: dict[int, Options] = field(default_factory=dict)
-    groups: dict[str, int] = field(default_factory=dict)
-    states: dict[str, dict[str, Entry]] = field(default_factory=dict)
-    trained: dict[str, bool] = field(default_factory=dict)
+    options: dict[int, Options] = field(default_factory=dict)  # of the user's groups, by number
+    groups: dict[str, int] = field(default_factory=dict)  # of each parameter's name: the number of its group
+    states: dict[str, dict[str, Entry]] = field(default_factory=dict)  # of each parameter's name: its entries
+    trained: dict[str, bool] = field(default_factory=dict)  # of each parameter's name: whether it asks for gradients
 
 
 def describe(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> Described:
@@ -145,18 +132,13 @@ def _empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Regrouping:
-    """How an optimizer's groups are filled.
+    """How an optimizer's groups are filled."""
 
-    Attributes:
-        filled: of each group that there is: its parameters.
-        added: options and parameters of further groups, and the number of a group of the same user's group (None where
-            this rank has none).
-        mixed: groups that get unlike tensors, which are updated one by one.
-    """
-
-    filled: list[list[nn.Parameter]]
+    filled: list[list[nn.Parameter]]  # of each group that there is: its parameters
+    # options and parameters of further groups, and the number of a group of the same user's group (None where this
+    # rank has none)
     added: list[tuple[Options, int | None]]
-    mixed: list[int] = field(default_factory=list)
+    mixed: list[int] = field(default_factory=list)  # groups that get unlike tensors, which are updated one by one
 
 
 def regroup(

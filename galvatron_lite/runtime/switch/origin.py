@@ -23,29 +23,18 @@ EXAMINED = 8
 
 @dataclass(slots=True)
 class Origin:
-    """A model before it was split.
+    """A model before it was split."""
 
-    Attributes:
-        model: the user's, which is split in place.
-        layers: of the model.
-        batch: an example.
-        options: how it was set up.
-        precision: of compute, whatever plans say; None: as each plan says.
-        whole: its modules before, without values.
-        split: its modules right after they were split last; None before.
-        tensor_plans: how layers can be split, as far as it was found out.
-        examined: what is known of the last plans, by their stages.
-    """
-
-    model: nn.Module
-    layers: Sequence[Layer]
-    batch: Any
-    options: Options
-    precision: str | None
-    whole: Structure
-    split: Structure | None = None
+    model: nn.Module  # the user's, which is split in place
+    layers: Sequence[Layer]  # of the model
+    batch: Any  # an example
+    options: Options  # how it was set up
+    precision: str | None  # of compute, whatever plans say; None: as each plan says
+    whole: Structure  # its modules before, without values
+    split: Structure | None = None  # its modules right after they were split last; None before
+    # how layers can be split, as far as it was found out
     tensor_plans: dict[str, TensorPlan] = field(default_factory=dict)
-    examined: dict[object, Prepared] = field(default_factory=dict)
+    examined: dict[object, Prepared] = field(default_factory=dict)  # what is known of the last plans, by their stages
 
     def settle(self) -> None:
         """The model was split: what differs later, the user changed."""

@@ -20,17 +20,11 @@ Everyone = tuple[Boxes, ...]
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """Items that go from one rank to another.
+    """Items that go from one rank to another."""
 
-    Attributes:
-        peer: the other rank; this rank itself where they stay.
-        place: number of this rank's box that they lie in.
-        box: which items of the whole tensor.
-    """
-
-    peer: int
-    place: int
-    box: Box
+    peer: int  # the other rank; this rank itself where they stay
+    place: int  # number of this rank's box that they lie in
+    box: Box  # which items of the whole tensor
 
 
 @lru_cache(maxsize=4096)

@@ -26,21 +26,13 @@ OURS = ("torch.", "galvatron_lite.")
 
 @dataclass(frozen=True, slots=True)
 class Was:
-    """A module at a moment.
+    """A module at a moment."""
 
-    Attributes:
-        module: it.
-        kind: its class.
-        attributes: but for containers.
-        contents: of its containers.
-        state: what torch's composable functions (FSDP) keep about it; None where there is nothing.
-    """
-
-    module: nn.Module
-    kind: type[nn.Module]
-    attributes: dict[str, Any]
-    contents: dict[str, Any]
-    state: Any
+    module: nn.Module  # it
+    kind: type[nn.Module]  # its class
+    attributes: dict[str, Any]  # but for containers
+    contents: dict[str, Any]  # of its containers
+    state: Any  # what torch's composable functions (FSDP) keep about it; None where there is nothing
 
 
 class Structure:
@@ -98,14 +90,10 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What the user changed.
+    """What the user changed."""
 
-    Attributes:
-        attributes: new values, by module.
-        hooks: of a module: the name of the container, and what was added to it or removed (None), by key.
-    """
-
-    attributes: list[tuple[nn.Module, dict[str, Any]]]
+    attributes: list[tuple[nn.Module, dict[str, Any]]]  # new values, by module
+    # of a module: the name of the container, and what was added to it or removed (None), by key
     hooks: list[tuple[nn.Module, str, dict[Any, Any]]]
 
     def apply(self) -> None:

@@ -19,17 +19,11 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A rank that others wait for.
+    """A rank that others wait for."""
 
-    Attributes:
-        rank: of it.
-        operation: where it is in its step.
-        said: what is known of it, for people.
-    """
-
-    rank: int
-    operation: str
-    said: str
+    rank: int  # of it
+    operation: str  # where it is in its step
+    said: str  # what is known of it, for people
 
 
 def operation_of(note: Note) -> str:

@@ -50,33 +50,19 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Where a rank is.
+    """Where a rank is."""
 
-    Attributes:
-        step: which is under way, or comes next.
-        phase: of it.
-        number: micro-batch; -1: none.
-        beat: counts the notes of a process that runs.
-        seconds: for which it has been there.
-        error: why it left the step, where it did.
-        victim: whether that was because of another rank.
-        at: the line of code, where it has been there for long.
-        waits: whether that line waits for other ranks.
-        process: host and process id.
-        memory: peak bytes that its allocator held; 0: not known.
-    """
-
-    step: int
-    phase: Phase
-    number: int = -1
-    beat: int = 0
-    seconds: float = 0.0
-    error: str = ""
-    victim: bool = False
-    at: str = ""
-    waits: bool = False
-    process: str = ""
-    memory: int = 0
+    step: int  # which is under way, or comes next
+    phase: Phase  # of it
+    number: int = -1  # micro-batch; -1: none
+    beat: int = 0  # counts the notes of a process that runs
+    seconds: float = 0.0  # for which it has been there
+    error: str = ""  # why it left the step, where it did
+    victim: bool = False  # whether that was because of another rank
+    at: str = ""  # the line of code, where it has been there for long
+    waits: bool = False  # whether that line waits for other ranks
+    process: str = ""  # host and process id
+    memory: int = 0  # peak bytes that its allocator held; 0: not known
 
 
 class Board:

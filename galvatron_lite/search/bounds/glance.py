@@ -29,13 +29,9 @@ _ROUNDING = 1e-6
 
 @dataclass(slots=True)
 class Glance:
-    """Least compute of kinds of layers; answers are remembered.
+    """Least compute of kinds of layers; answers are remembered."""
 
-    Attributes:
-        profile: what was measured or estimated; of devices of several types, the quickest counts for each kind.
-    """
-
-    profile: Profile
+    profile: Profile  # what was measured or estimated; of devices of several types, the quickest counts for each kind
     _numbers: dict[str, int] = field(init=False)
     _groups: dict[int, tuple[IntArray, Curves]] = field(init=False)
     _known: dict[tuple[int, float], tuple[FloatArray, FloatArray]] = field(default_factory=dict)

@@ -35,17 +35,11 @@ _MOST = 96
 
 @dataclass(frozen=True, eq=False)
 class Refined:
-    """Bounds of one shape of plan with several stages; as ``relax.Relaxed``, but sharper.
+    """Bounds of one shape of plan with several stages; as ``relax.Relaxed``, but sharper."""
 
-    Attributes:
-        theta: per stage (L + 1, L + 1): picoseconds that layers i..j-1 need alone, at the least.
-        ramp: the same of what they delay the step by.
-        timed, ramped: places whose theta and ramp are exact.
-    """
-
-    theta: tuple[FloatArray, ...]
-    ramp: tuple[FloatArray, ...]
-    timed: frozenset[Place] = field(default=frozenset())
+    theta: tuple[FloatArray, ...]  # per stage (L + 1, L + 1): picoseconds that layers i..j-1 need alone, at the least
+    ramp: tuple[FloatArray, ...]  # the same of what they delay the step by
+    timed: frozenset[Place] = field(default=frozenset())  # timed, ramped: places whose theta and ramp are exact
     ramped: frozenset[Place] = field(default=frozenset())
 
     @cached_property

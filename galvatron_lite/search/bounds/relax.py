@@ -37,31 +37,23 @@ _EVERY, _BEST = 8, 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Relaxed:
-    """Bounds of one shape of plan.
+    """Bounds of one shape of plan."""
 
-    Attributes:
-        micro: (L + 1,): least r of the layers before each place, on any devices.
-        before, after: per stage (L + 1,): the same on the devices of the stages before it, and of those after it.
-        sends: r of all stages' sends and host work.
-        excess: per stage (L + 1, L + 1): bound on theta of layers i..j-1 and r of all others, less the least r of all
-            and that of its sends; infinite where nothing fits or the range is empty.
-        ahead: per stage (L + 1,): the least greatest excess of the stages up to it when it ends at j.
-        behind: per stage (L + 1,): the same of the stages from it on when it starts at i.
-        theta: per stage (L + 1, L + 1): bound on theta of layers i..j-1, with sends; infinite as ``excess``.
-        ramps: per stage (L + 1,): least r of the layers before each place on its own devices.
-        sent: per stage r of its sends and host work.
-    """
-
-    micro: FloatArray
+    micro: FloatArray  # (L + 1,): least r of the layers before each place, on any devices
+    # before, after: per stage (L + 1,): the same on the devices of the stages before it, and of those after it
     before: tuple[FloatArray, ...]
     after: tuple[FloatArray, ...]
-    sends: float
+    sends: float  # r of all stages' sends and host work
+    # per stage (L + 1, L + 1): bound on theta of layers i..j-1 and r of all others, less the least r of all and that
+    # of its sends; infinite where nothing fits or the range is empty
     excess: tuple[FloatArray, ...]
+    # per stage (L + 1,): the least greatest excess of the stages up to it when it ends at j
     ahead: tuple[FloatArray, ...]
-    behind: tuple[FloatArray, ...]
+    behind: tuple[FloatArray, ...]  # per stage (L + 1,): the same of the stages from it on when it starts at i
+    # per stage (L + 1, L + 1): bound on theta of layers i..j-1, with sends; infinite as ``excess``
     theta: tuple[FloatArray, ...]
-    ramps: tuple[FloatArray, ...]
-    sent: tuple[float, ...]
+    ramps: tuple[FloatArray, ...]  # per stage (L + 1,): least r of the layers before each place on its own devices
+    sent: tuple[float, ...]  # per stage r of its sends and host work
 
     @property
     def least(self) -> float:
@@ -147,15 +139,10 @@ def relaxed(problem: Problem, tables: Sequence[Sequence[Table]]) -> Relaxed | No
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Sums of the least figures of layers in ranges of stages; answers are remembered, so that equal ones are one.
+    """Sums of the least figures of layers in ranges of stages; answers are remembered, so that equal ones are one."""
 
-    Attributes:
-        tables: by stage, which tables it has.
-        lows: by tables, (L,) the least figure of each layer.
-    """
-
-    tables: Sequence[int]
-    lows: dict[int, FloatArray]
+    tables: Sequence[int]  # by stage, which tables it has
+    lows: dict[int, FloatArray]  # by tables, (L,) the least figure of each layer
     _known: dict[tuple[int, ...], FloatArray] = field(default_factory=dict)
 
     def over(self, stages: range) -> FloatArray:
@@ -198,18 +185,13 @@ def _levels(held: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layers:
-    """What bounds take from a stage's tables.
+    """What bounds take from a stage's tables."""
 
-    Attributes:
-        which: (L,) the kind of each layer.
-        kinds: of each kind theta, bytes with one micro-batch in flight as (rest + prefix, rest + own peak), kept bytes,
-            which choices have the wire's layout, and bytes by which prefix is less where the stage is filled.
-        move: theta of the cheapest move away from the wire's layout or back.
-    """
-
-    which: IntArray
+    which: IntArray  # (L,) the kind of each layer
+    # of each kind theta, bytes with one micro-batch in flight as (rest + prefix, rest + own peak), kept bytes, which
+    # choices have the wire's layout, and bytes by which prefix is less where the stage is filled
     kinds: list[tuple[FloatArray, FloatArray, FloatArray, FloatArray, NDArray[np.bool_], FloatArray]]
-    move: float
+    move: float  # theta of the cheapest move away from the wire's layout or back
 
 
 def _layers_of(problem: Problem, stage: int, tables: Sequence[Table]) -> _Layers:

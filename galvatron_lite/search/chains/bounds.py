@@ -83,25 +83,15 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Line:
-    """A chain with its equal layers told.
+    """A chain with its equal layers told."""
 
-    Attributes:
-        kinds: distinct layers.
-        kind: (L,) place in ``kinds`` of each layer.
-        moves: per place, of one pass; see ``ChainLayer``.
-        by: (1 + criteria if several,) how many times a move counts in the weighted time and in each criterion.
-        room: bytes.
-        runs: that a part of the model may have; None: any.
-        parts: of each layer.
-    """
-
-    kinds: tuple[Kind, ...]
-    kind: tuple[int, ...]
-    moves: tuple[IntArray, ...]
-    by: IntArray
-    room: int
-    runs: int | None = None
-    parts: tuple[int, ...] = ()
+    kinds: tuple[Kind, ...]  # distinct layers
+    kind: tuple[int, ...]  # (L,) place in ``kinds`` of each layer
+    moves: tuple[IntArray, ...]  # per place, of one pass; see ``ChainLayer``
+    by: IntArray  # (1 + criteria if several,) how many times a move counts in the weighted time and in each criterion
+    room: int  # bytes
+    runs: int | None = None  # that a part of the model may have; None: any
+    parts: tuple[int, ...] = ()  # of each layer
 
     def at(self, place: int) -> Kind:
         """The kind of the layer at a place."""
@@ -164,24 +154,15 @@ def _key(layer: ChainLayer, told: bool) -> bytes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bounds:
-    """Lagrangian bounds of a line.
+    """Lagrangian bounds of a line."""
 
-    Attributes:
-        line: the chain.
-        prices: (K,) of memory, picoseconds a byte.
-        before: per place (K, groups): the least of the layers before it, with the move to it.
-        behind: per place (K, groups): that of the layers behind it, with the move from it.
-        last: V of the last few layers (K, S), by place.
-        root: (K,) bounds on the weighted time of the whole.
-        inside: per place (K, groups): ``before`` with a moment of these layers priced; by place, where there is one.
-    """
-
-    line: Line
-    prices: FloatArray
-    before: list[FloatArray]
-    behind: list[FloatArray]
-    last: dict[int, FloatArray]
-    root: FloatArray
+    line: Line  # the chain
+    prices: FloatArray  # (K,) of memory, picoseconds a byte
+    before: list[FloatArray]  # per place (K, groups): the least of the layers before it, with the move to it
+    behind: list[FloatArray]  # per place (K, groups): that of the layers behind it, with the move from it
+    last: dict[int, FloatArray]  # V of the last few layers (K, S), by place
+    root: FloatArray  # (K,) bounds on the weighted time of the whole
+    # per place (K, groups): ``before`` with a moment of these layers priced; by place, where there is one
     inside: dict[int, FloatArray]
 
     @property
@@ -362,29 +343,18 @@ def _worst_moment(line: Line, price: float) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ahead:
-    """What the layers before a place come to at the least or at the most; (L,) each, ``ahead_of``.
+    """What the layers before a place come to at the least or at the most; (L,) each, ``ahead_of``."""
 
-    Attributes:
-        both_least, both_most: sums of rest + prefix.
-        updated_least, updated_most: sums of updated.
-        updating: the most by which their updated exceed their rest + prefix.
-        local: with ``rest`` of a label this much below ``start``, no moment of theirs is the worst.
-        resting: the most that their moments add to a label's ``rest``.
-        gathered: the most that the layer just before leaves gathered.
-        waiting: the same as ``local``, for what a label has pending alone.
-        covered: what a label may have pending without raising any moment of the layer just before.
-    """
-
-    both_least: list[int]
+    both_least: list[int]  # both_least, both_most: sums of rest + prefix
     both_most: list[int]
-    updated_least: list[int]
+    updated_least: list[int]  # updated_least, updated_most: sums of updated
     updated_most: list[int]
-    updating: list[int]
-    local: list[int]
-    resting: list[int]
-    gathered: list[int]
-    waiting: list[int]
-    covered: list[int]
+    updating: list[int]  # the most by which their updated exceed their rest + prefix
+    local: list[int]  # with ``rest`` of a label this much below ``start``, no moment of theirs is the worst
+    resting: list[int]  # the most that their moments add to a label's ``rest``
+    gathered: list[int]  # the most that the layer just before leaves gathered
+    waiting: list[int]  # the same as ``local``, for what a label has pending alone
+    covered: list[int]  # what a label may have pending without raising any moment of the layer just before
 
 
 def ahead_of(line: Line) -> Ahead:

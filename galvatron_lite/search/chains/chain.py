@@ -14,18 +14,10 @@ _BY_CHOICE = ("time", "rest", "prefix", "peak", "middle", "prefetched", "pending
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChainLayer:
-    """One layer of a chain: figures of each of its S choices.
+    """One layer of a chain: figures of each of its S choices."""
 
-    Attributes:
-        time: (S, C).
-        rest, prefix, peak, middle, prefetched, pending, updated: (S,) each, see ``cost.memory.MemoryTerms``.
-        move: (groups of the layer before, groups); of no meaning in the first layer.
-        group: (S,): the choice's group (layout), 0, 1, ...; moves depend on groups only.
-        strategy: (S,): number of the choice's strategy, the same in all layers; None where runs are not counted.
-        part: of the model (before, among or after the blocks); runs of strategies are counted in each.
-    """
-
-    time: IntArray
+    time: IntArray  # (S, C)
+    # rest, prefix, peak, middle, prefetched, pending, updated: (S,) each, see ``cost.memory.MemoryTerms``
     rest: IntArray
     prefix: IntArray
     peak: IntArray
@@ -33,10 +25,11 @@ class ChainLayer:
     prefetched: IntArray
     pending: IntArray
     updated: IntArray
-    move: IntArray
-    group: IntArray
+    move: IntArray  # (groups of the layer before, groups); of no meaning in the first layer
+    group: IntArray  # (S,): the choice's group (layout), 0, 1, ...; moves depend on groups only
+    # (S,): number of the choice's strategy, the same in all layers; None where runs are not counted
     strategy: IntArray | None = None
-    part: int = 0
+    part: int = 0  # of the model (before, among or after the blocks); runs of strategies are counted in each
 
     def only(self, rows: IntArray) -> ChainLayer:
         """The layer with some of its choices."""
@@ -47,20 +40,13 @@ class ChainLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chain:
-    """A chain of layers.
+    """A chain of layers."""
 
-    Attributes:
-        layers: in order.
-        moves: (C,) how many times a move counts in each criterion.
-        weights: (C,) what turns the criteria into one time.
-        room: bytes (M).
-        runs: neighbouring layers of one part and one strategy are a run; how many a part may have; None: any.
-    """
-
-    layers: tuple[ChainLayer, ...]
-    moves: IntArray
-    weights: IntArray
-    room: int
+    layers: tuple[ChainLayer, ...]  # in order
+    moves: IntArray  # (C,) how many times a move counts in each criterion
+    weights: IntArray  # (C,) what turns the criteria into one time
+    room: int  # bytes (M)
+    # neighbouring layers of one part and one strategy are a run; how many a part may have; None: any
     runs: int | None = None
 
     def only(self, rows: Sequence[IntArray]) -> Chain:

@@ -54,30 +54,19 @@ _QUICK = 40
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """One choice a layer.
+    """One choice a layer."""
 
-    Attributes:
-        time: in each criterion.
-        choices: place of the choice in each layer.
-    """
-
-    time: tuple[int, ...]
-    choices: tuple[int, ...]
+    time: tuple[int, ...]  # in each criterion
+    choices: tuple[int, ...]  # place of the choice in each layer
 
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """The answer to a chain.
+    """The answer to a chain."""
 
-    Attributes:
-        paths: ascending in time.
-        work: labels looked at.
-        dropped: a weighted time that no path left out beats; infinite where none was.
-    """
-
-    paths: tuple[Path, ...]
-    work: int = 0
-    dropped: float = np.inf
+    paths: tuple[Path, ...]  # ascending in time
+    work: int = 0  # labels looked at
+    dropped: float = np.inf  # a weighted time that no path left out beats; infinite where none was
 
     @property
     def complete(self) -> bool:

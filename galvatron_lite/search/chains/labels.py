@@ -50,23 +50,14 @@ TIMES, WORST, WAITING, RESTING, OPTIMIZER, OWED, GROUP, CRITERIA = range(8)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """The labels after a segment more.
+    """The labels after a segment more."""
 
-    Attributes:
-        figures: (rows, n), see ``TIMES`` and on.
-        promise: (K, n) Lagrangian bounds.
-        segment: what was put before.
-        choice: (n,) of the segment.
-        parent: (n,) label of the step before.
-        runs: (n,) of strategies so far in the part of the model that the first layer is in.
-    """
-
-    figures: IntArray
-    promise: FloatArray
-    segment: Segment
-    choice: IntArray
-    parent: IntArray
-    runs: IntArray
+    figures: IntArray  # (rows, n), see ``TIMES`` and on
+    promise: FloatArray  # (K, n) Lagrangian bounds
+    segment: Segment  # what was put before
+    choice: IntArray  # (n,) of the segment
+    parent: IntArray  # (n,) label of the step before
+    runs: IntArray  # (n,) of strategies so far in the part of the model that the first layer is in
 
     def take(self, rows: IntArray) -> Step:
         """Some of the labels."""
@@ -82,33 +73,19 @@ class Step:
 
 @dataclass(slots=True)
 class Search:
-    """One pass from the last layer to the first, for paths of at most ``limit`` (weighted time) within ``room``.
+    """One pass from the last layer to the first, for paths of at most ``limit`` (weighted time) within ``room``."""
 
-    Attributes:
-        line: the chain.
-        bounds: of it.
-        ahead: of it.
-        limit: on the weighted time.
-        room: bytes.
-        beam: how many labels of a layer are kept at most; None: all.
-        fitting: whether all that counts of memory is that it is within ``room``; else less is better.
-        work: pairs of labels and choices looked at.
-        dropped: the least promise of a label that the beam dropped.
-        history: labels after each segment.
-        origin: kinds of the layers before any choices were narrowed.
-    """
-
-    line: Line
-    bounds: Bounds
-    ahead: Ahead
-    limit: float
-    room: int
-    beam: int | None
-    fitting: bool = True
-    work: int = 0
-    dropped: float = np.inf
-    history: list[Step] = field(default_factory=list)
-    origin: tuple[int, ...] = field(init=False)
+    line: Line  # the chain
+    bounds: Bounds  # of it
+    ahead: Ahead  # of it
+    limit: float  # on the weighted time
+    room: int  # bytes
+    beam: int | None  # how many labels of a layer are kept at most; None: all
+    fitting: bool = True  # whether all that counts of memory is that it is within ``room``; else less is better
+    work: int = 0  # pairs of labels and choices looked at
+    dropped: float = np.inf  # the least promise of a label that the beam dropped
+    history: list[Step] = field(default_factory=list)  # labels after each segment
+    origin: tuple[int, ...] = field(init=False)  # kinds of the layers before any choices were narrowed
 
     def __post_init__(self) -> None:
         """Keeps which layers are equal, for their choices may be narrowed apart."""

@@ -48,19 +48,12 @@ def run_before(line: Line, place: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Behind:
-    """What lies behind a run: the labels of a frontier, at one price of memory.
+    """What lies behind a run: the labels of a frontier, at one price of memory."""
 
-    Attributes:
-        price: picoseconds a byte.
-        number: of that price among those of the bounds.
-        least: (groups of the run's last layer,) least of time + price * memory, with the move.
-        ceiling: of time + price * memory.
-    """
-
-    price: float
-    number: int
-    least: FloatArray
-    ceiling: float
+    price: float  # picoseconds a byte
+    number: int  # of that price among those of the bounds
+    least: FloatArray  # (groups of the run's last layer,) least of time + price * memory, with the move
+    ceiling: float  # of time + price * memory
 
 
 def is_plain(

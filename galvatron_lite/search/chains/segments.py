@@ -34,23 +34,14 @@ what the first has pending; updated; groups of the first and of the last layer; 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """The choices of neighbouring layers.
-
-    Attributes:
-        layers: how many.
-        figures: (rows, S), see ``TIME`` and on.
-        names: (S,) the choice, of a single layer.
-        strategy: (S,) number of the strategy that all its layers have; None where they may differ.
-        halves: the two segments that it is made of, of more layers.
-        places: (2, S) the choices of those.
-    """
+    """The choices of neighbouring layers."""
 
     layers: int
-    figures: IntArray
-    names: IntArray | None = None
-    strategy: IntArray | None = None
-    halves: tuple[Segment, Segment] | None = None
-    places: IntArray | None = None
+    figures: IntArray  # (rows, S), see ``TIME`` and on
+    names: IntArray | None = None  # (S,) the choice, of a single layer
+    strategy: IntArray | None = None  # (S,) number of the strategy that all its layers have; None where they may differ
+    halves: tuple[Segment, Segment] | None = None  # the two segments that it is made of, of more layers
+    places: IntArray | None = None  # (2, S) the choices of those
 
     def take(self, rows: IntArray) -> Segment:
         """Only some of the choices."""

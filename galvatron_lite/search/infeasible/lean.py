@@ -99,17 +99,12 @@ def _needed(request: Request, lean: Lean, slack: float) -> str:
 
 @dataclass(slots=True)
 class _Walk:
-    """Nodes, the one of least bound first.
+    """Nodes, the one of least bound first."""
 
-    Attributes:
-        slack: see ``leanest``.
-        heap: bound, number, and what is in the node.
-        best: plan so far.
-    """
-
-    slack: float
+    slack: float  # see ``leanest``
+    # bound, number, and what is in the node
     heap: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
-    best: Lean | None = None
+    best: Lean | None = None  # plan so far
     memory: Memory = field(default_factory=Memory)
     _order: Iterator[int] = field(default_factory=count)
 

@@ -38,52 +38,35 @@ _NOTHING = np.zeros((1, 1), dtype=np.int64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lean:
-    """The plan that needs least memory.
+    """The plan that needs least memory."""
 
-    Attributes:
-        peak: bytes on its fullest device; where devices have budgets of their own, as if all had the greatest of them.
-        problem: its shape.
-        cuts: (0, ..., L).
-        strategies: of every layer.
-        peaks: bytes, by stage.
-    """
-
+    # bytes on its fullest device; where devices have budgets of their own, as if all had the greatest of them
     peak: int
-    problem: Problem
-    cuts: tuple[int, ...]
-    strategies: tuple[Strategy, ...]
-    peaks: tuple[int, ...]
+    problem: Problem  # its shape
+    cuts: tuple[int, ...]  # (0, ..., L)
+    strategies: tuple[Strategy, ...]  # of every layer
+    peaks: tuple[int, ...]  # bytes, by stage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Light:
-    """The strategies of a layer that are worth a look, and the least of their figures.
+    """The strategies of a layer that are worth a look, and the least of their figures."""
 
-    Attributes:
-        table: where they are from.
-        rows: which of its strategies.
-        layer: their figures, without time.
-        least: of r + q, of r + max(w, v), and of u.
-    """
-
-    table: Table
-    rows: IntArray
-    layer: ChainLayer
-    least: tuple[float, float, float]
+    table: Table  # where they are from
+    rows: IntArray  # which of its strategies
+    layer: ChainLayer  # their figures, without time
+    least: tuple[float, float, float]  # of r + q, of r + max(w, v), and of u
 
 
 @dataclass(slots=True)
 class Memory:
-    """What is known of the least memory of layers and stages, whatever the budget.
+    """What is known of the least memory of layers and stages, whatever the budget."""
 
-    Attributes:
-        lights: by table, micro-batches in flight, and whether those are there in the first backward alone.
-        laid: by table and layout, the table and its strategies of that layout.
-        stages: by the layers of a stage: bytes that it does not need, bytes that it needs, and its strategies.
-    """
-
+    # by table, micro-batches in flight, and whether those are there in the first backward alone
     lights: dict[tuple[int, int, bool], _Light] = field(default_factory=dict)
+    # by table and layout, the table and its strategies of that layout
     laid: dict[tuple[int, Layout], tuple[Table, Table]] = field(default_factory=dict)
+    # by the layers of a stage: bytes that it does not need, bytes that it needs, and its strategies
     stages: dict[tuple[int, ...], tuple[int, tuple[int, tuple[int, ...]] | None]] = field(default_factory=dict)
 
     def light(self, table: Table, held: int, filled: bool = False) -> _Light:
@@ -140,21 +123,14 @@ def _light(table: Table, held: int, filled: bool) -> _Light:
 
 @dataclass(slots=True)
 class Stages:
-    """The stages of one problem.
+    """The stages of one problem."""
 
-    Attributes:
-        problem: with or without layouts at the edges and strategies of tied layers settled.
-        memory: what is known of layers and stages.
-        scales: by stage, what bytes are multiplied by to compare them.
-        need: by stage (L + 1, L + 1): scaled bytes that layers i..j-1 need at the least.
-        always: by stage (L + 1, L + 1): bytes of what is there besides the layers.
-    """
-
-    problem: Problem
-    memory: Memory
-    scales: tuple[float, ...]
+    problem: Problem  # with or without layouts at the edges and strategies of tied layers settled
+    memory: Memory  # what is known of layers and stages
+    scales: tuple[float, ...]  # by stage, what bytes are multiplied by to compare them
+    # by stage (L + 1, L + 1): scaled bytes that layers i..j-1 need at the least
     need: list[FloatArray] = field(init=False)
-    always: list[FloatArray] = field(init=False)
+    always: list[FloatArray] = field(init=False)  # by stage (L + 1, L + 1): bytes of what is there besides the layers
 
     def __post_init__(self) -> None:
         """Bounds of all ranges."""

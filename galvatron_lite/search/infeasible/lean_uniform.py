@@ -21,15 +21,10 @@ from galvatron_lite.search.uniform import Uniform, cuts_of
 
 @dataclass(frozen=True, slots=True)
 class LeanUniform:
-    """The uniform plans of one shape.
+    """The uniform plans of one shape."""
 
-    Attributes:
-        problem: the shape and its tables.
-        scales: by group, what bytes are multiplied by to compare them.
-    """
-
-    problem: Problem
-    scales: tuple[float, ...]
+    problem: Problem  # the shape and its tables
+    scales: tuple[float, ...]  # by group, what bytes are multiplied by to compare them
 
     def bound(self) -> float:
         """Scaled bytes that no plan needs less of, quickly: from the blocks of the first and the last group."""

@@ -32,25 +32,15 @@ SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What the integer programme says.
+    """What the integer programme says."""
 
-    Attributes:
-        verdict: how sure the solver is.
-        found: seconds of a step by the search's plan, by the closed form of ``cost.schedule``.
-        seconds: the same of the programme's own solution; infinite without one.
-        bound: seconds that no plan of the shape beats, as far as the solver knows.
-        solver: which.
-        taken: seconds that building and solving took.
-        boundaries: whether stage boundaries were chosen by the programme too.
-    """
-
-    verdict: Verdict
-    found: float
-    seconds: float
-    bound: float
-    solver: str
-    taken: float = 0.0
-    boundaries: bool = True
+    verdict: Verdict  # how sure the solver is
+    found: float  # seconds of a step by the search's plan, by the closed form of ``cost.schedule``
+    seconds: float  # the same of the programme's own solution; infinite without one
+    bound: float  # seconds that no plan of the shape beats, as far as the solver knows
+    solver: str  # which
+    taken: float = 0.0  # seconds that building and solving took
+    boundaries: bool = True  # whether stage boundaries were chosen by the programme too
 
     @property
     def gap(self) -> float:

@@ -65,23 +65,15 @@ class _Stage:
 
 @dataclass(slots=True)
 class ShapeModel:
-    """The programme of a shape.
+    """The programme of a shape."""
 
-    Attributes:
-        problem: its shape, tables and budget; what it has settled otherwise is not looked at.
-        unit: seconds that stand for one of the objective.
-        cuts: stage boundaries, where they are given; None: chosen.
-        programme: what a solver takes.
-        layers: per (layer, stage) its table and the variable of each of its rows.
-        offset: seconds of a step that no variable stands for.
-    """
-
-    problem: Problem
-    unit: float
-    cuts: Sequence[int] | None = None
-    programme: Programme = field(default_factory=Programme)
+    problem: Problem  # its shape, tables and budget; what it has settled otherwise is not looked at
+    unit: float  # seconds that stand for one of the objective
+    cuts: Sequence[int] | None = None  # stage boundaries, where they are given; None: chosen
+    programme: Programme = field(default_factory=Programme)  # what a solver takes
+    # per (layer, stage) its table and the variable of each of its rows
     layers: dict[tuple[int, int], tuple[Table, list[int]]] = field(default_factory=dict)
-    offset: float = 0.0
+    offset: float = 0.0  # seconds of a step that no variable stands for
     _edges: dict[tuple[int, int, Layout], int] = field(default_factory=dict)
     _flows: dict[tuple[int, int, Layout, Layout], int] = field(default_factory=dict)
     _stages: list[_Stage] = field(default_factory=list)

@@ -33,13 +33,9 @@ def first_blocks(graph: ModelGraph, strategies: Sequence[Strategy]) -> frozenset
 
 @dataclass(slots=True)
 class UniformModel(ShapeModel):
-    """``ShapeModel`` of a schedule with virtual stages; ``cuts`` must be given.
+    """``ShapeModel`` of a schedule with virtual stages; ``cuts`` must be given."""
 
-    Attributes:
-        first: blocks that have a strategy of their own.
-    """
-
-    first: frozenset[int] = frozenset()
+    first: frozenset[int] = frozenset()  # blocks that have a strategy of their own
 
     def _places(self, group: int) -> list[int]:
         """Layers that a group of devices holds."""

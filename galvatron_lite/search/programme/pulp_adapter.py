@@ -23,17 +23,11 @@ class Verdict(StrEnum):
 
 @dataclass(slots=True)
 class Programme:
-    """A mixed-integer programme: variables are numbers, constraints are ``expression <= bound`` or ``== bound``.
+    """A mixed-integer programme: variables are numbers, constraints are ``expression <= bound`` or ``== bound``."""
 
-    Attributes:
-        binary: per variable, whether it is 0 or 1; else at least 0.
-        objective: to be minimised.
-        at_most, equal: constraints.
-    """
-
-    binary: list[bool] = field(default_factory=list)
-    objective: dict[int, float] = field(default_factory=dict)
-    at_most: list[tuple[dict[int, float], float]] = field(default_factory=list)
+    binary: list[bool] = field(default_factory=list)  # per variable, whether it is 0 or 1; else at least 0
+    objective: dict[int, float] = field(default_factory=dict)  # to be minimised
+    at_most: list[tuple[dict[int, float], float]] = field(default_factory=list)  # at_most, equal: constraints
     equal: list[tuple[dict[int, float], float]] = field(default_factory=list)
 
     def variable(self, binary: bool) -> int:
@@ -44,19 +38,12 @@ class Programme:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the solver found.
+    """What the solver found."""
 
-    Attributes:
-        verdict: how sure it is.
-        values: of every variable; empty without a solution.
-        solver: which.
-        bound: no solution's objective is less, as far as the solver knows.
-    """
-
-    verdict: Verdict
-    values: Sequence[float]
-    solver: str
-    bound: float = -inf
+    verdict: Verdict  # how sure it is
+    values: Sequence[float]  # of every variable; empty without a solution
+    solver: str  # which
+    bound: float = -inf  # no solution's objective is less, as far as the solver knows
 
     def unsure(self) -> Answer:
         """The answer where its values turn out not to be a solution; its bound holds."""

@@ -23,17 +23,11 @@ _PLAIN_VALUES = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A tensor that an operation returns.
+    """A tensor that an operation returns."""
 
-    Attributes:
-        given: place among the operation's tensors of that which is returned as it is, or is looked at; -1: none.
-        same: it is returned as it is.
-        shape, stride, offset, dtype, device: of anything else.
-    """
-
-    given: int
-    same: bool
-    shape: tuple[int, ...] = ()
+    given: int  # place among the operation's tensors of that which is returned as it is, or is looked at; -1: none
+    same: bool  # it is returned as it is
+    shape: tuple[int, ...] = ()  # shape, stride, offset, dtype, device: of anything else
     stride: tuple[int, ...] = ()
     offset: int = 0
     dtype: torch.dtype = torch.float32

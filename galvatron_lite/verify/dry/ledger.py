@@ -35,45 +35,28 @@ class Use(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A storage that is alive.
+    """A storage that is alive."""
 
-    Attributes:
-        size: bytes.
-        use: what it is for.
-        phase, microbatch, layer: when it was made.
-        weak: to the storage, telling when it is gone.
-    """
-
-    size: int
-    use: Use
-    phase: During
+    size: int  # bytes
+    use: Use  # what it is for
+    phase: During  # phase, microbatch, layer: when it was made
     microbatch: int
     layer: str
-    weak: Any = None
+    weak: Any = None  # to the storage, telling when it is gone
 
 
 @dataclass(slots=True)
 class Ledger:
-    """All storages of one rank.
+    """All storages of one rank."""
 
-    Attributes:
-        place: where the rank is.
-        totals: bytes by use, now.
-        total: bytes on the device, now.
-        peak: the greatest total since ``watch``; ``at_peak``: by use, then.
-        peak_host: the most bytes on the host.
-        operations: that made a tensor, so far.
-        samples: since ``watch``.
-    """
-
-    place: Place
-    totals: list[int] = field(default_factory=lambda: [0] * len(Use))
-    total: int = 0
-    peak: int = 0
+    place: Place  # where the rank is
+    totals: list[int] = field(default_factory=lambda: [0] * len(Use))  # bytes by use, now
+    total: int = 0  # bytes on the device, now
+    peak: int = 0  # the greatest total since ``watch``; ``at_peak``: by use, then
     at_peak: tuple[int, ...] = (0,) * len(Use)
-    peak_host: int = 0
-    operations: int = 0
-    samples: list[Sample] = field(default_factory=list)
+    peak_host: int = 0  # the most bytes on the host
+    operations: int = 0  # that made a tensor, so far
+    samples: list[Sample] = field(default_factory=list)  # since ``watch``
     _entries: dict[int, Entry] = field(default_factory=dict)
     _fresh: list[Entry] = field(default_factory=list)
     _high: int = 0

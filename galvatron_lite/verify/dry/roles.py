@@ -25,17 +25,11 @@ Each = Callable[[RoleRun, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Ranks that do the same.
+    """Ranks that do the same."""
 
-    Attributes:
-        stage: the group of devices.
-        text: what is particular about them.
-        ranks: all of them; the first is run.
-    """
-
-    stage: int
-    text: str
-    ranks: tuple[int, ...]
+    stage: int  # the group of devices
+    text: str  # what is particular about them
+    ranks: tuple[int, ...]  # all of them; the first is run
 
     @property
     def rank(self) -> int:

@@ -47,25 +47,16 @@ _DURING = {
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is trained, once for all ranks that are run.
+    """What is trained, once for all ranks that are run."""
 
-    Attributes:
-        model: without values, or with: it is not changed.
-        layers: of it.
-        batch: a global batch of the plan's size; only shapes count.
-        loss_fn: as ``auto_parallelize`` is given it.
-        known: how layers are split by tensor parallelism, by name.
-        optimizer: makes one of parameter groups: ``torch.optim.AdamW``.
-        precision: of compute; the plan's if None.
-    """
-
-    model: nn.Module
-    layers: tuple[Layer, ...]
-    batch: Any
-    loss_fn: LossFn | None = None
-    known: Any = None
+    model: nn.Module  # without values, or with: it is not changed
+    layers: tuple[Layer, ...]  # of it
+    batch: Any  # a global batch of the plan's size; only shapes count
+    loss_fn: LossFn | None = None  # as ``auto_parallelize`` is given it
+    known: Any = None  # how layers are split by tensor parallelism, by name
+    # makes one of parameter groups: ``torch.optim.AdamW``
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
-    precision: str | None = None
+    precision: str | None = None  # of compute; the plan's if None
 
 
 def subject_of(
@@ -405,11 +396,7 @@ class _Run:
 
 
 def _model_of(plan: Plan) -> type[ParallelModel]:
-    """What trains under a plan.
-
-    Raises:
-        DryRunError: something that has no dry run.
-    """
+    """What trains under a plan."""
     if plan.cyclic is not None:
         raise DryRunError("Plans of cyclic data parallelism have no dry run yet.")
     if plan.branches:

@@ -40,36 +40,22 @@ class UnheardError(LaunchError):
 
 @dataclass(slots=True)
 class Place:
-    """Where the rank is; changed by whoever runs it.
+    """Where the rank is; changed by whoever runs it."""
 
-    Attributes:
-        phase: of the step.
-        microbatch: ``NOBODY``: none.
-        layer: whose pass runs.
-    """
-
-    phase: During = During.SETUP
-    microbatch: int = NOBODY
-    layer: str = ""
+    phase: During = During.SETUP  # of the step
+    microbatch: int = NOBODY  # ``NOBODY``: none
+    layer: str = ""  # whose pass runs
 
 
 @dataclass(slots=True)
 class Log:
-    """What one rank sends.
+    """What one rank sends."""
 
-    Attributes:
-        place: where the rank is.
-        messages: so far.
-        said: what it announced.
-        hear: what other ranks announced to this one.
-        heard: how much of it was listened to.
-    """
-
-    place: Place = field(default_factory=Place)
-    messages: list[Message] = field(default_factory=list)
-    said: Said = field(default_factory=dict)
-    hear: Hear | None = None
-    heard: dict[tuple[int, str], int] = field(default_factory=dict)
+    place: Place = field(default_factory=Place)  # where the rank is
+    messages: list[Message] = field(default_factory=list)  # so far
+    said: Said = field(default_factory=dict)  # what it announced
+    hear: Hear | None = None  # what other ranks announced to this one
+    heard: dict[tuple[int, str], int] = field(default_factory=dict)  # how much of it was listened to
 
     def listen(self, source: int, purpose: str, place: int) -> Tensor:
         """The next of these announcements.

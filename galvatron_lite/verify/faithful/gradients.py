@@ -30,19 +30,12 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """A sum that a layer's parameters need.
+    """A sum that a layer's parameters need."""
 
-    Attributes:
-        layer: whose.
-        ranks: over which.
-        scattered: whether each rank needs its share of the sum only (ZeRO); None: either.
-        items: of whole gradients, in a step.
-    """
-
-    layer: str
-    ranks: Ranks
-    scattered: bool | None
-    items: int
+    layer: str  # whose
+    ranks: Ranks  # over which
+    scattered: bool | None  # whether each rank needs its share of the sum only (ZeRO); None: either
+    items: int  # of whole gradients, in a step
 
 
 def gradients_summed(runs: Sequence[RoleRun], plan: Plan, graph: ModelGraph) -> Check:

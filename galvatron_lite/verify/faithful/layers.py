@@ -30,15 +30,10 @@ _MOST = 12
 
 @dataclass(frozen=True)
 class Planned:
-    """What a plan says about every layer of a model.
-
-    Attributes:
-        plan: the plan.
-        graph: of the model.
-    """
+    """What a plan says about every layer of a model."""
 
     plan: Plan
-    graph: ModelGraph
+    graph: ModelGraph  # of the model
 
     @cached_property
     def layers(self) -> dict[str, Layer]:

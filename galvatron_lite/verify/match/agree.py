@@ -26,15 +26,10 @@ Way = tuple[int, int, int]
 
 @dataclass(slots=True)
 class Agreement:
-    """What is known of casts, each looked at once.
+    """What is known of casts, each looked at once."""
 
-    Attributes:
-        scripts: of the roles, by number.
-        known: by cast: whether its messages fit.
-    """
-
-    scripts: Sequence[Script]
-    known: dict[Cast, bool] = field(default_factory=dict)
+    scripts: Sequence[Script]  # of the roles, by number
+    known: dict[Cast, bool] = field(default_factory=dict)  # by cast: whether its messages fit
     _collectives: dict[Member, list[int]] = field(default_factory=dict)
 
     def fits(self, stream: Stream, cast: Cast) -> bool:

@@ -24,24 +24,15 @@ Stream = tuple[str, Ranks]
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What one role does.
+    """What one role does."""
 
-    Attributes:
-        number: of the role.
-        run: what was recorded.
-        groups: the recorded rank's groups, each once.
-        lines: by message: number of its group.
-        places: by message: its partner's or root's place in the group; -1 where it has none.
-        paired: groups in which messages go to one rank or come from one.
-        batches: by message from rank to rank: number of the batch that it starts with; -1 where it starts alone.
-    """
-
-    number: int
-    run: RoleRun
-    groups: tuple[Stream, ...]
-    lines: tuple[int, ...]
-    places: tuple[int, ...]
-    paired: tuple[int, ...]
+    number: int  # of the role
+    run: RoleRun  # what was recorded
+    groups: tuple[Stream, ...]  # the recorded rank's groups, each once
+    lines: tuple[int, ...]  # by message: number of its group
+    places: tuple[int, ...]  # by message: its partner's or root's place in the group; -1 where it has none
+    paired: tuple[int, ...]  # groups in which messages go to one rank or come from one
+    # by message from rank to rank: number of the batch that it starts with; -1 where it starts alone
     batches: tuple[int, ...]
 
     @property
@@ -52,19 +43,13 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank of the world does.
+    """What one rank of the world does."""
 
-    Attributes:
-        rank: which.
-        script: of its role.
-        streams: its own groups, in the order of the script's; None: no group of its own is like that one.
-        shifts: by group: this rank's place in it less the recorded rank's in its own.
-    """
-
-    rank: int
-    script: Script
+    rank: int  # which
+    script: Script  # of its role
+    # its own groups, in the order of the script's; None: no group of its own is like that one
     streams: tuple[Stream | None, ...]
-    shifts: tuple[int, ...]
+    shifts: tuple[int, ...]  # by group: this rank's place in it less the recorded rank's in its own
 
     def partner(self, number: int) -> int:
         """The place, in its group, of who a message from rank to rank goes to or comes from."""

@@ -19,21 +19,13 @@ Meeting = tuple[Stream, Way | None, int]
 
 @dataclass(slots=True, eq=False)
 class Given:
-    """A message that a rank has started.
+    """A message that a rank has started."""
 
-    Attributes:
-        rank: that started it.
-        number: of the rank's messages.
-        meeting: where it meets those of other ranks.
-        batch: the messages that it starts with.
-        done: whether it has happened.
-    """
-
-    rank: int
-    number: int
-    meeting: Meeting
-    batch: list[Given]
-    done: bool = False
+    rank: int  # that started it
+    number: int  # of the rank's messages
+    meeting: Meeting  # where it meets those of other ranks
+    batch: list[Given]  # the messages that it starts with
+    done: bool = False  # whether it has happened
 
 
 @dataclass(slots=True)
@@ -62,20 +54,13 @@ class _Actor:
 
 @dataclass(slots=True)
 class Ended:
-    """How a replay ended.
+    """How a replay ended."""
 
-    Attributes:
-        clash: what met and does not fit; None: all that met fits.
-        meeting: where.
-        strangers: ranks that a group's message is given without, and the message; they have no such group.
-        actors: how far each rank came.
-        present: by meeting: what was given there.
-    """
-
-    actors: dict[int, _Actor]
-    present: dict[Meeting, list[Given]]
-    clash: Clash | None = None
-    meeting: Meeting | None = None
+    actors: dict[int, _Actor]  # how far each rank came
+    present: dict[Meeting, list[Given]]  # by meeting: what was given there
+    clash: Clash | None = None  # what met and does not fit; None: all that met fits
+    meeting: Meeting | None = None  # where
+    # ranks that a group's message is given without, and the message; they have no such group
     strangers: tuple[Given, tuple[int, ...]] | None = None
 
     @property

@@ -17,36 +17,22 @@ _SUMMED = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE)
 
 @dataclass(frozen=True, slots=True)
 class Spoken:
-    """A message as a rank of the world gives it.
+    """A message as a rank of the world gives it."""
 
-    Attributes:
-        rank: that gives it.
-        stage: of the rank.
-        message: as its role gave it.
-        peer: the rank that it goes to or comes from, or the root of a collective.
-        exact: whether the rank lies where the recorded one does, so that parts of unlike sizes are its own.
-    """
-
-    rank: int
-    stage: int
-    message: Message
-    peer: int = NOBODY
-    exact: bool = True
+    rank: int  # that gives it
+    stage: int  # of the rank
+    message: Message  # as its role gave it
+    peer: int = NOBODY  # the rank that it goes to or comes from, or the root of a collective
+    exact: bool = True  # whether the rank lies where the recorded one does, so that parts of unlike sizes are its own
 
 
 @dataclass(frozen=True, slots=True)
 class Clash:
-    """Messages that meet and are not one.
+    """Messages that meet and are not one."""
 
-    Attributes:
-        what: differs.
-        odd: those of the fewest.
-        other: one of those of the most.
-    """
-
-    what: str
-    odd: tuple[Spoken, ...]
-    other: Spoken
+    what: str  # differs
+    odd: tuple[Spoken, ...]  # those of the fewest
+    other: Spoken  # one of those of the most
 
 
 def collective_clash(spoken: Sequence[Spoken]) -> Clash | None:

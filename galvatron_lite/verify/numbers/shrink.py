@@ -66,42 +66,25 @@ class TooLargeError(GalvatronError):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a small model and its plan are made; plain data, so that other processes make the same.
+    """How a small model and its plan are made; plain data, so that other processes make the same."""
 
-    Attributes:
-        plan: of the small model.
-        ways: degree by which everything in it that is split divides; 0: it is as wide as the large one.
-        left_out: paths of blocks that it does without.
-        said: what was made smaller, and what could not be, a line each.
-        lost: what the large plan uses and the small one does not.
-    """
-
-    plan: Plan
-    ways: int
-    left_out: tuple[str, ...]
-    said: tuple[str, ...]
-    lost: tuple[str, ...]
+    plan: Plan  # of the small model
+    ways: int  # degree by which everything in it that is split divides; 0: it is as wide as the large one
+    left_out: tuple[str, ...]  # paths of blocks that it does without
+    said: tuple[str, ...]  # what was made smaller, and what could not be, a line each
+    lost: tuple[str, ...]  # what the large plan uses and the small one does not
 
 
 @dataclass(frozen=True, slots=True)
 class Small:
-    """A small model with what it is trained on.
+    """A small model with what it is trained on."""
 
-    Attributes:
-        model: in training mode, without chances.
-        batches: of the plan's size, with values.
-        loss_fn: of the model.
-        layers: of the model.
-        relative: largest error allowed, in the largest entry of a tensor, is so many times the usual one.
-        normed: whether it takes statistics of the samples of a batch.
-    """
-
-    model: nn.Module
-    batches: tuple[Any, ...]
-    loss_fn: LossFn | None
-    layers: tuple[Layer, ...]
-    relative: float
-    normed: bool
+    model: nn.Module  # in training mode, without chances
+    batches: tuple[Any, ...]  # of the plan's size, with values
+    loss_fn: LossFn | None  # of the model
+    layers: tuple[Layer, ...]  # of the model
+    relative: float  # largest error allowed, in the largest entry of a tensor, is so many times the usual one
+    normed: bool  # whether it takes statistics of the samples of a batch
 
 
 def shrink(source: ModelSource, plan: Plan, processes: int | None = None) -> Recipe:
@@ -142,11 +125,7 @@ def shrink(source: ModelSource, plan: Plan, processes: int | None = None) -> Rec
 
 
 def _recipe(source: ModelSource, plan: Plan, spots: Sequence[Spot], size: Size, ways: int) -> Recipe:
-    """One way to make it smaller.
-
-    Raises:
-        TooLargeError: it does not work, or leaves too much.
-    """
+    """One way to make it smaller."""
     try:
         model, batch, loss_fn, changes = _narrow(source, ways)
         kept, left_out = _shorter(model, spots, size)
@@ -173,11 +152,7 @@ def _recipe(source: ModelSource, plan: Plan, spots: Sequence[Spot], size: Size, 
 
 
 def _narrow(source: ModelSource, ways: int) -> tuple[nn.Module, Any, LossFn | None, list[str]]:
-    """The model without storages, with its example batch; narrower, and what changed, where ``ways`` is not 0.
-
-    Raises:
-        TooLargeError: it cannot be made narrower.
-    """
+    """The model without storages, with its example batch; narrower, and what changed, where ``ways`` is not 0."""
     made = source.on_meta()
     model, given, loss_fn = made
     if ways == 0:
@@ -213,11 +188,7 @@ def _shorter(model: nn.Module, spots: Sequence[Spot], size: Size) -> tuple[list[
 
 
 def _strategies(graph: ModelGraph, kept: Sequence[Spot], names: Sequence[str], size: Size) -> Chosen:
-    """What becomes of each strategy: legal for all the layers that have it; by kind of layer where none is.
-
-    Raises:
-        TooLargeError: for one there is none.
-    """
+    """What becomes of each strategy: legal for all the layers that have it; by kind of layer where none is."""
     kinds = dict(zip(names, (graph.kind_of(layer) for layer in graph.layers), strict=True))
     users: dict[Strategy, dict[str, LayerKind]] = {}
     for spot, name in zip(kept, names, strict=True):

@@ -27,36 +27,22 @@ Legal = Callable[[Strategy], bool]
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A layer of the large model, and where its plan puts it.
+    """A layer of the large model, and where its plan puts it."""
 
-    Attributes:
-        name: of the layer.
-        kind: of the layer; consecutive layers of one kind can stand in for each other.
-        role: where it stands.
-        stage: number of its stage.
-        strategy: what the plan does with it.
-    """
-
-    name: str
-    kind: str
-    role: Role
-    stage: int
-    strategy: Strategy
+    name: str  # of the layer
+    kind: str  # of the layer; consecutive layers of one kind can stand in for each other
+    role: Role  # where it stands
+    stage: int  # number of its stage
+    strategy: Strategy  # what the plan does with it
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How many processes there are, and how they are shared out.
+    """How many processes there are, and how they are shared out."""
 
-    Attributes:
-        groups: of devices that the stages are spread over.
-        devices: of each group.
-        stages: of the plan.
-    """
-
-    groups: int
-    devices: int
-    stages: int
+    groups: int  # of devices that the stages are spread over
+    devices: int  # of each group
+    stages: int  # of the plan
 
     @property
     def world(self) -> int:

@@ -48,14 +48,10 @@ class Reference:
 
 @dataclass(slots=True)
 class Finding:
-    """What one rank found.
+    """What one rank found."""
 
-    Attributes:
-        wrong: what differs from one process, a line each.
-        held: by what was compared and the tensor's name: boxes that this rank has and items in them.
-    """
-
-    wrong: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)  # what differs from one process, a line each
+    # by what was compared and the tensor's name: boxes that this rank has and items in them
     held: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
 
 

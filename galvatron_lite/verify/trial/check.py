@@ -34,24 +34,17 @@ MEAN, SUM, WHOLE = "weighted mean", "sum", "whole"
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What of a model depends on how a batch is shared.
+    """What of a model depends on how a batch is shared."""
 
-    Attributes:
-        weight: a loss weight that was found; None: shares weigh the same, or the user gave one.
-        whole: whether the loss is right only for the batch as one: no plan may share it out.
-        outside: parameters that code outside of their layers reads; such a plan has whole parameters.
-        buffers: buffers that a forward pass updates from the batch: ``mean`` or ``sum`` of what shares make of them,
-            or empty where it is neither.
-        skipped: why nothing was found out; empty where it was.
-        unsaid: what has to be said of the loss before a batch can be shared out; None: nothing.
-    """
-
-    weight: LossWeight | None = None
-    whole: bool = False
+    weight: LossWeight | None = None  # a loss weight that was found; None: shares weigh the same, or the user gave one
+    whole: bool = False  # whether the loss is right only for the batch as one: no plan may share it out
+    # parameters that code outside of their layers reads; such a plan has whole parameters
     outside: tuple[str, ...] = ()
+    # buffers that a forward pass updates from the batch: ``mean`` or ``sum`` of what shares make of them, or empty
+    # where it is neither
     buffers: tuple[tuple[str, str], ...] = ()
-    skipped: str = ""
-    unsaid: InputError | None = None
+    skipped: str = ""  # why nothing was found out; empty where it was
+    unsaid: InputError | None = None  # what has to be said of the loss before a batch can be shared out; None: nothing
 
     def pins(self) -> dict[str, tuple[str, ...]]:
         """What the planner keeps to: ``fix`` and ``forbid`` of ``galvatron plan``.
@@ -292,11 +285,7 @@ def _uneven(batch: Any, counts: Sequence[TargetCount]) -> Iterator[Any]:
 
 
 def _equal(double: Double, trial: Trial, weight: LossWeight | None, reduction: str, loss_fn: LossFn | None) -> bool:
-    """Whether shares with these weights make the batch's loss and gradients.
-
-    Raises:
-        InputError: a share that weighs nothing has gradients that are not finite; or ``weight`` gives no numbers.
-    """
+    """Whether shares with these weights make the batch's loss and gradients."""
     try:
         factors = share_factors(weight, reduction, trial.batch, SHARES)
     except InputError:

@@ -43,17 +43,11 @@ class SkippedError(GalvatronError):
 
 @dataclass(frozen=True, slots=True)
 class Double:
-    """A small copy on the CPU, in training mode, without dropout; batch norms use their running statistics.
+    """A small copy on the CPU, in training mode, without dropout; batch norms use their running statistics."""
 
-    Attributes:
-        model: in float32.
-        batch: of ``SAMPLES`` samples, no two alike.
-        layers: of the copy.
-    """
-
-    model: nn.Module
-    batch: Any
-    layers: tuple[Layer, ...]
+    model: nn.Module  # in float32
+    batch: Any  # of ``SAMPLES`` samples, no two alike
+    layers: tuple[Layer, ...]  # of the copy
 
 
 def make_double(
@@ -109,11 +103,7 @@ def _left_out(model: nn.Module, layers: Sequence[Layer]) -> list[str]:
 
 
 def _copy(model: nn.Module, gone: Sequence[str]) -> nn.Module:
-    """A deep copy; blocks that will be dropped are copied without values.
-
-    Raises:
-        SkippedError: ``copy.deepcopy`` fails.
-    """
+    """A deep copy; blocks that will be dropped are copied without values."""
     memo: dict[int, Any] = {}
     for path in gone:
         for tensor in (*model.get_submodule(path).parameters(), *model.get_submodule(path).buffers()):
@@ -138,11 +128,7 @@ def _work(model: nn.Module, batch: Any, gone: Sequence[str]) -> float:
 
 
 def _narrow(model: nn.Module, batch: Any, rest: Sequence[Tensor]) -> tuple[nn.Module, Any]:
-    """A narrower model with values of its own, and its batch.
-
-    Raises:
-        SkippedError: it is not made of a configuration, or stays too large.
-    """
+    """A narrower model with values of its own, and its batch."""
     with torch.device("meta"):
         found = narrowed(model, NARROW)
     if found is None:

@@ -25,17 +25,11 @@ VALUELESS = ("type_as", _GRADIENT.__get__)
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What a forward and backward pass gave.
+    """What a forward and backward pass gave."""
 
-    Attributes:
-        loss: the value.
-        gradients: of the parameters that have one, by name.
-        buffers: after the pass, by name.
-    """
-
-    loss: float
-    gradients: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
+    loss: float  # the value
+    gradients: Mapping[str, Tensor]  # of the parameters that have one, by name
+    buffers: Mapping[str, Tensor]  # after the pass, by name
 
     @property
     def is_finite(self) -> bool:
@@ -86,15 +80,11 @@ def run_pass(
 
 @dataclass
 class Seen:
-    """What was seen in a pass.
+    """What was seen in a pass."""
 
-    Attributes:
-        means: arguments of each mean cross-entropy: its targets, the target that is ignored, weights of classes.
-        outside: names of parameters that code outside of their layers reads.
-    """
-
+    # arguments of each mean cross-entropy: its targets, the target that is ignored, weights of classes
     means: list[tuple[Tensor, int, Tensor | None]] = field(default_factory=list)
-    outside: list[str] = field(default_factory=list)
+    outside: list[str] = field(default_factory=list)  # names of parameters that code outside of their layers reads
 
 
 class Observer(TorchFunctionMode):

@@ -21,17 +21,11 @@ _WIDTHS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branched:
-    """One RepVGG.
+    """One RepVGG."""
 
-    Attributes:
-        depths: blocks a stage.
-        widths: channels a stage.
-        groups: of the convolutions of every second block.
-    """
-
-    depths: tuple[int, ...]
-    widths: tuple[int, ...]
-    groups: int = 1
+    depths: tuple[int, ...]  # blocks a stage
+    widths: tuple[int, ...]  # channels a stage
+    groups: int = 1  # of the convolutions of every second block
 
 
 def branched_of(name: str) -> Branched | None:

@@ -15,33 +15,19 @@ from galvatron_lite.model.shapes.images.network import Network
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossStage:
-    """One network of this kind.
+    """One network of this kind."""
 
-    Attributes:
-        depths: blocks a stage.
-        widths: channels a stage.
-        stem: channels of the stem's convolutions.
-        stem_kernel: of them.
-        stem_stride: of the first of them.
-        inner: channels inside a block as a share of those outside.
-        edge: a block is 3 x 3 then 1 x 1 instead of 1 x 1 then 3 x 3.
-        cross: the stage splits its channels.
-        average_down: pooling and a 1 x 1 convolution halve the picture instead of a 3 x 3.
-        squeeze: share of squeeze-and-excitation's hidden channels; 0: none.
-        function: activation.
-    """
-
-    depths: tuple[int, ...]
-    widths: tuple[int, ...]
-    stem: tuple[int, ...] = (32, 64)
-    stem_kernel: int = 3
-    stem_stride: int = 2
-    inner: float = 1.0
-    edge: bool = False
-    cross: bool = True
-    average_down: bool = False
-    squeeze: float = 0.0
-    function: Activation = "silu"
+    depths: tuple[int, ...]  # blocks a stage
+    widths: tuple[int, ...]  # channels a stage
+    stem: tuple[int, ...] = (32, 64)  # channels of the stem's convolutions
+    stem_kernel: int = 3  # of them
+    stem_stride: int = 2  # of the first of them
+    inner: float = 1.0  # channels inside a block as a share of those outside
+    edge: bool = False  # a block is 3 x 3 then 1 x 1 instead of 1 x 1 then 3 x 3
+    cross: bool = True  # the stage splits its channels
+    average_down: bool = False  # pooling and a 1 x 1 convolution halve the picture instead of a 3 x 3
+    squeeze: float = 0.0  # share of squeeze-and-excitation's hidden channels; 0: none
+    function: Activation = "silu"  # activation
 
 
 _SCALES = {"s": (0.5, 0.5), "m": (0.75, 0.67), "l": (1.0, 1.0), "x": (1.25, 1.33)}

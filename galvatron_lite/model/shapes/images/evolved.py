@@ -60,21 +60,13 @@ in torchgpipe's port)."""
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What makes cells equal.
+    """What makes cells equal."""
 
-    Attributes:
-        before: channels and extent of the output two cells back.
-        last: of the previous cell's output.
-        channels: of the cell's states.
-        reduction: whether it halves the picture.
-        single: whether both inputs are one tensor.
-    """
-
-    before: tuple[int, Extent]
-    last: tuple[int, Extent]
-    channels: int
-    reduction: bool
-    single: bool
+    before: tuple[int, Extent]  # channels and extent of the output two cells back
+    last: tuple[int, Extent]  # of the previous cell's output
+    channels: int  # of the cell's states
+    reduction: bool  # whether it halves the picture
+    single: bool  # whether both inputs are one tensor
 
 
 def evolved_graph(

@@ -27,19 +27,12 @@ def rounded(channels: float, divisor: int = 8, limit: float = 0.9) -> int:
 
 @dataclass(slots=True)
 class Flow:
-    """Where the picture stands.
+    """Where the picture stands."""
 
-    Attributes:
-        tape: of the layer it passes.
-        value: the picture as a tensor.
-        channels: of it.
-        extent: height and width of it, of a volume its depth before them.
-    """
-
-    tape: Tape
-    value: Value
-    channels: int
-    extent: Extent
+    tape: Tape  # of the layer it passes
+    value: Value  # the picture as a tensor
+    channels: int  # of it
+    extent: Extent  # height and width of it, of a volume its depth before them
 
     @property
     def pixels(self) -> int:

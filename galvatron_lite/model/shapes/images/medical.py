@@ -18,25 +18,15 @@ from galvatron_lite.model.shapes.images.network import Network, compare
 
 @dataclass(frozen=True, slots=True)
 class Medical:
-    """One such network.
+    """One such network."""
 
-    Attributes:
-        inputs: channels of the picture.
-        extent: pixels along its sides.
-        widths: channels of each level, the lowest last.
-        classes: of a pixel.
-        padded: whether convolutions keep the extent.
-        strided: whether a convolution halves the picture, else maximum pooling before it.
-        norm: whether normalisation follows every convolution.
-    """
-
-    inputs: int
-    extent: tuple[int, ...]
-    widths: tuple[int, ...]
-    classes: int
-    padded: bool = True
-    strided: bool = True
-    norm: bool = True
+    inputs: int  # channels of the picture
+    extent: tuple[int, ...]  # pixels along its sides
+    widths: tuple[int, ...]  # channels of each level, the lowest last
+    classes: int  # of a pixel
+    padded: bool = True  # whether convolutions keep the extent
+    strided: bool = True  # whether a convolution halves the picture, else maximum pooling before it
+    norm: bool = True  # whether normalisation follows every convolution
 
 
 MEDICAL = {

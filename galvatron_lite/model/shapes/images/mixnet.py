@@ -15,25 +15,15 @@ from galvatron_lite.model.shapes.images.network import Network
 
 @dataclass(frozen=True, slots=True)
 class MixRow:
-    """Equal blocks in a row.
+    """Equal blocks in a row."""
 
-    Attributes:
-        repeats: blocks.
-        kernels: of the depthwise convolutions, one share of the channels each.
-        stride: of the first block.
-        expand: inner channels / input channels.
-        channels: out.
-        squeeze: hidden channels of squeeze-and-excitation / input channels.
-        halves: how many convolutions expand, and how many project.
-    """
-
-    repeats: int
-    kernels: tuple[int, ...]
-    stride: int
-    expand: int
-    channels: int
-    squeeze: float = 0.0
-    halves: tuple[int, int] = (1, 1)
+    repeats: int  # blocks
+    kernels: tuple[int, ...]  # of the depthwise convolutions, one share of the channels each
+    stride: int  # of the first block
+    expand: int  # inner channels / input channels
+    channels: int  # out
+    squeeze: float = 0.0  # hidden channels of squeeze-and-excitation / input channels
+    halves: tuple[int, int] = (1, 1)  # how many convolutions expand, and how many project
 
 
 _SMALL = (
@@ -57,19 +47,12 @@ _SCALES = {"s": (1.0, 1.0), "m": (1.0, 1.0), "l": (1.3, 1.0), "xl": (1.6, 1.2), 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixNet:
-    """One MixNet.
+    """One MixNet."""
 
-    Attributes:
-        rows: of its table.
-        stem: channels of the first convolution.
-        width: factor on channels.
-        depth: factor on repeats.
-    """
-
-    rows: tuple[MixRow, ...]
-    stem: int
-    width: float
-    depth: float
+    rows: tuple[MixRow, ...]  # of its table
+    stem: int  # channels of the first convolution
+    width: float  # factor on channels
+    depth: float  # factor on repeats
 
 
 def mixnet_of(name: str) -> MixNet | None:

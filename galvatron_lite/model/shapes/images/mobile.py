@@ -17,63 +17,37 @@ from galvatron_lite.model.shapes.images.network import Network
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Equal blocks in a row: one line of a paper's table.
+    """Equal blocks in a row: one line of a paper's table."""
 
-    Attributes:
-        repeats: blocks.
-        kernel: of the depthwise (or fused) convolution.
-        stride: of the first block.
-        expand: inner channels / input channels.
-        channels: out.
-        squeeze: hidden channels of squeeze-and-excitation / input channels of the block; 0: none.
-        kind: inverted bottleneck, ``fused`` (one dense convolution for the first two), ``plain`` (one convolution),
-            ``separable`` (no expansion).
-        fixed: repeats do not grow with the depth factor.
-        of_output: expansion counts from the output channels.
-    """
-
-    repeats: int
-    kernel: int
-    stride: int
-    expand: float
-    channels: int
-    squeeze: float = 0.0
+    repeats: int  # blocks
+    kernel: int  # of the depthwise (or fused) convolution
+    stride: int  # of the first block
+    expand: float  # inner channels / input channels
+    channels: int  # out
+    squeeze: float = 0.0  # hidden channels of squeeze-and-excitation / input channels of the block; 0: none
+    # inverted bottleneck, ``fused`` (one dense convolution for the first two), ``plain`` (one convolution),
+    # ``separable`` (no expansion)
     kind: str = "inverted"
-    fixed: bool = False
-    of_output: bool = False
+    fixed: bool = False  # repeats do not grow with the depth factor
+    of_output: bool = False  # expansion counts from the output channels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mobile:
-    """One network of inverted bottlenecks.
+    """One network of inverted bottlenecks."""
 
-    Attributes:
-        rows: of its table.
-        width: factor on channels.
-        depth: factor on repeats.
-        stem: channels of the first convolution.
-        head: channels of the last convolution; 0: none.
-        fixed_stem: stem does not grow with ``width``.
-        fixed_head: nor does the head.
-        late_head: the last convolution follows the pooling (MobileNet V3).
-        function: activation.
-        squeeze_of_inner: squeeze counts against the expanded channels (MobileNet V3).
-        limit: of ``rounded``.
-        nearest: repeats are rounded, not rounded up.
-    """
-
-    rows: tuple[Row, ...]
-    width: float = 1.0
-    depth: float = 1.0
-    stem: int = 32
-    head: int = 1280
-    fixed_stem: bool = False
-    fixed_head: bool = False
-    late_head: bool = False
-    function: Activation = "relu"
-    squeeze_of_inner: bool = False
-    limit: float = 0.9
-    nearest: bool = False
+    rows: tuple[Row, ...]  # of its table
+    width: float = 1.0  # factor on channels
+    depth: float = 1.0  # factor on repeats
+    stem: int = 32  # channels of the first convolution
+    head: int = 1280  # channels of the last convolution; 0: none
+    fixed_stem: bool = False  # stem does not grow with ``width``
+    fixed_head: bool = False  # nor does the head
+    late_head: bool = False  # the last convolution follows the pooling (MobileNet V3)
+    function: Activation = "relu"  # activation
+    squeeze_of_inner: bool = False  # squeeze counts against the expanded channels (MobileNet V3)
+    limit: float = 0.9  # of ``rounded``
+    nearest: bool = False  # repeats are rounded, not rounded up
 
     def scaled(self, channels: int, fixed: bool = False) -> int:
         """Channels times width, rounded."""

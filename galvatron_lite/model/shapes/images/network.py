@@ -30,31 +30,20 @@ def _nothing(_: Flow) -> None:
 
 @dataclass(slots=True)
 class Network:
-    """Layers of a network as they are added; a builder, used once.
+    """Layers of a network as they are added; a builder, used once."""
 
-    Attributes:
-        name: for people.
-        item_bytes: of activations.
-        channels: of the picture as it stands.
-        extent: of the picture as it stands.
-        kinds: of the layers so far, by what makes them equal.
-        layers: between stem and head, in the order they run.
-        wide: bytes of an item of the picture as it stands.
-        held: whether the picture as it stands is kept for the backward pass of the layer that made it.
-        autocast: below fp32 pictures come and weights stay in fp32, and are cast; else all is in one precision.
-        given: whether the picture as it stands is the batch's, which takes no gradient.
-    """
-
-    name: str
-    item_bytes: int
-    channels: int
-    extent: Extent
+    name: str  # for people
+    item_bytes: int  # of activations
+    channels: int  # of the picture as it stands
+    extent: Extent  # of the picture as it stands
+    # of the layers so far, by what makes them equal
     kinds: dict[tuple[object, ...], tuple[LayerKind, _Picture]] = field(default_factory=dict)
-    layers: list[Layer] = field(default_factory=list)
-    wide: int = 0
-    held: bool = False
+    layers: list[Layer] = field(default_factory=list)  # between stem and head, in the order they run
+    wide: int = 0  # bytes of an item of the picture as it stands
+    held: bool = False  # whether the picture as it stands is kept for the backward pass of the layer that made it
+    # below fp32 pictures come and weights stay in fp32, and are cast; else all is in one precision
     autocast: bool = True
-    given: bool = False
+    given: bool = False  # whether the picture as it stands is the batch's, which takes no gradient
 
     def begin(self) -> None:
         """Nothing before the blocks: the first of them takes the batch's picture."""

@@ -16,35 +16,20 @@ from galvatron_lite.model.shapes.images.network import Network
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormFree:
-    """One network without normalisation.
+    """One network without normalisation."""
 
-    Attributes:
-        depths: blocks a stage.
-        widths: channels a stage.
-        stem: convolutions' channels of the stem.
-        strides: of the stem.
-        pool: whether max pooling follows.
-        group: channels a group; 0: dense.
-        bottleneck: inner / output channels (or input, where ``regular``).
-        regular: a RegNet's blocks: inner channels follow the input.
-        twice: two grouped convolutions a block.
-        head: channels of the last convolution; 0: none.
-        squeeze: as a share of the channels; 0: none; negative: ECA.
-        function: activation.
-    """
-
-    depths: tuple[int, ...]
-    widths: tuple[int, ...] = (256, 512, 1536, 1536)
-    stem: tuple[int, ...] = (16, 32, 64, 128)
-    strides: tuple[int, ...] = (2, 1, 1, 2)
-    pool: bool = False
-    group: int = 128
-    bottleneck: float = 0.5
-    regular: bool = False
-    twice: bool = True
-    head: int = 3072
-    squeeze: float = 0.5
-    function: Activation = "gelu"
+    depths: tuple[int, ...]  # blocks a stage
+    widths: tuple[int, ...] = (256, 512, 1536, 1536)  # channels a stage
+    stem: tuple[int, ...] = (16, 32, 64, 128)  # convolutions' channels of the stem
+    strides: tuple[int, ...] = (2, 1, 1, 2)  # of the stem
+    pool: bool = False  # whether max pooling follows
+    group: int = 128  # channels a group; 0: dense
+    bottleneck: float = 0.5  # inner / output channels (or input, where ``regular``)
+    regular: bool = False  # a RegNet's blocks: inner channels follow the input
+    twice: bool = True  # two grouped convolutions a block
+    head: int = 3072  # channels of the last convolution; 0: none
+    squeeze: float = 0.5  # as a share of the channels; 0: none; negative: ECA
+    function: Activation = "gelu"  # activation
 
 
 def normfree_of(name: str) -> NormFree | None:

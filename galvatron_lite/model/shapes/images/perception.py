@@ -23,17 +23,11 @@ _VIEW = "before"
 
 @dataclass(slots=True)
 class _Wired:
-    """A network whose layers read what layers of any place before them gave; a builder, used once.
+    """A network whose layers read what layers of any place before them gave; a builder, used once."""
 
-    Attributes:
-        net: the layers so far.
-        places: what each layer gave.
-        readers: of what each layer gave, in the order they run.
-    """
-
-    net: Network
-    places: dict[str, Place] = field(default_factory=dict)
-    readers: dict[str, list[str]] = field(default_factory=dict)
+    net: Network  # the layers so far
+    places: dict[str, Place] = field(default_factory=dict)  # what each layer gave
+    readers: dict[str, list[str]] = field(default_factory=dict)  # of what each layer gave, in the order they run
 
     def layer(self, name: str, step: Step, source: str, beside: str = "", **settings: object) -> str:
         """A layer that reads what one gave, and what another one gave beside it. Returns its name."""

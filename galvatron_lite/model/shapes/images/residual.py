@@ -16,44 +16,26 @@ from galvatron_lite.model.shapes.images.network import Network
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residual:
-    """One residual network.
+    """One residual network."""
 
-    Attributes:
-        depths: blocks a stage.
-        basic: two 3 x 3 convolutions a block instead of a bottleneck.
-        groups: of the 3 x 3 convolutions.
-        group_width: channels of the first stage's bottleneck for every 64 of width and group.
-        stem: channels of the stem's convolutions; one: a single 7 x 7.
-        pool: whether max pooling follows the stem (else a convolution with stride).
-        average_down: shortcuts pool before they project (variant D).
-        squeeze: hidden channels of squeeze-and-excitation as a share of the block's; 0: none; negative: ECA.
-        blur: anti-aliased downsampling: the convolution keeps the extent, a fixed blur strides after it.
-        preactive: normalisation before convolution (ResNet v2).
-        wide: factor on all widths (BiT).
-        grouped_norm: group instead of batch normalisation (BiT).
-        early: the first 1 x 1 convolution strides, not the 3 x 3 (the original ResNet).
-        function: activation.
-        splits: pictures that split attention chooses among (ResNeSt, Zhang et al. 2020, arXiv:2004.08955, radix);
-            0: a plain 3 x 3 convolution.
-        pool_first: where it halves, the mean pooling goes before it.
-    """
-
-    depths: tuple[int, ...]
-    basic: bool = False
-    groups: int = 1
-    group_width: int = 64
-    stem: tuple[int, ...] = (64,)
-    pool: bool = True
-    average_down: bool = False
-    squeeze: float = 0.0
-    blur: bool = False
-    preactive: bool = False
-    wide: int = 1
-    grouped_norm: bool = False
-    early: bool = False
-    function: Activation = "relu"
+    depths: tuple[int, ...]  # blocks a stage
+    basic: bool = False  # two 3 x 3 convolutions a block instead of a bottleneck
+    groups: int = 1  # of the 3 x 3 convolutions
+    group_width: int = 64  # channels of the first stage's bottleneck for every 64 of width and group
+    stem: tuple[int, ...] = (64,)  # channels of the stem's convolutions; one: a single 7 x 7
+    pool: bool = True  # whether max pooling follows the stem (else a convolution with stride)
+    average_down: bool = False  # shortcuts pool before they project (variant D)
+    squeeze: float = 0.0  # hidden channels of squeeze-and-excitation as a share of the block's; 0: none; negative: ECA
+    blur: bool = False  # anti-aliased downsampling: the convolution keeps the extent, a fixed blur strides after it
+    preactive: bool = False  # normalisation before convolution (ResNet v2)
+    wide: int = 1  # factor on all widths (BiT)
+    grouped_norm: bool = False  # group instead of batch normalisation (BiT)
+    early: bool = False  # the first 1 x 1 convolution strides, not the 3 x 3 (the original ResNet)
+    function: Activation = "relu"  # activation
+    # pictures that split attention chooses among (ResNeSt, Zhang et al. 2020, arXiv:2004.08955, radix); 0: a plain 3
+    # x 3 convolution
     splits: int = 0
-    pool_first: bool = False
+    pool_first: bool = False  # where it halves, the mean pooling goes before it
 
 
 def residual_graph(name: str, spec: Residual, side: int, classes: int, precision: str, item_bytes: int) -> ModelGraph:

@@ -46,30 +46,19 @@ normalisation in place keeps its output alone (Rota Bulo et al. 2018, arXiv:1712
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageTotals:
-    """Totals of an image network for one sample.
-
-    Attributes:
-        name, source: for people.
-        macs: multiply-adds of forward.
-        activations: outputs of all convolutions and linear layers.
-        parameters: items.
-        image_size: pixels along each side.
-        channels_last: whether the picture lies channels last in memory.
-        tokens: its layers are linear over tokens, not convolutions: there is no layout to convert.
-        inplace: normalisation and activation happen in place.
-    """
+    """Totals of an image network for one sample."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["image"] = "image"
-    name: str = ""
+    name: str = ""  # name, source: for people
     source: str = ""
-    macs: float
-    activations: float
-    parameters: float
-    image_size: int = 224
-    channels_last: bool = False
-    tokens: bool = False
-    inplace: bool = False
+    macs: float  # multiply-adds of forward
+    activations: float  # outputs of all convolutions and linear layers
+    parameters: float  # items
+    image_size: int = 224  # pixels along each side
+    channels_last: bool = False  # whether the picture lies channels last in memory
+    tokens: bool = False  # its layers are linear over tokens, not convolutions: there is no layout to convert
+    inplace: bool = False  # normalisation and activation happen in place
 
 
 def summary_graph(totals: ImageTotals, precision: str, item_bytes: int) -> ModelGraph:

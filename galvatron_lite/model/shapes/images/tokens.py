@@ -20,38 +20,23 @@ CLASS_LAYERS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossCovariance:
-    """An XCiT: attention between channels instead of tokens.
+    """An XCiT: attention between channels instead of tokens."""
 
-    Attributes:
-        width: of the hidden state.
-        heads: of attention.
-        depth: blocks.
-        patch: pixels along each side of a token.
-    """
-
-    width: int
-    heads: int
-    depth: int
-    patch: int
+    width: int  # of the hidden state
+    heads: int  # of attention
+    depth: int  # blocks
+    patch: int  # pixels along each side of a token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixed:
-    """A ConvMixer: depthwise and pointwise convolutions over patches.
+    """A ConvMixer: depthwise and pointwise convolutions over patches."""
 
-    Attributes:
-        width: channels.
-        depth: blocks.
-        kernel: of the depthwise convolutions.
-        patch: pixels along each side of a patch.
-        function: activation.
-    """
-
-    width: int
-    depth: int
-    kernel: int
-    patch: int
-    function: Activation = "gelu"
+    width: int  # channels
+    depth: int  # blocks
+    kernel: int  # of the depthwise convolutions
+    patch: int  # pixels along each side of a patch
+    function: Activation = "gelu"  # activation
 
 
 def tokens_of(name: str) -> CrossCovariance | Mixed | None:
