@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from galvatron_lite.api_profile import PROFILES, find_profile
+from galvatron_lite.api_profile import find_profile, profile_of
 from galvatron_lite.cluster.budget import DEFAULT_BUDGET, Budget
 from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.files import read_data
 from galvatron_lite.peers.plan_files import check_devices, read_any_plan
 from galvatron_lite.plans.io import read_plan
 from galvatron_lite.plans.phases import is_phased
-from galvatron_lite.plans.schema import Plan, Provenance
+from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.profiler.store import profile_hash, read_profile
+from galvatron_lite.profiler.store import read_profile
 from galvatron_lite.request import PlanArguments, PlanRequest, Progress, memory_budget
 from galvatron_lite.verify.asked import Checks, checks_named
 
@@ -28,61 +28,6 @@ if TYPE_CHECKING:
     from galvatron_lite.analysis.setting import Setting
     from galvatron_lite.verify.schema import Verification
     from galvatron_lite.verify.source import ModelSource
-
-
-_SEQUENCES = (None, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-"""Tokens a sample that are tried where a plan's model by name was planned at a length of its own."""
-
-
-def profile_of(plan: Plan | None) -> Profile:
-    """The profile that a plan says it was made from: the last one made here, one in ``profiles/``, or the estimate of
-    its model by name on its cluster by name; taken only where its digest is the plan's.
-
-    Raises:
-        InputError: the plan names none, or none that is here is the one.
-    """
-    made_from = None if plan is None else plan.provenance
-    if plan is None or made_from is None:
-        remedy = "The plan names no profile: give --profile FILE, or --model and --cluster."
-        raise InputError("--profile", None, remedy)
-    for known in (_last(), *_kept(made_from), *_estimates(plan, made_from)):
-        if known is not None and profile_hash(known) == made_from.profile_hash:
-            return known
-    remedy = (
-        f"The plan was made from {made_from.profile} ({made_from.profile_origin}), which is not here as it was then: "
-        "give --profile FILE, or --model and --cluster."
-    )
-    raise InputError("--profile", None, remedy)
-
-
-def _last() -> Profile | None:
-    try:
-        return find_profile()
-    except GalvatronError:
-        return None
-
-
-def _kept(made_from: Provenance) -> Iterator[Profile]:
-    """Profiles whose files are named like the one it was made from, in the folder of profiles."""
-    for path in sorted(PROFILES.glob(f"*/{Path(made_from.profile).name}*.yaml")):
-        try:
-            yield read_profile(path)
-        except GalvatronError:
-            continue
-
-
-def _estimates(plan: Plan, made_from: Provenance) -> Iterator[Profile]:
-    """Estimates of the model by name, at the usual lengths of samples."""
-    if not made_from.profile_origin.startswith("estimated"):
-        return
-    for sequence in _SEQUENCES:
-        try:
-            yield find_profile(
-                model=plan.model, cluster=made_from.cluster, gpus=plan.devices, sequence=sequence,
-                precision=plan.precision,
-            )  # fmt: skip
-        except GalvatronError:
-            return
 
 
 def budget_of(plan: Plan) -> Budget | None:
@@ -299,7 +244,6 @@ def verify_plan(
     from galvatron_lite.plans.io import check_plan, read_plan
     from galvatron_lite.plans.schema import Plan
     from galvatron_lite.profiler.schema import Profile
-    from galvatron_lite.profiler.store import read_profile
     from galvatron_lite.verify.run import run_checks
 
     given = check_plan(plan) if isinstance(plan, Plan) else read_plan(Path(plan))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import GalvatronError, InputError
 
 if TYPE_CHECKING:
     from galvatron_lite.cluster.cluster import Cluster
     from galvatron_lite.model.graph import ModelGraph
+    from galvatron_lite.plans.schema import Plan, Provenance
     from galvatron_lite.profiler.schema import Profile
 
 PROFILES = Path("profiles")
@@ -214,3 +215,62 @@ def _measure(
         progress=progress,
         branch_seconds=branch_seconds,
     )
+
+
+_SEQUENCES = (None, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+"""Tokens a sample that are tried where a plan's model by name was planned at a length of its own."""
+
+
+def profile_of(plan: Plan | None) -> Profile:
+    """The profile that a plan says it was made from: the last one made here, one in ``profiles/``, or the estimate of
+    its model by name on its cluster by name; taken only where its digest is the plan's.
+
+    Raises:
+        InputError: the plan names none, or none that is here is the one.
+    """
+    from galvatron_lite.profiler.store import profile_hash
+
+    made_from = None if plan is None else plan.provenance
+    if plan is None or made_from is None:
+        remedy = "The plan names no profile: give --profile FILE, or --model and --cluster."
+        raise InputError("--profile", None, remedy)
+    for known in (_last(), *_kept(made_from), *_estimates(plan, made_from)):
+        if known is not None and profile_hash(known) == made_from.profile_hash:
+            return known
+    remedy = (
+        f"The plan was made from {made_from.profile} ({made_from.profile_origin}), which is not here as it was then: "
+        "give --profile FILE, or --model and --cluster."
+    )
+    raise InputError("--profile", None, remedy)
+
+
+def _last() -> Profile | None:
+    try:
+        return find_profile()
+    except GalvatronError:
+        return None
+
+
+def _kept(made_from: Provenance) -> Iterator[Profile]:
+    """Profiles whose files are named like the one it was made from, in the folder of profiles."""
+    from galvatron_lite.profiler.store import read_profile
+
+    for path in sorted(PROFILES.glob(f"*/{Path(made_from.profile).name}*.yaml")):
+        try:
+            yield read_profile(path)
+        except GalvatronError:
+            continue
+
+
+def _estimates(plan: Plan, made_from: Provenance) -> Iterator[Profile]:
+    """Estimates of the model by name, at the usual lengths of samples."""
+    if not made_from.profile_origin.startswith("estimated"):
+        return
+    for sequence in _SEQUENCES:
+        try:
+            yield find_profile(
+                model=plan.model, cluster=made_from.cluster, gpus=plan.devices, sequence=sequence,
+                precision=plan.precision,
+            )  # fmt: skip
+        except GalvatronError:
+            return

@@ -14,7 +14,7 @@ from cyclic_study_tables import runs_of
 from cyclic_study_tasks import MICRO_BATCHES, Task, tasks
 from cyclic_study_train import POINT, RULES
 
-from galvatron_lite.analysis.svg import caption, colour, style
+from galvatron_lite.svg import caption, colour, style
 
 _SIDE, _HIGH, _LEFT, _TOP, _ACROSS, _DOWN = 360, 210, 64, 84, 90, 320
 _WIDTH, _HEIGHT = 2 * _SIDE + _LEFT + _ACROSS + 24, _TOP + _DOWN + _HIGH + 104

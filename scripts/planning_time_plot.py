@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
-from galvatron_lite.analysis.svg import Scale, caption, colour, decades, mark, rounded, shapes, style
+from galvatron_lite.svg import Scale, caption, colour, decades, mark, rounded, shapes, style
 
 Points = Sequence[tuple[float, float]]
 """Size and CPU seconds."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from galvatron_lite.analysis.answers import Answer, answer_text
-from galvatron_lite.analysis.svg import Scale, caption, document
 from galvatron_lite.analysis.sweeps import BestBatch, Cheapest, Fewest
+from galvatron_lite.svg import Scale, caption, document
 from galvatron_lite.units import format_bytes, format_count, format_duration, format_seconds
 
 _WIDTH, _HEIGHT = 640, 400

@@ -71,8 +71,8 @@ def oracle_command(
     if check:
         _check(as_json)
         return
-    from galvatron_lite.analysis.svg import check_target
     from galvatron_lite.oracle.request import Options, counts_of, forecast
+    from galvatron_lite.svg import check_target
 
     if model is None:
         raise InputError("model", None, "Name one, such as resnet50; or give --check alone.")

@@ -228,8 +228,8 @@ def plan_command(
 
 def _check(options: Options, certify: bool, best: int | None, output: Path | None) -> None:
     """Refuse options that do not go together, and files that cannot be written, before anything is searched."""
-    from galvatron_lite.analysis.svg import check_target
     from galvatron_lite.cli.tables import check_output
+    from galvatron_lite.svg import check_target
 
     question = options.question
     check_output(output, question)

@@ -63,8 +63,8 @@ def validate_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:
     """Predict every published run with the planner's cost model and say how far off it is."""
-    from galvatron_lite.analysis.svg import check_target
     from galvatron_lite.calibration.store import load_calibration
+    from galvatron_lite.svg import check_target
     from galvatron_lite.validate.predict import validate_runs
     from galvatron_lite.validate.report import implausible, read_file
 

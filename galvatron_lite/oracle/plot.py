@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import ceil
 from xml.sax.saxutils import escape
 
-from galvatron_lite.analysis.svg import COLOURS, Scale, caption, colour, decades, document, mark
 from galvatron_lite.oracle.rows import Forecast, Line, Row
+from galvatron_lite.svg import COLOURS, Scale, caption, colour, decades, document, mark
 from galvatron_lite.units import format_bytes, format_duration
 
 _WIDTH, _MARGIN = 1040, 24

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -11,6 +13,7 @@ from annotated_types import Interval
 
 from galvatron_lite.files import STRICT
 from galvatron_lite.limits import DEVICES, LAYERS, SAMPLES, Devices, Name, Precision, Seconds, Size
+from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.backends import Mode as Mode
 from galvatron_lite.parallelism.backends import Trainer as Trainer
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
@@ -326,3 +329,12 @@ class Plan:
     def stage_devices(self) -> int:
         """Devices that share one pass of a stage; one under cyclic data parallelism, however many run the stage."""
         return 1 if self.cyclic is not None else self.devices // self.pipeline
+
+
+def layer_runs(layers: Sequence[Layer], strategies: Sequence[Strategy]) -> Iterator[LayerRun]:
+    """Neighbouring layers of equal strategy as one run each."""
+    place = 0
+    for strategy, same in groupby(strategies):
+        count = len(list(same))
+        yield LayerRun(layers[place].name, layers[place + count - 1].name, count, strategy)
+        place += count

@@ -14,8 +14,7 @@ from itertools import islice
 
 from galvatron_lite.model.graph import Layer, ModelGraph, Recompute, Role
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import Plan, Stage
-from galvatron_lite.validate.plans import runs
+from galvatron_lite.plans.schema import Plan, Stage, layer_runs
 from galvatron_lite.validate.rows import PublishedRun
 
 Price = Callable[[Plan], Plan]
@@ -86,7 +85,7 @@ def _changed(plan: Plan, graph: ModelGraph, change: Callable[[Strategy, int], St
     for stage in plan.stages:
         inside = list(islice(layers, sum(run.count for run in stage.runs)))
         strategies = [run.strategy for run in stage.runs for _ in range(run.count)]
-        stages.append(Stage(tuple(runs(inside, _new(inside, strategies, change)))))
+        stages.append(Stage(tuple(layer_runs(inside, _new(inside, strategies, change)))))
     return replace(plan, stages=tuple(stages))
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
+from itertools import accumulate
 from math import gcd
 
 from galvatron_lite.cluster.cluster import Device
 from galvatron_lite.model.graph import Layer, ModelGraph, OperatorClass, Recompute, Role
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
+from galvatron_lite.plans.schema import PLAN_VERSION, Plan, Schedule, Stage, layer_runs
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.stacks.schema import Stack
 from galvatron_lite.validate.results import Skipped
@@ -266,7 +266,7 @@ def _stages(run: PublishedRun, graph: ModelGraph, stack: Stack, counts: Sequence
     ends[-1] = len(graph.layers)
     starts = [0, *ends[:-1]]
     return tuple(
-        Stage(tuple(runs(graph.layers[start:end], strategies[start:end])))
+        Stage(tuple(layer_runs(graph.layers[start:end], strategies[start:end])))
         for start, end in zip(starts, ends, strict=True)
     )
 
@@ -278,12 +278,3 @@ def _strategies(run: PublishedRun, graph: ModelGraph, stack: Stack) -> list[Stra
     choices = iter(recompute_choices(run.act_ckpt, blocks))
     known = {choice: replace(base, recompute=choice) for choice in Recompute}
     return [known[next(choices)] if layer.role is Role.BLOCK else known[Recompute.NONE] for layer in graph.layers]
-
-
-def runs(layers: Sequence[Layer], strategies: Sequence[Strategy]) -> Iterator[LayerRun]:
-    """Neighbouring layers of equal strategy as one run each."""
-    place = 0
-    for strategy, same in groupby(strategies):
-        count = len(list(same))
-        yield LayerRun(layers[place].name, layers[place + count - 1].name, count, strategy)
-        place += count

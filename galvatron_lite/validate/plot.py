@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median, quantiles
 from xml.sax.saxutils import escape
 
-from galvatron_lite.analysis.svg import KINDS, Scale, caption, colour, decades, document, mark, rounded
+from galvatron_lite.svg import KINDS, Scale, caption, colour, decades, document, mark, rounded
 from galvatron_lite.validate.results import Judged, Predicted
 from galvatron_lite.validate.rows import PublishedRun
 

@@ -17,12 +17,12 @@ from galvatron_lite.analysis.report.gather import Shown, with_timeline
 from galvatron_lite.analysis.report.page import page
 from galvatron_lite.analysis.report.plan_figures import dimensions_of, looks_of, maps_of
 from galvatron_lite.analysis.report.timeline_data import KINDS, packed
-from galvatron_lite.analysis.svg import byte_words, change, marks, percent, second_words
 from galvatron_lite.cost.timeline import Timeline
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Cyclic, Schedule
+from galvatron_lite.svg import byte_words, change, marks, percent, second_words
 from tests.report.plans import HOSTILE, hostile, large, large_page, small
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}

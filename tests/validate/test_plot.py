@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from galvatron_lite.analysis.svg import COLOURS, KINDS, SHAPES, Scale, colour, decades, rounded, shape
 from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
+from galvatron_lite.svg import COLOURS, KINDS, SHAPES, Scale, colour, decades, rounded, shape
 from galvatron_lite.validate.plot import OTHERS, scatter
 from galvatron_lite.validate.results import Judged, Measured, Predicted, Skipped, judge
 

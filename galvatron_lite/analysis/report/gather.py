@@ -90,12 +90,13 @@ def with_timeline(shown: Shown) -> Shown:
 
 
 def _priced(path: Path, source: Source) -> tuple[Profile | None, Plan]:
-    from galvatron_lite import api
+    from galvatron_lite.api_profile import find_profile
+    from galvatron_lite.peers.plan_files import priced, read_any_plan
     from galvatron_lite.plans.io import read_plan
     from galvatron_lite.profiler.store import profile_hash
 
     if source.is_set:
-        known = api.find_profile(
+        known = find_profile(
             source.profile, model=source.model, cluster=source.cluster, gpus=source.gpus, sequence=source.sequence,
             precision=source.precision,
         )  # fmt: skip
@@ -103,7 +104,7 @@ def _priced(path: Path, source: Source) -> tuple[Profile | None, Plan]:
         same = own is not None and own.provenance is not None and own.provenance.profile_hash == profile_hash(known)
         if own is not None and same and source.mem is None and source.batch is None:
             return known, own
-        return known, api.evaluate(path, known, mem=source.mem, batch=source.batch)
+        return known, priced(read_any_plan(path, known, source.batch), known, source.mem, source.batch)
     plan = read_plan(path)
     return profile_of(plan), plan
 
@@ -120,10 +121,10 @@ def _read_own_format(path: Path) -> Plan | None:
 
 def profile_of(plan: Plan) -> Profile | None:
     """The very profile that a plan says it was made from, found as ``explain`` finds it; None where it is not here."""
-    from galvatron_lite import api_plans
+    from galvatron_lite import api_profile
 
     try:
-        return api_plans.profile_of(plan)
+        return api_profile.profile_of(plan)
     except (GalvatronError, OSError):
         return None
 

@@ -10,7 +10,7 @@ from galvatron_lite import __version__
 from galvatron_lite.analysis.report.gather import Shown, check_priced
 from galvatron_lite.analysis.report.plan_figures import looks_of
 from galvatron_lite.analysis.report.view import Row, View, cards_of, view_of
-from galvatron_lite.analysis.svg import change, percent, signed
+from galvatron_lite.svg import change, percent, signed
 from galvatron_lite.units import format_budget, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:

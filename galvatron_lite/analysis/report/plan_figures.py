@@ -13,12 +13,12 @@ from math import ceil
 
 from markupsafe import Markup
 
-from galvatron_lite.analysis.svg import boxes, element, figure, rectangle, text
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.sides import SIDES
 from galvatron_lite.parallelism.ranks import expert_slices, strides_of
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import LayerRun, Plan
+from galvatron_lite.svg import boxes, element, figure, rectangle, text
 
 SHADES = 4
 """Of each hue."""

@@ -10,7 +10,10 @@ from statistics import mean, median
 
 from markupsafe import Markup
 
-from galvatron_lite.analysis.svg import (
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runs.read import Run
+from galvatron_lite.runs.schema import StepRecord
+from galvatron_lite.svg import (
     byte_marks,
     byte_words,
     element,
@@ -21,9 +24,6 @@ from galvatron_lite.analysis.svg import (
     second_words,
     text,
 )
-from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runs.read import Run
-from galvatron_lite.runs.schema import StepRecord
 from galvatron_lite.units import format_bytes, format_count, format_seconds
 
 WIDTH, HEIGHT = 640.0, 330.0

@@ -11,9 +11,9 @@ from itertools import groupby, pairwise
 
 from markupsafe import Markup
 
-from galvatron_lite.analysis.svg import area, boxes, byte_marks, byte_words, element, figure, marks, second_words, text
 from galvatron_lite.cost.timeline import GroupTimeline, Timeline
 from galvatron_lite.plans.schema import MemoryBreakdown
+from galvatron_lite.svg import area, boxes, byte_marks, byte_words, element, figure, marks, second_words, text
 from galvatron_lite.units import format_bytes
 
 STEP_WIDTH, _STEP_LEFT, _STEP_RIGHT = 1000.0, 70.0, 8.0

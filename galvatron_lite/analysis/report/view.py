@@ -14,12 +14,12 @@ from galvatron_lite.analysis.report.plan_figures import Look, Map, layer_strip, 
 from galvatron_lite.analysis.report.run_figures import Mark, Measured, front_figure, measured
 from galvatron_lite.analysis.report.timeline_data import packed
 from galvatron_lite.analysis.report.timeline_figures import Course, course_of, name_of, overview, shown_groups
-from galvatron_lite.analysis.svg import change, percent
 from galvatron_lite.cost.timeline import GroupTimeline, Timeline
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.describe import fullest_of, headline, memory_parts, time_parts
 from galvatron_lite.plans.schema import Mode, Plan, Prediction
 from galvatron_lite.search.result import summary
+from galvatron_lite.svg import change, percent
 from galvatron_lite.units import format_bytes, format_count, format_seconds
 
 TIME_WORDS = {

@@ -19,9 +19,8 @@ from galvatron_lite.model.graph import Layer, Recompute, Role
 from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
 from galvatron_lite.peers.hetu.model import Engine
 from galvatron_lite.plans.io import check_plan
-from galvatron_lite.plans.schema import PLAN_VERSION, Plan, Schedule, Stage
+from galvatron_lite.plans.schema import PLAN_VERSION, Plan, Schedule, Stage, layer_runs
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.validate.plans import runs
 
 
 class DataType(StrEnum):
@@ -234,7 +233,7 @@ def to_plan(
     ends = list(accumulate(plan.division))
     ends[-1] += 1
     stages = tuple(
-        Stage(tuple(runs(layers[start:end], strategies[start:end])))
+        Stage(tuple(layer_runs(layers[start:end], strategies[start:end])))
         for start, end in zip([0, *(end + 1 for end in ends[:-1])], [end + 1 for end in ends], strict=True)
     )
     graph = profile.graph if profile else None

@@ -1,0 +1,33 @@
+"""Folders import downwards: a folder and those that it imports make no circle, type imports included."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import networkx
+
+import galvatron_lite
+
+PACKAGE = Path(galvatron_lite.__file__).parent
+REMAINING = {"calibration", "cluster", "model", "parallelism"}
+"""Folders that still import one another."""
+
+
+def imports() -> networkx.DiGraph:
+    """Folders of the package, and modules beside them, with what each imports."""
+    graph = networkx.DiGraph()
+    for path in PACKAGE.rglob("*.py"):
+        inside = path.relative_to(PACKAGE)
+        folder = inside.parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if names == ["galvatron_lite"] and isinstance(node, ast.ImportFrom):
+                names = [f"galvatron_lite.{alias.name}" for alias in node.names]
+            graph.add_edges_from((folder, name.split(".")[1]) for name in names if name.startswith("galvatron_lite."))
+    return graph
+
+
+def test_folders_import_downwards() -> None:
+    circles = [part for part in networkx.strongly_connected_components(imports()) if len(part) > 1]
+    assert set().union(*circles) <= REMAINING
