@@ -153,7 +153,7 @@ def _collect(ranks: Sequence[Rank], timeout: float) -> dict[int, tuple[bool, Any
         for ready in wait(list(pending), left):
             assert isinstance(ready, Connection)
             rank = pending.pop(ready)
-            replies[rank] = _receive(ready)
+            replies[rank] = _receive(ranks[rank])
             if not replies[rank][0]:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     return replies
@@ -191,11 +191,13 @@ def _stacks(ranks: Sequence[Rank]) -> list[str]:
     return [one.stack_file.read_text(errors="replace") if one.stack_file.exists() else "start" for one in ranks]
 
 
-def _receive(connection: Connection) -> tuple[bool, Any]:
+def _receive(one: Rank) -> tuple[bool, Any]:
     try:
-        good, value = pickle.loads(connection.recv_bytes())
+        good, value = pickle.loads(one.connection.recv_bytes())
     except (EOFError, OSError):  # a process that ends with what it was sent unread resets its pipe
-        return False, "the process died"
+        one.process.join(1.0)
+        stack = one.stack_file.read_text(errors="replace") if one.stack_file.exists() else ""
+        return False, f"the process died (exit code {one.process.exitcode})\n{stack}"
     return good, value
 
 
@@ -206,6 +208,7 @@ def _serve(connection: Connection, stack_file: str, path: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Path(stack_file).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
+        faulthandler.enable(file=stacks)
         try:
             connection.send_bytes(_answer(pickle.loads(connection.recv_bytes())))
             # a rank that leaves early would close connections that others still read from
