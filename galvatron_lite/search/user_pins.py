@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import prod
 
+from galvatron_lite.cost.sharing import tied_groups
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Role
 from galvatron_lite.parallelism.divisors import divisors
@@ -205,6 +206,9 @@ def _offered(
     for field_name, value in every.items():
         known = {kind: _values(graph.kinds[kind], field_name, value) for kind in {one.kind for one in graph.layers}}
         able = [layer.name for layer in graph.layers if value in known[layer.kind]]
+        # layers that share parameters have one strategy: a pin holds for all of them or for none
+        for group in ({graph.layers[place].name for place in group} for group in tied_groups(graph)):
+            able = able if group <= {*able} else [name for name in able if name not in group] or able
         if not able:
             offered = ", ".join(sorted({str(one) for values in known.values() for one in values}, key=_by_length))
             name = next(pin.name for pin in NAMES if pin.field == field_name)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.graph import Recompute, Tie
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Schedule
@@ -249,3 +249,9 @@ def test_blocks_that_do_not_offer_a_pin_are_named() -> None:
     known = read_pins(["tp=2"], (), graph)
     assert known.notes == ("--fix tensor=2 is not possible for l2, and holds for the other layers",)
     assert known.fixed.layers == (("l1", "tensor", 2), ("l3", "tensor", 2))
+
+
+def test_a_pin_leaves_out_layers_that_share_parameters_with_one_that_does_not_offer_it() -> None:
+    kinds = [make_kind(name, 1, tensor_degrees=degrees) for name, degrees in (("before", 1), ("a", 2))]
+    graph = make_graph(kinds, ["before", "a", "a"], [Tie("l0", "l2", 1)])
+    assert read_pins(["tp=2"], (), graph).fixed.layers == (("l1", "tensor", 2),)
