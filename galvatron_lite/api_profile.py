@@ -61,9 +61,9 @@ def _estimate(
     sequence: int | None,
     precision: str | None,
 ) -> Profile:
+    from galvatron_lite.capture.named import graph_named
     from galvatron_lite.cluster.precisions import check_precision
     from galvatron_lite.model.graph import ModelGraph
-    from galvatron_lite.model.named import graph_named
     from galvatron_lite.profiler.estimate import estimate_profile
 
     machine = _machine(cluster, gpus)
@@ -178,9 +178,9 @@ def profile(
 
 
 def _trace(model: Any, batch: Any, loss_fn: Any, blocks: Any, precision: str | None, name: str | None) -> ModelGraph:
+    from galvatron_lite.capture.trace import trace
     from galvatron_lite.model.example import example_batch
     from galvatron_lite.model.graph import ModelGraph
-    from galvatron_lite.model.trace import trace
 
     if isinstance(model, ModelGraph):
         return model

@@ -19,10 +19,10 @@ from galvatron_lite.errors import InputError, TraceError
 from galvatron_lite.launch.commands import PLAN_VARIABLE
 from galvatron_lite.launch.error_reports import listen
 from galvatron_lite.model.batch import batch_size
+from galvatron_lite.model.block_calls import gives_loss, mean_of_outputs
 from galvatron_lite.model.dead import dead_note
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.example import example_batch
-from galvatron_lite.model.forward import gives_loss, mean_of_outputs
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.trace_meta import precision_of
 from galvatron_lite.model.trace_record import ValuesReadError
@@ -485,7 +485,7 @@ def _profile(
     precision: str | None,
     folder: Path,
 ) -> Profile:
-    from galvatron_lite.model.trace import trace
+    from galvatron_lite.capture.trace import trace
     from galvatron_lite.profiler.found import kept_profile, other_hardware, profile_name
     from galvatron_lite.profiler.measure import measure_profile
     from galvatron_lite.profiler.measure_tasks import agree

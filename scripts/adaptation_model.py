@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
 from galvatron_lite.model.graph import Role
-from galvatron_lite.model.trace import trace
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
 

@@ -53,7 +53,7 @@ PRELOADED = [
     ),
     "galvatron_lite.cost.plan",
     "galvatron_lite.model.discover",
-    "galvatron_lite.model.trace",
+    "galvatron_lite.capture.trace",
     "galvatron_lite.model.zoo",
     "galvatron_lite.profiler.measure",
     "galvatron_lite.runtime.branches.engine",

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite import auto_parallelize
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cluster.probe import probe
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import DeadParameters
-from galvatron_lite.model.trace import trace
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
 
+from galvatron_lite.analysis.expected_error import ExpectedError, expected_error
 from galvatron_lite.analysis.explanation import (
     Bound,
     Constants,
@@ -39,7 +40,7 @@ from galvatron_lite.analysis.what_ifs import (
     with_less,
     with_stairs,
 )
-from galvatron_lite.calibration.store import DEFAULT, Expected, entry_for, expected_of, load_calibration
+from galvatron_lite.calibration.store import DEFAULT, entry_for, load_calibration
 from galvatron_lite.cluster.budget import Budget, as_budget
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.cost.timeline import untimed
@@ -58,7 +59,7 @@ def trust_in(profile: Profile) -> Trust:
     """How sure what is predicted from a profile is."""
     origin, links = profile.origin, profile.communication_origin
     estimated = origin.kind is OriginKind.ESTIMATED
-    expected = expected_of(profile.graph, load_calibration())
+    expected = expected_error(profile.graph, load_calibration())
     error = expected.error if estimated else None
     residuals = [fit.residual for fit in profile.fits]
     return Trust(
@@ -85,7 +86,7 @@ def _constants(cluster: Cluster) -> Iterator[Constants]:
             yield Constants(f"devices/{name}", origin.rows, origin.residual, origin.source)
 
 
-def _missing(estimated: bool, expected: Expected) -> list[str]:
+def _missing(estimated: bool, expected: ExpectedError) -> list[str]:
     said = []
     if not estimated:
         said.append(

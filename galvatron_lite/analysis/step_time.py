@@ -235,7 +235,10 @@ class Operations:
         if not self._machines:
             profile, calibration = self.pricer.profile, load_calibration()
             device = profile.cluster.device
-            host, reached = stack_constants(GALVATRON, calibration), constants_for_device(calibration, device)
+            host, reached = (
+                stack_constants(GALVATRON, calibration),
+                constants_for_device(calibration, device.name, device.source),
+            )
             try:
                 self._machines.append(machine_of(device, profile.graph.precision, reached, host))
             except InputError:

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from galvatron_lite.calibration.schema import Calibration, DeviceConstants, LinkConstants, Origin, StackConstants
-from galvatron_lite.cluster.cluster import Device
 from galvatron_lite.configs_path import config_folder
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import STRICT, from_data, read_data, to_data, write_data
-from galvatron_lite.model.graph import ModelGraph, OperatorClass
 
 KINDS: dict[str, type[Any]] = {"devices": DeviceConstants, "links": LinkConstants, "stacks": StackConstants}
 """The files of a calibration folder and what each one's entries are."""
@@ -137,13 +135,13 @@ def entry_for(calibration: Calibration, kind: str, name: str, fallback: str = DE
     return known[max(fitting, key=len)] if fitting else fallback
 
 
-def constants_for_device(calibration: Calibration, device: Device) -> DeviceConstants:
-    """The constants of a device's type, by the longest entry its name begins with.
+def constants_for_device(calibration: Calibration, name: str, source: str = "") -> DeviceConstants:
+    """The constants of a device type, by the longest entry its name begins with.
 
-    A device that no entry fits has the entry ``measured`` where its figures were measured, else ``default``.
+    A device that no entry fits has the entry ``measured`` where the source of its figures is that, else ``default``.
     """
-    measured = device.source == MEASURED and MEASURED in calibration.devices
-    return calibration.devices[entry_for(calibration, "devices", device.name, MEASURED if measured else DEFAULT)]
+    fallback = MEASURED if source == MEASURED and MEASURED in calibration.devices else DEFAULT
+    return calibration.devices[entry_for(calibration, "devices", name, fallback)]
 
 
 def constants_for_link(calibration: Calibration, name: str) -> LinkConstants:
@@ -154,27 +152,6 @@ def constants_for_link(calibration: Calibration, name: str) -> LinkConstants:
 def constants_for_stack(calibration: Calibration, name: str) -> StackConstants:
     """The constants of a software stack, by the longest entry its name begins with, else the entry ``default``."""
     return calibration.stacks[entry_for(calibration, "stacks", name)]
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """The error of estimated step times."""
-
-    models: str  # the kind of model that it was found of
-    error: float | None  # mean absolute relative error; None where none was measured
-    source: str = ""  # what it was found on
-
-
-def expected_of(graph: ModelGraph, calibration: Calibration) -> Expected:
-    """The error of models like this one: with pixels, with attention and no pixels, or others, of which no published
-    run is scored."""
-    known = calibration.expected_error
-    if any(kind.dims.height for kind in graph.kinds.values()):
-        source = "published runs, by some of which constants of convolutions were chosen"
-        return Expected("image networks", known.get("images"), source)
-    if any(one.kind is OperatorClass.ATTENTION for kind in graph.kinds.values() for one in kind.operators):
-        return Expected("language models", known.get("without_family"), "published runs of software not fitted to")
-    return Expected("models with neither attention nor pixels", None)
 
 
 def margin_of(kind: str, calibration: Calibration) -> float:

@@ -34,12 +34,13 @@ if TYPE_CHECKING:
 
 def accuracy(profile: Profile) -> str:
     """How far off estimated costs of this kind of model are, as published runs tell; nothing of measured ones."""
-    from galvatron_lite.calibration.store import expected_of, load_calibration
+    from galvatron_lite.analysis.expected_error import expected_error
+    from galvatron_lite.calibration.store import load_calibration
     from galvatron_lite.profiler.schema import OriginKind
 
     if profile.origin.kind is not OriginKind.ESTIMATED:
         return ""
-    found = expected_of(profile.graph, load_calibration())
+    found = expected_error(profile.graph, load_calibration())
     if found.error is None:
         return f"estimated from data sheets; the error of such step times was not measured for {found.models}"
     return f"estimated step times of {found.models} are off by {found.error:.0%} on average ({found.source})"

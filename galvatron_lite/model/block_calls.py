@@ -1,4 +1,4 @@
-"""How the model calls its blocks, seen by running a copy of it without storages."""
+"""Runs of a model and of its blocks for their shapes: what a block is called with, and what a model returns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError, TraceError
-from galvatron_lite.model.batch import places, resize_batch
+from galvatron_lite.model.batch import loss_of, places, resize_batch, tensors_of
 from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.model.trace_run import BlockCall, observe
 
@@ -71,3 +71,31 @@ def check_folded(sampled: Mapping[str, Mapping[str, int]]) -> None:
                     "--fix zero=1, or with the same degrees for before, after and the blocks."
                 )
                 raise InputError("plan", f"other samples in {name} than around it", remedy)
+
+
+def mean_of_outputs(output: Any, _: Any = None) -> Tensor:
+    """A scalar made of every floating tensor that a model gives; a ``loss_fn`` that stands in for a loss.
+
+    Raises:
+        InputError: it gives no floating tensor.
+    """
+    means = [tensor.float().mean() for tensor in tensors_of(output) if tensor.is_floating_point()]
+    if not means:
+        remedy = "Profile the model up to the last tensor of floating numbers, or pass loss_fn."
+        raise InputError("output", type(output).__name__, remedy)
+    return sum(means[1:], means[0])
+
+
+def gives_loss(model: nn.Module, batch: Any) -> bool:
+    """Whether a model gives its loss itself, seen on a copy without storages.
+
+    Raises:
+        TraceError: it does not run on the batch.
+    """
+    shapes = resize_batch(batch, 2)
+    output = observe(meta_copy(model), shapes, []).output
+    try:
+        loss_of(output, shapes)
+    except InputError:
+        return False
+    return True

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from galvatron_lite.model.batch import resize_batch
-from galvatron_lite.model.discover_blocks import BlockNames, find_blocks
-from galvatron_lite.model.discover_run import watch
-from galvatron_lite.model.discover_signature import kind_names, signature
-from galvatron_lite.model.discover_units import unit_paths
+from galvatron_lite.model.discover_blocks import BlockNames, find_blocks, kind_names, signature, unit_paths
+from galvatron_lite.model.discover_forks import forked_blocks
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.trace_figures import SAMPLES
+from galvatron_lite.model.trace_flow import Flow
 from galvatron_lite.model.trace_meta import meta_copy
+from galvatron_lite.model.trace_run import Observation, observe
 
 
 def discover_layers(model: nn.Module, batch: Any = None, blocks: BlockNames | None = None) -> tuple[Layer, ...]:
@@ -100,3 +101,36 @@ def _resizes(model: nn.Module, path: str) -> bool:
 
 
 _RESIZING = ("torch.nn.modules.pooling", "torch.nn.modules.upsampling")
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A run of a model on the meta device."""
+
+    blocks: list[str]  # paths of its blocks
+    seen: Observation  # the run, the calls of units among it
+    output: Any  # what the model gave in the run that ``flow`` is of
+    flow: Flow  # what tensors are made of
+    forked: bool  # whether blocks are those of sub-networks that do not depend on each other
+
+
+def watch(twin: nn.Module, batch: Any, blocks: BlockNames | None) -> Watched:
+    """Run a model and find its blocks; those that the user names are what they are.
+
+    Args:
+        twin: the model on the meta device.
+        batch: on the meta device.
+        blocks: see ``discover_layers``.
+
+    Raises:
+        TraceError: an unknown block, or the model does not run.
+    """
+    paths, flow = find_blocks(twin, blocks), Flow(twin, batch)
+    seen = observe(twin, batch, unit_paths(twin, paths), flow)
+    forked = None
+    if blocks is None:
+        paths = [path for path in paths if path in flow.ran]  # not dicts of modules, which only hold what runs
+        forked = forked_blocks(twin, flow, seen.order, paths)
+    chosen = paths if forked is None else forked
+    as_is = seen if forked is None and not flow.copied else observe(twin, batch, unit_paths(twin, chosen))
+    return Watched(chosen, as_is, seen.output, flow, forked is not None)

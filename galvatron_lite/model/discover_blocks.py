@@ -1,15 +1,15 @@
-"""Which modules of a model are its repeated blocks."""
+"""Which modules of a model are its repeated blocks, and which blocks are equal."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import groupby, pairwise
+from typing import Any
 
 from torch import nn
 
 from galvatron_lite.errors import TraceError
-from galvatron_lite.model.discover_signature import signature
 
 BlockNames = str | type[nn.Module] | Sequence[str | type[nn.Module]]
 """How a user names blocks: the path of a container or module, a module class, or a list of these."""
@@ -20,6 +20,8 @@ _FEWEST_PARTS = 3
 
 NEVER_RUN = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that only hold others."""
+_INDEX_WORDS = ("idx", "index", "layer_id", "layer_number")
+_SETTING_TYPES = (int, float, str, bytes, type(None))
 
 
 def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[str]:
@@ -165,3 +167,56 @@ def _sequential_children(model: nn.Module) -> list[str]:
 
 def _is_weighty(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
+
+
+def signature(module: nn.Module) -> Hashable:
+    """A key that is equal for modules of the same class, parameter and buffer shapes, and settings, all the way down.
+
+    Settings are the plain numbers and strings (and tuples of them) that the modules hold as attributes, but for those
+    that only say which place a layer has (``layer_idx``). Whether the modules train or not is no part of it.
+    """
+    return tuple((path, _own_signature(part)) for path, part in module.named_modules(remove_duplicate=False))
+
+
+def _own_signature(module: nn.Module) -> Hashable:
+    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    shapes = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors)
+    settings = tuple(sorted((name, repr(value)) for name, value in vars(module).items() if _is_setting(name, value)))
+    return type(module), shapes, settings
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    if name.startswith("_") or name == "training" or any(word in name for word in _INDEX_WORDS):
+        return False
+    if isinstance(value, (tuple, list)):
+        return all(isinstance(item, _SETTING_TYPES) for item in value)
+    return isinstance(value, _SETTING_TYPES)
+
+
+def kind_names(signatures: list[Hashable]) -> list[str]:
+    """A kind name for every block: ``block`` where all are equal, else ``block0``, ``block1``, ... by first use."""
+    order = {key: place for place, key in enumerate(dict.fromkeys(signatures))}
+    if len(order) <= 1:
+        return ["block"] * len(signatures)
+    return [f"block{order[key]}" for key in signatures]
+
+
+def unit_paths(model: nn.Module, blocks: list[str]) -> list[str]:
+    """The blocks, and the outermost modules that hold none and can run, in registration order; shared modules once."""
+    chosen = set(blocks)
+
+    def walk(module: nn.Module, path: str) -> list[str]:
+        if path in chosen:
+            return [path]
+        if (
+            path
+            and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+            and not any(inside(block, path) for block in blocks)
+        ):
+            return [path]
+        return [unit for name, child in module.named_children() for unit in walk(child, f"{path}.{name}".lstrip("."))]
+
+    first: dict[int, str] = {}
+    for path in walk(model, ""):
+        first.setdefault(id(model.get_submodule(path)), path)
+    return list(first.values())

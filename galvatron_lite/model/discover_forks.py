@@ -18,11 +18,9 @@ from operator import or_
 import networkx
 from torch import nn
 
-from galvatron_lite.model.discover_blocks import at, find_blocks, inside
-from galvatron_lite.model.discover_units import unit_paths
+from galvatron_lite.model.discover_blocks import at, find_blocks, inside, unit_paths
 from galvatron_lite.model.order import bits, order_of
-from galvatron_lite.model.trace_flow import Flow
-from galvatron_lite.model.trace_needs import Needs, holders_of, needs_of
+from galvatron_lite.model.trace_flow import Flow, Needs, holders_of, needs_of
 
 _SHARE = 0.02
 """Of the model's work that all parts of a region but the largest must do: they are the most that a fork could save."""

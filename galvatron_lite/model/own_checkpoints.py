@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils import checkpoint
 
-from galvatron_lite.model.training_form import note
+from galvatron_lite.model.trace_meta import note
 
 _LEFT_TO_PLAN: ContextVar[bool] = ContextVar("left_to_plan", default=False)
 _reentrant = checkpoint.CheckpointFunction.apply

@@ -1,20 +1,23 @@
-"""A copy of a model without storages, to be run for its shapes alone."""
+"""A copy of a model without storages, to be run for its shapes alone; and a model as it is trained."""
 
 from __future__ import annotations
 
 import copy
+import inspect
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from galvatron_lite.errors import TraceError
-from galvatron_lite.model.training_form import prepare_for_training
+from galvatron_lite.saying import say
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Torch's type of every precision a model can be traced at."""
@@ -110,3 +113,48 @@ def precision_of(model: nn.Module) -> str:
             items[parameter.dtype] = items.get(parameter.dtype, 0) + parameter.numel()
     most = max(items, key=lambda dtype: items[dtype], default=torch.float32)
     return next((name for name, dtype in DTYPES.items() if dtype is most), "fp32")
+
+
+def prepare_for_training(model: nn.Module) -> None:
+    """Change a model in place so that it trains in the same way under every plan.
+
+    - While gradients are wanted, every module whose forward takes ``use_cache`` is called with ``use_cache=False``,
+      whatever its config, its caller or the batch says: a cache of keys and values has no use in training, and a layer
+      that is recomputed would append to it twice. In evaluation mode and without gradients nothing changes.
+    - The gradient checkpointing of transformers is switched off: the plan chooses what is recomputed.
+    """
+    for module in model.modules():
+        if _cache_place(type(module).forward) is not None and not _is_prepared(module):
+            module.register_forward_pre_hook(_without_cache, with_kwargs=True)
+        if vars(module).get("gradient_checkpointing", False):
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+            note("gradient checkpointing of the model is switched off: the plan chooses what is recomputed")
+
+
+def _is_prepared(module: nn.Module) -> bool:
+    return _without_cache in module._forward_pre_hooks.values()
+
+
+@cache
+def _cache_place(forward: Callable[..., Any]) -> int | None:
+    """The position of ``use_cache`` among the arguments of a class's forward, ``self`` left out."""
+    names = list(inspect.signature(forward).parameters)[1:]
+    return names.index("use_cache") if "use_cache" in names else None
+
+
+def _without_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    place = _cache_place(type(module).forward)
+    if place is None or not (module.training and torch.is_grad_enabled()):
+        return None
+    if len(args) > place:
+        return (*args[:place], False, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "use_cache": False}
+
+
+@cache
+def note(line: str) -> None:
+    """Tell rank 0's user once."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        say(f"note: {line}")

@@ -19,8 +19,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.model.graph import OperatorClass
-from galvatron_lite.model.trace_operators import classify, extents, flops, groups, is_causal, moved, name_of
-from galvatron_lite.model.trace_pictures import statistics_of
+from galvatron_lite.model.trace_operators import (
+    classify,
+    extents,
+    flops,
+    groups,
+    is_causal,
+    moved,
+    name_of,
+    statistics_of,
+)
 
 _ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 

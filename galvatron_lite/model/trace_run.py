@@ -14,9 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from galvatron_lite.errors import GalvatronError, TraceError
 from galvatron_lite.model.batch import call_model, map_tensors, tensors_of
+from galvatron_lite.model.fused_kernels import FusedAttention, GroupedExperts
 from galvatron_lite.model.own_checkpoints import left_to_the_plan
-from galvatron_lite.model.trace_attention import FusedAttention
-from galvatron_lite.model.trace_experts import GroupedExperts
 from galvatron_lite.model.trace_flow import Flow
 from galvatron_lite.model.trace_record import Recorder, Recording, ValuesReadError
 

@@ -102,7 +102,9 @@ def estimate_profile(
         host = replace(host, attention=host.attention * host.ring)
     devices = _devices(cluster)
     machines = [
-        machine_of(item, precision, constants_for_device(calibration, item), host, stack.uneven_shares)
+        machine_of(
+            item, precision, constants_for_device(calibration, item.name, item.source), host, stack.uneven_shares
+        )
         for item in devices
     ]
     wide = wide_precision(precision)

@@ -10,13 +10,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.cluster.probe import probe
 from galvatron_lite.files import to_data
 from galvatron_lite.model.batch import LossFn, batch_size
 from galvatron_lite.model.discover_blocks import BlockNames
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.model.trace import trace
 from galvatron_lite.model.trace_meta import precision_of
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.profiler.measure_assemble import assemble, software

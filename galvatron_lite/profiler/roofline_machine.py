@@ -101,7 +101,7 @@ def machine_of(
     """
     if precision not in ITEM_BYTES and precision not in NARROW:
         raise InputError("--precision", precision, f"Give one of {', '.join((*ITEM_BYTES, *NARROW[1:]))}.")
-    reached = reached or constants_for_device(load_calibration(), device)
+    reached = reached or constants_for_device(load_calibration(), device.name, device.source)
     stack = stack or StackConstants()
     wide = wide_precision(precision)
     other, wide_peak = _rates(device, wide, reached, stack, uneven)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from galvatron_lite import __version__
 from galvatron_lite.analysis.report.gather import profile_of
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.files import from_data, to_data
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.model.trace import trace
 from galvatron_lite.plans.notes import other_size
 from galvatron_lite.plans.schema import Mode, Plan, Trainer
 from galvatron_lite.profiler.schema import Profile

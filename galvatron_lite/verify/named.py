@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from galvatron_lite.capture.huggingface import build_model, find_config
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.huggingface import build_model, find_config
 from galvatron_lite.model.shapes import (
     ConvNextShape,
     DecoderShape,

@@ -87,8 +87,8 @@ def test_a_name_without_an_entry_has_the_default(name: str) -> None:
 
 def test_measured_devices_lose_nothing_beside_what_was_measured() -> None:
     probed = replace(device_named("T4"), name="unheard-of", source="measured")
-    assert constants_for_device(SMALL, probed) is SMALL.devices["measured"]
-    assert constants_for_device(SMALL, replace(probed, source="a sheet")) is SMALL.devices["default"]
+    assert constants_for_device(SMALL, probed.name, probed.source) is SMALL.devices["measured"]
+    assert constants_for_device(SMALL, probed.name, "a sheet") is SMALL.devices["default"]
 
 
 def test_an_unknown_kind_is_refused() -> None:

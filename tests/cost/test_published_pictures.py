@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import galvatron_lite as g
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.cost.step import price_stages
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.shapes.registry import build_graph, load_model, load_shape
-from galvatron_lite.model.trace import trace
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile

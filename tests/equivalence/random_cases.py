@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite import auto_parallelize, plan
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.errors import GalvatronError, InfeasibleError, InputError
 from galvatron_lite.model.batch import call_model, loss_of
-from galvatron_lite.model.trace import trace
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile

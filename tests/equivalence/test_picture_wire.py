@@ -10,10 +10,10 @@ from unittest.mock import patch
 
 import torch
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import LayerKind, ModelGraph
-from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.base import DimensionContext, LayerWork, Moment
 from galvatron_lite.parallelism.cuts.line import ProcessLine

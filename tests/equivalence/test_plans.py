@@ -10,8 +10,8 @@ from functools import cache
 
 import pytest
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.model.trace import trace
 from galvatron_lite.plans.schema import Plan
 from tests.equivalence.families import BATCH_NORMS, FAMILIES, PICTURES, build_family
 from tests.equivalence.features import counts

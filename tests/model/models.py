@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.graph import LayerKind, ModelGraph
-from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo import build
 
 VOCAB, HIDDEN, HEADS, FFN, LAYERS, TOKENS, SAMPLES = 96, 32, 4, 80, 3, 16, 2

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import ModelGraph, Passed, Role
-from galvatron_lite.model.trace import trace
 from galvatron_lite.parallelism.branch.find import find_regions
 from tests.model.forks import MODELS, Pair, loss_of, picture
 from tests.runtime.branches.networks import CHANNELS, SIDE, Captions

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from galvatron_lite.capture.named import graph_named
 from galvatron_lite.errors import FileFormatError, GalvatronError, InputError
-from galvatron_lite.model.named import graph_named
 
 SMALL = {
     "llama": {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3},

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from galvatron_lite.capture.named import graph_named
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.example import example_batch
-from galvatron_lite.model.named import graph_named
 from galvatron_lite.model.shapes import load_model, model_names
-from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo import SIZES, build
 from galvatron_lite.verify.named import build_named
 

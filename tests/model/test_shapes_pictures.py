@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass, Recompute
 from galvatron_lite.model.shapes import ConvNextShape, ResNetShape, Shape, build_graph, load_model, shape_from_data
@@ -21,7 +22,6 @@ from galvatron_lite.model.shapes.picture_fields import (
     VggShape,
 )
 from galvatron_lite.model.shapes.registry import model_names, shape_from_flags
-from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo import SIZES, build
 from galvatron_lite.parallelism.channel.parts import divides
 from galvatron_lite.parallelism.pictures import windows_of

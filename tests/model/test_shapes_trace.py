@@ -5,10 +5,10 @@ from itertools import product
 import pytest
 import torch
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.model import zoo
 from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass, Recompute, Role
 from galvatron_lite.model.shapes import DecoderShape, build_graph
-from galvatron_lite.model.trace import trace
 
 TOKENS, VOCAB = 24, 97
 SIZES = {"vocab": VOCAB, "layers": 3, "hidden": 32, "heads": 4, "sequence": TOKENS}

@@ -14,11 +14,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F  # noqa: N812
 
 from galvatron_lite.api import plan
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass, Recompute
 from galvatron_lite.model.sides import sides_told
-from galvatron_lite.model.trace import trace
 from galvatron_lite.model.trace_operators import extents
 from galvatron_lite.model.zoo import SIZES, build
 from galvatron_lite.parallelism.backends import ANY

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from galvatron_lite.capture.limits import dead_parameters, everything_in
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.files import read_value, write_value
 from galvatron_lite.model.batch import call_model
 from galvatron_lite.model.graph import DeadParameters, ModelGraph
-from galvatron_lite.model.trace import trace
-from galvatron_lite.model.trace_dead import dead_parameters, everything_in
 from galvatron_lite.model.trace_flow import Flow
 from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.model.trace_run import observe

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import InputError, TraceError
-from galvatron_lite.model.trace import trace
 from tests.model.models import FAMILIES, Mixer, Plain, plain
 
 

@@ -8,8 +8,8 @@ import torch
 from pydantic import TypeAdapter
 from torch import nn
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.graph import DeadParameters, LayerKind, ModelGraph, OperatorClass, Recompute, Role
-from galvatron_lite.model.trace import trace
 from tests.model.models import FAMILIES, FFN, HEADS, HIDDEN, LAYERS, TOKENS, VOCAB, Mixer, Plain, hugging_face, plain
 from tests.model.models import captured as captured_graph
 

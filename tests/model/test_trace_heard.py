@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph, Recompute
-from galvatron_lite.model.trace import trace
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.space import Fixed

@@ -6,7 +6,7 @@ import sys
 SCRIPT = """
 import resource, time, torch
 import transformers
-from galvatron_lite.model.trace import trace
+from galvatron_lite.capture.trace import trace
 
 def held():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.graph import ModelGraph, OperatorClass
 from galvatron_lite.model.sides import Side
-from galvatron_lite.model.trace import trace
 from galvatron_lite.parallelism.channel.parts import divides
 from galvatron_lite.parallelism.pictures import extents_of, has_weights, items_of, windows_of
 from galvatron_lite.parallelism.spatial.grids import splits_pixels

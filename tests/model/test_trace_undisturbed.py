@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from galvatron_lite.model.trace import trace
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.zoo import build
 from galvatron_lite.model.zoo.gpt import random_tokens
 

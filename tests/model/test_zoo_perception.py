@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import FlopCounterMode
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes import load_model
-from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo import build
 from galvatron_lite.model.zoo.perception_loss import edge_loss, edges
 from galvatron_lite.parallelism.branch.find import find_regions

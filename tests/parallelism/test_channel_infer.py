@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, Recompute, Role
-from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.base import Moment
 from galvatron_lite.parallelism.channel.apply import shard_channels

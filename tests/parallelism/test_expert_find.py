@@ -9,8 +9,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo import build
 from galvatron_lite.model.zoo.moe import Mixture as ZooMixture
 from galvatron_lite.model.zoo.moe import MoEConfig

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo import build
 from galvatron_lite.model.zoo.gpt import GPTBlock, GPTConfig
 from galvatron_lite.parallelism.offload import apply as offload

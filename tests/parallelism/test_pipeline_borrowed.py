@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.trace import trace
 from galvatron_lite.parallelism.pipeline.flow import flow_of
 
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import batch_size, call_model, loss_of, tensors_of
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.pipeline.flow import flow_of
 from galvatron_lite.parallelism.pipeline.stage import StageModel, check_stages

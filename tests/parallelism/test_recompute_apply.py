@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute, Role
-from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo import build
 from galvatron_lite.model.zoo.gpt import GPTBlock, GPTConfig
 from galvatron_lite.parallelism.recompute.apply import apply_recompute, recomputed

@@ -192,7 +192,7 @@ def test_the_optimizer_is_bound_by_memory_traffic() -> None:
     fused = estimate_profile(graph, cluster, precision="bf16", name="x", optimizer="adamw-fused").optimizer
     # Update 28; norm of the fp32 gradient 4, clipping 8; gradients form anew in backward, so nothing is zeroed.
     fitted = constants_for_stack(load_calibration(), GALVATRON.name)
-    reached = constants_for_device(load_calibration(), cluster.device).memory
+    reached = constants_for_device(load_calibration(), cluster.device.name, cluster.device.source).memory
     assert fused.seconds_per_item == pytest.approx(fitted.optimizer * fitted.memory * (28 + 4 + 8) / (reached * 2039e9))
     plain = profile().optimizer
     assert (plain.state_bytes, plain.working_bytes, plain.working_share) == (8, 4.0, 1.0)

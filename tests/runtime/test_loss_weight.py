@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.model.trace import trace
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.store import write_profile
 from galvatron_lite.runtime.loss_weight import TargetCount, TargetCounts, share_factors

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.model.trace import trace
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
 from tests.pool import WorkerPool

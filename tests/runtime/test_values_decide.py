@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite import auto_parallelize
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.discover import discover_layers
-from galvatron_lite.model.trace import trace
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
 from tests.auto_jobs import measuring_briefly

@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import nn
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.model.batch import map_tensors
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.model.trace import trace
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile

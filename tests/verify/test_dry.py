@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo.gpt import GPT, GPTConfig, random_tokens
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan

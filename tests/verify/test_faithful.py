@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.model.graph import ModelGraph, Recompute
-from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo.gpt import GPT, GPTConfig, random_tokens
 from galvatron_lite.parallelism.pipeline.transfer import Sender
 from galvatron_lite.parallelism.process_groups import ProcessGroups

@@ -13,8 +13,7 @@ from galvatron_lite.errors import InputError, NonFiniteLossError
 from galvatron_lite.files import to_data
 from galvatron_lite.model.batch import LossFn, batch_of_call, batch_size, call_model, loss_of, map_tensors, slice_batch
 from galvatron_lite.model.graph import Layer
-from galvatron_lite.model.trace_meta import meta_copy
-from galvatron_lite.model.training_form import prepare_for_training
+from galvatron_lite.model.trace_meta import meta_copy, prepare_for_training
 from galvatron_lite.parallelism.backends import DEEPSPEED
 from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.export.deepspeed_config import DeepSpeedConfig, config_of

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.model.batch import LossFn, map_tensors, sequence_length, slice_batch, tensors_of
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Recompute, Role
-from galvatron_lite.model.trace import trace
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.io import check_plan

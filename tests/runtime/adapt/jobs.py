@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Role
-from galvatron_lite.model.trace import trace
 from galvatron_lite.model.zoo.gpt import GPT, GPTConfig
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile

@@ -33,7 +33,7 @@ def batch_of(step: int) -> dict[str, Tensor]:
 
 def estimate(folder: str) -> None:
     """A profile of each number of processes, as measuring would leave them."""
-    from galvatron_lite.model.trace import trace
+    from galvatron_lite.capture.trace import trace
 
     graph = trace(make_model(), batch_of(0))
     for world in (1, 2, 4):

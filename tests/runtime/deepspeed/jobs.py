@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from galvatron_lite import auto_parallelize
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.model.trace import trace
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Plan, Trainer
 from galvatron_lite.profiler.estimate import estimate_profile

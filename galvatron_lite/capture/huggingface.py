@@ -22,6 +22,7 @@ from galvatron_lite.model.graph import ModelGraph
 if TYPE_CHECKING:
     from torch import nn
 
+
 LONGEST = 4096
 """Tokens a sample where none are asked for and the configuration allows more."""
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
@@ -116,8 +117,8 @@ def _cache_file(path: Path, sequence: int | None, precision: str) -> Path:
 def _traced(path: Path, sequence: int | None, precision: str) -> ModelGraph:
     import torch
 
+    from galvatron_lite.capture.trace import trace
     from galvatron_lite.model.example import example_batch
-    from galvatron_lite.model.trace import trace
 
     with torch.device("meta"):
         model = build_model(path)

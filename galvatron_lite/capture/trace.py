@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.capture.dims import split_dims
+from galvatron_lite.capture.edges import run_edges
+from galvatron_lite.capture.limits import dead_parameters, whole_reason
+from galvatron_lite.capture.shared import Owners, find_owners, layer_needs, lent, linked, passed_between, read_elsewhere
+from galvatron_lite.capture.tensor import MixtureFigures, TensorFigures, mixture_figures, split_block, split_edges
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.balancing import undivided_reason
 from galvatron_lite.model.batch import LossFn, loss_of, map_tensors, resize_batch, sequence_length, tensors_of
 from galvatron_lite.model.dead import dead_note
-from galvatron_lite.model.discover import arrange_layers
-from galvatron_lite.model.discover_blocks import BlockNames
-from galvatron_lite.model.discover_run import watch
-from galvatron_lite.model.discover_signature import signature
-from galvatron_lite.model.discover_units import unit_paths
+from galvatron_lite.model.discover import arrange_layers, watch
+from galvatron_lite.model.discover_blocks import BlockNames, signature, unit_paths
 from galvatron_lite.model.graph import (
     Layer,
     LayerKind,
@@ -32,20 +34,10 @@ from galvatron_lite.model.graph import (
     Role,
     TensorSplit,
 )
-from galvatron_lite.model.operators import merge
-from galvatron_lite.model.trace_dead import dead_parameters
-from galvatron_lite.model.trace_dims import split_dims
-from galvatron_lite.model.trace_edges import run_edges
-from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures
-from galvatron_lite.model.trace_linked import layer_needs, linked, read_elsewhere
+from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures, merge
+from galvatron_lite.model.trace_flow import Needs
 from galvatron_lite.model.trace_meta import dtype_of, meta_copy, precision_of
-from galvatron_lite.model.trace_mixture import MixtureFigures, mixture_figures
-from galvatron_lite.model.trace_needs import Needs
-from galvatron_lite.model.trace_owners import Owners, find_owners
-from galvatron_lite.model.trace_passed import lent, passed_between
 from galvatron_lite.model.trace_run import BlockCall, Observation, chain_inputs, observe, run_block
-from galvatron_lite.model.trace_tensor import TensorFigures, split_block, split_edges
-from galvatron_lite.model.trace_whole import whole_reason
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 
 

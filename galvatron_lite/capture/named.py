@@ -3,9 +3,9 @@ Torch is imported for the latter alone."""
 
 from __future__ import annotations
 
+from galvatron_lite.capture.huggingface import find_config, graph_of_config
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.model.huggingface import find_config, graph_of_config
 from galvatron_lite.model.shapes import load_model, model_names
 from galvatron_lite.model.zoo import SIZES, build, size_named
 
@@ -46,8 +46,8 @@ def _small() -> tuple[str, ...]:
 def _traced(size: str, sequence: int | None, precision: str) -> ModelGraph:
     import torch
 
+    from galvatron_lite.capture.trace import trace
     from galvatron_lite.model.example import example_batch
-    from galvatron_lite.model.trace import trace
 
     with torch.device("meta"):
         model = build(size, **({} if sequence is None else {"sequence": sequence}))

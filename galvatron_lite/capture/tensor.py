@@ -1,20 +1,22 @@
-"""How a layer's figures shrink under tensor parallelism: one device's share is run and compared with the whole."""
+"""What one device computes, moves and keeps of a block under tensor parallelism and with its experts spread."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import gcd, prod
 from typing import Any
 
 from torch import Tensor, nn
 
+from galvatron_lite.capture.edges import run_edges
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.batch import LossFn, map_tensors
 from galvatron_lite.model.graph import OperatorClass, Sharding, TensorSplit
-from galvatron_lite.model.trace_edges import run_edges
-from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures
+from galvatron_lite.model.trace_figures import SAMPLES, CallFigures, RegionFigures, figures
 from galvatron_lite.model.trace_run import BlockCall, run_block
+from galvatron_lite.parallelism.expert.find import Mixture, find_mixtures
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ListeningGroup, ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.infer import NOT_OFFERED, infer_block, infer_edge
@@ -199,3 +201,43 @@ def _loss_bytes(groups: Sequence[ListeningGroup]) -> int:
 def smallest_factor(number: int) -> int:
     """The smallest prime factor of a number above 1."""
     return next(factor for factor in range(2, number + 1) if number % factor == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureFigures:
+    """Mixtures of one layer; 0 where it has none whose experts can be spread."""
+
+    experts: int = 0  # every divisor of it divides the experts of each mixture
+    parameters: int = 0  # items of all experts
+    dispatched_bytes: int = 0  # per sample, see ``LayerKind``
+    reason: str = ""  # why experts cannot be spread
+
+
+def mixture_figures(block: nn.Module, calls: Sequence[CallFigures]) -> MixtureFigures:
+    """Figures of a block's mixtures.
+
+    Args:
+        block: on any device.
+        calls: what it called, for one sample.
+    """
+    found = find_mixtures(block)
+    reasons = [mixture.reason for mixture in found if mixture.reason]
+    if not found or reasons:
+        return MixtureFigures(reason="; ".join(reasons))
+    parameters = [block.get_submodule(one.path).get_parameter(name) for one in found for name in one.parameters]
+    return MixtureFigures(
+        gcd(*(mixture.experts for mixture in found)),
+        sum(parameter.numel() for parameter in parameters),
+        sum(_sent(block, mixture, calls) for mixture in found),
+    )
+
+
+def _sent(block: nn.Module, mixture: Mixture, calls: Sequence[CallFigures]) -> int:
+    """Bytes of the rows that a mixture's first matmul takes."""
+    matmuls = (c for c in calls if c.path == mixture.path and c.groups > 1 and not c.backward)
+    first = next(matmuls, None)
+    if first is None:
+        return 0
+    rows = first.flops // (2 * prod(first.shape[1:]))
+    weight = block.get_submodule(mixture.path).get_parameter(mixture.parameters[0])
+    return rows * first.shape[1] * weight.element_size()

@@ -1,0 +1,1 @@
+"""Model capture: any module and an example batch become a ``ModelGraph``."""

@@ -1,0 +1,305 @@
+"""What layers share: parameters, tensors that pass between them, and layers that belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, product
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from galvatron_lite.model.batch import tensors_of
+from galvatron_lite.model.discover_blocks import at
+from galvatron_lite.model.graph import Layer, Passed, Role, Tie
+from galvatron_lite.model.trace_flow import Flow, Needs, group_bits, holders_of, needs_of
+from galvatron_lite.model.trace_run import Observation
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """Parameters and buffers by layer."""
+
+    # parameters by layer name and their name in the model; shared ones only in the first layer
+    parameters: dict[str, dict[str, nn.Parameter]]
+    everything: dict[str, dict[str, nn.Parameter]]  # the same with shared parameters in every layer that uses them
+    buffer_bytes: dict[str, int]  # bytes of buffers by layer name
+    ties: tuple[Tie, ...]  # what layers share
+
+    def used(self, layer: Layer) -> list[nn.Parameter]:
+        """Every parameter a layer uses, its own or shared."""
+        return list(self.everything[layer.name].values())
+
+
+def find_owners(model: nn.Module, layers: Sequence[Layer]) -> Owners:
+    """Owners of a model's parameters; those that no layer's modules hold belong to the first layer."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    everything = {layer.name: _parameters(model, layer, names) for layer in layers}
+    held = {name for parameters in everything.values() for name in parameters}
+    loose = {name: parameter for name, parameter in model.named_parameters() if name not in held}
+    everything[layers[0].name] = loose | everything[layers[0].name]
+    first: dict[str, str] = {}
+    for layer, parameters in everything.items():
+        for name in parameters:
+            first.setdefault(name, layer)
+    owned = {layer: {n: p for n, p in held.items() if first[n] == layer} for layer, held in everything.items()}
+    return Owners(owned, everything, _buffer_bytes(model, layers), _ties(everything, first))
+
+
+def _parameters(model: nn.Module, layer: Layer, names: dict[int, str]) -> dict[str, nn.Parameter]:
+    modules = [model.get_submodule(path) for path in layer.modules]
+    return {names[id(parameter)]: parameter for module in modules for parameter in module.parameters()}
+
+
+def _buffer_bytes(model: nn.Module, layers: Sequence[Layer]) -> dict[str, int]:
+    total = {layer.name: 0 for layer in layers}
+    for layer in layers:
+        for path in layer.modules:
+            total[layer.name] += sum(buffer.nbytes for buffer in model.get_submodule(path).buffers())
+    total[layers[0].name] += sum(buffer.nbytes for buffer in model.buffers()) - sum(total.values())
+    return total
+
+
+def _ties(everything: dict[str, dict[str, nn.Parameter]], first: dict[str, str]) -> tuple[Tie, ...]:
+    shared: dict[tuple[str, str], int] = {}
+    for layer, parameters in everything.items():
+        for name, parameter in parameters.items():
+            if first[name] != layer:
+                pair = (first[name], layer)
+                shared[pair] = shared.get(pair, 0) + parameter.numel()
+    return tuple(Tie(one, other, items) for (one, other), items in shared.items())
+
+
+_Key = tuple[int, int]
+"""The call that made a tensor, by its number, and the tensor's number among what that gave."""
+_Edge = tuple[Node | None, int]
+"""Where a tensor stands in the graph of autograd: the node that made it, and its number among what that gave."""
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A tensor on its way: the layer that made it, its bytes, the layers that read it and whether they borrow it."""
+
+    producer: str
+    size: int
+    readers: dict[str, bool] = field(default_factory=dict)
+
+
+def passed_between(
+    layers: Sequence[Layer],
+    seen: Sequence[Observation],
+    samples: Sequence[int],
+    borrowing: Mapping[str, Collection[int]],
+    ends: Sequence[Sequence[Tensor]],
+    needs: Mapping[str, Needs],
+) -> tuple[Passed, ...]:
+    """Tensors that go from one layer to others, per sample, in the order in which they are made.
+
+    Only tensors that take gradients: others (masks, position tables) every pipeline stage makes from the batch. Tensors
+    are told apart by their storage; what a block hands on it counts as having made. What the model's own code between
+    layers makes of their outputs (a concatenation) the reader makes itself: it reads each of these outputs. But what is
+    made before the first block counts as the work of the layer before it. The loss counts as read by the last layer.
+    What does not grow with the batch is left out, and what is heard of inside a block (a router's logits): such a model
+    has one stage.
+
+    Args:
+        layers: of the model.
+        seen: the model's run at each number of samples.
+        samples: those numbers, two.
+        borrowing: per kind of layer, places of inputs that its backward needs and its kind does not count as kept.
+        ends: of each run, what the loss is made of (or the loss itself).
+        needs: of each layer, which it needs.
+    """
+    first, second = (_sent(layers, *run, borrowing, needs) for run in zip(seen, ends, strict=True))
+    place = {layer.name: number for number, layer in enumerate(layers)}
+    found = []
+    for key, sent in first.items():
+        size = (second[key].size - sent.size) // (samples[1] - samples[0]) if key in second else 0
+        readers = tuple(sorted(sent.readers, key=place.__getitem__))
+        if size > 0 and readers:
+            found.append(Passed(sent.producer, readers, size, borrowed=any(sent.readers.values())))
+    return tuple(sorted(found, key=lambda tensor: place[tensor.producer]))
+
+
+def lent(tensors: Sequence[Passed], layer: str) -> int:
+    """Bytes per sample of tensors that a layer made and others borrow."""
+    return sum(tensor.size for tensor in tensors if tensor.borrowed and tensor.producer == layer)
+
+
+def _sent(
+    layers: Sequence[Layer],
+    seen: Observation,
+    ends: Sequence[Tensor],
+    borrowing: Mapping[str, Collection[int]],
+    needs: Mapping[str, Needs],
+) -> dict[_Key, _Sent]:
+    """Tensors by the call that made them; readers are layers after it, with whether they borrow it."""
+    owner = {path: layer.name for layer in layers for path in layer.modules}
+    place = {layer.name: number for number, layer in enumerate(layers)}
+    borrowed = {layer.name: borrowing.get(layer.kind, ()) for layer in layers if layer.role is Role.BLOCK}
+    sight = _Sight(place, needs, layers[0].name)
+    for number, call in enumerate(seen.calls):
+        reader = _running(owner, place, sight.current, call.path)
+        for index, tensor in enumerate(call.inputs):
+            sight.read(tensor, reader, (number, -1 - index), index in borrowed.get(call.path, ()))
+        sight.current = reader
+        for index, tensor in enumerate(tensors_of(call.output)):
+            sight.make(tensor, (number, index))
+        sight.heard.update(_edge(tensor) for inner in call.heard for tensor in tensors_of(inner.output))
+    for index, tensor in enumerate(ends):
+        sight.read(tensor, layers[-1].name, (len(seen.calls), -1 - index), False)
+    return sight.sent
+
+
+@dataclass(slots=True)
+class _Sight:
+    """What was seen of a run so far."""
+
+    place: Mapping[str, int]  # of each layer
+    needs: Mapping[str, Needs]  # of each layer
+    current: str  # the layer that runs
+    made: dict[int, _Key] = field(default_factory=dict)  # tensors by their storage
+    edges: dict[_Edge, _Key] = field(default_factory=dict)  # tensors by their place in the graph of autograd
+    sent: dict[_Key, _Sent] = field(default_factory=dict)  # who made and who read them
+    heard: set[_Edge] = field(default_factory=set)  # tensors that are heard of inside blocks
+
+    def make(self, tensor: Tensor, key: _Key) -> None:
+        """The layer that runs gave a tensor."""
+        if tensor.requires_grad:
+            self.made[_storage(tensor)] = self.edges[_edge(tensor)] = key
+            self.sent[key] = _Sent(self.current, tensor.nbytes)
+
+    def read(self, tensor: Tensor, reader: str, key: _Key, borrows: bool) -> None:
+        """A layer is given a tensor; what no layer gave gets the key."""
+        if not tensor.requires_grad:
+            return
+        if _storage(tensor) not in self.made:
+            sources = set(self._sources(tensor))
+            if sources and (self.place[self.current] or any(self.place[self.sent[one].producer] for one in sources)):
+                for one in sources:
+                    self._note(one, reader, False)
+                return
+            self.made[_storage(tensor)] = key
+            after = self.current in self.needs[reader].earlier
+            self.sent[key] = _Sent(self.current if after else next(iter(self.place)), tensor.nbytes)
+        self._note(self.made[_storage(tensor)], reader, borrows)
+
+    def _note(self, key: _Key, reader: str, borrows: bool) -> None:
+        known = self.sent[key]
+        if self.place[reader] > self.place[known.producer]:
+            known.readers[reader] = known.readers.get(reader, False) or borrows
+
+    def _sources(self, tensor: Tensor) -> Iterator[_Key]:
+        """The outputs of layers that code between layers made a tensor of."""
+        waiting, met = [_edge(tensor)], set[_Edge]()
+        while waiting:
+            edge = waiting.pop()
+            if edge in self.edges:
+                yield self.edges[edge]
+            elif edge[0] is not None and edge not in met and edge not in self.heard:
+                met.add(edge)
+                waiting += edge[0].next_functions
+
+
+def _running(owner: Mapping[str, str], place: Mapping[str, int], current: str, path: str) -> str:
+    """The layer that a module's call belongs to: its own, but a module run again is part of what runs now."""
+    own = owner.get(path, current)
+    return own if place[own] >= place[current] else current
+
+
+def _edge(tensor: Tensor) -> _Edge:
+    return tensor.grad_fn, tensor.output_nr
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def layer_needs(flow: Flow, model: nn.Module, layers: Sequence[Layer], loss: int) -> dict[str, Needs]:
+    """What each layer needs; the last one all that the loss is made of.
+
+    Args:
+        flow: of a run.
+        model: that ran.
+        layers: of it.
+        loss: what the flow says the loss is made of.
+    """
+    groups = {layer.name: layer.modules for layer in layers}
+    found, last = needs_of(flow, model, groups), layers[-1].name
+    made = {name for name, bit in group_bits(flow, model, groups).items() if bit & loss}
+    found[last].earlier |= made - {last}
+    return found
+
+
+def linked(
+    layers: Sequence[Layer],
+    tensors: Sequence[Passed],
+    needs: Mapping[str, Needs],
+    given: Mapping[str, int],
+    forked: bool,
+) -> tuple[Passed, ...]:
+    """Tensors that go between layers, those without gradients among them where a layer needs another through no other;
+    empty where each layer reads what the one before it made, and nothing else does.
+
+    Of a model with branches a tensor of size 0 says which layers read the batch, which every pipeline stage has.
+
+    Args:
+        layers: of the model.
+        tensors: that take gradients, in the order in which they are made.
+        needs: of each layer.
+        given: bytes per sample that each layer gives.
+        forked: whether the model has branches.
+    """
+    place = {layer.name: number for number, layer in enumerate(layers)}
+    near = all(place[reader] == place[tensor.producer] + 1 for tensor in tensors for reader in tensor.readers)
+    if near and all(one.name in needs[other.name].earlier for one, other in pairwise(layers[1:])):
+        return ()
+    first, last = layers[0].name, layers[-1].name
+    more: dict[str, list[str]] = {}
+    for producer, reader in _lacking(layers, tensors, needs):
+        more.setdefault(producer, []).append(reader)
+    reading = [layer.name for layer in layers[1:] if layer.name != last and needs[layer.name].batch] if forked else []
+    found = [
+        *([Passed(first, tuple(reading), 0)] if reading else []),
+        *tensors,
+        *(Passed(name, tuple(readers), given.get(name, 0)) for name, readers in more.items()),
+    ]
+    return tuple(sorted(found, key=lambda tensor: place[tensor.producer]))
+
+
+def _lacking(
+    layers: Sequence[Layer], tensors: Sequence[Passed], needs: Mapping[str, Needs]
+) -> Iterator[tuple[str, str]]:
+    """Pairs of a layer that is needed and one that needs it, which no tensors between them tell."""
+    first = layers[0].name
+    reached: dict[str, set[str]] = {layer.name: set() for layer in layers}
+    for number, layer in enumerate(layers):
+        own = reached[layer.name]
+        for tensor in tensors:
+            if layer.name in tensor.readers:
+                own |= {tensor.producer} | reached[tensor.producer]
+        for other in reversed(layers[:number]):  # the nearest first: it may have needed the others
+            if other.name != first and other.name in needs[layer.name].earlier - own:
+                yield other.name, layer.name
+                own |= {other.name} | reached[other.name]
+
+
+def read_elsewhere(flow: Flow, model: nn.Module, layers: Sequence[Layer]) -> tuple[Tie, ...]:
+    """Layers whose parameters code outside of them reads, each with the layers around which that code stands.
+
+    Where these are all layers, or none, it is the last one.
+    """
+    groups = {layer.name: layer.modules for layer in layers if layer.modules}
+    items = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    found: dict[tuple[str, str], int] = {}
+    for parameter, holders in holders_of(model, groups).items():
+        for path in flow.readers[parameter]:
+            near = [name for name, modules in groups.items() if any(at(path, one) or at(one, path) for one in modules)]
+            users = near if 0 < len(near) < len(groups) else [layers[-1].name]
+            for pair in () if _inside(path, holders, groups) else product(holders, users):
+                found[pair] = found.get(pair, 0) + items[parameter]
+    return tuple(Tie(one, other, size) for (one, other), size in found.items() if one != other)
+
+
+def _inside(path: str, holders: Collection[str], groups: Mapping[str, Collection[str]]) -> bool:
+    return any(at(path, module) for holder in holders for module in groups[holder])
