@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import networkx
 
 import galvatron_lite
 
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(galvatron_lite.__file__).parent
 
 
@@ -29,3 +31,11 @@ def imports() -> networkx.DiGraph:
 def test_folders_import_downwards() -> None:
     circles = [part for part in networkx.strongly_connected_components(imports()) if len(part) > 1]
     assert not circles
+
+
+def test_folders_stand_in_the_order_of_the_design() -> None:
+    listed = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").split("## The folders")[1].split("\n## ")[0]
+    order = re.findall(r"^      (\w+)/", listed, re.MULTILINE)
+    assert len(order) > 15
+    upwards = [(a, b) for a, b in imports().edges if {a, b} <= set(order) and order.index(a) > order.index(b)]
+    assert upwards == []
