@@ -39,6 +39,7 @@ def evaluate_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the priced plan as JSON.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the priced plan to this file.")] = None,
+    verbose: options.Verbose = False,
 ) -> None:
     """Price a plan: step time and where it goes, memory of every stage, whether it fits."""
     from galvatron_lite import api
@@ -48,19 +49,21 @@ def evaluate_command(
     found = api.evaluate(plan, known, gpus=gpus, mem=mem, batch=batch)
     if output is not None:
         write_plan(found, output)
-    _print(found, known, as_json)
+    _print(found, known, as_json, verbose)
     if output is not None and not as_json:
         typer.echo(f"Written to {output}.")
 
 
-def _print(plan: Plan, profile: Profile, as_json: bool) -> None:
-    from galvatron_lite.cli.tables import accuracy, print_plan
+def _print(plan: Plan, profile: Profile, as_json: bool, verbose: bool) -> None:
+    from galvatron_lite.cli.plan_output import print_plan
+    from galvatron_lite.cli.tables import accuracy
     from galvatron_lite.plans.describe import fits_line
 
     if as_json:
         print_json(plan, fits=plan.fits)
         return
-    print_plan(plan, f"{profile.name}: {profile.origin.kind.value}, {profile.origin.source}", accuracy(profile))
+    source = f"{profile.name}: {profile.origin.kind.value}, {profile.origin.source}"
+    print_plan(plan, source, accuracy(profile), verbose)
     typer.echo(fits_line(plan))
     typer.echo(f"galvatron can run it: {_runs(plan)}")
 

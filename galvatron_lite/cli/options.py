@@ -24,6 +24,9 @@ Model = Annotated[str | None, typer.Option("--model", help="Name (llama2-7b) or 
 Cluster = Annotated[str | None, typer.Option("--cluster", help="Name (a100-80gb) or YAML file; needed with --model.")]
 Sequence = Annotated[int | None, typer.Option("--seq", help="Tokens a sample, with --model.")]
 Precision = Annotated[str | None, typer.Option("--precision", help="Of compute, with --model.")]
+Verbose = Annotated[
+    bool, typer.Option("-v", "--verbose", help="Print memory of every stage, all runner-ups and all notes.")
+]
 
 
 ASK = "Other questions (one at a time)"

@@ -150,6 +150,7 @@ def plan_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
+    verbose: opts.Verbose = False,
     fix: opts.Fix = None,
     forbid: opts.Forbid = None,
     schedule: opts.Schedule = None,
@@ -217,13 +218,13 @@ def plan_command(
     with interruptible(NO_PLAN):
         known = profile_of(gpus)
     named = _named(known, bool(flags), profile, model)
-    source = _source(known, named, best=(bool(flags) or model is not None) and precision is None)
+    source = _source(known, named, best=(bool(flags) or model is not None) and precision is None and verbose)
     if options.question and precision is None and not known.cluster.alike:
         source += "; fewer GPUs, all of one type, in their own best"
     if options.question:
         _answer(options, profile_of, {**setup, "gpus": gpus}, source, output, as_json)
     else:
-        _plan(known, setup, source, output, as_json, certify, best, tolerance)
+        _plan(known, setup, source, output, as_json, certify, best, tolerance, verbose)
 
 
 def _check(options: Options, certify: bool, best: int | None, output: Path | None) -> None:
@@ -263,11 +264,12 @@ def _model(
 
 def _plan(
     profile: Profile, setup: PlanArguments, source: str, output: Path | None, as_json: bool, certify: bool,
-    best: int | None, tolerance: str,
+    best: int | None, tolerance: str, verbose: bool,
 ) -> None:  # fmt: skip
     """The fastest plan."""
     from galvatron_lite import api
-    from galvatron_lite.cli.tables import accuracy, print_plan
+    from galvatron_lite.cli.plan_output import print_plan
+    from galvatron_lite.cli.tables import accuracy
     from galvatron_lite.plans.io import write_plan
 
     with search_progress(quiet=as_json) as progress:
@@ -279,7 +281,7 @@ def _plan(
     if as_json:
         print_json(found)
         return
-    print_plan(found, source, accuracy(profile))
+    print_plan(found, source, accuracy(profile), verbose)
     if found.provenance is not None and found.provenance.certificate:
         typer.echo(f"Certificate: {found.provenance.certificate}")
     _say_where(output)

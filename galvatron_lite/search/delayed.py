@@ -230,7 +230,9 @@ def _made(asked: Asked, plans: Sequence[Plan]) -> list[Plan]:
         gap = _gap(asked, plan)
         proof = Proof.FEASIBLE if gap > 0.0 else Proof.PROVEN
         notes = (*plan_notes(asked.request.graph, plan), *spread_note(asked.session.profile.origin))
-        made_from = replace(base, gap=gap, proof=proof, certificate="", notes=notes)
+        made_from = replace(
+            base, gap=gap, proof=proof, certificate="", notes=notes, least_seconds=0.0, most_seconds=0.0
+        )
         made.append(replace(plan, left_out=() if ordinary is None else ordinary.left_out, provenance=made_from))
     return made
 

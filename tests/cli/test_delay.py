@@ -18,7 +18,7 @@ def test_the_plan_says_that_the_rule_changes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "plan.yaml"
-    pins = ["--allow-delay", "--fix", "rule=v1", "--fix", "setting=data", "-o", str(target)]
+    pins = ["--allow-delay", "--fix", "rule=v1", "--fix", "setting=data", "-v", "-o", str(target)]
     assert run(monkeypatch, "plan", *SMALL, *pins) == 0
     out = capsys.readouterr().out
     for said in (
@@ -30,6 +30,7 @@ def test_the_plan_says_that_the_rule_changes(
         "without delay: ",
     ):
         assert said in out
+    assert " where links between nodes " not in out  # the range of a plan without delay is not this one's
     plan = read_plan(target)
     assert plan.cyclic == Cyclic(CyclicRule.V1, CyclicSetting.DATA)
     assert run(monkeypatch, "evaluate", str(target), "--model", "vgg16", "--cluster", "a100-40gb", "--batch", "48") == 0

@@ -215,7 +215,7 @@ def test_an_interrupted_plan_says_how_far_it_may_be_from_the_best(
 
     monkeypatch.setattr("galvatron_lite.analysis.setting.find_plan", stopped)
     assert run(monkeypatch, *SMALL) == 0
-    assert "search: interrupted; feasible, at most 25.0% from the best" in capsys.readouterr().out
+    assert "interrupted; feasible, at most 25.0% from the best" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

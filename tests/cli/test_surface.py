@@ -19,7 +19,7 @@ SURFACE = {
         "--best-batch", "--margin", "--max-batch", "--fewest", "--step", "--rate", "--tokens", "--price",
         "--tokens-total", "--tolerance",
         "--samples-total", "--steps", "--within", "--pareto", "--memory-step", "--plot", "--image",
-        "--mode", "--allow-delay", "--phases",
+        "--mode", "--allow-delay", "--phases", "-v", "--verbose",
     },
     "profile": {
         "--cluster", "--gpus", "--estimate", "--seq", "--precision", "--max-samples", "--name", "--folder", "--json",
@@ -31,7 +31,7 @@ SURFACE = {
     "export": {"--to", "-o", "--output", "--strict", "--json"},
     "evaluate": {
         "--profile", "--model", "--cluster", "--gpus", "--batch", "--seq", "--precision", "--mem", "--json", "-o",
-        "--output",
+        "--output", "-v", "--verbose",
     },
     "explain": {
         "--profile", "--model", "--cluster", "--gpus", "--seq", "--precision", "--mem", "--no-what-if", "--seconds",

@@ -1,0 +1,224 @@
+"""A plan in the terminal: in at most 15 lines, or with every figure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from galvatron_lite.cli.terminal import plain_table, wide_console
+from galvatron_lite.plans.describe import (
+    branch_rows,
+    fullest_of,
+    group_label,
+    headline,
+    memory_bar,
+    memory_parts,
+    shown_groups,
+    stage_rows,
+    time_line,
+    time_parts,
+)
+from galvatron_lite.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from galvatron_lite.plans.schema import Alternative, Plan, Prediction, Provenance
+
+MOST_LINES = 15
+"""Of the short form."""
+MOST_NOTES = 3
+RUNNERS_UP = 2
+_COMPUTE = ("forward", "backward", "recompute", "optimizer")
+_FULL = 0.97
+"""Share of the memory that plans may use from which memory is named as a bound."""
+
+
+def print_plan(plan: Plan, source: str, accuracy: str = "", verbose: bool = False) -> None:
+    """Print a plan with its memory, its step time and its runner-ups.
+
+    Args:
+        plan: what to print.
+        source: what its costs come from.
+        accuracy: how far off they may be; empty: not printed.
+        verbose: print memory of every stage, all runner-ups and notes instead of at most 15 lines.
+    """
+    console = wide_console()
+    console.print(headline(plan), style="bold")
+    if not verbose:
+        _print_short(console, plan, source, accuracy)
+        return
+    console.print(f"From {source}.\n")
+    _print_layers(console, plan)
+    console.print()
+    _print_memory(console, plan)
+    _print_time(console, plan, accuracy)
+    _print_alternatives(console, plan)
+    for reason in plan.left_out:
+        if not _expected(reason):
+            console.print(f"Note: {reason}")
+    for note in plan.provenance.notes if plan.provenance else ():
+        console.print(f"Note: {note}.")
+
+
+def _print_short(console: Console, plan: Plan, source: str, accuracy: str) -> None:
+    lines = [f"{label:<9}  {text}" for label, text in _figures(plan, source, accuracy)]
+    notes = [f"Note: {note}." for note in (plan.provenance.notes if plan.provenance else ())[:MOST_NOTES]]
+    _print_layers(console, plan, MOST_LINES - 2 - len(lines) - len(notes))
+    for line in lines:
+        console.print(line if len(line) <= console.width else f"{line[: console.width - 1]}…")
+    for note in notes:
+        console.print(note)
+
+
+def _figures(plan: Plan, source: str, accuracy: str) -> Iterator[tuple[str, str]]:
+    """Labels and lines of the short form."""
+    if plan.prediction is not None and plan.provenance is not None:
+        yield "memory", _memory_line(plan, plan.provenance)
+        yield "step", _step_line(plan.prediction, plan.provenance)
+        yield "bound by", _bound_line(plan, plan.prediction, plan.provenance)
+        yield "search", _proof(plan.provenance)
+    error = accuracy.partition(" (")[0]
+    yield "costs", source.removeprefix(f"{plan.model}: ") + f"; {error}" * bool(error)
+    if plan.prediction is not None:
+        for other in sorted(plan.alternatives, key=lambda one: (not one.fits, one.step_seconds))[:RUNNERS_UP]:
+            yield "runner-up", _runner_up(other, plan.prediction)
+
+
+def _memory_line(plan: Plan, provenance: Provenance) -> str:
+    fullest = fullest_of(plan.stages, provenance)
+    budget = provenance.budget_of(fullest)
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory_parts(fullest.memory)[:3])
+    stage = f" in stage {plan.stages.index(fullest)}" if len(plan.stages) > 1 else ""
+    margin = f", {provenance.margin:.1%} kept free" if provenance.margin else ""
+    share = fullest.memory.total / budget if budget else 0.0
+    return (
+        f"{format_bytes(fullest.memory.total)} of {format_bytes(budget)} a device ({share:.0%}{margin}){stage}: {parts}"
+    )
+
+
+def _step_line(prediction: Prediction, provenance: Provenance) -> str:
+    return f"{format_seconds(prediction.step_seconds)}{_range(provenance)}; {_throughput(prediction)}"
+
+
+def _bound_line(plan: Plan, prediction: Prediction, provenance: Provenance) -> str:
+    """What takes most of the step, and whether more memory may help."""
+    parts = time_parts(prediction.time)
+    sums: dict[str, float] = {}
+    for name, seconds in parts:
+        bound = "compute" if name in _COMPUTE else name
+        sums[bound] = sums.get(bound, 0.0) + seconds
+    fullest = fullest_of(plan.stages, provenance)
+    full = fullest.memory.total > _FULL * (1 - provenance.margin) * provenance.budget_of(fullest)
+    shares = ", ".join(f"{name} {seconds / prediction.step_seconds:.0%}" for name, seconds in parts[:4])
+    return f"{max(sums, key=lambda name: sums[name], default='compute')}{' and memory' * full}: {shares}"
+
+
+def _runner_up(other: Alternative, prediction: Prediction) -> str:
+    change = other.step_seconds / prediction.step_seconds - 1
+    fits = "" if other.fits else ", does not fit"
+    seconds = f"{format_seconds(other.step_seconds)} ({f'{change:+.0%}' if abs(change) >= 0.005 else 'equal'})"
+    return f"{seconds}, {format_bytes(other.peak_memory)}{fits}: {other.summary}"
+
+
+def _throughput(prediction: Prediction) -> str:
+    several = prediction.tokens_per_second != prediction.samples_per_second
+    tokens = f", {format_count(prediction.tokens_per_second)} tokens/s" * several
+    mfu = f", MFU {prediction.mfu:.1%}" if prediction.mfu else ""
+    return f"{format_count(prediction.samples_per_second)} samples/s{tokens}{mfu}"
+
+
+def _expected(reason: str) -> bool:
+    """Whether a reason is of every plan: what lies before and after the blocks is small and splits in few ways."""
+    said = (": ", " offers", " has no parameters")
+    return any(f": {edge}{one}" in reason for edge in ("before", "after") for one in said)
+
+
+def _print_layers(console: Console, plan: Plan, most: int | None = None) -> None:
+    table = plain_table("stage", "layers", "strategy")
+    rows = [*stage_rows(plan), *branch_rows(plan)]
+    cut = most is not None and len(rows) > most
+    for row in rows[: most - 1] if cut and most else rows:
+        table.add_row(row.stage, row.layers, row.strategy)
+    if cut and most:
+        table.add_row("…", f"{len(rows) - most + 1} more rows: -v")
+    console.print(table)
+
+
+def _print_memory(console: Console, plan: Plan) -> None:
+    if plan.prediction is None or plan.provenance is None:
+        return
+    provenance = plan.provenance
+    console.print("Memory on each device of a stage", style="bold")
+    fullest = fullest_of(plan.stages, provenance)
+    shown = shown_groups(plan, fullest)
+    width = max(3, *(len(group_label(group)) for group in shown if group))
+    for group in shown:
+        console.print(f"  {group_label(group) if group else '…':>{width}} {_bar(plan, provenance, group)}".rstrip())
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory_parts(fullest.memory))
+    console.print(f"  fullest: {parts}")
+    if provenance.margin:
+        console.print(
+            f"  margin: {provenance.margin:.1%} of the budget is kept free, as measured peaks may be above predictions"
+        )
+    console.print()
+
+
+def _bar(plan: Plan, provenance: Provenance, group: range | None) -> str:
+    """Memory of the fullest of some stages; nothing for those that are not shown."""
+    if group is None:
+        return ""
+    stage = fullest_of([plan.stages[number] for number in group], provenance)
+    return memory_bar(stage, provenance.budget_of(stage)) + " at most" * (len(group) > 1)
+
+
+def _print_time(console: Console, plan: Plan, accuracy: str) -> None:
+    if plan.prediction is None:
+        return
+    prediction = plan.prediction
+    console.print("Time", style="bold")
+    console.print(f"  {time_line(plan)}")
+    console.print(f"  {_throughput(prediction)}")
+    if plan.provenance is not None:
+        if plan.provenance.most_seconds:
+            console.print(
+                f"  {_range(plan.provenance).strip(' ()')} where links between nodes run at half rate, less is hidden "
+                "behind compute, or kernels are 10% slower or quicker"
+            )
+        console.print(f"  search: {_proof(plan.provenance)}; costs {plan.provenance.profile_origin}")
+    if accuracy:
+        console.print(f"  {accuracy}")
+    console.print()
+
+
+def _proof(provenance: Provenance) -> str:
+    from galvatron_lite.plans.schema import Proof
+
+    if provenance.proof is Proof.PROVEN and provenance.gap:
+        return f"within {max(provenance.gap, 1e-4):.2%} of the best possible (proven in the closed form)"
+    told = f"at most {max(provenance.gap, 1e-4):.2%}"
+    gap = f" ({told} from the best)" if provenance.gap else ""
+    if provenance.interrupted:
+        return f"interrupted; {provenance.proof.value}, at most {provenance.gap:.1%} from the best"
+    return f"{provenance.proof.value}{gap}"
+
+
+def _range(of: Alternative | Provenance) -> str:
+    """The least and the most seconds of a step over scenarios; empty where nobody asked."""
+    return f" ({format_seconds(of.least_seconds)} to {format_seconds(of.most_seconds)})" if of.most_seconds else ""
+
+
+def _print_alternatives(console: Console, plan: Plan) -> None:
+    if not plan.alternatives or plan.prediction is None:
+        return
+    table = plain_table("runner-up (not proven)", "step", "beside the plan", "memory", "fits")
+    for other in plan.alternatives:
+        change = other.step_seconds / plan.prediction.step_seconds - 1
+        table.add_row(
+            other.summary,
+            format_seconds(other.step_seconds) + _range(other),
+            f"{change:+.0%}",
+            format_bytes(other.peak_memory),
+            "yes" if other.fits else "no",
+        )
+    console.print(table)
