@@ -107,8 +107,16 @@ def average(ways: Ways, way: str, families: Sequence[str], field: str, digits: i
     return f"{sum(values):,}" if digits == 0 else f"{round(fmean(values), digits) + 0.0:.{digits}f}"
 
 
+def headline_table(data: Mapping[str, Any]) -> str:
+    """What the README says: of models and software that were not fitted to."""
+    lines = summary_table(data).splitlines()
+    return "\n".join(
+        [*lines[:2], lines[4].replace("… fitted", "| step time of language models, fitted", 1)[2:], *lines[6:]]
+    )
+
+
 def summary_table(data: Mapping[str, Any]) -> str:
-    """What the README says: means over families."""
+    """Means over families."""
     ways, best = ways_of(data), best_of(data)
     weighed = [family for family, scores in data[SHIPPED].items() if scores["memory_mape"] is not None]
     images = data[SHIPPED][IMAGES]
@@ -133,7 +141,11 @@ def replaced(text: str, name: str, content: str) -> str:
     return pattern.sub(lambda _: f"{start}\n\n{content}\n\n{end}", text)
 
 
-PAGES = ((ROOT / "docs" / "costs.md", "scores", scores_table), (ROOT / "README.md", "scores", summary_table))
+PAGES = (
+    (ROOT / "docs" / "costs.md", "scores", scores_table),
+    (ROOT / "docs" / "accuracy.md", "scores", summary_table),
+    (ROOT / "README.md", "scores", headline_table),
+)
 """Pages, the marker in each, and what is written there."""
 
 

@@ -2,7 +2,7 @@
 
 Estimated profiles: of each family of published runs the 80 % quantile of measured over predicted peaks, of these the
 median, so that no family counts for more than another. Measured profiles: the 80 % quantile over the plans of
-``scripts/accuracy`` (the table in the README).
+``scripts/accuracy`` (the table in docs/accuracy.md).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def estimated() -> float:
 
 def measured() -> float:
     """Of the table that ``scripts/accuracy`` prints."""
-    rows = re.findall(r"([\d.]+) MiB \| ([\d.]+) MiB", (ROOT / "README.md").read_text())
+    rows = re.findall(r"([\d.]+) MiB \| ([\d.]+) MiB", (ROOT / "docs" / "accuracy.md").read_text())
     return float(np.quantile([float(peak) / float(predicted) for predicted, peak in rows], QUANTILE))
 
 

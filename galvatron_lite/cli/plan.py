@@ -268,7 +268,7 @@ def _plan(
 ) -> None:  # fmt: skip
     """The fastest plan."""
     from galvatron_lite import api
-    from galvatron_lite.cli.plan_output import print_plan
+    from galvatron_lite.cli.plan_output import RUNNERS_UP, print_plan
     from galvatron_lite.cli.tables import accuracy
     from galvatron_lite.plans.io import write_plan
 
@@ -281,7 +281,7 @@ def _plan(
     if as_json:
         print_json(found)
         return
-    print_plan(found, source, accuracy(profile), verbose)
+    print_plan(found, source, accuracy(profile), verbose, RUNNERS_UP if best is None else best)
     if found.provenance is not None and found.provenance.certificate:
         typer.echo(f"Certificate: {found.provenance.certificate}")
     _say_where(output)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MOST_LINES = 15
 """Of the short form."""
+LEAST_ROWS = 3
 MOST_NOTES = 3
 RUNNERS_UP = 2
 _COMPUTE = ("forward", "backward", "recompute", "optimizer")
@@ -34,7 +35,9 @@ _FULL = 0.97
 """Share of the memory that plans may use from which memory is named as a bound."""
 
 
-def print_plan(plan: Plan, source: str, accuracy: str = "", verbose: bool = False) -> None:
+def print_plan(
+    plan: Plan, source: str, accuracy: str = "", verbose: bool = False, runners_up: int = RUNNERS_UP
+) -> None:
     """Print a plan with its memory, its step time and its runner-ups.
 
     Args:
@@ -42,11 +45,12 @@ def print_plan(plan: Plan, source: str, accuracy: str = "", verbose: bool = Fals
         source: what its costs come from.
         accuracy: how far off they may be; empty: not printed.
         verbose: print memory of every stage, all runner-ups and notes instead of at most 15 lines.
+        runners_up: how many to print in the short form.
     """
     console = wide_console()
     console.print(headline(plan), style="bold")
     if not verbose:
-        _print_short(console, plan, source, accuracy)
+        _print_short(console, plan, source, accuracy, runners_up)
         return
     console.print(f"From {source}.\n")
     _print_layers(console, plan)
@@ -61,17 +65,17 @@ def print_plan(plan: Plan, source: str, accuracy: str = "", verbose: bool = Fals
         console.print(f"Note: {note}.")
 
 
-def _print_short(console: Console, plan: Plan, source: str, accuracy: str) -> None:
-    lines = [f"{label:<9}  {text}" for label, text in _figures(plan, source, accuracy)]
+def _print_short(console: Console, plan: Plan, source: str, accuracy: str, runners_up: int) -> None:
+    lines = [f"{label:<9}  {text}" for label, text in _figures(plan, source, accuracy, runners_up)]
     notes = [f"Note: {note}." for note in (plan.provenance.notes if plan.provenance else ())[:MOST_NOTES]]
-    _print_layers(console, plan, MOST_LINES - 2 - len(lines) - len(notes))
+    _print_layers(console, plan, max(LEAST_ROWS, MOST_LINES - 2 - len(lines) - len(notes)))
     for line in lines:
         console.print(line if len(line) <= console.width else f"{line[: console.width - 1]}…")
     for note in notes:
         console.print(note)
 
 
-def _figures(plan: Plan, source: str, accuracy: str) -> Iterator[tuple[str, str]]:
+def _figures(plan: Plan, source: str, accuracy: str, runners_up: int) -> Iterator[tuple[str, str]]:
     """Labels and lines of the short form."""
     if plan.prediction is not None and plan.provenance is not None:
         yield "memory", _memory_line(plan, plan.provenance)
@@ -81,7 +85,7 @@ def _figures(plan: Plan, source: str, accuracy: str) -> Iterator[tuple[str, str]
     error = accuracy.partition(" (")[0]
     yield "costs", source.removeprefix(f"{plan.model}: ") + f"; {error}" * bool(error)
     if plan.prediction is not None:
-        for other in sorted(plan.alternatives, key=lambda one: (not one.fits, one.step_seconds))[:RUNNERS_UP]:
+        for other in sorted(plan.alternatives, key=lambda one: (not one.fits, one.step_seconds))[:runners_up]:
             yield "runner-up", _runner_up(other, plan.prediction)
 
 

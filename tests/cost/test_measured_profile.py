@@ -1,4 +1,4 @@
-"""The shipped measured profile against the twelve plans that were run on its machine (README, "How true ...")."""
+"""The shipped measured profile against the twelve plans that were run on its machine (docs/accuracy.md)."""
 
 from __future__ import annotations
 

@@ -112,8 +112,7 @@ RUN: dict[str, tuple[Told | str, ...]] = {
     ),
     "docs/watch.md": (Told("Path('runs/first').is_dir()", model_of, (("runs/first", "runs/second"),), "made already"),),
     "README.md": (
-        Told(TRAINED, model_of, (('mem="40GB"', 'mem="1GB"'),), "less memory here"),
-        Told("bool(state) and Path('checkpoints/step-100').is_dir()", parallel_of),
+        Told(f"{TRAINED} and Path('checkpoints/step-100').is_dir()", model_of, (('mem="40GB"', 'mem="1GB"'),), "less"),
     ),
 }  # fmt: skip
 """How each block of a page is run, in their order and with what those before have made; or the test that runs it, as it
