@@ -17,7 +17,7 @@ from galvatron_lite.capture.edges import run_edges
 from galvatron_lite.capture.limits import dead_parameters, whole_reason
 from galvatron_lite.capture.shared import Owners, find_owners, layer_needs, lent, linked, passed_between, read_elsewhere
 from galvatron_lite.capture.tensor import MixtureFigures, TensorFigures, mixture_figures, split_block, split_edges
-from galvatron_lite.errors import TraceError
+from galvatron_lite.errors import InputError, TraceError
 from galvatron_lite.model.balancing import undivided_reason
 from galvatron_lite.model.batch import LossFn, loss_of, map_tensors, resize_batch, sequence_length, tensors_of
 from galvatron_lite.model.dead import dead_note
@@ -32,12 +32,14 @@ from galvatron_lite.model.graph import (
     Passed,
     Recompute,
     Role,
+    SplitDims,
     TensorSplit,
 )
 from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures, merge
 from galvatron_lite.model.trace_flow import Needs
 from galvatron_lite.model.trace_meta import dtype_of, meta_copy, precision_of
 from galvatron_lite.model.trace_run import BlockCall, Observation, chain_inputs, observe, run_block
+from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 
 
@@ -356,10 +358,24 @@ class _Capture:
             gathered_output_bytes=sum(self._output_bytes(path, operators) for path in plan.heads),
             loss_bytes=figure.loss_bytes,
             **_edge_regions(layer, plan),
+            channel_reasons=self._channel_reasons(layer, dims),
             expert_parameters=mixture.parameters,
             dispatched_bytes=mixture.dispatched_bytes,
             expert_reason=mixture.reason,
         )
+
+    def _channel_reasons(self, layer: Layer, dims: SplitDims) -> dict[str, str]:
+        """Why a block does not run on shares of its output or input channels; tried on two."""
+        if layer.role is not Role.BLOCK or not dims.height:
+            return {}
+        call = next(call for call in self.calls[1] if call.path == layer.name)
+        reasons = {}
+        for by in ("filters", "channels"):
+            try:
+                infer_channels(self.twin.get_submodule(layer.name), call.args, call.kwargs, by, 2)
+            except InputError as error:
+                reasons[by] = f"{error.field}: {error.remedy}"
+        return reasons
 
     def _parameters(self, layer: Layer, sharded: frozenset[str]) -> TensorSplit:
         """Parameter items; ``sharded`` names those split, from the layer where it is one block, else from the model."""

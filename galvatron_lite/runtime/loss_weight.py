@@ -7,18 +7,19 @@ for all shares before the step, and nothing is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - PyTorch's own convention
+from torch.overrides import TorchFunctionMode
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import ITEMS, batch_size, places, slice_batch
 
-LossWeight = Callable[[Any], Tensor | float]
-"""``loss_weight(batch)`` of some samples: what their mean loss is a mean over (a number of labels that count)."""
 REDUCTIONS = ("mean", "sum")
 EVEN = 1e-6
 """Relative difference up to which weights are alike."""
@@ -81,6 +82,86 @@ class TargetCounts:
         return each[0]
 
 
+@dataclass(frozen=True, slots=True)
+class TermCounts:
+    """Weights found for the terms of a loss: its mean cross-entropies, in the order in which the model calls them.
+
+    All other terms are means over samples.
+    """
+
+    terms: tuple[TargetCount | None, ...]  # None: it weighs as a mean over samples
+
+    def of_shares(self, batch: Any, shares: int) -> list[Tensor | None]:
+        """What each term of equal shares is multiplied by, each (shares,); None: 1 everywhere."""
+        factors: list[Tensor | None] = []
+        for term in self.terms:
+            samples = None if term is None else term.by_sample(batch)
+            counts = None if samples is None else samples.reshape(shares, -1).sum(1)
+            factors.append(None if counts is None else counts / counts.mean())
+        return factors
+
+
+LossWeight = Callable[[Any], Tensor | float] | TermCounts
+"""``loss_weight(batch)`` of some samples: what their mean loss is a mean over (a number of labels that count)."""
+
+
+def mean_of_targets(function: Any, args: Any, kwargs: Any) -> dict[str, Any] | None:
+    """Arguments of a mean cross-entropy over classes, by name; None: the call is none."""
+    if function not in (F.cross_entropy, F.nll_loss):
+        return None
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    is_mean = named.get("reduction", "mean") == "mean" and not named["target"].is_floating_point()
+    return named if is_mean else None
+
+
+class ScaledTerms(TorchFunctionMode):
+    """Multiplies the mean cross-entropies of a share, in the order of their calls.
+
+    Args:
+        factors: scalars; None: 1.
+    """
+
+    def __init__(self, factors: Sequence[Tensor | None]) -> None:
+        super().__init__()
+        self._factors, self._count = factors, 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if mean_of_targets(function, args, kwargs or {}) is None:
+            return result
+        self._count += 1
+        if self._count > len(self._factors):
+            remedy = "This batch makes the model call more of them than the example did: pass loss_weight=."
+            raise InputError("cross-entropies of a loss", self._count, remedy)
+        factor = self._factors[self._count - 1]
+        return weighted(result, factor)
+
+
+@dataclass(frozen=True, slots=True)
+class ShareScale:
+    """What the loss of a share of a batch, or terms of it, are multiplied by."""
+
+    total: Tensor | None = None
+    terms: tuple[Tensor | None, ...] = ()
+
+    def inside(self) -> AbstractContextManager[Any]:
+        """Around the calls of the model and of ``loss_fn``."""
+        return ScaledTerms(self.terms) if self.terms else nullcontext()
+
+
+def share_scales(weight: LossWeight | None, reduction: str, batch: Any, shares: int) -> list[ShareScale]:
+    """Of each of the equal shares of a batch; arguments and errors as of ``share_factors``."""
+    if isinstance(weight, TermCounts):
+        if shares == 1 or (isinstance(batch, Mapping) and batch.get(ITEMS) is not None):
+            return [ShareScale()] * shares
+        terms = weight.of_shares(batch, shares)
+        rows = zip(*([None] * shares if one is None else one.float() for one in terms), strict=True)
+        return [ShareScale(terms=tuple(row)) for row in rows]
+    factors = share_factors(weight, reduction, batch, shares)
+    return [ShareScale()] * shares if factors is None else [ShareScale(factor) for factor in factors.float()]
+
+
 def check_reduction(reduction: str, weight: LossWeight | None) -> None:
     """Refuse what cannot be said of a loss.
 
@@ -93,7 +174,9 @@ def check_reduction(reduction: str, weight: LossWeight | None) -> None:
         raise InputError("loss_weight", "with loss_reduction='sum'", "A sum needs no weight: leave one of them out.")
 
 
-def share_factors(weight: LossWeight | None, reduction: str, batch: Any, shares: int) -> Tensor | None:
+def share_factors(
+    weight: Callable[[Any], Tensor | float] | None, reduction: str, batch: Any, shares: int
+) -> Tensor | None:
     """What the loss of each share is multiplied by, so that the mean over shares is the loss of the batch.
 
     Args:
@@ -118,7 +201,7 @@ def share_factors(weight: LossWeight | None, reduction: str, batch: Any, shares:
     return weights / weights.mean()
 
 
-def _called(weight: LossWeight, batch: Any, shares: int) -> Tensor:
+def _called(weight: Callable[[Any], Tensor | float], batch: Any, shares: int) -> Tensor:
     rows = batch_size(batch) // shares
     parts = (slice_batch(batch, start, start + rows) for start in range(0, shares * rows, rows))
     weights = torch.tensor([float(weight(part)) for part in parts], dtype=torch.float64)
@@ -132,17 +215,19 @@ def weighted(loss: Tensor, factor: Tensor | None) -> Tensor:
     """The loss of a share times its factor; of a share in which nothing counts, whose mean is 0/0, zero."""
     if factor is None:
         return loss
+    factor = factor.to(loss.device)
     scaled = loss * factor
     return torch.where(factor == 0, torch.zeros_like(scaled), scaled)
 
 
-def check_even(factors: Tensor | None, trainer: str) -> None:
+def check_even(scales: Sequence[ShareScale], trainer: str) -> None:
     """Refuse shares that weigh unlike, for what trains them all alike.
 
     Raises:
         InputError: they do.
     """
-    if factors is not None and not torch.allclose(factors, torch.ones_like(factors), rtol=EVEN):
+    factors = torch.tensor([float(one) for scale in scales for one in (scale.total, *scale.terms) if one is not None])
+    if not torch.allclose(factors, torch.ones_like(factors), rtol=EVEN):
         remedy = (
             f"Micro-batches weigh the same under {trainer}; in this batch they do not ({_few(factors)}). Give each as "
             "many labels that count, or a plan of synchronous training."

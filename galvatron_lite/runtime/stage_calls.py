@@ -27,7 +27,7 @@ from galvatron_lite.parallelism.spatial.apply import leaving
 from galvatron_lite.parallelism.vocabulary.logits import whole_logits
 from galvatron_lite.runtime.draws import drawing
 from galvatron_lite.runtime.layout import WHOLE, Split
-from galvatron_lite.runtime.loss_weight import LossWeight, share_factors, weighted
+from galvatron_lite.runtime.loss_weight import LossWeight, ShareScale, share_scales, weighted
 from galvatron_lite.runtime.setup import StageRuntime
 from galvatron_lite.runtime.synced_buffers import SyncedBuffers
 
@@ -43,7 +43,7 @@ class Calls:
     # how much the loss of some samples counts; None: as much as that of as many others
     weight: LossWeight | None = None
     reduction: str = "mean"  # what the loss is over samples, ``mean`` or ``sum``
-    factors: dict[int, Tensor] = field(default_factory=dict)  # on the loss of each part, by its identity
+    scales: dict[int, ShareScale] = field(default_factory=dict)  # on the loss of each part, by its identity
     buffers: SyncedBuffers = field(default_factory=lambda: SyncedBuffers({}))  # that forward passes update
 
     def parts(self, runtime: StageRuntime, batch: Any, rows: int) -> list[Any]:
@@ -52,9 +52,9 @@ class Calls:
         ((top, bottom),) = traffic.glue.samples((rows,)).box(place, (rows,)).ranges
         samples = batch_size(batch)
         starts, shares = range(0, samples, rows), traffic.glue.batch
-        factors = None
+        scales: list[ShareScale] = []
         if runtime.is_last:
-            factors = share_factors(self.weight, self.reduction, batch, shares * len(starts))
+            scales = share_scales(self.weight, self.reduction, batch, shares * len(starts))
         batch = with_share_of_items(batch, (bottom - top) / samples)
         parts = [slice_batch(batch, start + top, start + bottom) for start in starts]
         made = [traffic.cut_batch(part, self.device) for part in parts]
@@ -62,20 +62,20 @@ class Calls:
             if self.draws is not None:
                 self.draws.note(part, start)
         if runtime.is_last:
-            self.factors.clear()
-        if factors is not None:
-            mine = factors.float().view(-1, shares)[:, top // (bottom - top)].to(self.device)
-            self.factors.update((id(part), factor) for part, factor in zip(made, mine, strict=True))
+            self.scales.clear()
+            self.scales.update(zip(map(id, made), scales[top // (bottom - top) :: shares], strict=True))
         return made
 
     def loss(self, runtime: StageRuntime, part: Any, rows: int) -> Tensor:
         """The loss of this rank's samples, times their weight; zero where the stage is not the last."""
         with self._running(runtime, part, rows), self.buffers.updating(runtime):
-            output = call_model(runtime.model, part)
-            if not runtime.is_last:
-                return torch.zeros((), device=self.device)
-            loss = leaving(loss_of(output, part, self.loss_fn), runtime.traffic.border.lines)
-            return weighted(loss, self.factors.get(id(part)))
+            scale = self.scales.get(id(part), ShareScale())
+            with scale.inside():
+                output = call_model(runtime.model, part)
+                if not runtime.is_last:
+                    return torch.zeros((), device=self.device)
+                loss = leaving(loss_of(output, part, self.loss_fn), runtime.traffic.border.lines)
+            return weighted(loss, scale.total)
 
     def outputs(self, runtime: StageRuntime, part: Any, rows: int) -> tuple[Any, tuple[bool, ...]]:
         """The model's own outputs, whole on every rank of the stage, and of each tensor whether it holds the samples.
@@ -83,13 +83,13 @@ class Calls:
         Others (a loss) are means over the ranks' shares of the samples, scalars with their weights.
         """
         sampled: list[bool] = []
-        factor = self.factors.get(id(part))
+        scale = self.scales.get(id(part), ShareScale())
 
         def gathered(tensor: Tensor) -> Tensor:
             sampled.append(runtime.traffic.piece(tensor) is not None)
-            return _gathered(runtime, tensor, factor)
+            return _gathered(runtime, tensor, scale.total)
 
-        with self._running(runtime, part, rows):
+        with self._running(runtime, part, rows), scale.inside():
             found = call_model(runtime.model, part)
             return (map_tensors(found, gathered) if runtime.is_last else None), tuple(sampled)
 

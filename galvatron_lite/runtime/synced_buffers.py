@@ -45,10 +45,14 @@ class SyncedBuffers:
         self._buffers = {id(runtime): list(self._of(runtime)) for runtime in runtimes} if self._rules else {}
 
     def _of(self, runtime: StageRuntime) -> Iterator[_Buffer]:
-        for placed in runtime.stage:
-            group = runtime.meshes.groups(placed.strategy).batch
-            for name, rule in self._rules.items():
-                if any(at(name, path) for path in placed.layer.modules):
+        """Those of the stage's layers; the first layer of a plan of one stage has those that no layer holds, too."""
+        paths = {placed.layer.name: placed.layer.modules for placed in runtime.stage}
+        for name, rule in self._rules.items():
+            holders = [layer for layer, modules in paths.items() if any(at(name, path) for path in modules)]
+            loose = not holders and runtime.pipeline is None
+            for placed in runtime.stage:
+                if placed.layer.name in holders or (loose and placed is runtime.stage[0]):
+                    group = runtime.meshes.groups(placed.strategy).batch
                     tensor = runtime.model.get_buffer(name)
                     change = torch.zeros_like(tensor, dtype=torch.float64)
                     yield _Buffer(tensor, tensor.detach().clone(), change, rule, group)

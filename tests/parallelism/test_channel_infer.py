@@ -106,9 +106,21 @@ class Twice(nn.Module):
         return self.norm(self.two(self.norm(self.one(x))))
 
 
+class Scaled(nn.Module):
+    """A scale of its own, for shares and then for a whole picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.one, self.two = nn.Parameter(torch.ones(1)), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale.exp() * self.two(self.scale * self.one(x))
+
+
 @pytest.mark.parametrize(
     ("layer", "by", "reason"),
     [
+        (Scaled(), "filters", "scale.*keep the layer whole"),
         (nn.Sequential(nn.Conv2d(8, 8, 1), nn.Flatten(0)), "channels", "no channels"),
         (Twice(), "filters", "keep the layer whole"),
     ],

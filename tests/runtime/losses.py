@@ -74,10 +74,16 @@ class Network(nn.Module):
         self.embed = nn.Embedding(VOCAB, HIDDEN)
         self.blocks = nn.ModuleList(Averaging() if kind == "buffers" else Block() for _ in range(4))
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+        if kind == "loose buffer":
+            self.register_buffer("average", torch.zeros(HIDDEN))
         self.register_buffer("classes", 1 + torch.arange(VOCAB).float() / 4, persistent=False)
 
-    def forward(self, tokens: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, labels: Tensor, mask: Tensor | None = None, first: Tensor | None = None
+    ) -> Tensor:
         hidden = self.embed(tokens)
+        if self.kind == "loose buffer":
+            self.average.lerp_(hidden.detach().mean((0, 1)), 0.1)
         for block in self.blocks:
             hidden = block(hidden)
         if self.kind == "contrastive":
@@ -92,7 +98,8 @@ class Network(nn.Module):
         if self.kind == "penalty":
             return each.mean() + 0.01 * sum(one.square().sum() for one in self.parameters())
         if self.kind == "two terms":
-            return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1) + hidden.square().mean()
+            following = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
+            return following + 0.5 * F.cross_entropy(logits[:, 0], first) + hidden.square().mean()
         weight = self.classes if self.kind == "classes" else None
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight, ignore_index=-1)
 
@@ -122,10 +129,11 @@ def make(kind: str) -> tuple[nn.Module, Any]:
     labels = tokens.roll(-1, 1)
     labels = (
         labels
-        if kind in ("classes", "buffers", "penalty", "two terms") or "masked" in kind
+        if kind in ("classes", "buffers", "loose buffer", "penalty") or "masked" in kind
         else labels.where(keeps, -1)
     )
-    return Network(kind), {"tokens": tokens, "labels": labels} | ({"mask": keeps} if "masked" in kind else {})
+    more = {"first": tokens[:, 1].where(keeps[:, 2], -100)} if kind == "two terms" else {}
+    return Network(kind), {"tokens": tokens, "labels": labels, **more} | ({"mask": keeps} if "masked" in kind else {})
 
 
 def plan_of(name: str, kind: str) -> Plan:

@@ -33,7 +33,7 @@ FOUR = ("pipeline and data",)
         ("sum", {"loss_reduction": "sum"}, ()),
         ("masked", {"loss_weight": count_mask}, ()),
         ("buffers", {}, ()),
-        ("two terms", {}, ()),
+        ("two terms", {}, ("context", "tensor")),
     ],
 )
 def test_as_in_one_process(pool: WorkerPool, kind: str, options: dict[str, Any], more: tuple[str, ...]) -> None:
@@ -49,6 +49,7 @@ def test_as_in_one_process(pool: WorkerPool, kind: str, options: dict[str, Any],
         ("buffers", ("tensor",), "Forward passes update"),
         ("sum", ("micro-batches", "data"), "loss_reduction='sum'"),
         ("contrastive", ("micro-batches", "data", "pipeline"), "--fix dp=1"),
+        ("loose buffer", ("pipeline",), "Code between layers updates these buffers"),
         ("penalty", ("zero3", "pipeline", "tensor"), "weight_decay"),
         ("tied by hand", ("zero3", "pipeline", "tensor"), "outside of their layers"),
     ],
@@ -94,7 +95,12 @@ def test_a_share_in_which_nothing_counts(pool: WorkerPool) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "names"),
-    [("contrastive", ("tensor",)), ("penalty", ("data", "zero1")), ("tied by hand", ("data", "zero1"))],
+    [
+        ("contrastive", ("tensor",)),
+        ("loose buffer", ("data", "zero3")),
+        ("penalty", ("data", "zero1")),
+        ("tied by hand", ("data", "zero1")),
+    ],
 )
 def test_plans_that_may_stay(pool: WorkerPool, kind: str, names: tuple[str, ...]) -> None:
     for found in pool.run(2, differences, kind=kind, names=names):

@@ -66,6 +66,8 @@ class ChannelDimension:
         """Why a layer cannot be split so many ways; empty where it can."""
         if not splits_channels(kind, self.degree):
             ends = is_picture(kind)
+            if ends and self.degree in kind.channel_reasons:
+                return kind.channel_reasons[self.degree]
             return "it ends in a loss, whose channels nobody reads" if ends else "it does not work on pictures"
         return undivided(kind, self.degree, degree)
 

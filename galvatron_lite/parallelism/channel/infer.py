@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.trace_meta import meta_copy
@@ -31,7 +32,7 @@ from galvatron_lite.parallelism.channel.plan import ChannelPlan
 from galvatron_lite.parallelism.channel.rules import CHANNELS_RULES, filters_rules
 from galvatron_lite.parallelism.channel.split import Sharing, split_module, split_part
 from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
-from galvatron_lite.parallelism.cuts.tensor import Call, cut_tensors, cuts_of, whole_shape
+from galvatron_lite.parallelism.cuts.tensor import Call, CutTensor, cuts_of, whole_shape
 from galvatron_lite.parallelism.shares import share
 
 
@@ -76,8 +77,6 @@ class _Run:
         for path, module in list(self.twin.named_modules()):
             if is_weighted(module):
                 module.forward = partial(self.first, path, module, sharing)
-            else:
-                _refuse_both(module)
         leaves = map_tensors((tuple(args), dict(kwargs)), _leaf)
         self.entered = {id(one) for one in tensors_in(leaves) if one.requires_grad}
         # the layer may write to what it is given, but not to leaves
@@ -85,11 +84,18 @@ class _Run:
         inputs = _extents(given)
         own = map_tensors(given, partial(_own, line=self.line)) if self.by == "channels" else given
         entered, named = enter_layer(own, sharing, inputs)
-        left = self.twin(*entered, **named)
+        uses = _WholeUses(self.twin)
+        with uses:
+            left = self.twin(*entered, **named)
         outputs = _extents(left)
         leave_layer(left, sharing)
-        names = (name for name, one in self.twin.named_parameters(remove_duplicate=False) if id(one) in self.met)
-        return ChannelPlan(self.by, self.line.size, self.parts, frozenset(names), inputs, outputs)
+        parameters = dict(self.twin.named_parameters(remove_duplicate=False))
+        partial_names = frozenset(name for name, one in parameters.items() if id(one) in self.met)
+        for name in sorted(partial_names):
+            if id(parameters[name]) in uses.parameters:
+                remedy = "It works on shares of channels and on whole pictures: keep the layer whole."
+                raise InputError("parameter", name, remedy)
+        return ChannelPlan(self.by, self.line.size, self.parts, partial_names, inputs, outputs)
 
     def first(self, path: str, module: Weighted, sharing: Sharing, tensor: Tensor, *rest: Any, **named: Any) -> Tensor:
         """The first call of a convolution or linear: it is split by what enters, and called again."""
@@ -146,16 +152,24 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
         open_nodes += following
 
 
-def _refuse_both(module: nn.Module) -> None:
-    """Make a module with parameters, that is not split, refuse to run on shares once and on a whole picture another
-    time: its gradients would be parts, and complete."""
-    seen = set[bool]()
+class _WholeUses(TorchFunctionMode):
+    """Notes parameters that work on whole activations: their gradients are complete on every device.
 
-    def note(_module: nn.Module, args: tuple[Any, ...]) -> None:
-        seen.add(next(cut_tensors(args), None) is not None)
-        if len(seen) > 1:
-            remedy = "It runs on shares of channels and on whole pictures: keep the layer whole."
-            raise InputError("module", type(module).__name__, remedy)
+    Args:
+        twin: the layer; what is computed of its parameters and buffers alone is no activation.
+    """
 
-    if any(True for _ in module.parameters(recurse=False)):
-        module.register_forward_pre_hook(note)
+    def __init__(self, twin: nn.Module) -> None:
+        super().__init__()
+        self.parameters = set[int]()
+        self._weights: dict[int, Tensor] = {id(one): one for one in (*twin.parameters(), *twin.buffers())}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        tensors = list(tensors_in((args, kwargs or {})))
+        weights = [one for one in tensors if id(one) in self._weights]
+        if tensors and len(weights) == len(tensors):
+            self._weights.update((id(one), one) for one in tensors_in(result))
+        elif not any(isinstance(one, CutTensor) for one in tensors):
+            self.parameters.update(id(leaf) for one in weights for leaf in _leaves(one))
+        return result

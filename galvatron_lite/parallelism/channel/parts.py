@@ -97,7 +97,7 @@ def takes_gradient(one: Operator) -> bool:
 
 def splits_channels(kind: LayerKind, by: str) -> bool:
     """Whether a layer's channels may be shared; what ends in a loss, or returns one, has none to hand on."""
-    if not is_picture(kind):
+    if not is_picture(kind) or by in kind.channel_reasons:
         return False
     return by == "filters" or (kind.output_bytes > LOSS_BYTES and kind.dims.out_channels > 0)
 

@@ -28,7 +28,7 @@ from galvatron_lite.runtime.cyclic.optimizer import CyclicOptimizer
 from galvatron_lite.runtime.cyclic.setup import Options, set_up
 from galvatron_lite.runtime.cyclic.state import WholeState
 from galvatron_lite.runtime.live.observed import Observable, observed
-from galvatron_lite.runtime.loss_weight import LossWeight, check_even, check_reduction, share_factors
+from galvatron_lite.runtime.loss_weight import LossWeight, check_even, check_reduction, share_scales
 from galvatron_lite.runtime.peers import ProcessPeers, at_first
 from galvatron_lite.runtime.placement import check_samples
 from galvatron_lite.world import pick_device
@@ -286,7 +286,7 @@ class CyclicModel(Observable, nn.Module):
         samples, count = batch_size(batch), len(self.plan.stages)
         check_samples(samples, self.plan, count)
         rows = samples // count
-        check_even(share_factors(self._loss_weight, self._loss_reduction, batch, count), "cyclic data parallelism")
+        check_even(share_scales(self._loss_weight, self._loss_reduction, batch, count), "cyclic data parallelism")
         return [slice_batch(batch, start, start + rows) for start in range(0, samples, rows)]
 
     def _learned(self) -> Tensor:

@@ -27,7 +27,7 @@ from galvatron_lite.runtime.deepspeed.saving import DeepSpeedSaver
 from galvatron_lite.runtime.deepspeed.settings import check_engine, common_strategy
 from galvatron_lite.runtime.deepspeed.state import full_state_dict, load_full_state_dict
 from galvatron_lite.runtime.live.observed import Observable, observed
-from galvatron_lite.runtime.loss_weight import LossWeight, check_reduction, share_factors, weighted
+from galvatron_lite.runtime.loss_weight import LossWeight, ShareScale, check_reduction, share_scales, weighted
 from galvatron_lite.runtime.mesh import join_world
 from galvatron_lite.runtime.placement import check_samples, place_layers
 from galvatron_lite.world import pick_device
@@ -89,7 +89,8 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
     ) -> None:
         super().__init__()
         check_reduction(loss_reduction, loss_weight)
-        self._loss_weight, self._loss_reduction, self._factors = loss_weight, loss_reduction, dict[int, Tensor]()
+        self._loss_weight, self._loss_reduction = loss_weight, loss_reduction
+        self._scales = dict[int, ShareScale]()
         prepare_for_training(model)
         self.device = pick_device() if device is None else torch.device(device)
         self.plan, self.max_grad_norm, self._loss_fn = check_runs(plan, DEEPSPEED), max_grad_norm, loss_fn
@@ -280,12 +281,10 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         check_samples(samples, self.plan, count)
         rows, own = samples // count, samples // (count * ranks)
         starts = (first + dist.get_rank() * own for first in range(0, samples, rows))
-        factors = share_factors(self._loss_weight, self._loss_reduction, batch, count * ranks)
+        scales = share_scales(self._loss_weight, self._loss_reduction, batch, count * ranks)
         parts = [map_tensors(slice_batch(batch, start, start + own), self._placed) for start in starts]
-        self._factors.clear()
-        if factors is not None:
-            mine = factors.float().view(count, ranks)[:, dist.get_rank()].to(self.device)
-            self._factors.update((id(part), factor) for part, factor in zip(parts, mine, strict=True))
+        self._scales.clear()
+        self._scales.update(zip(map(id, parts), scales[dist.get_rank() :: ranks], strict=True))
         return parts
 
     def _placed(self, tensor: Tensor) -> Tensor:
@@ -293,8 +292,10 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         return tensor.to(self.device, cast, non_blocking=True)
 
     def _local_loss(self, part: Any) -> Tensor:
-        loss = loss_of(call_model(self.engine, part), part, self._loss_fn)
-        return weighted(loss, self._factors.get(id(part)))
+        scale = self._scales[id(part)]
+        with scale.inside():
+            loss = loss_of(call_model(self.engine, part), part, self._loss_fn)
+        return weighted(loss, scale.total)
 
     def _mean(self, loss: Tensor) -> Tensor:
         total = loss.detach().float().clone()

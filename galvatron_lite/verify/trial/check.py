@@ -17,12 +17,21 @@ from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import LossFn, map_places, slice_batch
+from galvatron_lite.model.discover_blocks import at
 from galvatron_lite.model.graph import Layer, Recompute
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.loss_weight import LossWeight, TargetCount, TargetCounts, share_factors, weighted
+from galvatron_lite.runtime.loss_weight import (
+    LossWeight,
+    TargetCount,
+    TargetCounts,
+    TermCounts,
+    share_factors,
+    share_scales,
+    weighted,
+)
 from galvatron_lite.verify.trial.double import SAMPLES, Double, SkippedError, make_double, masks_of
-from galvatron_lite.verify.trial.passes import Observer, Pass, counts_of, relative_error, run_pass
+from galvatron_lite.verify.trial.passes import Observer, Pass, counts_of, relative_error, run_pass, terms_of
 
 SHARES = 2
 ENOUGH = 5.0
@@ -43,6 +52,8 @@ class Findings:
     # buffers that a forward pass updates from the batch: ``mean`` or ``sum`` of what shares make of them, or empty
     # where it is neither
     buffers: tuple[tuple[str, str], ...] = ()
+    # those of the buffers that no layer holds: code between layers updates them, which a stage runs for its own layers
+    loose: tuple[str, ...] = ()
     skipped: str = ""  # why nothing was found out; empty where it was
     unsaid: InputError | None = None  # what has to be said of the loss before a batch can be shared out; None: nothing
 
@@ -56,6 +67,7 @@ class Findings:
             raise self.unsaid
         fix = ("dp=1", "microbatches=1") if self.whole else ()
         forbid = (*(OUTSIDE_NEEDS if self.outside else ()), *(SAMPLES_NEED if self.buffers else ()))
+        forbid += ("pipeline",) * bool(self.loose and not self.outside)
         return {name: words for name, words in (("fix", fix), ("forbid", forbid)) if words}
 
     def notes(self) -> list[str]:
@@ -112,6 +124,12 @@ class Findings:
                 "each. Give a plan of data parallelism, ZeRO or stages, or none, to have one found."
             )
             raise InputError("buffers", _few([name for name, _ in self.buffers]), remedy)
+        if self.loose and len(plan.stages) > 1:
+            remedy = (
+                "Code between layers updates these buffers, and only one stage runs it. Give a plan of one stage, or "
+                "none, to have one found; or move buffers and update into a module that is called."
+            )
+            raise InputError("buffers", _few(self.loose), remedy)
         if self.outside and (len(plan.stages) > 1 or any(map(_shares_parameters, strategies)) or plan.branches):
             remedy = (
                 "Code outside of their layers reads these parameters, of which a rank under this plan has a share, or "
@@ -174,11 +192,16 @@ def try_model(
         return Findings(skipped="its loss is random, dropout apart")
     if not whole.is_finite:
         return Findings(skipped=f"the loss of the example batch, or a gradient of it, is not finite ({whole.loss})")
-    counts = counts_of(observer.seen, double.batch)
+    terms = terms_of(observer.seen, double.batch)
+    counts = counts_of(terms)
     trials = list(_trials(double, counts, whole, loss_fn))
-    findings = Findings(outside=tuple(observer.seen.outside), buffers=_buffers(model, double, trials[0]))
+    buffers = _buffers(model, double, trials[0])
+    held = [path for layer in layers for path in layer.modules]
+    loose = tuple(name for name, _ in buffers if not any(at(name, path) for path in held))
+    findings = Findings(outside=tuple(observer.seen.outside), buffers=buffers, loose=loose)
     found = TargetCounts(counts) if counts else None
-    for candidate in (weight,) if weight is not None or reduction == "sum" else (found, None):
+    by_term = TermCounts(terms) if counts else None
+    for candidate in (weight,) if weight is not None or reduction == "sum" else (found, by_term, None):
         try:
             if all(_equal(double, one, candidate, reduction, loss_fn) for one in trials):
                 return replace(findings, weight=None if weight is not None else candidate)
@@ -256,16 +279,14 @@ def _tried(double: Double, batch: Any, whole: Pass, loss_fn: LossFn | None) -> T
 
 def _uneven(batch: Any, counts: Sequence[TargetCount]) -> Iterator[Any]:
     """Batches whose first share counts less: fewer targets and mask entries in its first sample, then none in it."""
-    # a loss of several means is tried as it is: whether such batches come is not known
-    count = counts[0] if len(counts) == 1 else None
-    masks = masks_of(batch, () if count is None else (count.place,))
+    ignored = {count.place: count.ignored for count in counts}
+    masks = masks_of(batch, tuple(ignored))
 
     def fewer(place: str, tensor: Tensor) -> Tensor:
-        targets = count is not None and place == count.place
-        if not targets and place not in masks:
+        if place not in ignored and place not in masks:
             return tensor
         changed = tensor.clone()
-        value = count.ignored if count is not None and targets else 0
+        value = ignored.get(place, 0)
         if tensor.dim() == 1:
             changed[0] = value
         else:
@@ -273,19 +294,25 @@ def _uneven(batch: Any, counts: Sequence[TargetCount]) -> Iterator[Any]:
         return changed
 
     def none(place: str, tensor: Tensor) -> Tensor:
-        if place not in (masks if count is None else (count.place,)):
+        if place not in (ignored or masks):
             return tensor
         changed = tensor.clone()
-        changed[: SAMPLES // SHARES] = 0 if count is None else count.ignored
+        changed[: SAMPLES // SHARES] = ignored.get(place, 0)
         return changed
 
-    if count is not None or masks:
+    if ignored or masks:
         yield map_places(batch, fewer)
         yield map_places(batch, none)
 
 
 def _equal(double: Double, trial: Trial, weight: LossWeight | None, reduction: str, loss_fn: LossFn | None) -> bool:
     """Whether shares with these weights make the batch's loss and gradients."""
+    if isinstance(weight, TermCounts):
+        try:
+            shares = _scaled(double, trial, weight, reduction, loss_fn)
+        except SkippedError:
+            return False
+        return relative_error(trial.whole, shares, [1 / SHARES] * SHARES) <= TOLERANCE
     try:
         factors = share_factors(weight, reduction, trial.batch, SHARES)
     except InputError:
@@ -301,6 +328,14 @@ def _equal(double: Double, trial: Trial, weight: LossWeight | None, reduction: s
         if not run_pass(double, empty, loss_fn, lambda loss: weighted(loss, torch.zeros(()))).is_finite:
             raise InputError("loss", "0/0", EMPTY)
     return True
+
+
+def _scaled(double: Double, trial: Trial, weight: TermCounts, reduction: str, loss_fn: LossFn | None) -> list[Pass]:
+    """Passes of the shares, their terms weighted."""
+    rows = SAMPLES // SHARES
+    scales = share_scales(weight, reduction, trial.batch, SHARES)
+    parts = [slice_batch(trial.batch, start, start + rows) for start in range(0, SAMPLES, rows)]
+    return [run_pass(double, part, loss_fn, terms=scale) for part, scale in zip(parts, scales, strict=True)]
 
 
 def _kind(trial: Trial, *, sums: bool) -> str:

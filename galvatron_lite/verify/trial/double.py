@@ -45,7 +45,7 @@ class SkippedError(GalvatronError):
 class Double:
     """A small copy on the CPU, in training mode, without dropout; batch norms use their running statistics."""
 
-    model: nn.Module  # in float32
+    model: nn.Module  # in float32, or in float64 as it was
     batch: Any  # of ``SAMPLES`` samples, no two alike
     layers: tuple[Layer, ...]  # of the copy
 
@@ -55,10 +55,21 @@ def make_double(
 ) -> Double:
     """Copy a model without most of its equal blocks; narrower, too, where it is large and made of a configuration.
 
+    A model that does not run without some of its blocks is copied with all of them.
+
     Raises:
         SkippedError: it cannot be copied, has no values, or is too large.
     """
     gone = _left_out(model, layers)
+    try:
+        return _double(model, batch, gone, init_fn)
+    except SkippedError:
+        if not gone:
+            raise
+        return _double(model, batch, [], init_fn)
+
+
+def _double(model: nn.Module, batch: Any, gone: Sequence[str], init_fn: Callable[[nn.Module], None] | None) -> Double:
     rest = [one for name, one in model.named_parameters() if not any(name.startswith(f"{path}.") for path in gone)]
     small = dict(batch) if isinstance(batch, dict) else batch
     if isinstance(small, dict):
@@ -85,9 +96,10 @@ def make_double(
             materializer = Materializer(double, found, torch.device("cpu"), 0, init_fn)
             for layer in found:
                 materializer.place(layer)
-        return Double(double.to("cpu").float(), small, found)
+        return Double(_widened(double.to("cpu")), small, found)
     except (GalvatronError, RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise SkippedError(f"a copy with {KEPT} blocks of each kind does not run ({error})") from error
+        blocks = f" with {KEPT} blocks of each kind" if gone else ""
+        raise SkippedError(f"a copy{blocks} does not run ({error})") from error
 
 
 def _left_out(model: nn.Module, layers: Sequence[Layer]) -> list[str]:
@@ -145,7 +157,13 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 
 def _as_float(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _widened(model: nn.Module) -> nn.Module:
+    """In float32, or in float64 where it has such parameters."""
+    double = any(one.dtype in (torch.float64, torch.complex128) for one in model.parameters())
+    return model if double else model.float()
 
 
 def masks_of(batch: Any, besides: Sequence[str]) -> list[str]:

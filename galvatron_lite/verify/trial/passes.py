@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 - PyTorch's own convention
 from torch.overrides import TorchFunctionMode
 
 from galvatron_lite.model.batch import LossFn, call_model, loss_of, places, tensors_of
 from galvatron_lite.model.discover_blocks import at
-from galvatron_lite.runtime.loss_weight import TargetCount
+from galvatron_lite.runtime.loss_weight import ShareScale, TargetCount, mean_of_targets
 from galvatron_lite.verify.trial.double import Double, SkippedError
 
 _GRADIENT: Any = vars(torch._C.TensorBase)["grad"]
@@ -44,6 +43,7 @@ def run_pass(
     scale: Callable[[Tensor], Tensor] | None = None,
     observer: Observer | None = None,
     seed: int = 0,
+    terms: ShareScale = ShareScale(),  # noqa: B008 - it is frozen
 ) -> Pass:
     """Run the copy on some samples; buffers and random state are left as they were.
 
@@ -54,6 +54,7 @@ def run_pass(
         scale: of the loss, before backward.
         observer: sees the forward pass and the loss.
         seed: of random numbers.
+        terms: what terms of the loss are multiplied by.
 
     Raises:
         SkippedError: it does not run, or the loss has no gradient.
@@ -62,7 +63,8 @@ def run_pass(
     before = {name: one.detach().clone() for name, one in model.named_buffers()}
     parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
     try:
-        with torch.random.fork_rng(devices=[]), nullcontext() if observer is None else observer.watching():
+        watching = nullcontext() if observer is None else observer.watching()
+        with torch.random.fork_rng(devices=[]), watching, terms.inside():
             torch.manual_seed(seed)
             loss = loss_of(call_model(model, batch), batch, loss_fn)
         loss = loss if scale is None else scale(loss)
@@ -134,20 +136,14 @@ class Observer(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        if function in (F.cross_entropy, F.nll_loss):
-            self._note_mean(args, kwargs)
+        mean = mean_of_targets(function, args, kwargs)
+        if mean is not None:
+            weight = mean.get("weight")
+            classes = None if weight is None else weight.detach().clone()
+            self.seen.means.append((mean["target"].detach().clone(), mean.get("ignore_index", -100), classes))
         if any(True for _ in tensors_of(result)):
             self._note_reads(function, args, kwargs)
         return result
-
-    def _note_mean(self, args: Any, kwargs: Any) -> None:
-        names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-        said = {**dict(zip(names, args, strict=False)), **kwargs}
-        target = said["target"]
-        if said.get("reduction", "mean") == "mean" and not target.is_floating_point():
-            weight = said.get("weight")
-            copied = None if weight is None else weight.detach().clone()
-            self.seen.means.append((target.detach().clone(), said.get("ignore_index", -100), copied))
 
     def _note_reads(self, function: Any, args: Any, kwargs: Any) -> None:
         name = getattr(function, "__name__", "")
@@ -166,12 +162,18 @@ class Observer(TorchFunctionMode):
                     self._found.setdefault(held, direct)
 
 
-def counts_of(seen: Seen, batch: Any) -> tuple[TargetCount, ...]:
-    """The targets of the means that were seen, as entries of the batch; those that are none are left out."""
+def terms_of(seen: Seen, batch: Any) -> tuple[TargetCount | None, ...]:
+    """The targets of the means that were seen, in their order, as entries of the batch; None for one that is none."""
+    entries = [(_entry(target, ignored, batch), ignored, classes) for target, ignored, classes in seen.means]
+    return tuple(
+        None if place is None else TargetCount(*place, ignored, classes) for place, ignored, classes in entries
+    )
+
+
+def counts_of(terms: Sequence[TargetCount | None]) -> tuple[TargetCount, ...]:
+    """Those that are unlike."""
     counts: list[TargetCount] = []
-    for target, ignored, classes in seen.means:
-        found = _entry(target, ignored, batch)
-        count = None if found is None else TargetCount(*found, ignored, classes)
+    for count in terms:
         if count is not None and not any(_same(count, other) for other in counts):
             counts.append(count)
     return tuple(counts)
