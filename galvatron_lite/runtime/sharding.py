@@ -306,13 +306,21 @@ def _share_states(
 
 
 def _gathered_together(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, ...]]:
-    """The modules of a layer that ZeRO gathers at once: those that train, and each frozen one by itself.
+    """The modules of a layer that ZeRO gathers at once: those that train, and each frozen one by itself, or with others
+    that hold the same parameters.
 
     FSDP gathers a group again when the gradient of what its last module gave arrives; a frozen table gets none.
     """
-    trained = tuple(one for one in modules if any(parameter.requires_grad for parameter in one.parameters()))
-    yield from (trained,) if trained else ()
-    yield from ((one,) for one in modules if one not in trained)
+    groups: list[tuple[set[nn.Module], set[nn.Parameter]]] = []
+    for module in modules:
+        members, parameters = {module}, set(module.parameters())
+        for group in [one for one in groups if one[1] & parameters]:
+            groups.remove(group)
+            members, parameters = members | group[0], parameters | group[1]
+        groups.append((members, parameters))
+    trained = {one for members, held in groups if any(parameter.requires_grad for parameter in held) for one in members}
+    frozen = [members for members, _ in groups if not members & trained]
+    yield from (tuple(one for one in modules if one in members) for members in [trained, *frozen] if members)
 
 
 def _share_experts(

@@ -97,7 +97,7 @@ _CHANCES = {
 """Features and how often they are drawn."""
 
 
-def draw_model(seed: int) -> RandomModel:
+def draw_model(seed: int, dtype: torch.dtype = torch.float32) -> RandomModel:
     """The model of a seed, with batches for four steps; no randomness is left in its forward."""
     traits = draw_traits(seed)
     torch.manual_seed(seed)
@@ -105,7 +105,12 @@ def draw_model(seed: int) -> RandomModel:
     for parameter in model.parameters():  # entries near zero have updates of Adam that rounding decides
         if parameter.dim() == 1:
             parameter.data.add_(0.1 * torch.randn_like(parameter))
-    return RandomModel(traits, model, [_batch(traits) for _ in range(4)], _Loss(traits) if traits.outside else None)
+    batches = [_cast(_batch(traits), dtype) for _ in range(4)]
+    return RandomModel(traits, model.to(dtype), batches, _Loss(traits) if traits.outside else None)
+
+
+def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
+    return {name: one.to(dtype) if one.is_floating_point() else one for name, one in batch.items()}
 
 
 def _batch(traits: Traits) -> Batch:
