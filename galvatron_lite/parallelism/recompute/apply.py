@@ -12,6 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.own_checkpoints import left_to_the_plan
 from galvatron_lite.parallelism.context import ring as _ring  # noqa: F401  (registers its operator)
@@ -106,9 +107,18 @@ def _keeping(forward: Forward) -> Forward:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         with _OutOfPlace(), casting_anew():
-            return forward(*args, **kwargs)
+            try:
+                return forward(*args, **kwargs)
+            except RuntimeError as error:
+                if _MUTATED not in str(error):
+                    raise
+                remedy = "A layer changes in place what a matmul or convolution gave: plan it with full recomputation."
+                raise InputError("recompute", Recompute.SELECTIVE.value, remedy) from error
 
     return run
+
+
+_MUTATED = "cached during selective activation checkpoint has been mutated"
 
 
 def casting_anew() -> AbstractContextManager[Any]:
