@@ -9,11 +9,28 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from galvatron_lite.model.batch import tensors_of
+from galvatron_lite.model.batch import places, tensors_of
 from galvatron_lite.model.discover_blocks import at
 from galvatron_lite.model.graph import DeadParameters, Layer
 from galvatron_lite.model.trace_flow import Flow
-from galvatron_lite.model.trace_run import Observation
+from galvatron_lite.model.trace_run import BlockCall, Observation
+
+
+def folded_argument(few: Sequence[BlockCall], more: Sequence[BlockCall], samples: tuple[int, int]) -> str:
+    """An argument of a block with samples times something else (heads) along dim 0; empty where there is none.
+
+    Args:
+        few: calls of blocks with the first number of samples.
+        more: the same with the second number.
+        samples: both numbers.
+    """
+    for one, other in zip(few, more, strict=True):
+        first, second = (dict(places((call.args, call.kwargs))) for call in (one, other))
+        for place in first.keys() & second.keys():
+            a, b = (tensor.shape[0] if tensor.dim() else 0 for tensor in (first[place], second[place]))
+            if a > samples[0] and a * samples[1] == b * samples[0]:
+                return f"{place.lstrip('.')} of {one.path}"
+    return ""
 
 
 def whole_reason(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from galvatron_lite.capture.dims import split_dims
 from galvatron_lite.capture.edges import run_edges
-from galvatron_lite.capture.limits import dead_parameters, whole_reason
+from galvatron_lite.capture.limits import dead_parameters, folded_argument, whole_reason
 from galvatron_lite.capture.shared import Owners, find_owners, layer_needs, lent, linked, passed_between, read_elsewhere
 from galvatron_lite.capture.tensor import MixtureFigures, TensorFigures, mixture_figures, split_block, split_edges
 from galvatron_lite.errors import InputError, TraceError
@@ -113,6 +113,7 @@ def trace(
         whole=whole_reason(twin, layers, seen[0], ends[0], watched.flow),
         dead=dead,
         undivided=undivided_reason(model, batch),
+        folded=folded_argument(*calls, SAMPLES),
     )
 
 

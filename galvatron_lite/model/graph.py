@@ -264,6 +264,8 @@ class ModelGraph:
         whole: why the layers cannot be on several pipeline stages; empty where they can.
         dead: parameters that train nothing.
         undivided: why several micro-batches train something else than one; empty where they do not.
+        folded: the argument of a block that has samples times something else along dim 0, so that all layers must have
+            the same samples; empty where there is none.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -279,6 +281,7 @@ class ModelGraph:
     whole: str = ""
     dead: tuple[DeadParameters, ...] = ()
     undivided: str = ""
+    folded: str = ""
 
     def kind_of(self, layer: Layer) -> LayerKind:
         """The kind of a layer."""

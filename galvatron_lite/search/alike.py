@@ -1,4 +1,5 @@
-"""Plans for backends that do the same to all layers in some respect (``Backend.uniform``): each way is searched alone.
+"""Plans for backends that do the same to all layers in some respect (``Backend.uniform``), and for models whose layers
+must all have the same samples (``ModelGraph.folded``): each way is searched alone.
 
 With the fields of one way pinned, the search is exact over all that is left (recomputation by layer, micro-batches); so
 the quickest of all ways' plans is the quickest there is. A layer without parameters is left as it is: it has nothing to
@@ -12,7 +13,6 @@ from dataclasses import replace
 from itertools import product
 
 from galvatron_lite.errors import InfeasibleError, InputError
-from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.plans.schema import Plan, Proof
 from galvatron_lite.search.space import Fixed
 from galvatron_lite.search.ways import Asked, led, seconds_of
@@ -34,7 +34,7 @@ def with_alike(looked: Look, asked: Asked, runners_up: int) -> Plan:
         InfeasibleError: no way fits; with the smallest budget of all.
         InputError: pins leave no way, or the batch cannot be shared out.
     """
-    if not asked.backend.uniform:
+    if not _fields(asked):
         return looked(asked)
     found, errors = list[Plan](), list[InfeasibleError]()
     for pins in _ways(asked):
@@ -65,11 +65,12 @@ def _proven(best: Plan, found: Sequence[Plan]) -> Plan:
 
 def _ways(asked: Asked) -> Iterator[Pins]:
     """Values of the fields that all layers share, of which every layer with parameters has a strategy."""
-    request, fields = asked.request, asked.backend.uniform
-    kinds = _with_parameters(request.graph)
+    request, fields = asked.request, _fields(asked)
+    kinds = _kinds(asked)
     offered = []
-    for kind in kinds:
-        own = request.space.strategies(kind, request.devices, request.fixed)
+    layers = [layer for layer in request.graph.layers if layer.kind in kinds]
+    for (kind, _), layer in {(one.kind, request.fixed.pins_of(one.name)): one.name for one in layers}.items():
+        own = request.space.strategies(kind, request.devices, request.fixed.at_layer(layer))
         offered.append({tuple(getattr(strategy, name) for name in fields) for strategy in own})
     common = set.intersection(*offered) if offered else set()
     for values in product(*(sorted({one[place] for one in common}, key=str) for place in range(len(fields)))):
@@ -80,16 +81,24 @@ def _ways(asked: Asked) -> Iterator[Pins]:
 def _pinned(asked: Asked, pins: Pins) -> Fixed:
     """What is pinned with one way; layer by layer where some have no parameters."""
     fixed, graph = asked.request.fixed, asked.request.graph
-    kinds = _with_parameters(graph)
+    kinds = _kinds(asked)
     if len(kinds) == len({layer.kind for layer in graph.layers}):
         return replace(fixed, strategy=tuple(dict.fromkeys((*fixed.strategy, *pins))))
     own = ((layer.name, *pin) for layer in graph.layers if layer.kind in kinds for pin in pins)
     return replace(fixed, layers=(*fixed.layers, *own))
 
 
-def _with_parameters(graph: ModelGraph) -> list[str]:
+def _fields(asked: Asked) -> tuple[str, ...]:
+    """What is the same in all layers: names of attributes of ``Strategy``."""
+    samples = ("batch_degree",) if asked.request.graph.folded and asked.backend.uniform == () else ()
+    return (*asked.backend.uniform, *samples)
+
+
+def _kinds(asked: Asked) -> list[str]:
+    """Kinds of layers that are treated alike: those with parameters, or all where samples must be the same."""
+    graph = asked.request.graph
     names = dict.fromkeys(layer.kind for layer in graph.layers)
-    return [name for name in names if graph.kinds[name].parameters.total > 0]
+    return [name for name in names if graph.folded or graph.kinds[name].parameters.total > 0]
 
 
 def _said(fixed: Fixed) -> str:

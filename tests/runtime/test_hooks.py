@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.block_calls import check_folded, sample_arguments
 from galvatron_lite.model.discover import discover_layers
@@ -137,6 +138,8 @@ def test_samples_folded_into_another_dim_are_refused_where_they_would_move() -> 
     with pytest.raises(InputError, match=r"Argument 0\.1 of blocks\.0"):
         check_folded(found)
     check_folded(sample_arguments(Model(), ["first.0", "first.1"], batch()))
+    assert trace(Folded(), torch.zeros(4, 3, 4)).folded == "0.1 of blocks.0"
+    assert trace(Model(), batch()).folded == ""
 
 
 def test_blocks_of_both_containers_are_found() -> None:

@@ -55,6 +55,17 @@ def test_no_uniform_plan_is_quicker(found: Plan, profile: Profile) -> None:
     assert found.prediction.step_seconds <= least * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("pins", [(), ("pp=1", "layers.*.tensor=2")])
+def test_all_layers_of_some_models_have_the_same_samples(profile: Profile, pins: tuple[str, ...]) -> None:
+    asked = {"mem": MEMORY, "batch": BATCH, "fix": pins, "runners_up": 0}
+    folded = api.plan(replace(profile, graph=replace(profile.graph, folded="alibi of layers.0")), **asked)
+    assert len({run.strategy.batch_degree for stage in folded.stages for run in stage.runs}) == 1
+    free, one = api.plan(profile, **asked).prediction, folded.prediction
+    assert free is not None
+    assert one is not None
+    assert one.step_seconds >= free.step_seconds * 0.99
+
+
 def _priced(profile: Profile, strategy: Strategy, count: int) -> Plan:
     layers = profile.graph.layers
     own = [strategy if layer.role is Role.BLOCK else replace(strategy, recompute=Recompute.NONE) for layer in layers]
