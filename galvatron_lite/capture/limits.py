@@ -6,14 +6,21 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
 
-from galvatron_lite.model.batch import places, tensors_of
+from galvatron_lite.model.batch import map_tensors, places, tensors_of
 from galvatron_lite.model.discover_blocks import at
 from galvatron_lite.model.graph import DeadParameters, Layer
+from galvatron_lite.model.own_checkpoints import left_to_the_plan
 from galvatron_lite.model.trace_flow import Flow
-from galvatron_lite.model.trace_run import BlockCall, Observation
+from galvatron_lite.model.trace_record import Recorder
+from galvatron_lite.model.trace_run import BlockCall, Observation, shapes_only
+from galvatron_lite.parallelism.context.rules import RING_RULES
+from galvatron_lite.parallelism.cuts.calls import in_place
+from galvatron_lite.parallelism.cuts.tensor import Call, name_of
 
 
 def folded_argument(few: Sequence[BlockCall], more: Sequence[BlockCall], samples: tuple[int, int]) -> str:
@@ -31,6 +38,41 @@ def folded_argument(few: Sequence[BlockCall], more: Sequence[BlockCall], samples
             if a > samples[0] and a * samples[1] == b * samples[0]:
                 return f"{place.lstrip('.')} of {one.path}"
     return ""
+
+
+class _Writes(TorchFunctionMode):
+    """Notes functions that write to activations and have no rule for shares of the tokens."""
+
+    def __init__(self, inputs: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self._activations = {id(one): one for one in inputs}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = Call(function, name_of(function), args, kwargs or {}, RING_RULES)
+        if any(id(one) in self._activations for one in tensors_of((args, kwargs or {}))):
+            target = call.args[0] if call.args else None
+            if in_place(call) and id(target) in self._activations and call.name not in RING_RULES.handlers:
+                self.names.append(call.name)
+            result = function(*args, **(kwargs or {}))
+            self._activations.update((id(one), one) for one in tensors_of(result))
+            return result
+        return function(*args, **(kwargs or {}))
+
+
+def token_writes(block: nn.Module, call: BlockCall) -> str:
+    """The first function of a block's forward that writes to activations and cannot write to shares of the tokens;
+    empty where there is none.
+
+    Args:
+        block: on the meta device.
+        call: of it.
+    """
+    args, kwargs = map_tensors((call.args, call.kwargs), lambda tensor: tensor.detach().clone())
+    writes = _Writes(tensors_of((args, kwargs)))
+    with torch.no_grad(), shapes_only(Recorder()), left_to_the_plan(), writes:
+        block(*args, **kwargs)
+    return next(iter(writes.names), "")
 
 
 def whole_reason(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from galvatron_lite.capture.dims import split_dims
 from galvatron_lite.capture.edges import run_edges
-from galvatron_lite.capture.limits import dead_parameters, folded_argument, whole_reason
+from galvatron_lite.capture.limits import dead_parameters, folded_argument, token_writes, whole_reason
 from galvatron_lite.capture.shared import Owners, find_owners, layer_needs, lent, linked, passed_between, read_elsewhere
 from galvatron_lite.capture.tensor import MixtureFigures, TensorFigures, mixture_figures, split_block, split_edges
 from galvatron_lite.errors import InputError, TraceError
@@ -113,7 +113,7 @@ def trace(
         whole=whole_reason(twin, layers, seen[0], ends[0], watched.flow),
         dead=dead,
         undivided=undivided_reason(model, batch),
-        folded=folded_argument(*calls, SAMPLES),
+        folded=folded_argument(calls[0], calls[1], SAMPLES),
     )
 
 
@@ -360,6 +360,7 @@ class _Capture:
             loss_bytes=figure.loss_bytes,
             **_edge_regions(layer, plan),
             channel_reasons=self._channel_reasons(layer, dims),
+            context_reason=self._context_reason(layer, dims),
             expert_parameters=mixture.parameters,
             dispatched_bytes=mixture.dispatched_bytes,
             expert_reason=mixture.reason,
@@ -377,6 +378,14 @@ class _Capture:
             except InputError as error:
                 reasons[by] = f"{error.field}: {error.remedy}"
         return reasons
+
+    def _context_reason(self, layer: Layer, dims: SplitDims) -> str:
+        """Why a block does not run on shares of the tokens."""
+        if layer.role is not Role.BLOCK or dims.sequence == 1 or dims.in_channels:
+            return ""
+        call = next(call for call in self.calls[1] if call.path == layer.name)
+        name = token_writes(self.twin.get_submodule(layer.name), call)
+        return f"{name} writes to shares of the tokens" if name else ""
 
     def _parameters(self, layer: Layer, sharded: frozenset[str]) -> TensorSplit:
         """Parameter items; ``sharded`` names those split, from the layer where it is one block, else from the model."""

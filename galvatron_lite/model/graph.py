@@ -183,6 +183,7 @@ class LayerKind:
     unique_copies: Size = 0  # copies of a token among those where a rank is sent only one of them; 0: all are sent
     # why the layer's code does not run on shares of ``filters`` or ``channels``, by name; empty where it does
     channel_reasons: dict[str, str] = field(default_factory=dict)
+    context_reason: str = ""  # why the layer's code does not run on shares of the tokens; empty where it does
     expert_reason: str = ""  # why the experts of a mixture cannot be spread; empty where nothing is to be said
 
     @property

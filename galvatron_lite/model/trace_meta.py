@@ -74,8 +74,13 @@ def _simplify(module: nn.Module) -> None:
     if isinstance(module, BATCH_NORMS) and module.momentum is None:
         # a running mean: torch would read how many batches there were; what runs is the same with any momentum
         module.momentum = 0.1
+    normalise_alone(module)
+
+
+def normalise_alone(module: nn.Module) -> None:
+    """Make a ``SyncBatchNorm`` take statistics of this rank: its forward, in a world of processes, asks for a GPU and
+    for the others. Other modules are left as they are."""
     if isinstance(module, nn.SyncBatchNorm):
-        # its own forward, in a world of processes, asks for a GPU and for the others
         module.forward = partial(_alone, module)  # type: ignore[method-assign]
 
 

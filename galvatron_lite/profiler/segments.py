@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import call_model, map_tensors, tensors_of
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.model.trace_meta import meta_copy, prepare_for_training
+from galvatron_lite.model.trace_meta import meta_copy, normalise_alone, prepare_for_training
 from galvatron_lite.parallelism.precision import compute_context
 
 
@@ -79,6 +79,7 @@ def make_skeleton(model: nn.Module, layers: tuple[Layer, ...], device: torch.dev
         bare = copy.deepcopy(model)
     bare = materialise(bare, device).train()
     prepare_for_training(bare)
+    bare.apply(normalise_alone)
     stubs = [module for module in bare.modules() if isinstance(module, PassThrough)]
     by_path = {stub.path: stub for stub in stubs}
     return Skeleton(bare, {path: by_path[path] for path in blocks})
@@ -88,6 +89,7 @@ def copy_block(model: nn.Module, path: str, device: torch.device) -> nn.Module:
     """A copy of one block on ``device``, in training mode; parameters on meta get random values."""
     block = materialise(copy.deepcopy(model.get_submodule(path)), device).train()
     prepare_for_training(block)
+    block.apply(normalise_alone)
     return block
 
 

@@ -19,6 +19,7 @@ from galvatron_lite.profiler.segments import (
     materialise,
     record_calls,
 )
+from tests.pool import WorkerPool
 from tests.profiler.models import LAYERS, TupleModel, gpt_layers, small_gpt, token_batch, tuple_layers
 
 CPU = torch.device("cpu")
@@ -136,3 +137,13 @@ def test_stub_attributes() -> None:
     stub = PassThrough(TupleModel().blocks[0], "blocks.0", "block")
     assert stub.scale == 2.0
     assert not list(stub.parameters())
+
+
+def normalise_a_copy() -> float:
+    """Of a block whose norms ask other ranks; in a launched world."""
+    block = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SyncBatchNorm(4))
+    return float(copy_block(nn.ModuleDict({"block": block}), "block", CPU)(torch.randn(2, 3, 4, 4)).mean())
+
+
+def test_norms_of_all_ranks_are_measured_alone(pool: WorkerPool) -> None:
+    assert pool.run(2, normalise_a_copy) == pytest.approx([0.0, 0.0], abs=1e-5)

@@ -75,7 +75,7 @@ class ContextDimension:
         """Why attention's tokens cannot be shared."""
         if not attention_of(kind) or splits_tokens(kind):
             return ""
-        return f"context: {kind.name}: its tokens are mixed by convolutions too"
+        return f"context: {kind.name}: {kind.context_reason or 'its tokens are mixed by convolutions too'}"
 
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:
         """Fewer tokens, and what brings queries, keys and values together in both passes.
@@ -105,7 +105,7 @@ about 1,000 on an A100 at half of its peak within a node, where links are quicke
 def splits_tokens(kind: LayerKind) -> bool:
     """Whether a layer is made of attention and of what works on each token alone."""
     images = kind.dims.in_channels > 0 or any(one.kind is OperatorClass.CONVOLUTION for one in kind.operators)
-    return kind.dims.sequence > 1 and not images
+    return kind.dims.sequence > 1 and not images and not kind.context_reason
 
 
 def _whole_heads(attention: Attention, degree: int, tensor: int) -> bool:

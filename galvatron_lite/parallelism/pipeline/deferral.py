@@ -215,7 +215,9 @@ class _Product(torch.autograd.Function):
         # the parameter itself: what recomputation saves is cut off from it
         ctx.weight = weight
         ctx.save_for_backward(value)
-        return product.forward(Operands(value, weight, bias, options))
+        result = product.forward(Operands(value, weight, bias, options))
+        # a view made in here could not be written to by the layer's code
+        return result if result._base is None else result.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
