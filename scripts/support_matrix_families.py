@@ -150,7 +150,7 @@ def build(name: str) -> Family:
     config = _shrunken(type(AutoConfig.for_model(name)), name)
     kind = _model_class(name)
     torch.manual_seed(0)
-    model = unsettled(kind(config)).train()
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(unsettled(kind(config))).train()
     if "loss" in dir(model):  # a model's own attribute would be taken for its loss
         raise ValueError(f"{name}: the model has an attribute loss")
     return Family(name, model, _batches(model), None if _gives_loss(model) else distance)

@@ -17,12 +17,14 @@ import torch
 from support_matrix_families import Family
 from support_matrix_ranks import Failure, on_ranks
 from support_matrix_ways import RANKS, SAMPLES, Asked, Way, ask
-from torch import Tensor
+from torch import Tensor, nn
 
 from galvatron_lite import auto_parallelize, plan
 from galvatron_lite.errors import InfeasibleError
-from galvatron_lite.model.batch import call_model, loss_of
+from galvatron_lite.model.batch import call_model, loss_of, slice_batch
 from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.trace_meta import normalise_alone
+from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler import measure
 from galvatron_lite.profiler.store import last_profile, read_profile
 from galvatron_lite.profiler.timing import TimingRule
@@ -74,20 +76,35 @@ def batches_of(family: Family) -> list[Any]:
     return [family.batches(SAMPLES) for _ in range(STEPS)]
 
 
-def train_alone(family: Family) -> Reference:
-    """Plain PyTorch."""
-    model = copy.deepcopy(family.model)
+def train_alone(family: Family, microbatches: int = 1) -> Reference:
+    """Plain PyTorch, which adds up gradients of so many micro-batches."""
+    model = copy.deepcopy(family.model).apply(normalise_alone)
     optimizer = adamw(model.parameters())
     found = Reference([], [], {})
     for batch in batches_of(family):
         optimizer.zero_grad()
-        loss = loss_of(call_model(model, batch), batch, family.loss_fn)
-        loss.backward()  # type: ignore[no-untyped-call]
-        found.losses.append(float(loss.detach()))
+        loss = 0.0
+        for part in parts_of(batch, microbatches):
+            share = loss_of(call_model(model, part), part, family.loss_fn) / microbatches
+            share.backward()  # type: ignore[no-untyped-call]
+            loss += float(share.detach())
+        found.losses.append(loss)
         found.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
     found.parameters.update((name, parameter.detach()) for name, parameter in model.named_parameters())
     return found
+
+
+def parts_of(batch: Any, count: int) -> list[Any]:
+    """Equal shares of a batch."""
+    rows = SAMPLES // count
+    return [slice_batch(batch, start, start + rows) for start in range(0, SAMPLES, rows)]
+
+
+def reference_for(family: Family, reference: Reference, plan: Plan) -> Reference:
+    """What one process computes; where norms take statistics of samples, of those of a plan's micro-batches."""
+    norms = any(isinstance(module, nn.SyncBatchNorm) for module in family.model.modules())
+    return train_alone(family, plan.microbatches) if norms and plan.microbatches > 1 else reference
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -140,8 +157,8 @@ def _train_measured(family: Family, reference: Reference, folder: Path) -> tuple
         auto_parallelize(copy.deepcopy(family.model), batches[0], **asked)
         box: list[Any] = [_tight(folder, SAMPLES) if torch.distributed.get_rank() == 0 else None]
         torch.distributed.broadcast_object_list(box)
-        parallel: Any = auto_parallelize(family.model, batches[0], mem=box[0], **asked)
-    return _steps(parallel, batches, reference, ())
+        parallel: Any = auto_parallelize(copy.deepcopy(family.model), batches[0], mem=box[0], **asked)
+    return _steps(parallel, batches, reference_for(family, reference, parallel.plan), ())
 
 
 def _tight(folder: Path, batch: int) -> int:
@@ -181,6 +198,7 @@ def _train(
     warnings.simplefilter("ignore")
     batches = batches_of(family)
     assert asked.plan is not None
+    reference = reference_for(family, reference, asked.plan)
     parallel = ParallelModel(
         family.model, asked.plan, graph.layers, batches[0], loss_fn=family.loss_fn, device="cpu", **way.options
     )
