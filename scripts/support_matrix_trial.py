@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from galvatron_lite import auto_parallelize, plan
 from galvatron_lite.errors import InfeasibleError
-from galvatron_lite.model.batch import call_model, loss_of, slice_batch
+from galvatron_lite.model.batch import call_model, loss_of, map_tensors, slice_batch
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.trace_meta import normalise_alone
 from galvatron_lite.plans.schema import Plan
@@ -120,7 +120,25 @@ def rounding(family: Family, reference: Reference) -> list[float]:
 
 
 def try_way(family: Family, graph: ModelGraph, way: Way, reference: Reference) -> Outcome:
-    """What comes of one way."""
+    """What comes of one way; what differs is tried again in float64, as rounding at a corner of ReLU shows."""
+    outcome = _try(family, graph, way, reference)
+    if outcome.state is not State.WRONG or way.options.get("precision"):
+        return outcome
+    double = in_double(family)
+    return _try(double, graph, way, train_alone(double))
+
+
+def in_double(family: Family) -> Family:
+    """The family in float64."""
+    return replace(
+        family, model=copy.deepcopy(family.model).double(),
+        batches=lambda samples: map_tensors(
+            family.batches(samples), lambda one: one.double() if one.is_floating_point() else one
+        ),
+    )  # fmt: skip
+
+
+def _try(family: Family, graph: ModelGraph, way: Way, reference: Reference) -> Outcome:
     if way.ranks:
         return _measured(family, way.ranks, reference)
     asked = ask(way, graph)
@@ -221,7 +239,7 @@ def _steps(parallel: Any, batches: Sequence[Any], reference: Reference, allowed:
         optimizer.zero_grad()
     state = parallel.full_state_dict()
     errors = {
-        name: float((state[name].float() - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12))
+        name: float((state[name].to(wanted) - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12))
         for name, wanted in reference.parameters.items()
     }
     largest = max(errors, key=lambda name: errors[name])
@@ -254,7 +272,7 @@ def _differences(
 def _exactly(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
     largest = max((float(one.abs().max()) for one in wanted.values()), default=0.0)
     for name, tensor in found.items():
-        error, scale = float((tensor.float() - wanted[name]).abs().max()), float(wanted[name].abs().max())
+        error, scale = float((tensor.to(wanted[name]) - wanted[name]).abs().max()), float(wanted[name].abs().max())
         if not error <= RELATIVE * scale + NOISE * largest:
             return f"the gradient of {name} is off by {error:.2g} where its largest entry is {scale:.2g}"
     return ""
@@ -267,6 +285,6 @@ def _coarsely(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], allowed
 
 def _off(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
     """Length of the difference, of that of the gradient."""
-    error = sum(float((tensor.float() - wanted[name]).square().sum()) for name, tensor in found.items()) ** 0.5
+    error = sum(float((tensor.to(wanted[name]) - wanted[name]).square().sum()) for name, tensor in found.items()) ** 0.5
     length = sum(float(tensor.square().sum()) for tensor in wanted.values()) ** 0.5
     return error / length if length else error
