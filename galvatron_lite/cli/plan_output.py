@@ -196,15 +196,11 @@ def _print_time(console: Console, plan: Plan, accuracy: str) -> None:
 
 
 def _proof(provenance: Provenance) -> str:
-    from galvatron_lite.plans.schema import Proof
-
-    if provenance.proof is Proof.PROVEN and provenance.gap:
-        return f"within {max(provenance.gap, 1e-4):.2%} of the best possible (proven in the closed form)"
-    told = f"at most {max(provenance.gap, 1e-4):.2%}"
-    gap = f" ({told} from the best)" if provenance.gap else ""
     if provenance.interrupted:
         return f"interrupted; {provenance.proof.value}, at most {provenance.gap:.1%} from the best"
-    return f"{provenance.proof.value}{gap}"
+    if not provenance.gap:
+        return provenance.proof.value
+    return f"within {max(provenance.gap, 1e-4):.2%} of the best possible (proven in the closed form)"
 
 
 def _range(of: Alternative | Provenance) -> str:

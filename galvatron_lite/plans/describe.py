@@ -44,6 +44,9 @@ def headline(plan: Plan) -> str:
     """The whole plan in a line: devices, pipeline, micro-batches."""
     stages = len(plan.stages)
     pipeline = f"{stages} stages ({plan.schedule.value})" if stages > 1 else "no pipeline"
+    if plan.virtual_stages > 1:
+        groups = stages // plan.virtual_stages
+        pipeline = f"pipeline of {groups}, {plan.virtual_stages} stages each ({plan.schedule.value})"
     several = f"{len(plan.branches)} branches" if len(plan.branches) > 1 else "1 branch"
     pipeline = f"{several} on devices of their own" if plan.branches else pipeline
     if plan.cyclic is not None:

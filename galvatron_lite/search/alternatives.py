@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from galvatron_lite.cluster.budget import as_budget, bytes_on
 from galvatron_lite.cost.layer import LayerPricer
@@ -23,6 +24,8 @@ from galvatron_lite.units import format_budget
 
 UNBOUNDED = 2**60
 _ROUNDING = 1e-9
+_NEAR = 0.02
+"""Share by which the closed form has been seen to be above a simulated step."""
 _TRIES = 3
 """How often a plan is made for less room, until one fits, and how many fewer stages a group are tried."""
 
@@ -72,6 +75,8 @@ def finalists(
     if not first.fits:
         options += _instead(request, pricer, first)
     options += [one for one in _less_interleaved(request, pricer, found.problem.shape) if one.seconds < first.seconds]
+    for one in _other_degrees(request, pricer, found):
+        _add(options, one)
     if wanted < 1:
         return tuple(options)
     others = [other for other in found.others if other.partition is not found.partition]
@@ -94,6 +99,20 @@ def _less_interleaved(request: Request, pricer: LayerPricer, shape: Shape) -> It
         found = _searched(replace(request, fixed=fixed, schedules=(shape.schedule,)), pricer)
         if found is not None:
             yield _finalist(request, pricer, f"{_name(shape)} of {virtual} stages each", found)
+
+
+def _other_degrees(request: Request, pricer: LayerPricer, found: Found) -> Iterator[Finalist]:
+    """Interleaved plans of one strategy a stage, of every pipeline degree, of which the closed form is so near to the
+    best that they may be quicker in simulation."""
+    if Schedule.INTERLEAVED not in request.schedules or request.fixed.pipeline is not None or request.runs is None:
+        return
+    below = int(found.partition.time * (1.0 + _NEAR))
+    for degree in request.pipelines:
+        fixed = replace(request.fixed, pipeline=degree)
+        near = replace(request, fixed=fixed, schedules=(Schedule.INTERLEAVED,))
+        other = _searched(near, pricer, below=below) if degree > 1 else None
+        if other is not None:
+            yield _finalist(request, pricer, _name(other.problem.shape), other)
 
 
 def _instead(request: Request, pricer: LayerPricer, over: Finalist) -> Iterator[Finalist]:
@@ -137,10 +156,11 @@ def traits(plan: Plan) -> tuple[object, ...]:
 
 
 def quickest(options: Sequence[Finalist], tolerance: float = 0.0) -> Finalist:
-    """The finalist of least simulated step time among those that fit; the first unless another one is
-    quicker by more than the tolerance, or, within the tolerance of it, is expected to be so over scenarios.
+    """The simplest of the finalists that fit and are within the tolerance of the least simulated step time, and of the
+    least expected one over scenarios: it changes its strategy least often, and has the fewest strategies.
 
-    Equal plans differ by a picosecond or so, by which the search rounds.
+    Without a tolerance the finalist of least simulated time, the first where they are equal: such plans differ by a
+    picosecond or so, by which the search rounds.
 
     Raises:
         InfeasibleError: none fits: a zero-bubble plan may hold more than its schedule's limit of micro-batches once its
@@ -150,12 +170,18 @@ def quickest(options: Sequence[Finalist], tolerance: float = 0.0) -> Finalist:
     if not fitting:
         raise _overfull(options[0])
     best, share = min(fitting, key=lambda option: option.seconds), 1.0 - max(tolerance, _ROUNDING)
-    chosen = best if not options[0].fits or best.seconds < options[0].seconds * share else options[0]
-    if not tolerance or chosen.range is None:
-        return chosen
-    within = [option for option in fitting if option.range and option.seconds * share <= best.seconds]
-    expected = min(within, key=_expected)
-    return expected if _expected(expected) < _expected(chosen) * share else chosen
+    within = [option for option in fitting if option.seconds * share <= best.seconds]
+    if not tolerance:
+        return within[0]
+    least = min(map(_expected, within))
+    return min((option for option in within if _expected(option) * share <= least), key=_complexity)
+
+
+def _complexity(option: Finalist) -> tuple[int, int]:
+    """How often neighbouring layers of a stage differ, and how many strategies there are."""
+    stages = option.plan.stages
+    changes = sum(a.strategy != b.strategy for stage in stages for a, b in pairwise(stage.runs))
+    return changes, len({run.strategy for stage in stages for run in stage.runs})
 
 
 def _expected(option: Finalist) -> float:
@@ -226,10 +252,10 @@ def _best_of(request: Request, pricer: LayerPricer, name: str) -> Finalist | Non
     return None
 
 
-def _searched(request: Request, pricer: LayerPricer, *, exact: bool = True) -> Found | None:
+def _searched(request: Request, pricer: LayerPricer, *, exact: bool = True, below: int | None = None) -> Found | None:
     """What a search ends with; None where nothing fits, or the pins leave no plan of this shape."""
     try:
-        return search(request, pricer, exact=exact)
+        return search(request, pricer, exact=exact, below=below)
     except InputError:
         return None
 
