@@ -1,4 +1,5 @@
-"""Weights computed from other parameters (weight_norm, spectral_norm, orthogonal) train as in one process."""
+"""Weights computed from other parameters (weight_norm, spectral_norm, orthogonal), and complex ones beside others,
+train as in one process."""
 
 from __future__ import annotations
 
@@ -20,10 +21,25 @@ from tests.pool import WorkerPool
 from tests.runtime.plans import make_plan
 
 SAMPLES, WIDTH = 4, 8
+
+
+class Filtered(nn.Module):
+    """A linear layer behind a filter of complex numbers, in the frequencies of each sample."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.filter = linear, nn.Parameter(0.1 * torch.randn(WIDTH // 2 + 1, dtype=torch.cfloat))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.linear(torch.fft.irfft(torch.fft.rfft(hidden) * self.filter, WIDTH))
+        return out
+
+
 KINDS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "weight_norm": parametrizations.weight_norm,
     "spectral_norm": parametrizations.spectral_norm,
     "orthogonal": parametrizations.orthogonal,
+    "complex": Filtered,
 }
 PLANS = {
     "data": [[Strategy(data=2)] * 4],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,7 @@ def shard_group(
         mesh=group.mesh,
         reshard_after_forward=group.zero_stage == STAGE_3,
         mp_policy=mixed_precision(compute),
-        ignored_params=set(ignored),
+        ignored_params={*ignored, *_of_other_types(group.modules)},
         shard_placement_fn=lambda parameter: Shard(cut_dim(parameter.shape, ranks, group.zero_stage)),
     )
     made: list[FSDPModule] = [module for module in group.modules if isinstance(module, FSDPModule)]
@@ -64,6 +65,15 @@ def shard_group(
         # gloo has neither averaging nor pre-multiplied sums
         module.set_force_sum_reduction_for_comms(True)
     return made
+
+
+def _of_other_types(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
+    """Trained parameters of another type than most (complex ones): FSDP shards parameters of one type alone."""
+    items = Counter[torch.dtype]()
+    trained = {one for module in modules for one in module.parameters() if one.requires_grad}
+    for one in trained:
+        items[one.dtype] += one.numel()
+    return {one for one in trained if one.dtype is not max(items, key=lambda dtype: items[dtype])}
 
 
 def apply_root(root: nn.Module, mesh: DeviceMesh) -> None:
