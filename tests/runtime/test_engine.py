@@ -45,8 +45,11 @@ EDGES = {"data-tensor": (DATA, TENSOR), "tensor-data": (TENSOR, DATA), "zero3-te
 CASES = {
     **{
         f"{name}-{count}-{model}": Case(strategies, model, count)
-        for name, strategies in ({name: [one] * 5 for name, one in UNIFORM.items()} | MIXED).items()
-        for count, model in ((2, "gpt-tiny"), (1, "llama-tiny"))
+        for several, count, model in (
+            ({name: [one] * 5 for name, one in UNIFORM.items()}, 2, "gpt-tiny"),
+            (MIXED, 1, "llama-tiny"),
+        )
+        for name, strategies in several.items()
     },
     **{f"clipped-{name}": Case(strategies, max_grad_norm=0.05) for name, strategies in CLIPPED.items()},
     **{f"four-{name}": Case(strategies, microbatches=2, max_grad_norm=0.05) for name, strategies in FOUR.items()},

@@ -281,7 +281,7 @@ def _nothing_piles_up() -> None:
     _, parallel, plan = _tower([PAIR] * 5)
     optimizer, batch = parallel.optimizer(ADAM), (torch.randn(8, 6),)
     sizes = []
-    for _ in range(5):
+    for _ in range(3):
         for strategies in ([PAIR, ZERO, HALF, ZERO, PAIR], [PAIR] * 5):
             parallel.switch(plan(strategies), optimizer)
             parallel.train_step(batch, optimizer)
