@@ -194,7 +194,7 @@ def test_pins_shares_and_random_states(pool: WorkerPool, tmp_path: Path, pipelin
     for runs in pool.run(2, pinned_runs, timeout=MEASURING, folder=str(tmp_path), pipeline=pipeline):
         for plan, losses, stayed in runs:
             assert stayed
-            assert losses == pytest.approx(alone("gpt-tiny", 3), rel=1e-4)
+            assert losses == pytest.approx(alone("gpt-tiny", 2), rel=1e-4)
             assert len(plan["stages"]) == pipeline
             taken = [run["strategy"] for stage in plan["stages"] for run in stage["runs"]]
             assert all(one.get("tensor", 1) == one.get("zero", 1) == 1 for one in taken)
