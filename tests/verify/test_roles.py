@@ -128,7 +128,7 @@ def test_micro_batches_that_repeat_are_not_run_and_nothing_is_missed(stages: int
     size = len(NAMES) // stages
     cut = [NAMES[start : start + size] for start in range(0, len(NAMES), size)]
     strategies = dict.fromkeys(NAMES, strategy)
-    plan = write_plan(cut, strategies, devices=2 * stages, batch=20, microbatches=10)
+    plan = write_plan(cut, strategies, devices=strategy.devices * stages, batch=20, microbatches=10)
     subject = subject_of(model(), plan, random_tokens(20, 16, 64))
     said: dict[int, Said] = {}
     for run in run_roles(subject, plan):
