@@ -15,6 +15,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
 from tests.pool import WorkerPool
 from tests.runtime.plans import make_plan
+from tests.together import Together
 
 SAMPLES, TOKENS, HIDDEN, VOCAB = 4, 8, 16, 32
 EDGES = Strategy(data=2)
@@ -112,13 +113,18 @@ def error_under(plan: str, inside: str, between: str) -> float:
     )
 
 
-def errors_under(plan: str) -> dict[str, float]:
+def errors_under(case: str) -> dict[str, float]:
     """Of a function or operator between layers, and inside of them where the plan is offered for such a block."""
-    between = {f"between, {way}": error_under(plan, "", way) for way in WAYS}
-    return between | ({} if plan == "tokens" else {f"inside, {way}": error_under(plan, way, "") for way in WAYS})
+    between = {f"between, {way}": error_under(case, "", way) for way in WAYS}
+    return between | ({} if case == "tokens" else {f"inside, {way}": error_under(case, way, "") for way in WAYS})
+
+
+@pytest.fixture(scope="module")
+def found(pool: WorkerPool) -> Together:
+    return Together(pool, errors_under, {plan: plan for plan in PLANS}, lambda _: 2)
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_they_see_what_one_process_sees(pool: WorkerPool, plan: str) -> None:
-    for errors in pool.run(2, errors_under, plan=plan):
+def test_they_see_what_one_process_sees(found: Together, plan: str) -> None:
+    for errors in found[plan]:
         assert {where: error for where, error in errors.items() if error > 1e-4} == {}

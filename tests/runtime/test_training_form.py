@@ -30,18 +30,24 @@ from tests.runtime.untouched import (
     under,
     untouched,
 )
+from tests.together import Together
 
 FAMILIES = [*DECODERS, "Adapted", "T5", "Bart", "Whisper"]
 FULL, SELECTIVE = Recompute.FULL, Recompute.SELECTIVE
 
 
+@pytest.fixture(scope="module")
+def recomputed(pool: WorkerPool) -> Together:
+    return Together(pool, each_recomputed, {family: family for family in FAMILIES}, lambda _: 1)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_recomputed_layers_keep_no_cache(pool: WorkerPool, family: str) -> None:
-    assert pool.run(1, each_recomputed, family=family) == [["", ""]]
+def test_recomputed_layers_keep_no_cache(recomputed: Together, family: str) -> None:
+    assert recomputed[family] == [["", ""]]
 
 
-def each_recomputed(family: str) -> list[str]:
-    return [under(family, Strategy(recompute=choice), Strategy()) for choice in (FULL, SELECTIVE)]
+def each_recomputed(case: str) -> list[str]:
+    return [under(case, Strategy(recompute=choice), Strategy()) for choice in (FULL, SELECTIVE)]
 
 
 @pytest.mark.parametrize("family", ["Gemma2", "OPT", "Adapted"])
