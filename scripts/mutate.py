@@ -27,7 +27,7 @@ ROOMS = {
     "parallelism/*/apply.py": ["tests/parallelism", "tests/equivalence"],
     "runtime/checkpoint/*.py": ["tests/runtime/checkpoint"],
     "search/**/*.py": ["tests/search"],
-    "cost/*.py": ["tests/cost", "tests/explainer"],
+    "cost/*.py": ["tests/cost", "tests/analysis"],
 }
 """Sources, and the tests that must notice a change of theirs, the quickest first."""
 _FLIPS: dict[type[ast.cmpop], type[ast.cmpop]] = {

@@ -23,14 +23,18 @@ hypothesis.settings.load_profile("shared")
 LONGEST = (
     "equivalence/test_plans.py",
     "runtime/switch/test_live.py",
-    "runtime/test_engine.py",
+    "runtime/test_faults.py",
+    "runtime/test_loss_weight.py",
+    "equivalence/test_experts.py",
+    "runtime/test_auto_untouched.py",
     "runtime/checkpoint/test_kinds.py",
-    "equivalence/test_context.py",
+    "runtime/checkpoint/test_resume.py",
+    "verify/test_roles.py",
+    "runtime/test_engine_pictures.py",
     "test_auto.py",
     "search/test_exact.py",
     "docs/test_scores.py",
     "equivalence/test_picture_memory.py",
-    "equivalence/test_meta.py",
 )
 """Files that take longest: begun first, so that no process is left with one of them when the others have ended."""
 

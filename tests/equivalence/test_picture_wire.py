@@ -30,7 +30,6 @@ NETWORKS: dict[str, dict[str, int]] = {
     "unet-mini": {"side": 44},
 }
 GRIDS = {
-    "rows": Strategy(height=4),
     "columns, data": Strategy(data=2, width=2),
     "grid": Strategy(height=2, width=2),
     "rows, states shared": Strategy(zero=2, zero_stage=3, height=2),

@@ -28,9 +28,9 @@ from tests.equivalence.training import (
 )
 from tests.pool import WorkerPool
 
-WORLDS = {1: 1, 2: 8, 4: 3}
+WORLDS = {1: 1, 2: 4, 4: 2}
 """Plans a family, by world size."""
-OTHER_WORLDS = {"pictures": {2: 3, 4: 4}, "mixtures": {2: 2, 4: 3, 8: 1}, "encoder-decoder": {2: 1, 4: 2}}
+OTHER_WORLDS = {"pictures": {2: 2, 4: 3}, "mixtures": {2: 1, 4: 2, 8: 1}, "encoder-decoder": {2: 1, 4: 2}}
 """The same of groups that take longer."""
 GROUPS = {
     "zoo": ("plain", "zoo-gpt", "zoo-llama", "vit"),
@@ -85,11 +85,11 @@ def test_samples_contain_every_dimension_many_times() -> None:
     )
     asked = {"zero 1", "context", "ulysses", "expert", "offload states", "offload activations", "interleaved"}
     assert asked | {"zero-bubble", "spatial", "filters", "channels", "selective", "full"} <= found.keys()
-    assert min(found.values()) >= 5, found
+    assert min(found.values()) >= 3, found
 
 
 def test_many_plans_are_sampled() -> None:
-    assert sum(count * len(GROUPS[group]) for group, _, count in SAMPLED) >= 120
+    assert sum(count * len(GROUPS[group]) for group, _, count in SAMPLED) >= 90
     assert {family for group in GROUPS.values() for family in group} == {*FAMILIES, *PICTURES, "t5"}
 
 

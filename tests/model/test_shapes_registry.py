@@ -52,15 +52,11 @@ def test_shipped_models_load_fast_and_without_torch() -> None:
 
 
 @pytest.mark.parametrize("name", model_names())
-def test_graph_survives_a_file(name: str, tmp_path: Path) -> None:
+def test_a_shipped_graph_is_sound_and_survives_a_file(name: str, tmp_path: Path) -> None:
     graph = load_model(name)
     write_value(tmp_path / "graph.yaml", graph)
     assert read_value(ModelGraph, tmp_path / "graph.yaml") == graph
-
-
-@pytest.mark.parametrize("name", model_names())
-def test_layers_are_a_chain_between_before_and_after(name: str) -> None:
-    graph = load_model(name)
+    check_order(graph)
     roles = [layer.role for layer in graph.layers]
     assert roles == [Role.BEFORE, *[Role.BLOCK] * (len(roles) - 2), Role.AFTER]
     assert len({layer.name for layer in graph.layers}) == len(graph.layers)
@@ -101,11 +97,6 @@ def check_order(graph: ModelGraph) -> None:
         assert Recompute.NONE in kind.kept
         assert all(figure >= 0 for part in (kind.working, kind.forward_working) for figure in
                    (part.tensor, part.sequence, part.whole))  # fmt: skip
-
-
-@pytest.mark.parametrize("name", model_names())
-def test_recomputing_more_keeps_less(name: str) -> None:
-    check_order(load_model(name))
 
 
 @st.composite

@@ -15,13 +15,11 @@ from torch import Tensor, nn
 
 from galvatron_lite.capture.limits import dead_parameters, everything_in
 from galvatron_lite.capture.trace import trace
-from galvatron_lite.files import read_value, write_value
 from galvatron_lite.model.batch import call_model
-from galvatron_lite.model.graph import DeadParameters, ModelGraph
+from galvatron_lite.model.graph import DeadParameters
 from galvatron_lite.model.trace_flow import Flow
 from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.model.trace_run import observe
-from galvatron_lite.model.zoo import build
 
 WIDTH = 6
 
@@ -182,16 +180,3 @@ def test_shared_parameters_live_where_one_of_their_modules_does() -> None:
     flow = Flow(model, batch)
     output = observe(model, batch, [], flow).output
     assert dead_parameters(model, flow, output) == (DeadParameters("one.bias", WIDTH),)
-
-
-def test_the_published_segmentation_network_is_dead_but_for_its_finest_level(tmp_path: Any) -> None:
-    with torch.device("meta"):
-        model = build("perception-published")
-    graph = trace(model, {"pictures": torch.empty(1, 16, 1000, 1000), "targets": torch.empty(1, 1, 1000, 1000)})
-    # 46.46 of 46.48 million, github.com/suwesh/Parallel-Perception-Network
-    assert sum(one.items for one in graph.dead) == 46_460_064
-    assert sum(parameter.numel() for parameter in model.segmentation.parameters()) == 46_482_099
-    assert all(one.path.startswith("segmentation.") for one in graph.dead)
-    assert graph.notes[0].startswith("46.5M of 74.1M parameters never reach what the model returns: segmentation.")
-    write_value(tmp_path / "graph.json", graph)
-    assert read_value(ModelGraph, tmp_path / "graph.json").dead == graph.dead

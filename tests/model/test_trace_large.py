@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import resource, time, torch
 import transformers
@@ -23,6 +25,7 @@ print(time.process_time() - start, held() - before, graph.parameters, len(graph.
 """
 
 
+@pytest.mark.study
 def test_llama_70b_on_meta() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=280)
     seconds, grown, parameters, layers, flops = map(float, done.stdout.split())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import product
 
 import pytest
 import torch
@@ -91,64 +90,6 @@ def test_as_published_is_the_finest_level_alone() -> None:
     kept = side(F.max_pool2d(down.convs(picture), 2))
     expected = up.convs(torch.cat([up.grow(kept), picture], dim=1))
     assert torch.equal(model(picture)[0], expected)
-
-
-class Counted:
-    """Parameters and FLOPs of a layout by closed form."""
-
-    def __init__(self, bias: int, norm: int) -> None:
-        self.extra, self.parameters, self.flops = bias + 2 * norm, 0, 0
-
-    def convolve(self, inner: int, outer: int, kernel: int, side: int) -> int:
-        """A convolution to a picture, or a transposed one from a picture, of so many pixels a side."""
-        self.parameters += inner * outer * kernel**2 + self.extra * outer
-        self.flops += 2 * inner * outer * kernel**2 * side**2
-        return outer
-
-
-def count(
-    down: int, first: int, pooled: int, transposed: int, beside: int, up: int, last: tuple[int, ...], bias: int,
-    norm: int,
-) -> Counted:  # fmt: skip
-    """A layout: convolutions a level down, kernel of the first one of all, whether pooled pictures pass one more, how
-    pictures grow (transposed convolution or interpolation), whether they get the way down's beside, convolutions a
-    level up, kernels at the finest level, biases, normalisation."""
-    counted, widths, inner = Counted(bias, norm), [32 * 2**level for level in range(6)], 16
-    for level, width in enumerate(widths):
-        for place in range(down):
-            inner = counted.convolve(inner, width, 3 if level or place else first, 1000 // 2**level)
-        for _ in range(pooled):
-            counted.convolve(width, width, 3, 1000 // 2 ** (level + 1))
-    for level, width in reversed(list(enumerate(widths))):
-        side, half = 1000 // 2**level, width // 2
-        if transposed:
-            width = counted.convolve(width, half, 2 + side % 2, 1000 // 2 ** (level + 1))
-        width += beside * (half if level else 16)
-        for place, kernel in enumerate((3,) * up if level else last):
-            closing = not level and place == len(last) - 1
-            width = counted.convolve(width, 1 if closing else half, kernel, side)
-    return counted
-
-
-FINEST = ((3,), (1,), (1, 3), (3, 3), (3, 1), (1, 1))
-LAYOUTS = list(product((1, 2, 3), (1, 3), (0, 1), (1, 0), (0, 1), (0, 1, 2, 3), FINEST, (0, 1), (0, 1)))
-
-
-def test_one_layout_alone_has_the_counts_told() -> None:
-    """What was inferred: among all layouts only the networks' own ones match both figures to all digits."""
-    counted = {layout: count(*layout) for layout in LAYOUTS}
-    assert len(counted) == 4608
-    for (parameters, flops), part, own in (
-        (SEGMENTATION, "segmentation", (2, 1, 1, 1, 1, 2, (1, 3), 1, 1)),
-        (RECONSTRUCTION, "reconstruction", (2, 1, 0, 1, 0, 1, (3,), 1, 1)),
-    ):
-        near = [
-            layout
-            for layout, one in counted.items()
-            if abs(one.parameters - parameters) <= 0.005e6 and abs(one.flops - flops) <= 0.05e9
-        ]
-        assert near == [own]
-        assert counted[own].parameters == parameters_of(on_meta("perception").get_submodule(part))
 
 
 def test_edges_are_those_of_sobels_kernels() -> None:

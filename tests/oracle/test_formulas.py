@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from galvatron_lite.errors import InputError
 from galvatron_lite.oracle.closed_form import Case, Kind, Quirk, balanced, estimate, least_runs, quirks_named
 from galvatron_lite.oracle.layers import Network, Op, OracleLayer, Split
-from galvatron_lite.oracle.links import Link, Wires, all_gather, all_reduce
+from galvatron_lite.oracle.links import Link, Wires, all_reduce
 from galvatron_lite.oracle.request import network_named
 
 BOTH = (Split.FILTER, Split.SPATIAL)
@@ -28,52 +28,15 @@ def ask(kind: Kind, devices: int, batch: int = 8, **changes: object) -> Case:
     return Case(NET, WIRES, kind, devices, batch, **changes)  # type: ignore[arg-type]
 
 
-def test_items_and_flops_by_hand() -> None:
-    assert [(one.inputs, one.outputs, one.weights) for one in NET.layers] == [
-        (128, 256, 72),
-        (256, 256, 0),
-        (256, 10, 2560),
-    ]
-    assert (NET.inputs, NET.outputs, NET.weights) == (384, 266, 2632)
-    # 2 * 2 * 4 * 9 * 64 of forward; twice that and one an item of weights.
-    assert FIRST.flops == 2 * 9216 + 72
-    assert (MIDDLE.flops, LAST.flops) == (512, 2 * 2560 + 2560)
-    assert sum(map(NET.seconds_of, NET.layers)) == pytest.approx(1e-3)
-    assert (FIRST.halo(FIRST.x), FIRST.halo(FIRST.y)) == (2 * 1 * 8, 4 * 1 * 8)
-
-
 def test_pooling_is_counted_as_if_it_mixed_channels() -> None:
     pool = OracleLayer("pool", Op.POOL, (4, 8, 8), (4, 4, 4), (2, 2))
     assert pool.forward_flops == 4 * 4 * 4 * 16
     assert (pool.halo(pool.x), pool.exchanges) == (0, True)  # windows that do not overlap; a message all the same
 
 
-def test_rings_by_hand() -> None:
-    assert all_reduce(NEAR, 4, 4000) == pytest.approx(2 * 3 * (1e-5 + 1000e-9))
-    assert all_gather(NEAR, 4, 1000) == pytest.approx(3 * (1e-5 + 1000e-9))
-    assert all_reduce(NEAR, 1, 4000) == all_gather(NEAR, 1, 4000) == 0
-
-
-def test_data_by_hand() -> None:
-    found = estimate(ask(Kind.DATA, 4))
-    assert found.compute == pytest.approx(240 * 1e-3)
-    assert found.moved.gradients == found.moved.total == pytest.approx(30 * all_reduce(NEAR, 4, 2632 * 4))
-    assert found.memory == 2 * 4 * (8 * 650 + 2632)
-
-
 def test_whole_iterations_count() -> None:
     assert ask(Kind.DATA, 16, batch=10).iterations == 6
     assert estimate(ask(Kind.DATA, 7, batch=10)).compute == pytest.approx(138 * 1e-3)  # 960 / 7 rounded up
-
-
-def test_filter_by_hand() -> None:
-    found = estimate(ask(Kind.FILTER, 4))
-    alone, rest = NET.seconds_of(FIRST), NET.seconds_of(MIDDLE) + NET.seconds_of(LAST)
-    assert found.compute == pytest.approx(960 * (alone / 4 + rest))
-    # One collective of each kind, of the first layer's output; the last layer brings nothing together.
-    assert found.moved.layers == pytest.approx(120 * 3 * 3 * (1e-5 + 8 * 256 / 4 * 4 * 1e-9))
-    assert found.memory == 2 * 4 * (8 * 650 + 72 / 4 + 2560)
-    assert estimate(ask(Kind.CHANNEL, 4)) == found
 
 
 def test_the_last_layer_brings_nothing_together() -> None:
@@ -101,20 +64,6 @@ def test_pipeline_by_hand() -> None:
     in_turn = estimate(ask(Kind.LAYER, 2))
     assert in_turn.compute == pytest.approx(0.96)
     assert in_turn.moved.messages == pytest.approx(2 * 120 * (1e-5 + 8 * 256 * 4 * 1e-9))
-
-
-def test_hybrids_by_hand() -> None:
-    found = estimate(ask(Kind.DATA_FILTER, 16, group=4))
-    inner = 3 * 3 * (1e-5 + 8 * 256 / 4 * 4 * 1e-9)
-    shared = 2 * 3 * (1e-4 + (72 / 4 + 2560) / 4 * 4 * 1e-8 * 8)  # 2 x 4 flows a node
-    assert found.moved.layers == pytest.approx(30 * inner)
-    assert found.moved.gradients == pytest.approx(30 * shared)
-    free = estimate(ask(Kind.DATA_FILTER, 16, group=4, contention=False))
-    assert free.moved.gradients < found.moved.gradients
-    cut = estimate(ask(Kind.DATA_SPATIAL, 16, group=4))
-    assert cut.moved.gather == pytest.approx(30 * 2 * 3 * (1e-4 + 2 * 1e-8 * 8 * 256 * 4 / 4))
-    assert cut.moved.halo == pytest.approx(30 * 4 * (1e-4 + 8 * 1e-8 * 8 * 16 * 4))
-    assert cut.memory == 2 * 4 * (8 * (384 / 4 + 266) + 2632)
 
 
 def test_weight_update_counts_where_it_is_known() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import reduce
 
-import pytest
-
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import DimensionContext, LayerWork, Moment
@@ -39,37 +37,6 @@ def test_data_reduces_gradients_once_a_step() -> None:
     assert done.communications[0].overlaps
     assert sent(done, Moment.STEP) == [(Collective.ALL_REDUCE, 1240 * 4, RankGroup(4, 1, 1), 1)]
     assert done.step_overhead == 0.25
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_zero_shards_states_and_reduces_every_microbatch(stage: int) -> None:
-    done = work(Strategy(zero=4, zero_stage=stage, data=2))
-    assert done.samples == 4
-    assert done.state_items == done.parameter_items == done.gradient_items == 310
-    assert (done.gathered_items, done.transient_items) == ((1240, 0) if stage == 2 else (0, 1240))
-    gather = (Collective.ALL_GATHER, 1240 * 2, RankGroup(4, 1, 2), 1)
-    scatter = (Collective.REDUCE_SCATTER, 1240 * 4, RankGroup(4, 1, 2), 1)
-    assert sent(done, Moment.FORWARD) == [gather]
-    assert sent(done, Moment.BACKWARD) == ([scatter] if stage == 2 else [gather, scatter])
-    assert sent(done, Moment.STEP) == [(Collective.ALL_REDUCE, 310 * 4, RankGroup(2, 4, 4), 1)]
-    assert not done.gradients_persist
-    assert done.microbatch_overhead == 0.5
-
-
-def test_tensor_reduces_the_boundary_in_both_passes() -> None:
-    done = work(Strategy(tensor=4))
-    assert done.samples == 32
-    assert done.parameters == 1200 / 4 + 40
-    pair = (Collective.ALL_REDUCE, 1000 * 32, RankGroup(4, 1, 1), 2)
-    assert sent(done, Moment.FORWARD) == sent(done, Moment.BACKWARD) == [pair]
-    assert not any(c.overlaps for c in done.communications)
-
-
-def test_sequence_parallel_gathers_and_scatters_instead() -> None:
-    done = work(Strategy(tensor=4, sequence_parallel=True))
-    assert [c[0] for c in sent(done, Moment.FORWARD)] == [Collective.ALL_GATHER, Collective.REDUCE_SCATTER]
-    assert [c[3] for c in sent(done, Moment.FORWARD)] == [2, 2]
-    assert sent(done, Moment.STEP) == [(Collective.ALL_REDUCE, 40 * 4, RankGroup(4, 1, 1), 1)]
 
 
 def test_recompute_repeats_tensor_communication_but_no_gathers() -> None:

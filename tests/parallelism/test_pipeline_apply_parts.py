@@ -40,30 +40,6 @@ def passes(schedule: Schedule, stages: int, microbatches: int) -> list[tuple[Act
 
 
 @given(shapes)
-def test_every_pass_happens_once_and_in_order(shape: tuple[Schedule, int, int]) -> None:
-    for actions in passes(*shape):
-        for what in (Pass.FORWARD, Pass.BACKWARD):
-            assert [a.microbatch for a in actions if a.what is what] == list(range(shape[2]))
-        assert all(actions.index(Action(Pass.FORWARD, a.microbatch)) <= i for i, a in enumerate(actions))
-
-
-@given(shapes)
-def test_stages_never_wait_for_one_another_in_a_circle(shape: tuple[Schedule, int, int]) -> None:
-    stages = shape[1]
-    todo, done = [list(actions) for actions in passes(*shape)], [set[Action]() for _ in range(stages)]
-    while any(todo):
-        ready = []
-        for stage, actions in enumerate(todo):
-            if actions:
-                source = stage - 1 if actions[0].what is Pass.FORWARD else stage + 1
-                if not 0 <= source < stages or actions[0] in done[source]:
-                    ready.append(stage)
-        assert ready, "every stage waits"
-        for stage in ready:
-            done[stage].add(todo[stage].pop(0))
-
-
-@given(shapes)
 def test_1f1b_bounds_the_micro_batches_in_flight(shape: tuple[Schedule, int, int]) -> None:
     schedule, stages, microbatches = shape
     for stage, actions in enumerate(passes(*shape)):

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -21,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cuts.functions import own, sum_over, whole
 from galvatron_lite.parallelism.cuts.grid import Grid
-from galvatron_lite.parallelism.cuts.line import ProcessLine
 from galvatron_lite.parallelism.cuts.tensor import (
     Cut,
     Cuts,
@@ -39,7 +37,6 @@ from tests.parallelism.shared_pictures import (
     STRICT,
     alone,
     close,
-    direction,
     double,
     grid_of,
     kept,
@@ -47,7 +44,6 @@ from tests.parallelism.shared_pictures import (
     shared,
 )
 from tests.parallelism.thread_group import ThreadGroup, grid_groups, run_threads
-from tests.pool import WorkerPool
 
 
 def fits(windows: list[Window], extents: list[int], cut: list[int]) -> bool:
@@ -411,56 +407,6 @@ def test_what_cannot_be_shared_is_refused(shape: tuple[int, ...], kernel: int, d
             functional.conv2d(cut, torch.zeros(2, 2, kernel, kernel), padding=(kernel // 2 if kernel > 3 else 0, 0))
 
     run_threads(degree, work)
-
-
-def on_process(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A small network on this process's pixels: what it makes, and its gradients, summed over the processes."""
-    down, along = (row_groups(rows, columns), column_groups(rows, columns))
-    grid = Grid((None, down, along), ProcessLine())
-    torch.manual_seed(0)
-    picture, weight = double(2, 3, 9, 10).requires_grad_(), double(4, 3, 3, 3).requires_grad_()
-    cut = own(picture, grid.cuts(picture.shape), STRICT)
-    made = small_network(cut, weight)
-    weights = own(direction(made, 1), cuts_of(made), STRICT)
-    torch.autograd.backward(local_of(made), local_of(weights))
-    assert picture.grad is not None
-    assert weight.grad is not None
-    lines = [down, along]
-    return whole(made).detach(), sum_over(picture.grad, lines), sum_over(weight.grad, lines)
-
-
-def small_network(picture: Tensor, weight: Tensor) -> Tensor:
-    padded = functional.pad(functional.conv2d(picture, weight, padding=1), (1, 1, 1, 1), mode="reflect")
-    return functional.max_pool2d(padded, 3, 2, 1)
-
-
-def row_groups(rows: int, columns: int) -> ProcessLine:
-    """The processes of this one's column."""
-    return ProcessLine(one_of([[row * columns + column for row in range(rows)] for column in range(columns)]))
-
-
-def column_groups(rows: int, columns: int) -> ProcessLine:
-    """The processes of this one's row."""
-    return ProcessLine(one_of([[row * columns + column for column in range(columns)] for row in range(rows)]))
-
-
-def one_of(groups: list[list[int]]) -> dist.ProcessGroup:
-    made, _ = dist.new_subgroups_by_enumeration(groups)
-    assert made is not None
-    return made
-
-
-def test_processes_find_what_one_device_finds(pool: WorkerPool) -> None:
-    torch.manual_seed(0)
-    picture, weight = double(2, 3, 9, 10).requires_grad_(), double(4, 3, 3, 3).requires_grad_()
-    made = small_network(picture, weight)
-    made.backward(direction(made, 1))
-    assert picture.grad is not None
-    assert weight.grad is not None
-    for found, of_picture, of_weight in pool.run(4, on_process, rows=2, columns=2):
-        close(found, made.detach())
-        close(of_picture, picture.grad)
-        close(of_weight, weight.grad)
 
 
 def test_recomputation_ends_at_the_same_layer_on_all_ranks() -> None:

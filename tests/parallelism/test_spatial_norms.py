@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ from torch.nn import functional
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cuts.functions import own, whole
 from galvatron_lite.parallelism.cuts.grid import Grid
-from galvatron_lite.parallelism.cuts.line import ProcessLine
 from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Rules, local_of, shares_only
 from galvatron_lite.parallelism.spatial.cost import STATISTIC_BYTES
 from galvatron_lite.parallelism.spatial.norms import HANDLERS, sync_batch_norm
@@ -25,7 +23,6 @@ from galvatron_lite.parallelism.spatial.statistics import as_autocast
 from tests.parallelism.cut_compare import Outcome, Parameters, alone, assert_equal, lines_of, rules, together
 from tests.parallelism.running import gather_running
 from tests.parallelism.thread_group import ThreadGroup, run_threads
-from tests.pool import WorkerPool
 
 CHANNELS = 6
 RULES = rules(HANDLERS)
@@ -399,36 +396,3 @@ def test_synchronised_batch_norm_takes_its_statistics_over_other_samples_too(pix
         torch.testing.assert_close(gradient, leaf.grad.narrow(0, start, length), **near)
         torch.testing.assert_close(gradients, {name: one.grad for name, one in reference.named_parameters()}, **near)
         torch.testing.assert_close(state, dict(reference.state_dict()), **near)
-
-
-def synchronised_step() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """One of two processes, each with samples of its own, as ``torch.nn.SyncBatchNorm`` would have them on a GPU."""
-    rank = dist.get_rank()
-    model = nn.Sequential(nn.Conv2d(2, CHANNELS, 1), nn.BatchNorm2d(CHANNELS), nn.ReLU(inplace=True)).double()
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    for module in model.modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            sync_batch_norm(module, [ProcessLine()])
-    picture = _samples().tensor_split([1])[rank].clone().requires_grad_()
-    result = model(picture)
-    result.square().sum().backward()
-    assert picture.grad is not None
-    return result.detach(), picture.grad, {name: one.detach() for name, one in model.named_buffers()}
-
-
-def _samples() -> Tensor:
-    return torch.randn(3, 2, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-
-
-def test_synchronised_batch_norm_of_processes_on_cpus(pool: WorkerPool) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, CHANNELS, 1), nn.BatchNorm2d(CHANNELS), nn.ReLU(inplace=True)).double()
-    picture = _samples().requires_grad_()
-    result = model(picture)
-    result.square().sum().backward()
-    found = pool.run(2, synchronised_step)
-    near = {"rtol": 1e-10, "atol": 1e-10}
-    torch.testing.assert_close(torch.cat([one for one, _, _ in found]), result.detach(), **near)
-    torch.testing.assert_close(torch.cat([one for _, one, _ in found]), picture.grad, **near)
-    for _, _, state in found:
-        torch.testing.assert_close(state, dict(model.named_buffers()), **near)

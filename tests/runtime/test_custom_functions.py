@@ -15,6 +15,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
 from tests.pool import WorkerPool
 from tests.runtime.plans import make_plan
+from tests.together import Together
 
 SAMPLES, TOKENS, HIDDEN, VOCAB = 4, 8, 16, 32
 EDGES = Strategy(data=2)
@@ -90,13 +91,13 @@ class Model(nn.Module):
 
 
 def error_under(plan: str, inside: str, between: str) -> float:
-    """The largest error of a parameter after three steps, relative to its tensor's largest entry."""
+    """The largest error of a parameter after two steps, relative to its tensor's largest entry."""
     torch.manual_seed(0)
     model = Model(inside, between)
     tokens = torch.randint(0, VOCAB, (2, SAMPLES, TOKENS), generator=torch.Generator().manual_seed(1))
     alone, batch = copy.deepcopy(model), {"tokens": tokens[0], "labels": tokens[1]}
     optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2, eps=1e-4)
-    for _ in range(3):
+    for _ in range(2):
         alone(**batch).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -104,7 +105,7 @@ def error_under(plan: str, inside: str, between: str) -> float:
     names = [[layer.name for layer in layers]]
     parallel = ParallelModel(model, make_plan(names, [PLANS[plan]], SAMPLES), layers, batch, device="cpu")
     sharded = parallel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4)
-    for _ in range(3):
+    for _ in range(2):
         parallel.train_step(batch, sharded)
     state = parallel.full_state_dict()
     return max(
@@ -112,13 +113,18 @@ def error_under(plan: str, inside: str, between: str) -> float:
     )
 
 
-def errors_under(plan: str) -> dict[str, float]:
+def errors_under(case: str) -> dict[str, float]:
     """Of a function or operator between layers, and inside of them where the plan is offered for such a block."""
-    between = {f"between, {way}": error_under(plan, "", way) for way in WAYS}
-    return between | ({} if plan == "tokens" else {f"inside, {way}": error_under(plan, way, "") for way in WAYS})
+    between = {f"between, {way}": error_under(case, "", way) for way in WAYS}
+    return between | ({} if case == "tokens" else {f"inside, {way}": error_under(case, way, "") for way in WAYS})
+
+
+@pytest.fixture(scope="module")
+def found(pool: WorkerPool) -> Together:
+    return Together(pool, errors_under, {plan: plan for plan in PLANS}, lambda _: 2)
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_they_see_what_one_process_sees(pool: WorkerPool, plan: str) -> None:
-    for errors in pool.run(2, errors_under, plan=plan):
+def test_they_see_what_one_process_sees(found: Together, plan: str) -> None:
+    for errors in found[plan]:
         assert {where: error for where, error in errors.items() if error > 1e-4} == {}

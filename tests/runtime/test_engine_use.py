@@ -171,10 +171,10 @@ def test_state_that_does_not_fit(pool: WorkerPool) -> None:
 
 BF16 = {
     f"{name}-{model}": Case(strategies, model, microbatches=2, precision="bf16")
-    for model in ("gpt-tiny", "llama-tiny")
-    for name, strategies in {
-        "data": [DATA] * 5, "zero": [ZERO3] * 5, "mixed": MIXED, "sequence": [TENSOR, *[SEQUENCE] * 3, TENSOR],
-    }.items()
+    for name, model, strategies in (
+        ("data", "llama-tiny", [DATA] * 5), ("zero", "gpt-tiny", [ZERO3] * 5), ("mixed", "gpt-tiny", MIXED),
+        ("sequence", "llama-tiny", [TENSOR, *[SEQUENCE] * 3, TENSOR]),
+    )
 }  # fmt: skip
 
 

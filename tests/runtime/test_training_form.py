@@ -30,21 +30,27 @@ from tests.runtime.untouched import (
     under,
     untouched,
 )
+from tests.together import Together
 
 FAMILIES = [*DECODERS, "Adapted", "T5", "Bart", "Whisper"]
 FULL, SELECTIVE = Recompute.FULL, Recompute.SELECTIVE
 
 
+@pytest.fixture(scope="module")
+def recomputed(pool: WorkerPool) -> Together:
+    return Together(pool, each_recomputed, {family: family for family in FAMILIES}, lambda _: 1)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_recomputed_layers_keep_no_cache(pool: WorkerPool, family: str) -> None:
-    assert pool.run(1, each_recomputed, family=family) == [["", ""]]
+def test_recomputed_layers_keep_no_cache(recomputed: Together, family: str) -> None:
+    assert recomputed[family] == [["", ""]]
 
 
-def each_recomputed(family: str) -> list[str]:
-    return [under(family, Strategy(recompute=choice), Strategy()) for choice in (FULL, SELECTIVE)]
+def each_recomputed(case: str) -> list[str]:
+    return [under(case, Strategy(recompute=choice), Strategy()) for choice in (FULL, SELECTIVE)]
 
 
-@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Phi3", "OPT", "Adapted"])
+@pytest.mark.parametrize("family", ["Gemma2", "OPT", "Adapted"])
 def test_nor_on_two_ranks(pool: WorkerPool, family: str) -> None:
     """Where the batch asks for one, too."""
     assert pool.run(2, each_split, family=family) == [[""] * 5] * 2
@@ -109,12 +115,12 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_of_the_model_are_left_to_the_plan(pool: WorkerPool, reentrant: bool, tmp_path: Path) -> None:
-    assert pool.run(2, checkpointed, reentrant=reentrant, folder=str(tmp_path)) == [[""] * 4] * 2
+    assert pool.run(2, checkpointed, reentrant=reentrant, folder=str(tmp_path)) == [[""] * 2] * 2
 
 
 def checkpointed(reentrant: bool, folder: str) -> list[str]:
     batch, found = torch.randint(VOCAB, (SAMPLES, 6), generator=torch.Generator().manual_seed(1)), []
-    for fix in ("pp=2", "zero=3", "recompute=full", "microbatches=2"):
+    for fix in ("pp=2", "recompute=full") if reentrant else ("zero=3", "microbatches=2"):
         with measuring_briefly():
             parallel = auto_parallelize(Checkpointed(reentrant), batch, fix=fix, folder=Path(folder))
         found.append(difference(parallel, batch, trained_plainly(Checkpointed(reentrant), batch)))

@@ -17,7 +17,7 @@ from tests.search.instances import random_instance, uniform_instance
 from tests.search.test_exact import QUIET
 
 
-@settings(max_examples=40, **QUIET)
+@settings(max_examples=25, **QUIET)
 @given(st.integers(0, 10**9), st.sampled_from([0.01, 0.05, 0.2]))
 def test_no_plan_of_fewer_runs_is_within_the_tolerance(seed: int, tolerance: float) -> None:
     draw = random.Random(seed)
@@ -46,7 +46,7 @@ def test_no_plan_of_fewer_runs_is_within_the_tolerance(seed: int, tolerance: flo
         assert simple is None or simple.seconds > limit * (1 - 1e-9)
 
 
-@settings(max_examples=40, **QUIET)
+@settings(max_examples=25, **QUIET)
 @given(st.integers(0, 10**9), st.sampled_from([1, 2]))
 def test_the_best_plan_of_few_runs_is_what_brute_force_finds(seed: int, runs: int) -> None:
     asked = random_instance(seed)

@@ -3,6 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
+from galvatron_lite.calibration.store import load_calibration
+from galvatron_lite.validate.predict import Predictor
+from galvatron_lite.validate.results import Predicted
 from galvatron_lite.validate.rows import PublishedRun
 
 GPT = PublishedRun(
@@ -16,3 +19,9 @@ GPT = PublishedRun(
 
 def gpt(**changes: Any) -> PublishedRun:
     return replace(GPT, **changes)
+
+
+def predicted(run: PublishedRun) -> Predicted:
+    outcome = Predictor(load_calibration()).predict(run)
+    assert isinstance(outcome, Predicted), outcome
+    return outcome

@@ -12,21 +12,14 @@ from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.validate.fitting import fitting, leaves_recompute_open, recomputing
 from galvatron_lite.validate.model import shape_of
 from galvatron_lite.validate.plans import plan_of
-from galvatron_lite.validate.predict import Predictor
-from galvatron_lite.validate.results import Predicted, Skipped
+from galvatron_lite.validate.results import Skipped
 from galvatron_lite.validate.rows import PublishedRun
 from galvatron_lite.validate.software import folds_experts
 
-from .runs import gpt
+from .runs import gpt, predicted
 
 CALIBRATION = load_calibration()
 BIG = {"layers": 24, "hidden": 4096, "heads": 32, "ffn_hidden": 16384, "gpu": "V100-SXM2-16GB"}
-
-
-def predicted(run: PublishedRun) -> Predicted:
-    outcome = Predictor(CALIBRATION).predict(run)
-    assert isinstance(outcome, Predicted), outcome
-    return outcome
 
 
 def planned(run: PublishedRun) -> tuple[Plan, DecoderShape]:

@@ -7,20 +7,11 @@ import pytest
 from galvatron_lite.calibration.store import load_calibration
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.stacks.schema import Stack
-from galvatron_lite.validate.predict import Predictor
-from galvatron_lite.validate.results import Predicted
-from galvatron_lite.validate.rows import PublishedRun
 
-from .runs import gpt
+from .runs import gpt, predicted
 
 CALIBRATION = load_calibration()
 MIB = 2**20
-
-
-def predicted(run: PublishedRun) -> Predicted:
-    outcome = Predictor(CALIBRATION).predict(run)
-    assert isinstance(outcome, Predicted), outcome
-    return outcome
 
 
 def test_allocated_memory_holds_workspaces_and_no_driver_context() -> None:

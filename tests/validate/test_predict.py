@@ -19,15 +19,9 @@ from galvatron_lite.validate.results import Predicted, Skipped, macros, score_fa
 from galvatron_lite.validate.rows import PublishedRun
 from galvatron_lite.validate.software import optimizer_of, stack_of
 
-from .runs import gpt
+from .runs import gpt, predicted
 
 CALIBRATION = load_calibration()
-
-
-def predicted(run: PublishedRun) -> Predicted:
-    outcome = Predictor(CALIBRATION).predict(run)
-    assert isinstance(outcome, Predicted), outcome
-    return outcome
 
 
 def graph_of(run: PublishedRun) -> ModelGraph:

@@ -13,8 +13,10 @@ from galvatron_lite.oracle.request import graph_named
 from galvatron_lite.oracle.strategies import Question
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.validate.predict import Predictor, question_of
-from galvatron_lite.validate.results import Predicted, Skipped
+from galvatron_lite.validate.results import Skipped
 from galvatron_lite.validate.rows import PublishedRun
+
+from .runs import predicted
 
 RUN = PublishedRun(
     family="made-up", run_id="made-up-1", framework="Chainer/ChainerMN", model="resnet50", arch="cnn", image_size=224,
@@ -22,12 +24,6 @@ RUN = PublishedRun(
     inter_node_gbps=200, n_gpus=16, dp=4, tp=1, pp=1, cp=1, micro_batch=64, global_batch=256, grad_accum=1,
     act_ckpt="none", precision="fp32", flash_attn=False, spatial=4, quality="A",
 )  # fmt: skip
-
-
-def predicted(run: PublishedRun) -> Predicted:
-    found = Predictor(load_calibration()).predict(run)
-    assert isinstance(found, Predicted), found
-    return found
 
 
 @pytest.mark.parametrize(("spatial", "filters", "kind"), [(4, 1, Kind.DATA_SPATIAL), (1, 4, Kind.DATA_FILTER)])

@@ -130,7 +130,6 @@ def test_a_dry_run_sees_what_each_stage_holds(pool: WorkerPool, schedule: Schedu
         (Strategy(), 1),
         (Strategy(recompute=Recompute.FULL), 2),
         (Strategy(data=2), 2),
-        (Strategy(zero=2, zero_stage=2), 2),
         (Strategy(zero=2, zero_stage=3), 2),
         (Strategy(tensor=2, sequence_parallel=True), 1),
     ],

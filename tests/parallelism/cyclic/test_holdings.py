@@ -10,7 +10,7 @@ from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.cyclic.timeline import backward_time, forward_time
 
 BOTH = pytest.mark.parametrize("rule", CyclicRule)
-COUNTS = pytest.mark.parametrize("count", range(1, 9))
+COUNTS = pytest.mark.parametrize("count", [1, 2, 3, 6])
 
 
 def live(holding: Holding) -> int:
@@ -69,7 +69,7 @@ def test_gradients(count: int, rule: CyclicRule) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("count", range(2, 9))
+@pytest.mark.parametrize("count", [2, 3, 6])
 def test_messages(count: int, rule: CyclicRule) -> None:
     for holding in holdings(rule, CyclicSetting.DATA, count):
         assert len(holding.does.receives) <= 1

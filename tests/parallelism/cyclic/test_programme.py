@@ -15,7 +15,7 @@ STEPS = 4
 EVERY = [(rule, setting) for rule in CyclicRule for setting in CyclicSetting]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
 @pytest.mark.parametrize(("rule", "setting"), EVERY)
 @pytest.mark.parametrize("continued", [False, True])
 def test_runs_with_the_versions_of_the_rule(
@@ -31,7 +31,7 @@ def test_runs_with_the_versions_of_the_rule(
         assert one.version == max(delayed, programme.base)
 
 
-@pytest.mark.parametrize("workers", range(2, 9))
+@pytest.mark.parametrize("workers", [2, 3, 6])
 def test_rule_v2_is_what_the_times_allow(workers: int) -> None:
     """A worker uses an update exactly if the last worker's backward pass comes before its own forward pass."""
     run = Run(Programme(CyclicRule.V2, CyclicSetting.SINGLE, workers), 3)
@@ -42,7 +42,7 @@ def test_rule_v2_is_what_the_times_allow(workers: int) -> None:
             assert (one.version == moment.step) == (ends[moment.stage, moment.step - 1] < moment.time)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
 def test_every_stage_is_used_once_a_time_step(workers: int) -> None:
     run = Run(Programme(CyclicRule.V2, CyclicSetting.SINGLE, workers), STEPS)
     used = Counter((one.moment.time, one.moment.stage) for _, one in run.done)
@@ -51,7 +51,7 @@ def test_every_stage_is_used_once_a_time_step(workers: int) -> None:
     assert max(used.values()) == 1
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
 @pytest.mark.parametrize(("early", "most"), [(False, lambda n: n * (n + 1) // 2), (True, lambda n: n * n // 2 + 1)])
 def test_stages_kept_on_one_device(workers: int, early: bool, most: object) -> None:
     programme = Programme(CyclicRule.V2, CyclicSetting.SINGLE, workers, early_release=early)
@@ -66,7 +66,7 @@ def test_stages_kept_on_one_device(workers: int, early: bool, most: object) -> N
         assert peak == most(workers)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("workers", range(2, 9))
+@pytest.mark.parametrize("workers", [2, 3, 6])
 @pytest.mark.parametrize("rule", CyclicRule)
 def test_data_sends_one_stage_a_time_step(workers: int, rule: CyclicRule) -> None:
     run = Run(Programme(rule, CyclicSetting.DATA, workers), STEPS)
@@ -78,7 +78,7 @@ def test_data_sends_one_stage_a_time_step(workers: int, rule: CyclicRule) -> Non
     assert partial == STEPS * workers * (workers - 1)
 
 
-@pytest.mark.parametrize("workers", range(2, 9))
+@pytest.mark.parametrize("workers", [2, 3, 6])
 @pytest.mark.parametrize("rule", CyclicRule)
 def test_stages_need_a_triangle_of_processes(workers: int, rule: CyclicRule) -> None:
     programme = Programme(rule, CyclicSetting.STAGES, workers)
@@ -97,7 +97,7 @@ def test_stages_need_a_triangle_of_processes(workers: int, rule: CyclicRule) -> 
     )
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
 @pytest.mark.parametrize("rule", CyclicRule)
 def test_zero_sends_one_stage_along_each_track(workers: int, rule: CyclicRule) -> None:
     run = Run(Programme(rule, CyclicSetting.ZERO, workers), STEPS)
@@ -108,10 +108,10 @@ def test_zero_sends_one_stage_along_each_track(workers: int, rule: CyclicRule) -
     assert all(len(message.versions) <= 2 for _, message in run.sent)
 
 
-@pytest.mark.parametrize("workers", range(1, 7))
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
 @pytest.mark.parametrize("rule", CyclicRule)
 @pytest.mark.parametrize("setting", [CyclicSetting.DATA, CyclicSetting.STAGES])
-@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("steps", [1, 3])
 def test_settling_brings_every_update_everywhere(
     workers: int, rule: CyclicRule, setting: CyclicSetting, steps: int
 ) -> None:
@@ -124,7 +124,7 @@ def test_settling_brings_every_update_everywhere(
     assert not any(box for boxes in run.mail.values() for box in boxes.values())
 
 
-@pytest.mark.parametrize("workers", range(1, 7))
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
 @pytest.mark.parametrize(("rule", "setting"), EVERY)
 def test_closing_names_what_is_under_way(workers: int, rule: CyclicRule, setting: CyclicSetting) -> None:
     programme = Programme(rule, setting, workers)

@@ -52,7 +52,7 @@ def walked(rule: CyclicRule, setting: CyclicSetting, count: int, seconds: Second
 
 @pytest.mark.parametrize("rule", CyclicRule)
 @pytest.mark.parametrize("setting", CyclicSetting)
-@pytest.mark.parametrize("count", range(1, 9))
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
 def test_equal_stages_take_2n_time_steps(count: int, setting: CyclicSetting, rule: CyclicRule) -> None:
     # systems.md 2.2: a step is 2N time steps; on one device each holds N passes. Unequal passes wait for nobody either.
     alone = count if setting is CyclicSetting.SINGLE else 1
@@ -63,7 +63,7 @@ def test_equal_stages_take_2n_time_steps(count: int, setting: CyclicSetting, rul
 
 
 @pytest.mark.parametrize("rule", CyclicRule)
-@pytest.mark.parametrize("count", range(2, 9))
+@pytest.mark.parametrize("count", [2, 3, 6])
 def test_data_hides_short_messages(count: int, rule: CyclicRule) -> None:
     for taken in (0.1, 0.5, 0.75, 0.99):
         step = looped(rule, CyclicSetting.DATA, count, lambda _: 1.0, lambda _, d=taken: d)  # type: ignore[misc]

@@ -42,51 +42,6 @@ def loss_of(parameters: dict[str, nn.Parameter]) -> Tensor:
     return (parameters["p0"] ** 2).sum()
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_an_update_makes_the_next_version(keep: bool) -> None:
-    states = states_of(3.0)
-    with states.adding(0, states.at(0)):
-        loss_of(states.at(0)).backward()
-    states.finish(0)
-    states.apply(0, keep)
-    assert states.newest == 1
-    assert states.versions == ((0, 1) if keep else (1,))
-    assert states.at(1)["p0"].item() == states.masters["p0"].item() == -3.0
-    if keep:
-        assert states.at(0)["p0"].item() == 3.0
-    states.forget_before(1)
-    assert states.versions == (1,)
-
-
-def test_an_update_leaves_a_graph_of_the_version_before_alone() -> None:
-    """Its gradient is that of the values that the forward pass had."""
-    states = states_of(3.0)
-    old = states.at(0)
-    loss = loss_of(old)
-    states.updates[0] = [torch.tensor([1.0])]
-    states.apply(0, keep=True)
-    states.forget_before(1)
-    with states.adding(1, old):
-        loss.backward()
-    assert torch.equal(states.sums[1][0], torch.tensor([6.0]))
-    assert old["p0"].grad is None
-
-
-def test_gradients_of_micro_batches_of_any_version_are_summed() -> None:
-    states = states_of(3.0, 5.0)
-    states.updates[0] = [torch.tensor([1.0]), None]
-    old = states.at(0)
-    states.apply(0, keep=True)
-    for version in (old, states.at(1)):
-        with states.adding(1, version):
-            loss_of(dict(version)).backward()
-    assert torch.equal(states.sums[1][0], torch.tensor([6.0 + 4.0]))
-    assert states.sums[1][1] is None
-    arrived = StageStates.arrived([one.clone() for one in states.sent(states.sums[1])])
-    assert torch.equal(arrived[0], torch.tensor([10.0]))
-    assert arrived[1] is None
-
-
 def test_updates_are_applied_in_order() -> None:
     states = states_of(1.0)
     states.updates[1] = [torch.tensor([1.0])]
@@ -105,15 +60,3 @@ def test_a_failed_backward_pass_leaves_no_gradients() -> None:
     with pytest.raises(ValueError, match="broken"), states.adding(0, states.at(0)):
         loss.backward()
     assert states.at(0)["p0"].grad is None
-
-
-def test_options_go_from_one_process_to_another() -> None:
-    one, other = states_of(1.0), states_of(1.0)
-    halved = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
-    for states in (one, other):
-        states.make_optimizer(partial(torch.optim.SGD, lr=1.0), halved)
-    one.updates[0] = [torch.tensor([1.0])]
-    one.apply(0, keep=False)
-    other.options = one.options
-    assert other.optimizer.param_groups[0]["lr"] == 0.5
-    assert other.scheduler.state_dict() == one.scheduler.state_dict()

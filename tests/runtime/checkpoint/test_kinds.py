@@ -77,7 +77,7 @@ def pictures(strategies: list[Strategy]) -> Make:
 def all_kinds(folder: str) -> None:
     half = {"precision": "fp16"}
     edge = Strategy(tensor=4)
-    texts = [text([HOST] * 5, **half), text([HYBRID, TENSOR, MIXED, DATA, HYBRID], **half), text([ROWS] * 5, **half)]
+    texts = [text([HOST] * 5, **half), text([HYBRID, TENSOR, MIXED, DATA, HYBRID], **half)]
     there(texts, make_batch(), f"{folder}/host")
     there([text([edge, TENSOR, HEADS, ROWS, edge]), text([DATA] * 5)], make_batch(), f"{folder}/tensor")
     channels = [FILTERS, CHANNELS, FILTERS, CHANNELS, FILTERS]

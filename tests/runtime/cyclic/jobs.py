@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
-from galvatron_lite.errors import GalvatronError
 from galvatron_lite.runtime.cyclic.model import CyclicModel
 from tests.parallelism.cyclic.models import Case, blocks_case, make_batches, make_plan, mixed_case
 
@@ -101,21 +96,3 @@ def loaded(count: int, setting: str) -> dict[str, torch.Tensor]:
     assert bool(torch.isfinite(cyclic.train_step(batches[1], optimizer)))
     cyclic.flush()
     return {name: after[name] - before[name] for name in before}
-
-
-def one_lost(count: int, setting: str, lost: int, folder: str) -> None:
-    """One rank is killed in the middle; the others write down what they were told, and after how many seconds."""
-    (model, layers, stages), batches = case_of(count), batches_of(count)
-    cyclic = CyclicModel(model, make_plan(stages, "cdp-v2", setting, rows=4), layers, batches[0], timeout=120)
-    optimizer = cyclic.optimizer(ADAM)
-    begin = time.monotonic()
-    try:
-        for step, batch in enumerate(batches):
-            if dist.get_rank() == lost and step == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-            cyclic.train_step(batch, optimizer)
-        cyclic.drain()
-    except GalvatronError as error:
-        told = f"{time.monotonic() - begin:.1f} {type(error).__name__}: {error}"
-        Path(folder, str(dist.get_rank())).write_text(told)
-    os._exit(0)

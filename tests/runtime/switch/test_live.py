@@ -21,7 +21,7 @@ from tests.runtime.training import train_alone
 
 
 def test_losses_go_on_and_states_stay(pool: WorkerPool) -> None:
-    wanted = train_alone(CHAIN[0], steps=2 * len(CHAIN)).losses
+    wanted = train_alone(CHAIN[0], steps=len(CHAIN)).losses
     for losses in pool.run(4, switched_run, cases=CHAIN):
         assert losses == pytest.approx(wanted, rel=1e-5)
 
@@ -33,7 +33,7 @@ def test_experts_move(pool: WorkerPool) -> None:
 
 
 def test_tied_weights_and_old_tensors_given_up_as_new_ones_arrive(pool: WorkerPool) -> None:
-    wanted = train_alone(LLAMA[0], steps=2 * len(LLAMA)).losses
+    wanted = train_alone(LLAMA[0], steps=len(LLAMA)).losses
     for losses in pool.run(4, switched_run, cases=LLAMA, memory=TIGHT):
         assert losses == pytest.approx(wanted, rel=1e-5)
 

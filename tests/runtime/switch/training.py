@@ -85,7 +85,7 @@ def assert_bits(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 @examined_once()
 def switched_run(cases: Sequence[Case], memory: Sequence[int | None] | None = None) -> list[float]:
-    """Losses of two steps under each plan; nothing changes with the plan, and little memory makes for turns."""
+    """Losses of a step under each plan; nothing changes with the plan, and little memory makes for turns."""
     parallel = make_parallel(cases[0])
     optimizer, free = parallel.optimizer(ADAM), memory or [None] * len(cases)
     losses, batch = [], make_batch()
@@ -95,7 +95,7 @@ def switched_run(cases: Sequence[Case], memory: Sequence[int | None] | None = No
             done = parallel.switch(plan_of(case), optimizer, memory=free[place])
             assert done.by_turns == (free[place] is not None)
             assert_bits(training_state(parallel, optimizer), before)
-        losses += [float(parallel.train_step(batch, optimizer)) for _ in range(2)]
+        losses.append(float(parallel.train_step(batch, optimizer)))
     return losses
 
 
@@ -281,7 +281,7 @@ def _nothing_piles_up() -> None:
     _, parallel, plan = _tower([PAIR] * 5)
     optimizer, batch = parallel.optimizer(ADAM), (torch.randn(8, 6),)
     sizes = []
-    for _ in range(5):
+    for _ in range(3):
         for strategies in ([PAIR, ZERO, HALF, ZERO, PAIR], [PAIR] * 5):
             parallel.switch(plan(strategies), optimizer)
             parallel.train_step(batch, optimizer)

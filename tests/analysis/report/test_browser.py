@@ -12,8 +12,8 @@ import pytest
 
 from galvatron_lite.analysis.report.page import page
 from galvatron_lite.plans.schema import Schedule
-from tests.report.browser import Browser, missing
-from tests.report.plans import hostile, large_page, small, written
+from tests.analysis.report.browser import Browser, missing
+from tests.analysis.report.plans import hostile, large_page, small, written
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a browser")
 

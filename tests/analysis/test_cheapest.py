@@ -4,7 +4,7 @@ import pytest
 
 from galvatron_lite.analysis.sweeps import Run, cheapest
 from galvatron_lite.errors import InfeasibleError, InputError
-from tests.questions.cases import asked, seconds_of, small
+from tests.analysis.cases import asked, seconds_of, small
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -11,8 +11,8 @@ from galvatron_lite.search.pin_names import FORBIDDEN, NAMES, schedules_named
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.space import STRATEGY_FIELDS, Fixed
 from galvatron_lite.search.user_pins import NOTHING, Pins, read_pins
+from tests.analysis.cases import small
 from tests.factories import make_graph, make_kind
-from tests.questions.cases import small
 
 GRAPH = make_graph(
     [make_kind(name, 1, tensor_degrees=24) for name in ("before", "block", "after")],

@@ -12,7 +12,7 @@ from galvatron_lite.analysis.step_time import BUBBLE, account, memory_of
 from galvatron_lite.analysis.what_ifs import NOT_TRIED
 from galvatron_lite.cluster.budget import Budget
 from galvatron_lite.search.result import summary
-from tests.explainer.test_time import random_plan
+from tests.analysis.test_time import random_plan
 
 PRICED = random_plan(3)
 

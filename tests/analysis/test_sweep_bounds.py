@@ -7,8 +7,8 @@ from galvatron_lite.api import find_profile
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.profiler.schema import LayerPoint, OptimizerCost, Overlap
 from galvatron_lite.search.planner import find_plan
+from tests.analysis.cases import asked, seconds_of, small
 from tests.factories import make_cluster, make_graph, make_kind, make_profile
-from tests.questions.cases import asked, seconds_of, small
 
 
 @pytest.mark.parametrize("seed", range(6))

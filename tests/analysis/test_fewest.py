@@ -5,7 +5,7 @@ import pytest
 from galvatron_lite.analysis.setting import device_counts
 from galvatron_lite.analysis.sweeps import Goal, Target, fewest_devices
 from galvatron_lite.errors import InputError
-from tests.questions.cases import asked, seconds_of, small
+from tests.analysis.cases import asked, seconds_of, small
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -12,7 +12,7 @@ import pytest
 
 from galvatron_lite.analysis.report.timeline_data import COMMUNICATION, COMPUTE, trace_events, write_trace
 from galvatron_lite.plans.schema import Schedule
-from tests.report.plans import HOSTILE, small
+from tests.analysis.report.plans import HOSTILE, small
 
 NEEDED = {
     "X": {"ts", "dur", "tid"},

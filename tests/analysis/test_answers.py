@@ -14,7 +14,7 @@ from galvatron_lite.analysis.answers import Answer, answer_text, as_data
 from galvatron_lite.analysis.setting import Point, Points, gathered, require_plan
 from galvatron_lite.analysis.sweep_figure import figure
 from galvatron_lite.analysis.sweeps import Goal, Run, Target, best_batch, cheapest, fewest_devices, pareto_front
-from tests.questions.cases import asked, small
+from tests.analysis.cases import asked, small
 
 SETTING = small(1)
 ANSWERS: dict[str, Callable[[], Answer]] = {

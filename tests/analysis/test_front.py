@@ -4,7 +4,7 @@ import pytest
 
 from galvatron_lite.analysis.sweeps import pareto_front
 from galvatron_lite.errors import InfeasibleError, InputError
-from tests.questions.cases import asked, peak_of, seconds_of, small
+from tests.analysis.cases import asked, peak_of, seconds_of, small
 
 
 @pytest.mark.parametrize("seed", [1, 2])

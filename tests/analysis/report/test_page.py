@@ -23,7 +23,7 @@ from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Cyclic, Schedule
 from galvatron_lite.svg import byte_words, change, marks, percent, second_words
-from tests.report.plans import HOSTILE, hostile, large, large_page, small
+from tests.analysis.report.plans import HOSTILE, hostile, large, large_page, small
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 BACK = re.compile(r'<(?:script|link|img|iframe|object|embed|use|image)[^>]*\b(?:src|href)="(?!data:|#)', re.IGNORECASE)
