@@ -64,8 +64,10 @@ def changes(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.AST]]:
                 new.value = number + 1
             case ast.BoolOp(), ast.BoolOp():
                 new.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
-            case ast.Call(args=[_, _, *_]), ast.Call() if (
-                not isinstance(node.func, ast.Name) or node.func.id not in ("range", "max", "min")
+            case ast.Call(args=[_, _, *_]), ast.Call() if not isinstance(node.func, ast.Name) or node.func.id not in (
+                "range",
+                "max",
+                "min",
             ):
                 new.args[:2] = new.args[1::-1]
             case ast.Expr(value=ast.Call()) | ast.AugAssign(), _:

@@ -122,6 +122,8 @@ def _levels(given: Any, gpus: int | None, place: str, field: str) -> list[dict[s
     if not isinstance(given, list) or not given or not all(isinstance(level, dict) for level in given):
         raise FileFormatError(place, given, "Give a list of levels, innermost first.")
     linked = [level_of_link(level, f"{place}.{number}") for number, level in enumerate(given)]
+    for number, level in enumerate(linked):  # those beyond so many devices, too
+        from_data(Level, level | {"size": 1}, f"{place}.{number}")
     return _sized(linked, gpus, field)
 
 

@@ -10,10 +10,10 @@ from yaml import safe_dump as dump
 
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import from_data, to_data
-from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.graph import Layer, Recompute, Role
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import check_plan, file_named, read_plan, write_plan
-from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
+from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage, layer_runs
 from tests.runtime.plans import make_plan
 
 MIXED = (
@@ -74,8 +74,9 @@ def _with_strategy(strategy: Strategy) -> Plan:
     ],
 )
 def test_contradictions_are_named(plan: Plan, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        check_plan(plan)
+    with pytest.raises(InputError, match=message) as caught:
+        check_plan(plan, "a.yaml")
+    assert caught.value.field.startswith("a.yaml, "), "the file, then the field"
 
 
 degrees = st.integers(1, 8)
@@ -125,6 +126,12 @@ def test_errors_about_parts_of_a_plan_name_its_file(given: Plan | str, said: str
     assert caught.value.field == said
     with pytest.raises(InputError, match=r"^batch"), file_named(given):
         raise InputError("batch", 3, "Give 4.")
+
+
+def test_neighbouring_layers_of_one_strategy_are_a_run() -> None:
+    layers = [Layer(name, "kind", Role.BLOCK) for name in "abcd"]
+    runs = layer_runs(layers, [Strategy(data=2), Strategy(data=2), Strategy(tensor=2), Strategy(data=2)])
+    assert [(run.first, run.last, run.count) for run in runs] == [("a", "b", 2), ("c", "c", 1), ("d", "d", 1)]
 
 
 def test_plans_save_and_load_themselves(tmp_path: Path) -> None:

@@ -53,8 +53,14 @@ def test_short_forms_read_back(
     assert parse_strategy(str(strategy)) == strategy
 
 
-def test_experts_that_are_not_sliced() -> None:
-    strategy = Strategy(data=4, expert=4, expert_tensor=1, tensor=2)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Strategy(data=4, expert=4, expert_tensor=1, tensor=2), Strategy(height=2, width=4), Strategy(filters=2),
+        Strategy(depth=2, height=3, width=5, data=2), Strategy(channels=2),
+    ],
+)  # fmt: skip
+def test_whole_experts_and_shares_of_pictures_read_back(strategy: Strategy) -> None:
     assert parse_strategy(str(strategy)) == strategy
 
 

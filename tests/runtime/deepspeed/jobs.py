@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite import auto_parallelize
@@ -21,6 +23,7 @@ from galvatron_lite.plans.schema import Plan, Trainer
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
 from galvatron_lite.runtime.engine import ParallelModel
+from tests.runtime.fault_jobs import killed
 from tests.runtime.plans import make_plan
 from tests.runtime.training import ADAMW, LAYERS, SAMPLES, make_batch, make_model
 
@@ -247,3 +250,14 @@ def everything(folder: str, code: str) -> Answers:
         0.0,
     )
     return replace(answers, seconds=time.process_time() - begun)
+
+
+def lost() -> None:
+    """A step; rank 1 is killed in the next."""
+    parallel = make(plan_of(STRATEGIES["zero2"]))
+    optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
+    parallel.train_step(make_batch(), optimizer)
+    if dist.get_rank() == 1:
+        with patch.object(DeepSpeedModel, "_local_loss", lambda *_: killed(parallel.watch)):
+            parallel.train_step(make_batch(), optimizer)
+    parallel.train_step(make_batch(), optimizer)
