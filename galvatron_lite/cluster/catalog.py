@@ -123,7 +123,8 @@ def _levels(given: Any, gpus: int | None, place: str, field: str) -> list[dict[s
         raise FileFormatError(place, given, "Give a list of levels, innermost first.")
     linked = [level_of_link(level, f"{place}.{number}") for number, level in enumerate(given)]
     for number, level in enumerate(linked):  # those beyond so many devices, too
-        from_data(Level, level | {"size": 1}, f"{place}.{number}")
+        size = _size(level.get("size"), f"{place}.{number}.size", number == len(linked) - 1)
+        _level(level | {"size": size or 1}, f"{place}.{number}")
     return _sized(linked, gpus, field)
 
 

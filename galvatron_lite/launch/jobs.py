@@ -45,11 +45,12 @@ def run_all(commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -
     """
     started = [_start(command, environment) for command in commands]
     try:
-        while any(one.poll() is None for one in started) and not _failed(started):
+        # every one is asked: one that fails while an earlier runs would not be seen otherwise
+        while None in [one.poll() for one in started] and not _failed(started):
             time.sleep(_LOOK)
+        return _failed(started)
     finally:
         _end([one for one in started if one.poll() is None])
-    return _failed(started)
 
 
 def output_of(commands: Sequence[Sequence[str]], environment: Mapping[str, str], timeout: float) -> str:

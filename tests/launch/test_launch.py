@@ -151,7 +151,7 @@ def test_gpus_of_a_node_as_slurm_has_them(plan: Path, monkeypatch: pytest.Monkey
     if nodes:
         assert launch_of(request).job.nodes == nodes
         return
-    with pytest.raises(InputError, match="SLURM_GPUS_ON_NODE.*--per-node"):
+    with pytest.raises(InputError, match=r"SLURM_GPUS_ON_NODE.*--per-node"):
         launch_of(request)
 
 
