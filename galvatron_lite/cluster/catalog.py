@@ -134,6 +134,8 @@ def _unlike(data: dict[str, Any], groups: list[dict[str, Any]], gpus: int | None
     devices = gpus or there
     if devices > there:
         raise InputError("--gpus", gpus, f"{field} has {there} devices.")
+    for number, group in enumerate(groups):  # those beyond so many devices, too
+        _levels(group.get("levels", common), None, f"{field}, groups.{number}.levels", field)
     kept = _first_devices(groups, devices, field)
     for number, group in enumerate(kept):
         place = f"{field}, groups.{number}.levels"

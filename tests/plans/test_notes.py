@@ -14,7 +14,7 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.oracle.request import graph_named
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.notes import other_size, plan_notes
-from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Mode, Plan, Proof, Provenance, Schedule, Stage
+from galvatron_lite.plans.schema import PLAN_VERSION, Mode, Plan, Proof, Provenance, Schedule, Stage, layer_runs
 from galvatron_lite.profiler.schema import Origin, OriginKind
 from galvatron_lite.profiler.unsure import spread_note
 
@@ -81,9 +81,12 @@ def test_a_plan_of_another_width_is_told() -> None:
     ],
 )  # fmt: skip
 def test_zero_bubble_pipelines_of_training_have_a_note(schedule: Schedule, stages: int, mode: Mode, said: bool) -> None:
-    run = LayerRun("a", "a", 1, Strategy())
-    given = Plan(PLAN_VERSION, "m", stages, 4, 4, schedule, "fp32", (Stage((run,)),) * stages, mode=mode)
-    notes = [note for note in plan_notes(graph_named("convnext-t", "fp32"), given) if "without waiting" in note]
+    graph = graph_named("convnext-t", "fp32")
+    first = len(graph.layers) - stages + 1
+    (run,) = layer_runs(graph.layers, [Strategy()] * len(graph.layers))
+    parts = [replace(run, count=count) for count in (first, 1)[:stages]]
+    given = Plan(PLAN_VERSION, "m", stages, 4, 4, schedule, "fp32", tuple(Stage((part,)) for part in parts), mode=mode)
+    notes = [note for note in plan_notes(graph, given) if "without waiting" in note]
     assert len(notes) == said
 
 

@@ -137,7 +137,7 @@ def test_a_folder_that_holds_something_else_is_not_replaced(written: Path, tmp_p
 
 def test_what_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None:
     run = make_run(ALONE)
-    with pytest.raises(InputError, match=r"extra.*\['best'\] is no tensor, number or text"):
+    with pytest.raises(InputError, match=r"kept\['best'\] is no tensor, number or text"):
         save(run, tmp_path / "step-1", extra={"kept": {"best": Path("x")}})
     assert not any(tmp_path.iterdir())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -254,6 +255,8 @@ def everything(folder: str, code: str) -> Answers:
 
 def lost() -> None:
     """A step; rank 1 is killed in the next."""
+    rank = str(dist.get_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     parallel = make(plan_of(STRATEGIES["zero2"]))
     optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
     parallel.train_step(make_batch(), optimizer)
