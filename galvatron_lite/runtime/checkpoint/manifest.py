@@ -97,8 +97,8 @@ def read_manifest(folder: Path) -> Manifest:
     manifest = read_sealed(Manifest, folder, FORMAT)
     needed = {TRAINING, *(process_file(rank) for rank in range(min(manifest.processes, len(manifest.files) + 1)))}
     unknown = {first for first in manifest.names.values() if first not in manifest.tensors}
-    if manifest.processes < 1 or not needed <= manifest.files.keys() or unknown:
-        what = ", ".join(sorted(unknown or needed - manifest.files.keys())[:5]) or f"{manifest.processes} processes"
+    if unknown or not needed <= manifest.files.keys():
+        what = ", ".join(sorted(unknown or needed - manifest.files.keys())[:5])
         raise FileFormatError("file", folder / META, f"It does not describe a checkpoint: {what}. {TORN}")
     return manifest
 
