@@ -139,6 +139,19 @@ def test_a_key_that_lacks_is_named() -> None:
         plan_from({key: value for key, value in HAND.items() if key != "global_batch"}, GRAPH, "plan")
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"runs": HAND["runs"], "devics": "b200"}, r"plan, stages\.0\.devics: .*Did you mean device\?"),
+        ({"runs": [*HAND["runs"], {"layers": LAST, "strategy": "data4"}]}, "All layers .* are planned already"),  # type: ignore[misc]
+        ({"runs": [{"layers": f"{BLOCKS[1]}..{LAST}", "strategy": "data4"}]}, f"goes on with {FIRST}"),
+    ],
+)
+def test_a_stage_that_cannot_be_used_is_told_why(change: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        plan_from({**{key: HAND[key] for key in HAND if key != "runs"}, "stages": [change]}, GRAPH, "plan")
+
+
 @pytest.mark.parametrize("data", [[], {"devices": 4}, {**HAND, "stages": []}, {**HAND, "runs": "all"}])
 def test_what_is_no_plan_is_refused(data: object) -> None:
     with pytest.raises(InputError):

@@ -14,7 +14,10 @@ from typer.testing import CliRunner
 from galvatron_lite.cli import app
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
+from galvatron_lite.parallelism.backends import DEEPSPEED
 from galvatron_lite.parallelism.strategy import Offload, Strategy
+from galvatron_lite.plans.execution import check_runs
+from galvatron_lite.plans.export.common import commented, cuts
 from galvatron_lite.plans.export.tools import TOOLS, export
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.plans.schema import Mode
@@ -125,6 +128,19 @@ def test_accelerate_has_fsdp_recompute_and_tells_who_does_otherwise() -> None:
     assert not any("recomputation" in line for line in export(PLANS["zero3"], "accelerate").left_out)
     replicas = plan(Strategy(zero=4, zero_stage=2, recompute=Recompute.FULL, offload=Offload.STATES))
     assert any("the model does it" in line for line in export(replicas, "accelerate").left_out)
+
+
+def test_a_plan_s_own_tool_trains_with_it() -> None:
+    assert check_runs(PLANS["deepspeed"], DEEPSPEED) is PLANS["deepspeed"]
+    assert [one.blocks for one in cuts(PLANS["odd"])] == [2, 1, 3, 2]
+    stages = [json.loads(export(PLANS[name], "deepspeed").text)["zero_optimization"] for name in ("offload", "zero1")]
+    assert [one["stage"] for one in stages] == [2, 1]
+    alone = plan(Strategy(data=4, offload=Offload.STATES))
+    assert json.loads(export(alone, "deepspeed").text)["zero_optimization"]["stage"] == 1
+    assert not any(" blocks: here all do" in line for line in export(PLANS["pipeline"], "megatron").left_out)
+    edges = export(plan(Strategy(zero=4, zero_stage=3, recompute=Recompute.FULL)), "accelerate").left_out
+    assert not any("instead of" in line for line in edges), "what recomputes is said of blocks alone"
+    assert commented(["a\x1b[2Jb\nc"]) == "# a\\x1b[2Jb\\nc\n"
 
 
 def test_selective_beside_full_is_told() -> None:
